@@ -16,7 +16,7 @@ import sys
 from dataclasses import replace
 from math import inf
 
-from steelyard.cost.build import KnownTimes, build_tables, usable_bytes
+from steelyard.cost.build import KnownCosts, build_tables, usable_bytes
 from steelyard.cost.setting import Job
 from steelyard.hardware import parse_cluster
 from steelyard.plan.kinds import DP
@@ -78,7 +78,7 @@ def searched_s(job: Job, *, every_group: bool) -> float:
         size: tuple(each for each in enumerate_strategies(size, space) if frozenset(each.shape.items()) in shapes)
         for size in sizes
     }
-    known: KnownTimes = {}
+    known = KnownCosts([setting.pipeline.num_microbatches for setting in settings])
     tables = [build_tables(setting, offered[setting.devices_per_stage], known) for setting in settings]
     best = search(tables, usable_bytes(job), time_limit_s=TIME_LIMIT_S).best
     return inf if best is None else best.score_s

@@ -8,8 +8,16 @@ import re
 from collections.abc import Iterable
 from fractions import Fraction
 from itertools import groupby
+from typing import TYPE_CHECKING, TypeAlias
 
 from steelyard.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Amount: TypeAlias = "float | NDArray[np.float64]"
+"""A number, or those of several pipeline settings at once."""
 
 KIB = 1024
 MIB = 1024**2

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.compute import launch_s, work_s
-from steelyard.cost.layer import KnownPasses, LayerCost, layer_cost
+from steelyard.cost.layer import KnownPasses, LayerCost, layer_cost, layer_seconds
 from steelyard.cost.layer_load import refusal
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import InvalidProfileError
@@ -59,7 +59,7 @@ def test_costs_of_choices_made_together_are_those_of_each_alone(model: str) -> N
         legal = [strategy for strategy in offered if refusal(kind, strategy, where) is None]
         assert {strategy.remat for strategy in legal} >= {Remat.NONE, Remat.FULL}
         for strategy in legal:
-            assert layer_cost(kind, strategy, where, known) == layer_cost(kind, strategy, where)
+            assert layer_seconds(kind, strategy, where, known) == layer_seconds(kind, strategy, where, {})
         assert known
 
 

@@ -11,10 +11,10 @@ from steelyard.cost.communication import crossing_s, send_recv_s
 from steelyard.cost.compute import compute_time
 from steelyard.cost.fold import folded
 from steelyard.cost.inputs import side_bytes
-from steelyard.cost.layer import KnownPasses, layer_cost, tied_s
-from steelyard.cost.layer_load import held_params, rank_samples, refusal, unmeasured_reason
-from steelyard.cost.layer_memory import pipeline_buffer_bytes
-from steelyard.cost.setting import MASTER_BYTES, Job, Setting
+from steelyard.cost.layer import KnownPasses, layer_seconds, tied_s
+from steelyard.cost.layer_load import held_params, legal_counts, rank_samples, unmeasured_reason
+from steelyard.cost.layer_memory import layer_bytes, pipeline_buffer_bytes
+from steelyard.cost.setting import MASTER_BYTES, Job, Setting, Settings
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables, SideInput
 from steelyard.hardware import Link
@@ -30,72 +30,99 @@ PIPELINE_CHANNEL_BYTES = 1024 * MIB
 """Buffers of the NCCL channels to the stages before and behind: about 0.5 GiB for each neighbour."""
 
 
+class _StageCosts:
+    """Seconds of every layer kind under every strategy on stages of one size, for several numbers of microbatches [M].
+
+    Those of a kind are made when first asked for.
+    """
+
+    def __init__(self, settings: Settings, strategies: tuple[Strategy, ...]) -> None:
+        self._settings, self.strategies = settings, strategies
+        self._kinds, self.counts = settings.job.chain.kinds, settings.counts.tolist()
+        legal = [[legal_counts(kind, strategy, settings) for strategy in strategies] for kind in self._kinds]
+        self.legal = np.array(legal, dtype=bool).reshape(len(self._kinds), len(strategies), len(self.counts))
+        """[K, S, M]"""
+        self._seconds: dict[int, NDArray[np.float64]] = {}
+
+    def seconds(self, k: int) -> NDArray[np.float64]:
+        """[2, S, M] of a microbatch, and once a step without those of tied matrices."""
+        if k in self._seconds:
+            return self._seconds[k]
+        found = self._seconds[k] = np.zeros((2, *self.legal.shape[1:]))
+        known: dict[bytes, tuple[Settings, KnownPasses]] = {}
+        for s in np.flatnonzero(self.legal[k].any(axis=1)).tolist():
+            legal = self.legal[k, s]
+            settings, passes = known.setdefault(legal.tobytes(), (self._settings.select(legal), {}))
+            priced = layer_seconds(self._kinds[k], self.strategies[s], settings, passes)
+            found[0, s, legal], found[1, s, legal] = priced.microbatch_s, sum(priced.once.values())
+        return found
+
+
 class LayerCosts:
     """Costs of every layer kind under every strategy, those of a kind made when first asked for; as in `CostTables`.
 
     Of a number of stages and microbatches: what no schedule changes of their tables.
     """
 
-    def __init__(self, setting: Setting, strategies: tuple[Strategy, ...]) -> None:
-        self._setting, self.strategies = setting, strategies
-        kinds = setting.job.chain.kinds
-        legal = [[refusal(kind, strategy, setting) is None for strategy in strategies] for kind in kinds]
-        self.legal = np.array(legal, dtype=bool).reshape(len(kinds), len(strategies))
-        self._is_made = [False for _ in kinds]
-        self._microbatch_s, self._once_s = np.zeros(self.legal.shape), np.zeros(self.legal.shape)
-        self._bytes = np.zeros((3, *self.legal.shape), dtype=np.int64)
+    def __init__(self, setting: Setting, stage: _StageCosts) -> None:
+        self._setting, self._stage, self.strategies = setting, stage, stage.strategies
+        self._place = stage.counts.index(setting.pipeline.num_microbatches)
+        self.legal = np.ascontiguousarray(stage.legal[:, :, self._place])
 
     @cached_property
     def switch_s(self) -> NDArray[np.float64]:
         """[K, S, S]"""
         return switch_table(self.strategies, self._setting)
 
-    @property
+    @cached_property
     def num_bytes(self) -> NDArray[np.int64]:
         """[3, K, S] static, of activations and transient."""
-        self._make(range(len(self._is_made)))
-        return self._bytes
+        found = np.zeros((3, *self.legal.shape), dtype=np.int64)
+        for k, s in np.argwhere(self.legal).tolist():
+            held = layer_bytes(self._setting.job.chain.kinds[k], self.strategies[s], self._setting)
+            each = held.static_sum, held.activation_bytes, held.transient_bytes
+            found[:, k, s] = [min(num_bytes, MOST_BYTES) for num_bytes in each]
+        return found
 
     def time_s(self, kinds: Sequence[int], setting: Setting, *, alike: bool = False) -> NDArray[np.float64]:
         """[len(kinds), S] in a setting: tied matrices alone depend on how far apart its stages are.
 
         ``alike`` leaves out what copies of a tied matrix take more where they are not all divided alike.
         """
-        self._make(kinds)
-        rows = list(kinds)
-        tied = np.zeros((len(rows), len(self.strategies)))
+        tied = np.zeros((len(kinds), len(self.strategies)))
         if setting.job.chain.sums_tied:
-            for place, kind in enumerate(rows):
+            for place, kind in enumerate(kinds):
                 for s in np.flatnonzero(self.legal[kind]).tolist():
                     seconds = tied_s(setting.job.chain.kinds[kind], self.strategies[s], setting, alike=alike)
                     tied[place, s] = setting.job.time_factor * seconds
-        return self._microbatch_s[rows] + (self._once_s[rows] + tied) / setting.pipeline.num_microbatches
-
-    def _make(self, kinds: Sequence[int]) -> None:
-        for k in kinds:
-            passes: KnownPasses = {}
-            columns = np.flatnonzero(self.legal[k]) if not self._is_made[k] else np.zeros(0, dtype=np.int64)
-            kind, setting = self._setting.job.chain.kinds[k], self._setting
-            costs = [layer_cost(kind, self.strategies[s], setting, passes) for s in columns.tolist()]
-            self._microbatch_s[k, columns] = [cost.microbatch_s for cost in costs]
-            self._once_s[k, columns] = [
-                sum(seconds for name, seconds in cost.once_s.items() if name != "tied") for cost in costs
-            ]
-            for place, held in enumerate(("static_sum", "activation_bytes", "transient_bytes")):
-                self._bytes[place, k, columns] = [min(getattr(cost, held), MOST_BYTES) for cost in costs]
-            self._is_made[k] = True
+        microbatch_s, once_s = np.stack([self._stage.seconds(kind)[:, :, self._place] for kind in kinds], axis=1)
+        found: NDArray[np.float64] = microbatch_s + (once_s + tied) / setting.pipeline.num_microbatches
+        return found
 
 
-KnownCosts = dict[tuple[int, int, bool], LayerCosts]
-"""Of a job, by ranks of a stage, number of microbatches and whether there are several stages."""
+class KnownCosts:
+    """Costs of a job's layers that are known, by ranks of a stage, number of microbatches and whether there are stages.
 
+    Those of all ``counts``, numbers of microbatches that are asked for some time, are priced together.
+    """
 
-def layer_costs(setting: Setting, strategies: tuple[Strategy, ...], known: KnownCosts) -> LayerCosts:
-    """The costs of layers in a setting, those that are ``known`` or new ones."""
-    place = setting.devices_per_stage, setting.pipeline.num_microbatches, setting.pipeline.num_stages > 1
-    if place not in known or known[place].strategies != strategies:
-        known[place] = LayerCosts(setting, strategies)
-    return known[place]
+    def __init__(self, counts: Sequence[int] = ()) -> None:
+        self._counts = counts
+        self._stages: dict[tuple[int, bool], _StageCosts] = {}
+        self._layers: dict[tuple[int, bool, int], LayerCosts] = {}
+
+    def of(self, setting: Setting, strategies: tuple[Strategy, ...]) -> LayerCosts:
+        """The costs of layers in a setting, those that are known or new ones."""
+        size, count = (setting.devices_per_stage, setting.is_piped), setting.pipeline.num_microbatches
+        stage = self._stages.get(size)
+        if stage is None or stage.strategies != strategies or count not in stage.counts:
+            counts = np.array(sorted({*self._counts, count}), dtype=np.int64)
+            settings = Settings(job=setting.job, devices_per_stage=size[0], is_piped=size[1], counts=counts)
+            stage = self._stages[size] = _StageCosts(settings, strategies)
+        found = self._layers.get((*size, count))
+        if found is None or found.strategies != strategies:
+            found = self._layers[*size, count] = LayerCosts(setting, stage)
+        return found
 
 
 def build_tables(
@@ -108,7 +135,7 @@ def build_tables(
     have no side inputs: copies of a tied matrix count there as if they were divided in unlike ways.
     """
     job, pipeline = setting.job, setting.pipeline
-    costs = layer_costs(setting, strategies, {} if known is None else known)
+    costs = (known or KnownCosts()).of(setting, strategies)
     buffer_bytes = pipeline_buffer_bytes(setting)
     buffers = np.array([_buffer_bytes(strategy, setting, buffer_bytes) for strategy in strategies])
     has_chunks = pipeline.num_chunks > 1
@@ -179,7 +206,7 @@ def least_times_s(strategies: Sequence[Strategy], setting: Setting) -> list[floa
             layer = job.layer(kind.name, way.shape, expert_degree=way.expert_degree, imbalance=1.0)
             if layer is not None and unmeasured_reason(kind, way, setting) is None:
                 time = compute_time(layer, rank_samples(way, setting), job)
-                found.append(time.forward_s + time.backward_s)
+                found.append(float(time.forward_s + time.backward_s))
         least.append(job.time_factor * min(found))
     return least
 

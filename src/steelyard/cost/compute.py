@@ -29,8 +29,10 @@ Not modelled: tile and wave quantisation of single shapes; clocks that fall unde
 from dataclasses import dataclass
 from math import log2
 
+from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.setting import Job
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
+from steelyard.units import Amount
 
 OPTIMIZER_BYTES = 28
 """What an AdamW step moves per parameter of a rank: it reads 16 bytes and writes 12."""
@@ -40,27 +42,31 @@ ACCUMULATION_BYTES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTime:
-    """Seconds of one layer and microbatch on one rank. ``includes_shape``: the collectives of
-    kinds that change the layer's shape are in them.
+    """Seconds of one layer on one rank and one microbatch, or microbatches of several sizes.
+
+    ``includes_shape``: the collectives of kinds that change the layer's shape are in them.
 
     ``…_launch_s`` is what the host takes to launch it all.
     """
 
-    forward_s: float
-    backward_s: float
+    forward_s: Amount
+    backward_s: Amount
     includes_shape: bool
     forward_launch_s: float = 0.0
     backward_launch_s: float = 0.0
 
 
-def compute_time(layer: LayerProfile, samples: float, job: Job) -> ComputeTime:
+def compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime:
     """Seconds to compute the layer forward and backward for ``samples`` samples on a rank.
 
     Raises `UserError` where the device's rates are unknown and nothing was measured.
     """
     if layer.times:
-        measured = layer.time_s(samples)
-        return ComputeTime(forward_s=measured.forward_s, backward_s=measured.backward_s, includes_shape=True)
+        return ComputeTime(
+            forward_s=at_each(samples, lambda each: layer.time_s(each).forward_s),
+            backward_s=at_each(samples, lambda each: layer.time_s(each).backward_s),
+            includes_shape=True,
+        )
     return ComputeTime(
         forward_s=work_s(layer.forward, samples, job),
         backward_s=work_s(layer.backward, samples, job) + _accumulation_s(layer, job),
@@ -108,12 +114,12 @@ def wait_s(job: Job) -> float:
     return job.efficiency.collective_launch_s if job.execution.eager_launch else 0.0
 
 
-def work_s(work: Work, samples: float, job: Job) -> float:
+def work_s(work: Work, samples: Amount, job: Job) -> Amount:
     """Seconds of work on the device once it is launched."""
-    return job.once(work, samples, lambda: _busy_s(work, samples, job))
+    return job.once(work, hashable(samples), lambda: _busy_s(work, samples, job))
 
 
-def _busy_s(work: Work, samples: float, job: Job) -> float:
+def _busy_s(work: Work, samples: Amount, job: Job) -> Amount:
     peak, rate = job.peak_flop_per_s, job.efficiency
     memory_bytes_per_s = job.cluster.device.known_memory_bytes_per_s()
     busy = (

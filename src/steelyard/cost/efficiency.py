@@ -7,6 +7,7 @@ The numbers stand in ``efficiency.yaml`` beside this file, with what they were f
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from steelyard.errors import InvalidProfileError
@@ -14,6 +15,7 @@ from steelyard.files import read_packaged_yaml
 from steelyard.plan.cost_source import CatalogueRates
 from steelyard.profiles.profile import Work
 from steelyard.profiles.shapes import AttentionCall
+from steelyard.units import Amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +51,19 @@ class AttentionShape(BaseModel):
     """So many blocks more would fill what the last ones leave idle."""
     backward: float = Field(ge=1)
 
-    def flop(self, work: Work, samples: float) -> float:
+    def flop(self, work: Work, samples: Amount) -> Amount:
         """The FLOP of attention that take as long at `REFERENCE_HEAD_DIM`, `REFERENCE_KEYS` and any number of blocks.
 
         What was counted without its shapes is taken as it is.
         """
         counted = sum(call.flop(samples) for call in work.attention)
-        if not counted:
+        if not np.any(counted):
             return work.attention_flop.at(samples)
         slower = sum(call.flop(samples) * self._slower(call, samples) for call in work.attention)
         reference = (1 + self.head_dim / REFERENCE_HEAD_DIM) * (1 + self.keys / REFERENCE_KEYS)
         return work.attention_flop.at(samples) * slower / counted / reference
 
-    def _slower(self, call: AttentionCall, samples: float) -> float:
+    def _slower(self, call: AttentionCall, samples: Amount) -> Amount:
         blocks = call.heads * samples * call.queries / QUERIES_OF_A_BLOCK
         shape = (1 + self.head_dim / call.head_dim) * (1 + self.keys / call.keys) * (1 + self.blocks / blocks)
         return shape * (self.backward if call.backward else 1.0)

@@ -21,8 +21,12 @@ Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slo
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
+from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
 from steelyard.cost.execution import Execution
@@ -35,7 +39,7 @@ from steelyard.cost.layer_load import (
     traffic_group,
 )
 from steelyard.cost.layer_memory import LayerBytes, layer_bytes
-from steelyard.cost.setting import MASTER_BYTES, Job, Setting
+from steelyard.cost.setting import MASTER_BYTES, AnySetting, Job, Setting
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.kinds import Kind
 from steelyard.plan.kinds.data import data_levels, shard_levels
@@ -43,6 +47,7 @@ from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traf
 from steelyard.plan.shared import SLICES_PER_TP_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Work
+from steelyard.units import Amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,35 +65,73 @@ class LayerCost(LayerBytes):
         return sum(self.forward_s.values()) + sum(self.backward_s.values())
 
 
-def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting, known: "KnownPasses | None" = None) -> LayerCost:
-    """The cost of a layer of this kind under a legal strategy.
-
-    ``known`` saves work between strategies of one kind and setting that differ in remat alone. Raises
-    `InvalidProfileError` where the profile lacks the layer at this tensor-parallel degree.
-    """
-    layer = layer_profile(kind, strategy, setting, imbalance=1.0)
-    samples = rank_samples(strategy, setting)
-    passes = _passes(layer, strategy, setting, samples, {} if known is None else known)
-    forward, backward = _microbatch_time(layer, layer_profile(kind, strategy, setting), passes, setting, samples)
-    if layer.gathered_entries:
-        forward["pairs"], backward["pairs"] = pairs_s(layer, strategy, setting)
-    sent = passes.sent
-    once = _once_time(layer, sent, setting, forward, backward)
+def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerCost:
+    """The cost of a layer of this kind under a legal strategy; raises as `layer_seconds`."""
+    seconds = layer_seconds(kind, strategy, setting, {})
+    once = _in_numbers(seconds.once)
     if setting.job.chain.sums_tied and kind.role is not LayerRole.BLOCK:
-        once["tied"] = tied_s(kind, strategy, setting)
-    factor = setting.job.time_factor
+        once["tied"] = setting.job.time_factor * tied_s(kind, strategy, setting)
     held = layer_bytes(kind, strategy, setting)
     return LayerCost(
-        forward_s={name: factor * seconds for name, seconds in forward.items()},
-        backward_s={name: factor * seconds for name, seconds in backward.items()},
-        once_s={name: factor * seconds for name, seconds in once.items()},
+        forward_s=_in_numbers(seconds.forward),
+        backward_s=_in_numbers(seconds.backward),
+        once_s=once,
         static_bytes=held.static_bytes,
         activation_bytes=held.activation_bytes,
         transient_bytes=held.transient_bytes,
     )
 
 
-def pairs_s(layer: LayerProfile, strategy: Strategy, setting: Setting) -> tuple[float, float]:
+Terms = dict[str, Amount]
+"""Seconds by what they are spent on."""
+
+
+class LayerSeconds(NamedTuple):
+    """Seconds of a layer on one rank as in `LayerCost`, without those of tied matrices."""
+
+    forward: Terms
+    backward: Terms
+    once: Terms
+
+    @property
+    def microbatch_s(self) -> Amount:
+        """Forward and backward of one microbatch."""
+        return sum(self.forward.values()) + sum(self.backward.values())
+
+
+def layer_seconds(kind: LayerKind, strategy: Strategy, setting: AnySetting, known: "KnownPasses") -> LayerSeconds:
+    """What a layer of this kind takes under a strategy that is legal in the setting, or in all settings.
+
+    ``known`` saves work between strategies of one kind and setting that differ in remat alone. Raises
+    `InvalidProfileError` where the profile lacks the layer at this tensor-parallel degree.
+    """
+    layer, busiest = layer_profile(kind, strategy, setting, imbalance=1.0), layer_profile(kind, strategy, setting)
+    samples = rank_samples(strategy, setting)
+    key = strategy.levels, strategy.variants
+    plain = known.get(key)
+    passes = plain or _passes(layer, busiest, strategy, setting, samples)
+    forward, backward, sent = passes.forward, passes.backward.copy(), passes.sent
+    if strategy.remat is Remat.NONE:
+        known[key] = passes
+    else:
+        sent = _Sent(layer, strategy, setting, beyond=sent) if plain else sent
+        backward["remat"] = _recomputation_s(busiest, sent, setting, samples)
+    _add_shards(backward, "backward", sent, setting)
+    if layer.gathered_entries:
+        backward["pairs"] = pairs_s(layer, strategy, setting)[1]
+    once = _once_time(layer, sent, setting, forward, backward)
+    factor = setting.job.time_factor
+    return LayerSeconds(
+        *({name: factor * seconds for name, seconds in terms.items()} for terms in (forward, backward, once))
+    )
+
+
+def _in_numbers(terms: Terms) -> dict[str, float]:
+    """Of one setting."""
+    return {name: float(seconds) for name, seconds in terms.items()}
+
+
+def pairs_s(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> tuple[float, float]:
     """Seconds to gather what a loss compares of the samples of all ranks, and to scatter the sums of its gradients.
 
     Under remat the backward pass gathers it once more.
@@ -101,16 +144,19 @@ def pairs_s(layer: LayerProfile, strategy: Strategy, setting: Setting) -> tuple[
     return gather_s, again_s + job.collective_s("reduce_scatter", num_bytes, group)
 
 
-def exposed_s(compute_s: float, communication_s: float, slowdown: float) -> float:
+def exposed_s(compute_s: Amount, communication_s: Amount, slowdown: float) -> Amount:
     """Seconds that communication adds to the compute it runs beside, when each slows the other by ``slowdown``."""
-    shorter, longer = sorted((compute_s, communication_s))
+    shorter: Amount = np.minimum(compute_s, communication_s)
+    longer: Amount = np.maximum(compute_s, communication_s)
     return slowdown * shorter + (longer - shorter) - compute_s
 
 
 class Passes(NamedTuple):
-    """Of a layer under a strategy, what its forward and backward pass compute and all that is sent."""
+    """Of a layer under a strategy, the terms of its passes that remat does not change, and all that is sent."""
 
-    compute: ComputeTime
+    forward: Terms
+    backward: Terms
+    """Without what runs beside all others."""
     sent: "_Sent"
 
 
@@ -118,55 +164,53 @@ KnownPasses = dict[tuple[Levels, tuple[tuple[str, object], ...]], Passes]
 """Of a kind of layer in a setting, by levels and variants of strategies without remat."""
 
 
-def _passes(layer: LayerProfile, strategy: Strategy, setting: Setting, samples: float, known: KnownPasses) -> Passes:
-    plain = known.get((strategy.levels, strategy.variants))
-    if plain is not None:
-        return Passes(plain.compute, _Sent(layer, strategy, setting, beyond=plain.sent))
-    compute = setting.job.once(layer, ("compute", samples), lambda: compute_time(layer, samples, setting.job))
-    found = Passes(compute, _Sent(layer, strategy, setting))
-    if strategy.remat is Remat.NONE:
-        known[strategy.levels, strategy.variants] = found
-    return found
-
-
-def _microbatch_time(
-    layer: LayerProfile, busiest: LayerProfile, passes: Passes, setting: Setting, samples: float
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Terms of forward and backward; ``busiest`` is the layer on the rank that computes most, whom the others await."""
-    compute, sent = passes
-    strategy = sent.strategy
-    forward = {"compute": compute.forward_s}
-    backward = {"compute": compute.backward_s}
+def _passes(
+    layer: LayerProfile, busiest: LayerProfile, strategy: Strategy, setting: AnySetting, samples: Amount
+) -> Passes:
+    """``busiest`` is the layer on the rank that computes most, whom the others await."""
+    job = setting.job
+    compute = job.once(layer, ("compute", hashable(samples)), lambda: compute_time(layer, samples, job))
+    sent = _Sent(layer, strategy, setting)
+    forward: Terms = {"compute": compute.forward_s}
+    backward: Terms = {"compute": compute.backward_s}
     lost_s = held_up_s(strategy, setting)
     for kind in strategy.kinds:
         if sent.is_in_line(kind) and not (compute.includes_shape and kind.shape(strategy)):
             forward[kind.name] = sent.in_line_s(kind, "forward")
             backward[kind.name] = sent.in_line_s(kind, "backward")
     if strategy.expert_degree > 1:
-        forward["imbalance"], backward["imbalance"] = _imbalance_s(layer, busiest, compute, samples, setting.job)
+        forward["imbalance"], backward["imbalance"] = _imbalance_s(layer, busiest, compute, samples, job)
     _add_host(forward, compute.forward_launch_s + lost_s * num_calls(layer.forward_collectives))
     _add_host(backward, compute.backward_launch_s + lost_s * num_calls(layer.backward_collectives))
-    if strategy.remat is not Remat.NONE:
-        backward["remat"] = _recomputation_s(busiest, sent, setting, samples)
+    _add_shards(forward, "forward", sent, setting)
+    if layer.gathered_entries:
+        forward["pairs"] = pairs_s(layer, strategy, setting)[0]
+    return Passes(forward, backward, sent)
+
+
+def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", setting: AnySetting) -> None:
+    """Adds what gathering and scattering shards takes that the rest of a pass does not hide."""
+    strategy = sent.strategy
     for level in strategy.levels:
         kind = level.kind
         if kind.states is States.SHARDED:
             hooks_s = setting.job.profile.sharding_s(strategy.state_shards) / 2
-            forward[kind.name] = hooks_s + _beside(sum(forward.values()), sent.beside_s(kind, "forward"), setting)
-            backward[kind.name] = hooks_s + _beside(sum(backward.values()), sent.beside_s(kind, "backward"), setting)
-    return forward, backward
+            terms[kind.name] = hooks_s + _beside(sum(terms.values()), sent.beside_s(kind, phase), setting)
 
 
 def _imbalance_s(
-    layer: LayerProfile, busiest: LayerProfile, compute: ComputeTime, samples: float, job: Job
-) -> tuple[float, float]:
+    layer: LayerProfile, busiest: LayerProfile, compute: ComputeTime, samples: Amount, job: Job
+) -> tuple[Amount, Amount]:
     """Seconds, forward and backward, that the rank which computes most takes longer than the mean.
 
     Of measured layers, which were not measured so, in proportion to the FLOP.
     """
     if layer.times:
-        more = (_more_flop(getattr(busiest, name), getattr(layer, name), samples) for name in ("forward", "backward"))
-        return next(more) * compute.forward_s, next(more) * compute.backward_s
+        forward, backward = (
+            at_each(samples, partial(_more_flop, getattr(busiest, name), getattr(layer, name)))
+            for name in ("forward", "backward")
+        )
+        return forward * compute.forward_s, backward * compute.backward_s
     most = compute_time(busiest, samples, job)
     return most.forward_s - compute.forward_s, most.backward_s - compute.backward_s
 
@@ -183,12 +227,12 @@ class _SentByKind:
 
     waits: bool
     """Whether the layer waits for any of them."""
-    in_line_s: dict[Phase, float] = field(default_factory=dict)
-    beside_s: dict[Phase, float] = field(default_factory=dict)
+    in_line_s: dict[Phase, Amount] = field(default_factory=dict)
+    beside_s: dict[Phase, Amount] = field(default_factory=dict)
     """Of what can run beside compute, by itself."""
     num_calls: dict[Phase, int] = field(default_factory=dict)
     """Of those in line."""
-    last_s: float = 0.0
+    last_s: Amount = 0.0
     """Of what runs beside the last backward pass of a step and no other, by itself."""
     once: list[Traffic] = field(default_factory=list)
     """What is sent once a step."""
@@ -207,7 +251,7 @@ class _Sent:
     """
 
     def __init__(
-        self, layer: LayerProfile, strategy: Strategy, setting: Setting, *, beyond: "_Sent | None" = None
+        self, layer: LayerProfile, strategy: Strategy, setting: AnySetting, *, beyond: "_Sent | None" = None
     ) -> None:
         self.strategy, self._job = strategy, setting.job
         self._kinds: dict[Kind, _SentByKind] = {}
@@ -224,7 +268,7 @@ class _Sent:
         """Whether a layer waits for collectives of this kind."""
         return self._kinds[kind].waits
 
-    def in_line_s(self, kind: Kind, phase: Phase) -> float:
+    def in_line_s(self, kind: Kind, phase: Phase) -> Amount:
         """Seconds that a layer waits in a phase."""
         sent = self._kinds[kind]
         seconds = sent.in_line_s.get(phase, 0.0)
@@ -233,11 +277,11 @@ class _Sent:
         exposed, jitter_s = 1 - self._job.execution.hidden_tp, self._job.efficiency.jitter_s
         return exposed * seconds + sent.num_calls.get(phase, 0) * jitter_s * (self.strategy.degree(kind) - 1) ** 2
 
-    def beside_s(self, kind: Kind, phase: Phase) -> float:
+    def beside_s(self, kind: Kind, phase: Phase) -> Amount:
         """Seconds of what can run beside compute in a phase, by itself."""
         return self._kinds[kind].beside_s.get(phase, 0.0)
 
-    def last_s(self, kind: Kind) -> float:
+    def last_s(self, kind: Kind) -> Amount:
         """Seconds of what runs beside the last backward pass of a step and no other, by itself."""
         return self._kinds[kind].last_s
 
@@ -246,14 +290,16 @@ class _Sent:
         return self._kinds[kind].once
 
 
-def _states_sent_by(kind: Kind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> _SentByKind:
+def _states_sent_by(kind: Kind, layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> _SentByKind:
     def made() -> _SentByKind:
         return _sent_by(kind, layer, layer_load(layer, strategy, setting), setting, None)
 
     return setting.job.once(layer, (kind, strategy, setting.devices_per_stage), made)
 
 
-def _sent_by(kind: Kind, layer: LayerProfile, load: Load, setting: Setting, beyond: _SentByKind | None) -> _SentByKind:
+def _sent_by(
+    kind: Kind, layer: LayerProfile, load: Load, setting: AnySetting, beyond: _SentByKind | None
+) -> _SentByKind:
     job, strategy = setting.job, load.strategy
     waits_for_last = kind.states is States.SHARDED and job.execution.keeps_whole_gradients(strategy)
     found = beyond.copy() if beyond else _SentByKind(waits=bool(kind.shape(strategy)))
@@ -270,7 +316,7 @@ def _sent_by(kind: Kind, layer: LayerProfile, load: Load, setting: Setting, beyo
         call_s = job.collective_s(each.collective, each.tensor_bytes / each.count, group)
         seconds = each.count * call_s + each.num_waits * wait_s(job)
         if waits_for_last and each.collective == "reduce_scatter":
-            found.last_s += seconds
+            found.last_s = found.last_s + seconds
             continue
         into = found.beside_s if each.beside_compute else found.in_line_s
         into[each.phase] = into.get(each.phase, 0.0) + seconds
@@ -279,12 +325,12 @@ def _sent_by(kind: Kind, layer: LayerProfile, load: Load, setting: Setting, beyo
     return found
 
 
-def _recomputation_s(layer: LayerProfile, sent: _Sent, setting: Setting, samples: float) -> float:
+def _recomputation_s(layer: LayerProfile, sent: _Sent, setting: AnySetting, samples: Amount) -> Amount:
     """Seconds that the remat choice adds to a microbatch: measured, or of the work and collectives repeated."""
     job, strategy = setting.job, sent.strategy
-    measured = layer.recomputation_s(strategy.remat, samples) if layer.times else None
+    measured = at_each(samples, partial(layer.recomputation_s, strategy.remat)) if layer.times else None
     again = layer.recomputation(strategy.remat)
-    terms = {"compute": work_s(again.work, samples, job) if measured is None else measured}
+    terms: Terms = {"compute": work_s(again.work, samples, job) if measured is None else measured}
     for kind in strategy.kinds:
         if sent.is_in_line(kind) and not (measured is not None and kind.shape(strategy)):
             terms[kind.name] = sent.in_line_s(kind, "recomputation")
@@ -293,9 +339,9 @@ def _recomputation_s(layer: LayerProfile, sent: _Sent, setting: Setting, samples
     return sum(terms.values())
 
 
-def held_up_s(strategy: Strategy, setting: Setting) -> float:
+def held_up_s(strategy: Strategy, setting: AnySetting) -> float:
     """What the host loses per tensor-parallel collective where it also serves a pipeline between nodes."""
-    between_nodes = setting.pipeline.num_stages > 1 and setting.job.cluster.num_nodes > 1
+    between_nodes = setting.is_piped and setting.job.cluster.num_nodes > 1
     return setting.job.execution.pipelined_collective_s * strategy.tensor_degree if between_nodes else 0.0
 
 
@@ -304,28 +350,29 @@ def num_calls(collectives: tuple[CollectiveCount, ...]) -> int:
     return sum(each.count for each in collectives)
 
 
-def _add_host(terms: dict[str, float], launch_s: float) -> None:
+def _add_host(terms: Terms, launch_s: float) -> None:
     """Adds what the device waits for the host where launching takes longer than what is launched."""
     waits_s = launch_s - sum(terms.values())
-    if waits_s > 0:
-        terms["host"] = waits_s
+    if np.any(waits_s > 0):
+        terms["host"] = np.maximum(waits_s, 0.0)
 
 
 def _once_time(
     layer: LayerProfile,
     sent: _Sent,
-    setting: Setting,
-    forward: dict[str, float],
-    backward: dict[str, float],
-) -> dict[str, float]:
+    setting: AnySetting,
+    forward: Terms,
+    backward: Terms,
+) -> Terms:
     """Seconds, once a step, of the optimizer and of reducing the gradients that several ranks make parts of.
 
     Where a framework shards the optimizer (ZeRO-1) the gradients are scattered and the new parameters gathered.
     """
     job, execution, strategy = setting.job, setting.job.execution, sent.strategy
-    terms = {"optimizer": optimizer_s(_stepped(layer.trained, strategy, execution), job)}
+    terms: Terms = {"optimizer": optimizer_s(_stepped(layer.trained, strategy, execution), job)}
     for kind in strategy.kinds:
-        reduce_s = gather_s = 0.0
+        reduce_s: Amount = 0.0
+        gather_s: Amount = 0.0
         for each in sent.once(kind):
             group = traffic_group(each.over, kind, strategy, setting.devices_per_stage)
             shards = execution.optimizer_shards(group.size) if group.size > 1 else 1
@@ -384,7 +431,7 @@ def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting, *, alike: bool
     return count * seconds
 
 
-def _beside(compute_s: float, communication_s: float, setting: Setting) -> float:
+def _beside(compute_s: Amount, communication_s: Amount, setting: AnySetting) -> Amount:
     if not setting.job.overlaps:
         return communication_s
     return exposed_s(compute_s, communication_s, setting.job.profile.overlap_slowdown)

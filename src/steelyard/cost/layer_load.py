@@ -2,20 +2,26 @@
 
 from functools import lru_cache
 from math import prod
+from typing import overload
 
+import numpy as np
+from numpy.typing import NDArray
+
+from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.communication import Group, num_places
-from steelyard.cost.setting import Setting
+from steelyard.cost.setting import AnySetting, Setting, Settings
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind
 from steelyard.model.routing import Routing
 from steelyard.plan.kinds import Kind
 from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.kinds.kind import Levels, Load, Over, Phase
+from steelyard.plan.kinds.kind import Batch, Levels, Load, Over, Phase
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile
+from steelyard.units import Amount
 
-Calls = dict[Phase, tuple[tuple[CollectiveKind, int, float], ...]]
+Calls = dict[Phase, tuple[tuple[CollectiveKind, int, Amount], ...]]
 """Collectives of a layer: kind, number of calls, bytes of all of them."""
 
 
@@ -41,7 +47,7 @@ def group_of_experts(over: Over, strategy: Strategy, span: int) -> Group:
 
 
 def layer_profile(
-    kind: LayerKind, strategy: Strategy, setting: Setting, *, imbalance: float | None = None
+    kind: LayerKind, strategy: Strategy, setting: AnySetting, *, imbalance: float | None = None
 ) -> LayerProfile:
     """The profile of a layer of this kind in the shape that the strategy gives it; `InvalidProfileError` if none.
 
@@ -64,6 +70,21 @@ def refusal(kind: LayerKind, strategy: Strategy, setting: Setting) -> str | None
     return illegal_reason(kind, strategy, setting.batch) or unmeasured_reason(kind, strategy, setting)
 
 
+def legal_counts(kind: LayerKind, strategy: Strategy, settings: Settings) -> NDArray[np.bool_]:
+    """[M] in which of these settings nothing refuses the strategy (`refusal`).
+
+    The samples of a microbatch must divide, and no other rule asks for them.
+    """
+    divides: NDArray[np.bool_] = settings.microbatch_samples % strategy.sample_degree == 0
+    one_each = Batch(microbatch_samples=strategy.sample_degree, seq_len=settings.job.seq_len)
+    if illegal_reason(kind, strategy, one_each) is not None:
+        return np.zeros_like(divides)
+    layer = settings.job.layer(kind.name, strategy.shape)
+    if layer is None or not layer.times:
+        return divides
+    return divides & (at_each(rank_samples(strategy, settings), layer.reaches) > 0)
+
+
 def unmeasured_reason(kind: LayerKind, strategy: Strategy, setting: Setting) -> str | None:
     """Why the measured times of a layer say nothing of it here; None where they do, or where none were measured."""
     layer = setting.job.layer(kind.name, strategy.shape)
@@ -76,7 +97,11 @@ def unmeasured_reason(kind: LayerKind, strategy: Strategy, setting: Setting) -> 
     )
 
 
-def rank_samples(strategy: Strategy, setting: Setting) -> float:
+@overload
+def rank_samples(strategy: Strategy, setting: Setting) -> float: ...
+@overload
+def rank_samples(strategy: Strategy, setting: AnySetting) -> Amount: ...
+def rank_samples(strategy: Strategy, setting: AnySetting) -> Amount:
     """Samples of a microbatch on a rank; of samples whose tokens are divided, the part.
 
     A rank with a part of the tokens does that part of a sample's work, of attention too: head-tail order divides it
@@ -103,7 +128,7 @@ def sharded_params(layer: LayerProfile, strategy: Strategy) -> int:
     return -(-dense // shards) - (-experts // max(shards, strategy.expert_degree))
 
 
-def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Load:
+def layer_load(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> Load:
     """What the collectives of a layer carry."""
     job, samples = setting.job, rank_samples(strategy, setting)
     whole = setting.microbatch_samples // strategy.sample_degree
@@ -111,7 +136,7 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
     trained, trained_experts = _held_apart(layer.trained, strategy) if layer.frozen_params else (held, experts)
     reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.execution.reduce_bytes
     traced, exchanged = job.once(
-        layer, (strategy.remat, samples), lambda: _calls(layer, strategy.remat, samples, job.imbalance)
+        layer, (strategy.remat, hashable(samples)), lambda: _calls(layer, strategy.remat, samples, job.imbalance)
     )
     return Load(
         strategy=strategy,
@@ -128,7 +153,7 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Loa
     )
 
 
-def _part_sent(strategy: Strategy, setting: Setting) -> float:
+def _part_sent(strategy: Strategy, setting: AnySetting) -> float:
     """Of the tokens that are exchanged, one for each expert, the part that is sent."""
     if strategy.expert_degree == 1 or not setting.job.execution.sends_once:
         return 1.0
@@ -143,7 +168,7 @@ def _held_apart(layer: LayerProfile, strategy: Strategy) -> tuple[int, int]:
     return held, 0 if strategy.expert_degree == 1 else held - (layer.num_params - layer.expert_params)
 
 
-def _calls(layer: LayerProfile, remat: Remat, samples: float, imbalance: float) -> tuple[Calls, Calls]:
+def _calls(layer: LayerProfile, remat: Remat, samples: Amount, imbalance: float) -> tuple[Calls, Calls]:
     """The collectives in the trace of a layer by phase, those that exchange tokens of experts apart."""
     collectives: dict[Phase, tuple[CollectiveCount, ...]] = {
         "forward": layer.forward_collectives,

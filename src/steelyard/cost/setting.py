@@ -3,8 +3,12 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar, cast
+from typing import TypeVar, cast, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
+from steelyard.cost.amounts import at_each
 from steelyard.cost.communication import Group, collective
 from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
 from steelyard.cost.execution import OURS, Execution
@@ -15,6 +19,7 @@ from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.plan import Plan, Precision
 from steelyard.profiles.profile import CollectiveKind, LayerProfile, Profile, Shape
 from steelyard.schedules import PipelineConfig
+from steelyard.units import Amount
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 """Bytes of a parameter while a layer computes, and of an activation between layers."""
@@ -105,8 +110,14 @@ class Job:
     def _collective_seconds(self) -> dict[tuple[CollectiveKind, float, Group], float]:
         return {}
 
-    def collective_s(self, kind: CollectiveKind, tensor_bytes: float, group: Group) -> float:
+    @overload
+    def collective_s(self, kind: CollectiveKind, tensor_bytes: float, group: Group) -> float: ...
+    @overload
+    def collective_s(self, kind: CollectiveKind, tensor_bytes: Amount, group: Group) -> Amount: ...
+    def collective_s(self, kind: CollectiveKind, tensor_bytes: Amount, group: Group) -> Amount:
         """Seconds of one collective on the cluster; 0 for a group of one rank. Raises as `collective`."""
+        if isinstance(tensor_bytes, np.ndarray):
+            return at_each(tensor_bytes, lambda each: self.collective_s(kind, each, group))
         if group.size == 1 or tensor_bytes == 0:
             return 0.0
         seconds = self._collective_seconds.get((kind, tensor_bytes, group))
@@ -198,6 +209,11 @@ class Setting:
         """Ranks of each stage."""
         return self.stage_size or self.job.cluster.num_devices // self.pipeline.num_stages
 
+    @property
+    def is_piped(self) -> bool:
+        """Whether there are several stages."""
+        return self.pipeline.num_stages > 1
+
     @cached_property
     def microbatch_samples(self) -> int:
         """Samples of a microbatch over all ranks of a stage."""
@@ -217,3 +233,26 @@ class Setting:
         job = self.job
         states = job.chain.most_in_states(job.seq_len)
         return self.microbatch_samples * (states + job.chain.most_past(job.seq_len)) * job.compute_bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Settings:
+    """Pipeline settings of a job that differ in the number of microbatches alone: arrays for a `Setting`'s numbers."""
+
+    job: Job
+    devices_per_stage: int
+    is_piped: bool
+    counts: NDArray[np.int64]
+    """[M] numbers of microbatches."""
+
+    @cached_property
+    def microbatch_samples(self) -> NDArray[np.float64]:
+        """[M] samples of a microbatch over all ranks of a stage, whole numbers."""
+        return (self.job.global_batch // self.counts).astype(np.float64)
+
+    def select(self, some: NDArray[np.bool_]) -> "Settings":
+        """Some of them."""
+        return replace(self, counts=self.counts[some])
+
+
+AnySetting = Setting | Settings

@@ -19,7 +19,6 @@ from steelyard.cost.build import (
     LayerCosts,
     build_tables,
     context_bytes,
-    layer_costs,
     least_times_s,
     transfer_s,
     usable_bytes,
@@ -68,7 +67,8 @@ class PooledSpace:
         if options.pins or options.partition != "exact":
             raise not_with_pools("--pin" if options.pins else "--partition")
         self._job, self._options = job, options
-        self._known: list[KnownCosts] = [{} for _ in job.pools]
+        counts = microbatch_counts(job.chain, job.global_batch)
+        self._known = [KnownCosts(counts) for _ in job.pools]
         self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
         self._stage_layers: dict[tuple[int, int, int, int, bool], _StageLayers] = {}
         self._known_runs: dict[tuple[int, ...], PoolRuns] = {}
@@ -234,7 +234,7 @@ class PooledSpace:
         key = pool, size, pipeline.num_microbatches, stages, are_made
         if key not in self._stage_layers:
             setting = Setting(job=self._job.pools[pool], pipeline=pipeline, stage_size=size)
-            costs = layer_costs(setting, self._strategies(pool, size), self._known[pool])
+            costs = self._known[pool].of(setting, self._strategies(pool, size))
             kinds = self._job.chain.kinds
             made = [place for place, kind in enumerate(kinds) if are_made or kind.role is LayerRole.BLOCK]
             least_s, _ = self._compute(pool, size, pipeline)

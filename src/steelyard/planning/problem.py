@@ -65,9 +65,9 @@ def make_tables(job: Job, options: PlanOptions) -> tuple[OnDemand, ...]:
     """
     offered: dict[int, tuple[Strategy, ...]] = {}
     computed_s: dict[tuple[int, int], float] = {}
-    known: KnownCosts = {}
-    found = []
-    for setting in pipeline_settings(job, options):
+    settings, found = pipeline_settings(job, options), []
+    known = KnownCosts([setting.pipeline.num_microbatches for setting in settings])
+    for setting in settings:
         size, pipeline = setting.devices_per_stage, setting.pipeline
         if size not in offered:
             offered[size] = stage_strategies(job, size, options)

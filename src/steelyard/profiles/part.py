@@ -1,10 +1,11 @@
 """What all parts of a profile share: immutable values, and quantities that grow with the samples."""
 
-from typing import Annotated
+from typing import Annotated, overload
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from steelyard.limits import MOST_QUANTITY, Quantity
+from steelyard.units import Amount
 
 Size = Annotated[float, Field(gt=0, le=MOST_QUANTITY, allow_inf_nan=False)]
 """Of a dim, for one sample: whole, or the mean of parts that differ."""
@@ -22,6 +23,10 @@ class Affine(ProfilePart):
     constant: Quantity = 0.0
     per_sample: Quantity = 0.0
 
-    def at(self, samples: float) -> float:
+    @overload
+    def at(self, samples: float) -> float: ...
+    @overload
+    def at(self, samples: Amount) -> Amount: ...
+    def at(self, samples: Amount) -> Amount:
         """The quantity for this many samples on a rank."""
         return self.constant + self.per_sample * samples

@@ -7,6 +7,7 @@ from typing import Literal
 
 from steelyard.limits import Count
 from steelyard.profiles.part import ProfilePart, Size
+from steelyard.units import Amount
 
 Dim = Literal["groups", "m", "n", "k"]
 DIMS: tuple[Dim, ...] = ("groups", "m", "n", "k")
@@ -61,7 +62,7 @@ class AttentionCall(ProfilePart):
     backward: bool = False
     count: Count = 1
 
-    def flop(self, samples: float) -> float:
+    def flop(self, samples: Amount) -> Amount:
         """FLOP that the kernel executes: half of the square where it is causal; backward 2.5 times those forward."""
         whole = 4 * self.count * self.heads * self.head_dim * self.queries * self.keys * samples
         return whole * (0.5 if self.is_causal else 1.0) * (2.5 if self.backward else 1.0)

@@ -28,6 +28,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from steelyard.model.chain import LayerKind, ModelChain
+from steelyard.units import Amount
 
 if TYPE_CHECKING:
     from steelyard.plan.strategy import Strategy
@@ -88,7 +89,7 @@ class Traffic:
 
     phase: Phase
     collective: Collective
-    tensor_bytes: float
+    tensor_bytes: Amount
     count: int = 1
     over: Over = "level"
     beside_compute: bool = False
@@ -98,26 +99,29 @@ class Traffic:
 
 
 class Load(NamedTuple):
-    """What a layer under a strategy gives its collectives to carry, on one rank and for one microbatch."""
+    """What a layer under a strategy gives its collectives to carry, on one rank and for one microbatch.
+
+    What grows with the samples may be of several microbatch sizes at once.
+    """
 
     strategy: "Strategy"
     parameter_bytes: float
     """Of all parameters that shards are gathered to, as they compute."""
     gradient_bytes: float
     """Of their gradients, as they are reduced."""
-    traced: Mapping[Phase, tuple[tuple[Collective, int, float], ...]]
+    traced: Mapping[Phase, tuple[tuple[Collective, int, Amount], ...]]
     """Collectives that the trace of the layer found: kind, number of calls, bytes of all of them."""
     exchanging: tuple[Phase, ...]
     """The phases in which tokens are exchanged or gathered: full remat repeats those of the forward pass, selective
     none."""
-    key_value_bytes: float = 0.0
+    key_value_bytes: Amount = 0.0
     """Keys and values of the whole sequences of the rank's samples."""
-    attention_bytes: float = 0.0
+    attention_bytes: Amount = 0.0
     """Queries, keys, values and results of the rank's part of the sequences."""
     expert_parameter_bytes: float = 0.0
     """Of the routed experts that a rank holds where ranks divide them; they are no part of ``parameter_bytes`` then."""
     expert_gradient_bytes: float = 0.0
-    exchanged: Mapping[Phase, tuple[tuple[Collective, int, float], ...]] = MappingProxyType({})
+    exchanged: Mapping[Phase, tuple[tuple[Collective, int, Amount], ...]] = MappingProxyType({})
     """Collectives by which divided experts get their tokens, as ``traced``, on the rank that gets most."""
     part_sent: float = 1.0
     """Of these bytes, what is sent where a token goes once to each place that has experts of it."""
@@ -130,9 +134,9 @@ class Working:
     ``saved`` from the forward to the backward pass; ``forward`` and ``backward`` while the layer works there.
     """
 
-    saved: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
+    saved: Amount = 0.0
+    forward: Amount = 0.0
+    backward: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

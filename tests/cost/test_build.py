@@ -1,0 +1,43 @@
+"""Costs of several pipeline settings, made together."""
+
+import numpy as np
+import pytest
+
+from steelyard.cost.build import KnownCosts
+from steelyard.cost.layer import layer_cost
+from steelyard.cost.layer_load import refusal
+from steelyard.cost.setting import Job
+from steelyard.hardware import parse_cluster
+from steelyard.plan.strategy import Remat
+from steelyard.planning.job import make_job
+from steelyard.planning.problem import PlanOptions, stage_strategies
+from tests.cost.examples import chain, job, measured_profile, setting
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def measured_job() -> Job:
+    machine = parse_cluster("1x4xcpu").with_memory(2**30)
+    return Job(**{**vars(job(machine, precision="fp32")), "profile": measured_profile(chain())})
+
+
+def mixtral() -> Job:
+    return make_job(
+        "mixtral-8x7b", "1x8xh100-80gb", global_batch=64, seq_len=4096, precision="bf16", memory=None, profile=None
+    )
+
+
+@pytest.mark.parametrize("of", [job, measured_job, mixtral])
+def test_settings_priced_together_cost_what_each_does_alone(of) -> None:
+    own, known = of(), KnownCosts(COUNTS)
+    for count in COUNTS:
+        where = setting(own, num_microbatches=count)
+        strategies = stage_strategies(own, where.devices_per_stage, PlanOptions())
+        costs = known.of(where, strategies)
+        time_s = costs.time_s(range(len(own.chain.kinds)), where)
+        allowed = [[refusal(kind, each, where) is None for each in strategies] for kind in own.chain.kinds]
+        assert costs.legal.tolist() == allowed
+        for row, column in np.argwhere(costs.legal).tolist():
+            cost = layer_cost(own.chain.kinds[row], strategies[column], where)
+            assert time_s[row, column] == cost.microbatch_s + sum(cost.once_s.values()) / count
+    assert any(each.remat is not Remat.NONE for each in strategies)
