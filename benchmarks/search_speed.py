@@ -6,7 +6,8 @@ tables have the size and shape of real decoders (`tests/problems/`); they are no
 this process: the median of repeated searches, or one search where it takes seconds. Growth of memory is what the
 process grew by.
 
-`jobs` plans models that were traced, with all kinds, and tells table building, search and acceptance apart.
+`jobs` plans models that were traced, with all kinds, three times: search with the tables that it makes, acceptance with
+those that it makes, and the search alone, again with all tables that it asked for, as the other parts measure it.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/search_speed.py [small] [large] [full] [jobs] [deep] [unlike] [first]
 """
@@ -23,13 +24,14 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from steelyard.cost.build import usable_bytes
+from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.kinds import level_kinds
 from steelyard.plan.kinds.cp import LEAST_TOKENS
 from steelyard.planning.acceptance import accept
 from steelyard.planning.job import make_job
 from steelyard.planning.problem import PlanOptions, make_tables
-from steelyard.search import SearchResult, SpaceOptions, search
+from steelyard.search import OnDemand, SearchResult, SpaceOptions, search
 from steelyard.units import format_seconds
 from tests.oracles import grid
 from tests.problems.patterned import deep_settings
@@ -134,10 +136,10 @@ def full() -> None:
 
 
 def jobs() -> None:
-    """Real jobs with all kinds: search, and the whole of planning with acceptance by the walk, both with the tables."""
+    """Real jobs with all kinds: search and planning with acceptance by the walk, both with tables, and search alone."""
     for model, cluster, batch, seq_len in JOBS:
         print(f"{model}, {seq_len:,} tokens, batch {batch}, {cluster}")
-        times: dict[str, list[float]] = {"search": [], "with acceptance": []}
+        times: dict[str, list[float]] = {"tables and search": [], "tables and acceptance": [], "search alone": []}
         for _ in range(REPEATS):
             job = make_job(
                 model,
@@ -148,13 +150,17 @@ def jobs() -> None:
                 memory=None,
                 profile=None,
             )
-            times["search"].append(cpu_s(lambda of=job: search(make_tables(of, PlanOptions()), usable_bytes(of))))
-            found = []
-            times["with acceptance"].append(
+            made, found, results = [], [], []
+            times["tables and search"].append(
+                cpu_s(lambda of=job, into=made: into.append(_with_tables(make_tables(of, PlanOptions()), of)))
+            )
+            times["tables and acceptance"].append(
                 cpu_s(lambda of=job, into=found: into.append(accept(of, make_tables(of, PlanOptions()))))
             )
-        settings = make_tables(job, PlanOptions())
-        result = search(settings, usable_bytes(job))
+            times["search alone"].append(
+                cpu_s(lambda of=job, of_made=made[0], into=results: into.append(search(of_made, usable_bytes(of))))
+            )
+        settings, result = made[0], results[0]
         num_made = sum(each.is_made for each in settings)
         most = max(len(each.tables.strategies) for each in settings if each.is_made)
         seconds = ", ".join(f"{name} {format_seconds(statistics.median(each))}" for name, each in times.items())
@@ -163,6 +169,12 @@ def jobs() -> None:
             f"{result.status} within the tables, accepted {found[0].search.status}, gap {found[0].search.gap:.2%}",
             flush=True,
         )
+
+
+def _with_tables(settings: Sequence[OnDemand], job: Job) -> Sequence[OnDemand]:
+    """The settings of a job with all tables that a search of them asks for."""
+    search(settings, usable_bytes(job))
+    return settings
 
 
 def _beside_the_grid(settings: Sequence[CostTables], budget_gb: int) -> None:

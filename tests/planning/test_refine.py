@@ -61,7 +61,7 @@ def test_a_refined_solution_is_accepted_and_never_slower() -> None:
     gained = 0
     for seed in range(200):
         tables, solution, judge = drawn(seed)
-        found = refined(tables, solution, judge, is_over=lambda: False)
+        found = refined(tables, solution, is_refused=lambda _: False, fits=judge, is_over=lambda: False)
         assert judge(found), seed
         assert found.boundaries == solution.boundaries
         assert found == evaluate(tables, found.boundaries, found.strategies), seed
@@ -73,7 +73,7 @@ def test_a_refined_solution_is_accepted_and_never_slower() -> None:
 def test_no_faster_strategy_is_left_for_the_first_layer_that_it_would_suit() -> None:
     for seed in range(200):
         tables, solution, judge = drawn(seed, faster_takes_more=True)
-        found = refined(tables, solution, judge, is_over=lambda: False)
+        found = refined(tables, solution, is_refused=lambda _: False, fits=judge, is_over=lambda: False)
         for first, end in itertools.pairwise(found.boundaries):
             for kind, strategy in np.argwhere(tables.legal).tolist():
                 own = [layer for layer in range(first, end) if tables.layers[layer] == kind]
@@ -87,7 +87,7 @@ def test_no_faster_strategy_is_left_for_the_first_layer_that_it_would_suit() -> 
 
 def test_nothing_is_changed_when_the_time_is_over() -> None:
     tables, solution, judge = drawn(1)
-    assert refined(tables, solution, judge, is_over=lambda: True) is solution
+    assert refined(tables, solution, is_refused=lambda _: False, fits=judge, is_over=lambda: True) is solution
     assert not judge.num_asked
 
 

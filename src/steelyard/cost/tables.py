@@ -196,7 +196,7 @@ class CostTables:
             self,
             kinds=tuple(self.kinds[kind] for kind in rows),
             layers=self.layers if layers is None else tuple(layers),
-            strategies=tuple(self.strategies[index] for index in columns),
+            strategies=self.strategies if strategies is None else tuple(self.strategies[index] for index in columns),
             legal=self.legal[pairs],
             time_s=self.time_s[pairs],
             static_bytes=self.static_bytes[pairs],

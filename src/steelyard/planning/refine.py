@@ -6,7 +6,7 @@ strategies that no sum over its layers grants them, and the tables and floors th
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,11 +29,17 @@ class _Change:
 
 
 def refined(
-    tables: CostTables, solution: Solution, fits: Callable[[Solution], bool], is_over: Callable[[], bool]
+    tables: CostTables,
+    solution: Solution,
+    *,
+    is_refused: Callable[[Sequence[int]], bool],
+    fits: Callable[[Solution], bool],
+    is_over: Callable[[], bool],
 ) -> Solution:
     """The solution with faster strategies for as many first layers as fit, the change that saves most first.
 
-    ``fits`` judges a solution; ends when no change saves anything, or when the time ``is_over``.
+    ``fits`` judges a solution; of strategies that are known not to fit ``is_refused`` says so before they are priced.
+    Ends when no change saves anything, or when the time ``is_over``.
     """
     refused: set[tuple[int, int]] = set()
     while True:
@@ -44,7 +50,7 @@ def refined(
             place = change.strategy, change.layers[0]
             if place in refused:
                 continue
-            found = _most(tables, solution, change, fits)
+            found = _most(tables, solution, change, fits, is_refused)
             if found is None:
                 refused.add(place)
             elif found.step_s < best.step_s * (1 - LEAST_GAIN):
@@ -70,15 +76,21 @@ def _changes(tables: CostTables, solution: Solution) -> Iterator[_Change]:
                     yield _Change(strategy=strategy, layers=layers, step_s=step_s)
 
 
-def _most(tables: CostTables, solution: Solution, change: _Change, fits: Callable[[Solution], bool]) -> Solution | None:
+def _most(
+    tables: CostTables,
+    solution: Solution,
+    change: _Change,
+    fits: Callable[[Solution], bool],
+    is_refused: Callable[[Sequence[int]], bool],
+) -> Solution | None:
     """The solution with a change for as many layers as fit; None where not even the first does."""
     best, low, high, count = None, 0, len(change.layers), 1
     while low < high:
         strategies = list(solution.strategies)
         for layer in change.layers[:count]:
             strategies[layer] = change.strategy
-        changed = evaluate(tables, solution.boundaries, strategies)
-        if fits(changed):
+        changed = None if is_refused(strategies) else evaluate(tables, solution.boundaries, strategies)
+        if changed is not None and fits(changed):
             best, low = changed, count
         elif count == 1:
             return None

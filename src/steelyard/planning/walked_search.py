@@ -57,7 +57,8 @@ def refine_best(contest: "WalkedSettings") -> None:
         solution = refined(
             outcome.tables,
             outcome.solution,
-            fits=partial(contest.fits, index, outcome.tables),
+            is_refused=partial(contest.holds_too_much, index, outcome.tables, outcome.solution.boundaries),
+            fits=partial(contest.fits, outcome.tables),
             is_over=lambda: contest.left_s == 0,
         )
         result = SettingResult(status="feasible", solution=solution, lower_bound_s=contest.bounds_s[index])

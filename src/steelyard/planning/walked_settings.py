@@ -138,17 +138,21 @@ class WalkedSettings:
                 break
         return excess
 
-    def fits(self, index: int, tables: CostTables, solution: Solution) -> bool:
-        """Whether the walk accepts the plan of a solution of a setting, some tables of which are given.
+    def holds_too_much(
+        self, index: int, tables: CostTables, boundaries: Sequence[int], strategies: Sequence[int]
+    ) -> bool:
+        """Whether a choice for a setting, some tables of which are given, takes too much by what is known of layers.
 
-        Most that do not fit hold too much by what is known of every layer, and need no walk.
+        Most that do not fit do, and need no walk.
         """
         walks = self.stage_walks(index)
-        if walks is not None and walks.tables.strategies == tables.strategies:
-            least_bytes = walks.least_bytes(solution.boundaries, solution.strategies)
-        else:
-            least_bytes = 0
-        return least_bytes <= self.room_bytes and self._walked_excess(tables, solution) == 0
+        if walks is None or walks.tables.strategies != tables.strategies:
+            return False
+        return walks.least_bytes(boundaries, strategies) > self.room_bytes
+
+    def fits(self, tables: CostTables, solution: Solution) -> bool:
+        """Whether the walk accepts the plan of a solution of a setting, some tables of which are given."""
+        return self._walked_excess(tables, solution) == 0
 
     def _walked_excess(self, tables: CostTables, solution: Solution) -> int:
         """By how much the walk of a solution's plan exceeds the room, of any tables of the pipeline setting."""

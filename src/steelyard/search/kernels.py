@@ -483,7 +483,7 @@ def priced_rests(
 
 @compiled(
     "void(f8[:,:,:,::1], i8[:,:,:,::1], i8[::1], i8[::1], i8[:,:,::1], f8[:,::1], b1, i8[::1], f8[:,:,::1], f8[::1], "
-    "i8[::1], i8[:,:,::1], i8[:,::1])"
+    "i8[::1], i8[:,:,::1], i8[:,::1], f8[::1])"
 )
 def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
     rest: FloatArray,
@@ -499,6 +499,7 @@ def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
     rooms: IntArray,
     links: IntArray,
     levels: IntArray,
+    entered: FloatArray,
 ) -> None:
     """Fills in the least priced cost in seconds of the layers from each position of a run to its end.
 
@@ -506,7 +507,7 @@ def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
     may take and the class before; ``chosen`` alike has the options of least cost. In the last position ``rest`` is
     zero. ``prices`` [n] as `raise_prices` finds them; ``rooms`` [n] is what a layer may hold and work with besides the
     least that all others hold then. ``links`` [K, 2, O] are levels of what options gather ahead and reduce, and
-    ``levels`` [2, A] their bytes, rising from 0.
+    ``levels`` [2, A] their bytes, rising from 0. ``entered`` [C + 1] is room to work in.
     """
     total, highest = prices.sum(), levels.shape[1] - 1
     for position in range(len(kinds) - 1, -1, -1):
@@ -520,12 +521,14 @@ def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
             room = rooms[position] - rows[kind, 2, option]
             paid = seconds[kind, option] + total * rows[kind, 2, option] - done * rows[kind, 3, option]
             paid += prices[position] * rows[kind, 8, option] + after * rows[kind, 6, option] + before * max(0, reduced)
+            for entry in range(switch.shape[1]):
+                entered[entry] = switch[table[kind], entry, strategy] + paid
+            most = highest  # the more is gathered, the less is left
             for ahead in range(highest + 1):
                 gathered = levels[0, ahead] if reduced >= 0 else 0
                 left = room - rows[kind, 4, option] - gathered
                 if left < 0 or (reduced >= 0 and room < rows[kind, 5, option] + gathered):
                     break
-                most = highest
                 while levels[1, most] > left:
                     most -= 1
                 first = links[kind, 1, option] if reduced >= 0 else 0
@@ -534,10 +537,14 @@ def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
                         tail = rest[position + 1, links[kind, 0, option], most, left_group]
                     else:
                         tail = rest[position + 1, ahead, min(most, level), left_group]
-                    for entry in range(switch.shape[1]):
-                        whole = switch[table[kind], entry, strategy] + paid + tail
-                        if whole < own[ahead, level, entry]:
-                            own[ahead, level, entry], picks[ahead, level, entry] = whole, option
+                    if tail == np.inf:
+                        continue
+                    costs, best = own[ahead, level], picks[ahead, level]
+                    for entry in range(len(entered)):  # without branches, so that several are compared at once
+                        whole = entered[entry] + tail
+                        is_less = whole < costs[entry]
+                        costs[entry] = whole if is_less else costs[entry]
+                        best[entry] = option if is_less else best[entry]
         for ahead in range(highest + 1):
             for level in range(1, highest + 1):
                 for entry in range(switch.shape[1]):
@@ -628,6 +635,7 @@ def working_candidates(
     for option in range(count):
         own_group, reduced = options[1, option], options[7, option]
         kept = options[2, option] - options[3, option]
+        soonest = rest[0, 0, -1, own_group]  # of all that may be behind
         for state in range(states.shape[1]):
             held, ahead = states[1, state] + options[2, option], states[4, state]
             if reduced < 0:
@@ -646,6 +654,10 @@ def working_candidates(
             if held + rest_held > budget or most + rest_kept > budget:
                 continue
             spent = seconds[state] + (switch[states[0, state], options[0, option]] + own_seconds[option])
+            bound = spent + soonest + (total - before - here) * held + before * most + here * waiting
+            bound += after * ahead + repeated * max(0, first) - total * budget
+            if bound > limit_s or spent > limit_s:
+                continue
             more, link, level = len(beyond) - 1, levels.shape[1] - 1, levels.shape[1] - 1
             while beyond[more] > held - least_held:
                 more -= 1
@@ -661,7 +673,7 @@ def working_candidates(
                 + here * waiting
             )
             bound += after * ahead + repeated * max(0, first) - total * budget
-            if bound > limit_s or spent > limit_s:
+            if bound > limit_s:
                 continue
             places[0, found] = own_group
             places[1, found] = held

@@ -55,6 +55,9 @@ AIM = 0.05
 QUICK_WIDTH = 100
 """States of a layer that are kept where a plan is sought that the fastest is no slower than."""
 
+SORTED = 4
+"""So many times as many candidates as states are kept are sorted at first."""
+
 MOST_LEVELS = 16
 """Levels of what is gathered ahead, and of what is reduced, that the bound by neighbours tells apart."""
 
@@ -127,6 +130,7 @@ class StageWalks:
         self._bytes: dict[tuple[int, int], IntArray] = {}
         self._options: dict[tuple[int, int], _Options] = {}
         self._prices: dict[tuple[object, ...], tuple[FloatArray, float]] = {}
+        self._least_bytes: dict[tuple[object, ...], int] = {}
 
     def bound_s(self, budget_bytes: int, target_s: float) -> float:
         """A lower bound of the step time of plans of one stage; the prices are sought with ``target_s`` in view."""
@@ -172,11 +176,18 @@ class StageWalks:
 
     def least_bytes(self, boundaries: Sequence[int], strategies: Sequence[int]) -> int:
         """What the fullest stage of a plan holds at least: the walk of it takes no less."""
-        return max(self._stage_bytes(*each, strategies) for each in enumerate(pairwise(boundaries)))
+        found = []
+        for stage, span in enumerate(pairwise(boundaries)):
+            own = tuple(strategies[slice(*span)])
+            key = stage, span[0], own
+            if key not in self._least_bytes:
+                self._least_bytes[key] = self._stage_bytes(stage, span, own)
+            found.append(self._least_bytes[key])
+        return max(found)
 
     def _stage_bytes(self, stage: int, span: tuple[int, int], strategies: Sequence[int]) -> int:
         kinds, places = self._kinds(span), np.arange(span[1] - span[0])
-        own = self._bytes_of(stage)[kinds, :, list(strategies[slice(*span)])]
+        own = self._bytes_of(stage)[kinds, :, list(strategies)]
         held, freed, working, reducing, ahead, reduced = own.T
         is_sharded = reduced >= 0
         before = np.maximum.accumulate(np.where(is_sharded, places, -1))
@@ -224,13 +235,11 @@ class StageWalks:
             found = kernels.working_candidates(
                 states, seconds, *own, run.room, limit_s, prices, position, *guide, *behind, places, values
             )
-            order = values[1, :found].argsort(kind="stable")
             if position + 1 < len(run.kinds):
                 detour = switches.detour[options.table[run.kinds[position + 1]]]
             else:
                 detour = np.zeros_like(switches.detour[0])
-            kept, spent = np.empty((6, min(width, found)), dtype=np.int64), np.empty(min(width, found))
-            order = order[: kernels.sweep_working(order, places, values[0], detour, width, kept, spent)]
+            order = _unbeaten_states(places, values[:, :found], detour, width)
             if len(order) == 0:
                 return []
             states, seconds = places.take(order, axis=1), values[0, order]
@@ -261,8 +270,8 @@ class StageWalks:
         shape = (len(run.kinds) + 1, num_levels, num_levels, switches.num_groups + 1)
         rest, chosen = np.zeros(shape), np.zeros(shape, dtype=np.int64)
         given = run.kinds, options.count, options.rows, options.seconds, self._working.reduces_again, options.table
-        rooms = run.rooms - more_bytes
-        kernels.linked_rests(rest, chosen, *given, switches.seconds, prices, rooms, levels.links, levels.num_bytes)
+        limits = run.rooms - more_bytes, levels.links, levels.num_bytes
+        kernels.linked_rests(rest, chosen, *given, switches.seconds, prices, *limits, np.empty(shape[-1]))
         return rest, chosen
 
     def _linked(self, run: _Run, levels: _Levels, target_s: float) -> tuple[FloatArray, float]:
@@ -363,6 +372,26 @@ class StageWalks:
             levels[which, : len(values)] = values
             links[:, which] = np.maximum(np.searchsorted(values, num_bytes[:, which], side="right") - 1, 0)
         return _Levels(links=links, num_bytes=levels)
+
+
+def _unbeaten_states(places: IntArray, values: FloatArray, detour: FloatArray, width: int) -> IntArray:
+    """The first ``width`` unbeaten of `kernels.working_candidates` in the order of their bounds.
+
+    Most are found among the least bounds, which take less time to sort than all.
+    """
+    found, order = values.shape[1], np.zeros(0, dtype=np.int64)
+    kept, spent = np.empty((6, min(width, found)), dtype=np.int64), np.empty(min(width, found))
+    for most in (SORTED * width, found):
+        if most < found:
+            least = np.flatnonzero(values[1] <= np.partition(values[1], most)[most])
+            order = least[values[1, least].argsort(kind="stable")]
+        else:
+            order = values[1].argsort(kind="stable")
+        num_sorted = len(order)
+        order = order[: kernels.sweep_working(order, places, values[0], detour, width, kept, spent)]
+        if len(order) == width or num_sorted == found:
+            break
+    return order
 
 
 def _traced(passed: list[tuple[IntArray, FloatArray]]) -> list[int]:
