@@ -150,8 +150,8 @@ def _trainer(view: UniformPlan) -> str:
     lines = [
         "training_arguments = {",
         *(f"    {key!r}: {value!r}," for key, value in arguments.items()),
+        "}",
     ]
-    lines.append("}")
     if view.tp > 1:
         mixed = view.precision == "bf16" and view.fsdp > 1
         lines = [

@@ -7,6 +7,7 @@ MASTER_PORT and RANK (of the pod) in each container named ``pytorch``.
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -26,6 +27,15 @@ _LONGEST_NAME = 40
 """Kubernetes takes 63 letters, of which some are ours and some its own."""
 _GPUS_OF: Mapping[Vendor, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
 """What the device plugin of each vendor calls its gpus in Kubernetes."""
+_SETTINGS = (
+    "set -euo pipefail",
+    'PLAN="${PLAN:-plan.json}"',
+    ': "${DATA:?set DATA to the training data}"',
+    'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+)
+_TRAIN = '    -m steelyard.train "$PLAN" --data "$DATA" "$@"'
+_EVERYTHING = "every layer's strategy, stages, schedule and microbatches"
+_OPTIONS = "training options (--steps, --lr, --record, …): give them to the script"
 
 
 def _write_torchrun(request: Request) -> Draft:
@@ -43,21 +53,18 @@ def _write_torchrun(request: Request) -> Draft:
     )
     lines = [
         "#!/bin/bash",
-        "set -euo pipefail",
-        'PLAN="${PLAN:-plan.json}"',
-        ': "${DATA:?set DATA to the training data}"',
-        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+        *_SETTINGS,
         "",
         "exec torchrun \\",
         *(f"    {option} \\" for option in rendezvous),
         f"    --nproc-per-node {cluster.devices_per_node} \\",
-        '    -m steelyard.train "$PLAN" --data "$DATA" "$@"',
+        _TRAIN,
     ]
     where = "on every host, with the same RDZV_HOST" if several else "on the host"
     return Draft(
         files=(("train.sh", "\n".join(lines) + "\n"),),
-        carried=(_processes(request.plan, cluster), "every layer's strategy, stages, schedule and microbatches"),
-        left_out=("training options (--steps, --lr, --record, …): give them to the script",),
+        carried=(_processes(request.plan, cluster), _EVERYTHING),
+        left_out=(_OPTIONS,),
         usage=(f"{where}: PLAN=plan.json DATA=PATH bash train.sh --steps 100",),
     )
 
@@ -74,24 +81,18 @@ def _write_slurm(request: Request) -> Draft:
         "#SBATCH --exclusive",
         "#SBATCH --output=%x-%j.log",
         "",
-        "set -euo pipefail",
-        'PLAN="${PLAN:-plan.json}"',
-        ': "${DATA:?set DATA to the training data}"',
-        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+        *_SETTINGS,
         'first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "",
         "srun torchrun \\",
         f"    --nnodes {cluster.num_nodes} --nproc-per-node {cluster.devices_per_node} \\",
         f'    --rdzv-backend c10d --rdzv-endpoint "$first_host:{RENDEZVOUS_PORT}" --rdzv-id "$SLURM_JOB_ID" \\',
-        '    -m steelyard.train "$PLAN" --data "$DATA" "$@"',
+        _TRAIN,
     ]
     return Draft(
         files=(("train.sbatch", "\n".join(lines) + "\n"),),
-        carried=(_processes(request.plan, cluster), "every layer's strategy, stages, schedule and microbatches"),
-        left_out=(
-            "partition, account and time limit: give them to sbatch",
-            "training options (--steps, --lr, --record, …): give them to the script",
-        ),
+        carried=(_processes(request.plan, cluster), _EVERYTHING),
+        left_out=("partition, account and time limit: give them to sbatch", _OPTIONS),
         usage=("PLAN=plan.json DATA=PATH sbatch --partition NAME --time 8:00:00 train.sbatch --steps 100",),
     )
 
@@ -240,19 +241,17 @@ TORCHRUN = Target(
     write=_write_torchrun,
     starts_steelyard=True,
 )
-SLURM = Target(
+SLURM = replace(
+    TORCHRUN,
     name="slurm",
     software="Slurm's sbatch",
     summary="train.sbatch: starts the plan on the nodes of a job",
-    capabilities=MEANS,
     write=_write_slurm,
-    starts_steelyard=True,
 )
-KUBEFLOW = Target(
+KUBEFLOW = replace(
+    TORCHRUN,
     name="kubeflow",
     software="Kubeflow's training operator v1 (PyTorchJob)",
     summary="pytorchjob.yaml: the plan as a ConfigMap and a job that runs it (needs --image)",
-    capabilities=MEANS,
     write=_write_kubeflow,
-    starts_steelyard=True,
 )

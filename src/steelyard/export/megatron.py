@@ -180,13 +180,8 @@ def layout(parts: tuple[PipelinePart, ...]) -> str:
 def _remat_flags(view: UniformPlan) -> Flags:
     if view.remat is Remat.NONE:
         return []
-    if view.remat_blocks is None:
-        return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
-    return [
-        "--recompute-granularity full",
-        "--recompute-method block",
-        f"--recompute-num-layers {view.remat_blocks}",
-    ]
+    method, count = ("uniform", 1) if view.remat_blocks is None else ("block", view.remat_blocks)
+    return ["--recompute-granularity full", f"--recompute-method {method}", f"--recompute-num-layers {count}"]
 
 
 def _batch_flags(view: UniformPlan) -> Flags:

@@ -7,12 +7,13 @@ from torch import nn
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.own import OwnSplit
+from steelyard.modules.paths import is_below_any
 from steelyard.modules.structure import signature
 
 
 def fingerprint_of_rest(module: nn.Module, blocks: Sequence[str]) -> str:
     """A digest of the structure of what is not in blocks."""
-    parts = (part for part in _structure(module) if not any(below(str(part[0]), each) for each in blocks))
+    parts = (part for part in _structure(module) if not is_below_any(str(part[0]), blocks))
     return digest_of(type(module).__qualname__, *parts)
 
 
@@ -69,8 +70,3 @@ def _without_place(parts: Iterable[tuple[Hashable, ...]], place: int) -> Iterato
 def digest_of(*parts: Hashable) -> str:
     """A short digest of values that print alike where they are equal."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
-
-
-def below(path: str, outer: str) -> bool:
-    """Whether a path of a module is another one or lies in it."""
-    return path == outer or path.startswith(f"{outer}.") or not outer

@@ -268,8 +268,7 @@ class _BlockProof:
     def __call__(self, mesh: DeviceMesh, styles: Styles) -> str:
         """Why two ranks of this mesh do not give the same under these styles; empty where they do."""
         chain = self._chain(styles)
-        block = copy.deepcopy(self._model.layer(self._layer)["block"])
-        layer = build_layer(_Blocks(self._model, block), chain, self._layer, Remat.NONE)
+        layer = copy.deepcopy(build_layer(self._model, chain, self._layer, Remat.NONE))
         apply_tensor_parallel(layer, chain, mesh, sp=False)
         return difference(self._expected, self._results(layer), chain, TP_TOLERANCE)
 
@@ -291,14 +290,3 @@ class _BlockProof:
                 grad = parameter.grad
                 found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
         return found
-
-
-class _Blocks:
-    """A model of which one block is another module."""
-
-    def __init__(self, model: OwnModel, block: nn.Module) -> None:
-        self.run, self._block = model.run, block
-
-    def layer(self, _number: int) -> dict[str, nn.Module]:
-        """The block."""
-        return {"block": self._block}

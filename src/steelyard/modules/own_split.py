@@ -22,10 +22,11 @@ from torch.utils import _pytree as pytree
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnInput, OwnKind, OwnSplit
-from steelyard.modules.own_identity import below, digest_of, fingerprint_of_block, fingerprint_of_rest
+from steelyard.modules.own_identity import digest_of, fingerprint_of_block, fingerprint_of_rest
 from steelyard.modules.own_pieces import Loss, OwnModel, meta_copy, returned_tensors
 from steelyard.modules.own_recording import Origin, Seen, record, refused
 from steelyard.modules.own_shell import HINT, META
+from steelyard.modules.paths import is_below, outermost
 
 _BEFORE = -1
 
@@ -145,20 +146,20 @@ def _blocks_of(model: nn.Module, seen: Seen, named: Sequence[str] | None) -> tup
         return tuple(sorted(chosen, key=order.__getitem__))
     usable = {path: _alike(model, each) for path, each in items.items() if each}
     usable = {path: each for path, each in usable.items() if all(seen.called.count(item) == 1 for item in each)}
-    outermost = {path: each for path, each in usable.items() if not any(path != o and below(path, o) for o in usable)}
-    if not outermost:
+    if not usable:
         raise refused(
             "model",
             f"{type(model).__qualname__} without a list of modules that are called once each",
             "blocks in a ModuleList, ModuleDict or Sequential",
             "put them into one, or name it: blocks=…",
         )
+    outer = {path: usable[path] for path in ([""] if "" in usable else outermost(usable))}
     size = {
         path: sum(p.numel() for item in each for p in model.get_submodule(item).parameters())
-        for path, each in outermost.items()
+        for path, each in outer.items()
     }
-    best = max(outermost, key=lambda path: size[path])
-    return tuple(sorted(outermost[best], key=order.__getitem__))
+    best = max(outer, key=lambda path: size[path])
+    return tuple(sorted(outer[best], key=order.__getitem__))
 
 
 def _alike(model: nn.Module, items: Sequence[str]) -> list[str]:
@@ -303,7 +304,7 @@ def _ends(model: nn.Module, seen: Seen, blocks: Sequence[str]) -> tuple[tuple[st
     """The paths of the parameters that are used before the first block, and of those used after the last."""
     ends: tuple[list[str], list[str]] = ([], [])
     for path, parameter in model.named_parameters(remove_duplicate=False):
-        used, inside = seen.used.get(id(parameter), {}), [each for each in blocks if below(path, each)]
+        used, inside = seen.used.get(id(parameter), {}), [each for each in blocks if is_below(path, each)]
         if parameter.requires_grad:
             _check_used(path, used, inside, len(blocks))
         if 0 in used:
@@ -333,7 +334,7 @@ def _shared(
         if not parameter.requires_grad:
             continue
         for number, block in enumerate(blocks, start=1):
-            if below(path, block):
+            if is_below(path, block):
                 where.setdefault(parameter, []).append((number, f"block.{path.removeprefix(f'{block}.')}"))
         for number, end in ((0, embedding), (len(blocks) + 1, head)):
             if path in end:

@@ -5,7 +5,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from steelyard.plan.choices import DevicePoint, TradeOffs
-from steelyard.report.tables import number, plain_table
+from steelyard.report.tables import cell, number, plain_table
 from steelyard.units import format_bytes, format_count, format_seconds
 
 SAMPLED = (
@@ -85,16 +85,13 @@ def offer_table(found: TradeOffs) -> Table:
     title = "Offers: the best plan on parts of the cluster"
     table = plain_table(title, "", Column("devices", no_wrap=True), *figures, "plan")
     for offer in found.offers:
-        cells = (
-            None if offer.cost_per_billion_tokens is None else _money(offer.cost_per_billion_tokens),
-            None if offer.step_time_s is None else format_seconds(offer.step_time_s),
-            None if offer.tokens_per_s is None else format_count(offer.tokens_per_s),
-        )
         table.add_row(
             "▶" if offer.is_worth_having else "",
             offer.cluster.replace("+", "\n+"),
             _money(offer.price_per_hour or 0.0),
-            *(cell or "–" for cell in cells),
+            cell(offer.cost_per_billion_tokens, _money),
+            cell(offer.step_time_s, format_seconds),
+            cell(offer.tokens_per_s, format_count),
             offer.reason or f"{offer.setting}; {offer.strategies}",
             style="bold" if offer.is_worth_having else "",
         )
@@ -102,18 +99,15 @@ def offer_table(found: TradeOffs) -> Table:
 
 
 def _device_cells(point: DevicePoint, priced: bool) -> list[str]:
-    cells = [
-        None if point.step_time_s is None else format_seconds(point.step_time_s),
-        None if point.tokens_per_s is None else format_count(point.tokens_per_s),
-        *(
-            (None if point.cost_per_billion_tokens is None else _money(point.cost_per_billion_tokens),)
-            if priced
-            else ()
-        ),
-        None if point.num_stages is None else str(point.num_stages),
-        None if point.num_microbatches is None else str(point.num_microbatches),
+    return [
+        str(point.num_devices),
+        cell(point.step_time_s, format_seconds),
+        cell(point.tokens_per_s, format_count),
+        *([cell(point.cost_per_billion_tokens, _money)] if priced else []),
+        cell(point.num_stages, str),
+        cell(point.num_microbatches, str),
+        point.strategies or point.reason,
     ]
-    return [str(point.num_devices), *(cell or "–" for cell in cells), point.strategies or point.reason]
 
 
 def _money(amount: float) -> str:

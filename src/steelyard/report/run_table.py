@@ -7,7 +7,7 @@ from rich.table import Table
 
 from steelyard.plan.plan import Plan
 from steelyard.profiles.record import RunRecord
-from steelyard.report.tables import framed_table, number
+from steelyard.report.tables import cell, framed_table, number
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -33,8 +33,8 @@ def beside(
     """A row of what was predicted and measured of one thing, and their ratio; None is what is not known."""
     return (
         name,
-        "–" if predicted is None else show(predicted),
-        "–" if measured is None else show(measured),
+        cell(predicted, show),
+        cell(measured, show),
         f"{predicted / measured:.2f}" if predicted is not None and measured else "–",
     )
 
@@ -50,11 +50,11 @@ def trial_table(trials: Sequence[tuple[Plan, RunRecord | None, str]]) -> Table:
         ratio = None if record is None or expected_s is None else expected_s / record.median_step_s
         table.add_row(
             str(index),
-            "–" if expected_s is None else format_seconds(expected_s),
-            "–" if record is None else format_seconds(record.median_step_s),
-            "–" if ratio is None else f"{ratio:.2f}",
-            "–" if expected is None else format_bytes(expected),
-            "–" if peak is None else format_bytes(peak),
+            cell(expected_s, format_seconds),
+            cell(None if record is None else record.median_step_s, format_seconds),
+            cell(ratio, "{:.2f}".format),
+            cell(expected, format_bytes),
+            cell(peak, format_bytes),
             words,
         )
     return table

@@ -1,5 +1,8 @@
 """How every table of the terminal looks."""
 
+from collections.abc import Callable
+from typing import Any
+
 from rich import box
 from rich.table import Column, Table
 
@@ -7,6 +10,11 @@ from rich.table import Column, Table
 def number(heading: str, *, whole: bool = False) -> Column:
     """A column that is set flush right; what is ``whole`` is never broken into lines."""
     return Column(heading, justify="right", no_wrap=whole)
+
+
+def cell(value: float | None, show: Callable[[Any], str]) -> str:
+    """A value as ``show`` prints it; a dash for what is not known."""
+    return "–" if value is None else show(value)
 
 
 def framed_table(title: str, *columns: Column | str) -> Table:

@@ -112,46 +112,25 @@ def hidden_microbatches(num_microbatches: int, num_shown: int) -> range:
 def stage_slices(timeline: Timeline, stage: int, num_chunks: int) -> Iterator[Slice]:
     """All that a stage does in a step: passes, bubbles, and what it sends beside them."""
     for event in timeline.stages[stage]:
-        yield _pass_slice(event, num_chunks)
+        work = "optimizer" if event.kind == "once" else event.kind
+        name = work if event.microbatch < 0 else f"{work} {event.microbatch}"
+        yield _slice(event, PASSES, name, event.kind, event.chunk if num_chunks > 1 else None)
     for bubble in timeline.bubbles(stage):
-        yield _bubble_slice(bubble)
+        yield _slice(bubble, PASSES, f"bubble: {bubble.reason}", "bubble")
     for send in timeline.sends[stage]:
-        yield _send_slice(send, num_chunks)
+        name = f"send {send.kind} {send.microbatch} to stage {send.receiver}"
+        yield _slice(send, _SENDS, name, "send", send.chunk if num_chunks > 1 else None)
 
 
-def _pass_slice(event: Event, num_chunks: int) -> Slice:
-    name = "optimizer" if event.kind == "once" else event.kind
+def _slice(of: Event | Bubble | Send, track: int, name: str, category: str, chunk: int | None = None) -> Slice:
     return Slice(
-        track=PASSES,
-        name=name if event.microbatch < 0 else f"{name} {event.microbatch}",
-        category=event.kind,
-        microbatch=event.microbatch,
-        start_s=event.start_s,
-        end_s=event.end_s,
-        chunk=event.chunk if num_chunks > 1 else None,
-    )
-
-
-def _bubble_slice(bubble: Bubble) -> Slice:
-    return Slice(
-        track=PASSES,
-        name=f"bubble: {bubble.reason}",
-        category="bubble",
-        microbatch=bubble.microbatch,
-        start_s=bubble.start_s,
-        end_s=bubble.end_s,
-    )
-
-
-def _send_slice(send: Send, num_chunks: int) -> Slice:
-    return Slice(
-        track=_SENDS,
-        name=f"send {send.kind} {send.microbatch} to stage {send.receiver}",
-        category="send",
-        microbatch=send.microbatch,
-        start_s=send.start_s,
-        end_s=send.end_s,
-        chunk=send.chunk if num_chunks > 1 else None,
+        track=track,
+        name=name,
+        category=category,
+        microbatch=of.microbatch,
+        start_s=of.start_s,
+        end_s=of.end_s,
+        chunk=chunk,
     )
 
 
@@ -173,7 +152,7 @@ def without_hidden(slices: list[Slice], hidden: range) -> Iterator[Slice]:
 
 
 def _complete(each: Slice, stage: int) -> TraceEvent:
-    event: TraceEvent = {
+    return {
         "name": each.name if each.chunk is None else f"{each.name} chunk {each.chunk}",
         "cat": each.category,
         "ph": "X",
@@ -182,7 +161,6 @@ def _complete(each: Slice, stage: int) -> TraceEvent:
         "pid": stage,
         "tid": each.track,
     }
-    return event
 
 
 def _metadata(plan: Plan, stage: int, tracks: list[int]) -> Iterator[TraceEvent]:

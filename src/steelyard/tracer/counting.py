@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,7 +49,7 @@ _ATTENTION_CAUSAL_ARGUMENT = {
 
 @dataclass(slots=True)
 class OpCounts:
-    """Totals of one direction (forward or backward) of a layer on one rank."""
+    """Totals of one direction (forward or backward) of a layer on one rank, or what one operation adds to them."""
 
     matmul_flop: float = 0.0
     attention_flop: float = 0.0
@@ -74,24 +74,16 @@ class OpCounts:
         collectives = defaultdict(list, {kind: list(calls) for kind, calls in self.collectives.items()})
         return replace(self, collectives=collectives, products=list(self.products), attention=list(self.attention))
 
-    def add(self, effect: "_Effect") -> None:
-        """Adds what one operation does."""
-        if effect is _NOTHING:
+    def add(self, other: "OpCounts") -> None:
+        """Adds others, as those of one operation."""
+        if other is _NOTHING:
             return
-        self.matmul_flop += effect.matmul_flop
-        self.attention_flop += effect.attention_flop
-        self.matmul_bytes += effect.matmul_bytes
-        self.expert_weight_bytes += effect.expert_weight_bytes
-        self.memory_bytes += effect.memory_bytes
-        self.num_kernels += effect.num_kernels
-        self.key_value_bytes += effect.key_value_bytes
-        self.attention_bytes += effect.attention_bytes
-        self.square_flop += effect.square_flop
-        self.products += effect.products
-        self.attention += effect.attention
-        if effect.collective is not None:
-            kind, num_bytes = effect.collective
-            self.collectives[kind].append(num_bytes)
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.products += other.products
+        self.attention += other.attention
+        for kind, calls in other.collectives.items():
+            self.collectives[kind] += calls
 
     def beyond(self, other: "OpCounts") -> "OpCounts":
         """What these sums have more than ``other``, of which they hold everything; a largest number is no sum."""
@@ -100,15 +92,7 @@ class OpCounts:
             if more := Counter(calls) - Counter(other.collectives.get(kind, ())):
                 collectives[kind] = list(more.elements())
         return OpCounts(
-            matmul_flop=self.matmul_flop - other.matmul_flop,
-            attention_flop=self.attention_flop - other.attention_flop,
-            matmul_bytes=self.matmul_bytes - other.matmul_bytes,
-            expert_weight_bytes=self.expert_weight_bytes - other.expert_weight_bytes,
-            memory_bytes=self.memory_bytes - other.memory_bytes,
-            num_kernels=self.num_kernels - other.num_kernels,
-            key_value_bytes=self.key_value_bytes - other.key_value_bytes,
-            attention_bytes=self.attention_bytes - other.attention_bytes,
-            square_flop=self.square_flop - other.square_flop,
+            **{name: getattr(self, name) - getattr(other, name) for name in _SUMS},
             products=_beyond(self.products, other.products),
             attention=_beyond(self.attention, other.attention),
             collectives=collectives,
@@ -144,27 +128,10 @@ class SeenAttention(NamedTuple):
     backward: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Effect:
-    """What one operation adds to the counts."""
-
-    matmul_flop: float = 0.0
-    attention_flop: float = 0.0
-    matmul_bytes: float = 0.0
-    expert_weight_bytes: float = 0.0
-    memory_bytes: float = 0.0
-    num_kernels: int = 0
-    key_value_bytes: float = 0.0
-    attention_bytes: float = 0.0
-    square_flop: float = 0.0
-    products: tuple[SeenProduct, ...] = ()
-    attention: tuple[SeenAttention, ...] = ()
-    collective: tuple[CollectiveKind, float] | None = None
-
-
-Operations = FakeOpCache[_Effect]
-"""Operations seen by any number of `OpCounter`s."""
-_NOTHING = _Effect()
+_SUMS = tuple(each.name for each in fields(OpCounts) if each.type in (int, float))
+"""The counts that are numbers."""
+_NOTHING = OpCounts()
+Operations = FakeOpCache[OpCounts]
 
 
 class OpCounter(TorchDispatchMode):
@@ -223,7 +190,9 @@ class OpCounter(TorchDispatchMode):
                 self._register(leaf)
         return out
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], looks: Look | None) -> tuple[Any, _Effect]:
+    def _run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], looks: Look | None
+    ) -> tuple[Any, OpCounts]:
         """The result of an operation that was not seen before, and what it adds to the counts."""
         if looks is None:
             out = func(*args, **kwargs)
@@ -270,7 +239,7 @@ def _is_bookkeeping(func: Any) -> bool:
     return False
 
 
-def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _Effect:
+def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpCounts:
     """What an operation adds to the counts."""
     if func.namespace == "_c10d_functional":
         return _effect_of_collective(func, args, out)
@@ -282,31 +251,31 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     if packet in _ATTENTION_CAUSAL_ARGUMENT:
         query, key, value = args[:3]
         square_flop = _square_flop(packet, args)
-        return _Effect(
+        return OpCounts(
             num_kernels=1,
             matmul_bytes=moved,
             attention_flop=square_flop * (0.5 if _is_causal(packet, args, kwargs) else 1.0),
             square_flop=square_flop,
             key_value_bytes=key.nbytes + value.nbytes,
             attention_bytes=2 * query.nbytes + key.nbytes + value.nbytes,
-            attention=(_seen_attention(packet, args, kwargs),),
+            attention=[_seen_attention(packet, args, kwargs)],
         )
     if packet in flop_registry:
         flop = flop_registry[packet](*args, **kwargs, out_val=out)
         weights = sum(leaf.nbytes for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor) and leaf.dim() == 3)
         of_experts = weights if packet in _GROUPED_PRODUCTS else 0
-        return _Effect(
+        return OpCounts(
             num_kernels=1,
             matmul_bytes=moved,
             expert_weight_bytes=of_experts,
             matmul_flop=flop,
             square_flop=flop if packet in _BATCHED_PRODUCTS else 0,
-            products=_seen_products(packet, args, out),
+            products=list(_seen_products(packet, args, out)),
         )
-    return _Effect(num_kernels=1, memory_bytes=moved)
+    return OpCounts(num_kernels=1, memory_bytes=moved)
 
 
-def _effect_of_collective(func: Any, args: tuple[Any, ...], out: Any) -> _Effect:
+def _effect_of_collective(func: Any, args: tuple[Any, ...], out: Any) -> OpCounts:
     name = func._overloadpacket.__name__
     if name == "wait_tensor":
         return _NOTHING
@@ -319,7 +288,7 @@ def _effect_of_collective(func: Any, args: tuple[Any, ...], out: Any) -> _Effect
         )
     kind = _COLLECTIVES[name]
     whole = out if kind == "all_gather" else args[0]
-    return _Effect(collective=(kind, whole.numel() * whole.element_size()))
+    return OpCounts(collectives=defaultdict(list, {kind: [whole.numel() * whole.element_size()]}))
 
 
 _BATCHED_PRODUCTS = {aten.bmm, aten.baddbmm}

@@ -8,6 +8,7 @@ from steelyard.report.html.chart import chart
 from steelyard.report.html.document import document
 from steelyard.report.html.markup import Child, Html, folded, section, table, tag
 from steelyard.report.html.trade_off_charts import trade_off_charts
+from steelyard.report.tables import cell
 from steelyard.units import format_bytes, format_count, format_seconds
 
 
@@ -67,24 +68,27 @@ def _tables(found: TradeOffs) -> list[Html]:
 
 
 def _offer_row(offer: DevicePoint) -> tuple[Child, ...]:
-    cost = offer.cost_per_billion_tokens
     return (
         tag("b", "worth having") if offer.is_worth_having else "",
         offer.cluster,
-        f"{offer.price_per_hour or 0.0:,.2f}",
-        "–" if cost is None else f"{cost:,.2f}",
-        "–" if offer.step_time_s is None else format_seconds(offer.step_time_s),
-        "–" if offer.tokens_per_s is None else format_count(offer.tokens_per_s),
+        _money(offer.price_per_hour or 0.0),
+        cell(offer.cost_per_billion_tokens, _money),
+        *_speed(offer),
         offer.reason or f"{offer.setting}; {offer.strategies}",
     )
 
 
 def _device_row(point: DevicePoint, priced: bool) -> tuple[str, ...]:
-    cost = point.cost_per_billion_tokens
     return (
         str(point.num_devices),
-        "–" if point.step_time_s is None else format_seconds(point.step_time_s),
-        "–" if point.tokens_per_s is None else format_count(point.tokens_per_s),
-        *(("–" if cost is None else f"{cost:,.2f}",) if priced else ()),
+        *_speed(point),
+        *((cell(point.cost_per_billion_tokens, _money),) if priced else ()),
         point.reason or f"{point.setting}; {point.strategies}",
     )
+
+
+def _speed(point: DevicePoint) -> tuple[str, str]:
+    return cell(point.step_time_s, format_seconds), cell(point.tokens_per_s, format_count)
+
+
+_money = "{:,.2f}".format

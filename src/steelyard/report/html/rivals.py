@@ -7,6 +7,7 @@ from steelyard.plan.prediction import Alternative
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, folded, section, table, tag
 from steelyard.report.plan_table import alternative_step, as_good_line, why_lost
+from steelyard.report.tables import cell
 from steelyard.units import format_bytes, format_change, format_seconds
 
 SHOWN = 8
@@ -79,7 +80,7 @@ def _alternative_table(found: ReportContents, alternatives: Sequence[Alternative
         (
             each.description,
             alternative_step(each),
-            "–" if each.memory_bytes is None else format_bytes(each.memory_bytes),
+            cell(each.memory_bytes, format_bytes),
             why_lost(found.prediction, each),
         )
         for each in alternatives
