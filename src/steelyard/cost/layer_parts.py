@@ -13,6 +13,7 @@ from steelyard.cost.inputs import sample_bytes, side_bytes
 from steelyard.cost.layer_memory import LayerMemory, layer_memory
 from steelyard.cost.setting import Setting
 from steelyard.cost.tables import CostTables
+from steelyard.model.chain import LayerKind
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.schedules import PipelineConfig
 from steelyard.schedules.passes import Phase
@@ -50,33 +51,60 @@ class LayerParts:
     """Of several stages, what that of the layer keeps of each microbatch beside, at least: positions, masks."""
 
     @classmethod
-    def of(cls, tables: CostTables, setting: Setting) -> Self:
-        """Those of tables of a pipeline setting."""
-        found = {name: np.zeros(tables.legal.shape, dtype=np.int64) for name in cls.__slots__}
-        last, job = len(tables.layers) - 1, setting.job
-        samples, sequence = _divided(tables.strategies, setting)
-        copies = np.array([1 if each.remat is Remat.FULL else 2 for each in tables.strategies], dtype=np.int64)
+    def of(cls, tables: CostTables, setting: Setting, known: "KnownRows | None" = None) -> Self:
+        """Those of tables of a pipeline setting; ``known`` saves work between settings of one job."""
+        rows, job, last = {} if known is None else known, setting.job, len(tables.layers) - 1
+        size = setting.devices_per_stage, setting.pipeline.num_microbatches, setting.is_piped
+        found = np.zeros((len(cls.__slots__), *tables.legal.shape), dtype=np.int64)
         for row, place in {kind: place for place, kind in enumerate(tables.layers)}.items():
             layer = job.chain.num_layers - 1 if place == last else place
-            kind, columns = job.chain.kind_of(layer), np.flatnonzero(tables.legal[row])
-            strategies = [tables.strategies[column] for column in columns.tolist()]
-            memories = [layer_memory(kind, strategy, setting) for strategy in strategies]
-            parts = [job.once(each, "parts", partial(_layer_parts, each)) for each in memories]
-            own = np.array(parts, dtype=np.int64).reshape(len(columns), len(_OWN) + 2).T
-            for name, num_bytes in zip(_OWN, own, strict=False):
-                found[name][row, columns] = num_bytes
-            read = [sample_bytes(kind, strategy, setting) for strategy in strategies]
-            found["states"][row, columns] += np.array(read, dtype=np.int64)
-            backward, beside = own[len(_OWN) :]
-            found["autograd"][row, columns] = backward + beside
-            if place != last:
-                share = samples[columns] * job.compute_bytes
-                flowing, made = (each(layer, job.seq_len) for each in (job.chain.num_flowing, job.chain.num_made))
-                found["sent"][row, columns] = share * flowing // sequence[columns]
-                backward = np.maximum(0, backward - copies[columns] * (share * made // sequence[columns]))
-            found["autograd_sending"][row, columns] = backward + beside
-            found["beside"][row, columns] = side_bytes({kind}, setting) if setting.pipeline.num_stages > 1 else 0
-        return cls(**found)
+            kind, legal = job.chain.kind_of(layer), tables.legal[row]
+            flows = job.chain.num_flowing, job.chain.num_made
+            out = None if place == last else tuple(each(layer, job.seq_len) for each in flows)
+            key = id(tables.strategies), *size, kind.name, out, legal.tobytes()
+            if key not in rows:
+                rows[key] = tables.strategies, _row(cls.__slots__, kind, tables.strategies, legal, setting, out)
+            found[:, row] = rows[key][1]
+        return cls(**dict(zip(cls.__slots__, found, strict=True)))
+
+
+KnownRows = dict[tuple[object, ...], tuple[tuple[Strategy, ...], IntTable]]
+"""Rows [fields of `LayerParts`, S] of a job, with the strategies, which keys tell by their identity."""
+
+
+def _row(
+    names: Sequence[str],
+    kind: LayerKind,
+    strategies: Sequence[Strategy],
+    legal: NDArray[np.bool_],
+    setting: Setting,
+    out: tuple[int, ...] | None,
+) -> IntTable:
+    """[fields, S] of a layer; ``out`` is how many entries flow out of it and how many it makes, None of the last."""
+    job, columns = setting.job, np.flatnonzero(legal)
+    chosen = [strategies[column] for column in columns.tolist()]
+    found = {name: np.zeros(len(columns), dtype=np.int64) for name in names}
+    memories = [layer_memory(kind, strategy, setting) for strategy in chosen]
+    parts = [job.once(each, "parts", partial(_layer_parts, each)) for each in memories]
+    own = np.array(parts, dtype=np.int64).reshape(len(columns), len(_OWN) + 2).T
+    found |= dict(zip(_OWN, own, strict=False))
+    read = [sample_bytes(kind, strategy, setting) for strategy in chosen]
+    found["states"] = found["states"] + np.array(read, dtype=np.int64)
+    backward, beside = own[len(_OWN) :]
+    found["autograd"] = backward + beside
+    if out is not None:
+        samples, sequence = _divided(chosen, setting)
+        copies = np.array([1 if each.remat is Remat.FULL else 2 for each in chosen], dtype=np.int64)
+        share = samples * job.compute_bytes
+        flowing, made = out
+        found["sent"] = share * flowing // sequence
+        backward = np.maximum(0, backward - copies * (share * made // sequence))
+    found["autograd_sending"] = backward + beside
+    if setting.is_piped:
+        found["beside"] = np.full(len(columns), side_bytes({kind}, setting), dtype=np.int64)
+    whole = np.zeros((len(names), len(legal)), dtype=np.int64)
+    whole[:, columns] = [found[name] for name in names]
+    return whole
 
 
 _OWN = (

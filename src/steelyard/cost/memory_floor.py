@@ -22,13 +22,14 @@ reduced of layers whose place is not known, what a stage receives beyond its sha
 the one before the head of a single stage.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.layer_memory import layer_memory
 from steelyard.cost.layer_parts import (
+    KnownRows,
     LayerParts,
     fullest_moments,
     least_hidden_bytes,
@@ -49,22 +50,18 @@ _LEAST_LAYERS = 4
 """With fewer the layers behind the embedding and before the head are the same, or there are none."""
 
 
-KnownParts = dict[tuple[object, ...], tuple[tuple[Strategy, ...], dict[tuple[object, ...], IntTable]]]
-"""Rows [fields of `LayerParts`, S] of a job, with the strategies, which are told by their identity."""
-
-
 class Floors:
     """The floors of cost tables of a job, made when first asked for; the budget of the job changes none of them."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._made: dict[CostTables, tuple[CostTables, ...]] = {}
-        self._parts: KnownParts = {}
+        self._rows: KnownRows = {}
 
     def of(self, tables: CostTables) -> tuple[CostTables, ...]:
         """As `floor_tables` makes them."""
         if tables not in self._made:
-            self._made[tables] = floor_tables(tables, self._job, self._parts)
+            self._made[tables] = floor_tables(tables, self._job, self._rows)
         return self._made[tables]
 
     def working(self, tables: CostTables) -> WorkingBytes | None:
@@ -76,7 +73,7 @@ class Floors:
         return Floors(self._job)
 
 
-def floor_tables(tables: CostTables, job: Job, known: KnownParts | None = None) -> tuple[CostTables, ...]:
+def floor_tables(tables: CostTables, job: Job, known: KnownRows | None = None) -> tuple[CostTables, ...]:
     """The same times with bytes that no walk is below; of several, each is a bound of its own.
 
     ``tables`` are of a pipeline setting of the job. For a framework with states of its own they are a bound already.
@@ -87,9 +84,9 @@ def floor_tables(tables: CostTables, job: Job, known: KnownParts | None = None) 
     if setting.job.execution.keeps_own_buffers:
         return (tables,)
     if tables.pipeline.num_chunks > 1:
-        return (_interleaved(tables, setting, _parts(tables, setting, known)),)
+        return (_interleaved(tables, setting, LayerParts.of(tables, setting, known)),)
     tables = _with_places(tables)
-    parts = _parts(tables, setting, known)
+    parts = LayerParts.of(tables, setting, known)
     flights = [tables.pipeline.in_flight(stage) for stage in range(tables.pipeline.num_stages)]
     short = [count for count in flights if setting.pipeline.num_microbatches <= count]
     floors = [_at_the_fullest(tables, setting, parts, has_gradients=not short)]
@@ -98,34 +95,6 @@ def floor_tables(tables: CostTables, job: Job, known: KnownParts | None = None) 
     if tables.pipeline.num_stages == 1 and len(tables.layers) >= _LEAST_LAYERS:
         floors.append(_before_the_head(tables, setting, parts))
     return tuple(floors)
-
-
-def _parts(tables: CostTables, setting: Setting, known: KnownParts | None) -> LayerParts:
-    """Those whose rows are ``known``, or new ones: the same where stages and microbatches are as large."""
-    if known is None:
-        return LayerParts.of(tables, setting)
-    pipeline, names = setting.pipeline, [each.name for each in fields(LayerParts)]
-    place = id(tables.strategies), setting.devices_per_stage, pipeline.num_microbatches, pipeline.num_stages > 1
-    rows = known.setdefault(place, (tables.strategies, {}))[1]
-    keys = _row_keys(tables, setting)
-    if all(key in rows for key in keys):
-        return LayerParts(**dict(zip(names, np.stack([rows[key] for key in keys], axis=1), strict=True)))
-    parts = LayerParts.of(tables, setting)
-    rows.update(zip(keys, np.stack([getattr(parts, name) for name in names], axis=1), strict=True))
-    return parts
-
-
-def _row_keys(tables: CostTables, setting: Setting) -> list[tuple[object, ...]]:
-    """[K] what the parts of a row depend on beside the strategies and the size of stages and microbatches."""
-    chain, last = setting.job.chain, len(tables.layers) - 1
-    keys: list[tuple[object, ...]] = [(legal.tobytes(),) for legal in tables.legal]
-    for row, place in {kind: place for place, kind in enumerate(tables.layers)}.items():
-        layer = chain.num_layers - 1 if place == last else place
-        flows = (
-            [each(layer, setting.job.seq_len) for each in (chain.num_flowing, chain.num_made)] if place != last else []
-        )
-        keys[row] = *keys[row], chain.layers[layer], *flows
-    return keys
 
 
 def floor_likeness(pipeline: PipelineConfig) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def accept(
     made = floors or (PooledFloors(job) if isinstance(job, PooledJob) else Floors(job))
     given = [OnDemand.of(each) for each in tables]
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    contest = WalkedSettings(
+    settings = WalkedSettings(
         job=job,
         given=given,
         num_exact=num_exact,
@@ -95,61 +95,61 @@ def accept(
     )
     if partition != "exact":
         found = search(given, usable_of(job), partition=partition)
-        contest.bounds_s = [quick_bound_s(each.tables) for each in given]
-        contest.admit(found.ranked)
-        return _summary(contest, found)
-    found = _settle(contest, num_alternatives)
-    if contest.refines:
-        refine_best(contest)
-        _without_means(contest)
-        search_all_states(contest)
-    return _summary(contest, found)
+        settings.bounds_s = [quick_bound_s(each.tables) for each in given]
+        settings.admit(found.ranked)
+        return _summary(settings, found)
+    found = _settle(settings, num_alternatives)
+    if settings.refines:
+        refine_best(settings)
+        _without_means(settings)
+        search_all_states(settings)
+    return _summary(settings, found)
 
 
-def _settle(contest: "WalkedSettings", num_alternatives: int) -> SearchResult:
-    """Searches all settings of a contest, lets the best of them compete, and says what the search says of all."""
+def _settle(settings: WalkedSettings, num_alternatives: int) -> SearchResult:
+    """Searches all settings, lets the best of them compete, and says what the search says of all."""
     found = search(
-        contest.given,
-        contest.room_bytes,
-        num_exact=contest.num_exact,
+        settings.given,
+        settings.room_bytes,
+        num_exact=settings.num_exact,
         num_alternatives=num_alternatives,
-        time_limit_s=contest.left_s,
-        stand_in=lambda index: contest.floors(index)[0],
-        cutoff_s=contest.known_s,
+        time_limit_s=settings.left_s,
+        stand_in=lambda index: settings.floors(index)[0],
+        cutoff_s=settings.known_s,
     )
-    known_s = [each.least_s for each in contest.given]
-    contest.bounds_s = [max(each.result.lower_bound_s, known_s[each.index]) for each in found.settings]
-    refused = contest.admit(found.ranked[: contest.num_exact + num_alternatives])
-    search_as_layers_work(contest, found)
-    contested = sorted({*contest.open(), *(each.index for each in refused)})
+    known_s = [each.least_s for each in settings.given]
+    settings.bounds_s = [max(each.result.lower_bound_s, known_s[each.index]) for each in found.settings]
+    refused = settings.admit(found.ranked[: settings.num_exact + num_alternatives])
+    search_as_layers_work(settings, found)
+    contested = sorted({*settings.open(), *(each.index for each in refused)})
     if contested:
-        compete(contest, contested, found, num_alternatives)
+        compete(settings, contested, found, num_alternatives)
     return found
 
 
-def _without_means(contest: "WalkedSettings") -> None:
+def _without_means(settings: WalkedSettings) -> None:
     """Tries the settings of which a faster plan may be accepted without each means of the best plan, over and over.
 
     A smaller space has floors closer to its walks, and plans in it that the whole one hides behind others that the walk
     refuses. Not over unlike pools, of which each search takes seconds.
     """
-    assert isinstance(contest.made, Floors), "over pools there is no such search"
+    assert isinstance(settings.made, Floors), "over pools there is no such search"
     tried = set[str]()
-    while contest.accepted:
-        best = min(contest.accepted.values(), key=lambda each: each.outcome.score_s)
+    while settings.accepted:
+        best = min(settings.accepted.values(), key=lambda each: each.outcome.score_s)
         means = {name: keeps for name, keeps in means_of(best.plan).items() if name not in tried}
-        indices = contest.open()
-        if not means or not indices or contest.left_s == 0:
+        indices = settings.open()
+        if not means or not indices or settings.left_s == 0:
             return
         name, keeps = next(iter(means.items()))
         tried.add(name)
-        given = [contest.given[index].narrowed(partial(restricted, keeps=keeps)) for index in indices]
+        given = [settings.given[index].narrowed(partial(restricted, keeps=keeps)) for index in indices]
         smaller = replace(
-            contest,
+            settings,
             given=given,
-            made=contest.made.of_others(),
+            made=settings.made.of_others(),
             num_exact=1,
-            known_s=contest.cutoff_s,
+            known_s=settings.cutoff_s,
             accepted={},
             refines=False,
             walked_stages={},
@@ -157,22 +157,22 @@ def _without_means(contest: "WalkedSettings") -> None:
         _settle(smaller, 0)
         for index, each in smaller.accepted.items():
             outcome = replace(each.outcome, index=indices[index])
-            known = contest.accepted.get(indices[index])
+            known = settings.accepted.get(indices[index])
             if known is None or outcome.score_s < known.outcome.score_s:
-                contest.accepted[indices[index]] = replace(each, outcome=outcome)
+                settings.accepted[indices[index]] = replace(each, outcome=outcome)
 
 
-def _summary(contest: WalkedSettings, found: SearchResult) -> Acceptance:
+def _summary(settings: WalkedSettings, found: SearchResult) -> Acceptance:
     """What was accepted, best first, with the bound that holds for all accepted plans."""
-    least = None if contest.accepted or contest.known_s < np.inf else least_plan(contest)
+    least = None if settings.accepted or settings.known_s < np.inf else least_plan(settings)
     if least is not None:
-        contest.admit([least.outcome])
-    accepted = (replace(each, is_settled=contest.is_settled(index)) for index, each in contest.accepted.items())
+        settings.admit([least.outcome])
+    accepted = (replace(each, is_settled=settings.is_settled(index)) for index, each in settings.accepted.items())
     ranked = tuple(sorted(accepted, key=lambda each: (each.outcome.score_s, each.outcome.index)))
     if not ranked:
-        return _nothing_accepted(contest, found, least)
+        return _nothing_accepted(settings, found, least)
     fastest_s = ranked[0].outcome.score_s
-    bound_s = min(*contest.bounds_s, fastest_s)
+    bound_s = min(*settings.bounds_s, fastest_s)
     proven = bound_s >= fastest_s * (1 - SAME)
     return Acceptance(
         ranked=ranked,
@@ -180,37 +180,37 @@ def _summary(contest: WalkedSettings, found: SearchResult) -> Acceptance:
             found,
             status="optimal" if proven else "feasible",
             ranked=tuple(each.outcome for each in ranked),
-            settings=tuple(_reported(contest, each) for each in found.settings),
+            settings=tuple(_reported(settings, each) for each in found.settings),
             lower_bound_s=fastest_s if proven else bound_s,
         ),
-        bounds_s=tuple(contest.bounds_s),
+        bounds_s=tuple(settings.bounds_s),
     )
 
 
-def _reported(contest: WalkedSettings, outcome: SettingOutcome) -> SettingOutcome:
+def _reported(settings: WalkedSettings, outcome: SettingOutcome) -> SettingOutcome:
     """The outcome of a setting with the plan that was accepted, or with none."""
-    accepted = contest.accepted.get(outcome.index)
+    accepted = settings.accepted.get(outcome.index)
     if accepted is not None:
         return replace(outcome, given=accepted.outcome.given, result=accepted.outcome.result)
     if outcome.result.solution is None:
         return outcome
-    bound_s = contest.bounds_s[outcome.index]
+    bound_s = settings.bounds_s[outcome.index]
     reason = f"no plan of it that fits was found; none takes less than {format_seconds(bound_s)} a step"
     return replace(outcome, result=replace(outcome.result, solution=None), reason=reason)
 
 
-def _nothing_accepted(contest: WalkedSettings, found: SearchResult, least: Least | None) -> Acceptance:
-    nothing = tuple(_reported(contest, each) for each in found.settings)
+def _nothing_accepted(settings: WalkedSettings, found: SearchResult, least: Least | None) -> Acceptance:
+    nothing = tuple(_reported(settings, each) for each in found.settings)
     return Acceptance(
         ranked=(),
-        bounds_s=tuple(contest.bounds_s),
-        floor_bytes=min((miss.needed_bytes for _, miss in misses(contest)), default=0) if least else 0,
+        bounds_s=tuple(settings.bounds_s),
+        floor_bytes=min((miss.needed_bytes for _, miss in misses(settings)), default=0) if least else 0,
         search=replace(
             found,
             status="infeasible",
             ranked=(),
             settings=nothing,
-            lower_bound_s=min(contest.bounds_s),
+            lower_bound_s=min(settings.bounds_s),
             nearest_miss=least.miss if least else None,
             nearest_index=least.outcome.index if least else None,
         ),

@@ -47,7 +47,7 @@ class WalkedSettings:
     num_exact: int
     made: Floors | PooledFloors
     known_s: float
-    """What a plan of another contest takes."""
+    """What a plan of other settings takes."""
     deadline: float | None
     """A `time.monotonic` value."""
     to_the_end: bool = True

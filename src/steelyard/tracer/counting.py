@@ -132,6 +132,7 @@ _SUMS = tuple(each.name for each in fields(OpCounts) if each.type in (int, float
 """The counts that are numbers."""
 _NOTHING = OpCounts()
 Operations = FakeOpCache[OpCounts]
+"""Operations seen by any number of `OpCounter`s."""
 
 
 class OpCounter(TorchDispatchMode):
