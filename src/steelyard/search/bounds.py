@@ -21,7 +21,6 @@ lower convex hull of some kind's (bytes, seconds) points, so only these are trie
 Source: weak Lagrangian duality; the hull argument is Dantzig's for the continuous knapsack.
 """
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from steelyard.search import kernels
-from steelyard.search.frontier import FloatArray, IntArray, distinct, reduce
+from steelyard.search.frontier import FloatArray, IntArray, distinct
 from steelyard.search.layers import StageCosts, peak_levels
 
 MAX_PRICES = 64
@@ -98,20 +97,14 @@ class StageBounds:
 
 def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, transfer_s: float) -> StageBounds:
     """The bounds of a stage with these costs for runs of the model's ``layers`` (their kinds)."""
-    used = sorted(set(layers))
+    order, used = np.array(layers, dtype=np.int64), sorted(set(layers))
     prices = _hull_slopes(costs, used)
-    real = np.arange(costs.strategy.shape[1]) < costs.count[:, None]
-    lower, upper = peak_levels(costs.transient[used][real[used]]) if real[used].any() else (np.zeros(1, np.int64),) * 2
+    peaks = np.concatenate([costs.transient[kind, : costs.count[kind]] for kind in used])
+    lower, upper = peak_levels(peaks) if len(peaks) else (np.zeros(1, np.int64),) * 2
     prefix = np.zeros((len(lower), len(prices), len(layers) + 1))
     missing = np.zeros((len(lower), len(layers) + 1), dtype=np.int64)
-    order = np.array(layers)
-    for level, peak in enumerate(upper):
-        allowed = real & (costs.transient <= peak)
-        none = ~allowed.any(axis=1)
-        options = np.where(allowed, costs.seconds, np.inf) + prices[:, None, None] * costs.bytes
-        paid = np.where(none, 0.0, options.min(axis=2))
-        np.cumsum(paid[:, order], axis=1, out=prefix[level, :, 1:])
-        np.cumsum(none[order], out=missing[level, 1:])
+    given = np.array(used), costs.count, costs.rows, costs.seconds, prices, upper, order
+    kernels.priced_prefixes(*given, np.empty((len(costs.count), len(prices))), prefix, missing)
     return StageBounds(
         costs=costs,
         room_bytes=room_bytes,
@@ -125,24 +118,11 @@ def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, tran
 
 def _hull_slopes(costs: StageCosts, kinds: Sequence[int]) -> FloatArray:
     """0 and the slopes of the kinds' lower convex hulls, rising, at most `MAX_PRICES` of them."""
-    slopes = {0.0}
-    for kind in kinds[:: -(-len(kinds) // MAX_KINDS)]:
-        count = int(costs.count[kind])
-        num_bytes, seconds = costs.bytes[kind, :count], costs.seconds[kind, :count]
-        kept = reduce(num_bytes, seconds)
-        hull: list[tuple[float, float]] = []
-        for point in zip(num_bytes[kept].tolist(), seconds[kept].tolist(), strict=True):
-            while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
-                hull.pop()
-            hull.append(point)
-        slopes.update(_slope(a, b) for a, b in itertools.pairwise(hull))
-    rising = np.array(sorted(slopes))
+    some, options = np.array(kinds[:: -(-len(kinds) // MAX_KINDS)]), costs.rows.shape[2]
+    slopes, hull = np.zeros(len(some) * options + 1), np.empty(options, dtype=np.int64)
+    count = kernels.hull_slopes(some, costs.count, costs.rows, costs.seconds, slopes[1:], hull)
+    rising = distinct(slopes[: count + 1])
     most = MAX_PRICES if len(kinds) <= MAX_KINDS else MAX_PRICES // 4
     if len(rising) > most:
         rising = rising[np.linspace(0, len(rising) - 1, most).round().astype(int)]
     return rising
-
-
-def _slope(left: tuple[float, float], right: tuple[float, float]) -> float:
-    """Seconds saved per byte spent from one point to the next."""
-    return (left[1] - right[1]) / (right[0] - left[0])

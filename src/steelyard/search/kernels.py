@@ -8,8 +8,9 @@ A wheel brings them compiled, for any processor of its architecture (`hatch_buil
 on first use (about three seconds) and caches them on disk beside this file or, where that is read-only, in the user's
 cache directory. With neither they run as they stand, tens of times slower, which is said once.
 
-Shapes: K layer kinds, O options of a kind (padded), S strategies, C switch classes and one more row for "no layer
-before", T different switch tables, J levels of transient peak, Q prices, L layers of the model, n layers of a run.
+Shapes: K layer kinds, O options of a kind (padded), S strategies, F numbers of microbatches in flight, C switch classes
+and one more row for "no layer before", T different switch tables, J levels of transient peak, Q prices, L layers of the
+model, n layers of a run.
 """
 
 import logging
@@ -279,7 +280,42 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     return num_kept
 
 
-@compiled("void(f8[:,::1], i8[:,::1], i8[:,::1], i8[::1], i8[::1], b1[:,:,::1], b1[:,::1])")
+@compiled("i8(b1[:,::1], f8[:,:,::1], i8[::1], i8[::1], i8[::1])")
+def switch_classes(
+    legal: BoolArray,
+    switch: FloatArray,
+    used: IntArray,
+    group: IntArray,
+    first: IntArray,
+) -> int:
+    """Gives the ``used`` strategies from which every legal receiver of all tables pays the same a number; how many.
+
+    ``legal`` is [T, S] and ``switch`` [T, S, S]. Fills ``group`` [S], and ``first`` [S] with the first of each class.
+    """
+    found = 0
+    for sender in used:
+        own = 0
+        while own < found:
+            same = True
+            for which in range(len(legal)):
+                for receiver in used:
+                    paid = switch[which, sender, receiver]
+                    if legal[which, receiver] and paid != switch[which, first[own], receiver]:
+                        same = False
+                        break
+                if not same:
+                    break
+            if same:
+                break
+            own += 1
+        if own == found:
+            first[found] = sender
+            found += 1
+        group[sender] = own
+    return found
+
+
+@compiled("void(f8[:,::1], i8[:,:,::1], i8[:,::1], i8[::1], i8[::1], b1[:,:,::1], b1[:,::1], b1[:,:,::1])")
 def drop_beaten(
     seconds: FloatArray,
     num_bytes: IntArray,
@@ -287,27 +323,114 @@ def drop_beaten(
     group: IntArray,
     table: IntArray,
     receives_less: BoolArray,
+    legal: BoolArray,
     kept: BoolArray,
 ) -> None:
-    """Keeps of the strategies ``kept`` [K, S] those than which no other of their class is better, or equal and first.
+    """Keeps of the ``legal`` [K, S] strategies those than which no other of their class is better, or equal and first.
 
-    ``receives_less`` [T, S, S]: whether the first receives for no more than the second from any.
+    ``num_bytes`` and ``kept`` are [F, K, S], for F numbers of microbatches in flight; ``kept`` comes with all legal
+    ones. ``receives_less`` [T, S, S]: whether the first receives for no more than the second from any.
     """
-    for kind in range(kept.shape[0]):
-        for own in range(kept.shape[1]):
-            for other in range(kept.shape[1]):
-                if not kept[kind, own]:
+    for kind in range(legal.shape[0]):
+        less = receives_less[table[kind]]
+        for own in range(legal.shape[1]):
+            left = kept.shape[0] if legal[kind, own] else 0
+            for other in range(legal.shape[1]):
+                if left == 0:
                     break
-                if other == own or not kept[kind, other] or group[other] != group[own]:
+                if other == own or not legal[kind, other] or group[other] != group[own]:
                     continue
-                if not receives_less[table[kind], other, own] or seconds[kind, other] > seconds[kind, own]:
+                if seconds[kind, other] > seconds[kind, own] or transient[kind, other] > transient[kind, own]:
                     continue
-                if num_bytes[kind, other] > num_bytes[kind, own] or transient[kind, other] > transient[kind, own]:
+                if not less[other, own]:
                     continue
-                is_equal = receives_less[table[kind], own, other] and seconds[kind, other] == seconds[kind, own]
-                is_equal &= num_bytes[kind, other] == num_bytes[kind, own]
+                is_equal = less[own, other] and seconds[kind, other] == seconds[kind, own]
                 is_equal &= transient[kind, other] == transient[kind, own]
-                kept[kind, own] = is_equal and own < other
+                for flight in range(kept.shape[0]):
+                    more = num_bytes[flight, kind, other] - num_bytes[flight, kind, own]
+                    if kept[flight, kind, own] and (more < 0 or (more == 0 and not (is_equal and own < other))):
+                        kept[flight, kind, own] = False
+                        left -= 1
+
+
+@compiled("i8(i8[::1], i8[::1], i8[:,:,::1], f8[:,::1], f8[::1], i8[::1])")
+def hull_slopes(
+    kinds: IntArray, count: IntArray, rows: IntArray, seconds: FloatArray, slopes: FloatArray, hull: IntArray
+) -> int:
+    """Fills in the slopes, in seconds a byte, of the lower convex hulls of the options of these kinds; how many.
+
+    ``rows`` [K, 4, O] as in `StageCosts`; ``slopes`` has room for all options, ``hull`` [O] is to work in.
+    """
+    found = 0
+    for kind in kinds:
+        num_bytes, own = rows[kind, 2], seconds[kind]
+        for option in range(count[kind]):
+            slot = option
+            while slot > 0:
+                before = hull[slot - 1]
+                if num_bytes[before] < num_bytes[option]:
+                    break
+                if num_bytes[before] == num_bytes[option] and own[before] <= own[option]:
+                    break
+                hull[slot] = before
+                slot -= 1
+            hull[slot] = option
+        size, least = 0, np.inf
+        for place in range(count[kind]):
+            option = hull[place]
+            if own[option] >= least:
+                continue
+            least = own[option]
+            while size > 1:
+                last, before = hull[size - 1], hull[size - 2]
+                slope = (own[before] - own[last]) / (num_bytes[last] - num_bytes[before])
+                if slope > (own[last] - own[option]) / (num_bytes[option] - num_bytes[last]):
+                    break
+                size -= 1
+            hull[size] = option
+            size += 1
+        for place in range(1, size):
+            before, option = hull[place - 1], hull[place]
+            slopes[found] = (own[before] - own[option]) / (num_bytes[option] - num_bytes[before])
+            found += 1
+    return found
+
+
+@compiled(
+    "void(i8[::1], i8[::1], i8[:,:,::1], f8[:,::1], f8[::1], i8[::1], i8[::1], f8[:,::1], f8[:,:,::1], i8[:,::1])"
+)
+def priced_prefixes(
+    kinds: IntArray,
+    count: IntArray,
+    rows: IntArray,
+    seconds: FloatArray,
+    prices: FloatArray,
+    upper: IntArray,
+    layers: IntArray,
+    least: FloatArray,
+    prefix: FloatArray,
+    missing: IntArray,
+) -> None:
+    """Fills in the priced cost of the first layers, and how many of them have no option in a level; see `bounds`.
+
+    ``kinds`` are those of the ``layers`` [L]; ``prefix`` [J, Q, L + 1] is in seconds and ``missing`` [J, L + 1], both
+    with zeros before all layers. ``least`` [K, Q] is to work in.
+    """
+    for level in range(len(upper)):
+        for kind in kinds:
+            least[kind] = np.inf
+            for option in range(count[kind]):
+                if rows[kind, 3, option] <= upper[level]:
+                    for which in range(len(prices)):
+                        paid = seconds[kind, option] + prices[which] * rows[kind, 2, option]
+                        least[kind, which] = min(least[kind, which], paid)
+        for place in range(len(layers)):
+            kind = layers[place]
+            is_missing = least[kind, 0] == np.inf
+            missing[level, place + 1] = missing[level, place] + is_missing
+            for which in range(len(prices)):
+                paid = 0.0 if is_missing else least[kind, which]
+                prefix[level, which, place + 1] = prefix[level, which, place] + paid
 
 
 @compiled("void(f8[:,:,::1], i8[:,::1], f8[::1], i8[::1], i8, i8, i8, f8[:,::1])")

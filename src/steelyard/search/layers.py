@@ -169,32 +169,34 @@ class OptionTable:
 
     def stage(self, stage: int) -> StageCosts:
         """The costs of a stage with the microbatches that it has in flight, beaten strategies left out."""
-        return self.costs(self.tables.pipeline.in_flight(stage), self.tables.pool_of(stage))
+        return self.costs([self.tables.pipeline.in_flight(stage)], self.tables.pool_of(stage))[0]
 
-    def costs(self, in_flight: int, pool: int = 0) -> StageCosts:
-        """The same of stages of a pool with so many microbatches in flight."""
-        tables, columns = self.tables, self.columns[pool]
-        num_bytes = tables.held_bytes(in_flight)
-        kept = np.take(tables.legal, columns, axis=1)
+    def costs(self, flights: Sequence[int], pool: int = 0) -> list[StageCosts]:
+        """The same of stages of a pool with each of these numbers of microbatches in flight."""
+        tables, columns, group = self.tables, self.columns[pool], self.switches.group
+        num_bytes = np.stack([tables.held_bytes(in_flight) for in_flight in flights])
+        legal = np.take(tables.legal, columns, axis=1)
+        kept = np.repeat(legal[None], len(flights), axis=0)
         kernels.drop_beaten(
             np.take(tables.time_s, columns, axis=1),
-            np.take(num_bytes, columns, axis=1),
+            np.take(num_bytes, columns, axis=2),
             np.take(tables.transient_bytes, columns, axis=1),
-            self.switches.group[columns],
+            group[columns],
             self.switches.table,
             self.receives_less[pool],
+            legal,
             kept,
         )
-        count = kept.sum(axis=1)
-        strategy = columns[np.argsort(~kept, axis=1, kind="stable")[:, : max(int(count.max()), 1)]]
-        kinds = np.arange(len(strategy))[:, None]
-        fields = (strategy, self.switches.group[strategy], num_bytes[kinds, strategy])
-        return StageCosts(
-            switches=self.switches,
-            count=count,
-            rows=np.stack([*fields, tables.transient_bytes[kinds, strategy]], axis=1),
-            seconds=tables.time_s[kinds, strategy],
-        )
+        count = kept.sum(axis=2)
+        strategy = columns[np.argsort(~kept, axis=2, kind="stable")[:, :, : max(int(count.max()), 1)]]
+        num_bytes = np.take_along_axis(num_bytes, strategy, axis=2)
+        kinds = np.arange(len(tables.kinds))[:, None]
+        rows = np.stack([strategy, group[strategy], num_bytes, tables.transient_bytes[kinds, strategy]], axis=2)
+        parts = zip(count, rows, tables.time_s[kinds, strategy], strict=True)
+        return [
+            StageCosts(switches=self.switches, count=count, rows=rows, seconds=seconds)
+            for count, rows, seconds in parts
+        ]
 
 
 def option_table(tables: CostTables) -> OptionTable:
@@ -203,12 +205,10 @@ def option_table(tables: CostTables) -> OptionTable:
     usable = tables.legal.any(axis=0)
     used = np.flatnonzero(usable if usable.any() else ~usable)
     legal, switch = tables.legal[first], np.stack([tables.switch_s[kind] for kind in first])
-    group = np.zeros(len(tables.strategies), dtype=np.int64)
-    group[used] = _classes(legal[:, used], switch[:, used][:, :, used])
-    num_groups = int(group.max()) + 1
-    sender = used[np.unique(group[used], return_index=True)[1]]
+    group, sender = np.zeros((2, len(tables.strategies)), dtype=np.int64)
+    num_groups = kernels.switch_classes(legal, switch, used, group, sender)
     seconds = np.zeros((len(first), num_groups + 1, len(group)))
-    seconds[:, : len(sender)] = switch[:, sender]
+    seconds[:, :num_groups] = switch[:, sender[:num_groups]]
     switches = Switches(
         group=group,
         num_groups=num_groups,
@@ -269,12 +269,6 @@ def _different_tables(tables: CostTables) -> tuple[list[int], IntArray]:
             first.append(kind)
         which.append(number)
     return first, np.array(which, dtype=np.int64)
-
-
-def _classes(legal: NDArray[np.bool_], switch: FloatArray) -> IntArray:
-    """[S] the strategies from which every legal receiver of all T tables pays the same share a number."""
-    rows = np.where(legal[:, None, :], switch, 0.0).transpose(1, 0, 2)
-    return _numbered(rows.reshape(rows.shape[0], -1))
 
 
 class TimeIsUpError(Exception):
@@ -358,7 +352,9 @@ class _Guide:
 def peak_levels(peaks: IntArray, most: int = MAX_LEVELS) -> tuple[IntArray, IntArray]:
     """Lower and upper edges of at most so many levels that hold these transient peaks."""
     different = distinct(peaks)
-    ends = distinct(np.linspace(0, len(different), min(most, len(different)) + 1).round().astype(np.int64))
+    if len(different) <= most:
+        return different, different
+    ends = distinct(np.linspace(0, len(different), most + 1).round().astype(np.int64))
     return different[ends[:-1]], different[ends[1:] - 1]
 
 

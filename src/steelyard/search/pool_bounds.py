@@ -222,7 +222,7 @@ class PoolRuns:
 
     def _ending(self, in_flight: int) -> FloatArray:
         """[L, L] rising, the least seconds from a layer or one before to an end or beyond, of runs that fit."""
-        bounds = stage_bounds(self._options.costs(in_flight), self._floor.layers, self._room_bytes, 0.0)
+        bounds = stage_bounds(self._options.costs([in_flight])[0], self._floor.layers, self._room_bytes, 0.0)
         count = len(self._floor.layers)
         seconds = bounds.matrix((0, count), (1, count))
         seconds[np.arange(1, count + 1) > self._farthest_held(in_flight, 0)[:, None]] = np.inf

@@ -151,17 +151,15 @@ class AnyBudget:
     def _bounds(self) -> list[StageBounds]:
         """[P] options, dominance and bounds of every stage without room; stages that are alike share theirs."""
         tables, options = self.tables, option_table(self.tables)
+        alike = [tables.likeness(stage) for stage in range(tables.pipeline.num_stages)]
         costs: dict[tuple[int, int], StageCosts] = {}
-        shared: dict[tuple[object, ...], StageBounds] = {}
-        bounds: list[StageBounds] = []
-        for stage in range(tables.pipeline.num_stages):
-            key = tables.likeness(stage)
-            if key[:2] not in costs:
-                costs[key[:2]] = options.stage(stage)
-            if key not in shared:
-                shared[key] = stage_bounds(costs[key[:2]], tables.layers, 0, tables.received_s(stage))
-            bounds.append(shared[key])
-        return bounds
+        for pool in sorted({own for _, own, *_ in alike}):
+            flights = sorted({in_flight for in_flight, own, *_ in alike if own == pool})
+            costs |= {
+                (in_flight, pool): each for in_flight, each in zip(flights, options.costs(flights, pool), strict=True)
+            }
+        shared = {each: stage_bounds(costs[each[:2]], tables.layers, 0, each[-1]) for each in dict.fromkeys(alike)}
+        return [shared[each] for each in alike]
 
     def within(self, budget_bytes: int) -> PreparedTables:
         """The tables prepared for a budget."""
