@@ -43,6 +43,7 @@ NEED_TORCH = {
     "demo": ["demo"],
     "plan of another config": ["plan", "small.json", *JOB],
     "plan of another type": ["plan", "other.json", *JOB],
+    "plan of one's own module": ["plan", "own.py:build", *JOB],
     "plan in another precision": ["plan", "llama3-8b", *JOB, "--precision", "fp32"],
 }
 RUN_ALL = """

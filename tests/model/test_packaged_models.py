@@ -128,7 +128,7 @@ def test_every_packaged_model_names_its_source(name: str) -> None:
 
 
 def test_a_model_goes_by_its_id_on_the_hub() -> None:
-    assert load_config("Qwen/Qwen3-14B") == load_config("qwen3-14b")
+    assert load_config("Qwen/Qwen3-14B") == load_config("qwen/qwen3-14b") == load_config("qwen3-14b")
     assert len(hub_names()) >= 40
 
 
@@ -147,3 +147,10 @@ def test_an_id_that_is_not_packaged_says_how_to_get_its_config() -> None:
         load_config("Qwen/QwQ-14B")
     with pytest.raises(InvalidModelError, match=r"huggingface\.co/no/such/resolve/main/config\.json"):
         load_config("no/such")
+
+
+@pytest.mark.parametrize("path", ["./nothing", "configs/nothing.json"])
+def test_a_path_that_is_not_there_is_no_id_on_the_hub(path: str) -> None:
+    with pytest.raises(InvalidModelError, match=r"(?s)the path of a config\.json") as caught:
+        load_config(path)
+    assert "hf download" not in str(caught.value)

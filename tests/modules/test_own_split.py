@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import steelyard
 from steelyard.errors import InvalidModelError
 from steelyard.modules.own_builder import Built, own_model
 from steelyard.modules.own_identity import check_same_module
 from steelyard.modules.own_split import find_own_split
+from steelyard.planning import PlanOptions
 from tests.modules.own_models import CASES, NanoBlock, NanoGPT, TitanLlama, TwoTowers, UNet
 
 
@@ -202,6 +205,43 @@ def test_another_setting_of_a_block_is_refused_with_its_path() -> None:
     module.layers["2"].attention.n_heads = 2
     with pytest.raises(InvalidModelError, match=r"found block layers\.2 of structure"):
         check_same_module(module, planned)
+
+
+class Stock(nn.Module):
+    """A module that asks its first block for settings, as `nn.TransformerEncoder` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.stem, self.encoder, self.head = nn.Linear(8, 32), nn.TransformerEncoder(layer, 3), nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.encoder.layers[0].linear1.weight
+        return self.head(self.encoder(self.stem(x.to(weight.dtype))))
+
+
+def test_what_a_module_asks_of_its_blocks_is_known_where_they_are_not() -> None:
+    own = own_model(Built(module=Stock(), sample=SAMPLE, loss=functional.mse_loss)).own
+    assert own.blocks == tuple(f"encoder.layers.{number}" for number in range(3))
+    assert own.no_bf16 == ""
+
+
+@pytest.mark.slow
+def test_a_stage_of_blocks_without_parameters_is_planned() -> None:
+    module = nn.Sequential(
+        nn.Linear(8, 32), NanoBlock(), nn.ReLU(), nn.ReLU(), nn.ReLU(), NanoBlock(), nn.Linear(32, 3)
+    )
+    asked: Any = {"sample": SAMPLE, "loss": functional.mse_loss, "global_batch": 16}
+    plan = steelyard.find_plan(module, "1x4xa100-80gb", **asked, options=PlanOptions(num_stages=4))
+    assert plan.num_stages == 4
+
+
+def test_a_model_of_transformers_is_to_be_planned_by_its_config() -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=64)
+    )
+    error = error_of(model, CASES["nanogpt"].sample, lambda outputs, _targets: outputs.logits.mean())
+    assert "plan the config of a model of transformers" in error
 
 
 def test_a_module_on_the_meta_device_splits_alike() -> None:

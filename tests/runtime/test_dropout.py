@@ -4,12 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import SwitchTransformersConfig
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
 
+import steelyard
 from steelyard.modules.dropout import has_dropout, seed_dropout
+from steelyard.modules.own_builder import Built, own_model
 from steelyard.plan.plan import Plan
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
+from tests.modules.own_models import BLOCKS, CASES, NanoBlock
 from tests.runtime.models import CONFIGS, make_plan
 from tests.runtime.processes import one_process
 
@@ -109,6 +113,36 @@ def test_an_embedding_in_eval_mode_drops_nothing(where: str) -> None:
             found[mode] = [loop.layers["0"](SAME[:, :-1], None) for _ in range(2)]
     assert not torch.equal(*found[True])
     assert torch.equal(*found[False])
+
+
+class Noisy(NanoBlock):
+    """A block that draws by a function, which no attribute of it shows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(functional.dropout(x, 0.2, self.training))
+
+
+def test_what_a_module_of_ones_own_draws_depends_on_no_generator_of_the_users() -> None:
+    case = CASES["nanogpt"]
+    own = own_model(Built(module=_noisy(), sample=case.sample)).own
+    strategies = ", ".join(["single"] * len(own.layers))
+    plan = make_plan(None, strategies, own=own, num_devices=1, global_batch=4, num_microbatches=1, seq_len=own.seq_len)
+    found = []
+    for seed in (1, 2):
+        module = _noisy()
+        torch.manual_seed(seed)
+        with one_process():
+            model = steelyard.parallelize(module, plan)
+            found.append([model.train_step(lambda _: case.sample).item() for _ in range(2)])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def _noisy() -> torch.nn.Module:
+    module = CASES["nanogpt"].module()
+    for number in range(BLOCKS):
+        module.transformer.h[number] = Noisy()
+    return module
 
 
 def test_microbatches_of_a_step_drop_other_entries() -> None:

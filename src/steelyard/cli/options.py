@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from steelyard.cli.completion import complete_cluster, complete_model, complete_network
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster, parse_pools, with_network
+from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS, MOST_TOKENS
 from steelyard.model.own import BUILDER
 from steelyard.output import check_file, check_folder
@@ -89,6 +90,7 @@ def built_module(model: str) -> Any:
     """
     if BUILDER.fullmatch(model) is None:
         return None
+    require_training("a module of your own is run to be split")
     from steelyard.modules.own_builder import build, own_model
 
     print(f"running {model.rpartition(':')[0]}, which builds the module", file=sys.stderr)

@@ -398,7 +398,7 @@ def _border_terms(
 
 def _step_excess_bytes(terms: Mapping[str, int], strategy: Strategy, setting: Setting) -> int:
     """What the optimizer's step takes beyond what the passes have freed by then; ``strategy`` as in `_border_terms`."""
-    step = setting.job.execution.step_bytes(terms["parameters"], strategy.data_degree)
+    step = setting.job.execution.step_bytes(terms.get("parameters", 0), strategy.data_degree)
     return max(0, step - terms.get("activations", 0) - terms.get("working set", 0))
 
 

@@ -54,11 +54,12 @@ def _with_image_size(config: Mapping[str, Any], size: tuple[int, int]) -> Mappin
 def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
     """The name and the config of a packaged model, or of the config at a path; raises `InvalidModelError`.
 
-    A packaged model may go by its id on the Hugging Face hub, unless there is a path of that name.
+    A packaged model may go by its id on the Hugging Face hub, which heeds no case, unless there is a path of that name.
     """
     text = str(name_or_path)
     path = Path(text)
-    name = text if os.path.exists(path) else hub_names().get(text, text)
+    by_id = {hub_id.lower(): name for hub_id, name in hub_names().items()}
+    name = text if os.path.exists(path) else by_id.get(text.lower(), text)
     if name in model_names():
         source = resources.files("steelyard.model") / "configs" / f"{name}.json"
         return name, json.loads(source.read_text())
@@ -81,7 +82,7 @@ def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
     return name or "model", config
 
 
-_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_HUB_ID = re.compile(r"(?!\.)[\w.-]{1,96}/[\w.-]{1,96}(?<!\.json)")
 
 
 def _how_to_get(hub_id: str) -> str:

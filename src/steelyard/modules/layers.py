@@ -125,8 +125,8 @@ class ChainLayer(nn.Module):
 
     @property
     def drops(self) -> bool:
-        """Whether anything that runs in the layer drops entries while it trains."""
-        return any(has_dropout(each) for each in (self, *self._beside))
+        """Whether anything in the layer drops entries while it trains; of a module of one's own it may."""
+        return self.family.task is Task.OWN or any(has_dropout(each) for each in (self, *self._beside))
 
     def train(self, mode: bool = True) -> Self:
         """Sets whether the layer trains, and all that runs in it."""

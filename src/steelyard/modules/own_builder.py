@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.own import BUILDER
@@ -48,7 +49,13 @@ def own_model(built: Built) -> OwnModel:
             hint="add sample=: its inputs, or a pair of inputs and targets with loss= "
             "(for a model of transformers, give its config in the place of the model)",
         )
-    return proved(find_own_split(built.module, built.sample, loss=built.loss, blocks=built.blocks))
+    try:
+        return proved(find_own_split(built.module, built.sample, loss=built.loss, blocks=built.blocks))
+    except InvalidModelError as error:
+        if not isinstance(built.module, PreTrainedModel):
+            raise
+        hint = "plan the config of a model of transformers, and not its module"
+        raise InvalidModelError(**error.parts() | {"hint": hint}) from error
 
 
 def build(builder: str) -> Built:

@@ -79,11 +79,21 @@ class _Passing:
 
 
 class _Stub(nn.Module):
-    """Stands where a block was, and returns tensors of its shapes without values."""
+    """Stands where a block was, and returns tensors of its shapes without values.
+
+    What else a module asks of its block it has from a copy of the block without values.
+    """
 
     def __init__(self, block: int, kind: OwnKind, passing: _Passing) -> None:
         super().__init__()
         self._block, self._kind, self._passing = block, kind, passing
+
+    def stand_for(self, copied: nn.Module) -> None:
+        """Takes the copy, which is none of the modules of this one."""
+        self.__dict__["_copied"] = copied
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_copied"], name)
 
     def forward(self, *places: Any, **names: Any) -> Any:
         """What the block would return."""
@@ -128,27 +138,32 @@ def shell_of(module: nn.Module, own: OwnSplit, *, keep: Collection[str]) -> nn.M
     stubs = {path: _Stub(number, own.kind(number + 1), passing) for number, path in enumerate(own.blocks)}
     made: dict[int, nn.Module] = {}
 
-    def copied(each: nn.Module, path: str) -> nn.Module:
-        if path in stubs:
-            return stubs[path]
+    def copied(each: nn.Module, path: str, *, has_values: bool = True) -> nn.Module:
         if id(each) in made:
             return made[id(each)]
+        has_values &= path not in stubs
         found = made[id(each)] = copy.copy(each)
         found._buffers, found._parameters = dict(each._buffers), {}
+        if not has_values:
+            found._buffers = {name: b if b is None else _nothing(b.shape, b.dtype) for name, b in each._buffers.items()}
         found._non_persistent_buffers_set = set(each._non_persistent_buffers_set)
         for name, parameter in each._parameters.items():
             if parameter is None or f"{path}.{name}".removeprefix(".") in keep:
                 found._parameters[name] = parameter
-            elif not parameter.requires_grad:
+            elif not parameter.requires_grad and has_values:
                 found._buffers[name] = parameter.detach()
                 found._non_persistent_buffers_set.add(name)
             else:
                 found.__dict__[name] = _nothing(parameter.shape, parameter.dtype)
                 passing.blanks.append((found, name))
         found._modules = {
-            name: child and copied(child, f"{path}.{name}".removeprefix(".")) for name, child in each._modules.items()
+            name: child and copied(child, f"{path}.{name}".removeprefix("."), has_values=has_values)
+            for name, child in each._modules.items()
         }
-        return found
+        if path in stubs:
+            stubs[path].stand_for(found)
+            made[id(each)] = stubs[path]
+        return made[id(each)]
 
     with _disable_current_modes():  # tensors are taken as they are, also where new ones are fake
         root = copied(module, "")
