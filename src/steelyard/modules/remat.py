@@ -16,7 +16,8 @@ Not kept are
   would hold more than none does (a Llama-3-8B block at tp 8 with sp: 5.6 hidden states instead of 4.9);
 - batched products (``bmm``): in the supported models they are the attention scores of kernels that are not fused;
 - products of routed experts: of k experts for each token, they are wider than all else that is kept. Computing them
-  again is not bound by memory.
+  again is not bound by memory;
+- what is written to afterwards, as by ``x += y`` or an activation in place.
 
 Computing again ends where the last tensor that backward needs has been made. So what only makes the layer's output
 (the last matrix product and its reduction) is repeated by neither choice.
@@ -34,7 +35,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import (
+    _RECOMPUTE,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from steelyard.plan.strategy import Remat
 
@@ -92,7 +99,22 @@ def _selective() -> tuple[AbstractContextManager[None], AbstractContextManager[N
     """For the forward pass, and for what backward computes again."""
     results: deque[Results] = deque()
     forward, again = create_selective_checkpoint_contexts(_policy)
-    return _within(forward, _Pass(results, False)), _within(again, _Pass(results, True))
+    return _within(_forgetting_written(forward), _Pass(results, False)), _within(again, _Pass(results, True))
+
+
+@contextmanager
+def _forgetting_written(forward: Any) -> Iterator[None]:
+    """The forward pass; what it has kept and was written to since is forgotten at its end, and computed again."""
+    with forward:
+        yield
+    for entries in forward.storage.values():
+        for place, entry in entries.items():
+            if any(each is not _RECOMPUTE and _is_written(each) for each in pytree.tree_leaves(entry)):
+                entries[place] = _RECOMPUTE
+
+
+def _is_written(kept: Any) -> bool:
+    return isinstance(kept.val, Tensor) and kept.val._version != kept.version
 
 
 def _policy(_context: Any, operation: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:
