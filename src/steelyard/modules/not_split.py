@@ -36,5 +36,5 @@ def not_split(config: PreTrainedConfig, found: str) -> InvalidModelError:
         found=f"{config.model_type}: {found}",
         expected="a model of embedding, one list of blocks and head, with one hidden state between them; or of two "
         "lists, an encoder's and a decoder's, whose blocks read its output",
-        hint="docs/adding-a-model.md says what splits by itself and how to write down what does not",
+        hint="docs/adding-a-model.md says how to write down what does not split by itself",
     )
