@@ -48,7 +48,8 @@ from steelyard.runtime import parity
 from steelyard.runtime.parity import Reference
 from tests.runtime.cases import Case
 from tests.runtime.models import make_plan
-from tests.runtime.worker import SEED, fork, run_rank, write_references
+from tests.runtime.processes import fork, joined
+from tests.runtime.worker import SEED, run_rank, write_references
 
 NUM_BLOCKS, NUM_PROCESSES, LIMIT_S = 6, 4, 600.0
 ROUNDING, NUM_ROUNDED, NUM_STEPS = 1e-7, 4, 2
@@ -206,7 +207,11 @@ def _prepare(folder: Path, model_type: str, architecture: str, strategy: str) ->
 
 
 def _rank_work(folder: Path, case: Case, rank: int) -> Callable[[], None]:
-    return lambda: run_rank(rank, NUM_PROCESSES, folder, folder / "store", {"case": case})
+    def work() -> None:
+        with joined(rank, NUM_PROCESSES, str(folder / "store")):
+            run_rank(rank, folder, {"case": case})
+
+    return work
 
 
 def _ended(folder: Path, works: list[Callable[[], None]]) -> str:

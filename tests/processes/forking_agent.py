@@ -5,6 +5,7 @@ $PRELOAD the modules to import first. A fork is a process like others: it has it
 exit code, and can be killed.
 """
 
+import gc
 import importlib
 import os
 import runpy
@@ -40,6 +41,7 @@ class Fork:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
+        gc.freeze()  # as `tests.runtime.processes.fork`
         self.pid = os.fork()
         if not self.pid:
             _become(arguments, environment, stdout, stderr)

@@ -4,9 +4,8 @@
 """
 
 import json
-import os
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,11 +13,10 @@ import torch.distributed as dist
 
 from steelyard.modules.updates import LocalAdamW
 from steelyard.plan.plan import Plan
-from steelyard.processes.group import quiet_notices
 from steelyard.runtime.parallel_model import parallelize_plan
 from steelyard.runtime.peak_memory import LiveStorages
 from tests.runtime.models import make_plan
-from tests.runtime.worker import fork
+from tests.runtime.processes import run_world
 
 WORLD_SIZE = 2
 
@@ -76,26 +74,17 @@ def _peaks_of_steps(plan: Plan) -> list[int]:
     return peaks
 
 
-def run_rank(rank: int, folder: Path, result: Path) -> None:
+def run_rank(rank: int, result: Path) -> None:
     """All cases on one rank; rank 0 writes what all ranks measured."""
-    quiet_notices()
-    store = dist.FileStore(str(folder / "store"), WORLD_SIZE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
     mine = {name: measured_bytes(plan) for name, plan in CASES.items()}
     reports: list[dict[str, list[int]]] = [{}] * WORLD_SIZE
     dist.all_gather_object(reports, mine)
     if rank == 0:
         result.write_text(json.dumps(reports))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main(result: Path) -> None:
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        ranks = [fork(run_rank, rank, Path(name), result) for rank in range(WORLD_SIZE)]
-        if any(os.waitpid(process, 0)[1] for process in ranks):
-            sys.exit("a rank failed")
+    run_world(WORLD_SIZE, partial(run_rank, result=result))
 
 
 if __name__ == "__main__":

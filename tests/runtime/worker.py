@@ -4,7 +4,6 @@
 forks. One process trains the unmodified model without a plan first; the others compare with what it wrote.
 """
 
-import datetime
 import importlib
 import itertools
 import json
@@ -12,10 +11,10 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +27,10 @@ from torch import nn
 from steelyard.modules import data_parallel, replicated, router_loss
 from steelyard.modules.build import build_model
 from steelyard.plan.plan import Plan
-from steelyard.processes.group import quiet_notices
-from steelyard.processes.parent import end_with_parent
 from steelyard.runtime import parallel_model, sharding
 from steelyard.runtime.parity import Reference, compare, train_alone
 from tests.runtime.cases import Case
+from tests.runtime.processes import fork, run_world
 
 SEED = 1
 NUM_STEPS = 3
@@ -98,16 +96,8 @@ def planted(fault: str | None) -> Iterator[None]:
         yield
 
 
-def run_rank(rank: int, world_size: int, folder: Path, store: Path, cases: Cases) -> None:
+def run_rank(rank: int, folder: Path, cases: Cases) -> None:
     """Some cases on one rank; rank 0 writes the results, one file each."""
-    quiet_notices()
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(store), world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=300),
-    )
     for name, case in cases.items():
         reference = torch.load(folder / reference_file(case.plan), weights_only=False)
         started_s = time.perf_counter()
@@ -115,27 +105,9 @@ def run_rank(rank: int, world_size: int, folder: Path, store: Path, cases: Cases
         if rank == 0:
             (folder / f"{name}.json").write_text(json.dumps(found))
             print(f"{name}: {time.perf_counter() - started_s:.1f} s", file=sys.stderr, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 # processes
-
-
-def fork(work: Any, *arguments: Any) -> int:
-    """The id of a new process that does ``work`` and ends with code 0, or 1 if that raised."""
-    process = os.fork()
-    if process:
-        return process
-    end_with_parent()
-    try:
-        work(*arguments)
-        sys.stdout.flush()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
 
 
 def main(result: Path, module: str = "tests.runtime.cases") -> None:
@@ -146,8 +118,9 @@ def main(result: Path, module: str = "tests.runtime.cases") -> None:
         import_models(cases)
         if os.waitpid(fork(write_references, folder, cases), 0)[1]:
             sys.exit("the single process failed")
-        for number, batch in enumerate(_batches(cases)):
-            run_processes(folder, folder / f"store-{number}", batch)
+        for batch in _batches(cases):
+            world_size = next(iter(batch.values())).plan.num_devices
+            run_world(world_size, partial(run_rank, folder=folder, cases=batch))
         result.write_text(json.dumps({name: json.loads((folder / f"{name}.json").read_text()) for name in cases}))
 
 
@@ -163,15 +136,6 @@ def _batches(cases: Cases) -> Iterator[Cases]:
         items = list(alike)
         for first in range(0, len(items), CASES_OF_A_PROCESS):
             yield dict(items[first : first + CASES_OF_A_PROCESS])
-
-
-def run_processes(folder: Path, store: Path, cases: Cases) -> None:
-    """Some cases on as many processes as their plans ask for."""
-    world_size = next(iter(cases.values())).plan.num_devices
-    ranks = [fork(run_rank, rank, world_size, folder, store, cases) for rank in range(world_size)]
-    failed = [rank for rank, process in enumerate(ranks) if os.waitpid(process, 0)[1]]
-    if failed:
-        sys.exit(f"ranks {failed} failed")
 
 
 if __name__ == "__main__":
