@@ -9,7 +9,7 @@ rounding noise in entries near zero grows to the size of a step, while a gradien
 (averaged instead of summed) changes nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,9 +101,27 @@ def _without_padding(tokens: Tensor, chain: ModelChain) -> Tensor:
     return tokens if padding is None else tokens.masked_fill(tokens == padding, (padding + 1) % chain.vocab_size)
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of both."""
-    return torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=_MOMENTUM)
+@dataclass(frozen=True, slots=True)
+class _LocalSGD:
+    """What `torch.optim.SGD` does, with each rank's part of the parameters (see `steelyard.modules.updates`)."""
+
+    parameters: list[nn.Parameter]
+    momenta: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates the parameters that have a gradient, and drops it."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                continue
+            gradient = local_part(parameter.grad)
+            momentum = self.momenta.get(parameter)
+            if momentum is None:
+                momentum = self.momenta[parameter] = gradient.clone()
+            else:
+                momentum.mul_(_MOMENTUM).add_(gradient)
+            local_part(parameter).sub_(momentum, alpha=_LEARNING_RATE)
+            parameter.grad = None
 
 
 def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
@@ -114,7 +132,7 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
     chain = plan.chain()
     model = build_model(chain, seed=seed)
     freeze_model(model, chain)
-    optimizer = make_optimizer(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
     parameters = list(model.named_parameters(remove_duplicate=False))  # layers may know a tied one by another name
     found = Reference()
     for step in range(num_steps):
@@ -171,7 +189,7 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
     Every rank returns the differences of the rank where gradients differ most.
     """
     model = parallelize_plan(plan, seed=seed)
-    optimizers = model.make_optimizers(make_optimizer)
+    optimizer = _LocalSGD(list(model.parameters()))
     names = parameter_names(model.chain)
     found = Comparison()
     for step in range(num_steps):
@@ -183,11 +201,9 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
         if error >= found.gradient_error:
             found.gradient_error, found.gradient_tensor = error, tensor
         found.norms.append(model.clip_gradients(MAX_NORM).item())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        optimizer.step()
     if num_steps == len(reference.losses):
-        found.weight_error, _ = _largest_difference(model, names, reference.weights, lambda p: p.detach())
+        found.weight_error, _ = _largest_difference(model, names, reference.weights, lambda p: p)
     found.strategies = gather_strategies(model, shapes)
     worst = _worst_of_ranks(found)
     worst.expected_losses = reference.losses[:num_steps]
@@ -228,7 +244,7 @@ def _largest_difference(
             continue
         name = names.by_path[path]
         scale = max(expected[name].abs().max().item(), least, 1e-12)
-        mine = local_part(value(parameter))
+        mine = local_part(value(parameter)).detach()
         if not mine.numel():
             continue
         error = mine.sub(_part_like(expected[name], parameter)).abs().max().item() / scale
