@@ -606,7 +606,7 @@ def priced_rests(
 
 @compiled(
     "void(f8[:,:,:,::1], i8[:,:,:,::1], i8[::1], i8[::1], i8[:,:,::1], f8[:,::1], b1, i8[::1], f8[:,:,::1], f8[::1], "
-    "i8[::1], i8[:,:,::1], i8[:,::1], f8[::1])"
+    "i8[::1], i8[:,:,::1], i8[:,::1], f8[::1], f8[::1])"
 )
 def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
     rest: FloatArray,
@@ -623,6 +623,7 @@ def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
     links: IntArray,
     levels: IntArray,
     entered: FloatArray,
+    known: FloatArray,
 ) -> None:
     """Fills in the least priced cost in seconds of the layers from each position of a run to its end.
 
@@ -630,7 +631,9 @@ def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
     may take and the class before; ``chosen`` alike has the options of least cost. In the last position ``rest`` is
     zero. ``prices`` [n] as `raise_prices` finds them; ``rooms`` [n] is what a layer may hold and work with besides the
     least that all others hold then. ``links`` [K, 2, O] are levels of what options gather ahead and reduce, and
-    ``levels`` [2, A] their bytes, rising from 0. ``entered`` [C + 1] is room to work in.
+    ``levels`` [2, A] their bytes, rising from 0. ``entered`` [C + 1] and ``known`` [R] are room to work in.
+
+    A cost holds where less is gathered ahead and where more may be reduced, too, so that it is noted once.
     """
     total, highest = prices.sum(), levels.shape[1] - 1
     for position in range(len(kinds) - 1, -1, -1):
@@ -646,34 +649,37 @@ def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
             paid += prices[position] * rows[kind, 8, option] + after * rows[kind, 6, option] + before * max(0, reduced)
             for entry in range(switch.shape[1]):
                 entered[entry] = switch[table[kind], entry, strategy] + paid
-            most = highest  # the more is gathered, the less is left
-            for ahead in range(highest + 1):
+            known[:], first, most = np.inf, links[kind, 1, option] if reduced >= 0 else 0, 0
+            for ahead in range(highest, -1, -1):  # the less is gathered, the more is left
                 gathered = levels[0, ahead] if reduced >= 0 else 0
                 left = room - rows[kind, 4, option] - gathered
                 if left < 0 or (reduced >= 0 and room < rows[kind, 5, option] + gathered):
-                    break
-                while levels[1, most] > left:
-                    most -= 1
-                first = links[kind, 1, option] if reduced >= 0 else 0
-                for level in range(first, first + 1 if reduced >= 0 else highest + 1):
+                    continue
+                while most < highest and levels[1, most + 1] <= left:
+                    most += 1
+                for level in range(first, first + 1 if reduced >= 0 else most + 1):
                     if reduced >= 0:
                         tail = rest[position + 1, links[kind, 0, option], most, left_group]
                     else:
-                        tail = rest[position + 1, ahead, min(most, level), left_group]
-                    if tail == np.inf:
-                        continue
-                    costs, best = own[ahead, level], picks[ahead, level]
-                    for entry in range(len(entered)):  # without branches, so that several are compared at once
-                        whole = entered[entry] + tail
-                        is_less = whole < costs[entry]
-                        costs[entry] = whole if is_less else costs[entry]
-                        best[entry] = option if is_less else best[entry]
-        for ahead in range(highest + 1):
-            for level in range(1, highest + 1):
-                for entry in range(switch.shape[1]):
-                    if own[ahead, level - 1, entry] < own[ahead, level, entry]:
+                        tail = rest[position + 1, ahead, level, left_group]
+                    is_less = tail < known[level] and (level == first or tail < known[level - 1])
+                    known[level] = tail
+                    if is_less:
+                        costs, best = own[ahead, level], picks[ahead, level]
+                        for entry in range(len(entered)):  # without branches, so that several are compared at once
+                            whole = entered[entry] + tail
+                            is_less = whole < costs[entry]
+                            costs[entry] = whole if is_less else costs[entry]
+                            best[entry] = option if is_less else best[entry]
+        for ahead in range(highest, -1, -1):
+            for level in range(highest + 1):
+                for entry in range(len(entered)):
+                    if level > 0 and own[ahead, level - 1, entry] < own[ahead, level, entry]:
                         own[ahead, level, entry] = own[ahead, level - 1, entry]
                         picks[ahead, level, entry] = picks[ahead, level - 1, entry]
+                    if ahead < highest and own[ahead + 1, level, entry] < own[ahead, level, entry]:
+                        own[ahead, level, entry] = own[ahead + 1, level, entry]
+                        picks[ahead, level, entry] = picks[ahead + 1, level, entry]
 
 
 @compiled("void(i8[:,:,:,::1], i8[::1], i8[:,:,::1], b1, i8[::1], i8[:,:,::1], i8[:,::1], i8, i8, i8[::1], f8[::1])")
@@ -718,9 +724,9 @@ def linked_excess(
 
 @compiled(
     "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], b1, f8[:,::1], i8, f8, f8[::1], i8, f8[:,:,:,::1], i8[::1], "
-    "i8[:,::1], i8, i8, i8, i8[:,::1], f8[:,::1])"
+    "i8[:,::1], i8, i8, i8, f8[::1], f8[:,::1], i8[::1], f8[::1])"
 )
-def working_candidates(
+def working_options(
     states: IntArray,
     seconds: FloatArray,
     count: int,
@@ -738,27 +744,96 @@ def working_candidates(
     least_held: int,
     rest_kept: int,
     rest_held: int,
+    charges: FloatArray,
+    cheapest: FloatArray,
+    usable: IntArray,
+    soonest: FloatArray,
+) -> int:
+    """Finds the options that may fit, and be in time, behind some of the states that `working_candidates` extends.
+
+    Arguments as there. Fills ``usable`` [O] with them and ``soonest`` [O] with what all behind each take at least, and
+    ``charges`` with the prices of all moments, of those before the layer, of its own and the next one, and of the last
+    where the first reduction counts there, too. Returns how many. ``cheapest`` [2, C + 1] is to work in.
+    """
+    before, here = prices[:position].sum(), prices[position]
+    is_last = position + 1 == len(prices)
+    after = 0.0 if is_last else prices[position + 1]
+    repeated = prices[-1] if again and not is_last else 0.0
+    charges[0], charges[1], charges[2], charges[3], charges[4] = prices.sum(), before, here, after, repeated
+    found, total, room_s = 0, charges[0], charges[0] * budget
+    least, fullest = states[1].min(), states[2].min()
+    cheapest[:] = np.inf
+    for state in range(states.shape[1]):
+        group, ahead = states[0, state], states[4, state]
+        paid = seconds[state] + (total - before) * states[1, state] + before * states[2, state]
+        paid += repeated * max(0, states[7, state])
+        cheapest[0, group] = min(cheapest[0, group], paid + after * ahead)
+        cheapest[1, group] = min(cheapest[1, group], paid + here * ahead)
+    for option in range(count):
+        is_sharded, held, working = options[7, option] >= 0, least + options[2, option], options[4, option]
+        kept, ahead = options[2, option] - options[3, option], options[6, option] if is_sharded else 0
+        if held + max(rest_held, working + rest_kept) > budget or fullest + kept + rest_kept > budget:
+            continue
+        more, link, level = len(beyond) - 1, levels.shape[1] - 1, levels.shape[1] - 1
+        while beyond[more] > held - least_held:
+            more -= 1
+        while levels[0, link] > ahead:
+            link -= 1
+        while levels[1, level] > budget - held - working - rest_kept:
+            level -= 1
+        soonest[found] = rest[more, link, level, options[1, option]]
+        entered = np.inf
+        for group in range(cheapest.shape[1]):
+            entered = min(entered, cheapest[int(is_sharded), group] + switch[group, options[0, option]])
+        bound = entered + own_seconds[option] + soonest[found] + (total - before) * options[2, option]
+        bound += here * working + before * kept + after * ahead
+        if bound - room_s <= limit_s + 1e-9 * room_s:  # sums in another order than those of candidates
+            usable[found] = option
+            found += 1
+    return found
+
+
+@compiled(
+    "i8(i8[:,::1], f8[::1], i8[::1], f8[::1], i8[:,::1], f8[::1], f8[::1], b1, f8[:,::1], i8, f8, f8[:,:,:,::1], "
+    "i8[::1], i8[:,::1], i8, i8, i8, i8[:,::1], f8[:,::1])"
+)
+def working_candidates(
+    states: IntArray,
+    seconds: FloatArray,
+    usable: IntArray,
+    soonest: FloatArray,
+    options: IntArray,
+    own_seconds: FloatArray,
+    charges: FloatArray,
+    ends_again: bool,
+    switch: FloatArray,
+    budget: int,
+    limit_s: float,
+    rest: FloatArray,
+    beyond: IntArray,
+    levels: IntArray,
+    least_held: int,
+    rest_kept: int,
+    rest_held: int,
     places: IntArray,
     values: FloatArray,
 ) -> int:
-    """Extends states by the options of the layer at a position; returns how many may still fit and be in time.
+    """Extends states by the ``usable`` options of the layer at a position; how many may still fit and be in time.
 
     ``states`` [8, N] hold class, bytes held, bytes at the fullest moment so far and at that which waits for the next
     reduction, bytes gathered ahead, index of the state before, strategy, and bytes of the first reduction (-1 for
-    none); ``options`` [9, O] as in `stage_walk`, ``again`` as in `raise_prices`.
+    none); ``options`` [9, O] as in `stage_walk`. ``ends_again`` behind the last layer where `raise_prices` has
+    ``again``; ``soonest`` and ``charges`` as `working_options` fills them in.
     ``rest`` [E, A, R, C + 1] is `priced_rests` or `linked_rests` behind, by how much more, ``beyond`` [E], the layers
     so far hold than ``least_held``, the least; behind the layer at least ``rest_held`` bytes more are held, of which
     ``rest_kept`` are not freed. Fills ``places`` like states, ``values`` [2, room] with seconds and a lower bound.
     """
-    found, total, before = 0, prices.sum(), prices[:position].sum()
-    here = prices[position]
-    after = prices[position + 1] if position + 1 < len(prices) else 0.0
-    is_last = position + 1 == len(prices)
-    repeated = prices[-1] if again and not is_last else 0.0
-    for option in range(count):
+    found = 0
+    total, before, here, after, repeated = charges
+    for place in range(len(usable)):
+        option = usable[place]
         own_group, reduced = options[1, option], options[7, option]
         kept = options[2, option] - options[3, option]
-        soonest = rest[0, 0, -1, own_group]  # of all that may be behind
         for state in range(states.shape[1]):
             held, ahead = states[1, state] + options[2, option], states[4, state]
             if reduced < 0:
@@ -771,13 +846,13 @@ def working_candidates(
                 waiting = held + options[4, option] + ahead
                 ahead = options[6, option]
             first = states[7, state] if states[7, state] >= 0 else reduced
-            if is_last and again:
+            if ends_again:
                 waiting += max(0, first)
             most = max(fullest, waiting)
             if held + rest_held > budget or most + rest_kept > budget:
                 continue
             spent = seconds[state] + (switch[states[0, state], options[0, option]] + own_seconds[option])
-            bound = spent + soonest + (total - before - here) * held + before * most + here * waiting
+            bound = spent + soonest[place] + (total - before - here) * held + before * most + here * waiting
             bound += after * ahead + repeated * max(0, first) - total * budget
             if bound > limit_s or spent > limit_s:
                 continue
@@ -788,13 +863,8 @@ def working_candidates(
                 link -= 1
             while levels[1, level] > budget - waiting - rest_kept:
                 level -= 1
-            bound = (
-                spent
-                + rest[more, link, level, own_group]
-                + (total - before - here) * held
-                + before * most
-                + here * waiting
-            )
+            bound = spent + rest[more, link, level, own_group] + (total - before - here) * held + before * most
+            bound += here * waiting
             bound += after * ahead + repeated * max(0, first) - total * budget
             if bound > limit_s:
                 continue

@@ -225,16 +225,22 @@ class StageWalks:
         states, seconds = np.zeros((8, 1), dtype=np.int64), np.zeros(1)
         states[0], states[3], states[7] = run.entry, -NO_LIMIT_BYTES, -1
         passed: list[tuple[IntArray, FloatArray]] = []
+        charges = np.empty(5)
         for position, kind in enumerate(run.kinds.tolist()):
-            size = states.shape[1] * int(options.count[kind])
-            places, values = np.empty((8, size), dtype=np.int64), np.empty((2, size))
-            switch = switches.seconds[options.table[kind]]
-            own = options.count[kind], options.rows[kind], options.seconds[kind], again, switch
+            rows, own_s, switch = options.rows[kind], options.seconds[kind], switches.seconds[options.table[kind]]
             behind = run.held[0] - run.held[position + 1], run.kept[position + 1], run.held[position + 1]
             guide = np.ascontiguousarray(rests.seconds[:, position + 1]), rests.beyond, rests.levels
-            found = kernels.working_candidates(
-                states, seconds, *own, run.room, limit_s, prices, position, *guide, *behind, places, values
+            place = again, switch, run.room, limit_s, prices, position
+            usable, soonest = np.empty(len(own_s), dtype=np.int64), np.empty(len(own_s))
+            work = charges, np.empty((2, len(switch))), usable, soonest
+            number = kernels.working_options(
+                states, seconds, options.count[kind], rows, own_s, *place, *guide, *behind, *work
             )
+            size = states.shape[1] * number
+            places, values = np.empty((8, size), dtype=np.int64), np.empty((2, size))
+            ends_again = again and position + 1 == len(run.kinds)
+            given = usable[:number], soonest, rows, own_s, charges, ends_again, switch, run.room, limit_s
+            found = kernels.working_candidates(states, seconds, *given, *guide, *behind, places, values)
             if position + 1 < len(run.kinds):
                 detour = switches.detour[options.table[run.kinds[position + 1]]]
             else:
@@ -270,8 +276,11 @@ class StageWalks:
         shape = (len(run.kinds) + 1, num_levels, num_levels, switches.num_groups + 1)
         rest, chosen = np.zeros(shape), np.zeros(shape, dtype=np.int64)
         given = run.kinds, options.count, options.rows, options.seconds, self._working.reduces_again, options.table
-        limits = run.rooms - more_bytes, levels.links, levels.num_bytes
-        kernels.linked_rests(rest, chosen, *given, switches.seconds, prices, *limits, np.empty(shape[-1]))
+        limits, work = (
+            (run.rooms - more_bytes, levels.links, levels.num_bytes),
+            (np.empty(shape[-1]), np.empty(num_levels)),
+        )
+        kernels.linked_rests(rest, chosen, *given, switches.seconds, prices, *limits, *work)
         return rest, chosen
 
     def _linked(self, run: _Run, levels: _Levels, target_s: float) -> tuple[FloatArray, float]:
