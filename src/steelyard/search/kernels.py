@@ -904,9 +904,11 @@ def sweep_working(
         gathered, in_s = held + places[4, index], seconds[index]
         for start in range(0, num_kept, SWEPT):
             end, rivals = min(start + SWEPT, num_kept), 0
-            for slot in range(start, end):  # without branches, so that many are compared at once
-                no_worse = (kept[0, slot] <= held) & (kept[1, slot] <= fullest) & (kept[2, slot] <= waiting)
-                no_worse &= (kept[3, slot] <= first) & (kept[4, slot] <= gathered) & (spent[slot] <= in_s)
+            held_of, fullest_of, waiting_of = kept[0, start:end], kept[1, start:end], kept[2, start:end]
+            first_of, gathered_of, spent_of = kept[3, start:end], kept[4, start:end], spent[start:end]
+            for slot in range(end - start):  # without branches and signs of indices, so that many are compared at once
+                no_worse = (held_of[slot] <= held) & (fullest_of[slot] <= fullest) & (waiting_of[slot] <= waiting)
+                no_worse &= (first_of[slot] <= first) & (gathered_of[slot] <= gathered) & (spent_of[slot] <= in_s)
                 rivals += no_worse
             if rivals == 0:
                 continue
