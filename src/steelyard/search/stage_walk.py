@@ -232,9 +232,20 @@ class StageWalks:
             guide = np.ascontiguousarray(rests.seconds[:, position + 1]), rests.beyond, rests.levels
             place = again, switch, run.room, limit_s, prices, position
             usable, soonest = np.empty(len(own_s), dtype=np.int64), np.empty(len(own_s))
-            work = charges, np.empty((2, len(switch))), usable, soonest
+            cheapest = np.empty((2, len(switch)))
             number = kernels.working_options(
-                states, seconds, options.count[kind], rows, own_s, *place, *guide, *behind, *work
+                states,
+                seconds,
+                options.count[kind],
+                rows,
+                own_s,
+                *place,
+                *guide,
+                *behind,
+                charges,
+                cheapest,
+                usable,
+                soonest,
             )
             size = states.shape[1] * number
             places, values = np.empty((8, size), dtype=np.int64), np.empty((2, size))
