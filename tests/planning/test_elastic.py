@@ -29,6 +29,7 @@ from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.elastic import fastest_plan, replan, with_spares
 from steelyard.planning.price import pooled_job_of
 from steelyard.planning.problem import is_beaten, make_tables
+from steelyard.planning.walked_settings import LEAST_GAIN
 from steelyard.report.plan_table import missing_spare_lines, spare_lines
 from tests.runtime.models import make_plan
 
@@ -68,7 +69,7 @@ def test_a_lost_node_gives_nearly_the_plan_that_the_whole_search_gives_on_what_i
     found = replan(plan, (8, 8, 8), HERE).plan
     alone = {count: plan_of(job_on(f"{count}x8xh100-80gb")) for count in (2, 3)}
     best = min(map(step_s, alone.values()))
-    assert best <= step_s(found) <= best / (1 - elastic.LEAST_GAIN)
+    assert best <= step_s(found) <= best / (1 - LEAST_GAIN)
 
 
 def step_s(plan: Plan) -> float:
@@ -275,7 +276,7 @@ def test_a_lost_node_of_a_pool_gives_nearly_the_plan_of_the_whole_search_over_wh
     found = replan(pooled, (4, 4, 4), HERE, (POOLS[1], POOLS[0], POOLS[0]))
     searched = find_plan("llama3-8b", f"{POOLS[0]}+1x4xa100-80gb", global_batch=BATCH, seq_len=4096)
     assert set(found.plan.cluster.split("+")) == {POOLS[0], "1x4xa100-80gb"}
-    assert step_s(searched) <= step_s(found.plan) <= step_s(searched) / (1 - elastic.LEAST_GAIN)
+    assert step_s(searched) <= step_s(found.plan) <= step_s(searched) / (1 - LEAST_GAIN)
     assert sum(found.taken) == found.plan.num_devices
     places = [("1x4xa100-80gb", POOLS[0])[place > 0] for place in found.order if found.taken[place]]
     assert list(dict.fromkeys(places)) == found.plan.cluster.split("+")

@@ -115,7 +115,7 @@ class Plan(PlanPart):
     fallbacks: tuple[Fallback, ...] = ()
     """Most memory first."""
     next_best: tuple[Fallback, ...] = ()
-    """The best plans of other pipeline settings, fastest first, for `steelyard measure` to run beside this one."""
+    """The best plans found of other pipeline settings, fastest first, for `steelyard measure` to run beside it."""
     spares: tuple[Spare, ...] = ()
     """Most devices first."""
 

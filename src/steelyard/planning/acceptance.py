@@ -68,16 +68,15 @@ def accept(
     floors: Floors | PooledFloors | None = None,
     cutoff_s: float = np.inf,
     to_the_end: bool = True,
-    least_gain: float = 0.0,
 ) -> Acceptance:
     """The fastest accepted plans of a job, of all settings whose cost tables are given.
 
     ``num_exact`` and ``num_alternatives`` as in `search`. With another ``partition`` than exact nothing is proven.
     ``floors`` saves making those of the tables again for another budget. Plans that are no faster than ``cutoff_s`` are
     of no use. Not ``to_the_end`` leaves out what takes most of the time and finds some percent at most: the tables
-    within more than there is, refinement, the search without each means; what is proven holds all the same. Plans that
-    gain less than the share ``least_gain`` of a step are not looked for once there is one. Plans over unlike pools,
-    which are searched several times, are not refined.
+    within more than there is, refinement, the search without each means, and once there is a plan those that gain less
+    than `LEAST_GAIN` of a step; what is proven holds all the same. Plans over unlike pools, which are searched several
+    times, are not refined.
     """
     made = floors or (PooledFloors(job) if isinstance(job, PooledJob) else Floors(job))
     given = [OnDemand.of(each) for each in tables]
@@ -90,7 +89,6 @@ def accept(
         known_s=cutoff_s,
         deadline=deadline,
         to_the_end=to_the_end,
-        least_gain=least_gain,
         refines=to_the_end and not isinstance(job, PooledJob),
     )
     if partition != "exact":

@@ -146,7 +146,7 @@ def plan_job(
 
     ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``tables`` saves
     making the cost tables again where `make_tables` was asked for those of this job and these options, ``floors``
-    making those of this job. ``to_the_end`` as in `accept`; over several pools `PlanOptions.least_gain` says so alone.
+    making those of this job. ``to_the_end`` as in `accept`; else no more than ``top`` are priced.
 
     Where processes share cores (`Profile.busy_speeds`) the simulator ranks every setting: the closed form of the search
     takes all processes to be busy at all times, so that it ranks settings of unlike numbers of stages wrongly.
@@ -183,10 +183,10 @@ def _plan_within(
     """As `plan_job`, within the budget of the job."""
     started, limit_s = time.monotonic(), options.time_limit_s
     ranks_all = isinstance(job, Job) and bool(job.profile.busy_speeds)
-    num_rescored = len(tables) if ranks_all else max(top, NUM_RESCORED)
+    num_rescored = len(tables) if ranks_all else max(top, NUM_RESCORED if to_the_end else 1)
     if isinstance(job, PooledJob):
         space = PooledSpace(job, options)
-        found = search_pools(job, space, time_limit_s=limit_s, least_gain=options.least_gain)
+        found = search_pools(job, space, time_limit_s=limit_s, to_the_end=to_the_end)
     else:
         found = accept(
             job,
@@ -197,7 +197,6 @@ def _plan_within(
             time_limit_s=limit_s,
             floors=floors,
             to_the_end=to_the_end,
-            least_gain=options.least_gain,
         )
     searched_s = time.monotonic() - started
     result = PlanningResult(

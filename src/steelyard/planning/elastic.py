@@ -37,8 +37,6 @@ MOST_S = 1.0
 finds would depend on what else the machine does."""
 LEAST_SHARE = 0.5
 """Of the devices of the largest candidate that has a plan, what a candidate must have."""
-LEAST_GAIN = 0.01
-"""Of a step what a plan that a run waits for must gain for the search of it to go on."""
 MOST_SHAPES = 4
 """Parts of a pool that are tried, the largest ones."""
 Shape = tuple[int, int]
@@ -131,7 +129,7 @@ def _fastest_over_pools(
     job: PooledJob, left: Left, demands: Sequence[Demand], *, to_the_end: bool
 ) -> tuple[Plan, dict[str, Shape]] | None:
     """As `fastest_on`."""
-    options = _options(demands, to_the_end=to_the_end)
+    options = narrowed(PlanOptions(), demands)
 
     def on(shapes: dict[str, Shape], _known_s: float) -> PlanningResult | None:
         return _plan_on(job, _parts_of(job, shapes), options, to_the_end=to_the_end)
@@ -175,7 +173,7 @@ def _plan_on(
     pools = tuple(replace(each, cluster=part) for each, part in zip(own.pools, parts.values(), strict=True))
     cluster = MixedCluster(pools=tuple(parts.values()), links=own.cluster.links)
     try:
-        return plan_job(PooledJob(pools=pools, cluster=cluster), options)
+        return plan_job(PooledJob(pools=pools, cluster=cluster), options, to_the_end=to_the_end)
     except UserError as error:
         if error.field != "global_batch":  # that no pipeline over them can divide
             raise
@@ -216,7 +214,7 @@ def fastest_plan(
 
     ``to_the_end`` as in `steelyard.planning.acceptance.accept`.
     """
-    options = _options(demands, to_the_end=to_the_end)
+    options = narrowed(PlanOptions(), demands)
 
     def on(shape: Shape, known_s: float) -> PlanningResult | None:
         part = replace(job, cluster=with_shape(job.cluster, *shape))
@@ -224,10 +222,6 @@ def fastest_plan(
         return None if isinstance(result, str) else result
 
     return _fastest(((_num_devices(shape), shape) for shape in _shapes(hosts, job)), on)
-
-
-def _options(demands: Sequence[Demand], *, to_the_end: bool) -> PlanOptions:
-    return narrowed(PlanOptions(least_gain=0.0 if to_the_end else LEAST_GAIN), demands)
 
 
 def _num_devices(*shapes: Shape) -> int:

@@ -54,7 +54,7 @@ def with_fallbacks(
 
 
 def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
-    """The result whose plan has up to ``num_plans`` others in it, each the best of its pipeline setting, fastest first.
+    """The result whose plan has up to ``num_plans`` others in it, each the best found of its setting, fastest first.
 
     Those that the search found, then of the settings that it left unsolved the most promising.
     """

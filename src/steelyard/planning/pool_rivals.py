@@ -14,7 +14,7 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Baseline
 from steelyard.plan.strategy import divisors
 from steelyard.planning.acceptance import accept
-from steelyard.planning.choose import plan_job
+from steelyard.planning.choose import NUM_RESCORED, plan_job
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.pool_space import SAME, PooledSetting, PooledSpace
 from steelyard.planning.problem import PlanOptions
@@ -41,7 +41,7 @@ def pool_rivals(job: PooledJob, options: PlanOptions, step_s: float) -> tuple[Ri
     equal layers."""
     rivals = []
     for pool in job.pools:
-        result = plan_job(pool, replace(options, num_stages=None), top=0, to_the_end=False)
+        result = plan_job(pool, replace(options, num_stages=None), top=NUM_RESCORED, to_the_end=False)
         rivals.append(_rival(f"{pool.cluster.name} alone", result.plan, result.cost, step_s, result.miss))
     even = even_plan(job, options)
     cost = None if even is None else predict(even, job)

@@ -18,7 +18,7 @@ from steelyard.cost.predict import predict
 from steelyard.errors import UserError
 from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.pool_space import LEVELS, SAME, PooledSetting, PooledSpace
-from steelyard.planning.walked_settings import Accepted
+from steelyard.planning.walked_settings import LEAST_GAIN, Accepted
 from steelyard.search.least_memory import IMPOSSIBLE
 
 RIVALS = 8
@@ -33,13 +33,14 @@ def search_pools(
     *,
     num_alternatives: int = 0,
     time_limit_s: float | None = None,
-    least_gain: float = 0.0,
+    to_the_end: bool = True,
 ) -> Acceptance:
-    """The fastest accepted plans of all settings of a space; ``least_gain`` as in `accept`.
+    """The fastest accepted plans of all settings of a space; ``to_the_end`` as in `accept`.
 
     What the search and bounds say of settings is of those that were searched together last.
     """
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
+    least_gain = 0.0 if to_the_end else LEAST_GAIN
     settings = space.settings()
     waiting = [(setting.bound_s, index, 0) for index, setting in enumerate(settings)]
     heapq.heapify(waiting)
@@ -53,7 +54,7 @@ def search_pools(
         most, limit = ROUNDS[min(num_rounds, len(ROUNDS) - 1)], math.inf if found is None else deadline
         goal_s = min((each.outcome.score_s for each in best.values()), default=math.inf) * (1 - least_gain)
         taken = _most_promising(waiting, space, settings, refused, goal_s, most, limit)
-        if not taken and best and not least_gain:
+        if not taken and best and to_the_end:
             goal_s = _simulated_s(job, best.values())
             taken = _most_promising(waiting, space, settings, refused, goal_s, RIVALS - num_rivals, limit)
             num_rivals += len(taken)
@@ -66,8 +67,7 @@ def search_pools(
             time_limit_s=None if time_limit_s is None else max(0.0, deadline - time.monotonic()),
             floors=space.floors,
             cutoff_s=goal_s,
-            to_the_end=not least_gain,
-            least_gain=least_gain,
+            to_the_end=to_the_end,
         )
         num_rounds += 1
         bounds.append(found.search.lower_bound_s)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from steelyard.cost.build import KnownCosts, build_tables, least_times_s, usable_bytes
 from steelyard.cost.fold import why_not_folded
@@ -20,13 +20,15 @@ from steelyard.search import (
     TIME_LIMIT_S,
     OnDemand,
     Partition,
-    Problem,
     SpaceOptions,
     enumerate_strategies,
     paper_kinds,
 )
 from steelyard.search.layers import ROUNDING
 from steelyard.search.partition import quick_bound_s
+
+if TYPE_CHECKING:
+    from steelyard.search.problem import Problem
 
 Space = Literal["full", "paper"]
 
@@ -50,8 +52,6 @@ class PlanOptions:
     time_limit_s: float | None = TIME_LIMIT_S
     """Of every search with the tables that it makes; None lets it take what it takes."""
     pins: tuple[Pin, ...] = ()
-    least_gain: float = 0.0
-    """The share of a step that a plan must gain for the search of it to go on, once there is one."""
 
     def __post_init__(self) -> None:
         for name in self.schedules:
@@ -93,8 +93,10 @@ def _made(setting: Setting, offered: tuple[Strategy, ...], known: KnownCosts, pi
     return pinned(build_tables(setting, offered, known), pins)
 
 
-def problem_of(job: Job, tables: Sequence[OnDemand]) -> Problem:
+def problem_of(job: Job, tables: Sequence[OnDemand]) -> "Problem":
     """The cost tables of all these settings of a job as a problem file holds them."""
+    from steelyard.search.problem import Problem
+
     return Problem(
         name=f"{job.chain.name} on {job.cluster.name}",
         budget_bytes=usable_bytes(job),

@@ -26,6 +26,8 @@ from steelyard.search.stage_walk import StageWalks
 
 SAME = 1e-9
 """Times that differ by no more than this fraction are equal: sums in another order."""
+LEAST_GAIN = 0.01
+"""Of a step what a plan must gain to be looked for, once there is one, where the search does not go to the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,7 @@ class WalkedSettings:
     deadline: float | None
     """A `time.monotonic` value."""
     to_the_end: bool = True
-    least_gain: float = 0.0
-    """Both as `accept` was asked for."""
+    """As `accept` was asked for."""
     refines: bool = False
     """Whether the best plans are refined before other settings are searched further."""
     room_bytes: int = field(init=False)
@@ -103,7 +104,7 @@ class WalkedSettings:
         Over unlike pools, of which each search takes long, it need not be searched for less than `TOLERANCE`.
         """
         least = TOLERANCE if isinstance(self.job, PooledJob) else SAME
-        return self.cutoff_s * (1 - max(least, self.least_gain))
+        return self.cutoff_s * (1 - (least if self.to_the_end else LEAST_GAIN))
 
     def open(self) -> list[int]:
         """The settings of which a faster plan may be accepted, most promising first."""
