@@ -24,7 +24,7 @@ from galvatron.greedy import greedy_best
 from galvatron.inputs import NAMES
 from galvatron.tables import plan_text
 
-from steelyard.search import save_problem
+from steelyard.search.problem import save_problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,21 +55,15 @@ from steelyard.planning import (
     plan_job,
     problem_of,
     uniform_plan,
-    why_not,
     with_fallbacks,
     with_price,
 )
 from steelyard.planning.plan_from_search import assemble_plan
+from steelyard.planning.why_not import why_not
 from steelyard.schedules import PipelineConfig, find_schedule
-from steelyard.search import (
-    Problem,
-    SpaceOptions,
-    enumerate_levels,
-    enumerate_strategies,
-    parse_problem,
-    sampled_frontier,
-    solve_problem,
-)
+from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies
+from steelyard.search.problem import Problem, parse_problem, solve_problem
+from steelyard.search.tradeoff import sampled_frontier
 from tests.problems.patterned import deep_settings
 from tests.problems.random_tables import random_tables
 from tests.problems.transformer import LLAMA3_8B, decoder_settings

@@ -17,7 +17,8 @@ from steelyard.errors import UserError
 from steelyard.plan.choices import Explanation, Rival, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.planning import PlanningResult
-from steelyard.search import Problem, SearchResult
+from steelyard.search import SearchResult
+from steelyard.search.problem import Problem
 
 Record = Any
 """What JSON can hold."""

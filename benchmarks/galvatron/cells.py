@@ -22,7 +22,8 @@ from galvatron.tables import (
     uneven_tables,
 )
 from steelyard.plan.strategy import Strategy
-from steelyard.search import Problem, evaluate, search
+from steelyard.search import evaluate, search
+from steelyard.search.problem import Problem
 
 PREDICTIONS = DATA / "predicted_by_published_planner.csv"
 BUDGETS_GB = (8, 12, 16, 20)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from steelyard.plan.file import read_plan, write_plan
-    from steelyard.planning import NothingFitsError, find_plan
+    from steelyard.planning.choose import NothingFitsError, find_plan
     from steelyard.runtime.own_loop import load_checkpoint, save_checkpoint
     from steelyard.runtime.parallel_model import ParallelModel, parallelize
 
@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "NothingFitsError": "steelyard.planning",
+    "NothingFitsError": "steelyard.planning.choose",
     "ParallelModel": "steelyard.runtime.parallel_model",
-    "find_plan": "steelyard.planning",
+    "find_plan": "steelyard.planning.choose",
     "load_checkpoint": "steelyard.runtime.own_loop",
     "parallelize": "steelyard.runtime.parallel_model",
     "read_plan": "steelyard.plan.file",

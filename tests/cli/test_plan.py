@@ -17,6 +17,12 @@ from tests.modules.split_configs import split_config
 
 JOB = ("--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
 SMALL = ("llama3.2-1b", *JOB)
+USED_BY_PLAN = {
+    *("acceptance", "assumed_links", "choose", "demands", "fallbacks", "impossible", "job", "least_walked", "margin"),
+    *("not_searched", "pins", "plain", "plan_from_search", "pool_search", "pool_space", "price", "problem"),
+    *("profile_file", "refine", "restrictions", "rivals", "walked_search", "walked_settings"),
+}
+"""Modules of the planner that a plan on one pool needs: each that it does not need takes a part of its second."""
 
 
 def test_plan_is_written_and_reads_back(run: Run, tmp_path: Path) -> None:
@@ -326,3 +332,19 @@ def test_a_plan_has_the_size_of_the_images_and_is_priced_again(
 def test_a_size_of_images_is_one_or_two_numbers(run: Run, size: str) -> None:
     job = ("--cluster", "1x2xa100-80gb", "--seq-len", 16, f"--image-size={size}")
     assert user_error(run("plan", "llama3-8b", *job)).field == "--image-size"
+
+
+def test_planning_imports_nothing_that_only_other_commands_and_options_need(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from steelyard.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: print(*sys.modules, sep='\\n', file=sys.stderr)\n"
+    )
+    words = [sys.executable, "-c", script, "plan", *map(str, SMALL), "-o", str(tmp_path / "plan.json")]
+    process = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
+    loaded = set(process.stderr.split())
+    planning = {name.removeprefix("steelyard.planning.") for name in loaded if name.startswith("steelyard.planning.")}
+    assert planning <= USED_BY_PLAN
+    others = ("export", "processes.start", "profiles.record", "search.problem", "search.reasons", "search.tradeoff")
+    assert loaded.isdisjoint({"torch", *(f"steelyard.{name}" for name in others)})

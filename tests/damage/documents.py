@@ -10,7 +10,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.planning.problem import PlanOptions, make_tables, problem_of
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
-from steelyard.search import Problem, save_problem
+from steelyard.search.problem import Problem, save_problem
 from tests.cost import examples
 
 CONFIG = examples.CONFIG | {

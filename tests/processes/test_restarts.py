@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.processes.start import RankFailedError, RankUserError, run_processes
+from steelyard.processes.failure import RankFailedError
+from steelyard.processes.start import RankUserError, run_processes
 from tests.processes.forking_agent import fork_ranks
 from tests.runtime.test_launch import ROOT, assert_gone
 

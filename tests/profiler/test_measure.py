@@ -5,7 +5,7 @@ import time
 import pytest
 
 from steelyard.planning import PlanOptions, make_job, parse_pin, plan_job
-from steelyard.processes.start import RankFailedError
+from steelyard.processes.failure import RankFailedError
 from steelyard.profiler import launch
 from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.merge import merge_profiles

@@ -17,8 +17,8 @@ from steelyard import find_plan
 from steelyard.errors import UserError
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.planning import PlanOptions, ahead
-from steelyard.processes.failure import TORCHRUN_RANK_VARIABLE
-from steelyard.processes.start import Elastic, RankFailedError, run_processes
+from steelyard.processes.failure import TORCHRUN_RANK_VARIABLE, RankFailedError
+from steelyard.processes.start import Elastic, run_processes
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime.checkpoint_folder import complete_checkpoints
 from steelyard.runtime.elastic import settled_plan, with_ahead

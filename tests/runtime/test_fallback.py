@@ -6,8 +6,7 @@ import pytest
 
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Fallback, Plan
-from steelyard.processes.failure import Failure
-from steelyard.processes.start import RankFailedError
+from steelyard.processes.failure import Failure, RankFailedError
 from steelyard.runtime import launch as launching
 from steelyard.runtime.launch import OUT_OF_MEMORY
 from steelyard.runtime.memory_limit import MemoryExceededError

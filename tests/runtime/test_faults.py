@@ -13,7 +13,8 @@ import pytest
 from steelyard.errors import UserError
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Fallback, Plan
-from steelyard.processes.start import RankFailedError, run_processes
+from steelyard.processes.failure import RankFailedError
+from steelyard.processes.start import run_processes
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime import launch as launching
 from steelyard.runtime.checkpoint_folder import newest_intact

@@ -16,7 +16,7 @@ from steelyard.planning.not_searched import settings_not_searched
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.problem import PlanOptions, make_tables, pipeline_settings, problem_of
 from steelyard.schedules import SCHEDULES, Pass, PassOrder, Phase, PipelineConfig, Schedule, find_schedule
-from steelyard.search import load_problem, save_problem
+from steelyard.search.problem import load_problem, save_problem
 from tests.cost.examples import job, plan, setting, simulated
 
 STAGES = ("fsdp4, dp4, fsdp4", "fsdp4, fsdp4, fsdp4")

@@ -12,7 +12,8 @@ import yaml
 from galvatron import cells, cuts, greedy, inputs, rules, tables
 
 from steelyard.plan.kinds import FSDP, TP
-from steelyard.search import evaluate, load_problem, solve_problem
+from steelyard.search import evaluate
+from steelyard.search.problem import load_problem, solve_problem
 
 PUBLISHED = cells.published_cells()
 ANSWERED = {cell: answer for cell, answer in PUBLISHED.items() if answer is not None}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from steelyard.search import sampled_frontier
+from steelyard.search.tradeoff import sampled_frontier
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_tables
 

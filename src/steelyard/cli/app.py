@@ -12,7 +12,7 @@ import typer
 from steelyard import __version__
 from steelyard.errors import UserError
 from steelyard.output import escape_unprintable, say
-from steelyard.processes.start import RankFailedError
+from steelyard.processes.failure import RankFailedError
 
 COMMANDS = {
     name: name

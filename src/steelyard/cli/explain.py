@@ -22,10 +22,10 @@ from steelyard.planning import (
     not_with_pools,
     parse_pin,
     slow_nodes,
-    why_not,
     why_not_plan,
     with_price,
 )
+from steelyard.planning.why_not import why_not
 from steelyard.report.explain_view import explain_view, why_not_view
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from steelyard import planning
 from steelyard.cli.options import (
     AsJson,
     ClusterOption,
@@ -45,32 +46,21 @@ from steelyard.planning import (
     PlanningResult,
     PlanOptions,
     Space,
-    Trial,
-    Trials,
-    calibrate,
-    grow_batch,
-    longest_sequence,
     make_any_job,
-    not_with_pools,
     parse_pin,
-    pin_error,
-    plan_fewest_devices,
     plan_job,
     planned_chain,
     problem_of,
     refuse_impossible,
     samples_not_measured,
-    time_factors,
     with_baselines,
     with_fallbacks,
     with_next_best,
-    with_pool_baselines,
-    with_spares,
 )
 from steelyard.planning.pins import Pin
 from steelyard.report.plan_table import missing_spare_lines, plan_view
 from steelyard.schedules import SCHEDULES
-from steelyard.search import TIME_LIMIT_S, Partition, save_problem
+from steelyard.search import TIME_LIMIT_S, Partition
 from steelyard.units import format_bytes, format_count, format_plural, parse_count
 
 Objective = Literal["time", "devices"]
@@ -268,7 +258,7 @@ def plan(
         refuse = partial(refuse_impossible, options.pins, chain, None if aim == "devices" else machines, batch)
         job_of_length = _job_maker(chain, machines, runs, asked, refuse)
         if length is None:
-            longest = longest_sequence(job_of_length, chain, options, top=top, progress=show)
+            longest = planning.longest_sequence(job_of_length, chain, options, top=top, progress=show)
             result, notes = longest.result, trial_lines(longest, "{} tokens")
         else:
             result, notes = _search(job_of_length(length), options, aim=aim, grows=batch is None, top=top, show=show)
@@ -279,6 +269,8 @@ def plan(
             notes += missing_spare_lines(kept, spares)
             result = replace(result, plan=kept if whole is None else kept.with_training(whole, price=price))
         if problem is not None and isinstance(result.job, Job):
+            from steelyard.search.problem import save_problem
+
             save_problem(problem, problem_of(result.job, result.tables))
     _show_notes(notes, on_error=as_json or result.plan is None)
     if result.plan is None:
@@ -330,7 +322,7 @@ def _factors(job: AnyJob, runs: Sequence[Path]) -> list[str]:
     """A line for what several runs calibrate by."""
     if len(runs) < 2 or not isinstance(job, Job):
         return []
-    factors = ", ".join(f"{path.name} × {factor:.3f}" for path, factor in time_factors(job, runs))
+    factors = ", ".join(f"{path.name} × {factor:.3f}" for path, factor in planning.time_factors(job, runs))
     return [f"calibrated by the median of {factors}"]
 
 
@@ -360,7 +352,7 @@ def _completed(
     assert result.plan is not None, "asked for a plan that is there"
     if isinstance(result.job, PooledJob):
         show("searching each pool alone, and even cuts, to compare with")
-        plan = with_pool_baselines(result.plan, result.job, options)
+        plan = planning.with_pool_baselines(result.plan, result.job, options)
         return _with_spares(plan, result.job, num_spares, show)
     num_next_best, num_fallbacks = num_others
     show("searching the best plans of other pipeline settings")
@@ -380,7 +372,7 @@ def _with_spares(plan: Plan, job: AnyJob, num_spares: int, show: Callable[[str],
     if not num_spares:
         return plan
     show("searching plans for what is left after a loss")
-    return with_spares(plan, job, num_spares=num_spares)
+    return planning.with_spares(plan, job, num_spares=num_spares)
 
 
 def _print_plan(found: Plan, output: Path | None, top: int, *, builder: Sequence[str]) -> None:
@@ -408,7 +400,7 @@ def _check_not_with_pools(machines: Cluster | MixedCluster, asked: Mapping[str, 
     """Raises `UserError` for the first option of these that was asked for on several pools, with which none goes."""
     option = next((option for option, is_asked in asked.items() if is_asked), None)
     if option is not None and isinstance(machines, MixedCluster):
-        raise not_with_pools(option)
+        raise planning.not_with_pools(option)
 
 
 def _search(
@@ -419,17 +411,17 @@ def _search(
     if isinstance(job, PooledJob):
         return plan_job(job, options, top=top), []
     if grows:
-        growth = grow_batch(job, options, top=top, progress=show)
+        growth = planning.grow_batch(job, options, top=top, progress=show)
         return growth.result, trial_lines(growth, "global batch {}")
     if aim == "devices":
-        fewest = plan_fewest_devices(job, options, top=top, progress=show)
+        fewest = planning.plan_fewest_devices(job, options, top=top, progress=show)
         return fewest.result, device_lines(fewest.tried)
     unmeasured = samples_not_measured(job, options)
     notes = [] if unmeasured is None else [f"left out: {unmeasured.values} {unmeasured.what} ({unmeasured.reason})"]
     return plan_job(job, options, top=top), notes
 
 
-def trial_lines(trials: Trials, words: str) -> list[str]:
+def trial_lines(trials: "planning.Trials", words: str) -> list[str]:
     """What each size that was tried gives, named by ``words``, and why no other was tried."""
     lines = []
     for trial in trials.tried:
@@ -446,7 +438,7 @@ def device_lines(tried: Sequence[tuple[int, str]]) -> list[str]:
     ]
 
 
-def _trial_text(trial: Trial) -> str:
+def _trial_text(trial: "planning.Trial") -> str:
     if trial.tokens_per_s is None:
         return f"does not fit: {trial.reason}"
     return f"{format_count(trial.tokens_per_s)} tokens/s" + ("" if trial.has_margin else ", under pressure")
@@ -464,7 +456,7 @@ def _job_maker(
     def make(seq_len: int) -> AnyJob:
         refuse(seq_len)
         job = make_any_job(chain, cluster, seq_len=seq_len, **asked)
-        return calibrate(job, *runs) if runs and isinstance(job, Job) else job
+        return planning.calibrate(job, *runs) if runs and isinstance(job, Job) else job
 
     return make
 
@@ -527,7 +519,7 @@ def _nothing_fits(result: PlanningResult, options: PlanOptions, as_json: bool) -
     """What ends the command where no plan fits, or none that is pinned is legal, after it is printed."""
     if result.miss is None and options.pins:
         assert isinstance(result.job, Job), "pins are refused for several pools"
-        return pin_error(result.job, options)
+        return planning.pin_error(result.job, options)
     budget = result.job.budget_bytes
     if as_json:
         miss = result.miss

@@ -11,15 +11,10 @@ from steelyard.cli.progress import progress
 from steelyard.plan.choices import StrategyVerdict
 from steelyard.report.explain_view import verdict_table
 from steelyard.report.solve_view import solve_view, step_table
-from steelyard.search import (
-    TIME_LIMIT_S,
-    SampledFrontier,
-    SearchResult,
-    load_problem,
-    sampled_frontier,
-    solve_problem,
-    strategy_verdicts,
-)
+from steelyard.search import TIME_LIMIT_S, SearchResult
+from steelyard.search.problem import load_problem, solve_problem
+from steelyard.search.reasons import strategy_verdicts
+from steelyard.search.tradeoff import SampledFrontier, sampled_frontier
 from steelyard.units import parse_bytes
 
 MAX_SEARCHES = 32

@@ -32,81 +32,42 @@
 | `report_search`    | job and plan → its frontier and rivals, as far as a time limit reaches           |
 """
 
-from steelyard.planning.batch import grow_batch
-from steelyard.planning.calibration import calibrate, time_factors
-from steelyard.planning.choose import NothingFitsError, PlanningResult, find_plan, plan_job
-from steelyard.planning.demands import demands_of
-from steelyard.planning.devices import device_counts, plan_fewest_devices, with_devices
-from steelyard.planning.elastic import check_replannable, with_spares
-from steelyard.planning.explain import explain_plan
-from steelyard.planning.fallbacks import with_fallbacks, with_next_best
-from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
-from steelyard.planning.frontier import find_trade_offs
-from steelyard.planning.impossible import refuse_impossible
-from steelyard.planning.job import make_any_job, make_job, planned_chain
-from steelyard.planning.length import longest_sequence
-from steelyard.planning.not_searched import samples_not_measured
-from steelyard.planning.offers import find_offers
-from steelyard.planning.pins import parse_pin
-from steelyard.planning.pool_rivals import explain_pools, with_pool_baselines
-from steelyard.planning.pool_space import not_with_pools
-from steelyard.planning.price import any_job_of, job_of, job_or_reason, uniform_plan, with_cost, with_price
-from steelyard.planning.problem import PlanOptions, Space, make_tables, pipeline_settings, problem_of, stage_strategies
-from steelyard.planning.report_search import search_for_report
-from steelyard.planning.rivals import with_baselines
-from steelyard.planning.slow_rank import slow_nodes
-from steelyard.planning.trial import Trial, Trials
-from steelyard.planning.why_not import pin_error, why_not, why_not_plan
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "FittedPlan",
-    "NothingFitsError",
-    "PlanOptions",
-    "PlanningResult",
-    "Space",
-    "Trial",
-    "Trials",
-    "any_job_of",
-    "calibrate",
-    "check_replannable",
-    "demands_of",
-    "device_counts",
-    "explain_plan",
-    "explain_pools",
-    "find_offers",
-    "find_plan",
-    "find_trade_offs",
-    "grow_batch",
-    "job_of",
-    "job_or_reason",
-    "longest_sequence",
-    "make_any_job",
-    "make_job",
-    "make_tables",
-    "not_with_pools",
-    "parse_pin",
-    "pin_error",
-    "pipeline_settings",
-    "plan_fewest_devices",
-    "plan_for_framework",
-    "plan_job",
-    "planned_chain",
-    "problem_of",
-    "refuse_impossible",
-    "samples_not_measured",
-    "search_for_report",
-    "slow_nodes",
-    "stage_strategies",
-    "time_factors",
-    "uniform_plan",
-    "why_not",
-    "why_not_plan",
-    "with_baselines",
-    "with_cost",
-    "with_devices",
-    "with_fallbacks",
-    "with_next_best",
-    "with_pool_baselines",
-    "with_price",
-    "with_spares",
-]
+_PUBLIC = {
+    "batch": ("grow_batch",),
+    "calibration": ("calibrate", "time_factors"),
+    "choose": ("NothingFitsError", "PlanningResult", "find_plan", "plan_job"),
+    "demands": ("demands_of",),
+    "devices": ("device_counts", "plan_fewest_devices", "with_devices"),
+    "elastic": ("check_replannable", "with_spares"),
+    "explain": ("explain_plan",),
+    "fallbacks": ("with_fallbacks", "with_next_best"),
+    "framework_fit": ("FittedPlan", "plan_for_framework"),
+    "frontier": ("find_trade_offs",),
+    "impossible": ("refuse_impossible",),
+    "job": ("make_any_job", "make_job", "planned_chain"),
+    "length": ("longest_sequence",),
+    "not_searched": ("samples_not_measured",),
+    "offers": ("find_offers",),
+    "pins": ("parse_pin",),
+    "pool_rivals": ("explain_pools", "with_pool_baselines"),
+    "pool_space": ("not_with_pools",),
+    "price": ("any_job_of", "job_of", "job_or_reason", "uniform_plan", "with_cost", "with_price"),
+    "problem": ("PlanOptions", "Space", "make_tables", "pipeline_settings", "problem_of", "stage_strategies"),
+    "report_search": ("search_for_report",),
+    "rivals": ("with_baselines",),
+    "slow_rank": ("slow_nodes",),
+    "trial": ("Trial", "Trials"),
+    "why_not": ("pin_error", "why_not_plan"),
+}
+"""The public names of modules, each of which is loaded when one of its names is first used."""
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name from its module."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

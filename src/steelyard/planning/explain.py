@@ -17,7 +17,7 @@ from steelyard.planning.not_searched import settings_not_searched, strategies_no
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, make_tables, stage_strategies
 from steelyard.planning.rivals import ANY_PLAN, Contest, find_rivals
-from steelyard.search import strategy_verdicts
+from steelyard.search.reasons import strategy_verdicts
 from steelyard.units import GIB, format_bytes, format_seconds
 
 SMALL_BUDGET_BYTES = 16 * GIB

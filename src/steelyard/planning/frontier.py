@@ -14,7 +14,7 @@ from steelyard.planning.plan_from_search import describe, grouped_plan, summaris
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.planning.walked_settings import walked_bytes
-from steelyard.search import sampled_frontier
+from steelyard.search.tradeoff import sampled_frontier
 
 SHOWN_BUDGETS = 2
 """The frontier reaches up to this many times the budget, to show what more memory would buy."""

@@ -50,6 +50,16 @@ class Failure:
         )
 
 
+class RankFailedError(RuntimeError):
+    """A process of the run failed; the message shows the error of the one that failed first."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, failure: Failure | None) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
 def torchrun_rank() -> int:
     """The rank that torchrun gave this process, by which its failure is reported; a group may number them anew."""
     return int(os.environ.get(TORCHRUN_RANK_VARIABLE) or os.environ.get("RANK", "0"))

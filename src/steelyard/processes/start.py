@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.errors import UserError
-from steelyard.processes.failure import FAILURES_VARIABLE, End, Failure, read_ends, read_failures
+from steelyard.processes.failure import FAILURES_VARIABLE, End, Failure, RankFailedError, read_ends, read_failures
 from steelyard.processes.parent import PARENT_VARIABLE
 
 _AGENT = "steelyard.processes.agent"
@@ -62,16 +62,6 @@ class Elastic:
             "--rdzv-id=steelyard",
             f"--rdzv-conf=last_call_timeout={_LAST_CALL_S:.0f},keep_alive_interval=2",
         ]
-
-
-class RankFailedError(RuntimeError):
-    """A process of the run failed; the message shows the error of the one that failed first."""
-
-    exit_code = 1
-
-    def __init__(self, message: str, failure: Failure | None) -> None:
-        super().__init__(message)
-        self.failure = failure
 
 
 class RankUserError(UserError):

@@ -7,7 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.report.tables import number, plain_table
-from steelyard.search import SampledFrontier, SearchResult, SettingOutcome
+from steelyard.search import SearchResult, SettingOutcome
+from steelyard.search.tradeoff import SampledFrontier
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.file import parse_file, read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.processes.start import Elastic, RankFailedError, run_processes
+from steelyard.processes.failure import RankFailedError
+from steelyard.processes.start import Elastic, run_processes
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime.checkpoint_folder import (
     AUTO,

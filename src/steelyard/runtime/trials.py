@@ -6,7 +6,7 @@ from pathlib import Path
 
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
-from steelyard.processes.start import RankFailedError
+from steelyard.processes.failure import RankFailedError
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime.launch import launch
 from steelyard.runtime.options import TrainOptions

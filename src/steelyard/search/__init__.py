@@ -26,20 +26,15 @@ from steelyard.search.evaluate import evaluate
 from steelyard.search.least_memory import NearestMiss, nearest_miss
 from steelyard.search.on_demand import OnDemand
 from steelyard.search.partition import SettingResult
-from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
-from steelyard.search.reasons import strategy_verdicts
 from steelyard.search.side_inputs import partition_exact
 from steelyard.search.solve import TIME_LIMIT_S, SearchResult, SettingOutcome, search
 from steelyard.search.space import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, paper_kinds, refusal
-from steelyard.search.tradeoff import SampledFrontier, sampled_frontier
 
 __all__ = [
     "TIME_LIMIT_S",
     "NearestMiss",
     "OnDemand",
     "Partition",
-    "Problem",
-    "SampledFrontier",
     "SearchResult",
     "SettingOutcome",
     "SettingResult",
@@ -47,16 +42,10 @@ __all__ = [
     "enumerate_levels",
     "enumerate_strategies",
     "evaluate",
-    "load_problem",
     "mixing",
     "nearest_miss",
     "paper_kinds",
-    "parse_problem",
     "partition_exact",
     "refusal",
-    "sampled_frontier",
-    "save_problem",
     "search",
-    "solve_problem",
-    "strategy_verdicts",
 ]

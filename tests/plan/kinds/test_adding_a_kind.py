@@ -43,7 +43,8 @@ from steelyard.planning.problem import PlanOptions, make_tables, problem_of
 from steelyard.report.html import ReportContents, report_page
 from steelyard.runtime.mesh import PlanMesh
 from steelyard.runtime.sharding import shard_layer
-from steelyard.search import SpaceOptions, enumerate_strategies, load_problem, save_problem
+from steelyard.search import SpaceOptions, enumerate_strategies
+from steelyard.search.problem import load_problem, save_problem
 from steelyard.tracer.layer import LayerSetting, fake_layer, fake_world
 from tests.cost.examples import SEQ_LEN, chain, cluster, job, plan, setting
 
