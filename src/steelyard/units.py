@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Amount: TypeAlias = "float | NDArray[np.float64]"
 """A number, or those of several pipeline settings at once."""
+Whole: TypeAlias = "int | NDArray[np.int64]"
+"""A whole number, or those of several strategies at once."""
 
 KIB = 1024
 MIB = 1024**2

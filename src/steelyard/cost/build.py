@@ -13,7 +13,8 @@ from steelyard.cost.fold import folded
 from steelyard.cost.inputs import side_bytes
 from steelyard.cost.layer import KnownPasses, layer_seconds, tied_s
 from steelyard.cost.layer_load import held_params, legal_counts, rank_samples, unmeasured_reason
-from steelyard.cost.layer_memory import layer_bytes, pipeline_buffer_bytes
+from steelyard.cost.layer_memory import pipeline_buffer_bytes
+from steelyard.cost.layer_row import LayerRow
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting, Settings
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables, SideInput
@@ -38,11 +39,12 @@ class _StageCosts:
 
     def __init__(self, settings: Settings, strategies: tuple[Strategy, ...]) -> None:
         self._settings, self.strategies = settings, strategies
-        self._kinds, self.counts = settings.job.chain.kinds, settings.counts.tolist()
+        self._kinds, self.counts = settings.job.chain.kinds, settings.num_microbatches.tolist()
         legal = [[legal_counts(kind, strategy, settings) for strategy in strategies] for kind in self._kinds]
         self.legal = np.array(legal, dtype=bool).reshape(len(self._kinds), len(strategies), len(self.counts))
         """[K, S, M]"""
         self._seconds: dict[int, NDArray[np.float64]] = {}
+        self._bytes: dict[bool, NDArray[np.int64]] = {}
 
     def seconds(self, k: int) -> NDArray[np.float64]:
         """[2, S, M] of a microbatch, and once a step without those of tied matrices."""
@@ -56,6 +58,20 @@ class _StageCosts:
             priced = layer_seconds(self._kinds[k], self.strategies[s], settings, passes)
             found[0, s, legal], found[1, s, legal] = priced.microbatch_s, sum(priced.once.values())
         return found
+
+    def num_bytes(self, has_several: bool) -> NDArray[np.int64]:
+        """[3, K, S, M] static, of activations and transient, in settings of several microbatches or in those of one."""
+        if has_several not in self._bytes:
+            these = (self._settings.num_microbatches > 1) == has_several
+            settings, found = self._settings.select(these), np.zeros((3, *self.legal.shape), dtype=np.int64)
+            for k, kind in enumerate(self._kinds):
+                columns = np.flatnonzero((self.legal[k] & these).any(axis=1))
+                if len(columns):
+                    chosen = [self.strategies[column] for column in columns.tolist()]
+                    priced = LayerRow.of(kind, chosen, settings).table_bytes(settings)
+                    found[:, k, columns[:, None], np.flatnonzero(these)] = priced
+            self._bytes[has_several] = np.where(self.legal, found, 0)
+        return self._bytes[has_several]
 
 
 class LayerCosts:
@@ -77,12 +93,7 @@ class LayerCosts:
     @cached_property
     def num_bytes(self) -> NDArray[np.int64]:
         """[3, K, S] static, of activations and transient."""
-        found = np.zeros((3, *self.legal.shape), dtype=np.int64)
-        for k, s in np.argwhere(self.legal).tolist():
-            held = layer_bytes(self._setting.job.chain.kinds[k], self.strategies[s], self._setting)
-            each = held.static_sum, held.activation_bytes, held.transient_bytes
-            found[:, k, s] = [min(num_bytes, MOST_BYTES) for num_bytes in each]
-        return found
+        return self._stage.num_bytes(self._setting.has_several)[..., self._place]
 
     def time_s(self, kinds: Sequence[int], setting: Setting, *, alike: bool = False) -> NDArray[np.float64]:
         """[len(kinds), S] in a setting: tied matrices alone depend on how far apart its stages are.
@@ -117,7 +128,7 @@ class KnownCosts:
         stage = self._stages.get(size)
         if stage is None or stage.strategies != strategies or count not in stage.counts:
             counts = np.array(sorted({*self._counts, count}), dtype=np.int64)
-            settings = Settings(job=setting.job, devices_per_stage=size[0], is_piped=size[1], counts=counts)
+            settings = Settings(job=setting.job, devices_per_stage=size[0], is_piped=size[1], num_microbatches=counts)
             stage = self._stages[size] = _StageCosts(settings, strategies)
         found = self._layers.get((*size, count))
         if found is None or found.strategies != strategies:

@@ -7,23 +7,29 @@
 """
 
 import math
+from typing import overload
 
-from steelyard.cost.setting import Setting
+from steelyard.cost.setting import AnySetting, AnyStrategy, Setting
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.strategy import Strategy
+from steelyard.units import Whole
 
 _TOKEN_BYTES = 8
 _IMAGE_ENTRY_BYTES = 4
 
 
-def sample_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> int:
+@overload
+def sample_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> int: ...
+@overload
+def sample_bytes(kind: LayerKind, strategy: AnyStrategy, setting: AnySetting) -> Whole: ...
+def sample_bytes(kind: LayerKind, strategy: AnyStrategy, setting: AnySetting) -> Whole:
     """What a rank reads for a layer of this kind in one step: ids, images or labels of all its microbatches.
 
     Token ids come with one more than the sequence has: inputs and labels are the same tensor, one place apart.
     """
     if kind.role is LayerRole.BLOCK:
         return 0
-    samples = setting.pipeline.num_microbatches * (setting.microbatch_samples // strategy.sample_degree)
+    samples = setting.num_microbatches * (setting.microbatch_samples // strategy.sample_degree)
     chain = setting.job.chain
     image, own = chain.layout.image, chain.layout.sample_bytes
     if own is not None:

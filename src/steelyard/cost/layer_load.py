@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.communication import Group, num_places
-from steelyard.cost.setting import AnySetting, Setting, Settings
+from steelyard.cost.setting import AnySetting, AnyStrategy, Setting, Settings
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind
 from steelyard.model.routing import Routing
@@ -100,15 +100,14 @@ def unmeasured_reason(kind: LayerKind, strategy: Strategy, setting: Setting) -> 
 @overload
 def rank_samples(strategy: Strategy, setting: Setting) -> float: ...
 @overload
-def rank_samples(strategy: Strategy, setting: AnySetting) -> Amount: ...
-def rank_samples(strategy: Strategy, setting: AnySetting) -> Amount:
+def rank_samples(strategy: AnyStrategy, setting: AnySetting) -> Amount: ...
+def rank_samples(strategy: AnyStrategy, setting: AnySetting) -> Amount:
     """Samples of a microbatch on a rank; of samples whose tokens are divided, the part.
 
     A rank with a part of the tokens does that part of a sample's work, of attention too: head-tail order divides it
     equally.
     """
-    samples = setting.microbatch_samples // strategy.sample_degree
-    return samples if strategy.token_degree == 1 else samples / strategy.token_degree
+    return setting.microbatch_samples // strategy.sample_degree / strategy.token_degree
 
 
 def held_params(layer: LayerProfile, strategy: Strategy) -> int:

@@ -10,18 +10,22 @@ context, and a `steelyard.modules.replicated` layer where $f = 1$ (dp, tp alone,
 | optimizer    | 8 N / f      | always (two AdamW moments), with counts of steps and buffers that are not trained |
 | gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to backward |
 | activations  | traced, and `Kind.working` | per microbatch in flight; what the remat choice keeps of them |
-| working set  | see `_transient_bytes` | while the layer runs                             |
+| working set  | see `beside_work` | while the layer runs                             |
 
 Not modelled: the two temporaries of an AdamW step, which are smaller than any working set.
 
 Source: Rajbhandari et al. 2020 (ZeRO).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import gcd
-from typing import cast
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from steelyard.cost.amounts import hashable
 from steelyard.cost.execution import StateBytes
 from steelyard.cost.inputs import sample_bytes
 from steelyard.cost.layer_load import (
@@ -32,20 +36,26 @@ from steelyard.cost.layer_load import (
     rank_samples,
     sharded_params,
 )
-from steelyard.cost.setting import MASTER_BYTES, Job, Setting
+from steelyard.cost.setting import MASTER_BYTES, AnySetting, Job, Setting
+from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.kinds.kind import Working, needs_nothing
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import LayerProfile
 from steelyard.schedules import PipelineConfig
+from steelyard.units import Amount, Whole
 
 _RECOMPUTED_INPUTS = 4
 """What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
+_BEYOND_BYTES = 16 * MOST_BYTES
+"""More than any sum of bytes that could matter, and few enough to add up."""
+_NEVER = -(2**12) * MOST_BYTES
+"""Bytes of a moment that does not come about, which is the fullest beside no other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerMemory:
-    """Bytes of one layer on one rank, for one microbatch where they depend on samples."""
+class LayerStates:
+    """Bytes of one layer on one rank that neither the samples of a microbatch nor remat change."""
 
     params: int
     """Entries that are trained, of those that a rank computes with once they are gathered."""
@@ -69,12 +79,6 @@ class LayerMemory:
     """Whether autograd still holds the new gradients as FSDP reduces them: of an embedding and a head."""
     buffers: int = 0
     """Tensors that are kept and not trained, and AdamW's counts of steps."""
-    saved: int
-    input: int
-    reducing: int = 0
-    """What is left of the layer's work when the last of its gradients is made, beside the gradient of its input."""
-    forward: int
-    backward: int
     has_backward: bool = True
 
     @property
@@ -88,26 +92,45 @@ class LayerMemory:
         return self.keeps_copy and self.shards > 1
 
     @property
-    def freed(self) -> int:
-        """What the backward pass of an embedding or head has freed when FSDP reduces its gradients."""
-        return max(0, self.saved - self.input) if self.holds_new and self.shards > 1 else 0
+    def frees_saved(self) -> bool:
+        """Whether all that was saved but the input is gone before the gradients are reduced."""
+        return self.holds_new and self.shards > 1
 
     @property
     def reduced(self) -> int:
         """The buffer that gradients are reduced from, and that those of a replicated layer are kept in."""
         return MASTER_BYTES * self.params
 
-    def reduction_bytes(self, *, is_first: bool) -> int:
-        """What the layer itself takes as its gradients are reduced, in the first backward pass of a step or later."""
-        if not self.params:
-            return 0
-        total = self.input + self.reducing
+    def reduced_states(self, *, is_first: bool) -> int:
+        """Gradients and their buffers as they are reduced, in the first backward pass of a step or later."""
         if self.shards > 1:
             made, scratch = self.made_gradients, self.scratch
-            return (
-                total + self.reduced + (made + scratch if self.holds_new else max(made, scratch)) + self.trained_shard
-            )
-        return total + self.made_gradients + self.cut_gradients + (self.reduced if is_first else 0)
+            return self.reduced + (made + scratch if self.holds_new else max(made, scratch)) + self.trained_shard
+        return self.made_gradients + self.cut_gradients + (self.reduced if is_first else 0)
+
+
+_STATES = tuple(each.name for each in fields(LayerStates))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory(LayerStates):
+    """Bytes of one layer on one rank, for one microbatch where they depend on samples."""
+
+    saved: int
+    input: int
+    reducing: int = 0
+    """What is left of the layer's work when the last of its gradients is made, beside the gradient of its input."""
+    forward: int
+    backward: int
+
+    @property
+    def freed(self) -> int:
+        """What the backward pass of an embedding or head has freed when FSDP reduces its gradients."""
+        return max(0, self.saved - self.input) if self.frees_saved else 0
+
+    def reduction_bytes(self, *, is_first: bool) -> int:
+        """What the layer itself takes as its gradients are reduced, in the first backward pass of a step or later."""
+        return self.input + self.reducing + self.reduced_states(is_first=is_first) if self.params else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,30 +142,20 @@ class LayerBytes:
     """Per microbatch in flight."""
     transient_bytes: int
 
-    @property
-    def static_sum(self) -> int:
-        """All static bytes."""
-        return sum(self.static_bytes.values())
-
 
 def layer_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerBytes:
     """What the search adds up of the memory of a layer, whatever lies beside it; a profile without times is enough.
 
     For a framework with states of its own its largest short-lived memory is what its passes work with.
     """
-    memory, layer, execution = (
-        layer_memory(kind, strategy, setting),
-        layer_profile(kind, strategy, setting),
-        setting.job.execution,
+    memory, static = layer_memory(kind, strategy, setting), static_bytes(kind, strategy, setting)
+    read = sample_bytes(kind, strategy, setting)
+    beside = beside_work(kind, strategy, setting)
+    return LayerBytes(
+        static_bytes=static | ({"working set": static.get("working set", 0) + read} if read else {}),
+        activation_bytes=memory.saved,
+        transient_bytes=int(transient_bytes(beside, memory.forward, memory.backward, memory.input + memory.reducing)),
     )
-    if isinstance(execution.states, StateBytes):
-        experts = layer.expert_params
-        static = execution.states.kept_bytes(layer.num_params, strategy, execution.shard_degree, expert_params=experts)
-        transient = max(memory.forward, memory.backward)
-    else:
-        static = _static_bytes(kind, memory, strategy, setting)
-        transient = _transient_bytes(kind, layer, memory, strategy, setting)
-    return LayerBytes(static_bytes=static, activation_bytes=memory.saved, transient_bytes=transient)
 
 
 def layer_memory(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerMemory:
@@ -150,26 +163,39 @@ def layer_memory(kind: LayerKind, strategy: Strategy, setting: Setting) -> Layer
 
     The job remembers them: settings have layers in common.
     """
-    shards, tokens, samples = strategy.state_shards, strategy.token_degree, rank_samples(strategy, setting)
-    place = kind.name, samples, setting.pipeline.num_microbatches > 1
-    key = (*place, strategy.tensor_degree, shards, tokens, strategy.variants, strategy.remat)
-    found = setting.job.known_memory.get(key)
-    if found is None:
-        found = setting.job.known_memory[key] = _layer_memory(kind, strategy, setting)
-    return cast(LayerMemory, found)
+    states = layer_states(kind, strategy, setting)
+    key = rank_samples(strategy, setting), strategy.token_degree, strategy.remat
+    return setting.job.once(states, key, lambda: _layer_memory(states, kind, strategy, setting))
 
 
-def _layer_memory(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerMemory:
+def _layer_memory(states: LayerStates, kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerMemory:
+    layer, samples = layer_profile(kind, strategy, setting), rank_samples(strategy, setting)
+    lines, needed = np.reshape(work_lines(layer, strategy.remat), (2, 4)), work_needed(layer, strategy, setting)
+    saved, entered, forward, backward = work_bytes(lines, samples, needed).tolist()
+    return LayerMemory(
+        **{name: getattr(states, name) for name in _STATES},
+        saved=saved,
+        input=entered,
+        reducing=recomputed_inputs(strategy) * entered,
+        forward=forward,
+        backward=backward,
+    )
+
+
+def layer_states(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> LayerStates:
+    """What no number of samples changes of `layer_memory`; one value for all strategies that have the same."""
+    key = kind.name, setting.has_several, strategy.tensor_degree, strategy.state_shards, strategy.variants
+    return setting.job.once(setting.job.profile, key, lambda: _layer_states(kind, strategy, setting))
+
+
+def _layer_states(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> LayerStates:
     job, layer = setting.job, layer_profile(kind, strategy, setting)
-    held = layer if strategy.remat is Remat.NONE else layer.recomputation(strategy.remat)
-    samples, needed = rank_samples(strategy, setting), working_bytes(layer, strategy, setting)
     params, shards = held_params(layer.trained, strategy), strategy.state_shards
     computed, made = job.compute_bytes * held_params(layer, strategy), job.compute_bytes * params
     trained_shard = MASTER_BYTES * sharded_params(layer.trained, strategy)
-    keeps_whole = setting.pipeline.num_microbatches > 1 and job.execution.keeps_whole_gradients(strategy)
+    keeps_whole = setting.has_several and job.execution.keeps_whole_gradients(strategy)
     made_whole = strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1  # DTensor makes a tp embedding's so
-    entered = int(layer.input_bytes.at(samples))
-    return LayerMemory(
+    return LayerStates(
         params=params,
         shards=shards,
         shard=MASTER_BYTES * sharded_params(layer, strategy),
@@ -182,22 +208,51 @@ def _layer_memory(kind: LayerKind, strategy: Strategy, setting: Setting) -> Laye
         scratch=MASTER_BYTES * params if shards > 1 and job.cluster.device.backend.copies_what_it_scatters else 0,
         holds_new=kind.role is not LayerRole.BLOCK,
         buffers=layer.buffer_bytes,
-        saved=int(held.saved_bytes.at(samples) + needed.saved),
-        input=entered,
-        reducing=_RECOMPUTED_INPUTS * entered if strategy.remat is Remat.FULL else 0,
-        forward=int(held.forward_transient_bytes.at(samples) + needed.forward),
-        backward=int(held.backward_transient_bytes.at(samples) + needed.backward),
         has_backward=layer.has_backward,
     )
 
 
-def working_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Working:
+def work_lines(layer: LayerProfile, remat: Remat) -> tuple[float, ...]:
+    """Bytes that a layer saves, of its input, and that its forward and backward work take: four numbers of no samples,
+    and four of each.
+    """
+    held = layer if remat is Remat.NONE else layer.recomputation(remat)
+    lines = held.saved_bytes, layer.input_bytes, held.forward_transient_bytes, held.backward_transient_bytes
+    return *(line.constant for line in lines), *(line.per_sample for line in lines)
+
+
+def work_needed(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> tuple[Amount, ...]:
+    """What the kinds of a strategy add to these four; the job remembers it."""
+    samples = hashable(rank_samples(strategy, setting))
+    key = "needed", samples, strategy.token_degree, strategy.remat, strategy.variants
+    needed = setting.job.once(layer, key, lambda: working_bytes(layer, strategy, setting))
+    return needed.saved, 0.0, needed.forward, needed.backward
+
+
+def needs_more(strategy: Strategy) -> bool:
+    """Whether that is anything."""
+    return any(kind.working is not needs_nothing for kind in strategy.kinds)
+
+
+def work_bytes(
+    lines: NDArray[np.float64], samples: Amount, needed: NDArray[np.float64] | tuple[Amount, ...]
+) -> NDArray[np.int64]:
+    """[4, …] these bytes for a microbatch, for ``lines`` of `work_lines` [2, 4, …] and ``needed`` [4, …]."""
+    found = lines[0] + lines[1] * samples + needed
+    return np.clip(found, -_BEYOND_BYTES, _BEYOND_BYTES).astype(np.int64)
+
+
+def recomputed_inputs(strategy: Strategy) -> int:
+    """What is left of computing the layer again when its gradients are reduced, in inputs."""
+    return _RECOMPUTED_INPUTS if strategy.remat is Remat.FULL else 0
+
+
+def working_bytes(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> Working:
     """What the kinds of a strategy add to the saved and the short-lived bytes of the traced layer."""
-    kinds = [kind for kind in strategy.kinds if kind.working is not needs_nothing]
-    if not kinds:
+    if not needs_more(strategy):
         return Working()
     load = layer_load(layer, strategy, setting)
-    found = [kind.working(load) for kind in kinds]
+    found = [kind.working(load) for kind in strategy.kinds]
     return Working(
         saved=sum(each.saved for each in found if layer.has_backward),
         forward=sum(each.forward for each in found),
@@ -205,47 +260,67 @@ def working_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> 
     )
 
 
-def _static_bytes(kind: LayerKind, memory: LayerMemory, strategy: Strategy, setting: Setting) -> dict[str, int]:
-    working = sample_bytes(kind, strategy, setting)
-    if kind.role is LayerRole.EMBEDDING and memory.shards > 1 and setting.pipeline.num_microbatches > 1:
-        working += memory.reduced
+class BesideWork(NamedTuple):
+    """What a layer takes beside what grows with the samples: of one strategy, or arrays of several."""
+
+    forward: Whole
+    backward: Whole
+    reduction: Whole
+    """As its gradients are reduced."""
+
+
+def transient_bytes(beside: BesideWork, forward: Whole, backward: Whole, reducing: Whole) -> Whole:
+    """Largest short-lived memory while a layer runs: forward, backward, or as its gradients are reduced."""
+    passes = np.maximum(beside.forward + forward, beside.backward + backward)
+    found: Whole = np.maximum(passes, beside.reduction + reducing)
+    return found
+
+
+def static_bytes(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> dict[str, int]:
+    """By term what a rank holds of a layer for a whole step, samples left out."""
+    states, execution = layer_states(kind, strategy, setting), setting.job.execution
+    if isinstance(execution.states, StateBytes):
+        layer = layer_profile(kind, strategy, setting)
+        experts = layer.expert_params
+        return execution.states.kept_bytes(layer.num_params, strategy, execution.shard_degree, expert_params=experts)
+    reduces_on = kind.role is LayerRole.EMBEDDING and states.shards > 1 and setting.has_several
     return {
-        "parameters": memory.shard,
-        "gradients": memory.kept_gradients,
-        "optimizer": 2 * memory.trained_shard + memory.buffers,
-        **({"working set": working} if working else {}),
-        **({"gathered parameters": memory.copy} if memory.keeps_copy and memory.copy else {}),
+        "parameters": states.shard,
+        "gradients": states.kept_gradients,
+        "optimizer": 2 * states.trained_shard + states.buffers,
+        **({"working set": states.reduced} if reduces_on else {}),
+        **({"gathered parameters": states.copy} if states.keeps_copy and states.copy else {}),
     }
 
 
-def _transient_bytes(
-    kind: LayerKind, layer: LayerProfile, memory: LayerMemory, strategy: Strategy, setting: Setting
-) -> int:
-    """Largest short-lived memory while the layer runs: in its forward, its backward, or as its gradients are reduced.
+def beside_work(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> BesideWork:
+    """What does not grow with the samples of the memory that a layer takes while it runs.
 
-    Forward: working activations, the parameters in compute precision and the buffer they were gathered in. Backward:
-    working activations (with what remat recomputes), the parameters with the buffer for the next layer's, their
-    gradients in compute precision, and the reduction buffer of another layer (`_reducing_bytes`).
+    Forward: the parameters in compute precision and the buffer they were gathered in, beside working activations.
+    Backward: the parameters with the buffer for the next layer's, their gradients in compute precision, and the
+    reduction buffer of another layer (`_reducing_bytes`), beside working activations (with what remat recomputes).
     Reduction: as the walk has it (`LayerMemory.reduction_bytes`), with what is gathered ahead of a sharded block in
     place of a kept copy. As FSDP reduces the gradients of an embedding or a head, another layer may be gathered ahead.
     """
-    several, is_sharded = setting.pipeline.num_microbatches > 1, memory.shards > 1
-    copy = 0 if memory.keeps_copy else memory.copy
-    buffer = memory.copy if is_sharded else 0
-    if not memory.has_backward:
-        return copy + buffer + memory.forward
-    gradients = _new_gradient_bytes(kind, layer, memory, strategy, setting)
-    forward = copy + buffer + memory.forward
-    backward = copy + buffer + memory.backward + gradients + _reducing_bytes(kind, layer, strategy, setting)
-    reduction = memory.reduction_bytes(is_first=False) + (buffer if copy else 0)
-    if is_sharded and memory.holds_new:
-        gathers = copy and (kind.role is LayerRole.HEAD or several)
-        reduction = memory.input + memory.reducing + gradients + memory.reduced + memory.scratch
-        reduction += buffer if gathers else 0
-    return max(forward, backward, reduction)
+    if setting.job.execution.keeps_own_buffers:
+        return BesideWork(0, 0, _NEVER)
+    states = layer_states(kind, strategy, setting)
+    copy, is_sharded = 0 if states.keeps_copy else states.copy, states.shards > 1
+    buffer = states.copy if is_sharded else 0
+    if not states.has_backward:
+        return BesideWork(copy + buffer, _NEVER, _NEVER)
+    layer = layer_profile(kind, strategy, setting)
+    gradients = _new_gradient_bytes(kind, layer, states, strategy, setting)
+    backward = copy + buffer + gradients + _reducing_bytes(kind, layer, strategy, setting)
+    if is_sharded and states.holds_new:
+        gathers = copy and (kind.role is LayerRole.HEAD or setting.has_several)
+        reduction = gradients + states.reduced + states.scratch + (buffer if gathers else 0)
+    else:
+        reduction = states.reduced_states(is_first=False) + (buffer if copy else 0) if states.params else _NEVER
+    return BesideWork(copy + buffer, backward, reduction)
 
 
-def _reducing_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: Setting) -> int:
+def _reducing_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> int:
     """The buffer of the reduction before, which FSDP holds until the next one.
 
     Behind a block there is a block or the head, whose own working set is the larger then: it is taken as large as this
@@ -254,7 +329,7 @@ def _reducing_bytes(kind: LayerKind, layer: LayerProfile, strategy: Strategy, se
     """
     if kind.role is not LayerRole.HEAD:
         return MASTER_BYTES * held_params(layer, strategy)
-    if setting.pipeline.num_microbatches == 1:
+    if not setting.has_several:
         return 0
     job, ranks = setting.job, strategy.data_degree
     return MASTER_BYTES * job.once(job.profile, ranks, lambda: _most_block_params(job, ranks))
@@ -278,19 +353,18 @@ def _least_held_params(kind: LayerKind, layer: LayerProfile, data_degree: int) -
 
 
 def _new_gradient_bytes(
-    kind: LayerKind, layer: LayerProfile, memory: LayerMemory, strategy: Strategy, setting: Setting
+    kind: LayerKind, layer: LayerProfile, states: LayerStates, strategy: Strategy, setting: AnySetting
 ) -> int:
     """Gradients that one backward pass makes beside those that are kept between microbatches.
 
     A sharded layer reduces them to a shard that is then added to the kept one. The buffer of a replicated layer, which
     counts as kept, is made only when the first backward pass has made all gradients: in fp32 it stands for them.
     """
-    is_single = setting.pipeline.num_microbatches == 1
-    if memory.shards == 1:
-        return 0 if is_single and setting.job.compute_bytes == MASTER_BYTES else memory.made_gradients
+    if states.shards == 1:
+        return 0 if not setting.has_several and setting.job.compute_bytes == MASTER_BYTES else states.made_gradients
     times = strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1
-    return memory.made_gradients + (
-        0 if is_single else times * int(MASTER_BYTES * mean_shard_params(layer.trained, strategy))
+    return states.made_gradients + (
+        0 if not setting.has_several else times * int(MASTER_BYTES * mean_shard_params(layer.trained, strategy))
     )
 
 

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.build import context_bytes
-from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.layer_memory import LayerMemory, layer_memory
+from steelyard.cost.inputs import side_bytes
+from steelyard.cost.layer_memory import LayerStates
+from steelyard.cost.layer_row import LayerRow
 from steelyard.cost.setting import Setting
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerKind
@@ -82,61 +83,57 @@ def _row(
 ) -> IntTable:
     """[fields, S] of a layer; ``out`` is how many entries flow out of it and how many it makes, None of the last."""
     job, columns = setting.job, np.flatnonzero(legal)
+    whole = np.zeros((len(names), len(legal)), dtype=np.int64)
+    if not len(columns):
+        return whole
     chosen = [strategies[column] for column in columns.tolist()]
-    found = {name: np.zeros(len(columns), dtype=np.int64) for name in names}
-    memories = [layer_memory(kind, strategy, setting) for strategy in chosen]
-    parts = [job.once(each, "parts", partial(_layer_parts, each)) for each in memories]
-    own = np.array(parts, dtype=np.int64).reshape(len(columns), len(_OWN) + 2).T
-    found |= dict(zip(_OWN, own, strict=False))
-    read = [sample_bytes(kind, strategy, setting) for strategy in chosen]
-    found["states"] = found["states"] + np.array(read, dtype=np.int64)
-    backward, beside = own[len(_OWN) :]
-    found["autograd"] = backward + beside
+    row = LayerRow.of(kind, chosen, setting)
+    saved, entered, reducing, _, backward, read = (each[:, 0] for each in row.work(setting))
+    sample_degree, _, sequence_degree = (each[:, 0] for each in row.numbers)
+    own = np.array([job.once(each, "parts", partial(_state_parts, each)) for each in row.states], dtype=np.int64).T
+    *held, reduces, frees, first, later, beside = own
+    found = dict(zip(_HELD, held, strict=True)) | {"saved": saved, "autograd": backward + beside}
+    found["states"] = found["states"] + read
+    left = reduces * (entered + reducing) - frees * np.maximum(0, saved - entered)
+    found |= {"reduction": left + later, "reduction_first": left + first}
     if out is not None:
-        samples, sequence = _divided(chosen, setting)
         copies = np.array([1 if each.remat is Remat.FULL else 2 for each in chosen], dtype=np.int64)
-        share = samples * job.compute_bytes
+        share = setting.microbatch_samples // sample_degree * job.compute_bytes
         flowing, made = out
-        found["sent"] = share * flowing // sequence
-        backward = np.maximum(0, backward - copies * (share * made // sequence))
+        found["sent"] = share * flowing // sequence_degree
+        backward = np.maximum(0, backward - copies * (share * made // sequence_degree))
     found["autograd_sending"] = backward + beside
     if setting.is_piped:
         found["beside"] = np.full(len(columns), side_bytes({kind}, setting), dtype=np.int64)
-    whole = np.zeros((len(names), len(legal)), dtype=np.int64)
-    whole[:, columns] = [found[name] for name in names]
+    for place, name in enumerate(names):
+        whole[place, columns] = found.get(name, 0)
     return whole
 
 
-_OWN = (
-    *("states", "gradients", "replicated_copy", "gathered_copy", "saved", "reduced", "ahead"),
-    *("reduction", "reduction_first"),
-)
-"""Fields of `LayerParts` that a layer has whatever flows out of it."""
+_HELD = ("states", "gradients", "replicated_copy", "gathered_copy", "reduced", "ahead")
+"""Fields of `LayerParts` that no number of samples changes, samples of a step left out."""
 
 
-def _layer_parts(memory: LayerMemory) -> tuple[int, ...]:
-    """The fields `_OWN`, samples left out, and what autograd works with and the layer has beside it."""
-    copy = memory.copy if memory.keeps_copy else 0
-    freed = memory.freed + (memory.copy if memory.drops_copy else 0)
+def _state_parts(states: LayerStates) -> tuple[int, ...]:
+    """The fields `_HELD`; whether gradients are reduced, and whether what was saved is freed by then; what the first
+    reduction and a later one take beside; and what autograd finds beside what it works with.
+    """
+    copy, is_sharded = states.copy if states.keeps_copy else 0, states.shards > 1
+    dropped = states.copy if states.drops_copy else 0
+    first, later = (states.reduced_states(is_first=each) if states.params else 0 for each in (True, False))
     return (
-        memory.states,
-        memory.kept_gradients,
-        copy if memory.shards == 1 else 0,
-        copy if memory.shards > 1 else 0,
-        memory.saved,
-        memory.reduced if memory.shards > 1 else 0,
-        memory.copy if memory.shards > 1 and memory.has_backward and not memory.keeps_copy else 0,
-        memory.reduction_bytes(is_first=False) - freed,
-        memory.reduction_bytes(is_first=True) - freed,
-        memory.backward,
-        memory.made_gradients + (0 if memory.keeps_copy or not memory.has_backward else memory.copy),
+        states.states,
+        states.kept_gradients,
+        0 if is_sharded else copy,
+        copy if is_sharded else 0,
+        states.reduced if is_sharded else 0,
+        states.copy if is_sharded and states.has_backward and not states.keeps_copy else 0,
+        states.params > 0,
+        states.frees_saved,
+        first - dropped,
+        later - dropped,
+        states.made_gradients + (0 if states.keeps_copy or not states.has_backward else states.copy),
     )
-
-
-def _divided(strategies: Sequence[Strategy], setting: Setting) -> tuple[IntTable, IntTable]:
-    """[S] twice: samples of a microbatch on a rank, and ranks over which what flows of each is divided."""
-    samples = [setting.microbatch_samples // each.sample_degree for each in strategies]
-    return np.array(samples, dtype=np.int64), np.array([each.sequence_degree for each in strategies], dtype=np.int64)
 
 
 def shared_overhead(setting: Setting) -> int:

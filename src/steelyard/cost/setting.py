@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar, cast, overload
+from typing import NamedTuple, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.plan.cost_source import CostSource, ProfileFile
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.strategy import Strategy
 from steelyard.profiles.profile import CollectiveKind, LayerProfile, Profile, Shape
 from steelyard.schedules import PipelineConfig
 from steelyard.units import Amount
@@ -130,11 +131,6 @@ class Job:
         return seconds
 
     @cached_property
-    def known_memory(self) -> dict[Hashable, object]:
-        """The memory of layers, by what it depends on beside the job."""
-        return {}
-
-    @cached_property
     def known_stages(self) -> dict[Hashable, dict[str, int]]:
         """Bytes by term of stages that were walked, by what they depend on beside the job."""
         return {}
@@ -142,7 +138,7 @@ class Job:
     def within(self, budget_bytes: int, *, margin_bytes: int = 0) -> "Job":
         """The same job with another budget, which shares what is known of its costs: none depends on the budget."""
         found = replace(self, budget_bytes=budget_bytes, margin_bytes=margin_bytes)
-        for name in ("_layers", "_made", "_collectives", "_collective_seconds", "known_memory", "known_stages"):
+        for name in ("_layers", "_made", "_collectives", "_collective_seconds", "known_stages"):
             found.__dict__[name] = getattr(self, name)
         return found
 
@@ -210,6 +206,16 @@ class Setting:
         return self.stage_size or self.job.cluster.num_devices // self.pipeline.num_stages
 
     @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step."""
+        return self.pipeline.num_microbatches
+
+    @property
+    def has_several(self) -> bool:
+        """Whether there are several microbatches."""
+        return self.pipeline.num_microbatches > 1
+
+    @property
     def is_piped(self) -> bool:
         """Whether there are several stages."""
         return self.pipeline.num_stages > 1
@@ -242,17 +248,33 @@ class Settings:
     job: Job
     devices_per_stage: int
     is_piped: bool
-    counts: NDArray[np.int64]
-    """[M] numbers of microbatches."""
+    num_microbatches: NDArray[np.int64]
+    """[M]"""
 
     @cached_property
     def microbatch_samples(self) -> NDArray[np.float64]:
         """[M] samples of a microbatch over all ranks of a stage, whole numbers."""
-        return (self.job.global_batch // self.counts).astype(np.float64)
+        return (self.job.global_batch // self.num_microbatches).astype(np.float64)
+
+    @cached_property
+    def has_several(self) -> bool:
+        """Whether each of them has several microbatches."""
+        return bool(np.all(self.num_microbatches > 1))
 
     def select(self, some: NDArray[np.bool_]) -> "Settings":
         """Some of them."""
-        return replace(self, counts=self.counts[some])
+        return replace(self, num_microbatches=self.num_microbatches[some])
 
 
 AnySetting = Setting | Settings
+
+
+class Strategies(NamedTuple):
+    """Strategies of a stage: arrays [S] for a `Strategy`'s numbers."""
+
+    sample_degree: NDArray[np.int64]
+    token_degree: NDArray[np.int64]
+    sequence_degree: NDArray[np.int64]
+
+
+AnyStrategy = Strategy | Strategies

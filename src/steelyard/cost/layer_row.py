@@ -1,0 +1,122 @@
+"""Bytes of a kind of layer under several strategies at once, as `steelyard.cost.layer_memory` has them of one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steelyard.cost.inputs import sample_bytes
+from steelyard.cost.layer_load import layer_profile, rank_samples
+from steelyard.cost.layer_memory import (
+    BesideWork,
+    LayerStates,
+    beside_work,
+    layer_states,
+    needs_more,
+    recomputed_inputs,
+    static_bytes,
+    transient_bytes,
+    work_bytes,
+    work_lines,
+    work_needed,
+)
+from steelyard.cost.setting import AnySetting, Strategies
+from steelyard.limits import MOST_BYTES
+from steelyard.model.chain import LayerKind
+from steelyard.plan.strategy import Strategy
+
+IntTable = NDArray[np.int64]
+
+
+class RowWork(NamedTuple):
+    """[S, M] what grows with the samples, as in `LayerMemory`."""
+
+    saved: IntTable
+    input: IntTable
+    reducing: IntTable
+    forward: IntTable
+    backward: IntTable
+    read: IntTable
+    """As `sample_bytes` has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerRow:
+    """A kind of layer under S strategies, one or more, each of which is legal in some setting."""
+
+    kind: LayerKind
+    chosen: Sequence[Strategy]
+    numbers: Strategies
+    """[S, 1]"""
+    states: list[LayerStates]
+    static: IntTable
+    """[S, 1] without samples."""
+    beside: BesideWork
+    """[S, 1]"""
+    lines: NDArray[np.float64]
+    """[2, 4, S, 1] as in `work_bytes`."""
+    inputs: IntTable
+    """[S, 1] as in `recomputed_inputs`."""
+
+    @classmethod
+    def of(cls, kind: LayerKind, chosen: Sequence[Strategy], setting: AnySetting) -> Self:
+        """The same for all settings of a job that have one microbatch, or all that have several."""
+        once, has_several = setting.job.once, setting.has_several
+        cells = [once(kind, (each, has_several), partial(_cell, kind, each, setting)) for each in chosen]
+        static, *beside, inputs, sample, token, sequence = np.array([each.numbers for each in cells]).T[..., None]
+        return cls(
+            kind=kind,
+            chosen=chosen,
+            numbers=Strategies(sample, token, sequence),
+            states=[each.states for each in cells],
+            static=static,
+            beside=BesideWork(*beside),
+            lines=np.array([each.lines for each in cells]).T.reshape(2, 4, -1, 1),
+            inputs=inputs,
+        )
+
+    def work(self, setting: AnySetting) -> RowWork:
+        """In one setting (M is 1) or in several."""
+        samples = np.atleast_2d(rank_samples(self.numbers, setting))
+        needed = np.zeros((4, *samples.shape))
+        for place, strategy in enumerate(self.chosen):
+            if needs_more(strategy):
+                more = work_needed(layer_profile(self.kind, strategy, setting), strategy, setting)
+                for row, num_bytes in zip(needed, more, strict=True):
+                    row[place] = num_bytes
+        saved, entered, forward, backward = work_bytes(self.lines, samples, needed)
+        read = np.broadcast_to(sample_bytes(self.kind, self.numbers, setting), samples.shape)
+        return RowWork(saved, entered, self.inputs * entered, forward, backward, read)
+
+    def table_bytes(self, setting: AnySetting) -> IntTable:
+        """[3, S, M] static, of activations and transient, as in `CostTables`."""
+        work = self.work(setting)
+        transient = transient_bytes(self.beside, work.forward, work.backward, work.input + work.reducing)
+        found: IntTable = np.minimum([self.static + work.read, work.saved, transient], MOST_BYTES)
+        return found
+
+
+class _Cell(NamedTuple):
+    """What no number of samples changes of a kind under a strategy."""
+
+    states: LayerStates
+    lines: tuple[float, ...]
+    numbers: tuple[int, ...]
+    """Static bytes, `BesideWork`, `recomputed_inputs`, and what `Strategies` has."""
+
+
+def _cell(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> _Cell:
+    once, states = setting.job.once, layer_states(kind, strategy, setting)
+    layer = layer_profile(kind, strategy, setting)
+    degrees = strategy.sample_degree, strategy.token_degree, strategy.sequence_degree
+    held = once(states, strategy.data_degree, partial(_held, kind, strategy, setting))
+    lines = once(layer, strategy.remat, partial(work_lines, layer, strategy.remat))
+    return _Cell(states, lines, (*held, recomputed_inputs(strategy), *degrees))
+
+
+def _held(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> tuple[int, ...]:
+    held = sum(static_bytes(kind, strategy, setting).values()), *beside_work(kind, strategy, setting)
+    return tuple(min(num_bytes, MOST_BYTES) for num_bytes in held)
