@@ -32,9 +32,9 @@ PIPELINE_CHANNEL_BYTES = 1024 * MIB
 
 
 class _StageCosts:
-    """Seconds of every layer kind under every strategy on stages of one size, for several numbers of microbatches [M].
+    """What every layer kind costs under every strategy on stages of one size, for several numbers of microbatches [M].
 
-    Those of a kind are made when first asked for.
+    Made when first asked for.
     """
 
     def __init__(self, settings: Settings, strategies: tuple[Strategy, ...]) -> None:
@@ -45,6 +45,22 @@ class _StageCosts:
         """[K, S, M]"""
         self._seconds: dict[int, NDArray[np.float64]] = {}
         self._bytes: dict[bool, NDArray[np.int64]] = {}
+        self.num_copies = np.array([strategy.hidden.copies for strategy in strategies], dtype=np.int64)
+        """[S] ranks with the same part of what flows between two layers."""
+
+    @cached_property
+    def most_sharded_params(self) -> NDArray[np.int64]:
+        """[S] parameters that a rank computes with of the largest block; 0 where states are not sharded."""
+        job, found = self._settings.job, np.zeros(len(self.strategies), dtype=np.int64)
+        for s, strategy in enumerate(self.strategies):
+            if strategy.state_shards > 1:
+                profiles = [
+                    job.profile.layer(kind.name, strategy.shape)
+                    for kind in job.chain.kinds
+                    if kind.role is LayerRole.BLOCK
+                ]
+                found[s] = max((held_params(layer, strategy) for layer in profiles if layer is not None), default=0)
+        return found
 
     def seconds(self, k: int) -> NDArray[np.float64]:
         """[2, S, M] of a microbatch, and once a step without those of tied matrices."""
@@ -81,7 +97,7 @@ class LayerCosts:
     """
 
     def __init__(self, setting: Setting, stage: _StageCosts) -> None:
-        self._setting, self._stage, self.strategies = setting, stage, stage.strategies
+        self._setting, self.stage, self.strategies = setting, stage, stage.strategies
         self._place = stage.counts.index(setting.pipeline.num_microbatches)
         self.legal = np.ascontiguousarray(stage.legal[:, :, self._place])
 
@@ -93,7 +109,7 @@ class LayerCosts:
     @cached_property
     def num_bytes(self) -> NDArray[np.int64]:
         """[3, K, S] static, of activations and transient."""
-        return self._stage.num_bytes(self._setting.has_several)[..., self._place]
+        return self.stage.num_bytes(self._setting.has_several)[..., self._place]
 
     def time_s(self, kinds: Sequence[int], setting: Setting, *, alike: bool = False) -> NDArray[np.float64]:
         """[len(kinds), S] in a setting: tied matrices alone depend on how far apart its stages are.
@@ -106,7 +122,7 @@ class LayerCosts:
                 for s in np.flatnonzero(self.legal[kind]).tolist():
                     seconds = tied_s(setting.job.chain.kinds[kind], self.strategies[s], setting, alike=alike)
                     tied[place, s] = setting.job.time_factor * seconds
-        microbatch_s, once_s = np.stack([self._stage.seconds(kind)[:, :, self._place] for kind in kinds], axis=1)
+        microbatch_s, once_s = np.stack([self.stage.seconds(kind)[:, :, self._place] for kind in kinds], axis=1)
         found: NDArray[np.float64] = microbatch_s + (once_s + tied) / setting.pipeline.num_microbatches
         return found
 
@@ -119,17 +135,17 @@ class KnownCosts:
 
     def __init__(self, counts: Sequence[int] = ()) -> None:
         self._counts = counts
-        self._stages: dict[tuple[int, bool], _StageCosts] = {}
+        self.stages: dict[tuple[int, bool], _StageCosts] = {}
         self._layers: dict[tuple[int, bool, int], LayerCosts] = {}
 
     def of(self, setting: Setting, strategies: tuple[Strategy, ...]) -> LayerCosts:
         """The costs of layers in a setting, those that are known or new ones."""
         size, count = (setting.devices_per_stage, setting.is_piped), setting.pipeline.num_microbatches
-        stage = self._stages.get(size)
+        stage = self.stages.get(size)
         if stage is None or stage.strategies != strategies or count not in stage.counts:
             counts = np.array(sorted({*self._counts, count}), dtype=np.int64)
             settings = Settings(job=setting.job, devices_per_stage=size[0], is_piped=size[1], num_microbatches=counts)
-            stage = self._stages[size] = _StageCosts(settings, strategies)
+            stage = self.stages[size] = _StageCosts(settings, strategies)
         found = self._layers.get((*size, count))
         if found is None or found.strategies != strategies:
             found = self._layers[*size, count] = LayerCosts(setting, stage)
@@ -147,8 +163,7 @@ def build_tables(
     """
     job, pipeline = setting.job, setting.pipeline
     costs = (known or KnownCosts()).of(setting, strategies)
-    buffer_bytes = pipeline_buffer_bytes(setting)
-    buffers = np.array([_buffer_bytes(strategy, setting, buffer_bytes) for strategy in strategies])
+    buffers = _buffer_bytes(setting, costs.stage)
     has_chunks = pipeline.num_chunks > 1
     sides = () if has_chunks or pooled else _tied_inputs(setting, strategies, costs.legal)
     static, activation, transient = costs.num_bytes
@@ -222,27 +237,20 @@ def least_times_s(strategies: Sequence[Strategy], setting: Setting) -> list[floa
     return least
 
 
-def _buffer_bytes(strategy: Strategy, setting: Setting, buffer_bytes: int) -> int:
-    """What a schedule adds to the working set of any layer.
+def _buffer_bytes(setting: Setting, stage: _StageCosts) -> NDArray[np.int64]:
+    """[S] what a schedule adds to the working set of any layer.
 
     Counted there, a stage has it once, whichever of its layers lie at a cut: what the pipeline's buffers take beyond
-    `pipeline_buffer_bytes`, given as ``buffer_bytes``, where all ranks of tp without sp have a copy.
+    `pipeline_buffer_bytes`, where all ranks of tp without sp have a copy; and the buffers of the last reductions that
+    the other chunks of a stage hold, which are cut and sharded alike. These are as large as those of the largest block;
+    with what FSDP gathers ahead of such a block for the chunk at work, whose head may be smaller, and for one that
+    waits.
     """
-    return (strategy.hidden.copies - 1) * buffer_bytes + _waiting_bytes(strategy, setting)
-
-
-def _waiting_bytes(strategy: Strategy, setting: Setting) -> int:
-    """The buffers of the last reductions that the other chunks of a stage hold, which are cut and sharded alike.
-
-    As large as those of the largest block; with what FSDP gathers ahead of such a block for the chunk at work, whose
-    head may be smaller, and for one that waits.
-    """
-    if setting.pipeline.num_chunks == 1 or strategy.state_shards == 1 or setting.job.execution.keeps_own_buffers:
-        return 0
-    blocks = [kind for kind in setting.job.chain.kinds if kind.role is LayerRole.BLOCK]
-    profiles = [setting.job.profile.layer(kind.name, strategy.shape) for kind in blocks]
-    largest = max((held_params(layer, strategy) for layer in profiles if layer is not None), default=0)
-    return ((setting.pipeline.num_chunks - 1) * MASTER_BYTES + 2 * setting.job.compute_bytes) * largest
+    copies = (stage.num_copies - 1) * pipeline_buffer_bytes(setting)
+    if setting.pipeline.num_chunks == 1 or setting.job.execution.keeps_own_buffers:
+        return copies
+    each_bytes = (setting.pipeline.num_chunks - 1) * MASTER_BYTES + 2 * setting.job.compute_bytes
+    return copies + each_bytes * stage.most_sharded_params
 
 
 def transfer_s(setting: Setting, stages_apart: int = 1) -> float:

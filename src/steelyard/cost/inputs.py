@@ -7,12 +7,12 @@
 """
 
 import math
-from typing import overload
+from typing import cast, overload
 
-from steelyard.cost.setting import AnySetting, AnyStrategy, Setting
+from steelyard.cost.setting import AnySetting, AnyStrategy, Setting, Strategies
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.strategy import Strategy
-from steelyard.units import Whole
+from steelyard.units import Amount
 
 _TOKEN_BYTES = 8
 _IMAGE_ENTRY_BYTES = 4
@@ -21,15 +21,15 @@ _IMAGE_ENTRY_BYTES = 4
 @overload
 def sample_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> int: ...
 @overload
-def sample_bytes(kind: LayerKind, strategy: AnyStrategy, setting: AnySetting) -> Whole: ...
-def sample_bytes(kind: LayerKind, strategy: AnyStrategy, setting: AnySetting) -> Whole:
+def sample_bytes(kind: LayerKind, strategy: Strategies, setting: AnySetting) -> Amount: ...
+def sample_bytes(kind: LayerKind, strategy: AnyStrategy, setting: AnySetting) -> Amount:
     """What a rank reads for a layer of this kind in one step: ids, images or labels of all its microbatches.
 
     Token ids come with one more than the sequence has: inputs and labels are the same tensor, one place apart.
     """
     if kind.role is LayerRole.BLOCK:
         return 0
-    samples = setting.num_microbatches * (setting.microbatch_samples // strategy.sample_degree)
+    samples = cast(Amount, setting.num_microbatches * (setting.microbatch_samples // strategy.sample_degree))
     chain = setting.job.chain
     image, own = chain.layout.image, chain.layout.sample_bytes
     if own is not None:

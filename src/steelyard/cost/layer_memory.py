@@ -238,8 +238,9 @@ def work_bytes(
     lines: NDArray[np.float64], samples: Amount, needed: NDArray[np.float64] | tuple[Amount, ...]
 ) -> NDArray[np.int64]:
     """[4, …] these bytes for a microbatch, for ``lines`` of `work_lines` [2, 4, …] and ``needed`` [4, …]."""
-    found = lines[0] + lines[1] * samples + needed
-    return np.clip(found, -_BEYOND_BYTES, _BEYOND_BYTES).astype(np.int64)
+    found = np.clip(lines[0] + lines[1] * samples + needed, -_BEYOND_BYTES, _BEYOND_BYTES)
+    whole: NDArray[np.int64] = found.astype(np.int64)
+    return whole
 
 
 def recomputed_inputs(strategy: Strategy) -> int:

@@ -45,57 +45,59 @@ class RowWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerRow:
-    """A kind of layer under S strategies, one or more, each of which is legal in some setting."""
+    """A kind of layer under S strategies, one or more, each legal in some setting; arrays are [S, 1]."""
 
     kind: LayerKind
     chosen: Sequence[Strategy]
     numbers: Strategies
-    """[S, 1]"""
     states: list[LayerStates]
     static: IntTable
-    """[S, 1] without samples."""
+    """Without samples."""
     beside: BesideWork
-    """[S, 1]"""
     lines: NDArray[np.float64]
     """[2, 4, S, 1] as in `work_bytes`."""
     inputs: IntTable
-    """[S, 1] as in `recomputed_inputs`."""
+    """As in `recomputed_inputs`."""
+    needy: list[int]
+    """Places of those whose kinds need more than was traced (`needs_more`)."""
 
     @classmethod
     def of(cls, kind: LayerKind, chosen: Sequence[Strategy], setting: AnySetting) -> Self:
         """The same for all settings of a job that have one microbatch, or all that have several."""
         once, has_several = setting.job.once, setting.has_several
         cells = [once(kind, (each, has_several), partial(_cell, kind, each, setting)) for each in chosen]
-        static, *beside, inputs, sample, token, sequence = np.array([each.numbers for each in cells]).T[..., None]
+        numbers = np.array([each.numbers for each in cells]).T[..., None]
+        static, forward, backward, reduction, inputs, needs, *degrees = numbers
         return cls(
             kind=kind,
             chosen=chosen,
-            numbers=Strategies(sample, token, sequence),
+            numbers=Strategies(*degrees),
             states=[each.states for each in cells],
             static=static,
-            beside=BesideWork(*beside),
+            beside=BesideWork(forward, backward, reduction),
             lines=np.array([each.lines for each in cells]).T.reshape(2, 4, -1, 1),
             inputs=inputs,
+            needy=np.flatnonzero(needs).tolist(),
         )
 
     def work(self, setting: AnySetting) -> RowWork:
         """In one setting (M is 1) or in several."""
         samples = np.atleast_2d(rank_samples(self.numbers, setting))
         needed = np.zeros((4, *samples.shape))
-        for place, strategy in enumerate(self.chosen):
-            if needs_more(strategy):
-                more = work_needed(layer_profile(self.kind, strategy, setting), strategy, setting)
-                for row, num_bytes in zip(needed, more, strict=True):
-                    row[place] = num_bytes
+        for place in self.needy:
+            strategy = self.chosen[place]
+            more = work_needed(layer_profile(self.kind, strategy, setting), strategy, setting)
+            for row, num_bytes in zip(needed, more, strict=True):
+                row[place] = num_bytes
         saved, entered, forward, backward = work_bytes(self.lines, samples, needed)
-        read = np.broadcast_to(sample_bytes(self.kind, self.numbers, setting), samples.shape)
+        read = np.broadcast_to(sample_bytes(self.kind, self.numbers, setting), samples.shape).astype(np.int64)
         return RowWork(saved, entered, self.inputs * entered, forward, backward, read)
 
     def table_bytes(self, setting: AnySetting) -> IntTable:
         """[3, S, M] static, of activations and transient, as in `CostTables`."""
         work = self.work(setting)
         transient = transient_bytes(self.beside, work.forward, work.backward, work.input + work.reducing)
-        found: IntTable = np.minimum([self.static + work.read, work.saved, transient], MOST_BYTES)
+        found: IntTable = np.minimum([self.static + work.read, work.saved, np.asarray(transient)], MOST_BYTES)
         return found
 
 
@@ -105,7 +107,7 @@ class _Cell(NamedTuple):
     states: LayerStates
     lines: tuple[float, ...]
     numbers: tuple[int, ...]
-    """Static bytes, `BesideWork`, `recomputed_inputs`, and what `Strategies` has."""
+    """Static bytes, `BesideWork`, `recomputed_inputs`, `needs_more`, and what `Strategies` has."""
 
 
 def _cell(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> _Cell:
@@ -114,9 +116,9 @@ def _cell(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> _Cell:
     degrees = strategy.sample_degree, strategy.token_degree, strategy.sequence_degree
     held = once(states, strategy.data_degree, partial(_held, kind, strategy, setting))
     lines = once(layer, strategy.remat, partial(work_lines, layer, strategy.remat))
-    return _Cell(states, lines, (*held, recomputed_inputs(strategy), *degrees))
+    return _Cell(states, lines, (*held, recomputed_inputs(strategy), needs_more(strategy), *degrees))
 
 
 def _held(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> tuple[int, ...]:
     held = sum(static_bytes(kind, strategy, setting).values()), *beside_work(kind, strategy, setting)
-    return tuple(min(num_bytes, MOST_BYTES) for num_bytes in held)
+    return tuple(min(int(num_bytes), MOST_BYTES) for num_bytes in held)
