@@ -120,10 +120,11 @@ def layer_seconds(kind: LayerKind, strategy: Strategy, setting: AnySetting, know
     if layer.gathered_entries:
         backward["pairs"] = pairs_s(layer, strategy, setting)[1]
     once = _once_time(layer, sent, setting, forward, backward)
-    factor = setting.job.time_factor
-    return LayerSeconds(
-        *({name: factor * seconds for name, seconds in terms.items()} for terms in (forward, backward, once))
-    )
+    return LayerSeconds(*(_scaled(terms, setting.job.time_factor) for terms in (forward, backward, once)))
+
+
+def _scaled(terms: Terms, factor: float) -> Terms:
+    return terms if factor == 1 else {name: factor * seconds for name, seconds in terms.items()}
 
 
 def _in_numbers(terms: Terms) -> dict[str, float]:
@@ -169,7 +170,7 @@ def _passes(
 ) -> Passes:
     """``busiest`` is the layer on the rank that computes most, whom the others await."""
     job = setting.job
-    compute = job.once(layer, ("compute", hashable(samples)), lambda: compute_time(layer, samples, job))
+    compute = _computed(layer, samples, job)
     sent = _Sent(layer, strategy, setting)
     forward: Terms = {"compute": compute.forward_s}
     backward: Terms = {"compute": compute.backward_s}
@@ -186,6 +187,10 @@ def _passes(
     if layer.gathered_entries:
         forward["pairs"] = pairs_s(layer, strategy, setting)[0]
     return Passes(forward, backward, sent)
+
+
+def _computed(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime:
+    return job.once(layer, ("compute", hashable(samples)), lambda: compute_time(layer, samples, job))
 
 
 def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", setting: AnySetting) -> None:
@@ -211,7 +216,7 @@ def _imbalance_s(
             for name in ("forward", "backward")
         )
         return forward * compute.forward_s, backward * compute.backward_s
-    most = compute_time(busiest, samples, job)
+    most = _computed(busiest, samples, job)
     return most.forward_s - compute.forward_s, most.backward_s - compute.backward_s
 
 
@@ -370,6 +375,7 @@ def _once_time(
     """
     job, execution, strategy = setting.job, setting.job.execution, sent.strategy
     terms: Terms = {"optimizer": optimizer_s(_stepped(layer.trained, strategy, execution), job)}
+    forward_s, backward_s = sum(forward.values()), sum(backward.values())
     for kind in strategy.kinds:
         reduce_s: Amount = 0.0
         gather_s: Amount = 0.0
@@ -386,10 +392,11 @@ def _once_time(
                 gather_s += pieces * job.collective_s("all_gather", new_bytes / pieces, owners)
                 reduce_s += pieces * job.collective_s(reduction, each.tensor_bytes / pieces, group)
         if sent.once(kind):
-            terms[kind.name] = _beside(sum(backward.values()), reduce_s, setting)
-            terms[kind.name] += _beside(sum(forward.values()), gather_s, setting)
+            terms[kind.name] = _beside(backward_s, reduce_s, setting)
+            if np.any(gather_s):
+                terms[kind.name] += _beside(forward_s, gather_s, setting)
         if sent.last_s(kind):
-            gather_s, others_s = sent.beside_s(kind, "backward"), sum(backward.values()) - backward.get(kind.name, 0.0)
+            gather_s, others_s = sent.beside_s(kind, "backward"), backward_s - backward.get(kind.name, 0.0)
             hidden_s = _beside(others_s, gather_s, setting)
             terms[kind.name] = _beside(others_s, gather_s + sent.last_s(kind), setting) - hidden_s
     return terms

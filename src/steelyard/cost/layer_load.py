@@ -130,12 +130,11 @@ def sharded_params(layer: LayerProfile, strategy: Strategy) -> int:
 def layer_load(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> Load:
     """What the collectives of a layer carry."""
     job, samples = setting.job, rank_samples(strategy, setting)
-    whole = setting.microbatch_samples // strategy.sample_degree
     held, experts = _held_apart(layer, strategy)
     trained, trained_experts = _held_apart(layer.trained, strategy) if layer.frozen_params else (held, experts)
     reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.execution.reduce_bytes
-    traced, exchanged = job.once(
-        layer, (strategy.remat, hashable(samples)), lambda: _calls(layer, strategy.remat, samples, job.imbalance)
+    traced, exchanged, key_value_bytes, attention_bytes = job.once(
+        layer, (strategy.remat, strategy.token_degree, hashable(samples)), lambda: _carried(layer, strategy, setting)
     )
     return Load(
         strategy=strategy,
@@ -147,8 +146,8 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> 
         exchanged=exchanged,
         part_sent=_part_sent(strategy, setting),
         exchanging=("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ())),
-        key_value_bytes=layer.key_value_bytes.at(whole),
-        attention_bytes=layer.attention_bytes.at(samples),
+        key_value_bytes=key_value_bytes,
+        attention_bytes=attention_bytes,
     )
 
 
@@ -167,8 +166,11 @@ def _held_apart(layer: LayerProfile, strategy: Strategy) -> tuple[int, int]:
     return held, 0 if strategy.expert_degree == 1 else held - (layer.num_params - layer.expert_params)
 
 
-def _calls(layer: LayerProfile, remat: Remat, samples: Amount, imbalance: float) -> tuple[Calls, Calls]:
-    """The collectives in the trace of a layer by phase, those that exchange tokens of experts apart."""
+def _carried(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> tuple[Calls, Calls, Amount, Amount]:
+    """The collectives in the trace of a layer by phase, those that exchange tokens of experts apart; bytes of keys and
+    values, and of attention.
+    """
+    remat, samples, imbalance = strategy.remat, rank_samples(strategy, setting), setting.job.imbalance
     collectives: dict[Phase, tuple[CollectiveCount, ...]] = {
         "forward": layer.forward_collectives,
         "backward": layer.backward_collectives,
@@ -181,7 +183,8 @@ def _calls(layer: LayerProfile, remat: Remat, samples: Amount, imbalance: float)
         sent = [(each.kind, each.count, each.tensor_bytes.at(samples)) for each in found]
         traced[phase] = tuple(call for call in sent if call[0] != "all_to_all")
         exchanged[phase] = tuple((name, count, imbalance * size) for name, count, size in sent if name == "all_to_all")
-    return traced, exchanged
+    whole = setting.microbatch_samples // strategy.sample_degree
+    return traced, exchanged, layer.key_value_bytes.at(whole), layer.attention_bytes.at(samples)
 
 
 @lru_cache(maxsize=65536)

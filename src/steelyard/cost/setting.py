@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.amounts import at_each
+from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.communication import Group, collective
 from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
 from steelyard.cost.execution import OURS, Execution
@@ -108,7 +108,7 @@ class Job:
         return {}
 
     @cached_property
-    def _collective_seconds(self) -> dict[tuple[CollectiveKind, float, Group], float]:
+    def _collective_seconds(self) -> dict[tuple[CollectiveKind, Hashable, Group], Amount]:
         return {}
 
     @overload
@@ -117,18 +117,20 @@ class Job:
     def collective_s(self, kind: CollectiveKind, tensor_bytes: Amount, group: Group) -> Amount: ...
     def collective_s(self, kind: CollectiveKind, tensor_bytes: Amount, group: Group) -> Amount:
         """Seconds of one collective on the cluster; 0 for a group of one rank. Raises as `collective`."""
-        if isinstance(tensor_bytes, np.ndarray):
-            return at_each(tensor_bytes, lambda each: self.collective_s(kind, each, group))
-        if group.size == 1 or tensor_bytes == 0:
+        if group.size == 1:
             return 0.0
-        seconds = self._collective_seconds.get((kind, tensor_bytes, group))
+        key = kind, hashable(tensor_bytes), group
+        seconds = self._collective_seconds.get(key)
         if seconds is None:
-            known = self._collectives.get((kind, group))
-            if known is None:
-                known = collective(kind, group, self.cluster, self.profile, self.efficiency.links)
-                self._collectives[kind, group] = known
-            seconds = self._collective_seconds[kind, tensor_bytes, group] = known(tensor_bytes)
+            seconds = self._collective_seconds[key] = at_each(tensor_bytes, self._collective(kind, group))
         return seconds
+
+    def _collective(self, kind: CollectiveKind, group: Group) -> Callable[[float], float]:
+        known = self._collectives.get((kind, group))
+        if known is None:
+            known = collective(kind, group, self.cluster, self.profile, self.efficiency.links)
+            self._collectives[kind, group] = known
+        return lambda tensor_bytes: known(tensor_bytes) if tensor_bytes else 0.0
 
     @cached_property
     def known_stages(self) -> dict[Hashable, dict[str, int]]:

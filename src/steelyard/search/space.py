@@ -70,7 +70,7 @@ def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) 
         for levels in _levels_in(num_devices, options.kinds, options.devices_per_node)
         if not any(_refusals_of_levels(levels, options))
         for strategy in _leaves(levels, options)
-        if refusal(strategy, options) is None
+        if not any(_refusals_of_leaf(strategy, options))
     )
 
 
@@ -171,6 +171,11 @@ def _refusals(strategy: Strategy, options: SpaceOptions) -> Iterator[str | None]
         yield f"remat={strategy.remat} is left out of the search"
     yield mixing(strategy.levels, options)
     yield _reach(strategy.levels, options)
+    yield from _refusals_of_leaf(strategy, options)
+
+
+def _refusals_of_leaf(strategy: Strategy, options: SpaceOptions) -> Iterator[str | None]:
+    """Those that the levels and options from which leaves are made leave open."""
     if options.aligned_only and not strategy.is_aligned:
         yield f"the levels of {strategy.parallel} are not runs of the stage mesh"
     if options.insists is None or not options.insists(strategy):
