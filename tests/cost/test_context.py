@@ -66,7 +66,7 @@ def said(method: str, degree: int, remat: Remat, kv_heads: int, *phases: str) ->
     count, num_bytes = Counter[str](), Counter[str]()
     for each in CP.traffic(load):
         if each.phase in phases:
-            count[each.collective] += each.count
+            count[each.collective] += each.num_calls
             num_bytes[each.collective] += each.tensor_bytes
     return {kind: (count[kind], num_bytes[kind]) for kind in count}
 

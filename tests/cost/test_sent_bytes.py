@@ -74,7 +74,7 @@ def predicted(text: str, setting: Setting) -> Sent:
             for each in kind.traffic(load):
                 ranks = traffic_group(each.over, kind, strategy, setting.devices_per_stage).size
                 times = 1 if each.phase == "step" else setting.pipeline.num_microbatches
-                found[each.collective, int(each.tensor_bytes / each.count), ranks] += each.count * times
+                found[each.collective, int(each.tensor_bytes / each.num_calls), ranks] += each.num_calls * times
     return found
 
 

@@ -15,3 +15,8 @@ def at_each(amount: Amount, of: Callable[[float], float]) -> Amount:
 def hashable(amount: Amount) -> Hashable:
     """The same for equal numbers."""
     return amount.tobytes() if isinstance(amount, np.ndarray) else amount
+
+
+def is_positive(amount: Amount) -> bool:
+    """Whether the number is above 0, or one of them."""
+    return bool(amount.max() > 0) if isinstance(amount, np.ndarray) else amount > 0

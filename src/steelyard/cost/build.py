@@ -40,8 +40,7 @@ class _StageCosts:
     def __init__(self, settings: Settings, strategies: tuple[Strategy, ...]) -> None:
         self._settings, self.strategies = settings, strategies
         self._kinds, self.counts = settings.job.chain.kinds, settings.num_microbatches.tolist()
-        legal = [[legal_counts(kind, strategy, settings) for strategy in strategies] for kind in self._kinds]
-        self.legal = np.array(legal, dtype=bool).reshape(len(self._kinds), len(strategies), len(self.counts))
+        self.legal = np.array([legal_counts(kind, strategies, settings) for kind in self._kinds])
         """[K, S, M]"""
         self._seconds: dict[int, NDArray[np.float64]] = {}
         self._bytes: dict[bool, NDArray[np.int64]] = {}
@@ -302,7 +301,8 @@ def shared_input_bytes(setting: Setting) -> int:
     """Positions, rotary embeddings and masks of all microbatches in flight on the first stage."""
     if setting.job.execution.keeps_own_buffers:
         return 0
-    each = side_bytes(set(setting.job.chain.kinds), setting)
+    job, key = setting.job, ("side", setting.microbatch_samples)
+    each = job.once(job.chain, key, lambda: side_bytes(set(job.chain.kinds), setting))
     return setting.pipeline.passes(0).peak_bytes([each] * setting.pipeline.num_chunks)
 
 

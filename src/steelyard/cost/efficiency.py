@@ -7,9 +7,9 @@ The numbers stand in ``efficiency.yaml`` beside this file, with what they were f
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from steelyard.cost.amounts import is_positive
 from steelyard.errors import InvalidProfileError
 from steelyard.files import read_packaged_yaml
 from steelyard.plan.cost_source import CatalogueRates
@@ -57,7 +57,7 @@ class AttentionShape(BaseModel):
         What was counted without its shapes is taken as it is.
         """
         counted = sum(call.flop(samples) for call in work.attention)
-        if not np.any(counted):
+        if not is_positive(counted):
             return work.attention_flop.at(samples)
         slower = sum(call.flop(samples) * self._slower(call, samples) for call in work.attention)
         reference = (1 + self.head_dim / REFERENCE_HEAD_DIM) * (1 + self.keys / REFERENCE_KEYS)

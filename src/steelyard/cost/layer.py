@@ -20,13 +20,13 @@ Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from steelyard.cost.amounts import at_each, hashable
+from steelyard.cost.amounts import at_each, hashable, is_positive
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
 from steelyard.cost.execution import Execution
@@ -244,8 +244,14 @@ class _SentByKind:
 
     def copy(self) -> "_SentByKind":
         """The same, to which more is added."""
-        own = {name: getattr(self, name).copy() for name in ("in_line_s", "beside_s", "num_calls")}
-        return replace(self, **own)
+        return _SentByKind(
+            waits=self.waits,
+            in_line_s=self.in_line_s.copy(),
+            beside_s=self.beside_s.copy(),
+            num_calls=self.num_calls.copy(),
+            last_s=self.last_s,
+            once=self.once,
+        )
 
 
 class _Sent:
@@ -318,15 +324,15 @@ def _sent_by(
             found.once.append(each)
             continue
         group = traffic_group(each.over, kind, strategy, setting.devices_per_stage)
-        call_s = job.collective_s(each.collective, each.tensor_bytes / each.count, group)
-        seconds = each.count * call_s + each.num_waits * wait_s(job)
+        call_s = job.collective_s(each.collective, each.tensor_bytes / each.num_calls, group)
+        seconds = each.num_calls * call_s + each.num_waits * wait_s(job)
         if waits_for_last and each.collective == "reduce_scatter":
             found.last_s = found.last_s + seconds
             continue
         into = found.beside_s if each.beside_compute else found.in_line_s
         into[each.phase] = into.get(each.phase, 0.0) + seconds
         if not each.beside_compute:
-            found.num_calls[each.phase] = found.num_calls.get(each.phase, 0) + each.count
+            found.num_calls[each.phase] = found.num_calls.get(each.phase, 0) + each.num_calls
     return found
 
 
@@ -358,7 +364,7 @@ def num_calls(collectives: tuple[CollectiveCount, ...]) -> int:
 def _add_host(terms: Terms, launch_s: float) -> None:
     """Adds what the device waits for the host where launching takes longer than what is launched."""
     waits_s = launch_s - sum(terms.values())
-    if np.any(waits_s > 0):
+    if is_positive(waits_s):
         terms["host"] = np.maximum(waits_s, 0.0)
 
 
@@ -383,7 +389,9 @@ def _once_time(
             group = traffic_group(each.over, kind, strategy, setting.devices_per_stage)
             shards = execution.optimizer_shards(group.size) if group.size > 1 else 1
             if shards == 1:
-                reduce_s += each.count * job.collective_s(each.collective, each.tensor_bytes / each.count, group)
+                reduce_s += each.num_calls * job.collective_s(
+                    each.collective, each.tensor_bytes / each.num_calls, group
+                )
             else:
                 owners = group._replace(size=min(shards, group.size))
                 reduction: CollectiveKind = "reduce_scatter" if owners.size == group.size else "all_reduce"
@@ -393,7 +401,7 @@ def _once_time(
                 reduce_s += pieces * job.collective_s(reduction, each.tensor_bytes / pieces, group)
         if sent.once(kind):
             terms[kind.name] = _beside(backward_s, reduce_s, setting)
-            if np.any(gather_s):
+            if is_positive(gather_s):
                 terms[kind.name] += _beside(forward_s, gather_s, setting)
         if sent.last_s(kind):
             gather_s, others_s = sent.beside_s(kind, "backward"), backward_s - backward.get(kind.name, 0.0)

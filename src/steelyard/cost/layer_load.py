@@ -1,5 +1,6 @@
 """What a rank computes, holds and exchanges of a layer under a strategy: what its time and its memory are made of."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import overload
@@ -70,19 +71,22 @@ def refusal(kind: LayerKind, strategy: Strategy, setting: Setting) -> str | None
     return illegal_reason(kind, strategy, setting.batch) or unmeasured_reason(kind, strategy, setting)
 
 
-def legal_counts(kind: LayerKind, strategy: Strategy, settings: Settings) -> NDArray[np.bool_]:
-    """[M] in which of these settings nothing refuses the strategy (`refusal`).
+def legal_counts(kind: LayerKind, strategies: Sequence[Strategy], settings: Settings) -> NDArray[np.bool_]:
+    """[S, M] in which of these settings nothing refuses a strategy (`refusal`).
 
     The samples of a microbatch must divide, and no other rule asks for them.
     """
-    divides: NDArray[np.bool_] = settings.microbatch_samples % strategy.sample_degree == 0
-    one_each = Batch(microbatch_samples=strategy.sample_degree, seq_len=settings.job.seq_len)
-    if illegal_reason(kind, strategy, one_each) is not None:
-        return np.zeros_like(divides)
-    layer = settings.job.layer(kind.name, strategy.shape)
-    if layer is None or not layer.times:
-        return divides
-    return divides & (at_each(rank_samples(strategy, settings), layer.reaches) > 0)
+    degrees = np.array([strategy.sample_degree for strategy in strategies], dtype=np.int64)
+    legal: NDArray[np.bool_] = settings.microbatch_samples % degrees[:, None] == 0
+    for s, strategy in enumerate(strategies):
+        one_each = Batch(microbatch_samples=strategy.sample_degree, seq_len=settings.job.seq_len)
+        if illegal_reason(kind, strategy, one_each) is not None:
+            legal[s] = False
+            continue
+        layer = settings.job.layer(kind.name, strategy.shape)
+        if layer is not None and layer.times:
+            legal[s] &= at_each(rank_samples(strategy, settings), layer.reaches) > 0
+    return legal
 
 
 def unmeasured_reason(kind: LayerKind, strategy: Strategy, setting: Setting) -> str | None:

@@ -122,7 +122,7 @@ def test_a_kind_says_why_it_cannot_divide_a_layer(kind: Kind, text: str) -> None
 @pytest.mark.parametrize("remat", Remat)
 def test_what_a_kind_sends_has_a_size_and_a_number_of_calls(kind: Kind, text: str, remat: Remat) -> None:
     found = list(kind.traffic(load(parse_strategy(f"{text} remat={remat}"))))
-    assert all(math.isfinite(each.tensor_bytes) and each.tensor_bytes > 0 and each.count >= 1 for each in found)
+    assert all(math.isfinite(each.tensor_bytes) and each.tensor_bytes > 0 and each.num_calls >= 1 for each in found)
 
 
 @uses

@@ -108,7 +108,7 @@ def _traffic(load: Load) -> Iterator[Traffic]:
         yield from summed_once(load)
     if load.strategy.variant("cp_method") == "ulysses":
         for phase in load.exchanging:
-            yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=load.attention_bytes, count=2)
+            yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=load.attention_bytes, num_calls=2)
         return
     for phase in load.exchanging:
         yield Traffic(phase=phase, collective="all_gather", tensor_bytes=load.key_value_bytes)

@@ -103,7 +103,7 @@ def _traffic(load: Load) -> Iterator[Traffic]:
                 phase=phase,
                 collective=collective,
                 tensor_bytes=load.part_sent * num_bytes,
-                count=count,
+                num_calls=count,
                 over="experts",
                 num_waits=0 if phase == "backward" else 1,
             )

@@ -79,18 +79,17 @@ and those that share or repeat the states of a rank's experts."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Collectives that a kind asks for in one phase, all alike.
 
     ``tensor_bytes`` is the size of the whole tensor that is gathered or reduced (of an all-to-all, of one rank's part),
-    summed over the ``count`` calls. ``over`` says which ranks take part.
+    summed over the ``num_calls`` calls. ``over`` says which ranks take part.
     """
 
     phase: Phase
     collective: Collective
     tensor_bytes: Amount
-    count: int = 1
+    num_calls: int = 1
     over: Over = "level"
     beside_compute: bool = False
     """Whether it can run while the layer computes."""

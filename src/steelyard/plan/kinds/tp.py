@@ -38,7 +38,7 @@ def _illegal(kind: LayerKind, strategy: "Strategy", batch: Batch) -> str | None:
 def _traffic(load: Load) -> Iterator[Traffic]:
     for phase, collectives in load.traced.items():
         for collective, count, num_bytes in collectives:
-            yield Traffic(phase=phase, collective=collective, tensor_bytes=num_bytes, count=count)
+            yield Traffic(phase=phase, collective=collective, tensor_bytes=num_bytes, num_calls=count)
 
 
 def _shape(strategy: "Strategy") -> Mapping[str, int]:
