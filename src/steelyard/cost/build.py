@@ -16,7 +16,7 @@ from steelyard.cost.layer_load import held_params, legal_counts, rank_samples, u
 from steelyard.cost.layer_memory import pipeline_buffer_bytes
 from steelyard.cost.layer_row import LayerRow
 from steelyard.cost.setting import MASTER_BYTES, Job, Setting, Settings
-from steelyard.cost.switching import switch_table
+from steelyard.cost.switching import Switches
 from steelyard.cost.tables import CostTables, SideInput
 from steelyard.hardware import Link
 from steelyard.limits import MOST_BYTES
@@ -46,6 +46,11 @@ class _StageCosts:
         self._bytes: dict[bool, NDArray[np.int64]] = {}
         self.num_copies = np.array([strategy.hidden.copies for strategy in strategies], dtype=np.int64)
         """[S] ranks with the same part of what flows between two layers."""
+
+    @cached_property
+    def switches(self) -> Switches:
+        """Seconds of redistributions."""
+        return Switches(self.strategies, self._settings)
 
     @cached_property
     def most_sharded_params(self) -> NDArray[np.int64]:
@@ -103,7 +108,7 @@ class LayerCosts:
     @cached_property
     def switch_s(self) -> NDArray[np.float64]:
         """[K, S, S]"""
-        return switch_table(self.strategies, self._setting)
+        return self.stage.switches.table(self._place)
 
     @cached_property
     def num_bytes(self) -> NDArray[np.int64]:

@@ -20,18 +20,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.communication import Group
-from steelyard.cost.setting import Setting
+from steelyard.cost.setting import AnySetting, Job, Setting
 from steelyard.model.chain import ModelChain
 from steelyard.plan.kinds.kind import Placed
 from steelyard.plan.strategy import Strategy, mesh_axes
 from steelyard.profiles.profile import CollectiveKind
+from steelyard.units import Amount
 
 Placement = str
 """A letter of `steelyard.plan.kinds.kind.Placed` for each axis of the stage mesh."""
 Step = tuple[CollectiveKind, int, float]
 """A collective, its axis of the stage mesh, and the tensor's bytes as a fraction of all of it."""
 _Flow = tuple[tuple[int, bool], ...]
-"""Entries or bytes of tensors, and whether the gradient of each is needed."""
+"""Entries of tensors for one sample, and whether the gradient of each is needed."""
 _HEAD_TAIL = Placed.HEAD_TAIL.value
 _OF_SEQUENCE = {Placed.HEAD_TAIL.value, Placed.SEQUENCE.value}
 
@@ -42,18 +43,30 @@ def switch_table(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[
     There, and the gradient back where it is needed. Every tensor that flows into the layer is redistributed once and by
     itself: what it reads, and what it hands on to layers behind it.
     """
-    layouts = [strategy.hidden for strategy in strategies]
-    distinct = list(dict.fromkeys(layouts))
-    index = np.array([distinct.index(layout) for layout in layouts])
-    sizes = mesh_axes(setting.devices_per_stage)
-    placements = [layout.placements(sizes) for layout in distinct]
-    flows = _entering_bytes(setting)
-    costs = np.stack([_between(placements, sizes, each, setting) for each in dict.fromkeys(flows)])
-    tables = costs[:, index[:, None], index]
-    if len(tables) == 1:
-        return np.broadcast_to(tables[0], (len(flows), *tables[0].shape))
-    found: NDArray[np.float64] = tables[[list(dict.fromkeys(flows)).index(each) for each in flows]]
-    return found
+    return Switches(strategies, setting).table()
+
+
+class Switches:
+    """The seconds of `switch_table` in one setting, or in several settings of a stage size at once."""
+
+    def __init__(self, strategies: tuple[Strategy, ...], setting: AnySetting) -> None:
+        layouts = [strategy.hidden for strategy in strategies]
+        distinct = list(dict.fromkeys(layouts))
+        self._index = np.array([distinct.index(layout) for layout in layouts])
+        sizes = mesh_axes(setting.devices_per_stage)
+        placements = [layout.placements(sizes) for layout in distinct]
+        self._flows = _entering(setting.job)
+        self._costs = [_between(placements, sizes, each, setting) for each in dict.fromkeys(self._flows)]
+        """[D, D, M] of each flow"""
+
+    def table(self, place: int = 0) -> NDArray[np.float64]:
+        """[K, S, S] in the setting at this place."""
+        tables = np.stack([costs[:, :, place] for costs in self._costs])[:, self._index[:, None], self._index]
+        if len(tables) == 1:
+            return np.broadcast_to(tables[0], (len(self._flows), *tables[0].shape))
+        distinct = list(dict.fromkeys(self._flows))
+        found: NDArray[np.float64] = tables[[distinct.index(each) for each in self._flows]]
+        return found
 
 
 def border_table(
@@ -83,20 +96,16 @@ def _gather_seconds(
     @cache
     def seconds(placements: Placement, flow: _Flow) -> float:
         steps = moves(placements.replace(whole, even), placements, sizes)
-        sent = [num_bytes for num_bytes, is_needed in flow if is_needed or not gradients]
-        each = (_step_seconds(sizes, num_bytes, setting)(step) for num_bytes in sent for step in steps)
-        return setting.job.time_factor * sum(each, start=0.0)
+        sent = [entries for entries, is_needed in flow if is_needed or not gradients]
+        each = (_step_seconds(sizes, entries, setting)(step) for entries in sent for step in steps)
+        return float(setting.job.time_factor * sum(each, start=0.0))
 
     placed = [strategy.hidden.placements(sizes) for strategy in strategies]
-    return np.array([[seconds(each, flow) for each in placed] for flow in _entering_bytes(setting)])
+    return np.array([[seconds(each, flow) for each in placed] for flow in _entering(setting.job)])
 
 
-def _entering_bytes(setting: Setting) -> tuple[_Flow, ...]:
-    """For each kind the bytes of every tensor that flows into its layers, for a microbatch over all ranks."""
-    job = setting.job
-    entries = job.once(job.chain, "entering", lambda: _entering_entries(job.chain, job.seq_len))
-    each_bytes = setting.microbatch_samples * job.compute_bytes
-    return tuple(tuple((each_bytes * count, is_needed) for count, is_needed in flow) for flow in entries)
+def _entering(job: Job) -> tuple[_Flow, ...]:
+    return job.once(job.chain, "entering", lambda: _entering_entries(job.chain, job.seq_len))
 
 
 def _entering_entries(chain: ModelChain, seq_len: int) -> tuple[_Flow, ...]:
@@ -120,12 +129,12 @@ def _between(
     placements: list[Placement],
     sizes: tuple[int, ...],
     flow: _Flow,
-    setting: Setting,
+    setting: AnySetting,
 ) -> NDArray[np.float64]:
-    """[D, D] seconds from each placement to each other, there and back, for tensors of these bytes."""
-    costs = np.zeros((len(placements),) * 2)
-    for num_bytes, is_needed in flow:
-        step_s = _step_seconds(sizes, num_bytes, setting)
+    """[D, D, M] seconds from each placement to each other, there and back, for tensors of a flow."""
+    costs = np.zeros((len(placements), len(placements), np.size(setting.num_microbatches)))
+    for entries, is_needed in flow:
+        step_s = _step_seconds(sizes, entries, setting)
         for row, before in enumerate(placements):
             for column, after in enumerate(placements):
                 steps = (*moves(before, after, sizes), *(moves(after, before, sizes) if is_needed else ()))
@@ -133,12 +142,13 @@ def _between(
     return costs
 
 
-def _step_seconds(sizes: tuple[int, ...], whole_bytes: int, setting: Setting) -> Callable[[Step], float]:
-    """Seconds of a step of a redistribution on the stage mesh, of a tensor of so many bytes over all ranks."""
+def _step_seconds(sizes: tuple[int, ...], entries: int, setting: AnySetting) -> Callable[[Step], Amount]:
+    """Seconds of a step of a redistribution on the stage mesh, of a tensor of so many entries of each sample."""
+    whole_bytes = setting.microbatch_samples * setting.job.compute_bytes * entries
     has_all_to_all = setting.job.cluster.device.backend.has_all_to_all
 
     @cache
-    def seconds(step: Step) -> float:
+    def seconds(step: Step) -> Amount:
         kind, axis, fraction = step
         group = Group(size=sizes[axis], stride=prod(sizes[axis + 1 :]), span=setting.devices_per_stage)
         if kind == "all_to_all" and not has_all_to_all:

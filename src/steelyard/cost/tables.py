@@ -129,7 +129,7 @@ class CostTables:
             if table.shape != shape:
                 raise InvalidProblemError(field=name, found=f"shape {table.shape}", expected=f"shape {shape}")
             once = table if table.strides[0] else table[:1]
-            if not np.all(np.isfinite(once)) or np.any(once < 0):
+            if not (once.min(initial=0) >= 0 and once.max(initial=0) < np.inf):
                 raise InvalidProblemError(
                     field=name, found="a negative or non-finite entry", expected="finite numbers of zero or more"
                 )
