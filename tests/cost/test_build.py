@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from steelyard.cost.build import KnownCosts
+from steelyard.cost.execution import MEGATRON_CORE
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_load import refusal
 from steelyard.cost.setting import Job
@@ -27,7 +28,11 @@ def mixtral() -> Job:
     )
 
 
-@pytest.mark.parametrize("of", [job, measured_job, mixtral])
+def job_of_a_framework() -> Job:
+    return Job(**{**vars(job()), "execution": MEGATRON_CORE})
+
+
+@pytest.mark.parametrize("of", [job, measured_job, mixtral, job_of_a_framework])
 def test_settings_priced_together_cost_what_each_does_alone(of) -> None:
     own, known = of(), KnownCosts(COUNTS)
     for count in COUNTS:
@@ -40,4 +45,6 @@ def test_settings_priced_together_cost_what_each_does_alone(of) -> None:
         for row, column in np.argwhere(costs.legal).tolist():
             cost = layer_cost(own.chain.kinds[row], strategies[column], where)
             assert time_s[row, column] == cost.microbatch_s + sum(cost.once_s.values()) / count
+            held = sum(cost.static_bytes.values()), cost.activation_bytes, cost.transient_bytes
+            assert tuple(costs.num_bytes[:, row, column]) == held
     assert any(each.remat is not Remat.NONE for each in strategies)

@@ -26,8 +26,9 @@ def sample_bytes(kind: LayerKind, strategy: AnyStrategy, setting: AnySetting) ->
     """What a rank reads for a layer of this kind in one step: ids, images or labels of all its microbatches.
 
     Token ids come with one more than the sequence has: inputs and labels are the same tensor, one place apart.
+    Frameworks with states of their own: not counted.
     """
-    if kind.role is LayerRole.BLOCK:
+    if kind.role is LayerRole.BLOCK or setting.job.execution.keeps_own_buffers:
         return 0
     samples = cast(Amount, setting.num_microbatches * (setting.microbatch_samples // strategy.sample_degree))
     chain = setting.job.chain
