@@ -57,10 +57,14 @@ class ComputeTime:
 
 
 def compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime:
-    """Seconds to compute the layer forward and backward for ``samples`` samples on a rank.
+    """Seconds to compute the layer forward and backward for ``samples`` samples on a rank; the job remembers them.
 
     Raises `UserError` where the device's rates are unknown and nothing was measured.
     """
+    return job.once(layer, ("compute", hashable(samples)), lambda: _compute_time(layer, samples, job))
+
+
+def _compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime:
     if layer.times:
         return ComputeTime(
             forward_s=at_each(samples, lambda each: layer.time_s(each).forward_s),

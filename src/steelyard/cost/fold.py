@@ -59,21 +59,20 @@ def folded(tables: CostTables, pipeline: PipelineConfig, *, overhead_bytes: int,
         share[kind], copies[kind] = 1 / num_chunks, 1
     time_s = tables.time_s * share
     time_s[first] += round_trip_s * (num_chunks - 1) / num_chunks
-    result = replace(
+    return replace(
         tables,
         pipeline=pipeline,
         layers=(first, *blocks[: len(blocks) // num_chunks], last),
         time_s=time_s,
         static_bytes=tables.static_bytes * copies,
+        activation_bytes=_of_the_ends(tables, pipeline, alone),
         overhead_bytes=overhead_bytes,
     )
-    return replace(result, activation_bytes=_of_the_ends(result, alone))
 
 
-def _of_the_ends(tables: CostTables, alone: set[int]) -> np.ndarray:
+def _of_the_ends(tables: CostTables, pipeline: PipelineConfig, alone: set[int]) -> np.ndarray:
     """Activation bytes of which as many times as passes are in flight are what microbatches in their own chunk hold."""
     num_bytes = tables.activation_bytes.copy()
-    pipeline = tables.pipeline
     for layer, stage, chunk in ((0, 0, 0), (-1, pipeline.num_stages - 1, pipeline.num_chunks - 1)):
         kind = tables.layers[layer]
         if kind in alone:

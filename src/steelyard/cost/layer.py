@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from steelyard.cost.amounts import at_each, hashable, is_positive
+from steelyard.cost.amounts import at_each, is_positive
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
 from steelyard.cost.execution import Execution
@@ -170,7 +170,7 @@ def _passes(
 ) -> Passes:
     """``busiest`` is the layer on the rank that computes most, whom the others await."""
     job = setting.job
-    compute = _computed(layer, samples, job)
+    compute = compute_time(layer, samples, job)
     sent = _Sent(layer, strategy, setting)
     forward: Terms = {"compute": compute.forward_s}
     backward: Terms = {"compute": compute.backward_s}
@@ -187,10 +187,6 @@ def _passes(
     if layer.gathered_entries:
         forward["pairs"] = pairs_s(layer, strategy, setting)[0]
     return Passes(forward, backward, sent)
-
-
-def _computed(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime:
-    return job.once(layer, ("compute", hashable(samples)), lambda: compute_time(layer, samples, job))
 
 
 def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", setting: AnySetting) -> None:
@@ -216,7 +212,7 @@ def _imbalance_s(
             for name in ("forward", "backward")
         )
         return forward * compute.forward_s, backward * compute.backward_s
-    most = _computed(busiest, samples, job)
+    most = compute_time(busiest, samples, job)
     return most.forward_s - compute.forward_s, most.backward_s - compute.backward_s
 
 
