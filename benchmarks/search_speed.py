@@ -9,9 +9,10 @@ process grew by.
 `jobs` plans models that were traced, with all kinds, three times: search with the tables that it makes, acceptance with
 those that it makes, and the search alone, again with all tables that it asked for, as the other parts measure it.
 
-Run: OMP_NUM_THREADS=1 python benchmarks/search_speed.py [small] [large] [full] [jobs] [deep] [unlike] [first]
+Run: OMP_NUM_THREADS=1 python benchmarks/search_speed.py [PARTS ...]
 """
 
+import argparse
 import os
 import resource
 import statistics
@@ -250,7 +251,9 @@ PARTS = {"small": small, "large": large, "full": full, "jobs": jobs, "deep": dee
 
 def main() -> None:
     """Runs the parts named on the command line, or all."""
-    for name in sys.argv[1:] or PARTS:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], metavar="PARTS", help=", ".join(PARTS))
+    for name in parser.parse_args().parts or PARTS:
         PARTS[name]()
 
 

@@ -27,6 +27,7 @@ Not modelled: tile and wave quantisation of single shapes; clocks that fall unde
 """
 
 from dataclasses import dataclass
+from functools import cache
 from math import log2
 
 from steelyard.cost.amounts import at_each, hashable
@@ -66,9 +67,10 @@ def compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime:
 
 def _compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime:
     if layer.times:
+        measured = cache(layer.time_s)
         return ComputeTime(
-            forward_s=at_each(samples, lambda each: layer.time_s(each).forward_s),
-            backward_s=at_each(samples, lambda each: layer.time_s(each).backward_s),
+            forward_s=at_each(samples, lambda each: measured(each).forward_s),
+            backward_s=at_each(samples, lambda each: measured(each).backward_s),
             includes_shape=True,
         )
     return ComputeTime(
