@@ -779,7 +779,7 @@ _MODERN |= {"cls_token_id": 1, "sep_token_id": 2, "layer_types": ["full_attentio
             {"model_type": "perceiver", "architectures": ["PerceiverForMaskedLM"], "num_self_attends_per_block": 2},
             "perceiver.input_preprocessor.embeddings, which lies before its blocks and which its head reads past them",
         ),
-        ({"model_type": "cpmant"}, "its pieces are not the whole: they raise RuntimeError"),
+        ({"model_type": "cpmant", "num_hidden_layers": 2}, "its pieces are not the whole: they raise RuntimeError"),
         (
             {"model_type": "vits", "architectures": ["VitsModel"]},
             "no class of transformers for text",
