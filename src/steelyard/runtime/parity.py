@@ -52,6 +52,8 @@ class Reference:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     """After the last step."""
+    names: ParameterNames
+    """Of every plan's parameters."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +136,7 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
     freeze_model(model, chain)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
     parameters = list(model.named_parameters(remove_duplicate=False))  # layers may know a tied one by another name
-    found = Reference()
+    found = Reference(names=parameter_names(chain))
     for step in range(num_steps):
         samples = samples_of_step(chain, num_samples=plan.global_batch, seq_len=plan.seq_len, step=step)
         count = plan.num_microbatches if chain.trains_routers else 1
@@ -190,20 +192,19 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
     """
     model = parallelize_plan(plan, seed=seed)
     optimizer = _LocalSGD(list(model.parameters()))
-    names = parameter_names(model.chain)
-    found = Comparison()
+    found, places = Comparison(), _Places(names=reference.names)
     for step in range(num_steps):
         with observe_layers(model) as shapes:
             found.losses.append(model.train_step(_reader(model, step)).item())
         if model.router_loss is not None:
             found.router_losses.append(model.router_loss.item())
-        error, tensor = _largest_difference(model, names, reference.gradients[step], _gradient)
+        error, tensor = _largest_difference(model, places, reference.gradients[step], _gradient)
         if error >= found.gradient_error:
             found.gradient_error, found.gradient_tensor = error, tensor
         found.norms.append(model.clip_gradients(MAX_NORM).item())
         optimizer.step()
     if num_steps == len(reference.losses):
-        found.weight_error, _ = _largest_difference(model, names, reference.weights, lambda p: p)
+        found.weight_error, _ = _largest_difference(model, places, reference.weights, lambda p: p)
     found.strategies = gather_strategies(model, shapes)
     worst = _worst_of_ranks(found)
     worst.expected_losses = reference.losses[:num_steps]
@@ -233,8 +234,27 @@ def _worst_of_ranks(mine: Comparison) -> Comparison:
     return worst
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Where this rank's parts of the parameters lie in the tensors of the unmodified model."""
+
+    names: ParameterNames
+    entries: dict[str, Tensor] = field(default_factory=dict)
+    """Of the flattened tensor, by the parameter's path, once asked for."""
+
+    def part(self, path: str, parameter: nn.Parameter, tensors: Mapping[str, Tensor]) -> Tensor:
+        """This rank's part of the parameter's tensor among ``tensors``, without communication."""
+        if path not in self.entries:
+            entries = torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape)
+            if isinstance(parameter, DTensor):
+                replicated = DTensor.from_local(entries, parameter.device_mesh, run_check=False)
+                entries = replicated.redistribute(placements=parameter.placements).to_local()
+            self.entries[path] = entries
+        return tensors[self.names.by_path[path]].to(parameter.device).take(self.entries[path])
+
+
 def _largest_difference(
-    model: ParallelModel, names: ParameterNames, expected: dict[str, Tensor], value: Callable[[nn.Parameter], Tensor]
+    model: ParallelModel, places: _Places, expected: dict[str, Tensor], value: Callable[[nn.Parameter], Tensor]
 ) -> tuple[float, str]:
     """The largest difference of an entry, as a share of the largest entry of its tensor, and the tensor's name."""
     worst, where = 0.0, ""
@@ -242,20 +262,12 @@ def _largest_difference(
     for path, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        name = names.by_path[path]
+        name = places.names.by_path[path]
         scale = max(expected[name].abs().max().item(), least, 1e-12)
         mine = local_part(value(parameter)).detach()
         if not mine.numel():
             continue
-        error = mine.sub(_part_like(expected[name], parameter)).abs().max().item() / scale
+        error = mine.sub(places.part(path, parameter, expected)).abs().max().item() / scale
         if not error <= worst:
             worst, where = error, name
     return worst, where
-
-
-def _part_like(full: Tensor, like: nn.Parameter) -> Tensor:
-    """This rank's part of ``full`` in the placement of ``like``, without communication."""
-    if not isinstance(like, DTensor):
-        return full
-    replicated = DTensor.from_local(full, like.device_mesh, run_check=False)
-    return replicated.redistribute(placements=like.placements).to_local()
