@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
 from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, patches_of, sizes_of
 
-SPLIT_VERSION = 5
+SPLIT_VERSION = 6
 """Raised whenever models are split differently."""
 
 Count = Annotated[int, Field(ge=1, lt=2**53)]
@@ -42,6 +42,8 @@ class SplitKind(_Part):
     tokens: tuple[Annotated[int, Field(ge=0, lt=2**53)], Annotated[int, Field(ge=0, lt=2**53)]] = (1, 0)
     shape: tuple[Count, ...] = ()
     """Of one sample of what flows out, where that does not follow from the number of tokens."""
+    returns_state: bool = False
+    """Whether blocks return the hidden state alone where others of their list return more."""
 
 
 def length_of(shape: tuple[int, ...]) -> int:
@@ -123,7 +125,12 @@ class BlockCall(_Part):
 
     def result_of(self, outputs: Any) -> Tensor:
         """The hidden state [B, S, H] in what a block returns."""
-        return self._flat(outputs if self.result is None else outputs[self.result])
+        return self._flat(self.state_in(outputs))
+
+    def state_in(self, outputs: Any) -> Tensor:
+        """The hidden state as a block returns it, alone or among more."""
+        is_alone = self.result is None or not isinstance(outputs, tuple | list | dict)
+        return outputs if is_alone else outputs[self.result]
 
 
 BlockArguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -320,7 +327,9 @@ class ModelSplit(_Part):
 
     def call_of(self, layer: int) -> BlockCall:
         """How a block is called."""
-        return (self.of_encoder(layer) or self).call
+        call = (self.of_encoder(layer) or self).call
+        returns_state = self.kinds[self.layers[layer]].returns_state
+        return call.model_copy(update={"result": None, "num_results": None}) if returns_state else call
 
     def block_layers(self, path: str) -> list[int]:
         """The layers of the blocks of a list."""

@@ -132,7 +132,7 @@ def block_call(calls: Sequence[Call], config: PreTrainedConfig, tokens: int, rea
     for result, count in candidates:
         arguments: set[int | str] | None = None
         for call, following in pairwise(calls):
-            hidden = call.outputs if result is None else call.outputs[result]
+            hidden = BlockCall(result=result).state_in(call.outputs)
             places = {place for place, each in enumerate(following.places) if each is hidden}
             names = {name for name, each in following.names.items() if each is hidden}
             found = places | names

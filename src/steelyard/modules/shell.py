@@ -61,6 +61,8 @@ class Shell:
             for path in split.lists
         }
         self._behind = {path: (split, split.block_layers(path)[-1]) for path in split.lists}
+        blocks = [(path, [*model.get_submodule(path).children()]) for path in split.lists]
+        self._standing = {b: stub for p, each in blocks for b, stub in zip(each, self._stubs_of(p, each), strict=True)}
         self._holes: list[_Hole] = []
         self._filled: list[tuple[PreTrainedModel, nn.Module]] = []
         self._holders, self._constants = split.holders, list[nn.Module]()
@@ -132,12 +134,10 @@ class Shell:
 
     def _copy(self, module: nn.Module, path: str, part: PreTrainedModel) -> nn.Module:
         part = module if isinstance(module, PreTrainedModel) else part
+        if module in self._standing:  # wherever else it stands, too
+            return self._standing[module]
         if path in self._keep and path not in self._holders:
             return module
-        if path in self._stubs:
-            found = copy.copy(module)
-            found._modules = dict(zip(module._modules, self._stubs_of(path, [*module.children()]), strict=True))
-            return found
         found = copy.copy(module)
         if self._records_outputs:  # by hooks, of which the copy has its own
             found.__dict__.pop("_output_capturing_hooks_installed", None)

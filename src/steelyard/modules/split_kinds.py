@@ -78,6 +78,7 @@ def kinds_of_layers(
                 attention=attends,
                 tokens=tokens,
                 shape=shapes[before + place],
+                returns_state=call.result is not None and isinstance(seen.chains[path][place].outputs, Tensor),
             )
             for name, place, attends in zip(names, first_of, attention, strict=True)
         ]
