@@ -150,6 +150,8 @@ class CostTables:
     def held_bytes(self, in_flight: int) -> NDArray[np.int64]:
         """[K, S] static bytes and those of so many microbatches in flight; `MOST_BYTES` where they would be more."""
         static = self.static_of(in_flight)
+        if int(self.activation_bytes.max(initial=0)) <= (MOST_BYTES - int(static.max(initial=0))) // in_flight:
+            return static + in_flight * self.activation_bytes
         room = np.maximum(MOST_BYTES - static, 0)
         fits = self.activation_bytes <= room // in_flight
         return static + np.where(fits, in_flight * np.where(fits, self.activation_bytes, 0), room)

@@ -130,6 +130,8 @@ def _least_by_threshold(
     num_bytes = np.stack([tables.held_bytes(each) for each in in_flight])
     num_bytes = np.where(legal, num_bytes, IMPOSSIBLE)
     transient = np.where(legal, tables.transient_bytes, 0)
+    if not transient.any():
+        return np.zeros(1, dtype=np.int64), num_bytes.min(axis=2, initial=IMPOSSIBLE)[:, None]
     order = np.argsort(transient, axis=1, kind="stable")
     rising = np.take_along_axis(transient, order, axis=1)
     least = np.full((len(in_flight), len(tables.kinds), len(tables.strategies) + 1), IMPOSSIBLE)
