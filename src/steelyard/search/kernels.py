@@ -617,7 +617,7 @@ def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
     seconds: FloatArray,
     again: bool,
     table: IntArray,
-    switch: FloatArray,
+    entry_s: FloatArray,
     prices: FloatArray,
     rooms: IntArray,
     links: IntArray,
@@ -631,7 +631,8 @@ def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
     may take and the class before; ``chosen`` alike has the options of least cost. In the last position ``rest`` is
     zero. ``prices`` [n] as `raise_prices` finds them; ``rooms`` [n] is what a layer may hold and work with besides the
     least that all others hold then. ``links`` [K, 2, O] are levels of what options gather ahead and reduce, and
-    ``levels`` [2, A] their bytes, rising from 0. ``entered`` [C + 1] and ``known`` [R] are room to work in.
+    ``levels`` [2, A] their bytes, rising from 0. ``entry_s`` [T, S, C + 1] is what entering takes from each class;
+    ``entered`` [C + 1] and ``known`` [R] are room to work in.
 
     A cost holds where less is gathered ahead and where more may be reduced, too, so that it is noted once.
     """
@@ -644,29 +645,43 @@ def linked_rests(  # noqa: C901, PLR0912 (as `sweep`)
         own[:] = np.inf
         for option in range(count[kind]):
             reduced, strategy, left_group = rows[kind, 7, option], rows[kind, 0, option], rows[kind, 1, option]
-            room = rooms[position] - rows[kind, 2, option]
+            room, most = rooms[position] - rows[kind, 2, option], 0
+            left = room - rows[kind, 4, option]
+            if left < 0 or (reduced >= 0 and room < rows[kind, 5, option]):
+                continue
             paid = seconds[kind, option] + total * rows[kind, 2, option] - done * rows[kind, 3, option]
             paid += prices[position] * rows[kind, 8, option] + after * rows[kind, 6, option] + before * max(0, reduced)
-            for entry in range(switch.shape[1]):
-                entered[entry] = switch[table[kind], entry, strategy] + paid
-            known[:], first, most = np.inf, links[kind, 1, option] if reduced >= 0 else 0, 0
-            for ahead in range(highest, -1, -1):  # the less is gathered, the more is left
-                gathered = levels[0, ahead] if reduced >= 0 else 0
-                left = room - rows[kind, 4, option] - gathered
-                if left < 0 or (reduced >= 0 and room < rows[kind, 5, option] + gathered):
-                    continue
+            entered[:] = entry_s[table[kind], strategy] + paid
+            if reduced >= 0:
+                first, link, last = links[kind, 1, option], links[kind, 0, option], np.inf
+                for ahead in range(highest, -1, -1):  # the less is gathered, the more is left
+                    gathered = levels[0, ahead]
+                    if left < gathered or room < rows[kind, 5, option] + gathered:
+                        continue
+                    while most < highest and levels[1, most + 1] <= left - gathered:
+                        most += 1
+                    tail = rest[position + 1, link, most, left_group]
+                    if tail == last:
+                        continue
+                    last, costs, best = tail, own[ahead, first], picks[ahead, first]
+                    for entry in range(len(entered)):  # without branches, so that several are compared at once
+                        whole = entered[entry] + tail
+                        is_less = whole < costs[entry]
+                        costs[entry] = whole if is_less else costs[entry]
+                        best[entry] = option if is_less else best[entry]
+            else:
+                known[:] = np.inf
                 while most < highest and levels[1, most + 1] <= left:
                     most += 1
-                for level in range(first, first + 1 if reduced >= 0 else most + 1):
-                    if reduced >= 0:
-                        tail = rest[position + 1, links[kind, 0, option], most, left_group]
-                    else:
+                for ahead in range(highest, -1, -1):
+                    for level in range(most + 1):
                         tail = rest[position + 1, ahead, level, left_group]
-                    is_less = tail < known[level] and (level == first or tail < known[level - 1])
-                    known[level] = tail
-                    if is_less:
+                        is_new = tail != known[level] and (level == 0 or tail != known[level - 1])
+                        known[level] = tail
+                        if not is_new:
+                            continue
                         costs, best = own[ahead, level], picks[ahead, level]
-                        for entry in range(len(entered)):  # without branches, so that several are compared at once
+                        for entry in range(len(entered)):
                             whole = entered[entry] + tail
                             is_less = whole < costs[entry]
                             costs[entry] = whole if is_less else costs[entry]

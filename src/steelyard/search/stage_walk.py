@@ -127,6 +127,7 @@ class StageWalks:
     def __init__(self, tables: CostTables, working: WorkingBytes) -> None:
         self.tables, self._working = tables, working
         self._table: OptionTable = option_table(tables)
+        self._entry_s = np.ascontiguousarray(self._table.switches.seconds.transpose(0, 2, 1))
         self._bytes: dict[tuple[int, int], IntArray] = {}
         self._options: dict[tuple[int, int], _Options] = {}
         self._prices: dict[tuple[object, ...], tuple[FloatArray, float]] = {}
@@ -287,11 +288,9 @@ class StageWalks:
         shape = (len(run.kinds) + 1, num_levels, num_levels, switches.num_groups + 1)
         rest, chosen = np.zeros(shape), np.zeros(shape, dtype=np.int64)
         given = run.kinds, options.count, options.rows, options.seconds, self._working.reduces_again, options.table
-        limits, work = (
-            (run.rooms - more_bytes, levels.links, levels.num_bytes),
-            (np.empty(shape[-1]), np.empty(num_levels)),
-        )
-        kernels.linked_rests(rest, chosen, *given, switches.seconds, prices, *limits, *work)
+        limits = run.rooms - more_bytes, levels.links, levels.num_bytes
+        work = np.empty(shape[-1]), np.empty(num_levels)
+        kernels.linked_rests(rest, chosen, *given, self._entry_s, prices, *limits, *work)
         return rest, chosen
 
     def _linked(self, run: _Run, levels: _Levels, target_s: float) -> tuple[FloatArray, float]:
