@@ -116,7 +116,7 @@ def traffic(text: str) -> dict[str, dict[str, list[float]]]:
     for each in CP.traffic(load):
         if each.phase != "step":
             calls = found.setdefault(each.phase, {}).setdefault(each.collective, [])
-            calls += [each.tensor_bytes / each.count] * each.count
+            calls += [each.tensor_bytes / each.num_calls] * each.num_calls
     return found
 
 
