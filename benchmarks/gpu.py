@@ -50,8 +50,9 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
 from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.planning import make_job, with_price
+from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import assemble_plan
+from steelyard.planning.price import with_price
 from steelyard.processes.group import process_group
 from steelyard.profiler.layers import build_short_chain, layer_meshes, measure_laps, times_of
 from steelyard.profiler.measure import current_device, measure

@@ -23,8 +23,9 @@ from steelyard.plan.kinds import DP
 from steelyard.plan.kinds.data import degree_of
 from steelyard.plan.kinds.kind import Divides
 from steelyard.plan.strategy import Strategy
-from steelyard.planning import PlanOptions, make_job, pipeline_settings, plan_job
-from steelyard.planning.problem import space_options
+from steelyard.planning.choose import plan_job
+from steelyard.planning.job import make_job
+from steelyard.planning.problem import PlanOptions, pipeline_settings, space_options
 from steelyard.profiles.profile import Affine, LayerProfile
 from steelyard.search import enumerate_strategies, search
 

@@ -36,7 +36,10 @@ from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning import PlanOptions, job_of, make_job, plan_job, with_price
+from steelyard.planning.choose import plan_job
+from steelyard.planning.job import make_job
+from steelyard.planning.price import job_of, with_price
+from steelyard.planning.problem import PlanOptions
 from steelyard.profiles.profile import Profile
 from steelyard.profiles.record import RunRecord
 from steelyard.units import format_bytes, format_seconds

@@ -50,9 +50,11 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Prediction, StagePrediction
 from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning import PlanOptions, make_job, plan_job, with_price
+from steelyard.planning.choose import plan_job
+from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import assemble_plan, describe, summarise
-from steelyard.planning.price import peak_bytes
+from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.problem import PlanOptions
 from steelyard.report.check_table import ALLOWANCES
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.tracer.trace import trace

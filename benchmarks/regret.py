@@ -35,7 +35,10 @@ from steelyard.plan.file import dump_json, parse_file
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning import PlanOptions, make_job, plan_job, with_price
+from steelyard.planning.choose import plan_job
+from steelyard.planning.job import make_job
+from steelyard.planning.price import with_price
+from steelyard.planning.problem import PlanOptions
 from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace

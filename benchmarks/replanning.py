@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from steelyard.planning import find_plan
+from steelyard.planning.choose import find_plan
 from steelyard.planning.elastic import fastest_on, replan
 from steelyard.planning.price import any_job_of
 

@@ -41,25 +41,19 @@ from steelyard.model.read import chain_from_config, load_model, model_names
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.planning import (
-    PlanOptions,
-    explain_plan,
-    find_trade_offs,
-    grow_batch,
-    make_job,
-    make_tables,
-    parse_pin,
-    pin_error,
-    plan_fewest_devices,
-    plan_for_framework,
-    plan_job,
-    problem_of,
-    uniform_plan,
-    with_fallbacks,
-    with_price,
-)
+from steelyard.planning.batch import grow_batch
+from steelyard.planning.choose import plan_job
+from steelyard.planning.devices import plan_fewest_devices
+from steelyard.planning.explain import explain_plan
+from steelyard.planning.fallbacks import with_fallbacks
+from steelyard.planning.framework_fit import plan_for_framework
+from steelyard.planning.frontier import find_trade_offs
+from steelyard.planning.job import make_job
+from steelyard.planning.pins import parse_pin
 from steelyard.planning.plan_from_search import assemble_plan
-from steelyard.planning.why_not import why_not
+from steelyard.planning.price import uniform_plan, with_price
+from steelyard.planning.problem import PlanOptions, make_tables, problem_of
+from steelyard.planning.why_not import pin_error, why_not
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies
 from steelyard.search.problem import Problem, parse_problem, solve_problem

@@ -16,7 +16,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
 from steelyard.plan.choices import Explanation, Rival, TradeOffs
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanningResult
+from steelyard.planning.choose import PlanningResult
 from steelyard.search import SearchResult
 from steelyard.search.problem import Problem
 

@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.errors import UserError
 from steelyard.limits import MOST_BYTES, MOST_DEVICES, MOST_LAYERS, MOST_SAMPLES
-from steelyard.planning import make_job
+from steelyard.planning.job import make_job
 from tests.cli.conftest import Run, user_error
 from tests.damage.documents import whole
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from steelyard.cli.app import app
 from steelyard.plan.choices import Explanation
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.planning import PlanOptions, job_of, pipeline_settings
+from steelyard.planning.price import job_of
+from steelyard.planning.problem import PlanOptions, pipeline_settings
 from tests.cli.conftest import Run, user_error
 from tests.export.examples import uniform
 

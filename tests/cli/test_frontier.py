@@ -9,9 +9,11 @@ import pytest
 
 from steelyard.plan.choices import TradeOffs
 from steelyard.plan.file import read_plan
-from steelyard.planning import PlanOptions, device_counts, make_job, plan_job, with_devices
 from steelyard.planning.batch import LEAST_GAIN
-from steelyard.planning.devices import job_on
+from steelyard.planning.choose import plan_job
+from steelyard.planning.devices import device_counts, job_on, with_devices
+from steelyard.planning.job import make_job
+from steelyard.planning.problem import PlanOptions
 from tests.cli.conftest import Run, user_error
 
 SMALL = ("llama3.2-1b", "--cluster", "1x4xa100-80gb", "--seq-len", 2048)

@@ -8,8 +8,10 @@ import pytest
 
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Fallback, Plan
-from steelyard.planning import PlanOptions, make_tables, plan_job, with_fallbacks, with_next_best
+from steelyard.planning.choose import plan_job
+from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.price import peak_bytes
+from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.processes.failure import RankFailedError
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.runtime import trials as trying

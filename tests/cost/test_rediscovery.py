@@ -8,7 +8,9 @@ from steelyard.cost.setting import Job
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
-from steelyard.planning import PlanOptions, make_job, plan_job
+from steelyard.planning.choose import plan_job
+from steelyard.planning.job import make_job
+from steelyard.planning.problem import PlanOptions
 from steelyard.tracer.trace import trace
 from steelyard.units import GIB
 

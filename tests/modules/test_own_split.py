@@ -14,7 +14,7 @@ from steelyard.errors import InvalidModelError
 from steelyard.modules.own_builder import Built, own_model
 from steelyard.modules.own_identity import check_same_module
 from steelyard.modules.own_split import find_own_split
-from steelyard.planning import PlanOptions
+from steelyard.planning.problem import PlanOptions
 from tests.modules.own_models import CASES, NanoBlock, NanoGPT, TitanLlama, TwoTowers, UNet
 
 

@@ -11,9 +11,11 @@ from steelyard.cost.efficiency import Efficiency, efficiency_of
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster
-from steelyard.planning import PlanOptions, find_plan, make_job, plan_job
 from steelyard.planning.assumed_links import measured_over_catalogue, slowed, with_assumed_links
+from steelyard.planning.choose import find_plan, plan_job
 from steelyard.planning.devices import job_on
+from steelyard.planning.job import make_job
+from steelyard.planning.problem import PlanOptions
 from steelyard.profiles.profile import Profile
 from steelyard.report.plan_table import link_lines
 from tests.cost import examples

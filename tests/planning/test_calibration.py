@@ -10,9 +10,10 @@ from steelyard.cost.setting import Job
 from steelyard.hardware import find_device, is_same_device, parse_cluster
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, calibrate, plan_job, time_factors
-from steelyard.planning.calibration import InvalidRunError
+from steelyard.planning.calibration import InvalidRunError, calibrate, time_factors
+from steelyard.planning.choose import plan_job
 from steelyard.planning.price import job_of, with_price
+from steelyard.planning.problem import PlanOptions
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from tests.cost.examples import job, plan
 

@@ -20,19 +20,13 @@ from steelyard.hardware import Backend
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.planning import (
-    PlanningResult,
-    PlanOptions,
-    acceptance,
-    choose,
-    make_job,
-    make_tables,
-    parse_pin,
-    plan_job,
-    walked_settings,
-)
+from steelyard.planning import acceptance, choose, walked_settings
 from steelyard.planning.acceptance import accept
+from steelyard.planning.choose import PlanningResult, plan_job
+from steelyard.planning.job import make_job
+from steelyard.planning.pins import parse_pin
 from steelyard.planning.price import peak_bytes
+from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search.evaluate import evaluate
 from steelyard.search.partition import quick_bound_s

@@ -8,7 +8,9 @@ import pytest
 from steelyard.hardware import Cluster, parse_cluster, with_network
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, plan_job, with_devices
+from steelyard.planning.choose import plan_job
+from steelyard.planning.devices import with_devices
+from steelyard.planning.problem import PlanOptions
 from tests.cost.examples import cluster, job
 
 

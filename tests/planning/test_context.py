@@ -7,7 +7,11 @@ import pytest
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.plan.kinds import CP, DP
-from steelyard.planning import PlanOptions, find_plan, make_job, parse_pin, pin_error, plan_job, stage_strategies
+from steelyard.planning.choose import find_plan, plan_job
+from steelyard.planning.job import make_job
+from steelyard.planning.pins import parse_pin
+from steelyard.planning.problem import PlanOptions, stage_strategies
+from steelyard.planning.why_not import pin_error
 from steelyard.search import SpaceOptions, enumerate_strategies
 from tests.runtime.models import FAMILY_CONFIGS
 

@@ -10,8 +10,10 @@ from steelyard.plan.asked import Asked
 from steelyard.plan.file import parse_value, read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
-from steelyard.planning import PlanOptions, parse_pin, plan_job
+from steelyard.planning.choose import plan_job
 from steelyard.planning.demands import asked_in, demands_of, narrowed
+from steelyard.planning.pins import parse_pin
+from steelyard.planning.problem import PlanOptions
 from tests.planning.test_framework_fit import small_job
 
 NUM_LAYERS = 6

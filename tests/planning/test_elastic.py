@@ -13,22 +13,15 @@ from steelyard.errors import UserError
 from steelyard.plan.asked import Asked
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import (
-    NothingFitsError,
-    PlanOptions,
-    ahead,
-    check_replannable,
-    elastic,
-    make_job,
-    parse_pin,
-    plan_job,
-)
-from steelyard.planning.choose import NUM_RESCORED, PlanningResult, find_plan
+from steelyard.planning import ahead, elastic
+from steelyard.planning.choose import NUM_RESCORED, NothingFitsError, PlanningResult, find_plan, plan_job
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import plan_or_reason, with_shape
-from steelyard.planning.elastic import fastest_plan, replan, with_spares
+from steelyard.planning.elastic import check_replannable, fastest_plan, replan, with_spares
+from steelyard.planning.job import make_job
+from steelyard.planning.pins import parse_pin
 from steelyard.planning.price import pooled_job_of
-from steelyard.planning.problem import is_beaten, make_tables
+from steelyard.planning.problem import PlanOptions, is_beaten, make_tables
 from steelyard.planning.walked_settings import LEAST_GAIN
 from steelyard.report.plan_table import missing_spare_lines, spare_lines
 from tests.runtime.models import make_plan

@@ -10,9 +10,12 @@ from steelyard.export import TARGETS
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
 from steelyard.plan.capabilities import unsupported
-from steelyard.planning import PlanOptions, make_job, parse_pin, plan_for_framework, plan_job
+from steelyard.planning.choose import plan_job
+from steelyard.planning.framework_fit import plan_for_framework
+from steelyard.planning.job import make_job
 from steelyard.planning.not_searched import not_offered
-from steelyard.planning.problem import stage_strategies
+from steelyard.planning.pins import parse_pin
+from steelyard.planning.problem import PlanOptions, stage_strategies
 from steelyard.tracer.trace import trace
 from tests.runtime.models import FAMILY_CONFIGS
 

@@ -12,8 +12,10 @@ from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, make_tables, plan_job, with_fallbacks, with_next_best
+from steelyard.planning.choose import plan_job
+from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.price import peak_bytes
+from steelyard.planning.problem import PlanOptions, make_tables
 from tests.cost import examples
 
 OPTIONS = PlanOptions(num_stages=1)

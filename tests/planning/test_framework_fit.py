@@ -13,11 +13,17 @@ from steelyard.plan.capabilities import Capabilities, first_blocks_recomputed, k
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.planning import FittedPlan, NothingFitsError, PlanOptions, plan_for_framework, plan_job
+from steelyard.planning.choose import NothingFitsError, plan_job
 from steelyard.planning.demands import demands_of, narrowed
-from steelyard.planning.framework_fit import uniform_tables_of, with_first_blocks_recomputed
+from steelyard.planning.framework_fit import (
+    FittedPlan,
+    plan_for_framework,
+    uniform_tables_of,
+    with_first_blocks_recomputed,
+)
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.problem import PlanOptions
 from tests.cost.examples import PARAMS, SEQ_LEN, chain, cluster, profile
 from tests.schedules.examples import pipeline
 

@@ -18,7 +18,7 @@ from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.freezing import check_frozen, find_freeze
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import make_job, planned_chain
+from steelyard.planning.job import make_job, planned_chain
 from steelyard.report.plan_table import plan_view
 from tests.cost.examples import CONFIG, measured_profile
 from tests.modules.own_models import CASES

@@ -11,10 +11,11 @@ from steelyard.model.read import load_model
 from steelyard.plan.kinds import DP
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, parse_strategy
-from steelyard.planning import PlanOptions, make_job, plan_job
+from steelyard.planning.choose import plan_job
+from steelyard.planning.job import make_job
 from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import parse_pin
-from steelyard.planning.problem import Space, stage_strategies
+from steelyard.planning.problem import PlanOptions, Space, stage_strategies
 from steelyard.tracer.trace import trace
 from tests.cost.examples import cluster, job
 

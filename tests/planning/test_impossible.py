@@ -5,8 +5,11 @@ import pytest
 from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
-from steelyard.planning import PlanOptions, find_plan, job, parse_pin, refuse_impossible
-from steelyard.planning.impossible import Request, impossible
+from steelyard.planning import job
+from steelyard.planning.choose import find_plan
+from steelyard.planning.impossible import Request, impossible, refuse_impossible
+from steelyard.planning.pins import parse_pin
+from steelyard.planning.problem import PlanOptions
 from tests.runtime.models import FAMILY_CONFIGS
 
 

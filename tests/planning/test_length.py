@@ -11,7 +11,10 @@ from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.planning import PlanOptions, Trials, length, longest_sequence, trial
+from steelyard.planning import length, trial
+from steelyard.planning.length import longest_sequence
+from steelyard.planning.problem import PlanOptions
+from steelyard.planning.trial import Trials
 from tests.cost.examples import job
 from tests.runtime.models import FAMILY_CONFIGS
 

@@ -7,12 +7,14 @@ import pytest
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.plan.margin import shortfall
-from steelyard.planning import PlanOptions, job_of, make_job, plan_job, why_not_plan
-from steelyard.planning.choose import PlanningResult
+from steelyard.planning.choose import PlanningResult, plan_job
 from steelyard.planning.explain import other_budgets, pricing_notes
+from steelyard.planning.job import make_job
 from steelyard.planning.margin import MARGIN, warnings_of, without_margin
-from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.price import job_of, peak_bytes, with_price
+from steelyard.planning.problem import PlanOptions
 from steelyard.planning.rivals import Contest, Floors
+from steelyard.planning.why_not import why_not_plan
 from steelyard.report.plan_table import headline
 from steelyard.units import GIB, format_bytes
 

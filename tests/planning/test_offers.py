@@ -5,8 +5,9 @@ import pytest
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster, parse_pools
 from steelyard.plan.choices import DevicePoint
-from steelyard.planning import PlanOptions, find_offers, make_any_job
-from steelyard.planning.offers import parts_of
+from steelyard.planning.job import make_any_job
+from steelyard.planning.offers import find_offers, parts_of
+from steelyard.planning.problem import PlanOptions
 from steelyard.units import GIB
 
 OPTIONS = PlanOptions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)}, num_microbatches=8)

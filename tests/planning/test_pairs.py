@@ -16,10 +16,10 @@ from steelyard.model.read import chain_from_config
 from steelyard.plan.file import dump_json, parse_value
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning import PlanOptions, plan_job
+from steelyard.planning.choose import plan_job
 from steelyard.planning.job import with_batch
 from steelyard.planning.not_searched import settings_not_searched
-from steelyard.planning.problem import pipeline_settings
+from steelyard.planning.problem import PlanOptions, pipeline_settings
 from steelyard.tracer.trace import trace
 from tests.modules.split_configs import split_config
 from tests.runtime.feature_cases import CASES, SPLITS

@@ -6,8 +6,9 @@ from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import PlanStudy
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, plan_job, search_for_report
-from steelyard.planning.report_search import BUDGETS
+from steelyard.planning.choose import plan_job
+from steelyard.planning.problem import PlanOptions
+from steelyard.planning.report_search import BUDGETS, search_for_report
 from tests.cost.examples import cluster, job, plan
 
 ENOUGH_S = 600.0

@@ -4,7 +4,10 @@ import time
 
 import pytest
 
-from steelyard.planning import PlanOptions, make_job, parse_pin, plan_job
+from steelyard.planning.choose import plan_job
+from steelyard.planning.job import make_job
+from steelyard.planning.pins import parse_pin
+from steelyard.planning.problem import PlanOptions
 from steelyard.processes.failure import RankFailedError
 from steelyard.profiler import launch
 from steelyard.profiler.launch import launch_profiler

@@ -13,9 +13,12 @@ from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, explain_plan, find_trade_offs, make_tables, plan_job, with_price
-from steelyard.planning.choose import device_bytes
+from steelyard.planning.choose import device_bytes, plan_job
+from steelyard.planning.explain import explain_plan
+from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.plan_from_search import describe
+from steelyard.planning.price import with_price
+from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.planning.rivals import Contest
 from steelyard.report.compare_view import fullest_terms, step_terms
 from steelyard.report.html.bars import stage_seconds

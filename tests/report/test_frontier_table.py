@@ -6,8 +6,9 @@ from rich.console import Console
 
 from steelyard.hardware import parse_cluster
 from steelyard.plan.choices import TradeOffs
-from steelyard.planning import PlanOptions, find_trade_offs
+from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.margin import with_margin
+from steelyard.planning.problem import PlanOptions
 from steelyard.report.frontier_table import frontier_view
 from tests.cost.examples import job
 

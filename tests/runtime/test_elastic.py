@@ -16,7 +16,8 @@ import pytest
 from steelyard import find_plan
 from steelyard.errors import UserError
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.planning import PlanOptions, ahead
+from steelyard.planning import ahead
+from steelyard.planning.problem import PlanOptions
 from steelyard.processes.failure import TORCHRUN_RANK_VARIABLE, RankFailedError
 from steelyard.processes.start import Elastic, run_processes
 from steelyard.profiles.record import RunRecord

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from steelyard.planning import PlanOptions, plan_job
+from steelyard.planning.choose import plan_job
+from steelyard.planning.problem import PlanOptions
 from steelyard.search import kernels
 from tests.cost.examples import cluster, job
 from tests.planning.test_choose import tightening

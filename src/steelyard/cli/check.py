@@ -16,7 +16,7 @@ from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import any_job_of
+from steelyard.planning.price import any_job_of
 from steelyard.report.check_table import CheckedRank, StageBudget, check_view, misfit_lines
 from steelyard.units import format_plural
 

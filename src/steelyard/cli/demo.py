@@ -14,7 +14,10 @@ from steelyard.model.read import load_model
 from steelyard.output import command, make_folder, write_file
 from steelyard.plan.file import dump_json, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import PlanOptions, make_job, plan_job, uniform_plan
+from steelyard.planning.choose import plan_job
+from steelyard.planning.job import make_job
+from steelyard.planning.price import uniform_plan
+from steelyard.planning.problem import PlanOptions
 from steelyard.report.plan_table import plan_view
 from steelyard.report.profile_table import profile_view
 from steelyard.report.run_table import comparison_table

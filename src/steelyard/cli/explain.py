@@ -14,18 +14,14 @@ from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, SlowNode, WhyNot
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import (
-    PlanOptions,
-    explain_plan,
-    explain_pools,
-    job_or_reason,
-    not_with_pools,
-    parse_pin,
-    slow_nodes,
-    why_not_plan,
-    with_price,
-)
-from steelyard.planning.why_not import why_not
+from steelyard.planning.explain import explain_plan
+from steelyard.planning.pins import parse_pin
+from steelyard.planning.pool_rivals import explain_pools
+from steelyard.planning.pool_space import not_with_pools
+from steelyard.planning.price import job_or_reason, with_price
+from steelyard.planning.problem import PlanOptions
+from steelyard.planning.slow_rank import slow_nodes
+from steelyard.planning.why_not import why_not, why_not_plan
 from steelyard.report.explain_view import explain_view, why_not_view
 
 

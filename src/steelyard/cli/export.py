@@ -26,7 +26,9 @@ from steelyard.output import make_folder, write_files
 from steelyard.plan.capabilities import Capabilities, unsupported
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import FittedPlan, demands_of, job_of, plan_for_framework
+from steelyard.planning.demands import demands_of
+from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
+from steelyard.planning.price import job_of
 from steelyard.units import format_seconds
 
 SAME = 5e-4

@@ -36,7 +36,10 @@ from steelyard.hardware import Cluster, MixedCluster
 from steelyard.limits import MOST_DEVICES, MOST_PRICE
 from steelyard.output import write_file
 from steelyard.plan.choices import TradeOffs
-from steelyard.planning import PlanOptions, find_offers, find_trade_offs, make_any_job, make_job
+from steelyard.planning.frontier import find_trade_offs
+from steelyard.planning.job import make_any_job, make_job
+from steelyard.planning.offers import find_offers
+from steelyard.planning.problem import PlanOptions
 from steelyard.report.frontier_table import frontier_view
 from steelyard.report.html import frontier_page
 from steelyard.search import TIME_LIMIT_S

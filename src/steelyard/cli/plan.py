@@ -5,12 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from steelyard import planning
 from steelyard.cli.options import (
     AsJson,
     ClusterOption,
@@ -42,26 +41,22 @@ from steelyard.output import command
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
-from steelyard.planning import (
-    PlanningResult,
-    PlanOptions,
-    Space,
-    make_any_job,
-    parse_pin,
-    plan_job,
-    planned_chain,
-    problem_of,
-    refuse_impossible,
-    samples_not_measured,
-    with_baselines,
-    with_fallbacks,
-    with_next_best,
-)
-from steelyard.planning.pins import Pin
+from steelyard.planning.choose import PlanningResult, plan_job
+from steelyard.planning.fallbacks import with_fallbacks, with_next_best
+from steelyard.planning.impossible import refuse_impossible
+from steelyard.planning.job import make_any_job, planned_chain
+from steelyard.planning.not_searched import samples_not_measured
+from steelyard.planning.pins import Pin, parse_pin
+from steelyard.planning.pool_space import not_with_pools
+from steelyard.planning.problem import PlanOptions, Space, problem_of
+from steelyard.planning.rivals import with_baselines
 from steelyard.report.plan_table import missing_spare_lines, plan_view
 from steelyard.schedules import SCHEDULES
 from steelyard.search import TIME_LIMIT_S, Partition
 from steelyard.units import format_bytes, format_count, format_plural, parse_count
+
+if TYPE_CHECKING:
+    from steelyard.planning.trial import Trial, Trials
 
 Objective = Literal["time", "devices"]
 
@@ -258,7 +253,9 @@ def plan(
         refuse = partial(refuse_impossible, options.pins, chain, None if aim == "devices" else machines, batch)
         job_of_length = _job_maker(chain, machines, runs, asked, refuse)
         if length is None:
-            longest = planning.longest_sequence(job_of_length, chain, options, top=top, progress=show)
+            from steelyard.planning.length import longest_sequence
+
+            longest = longest_sequence(job_of_length, chain, options, top=top, progress=show)
             result, notes = longest.result, trial_lines(longest, "{} tokens")
         else:
             result, notes = _search(job_of_length(length), options, aim=aim, grows=batch is None, top=top, show=show)
@@ -322,7 +319,9 @@ def _factors(job: AnyJob, runs: Sequence[Path]) -> list[str]:
     """A line for what several runs calibrate by."""
     if len(runs) < 2 or not isinstance(job, Job):
         return []
-    factors = ", ".join(f"{path.name} × {factor:.3f}" for path, factor in planning.time_factors(job, runs))
+    from steelyard.planning.calibration import time_factors
+
+    factors = ", ".join(f"{path.name} × {factor:.3f}" for path, factor in time_factors(job, runs))
     return [f"calibrated by the median of {factors}"]
 
 
@@ -351,8 +350,10 @@ def _completed(
     """
     assert result.plan is not None, "asked for a plan that is there"
     if isinstance(result.job, PooledJob):
+        from steelyard.planning.pool_rivals import with_pool_baselines
+
         show("searching each pool alone, and even cuts, to compare with")
-        plan = planning.with_pool_baselines(result.plan, result.job, options)
+        plan = with_pool_baselines(result.plan, result.job, options)
         return _with_spares(plan, result.job, num_spares, show)
     num_next_best, num_fallbacks = num_others
     show("searching the best plans of other pipeline settings")
@@ -371,8 +372,10 @@ def _completed(
 def _with_spares(plan: Plan, job: AnyJob, num_spares: int, show: Callable[[str], None]) -> Plan:
     if not num_spares:
         return plan
+    from steelyard.planning.elastic import with_spares
+
     show("searching plans for what is left after a loss")
-    return planning.with_spares(plan, job, num_spares=num_spares)
+    return with_spares(plan, job, num_spares=num_spares)
 
 
 def _print_plan(found: Plan, output: Path | None, top: int, *, builder: Sequence[str]) -> None:
@@ -400,7 +403,7 @@ def _check_not_with_pools(machines: Cluster | MixedCluster, asked: Mapping[str, 
     """Raises `UserError` for the first option of these that was asked for on several pools, with which none goes."""
     option = next((option for option, is_asked in asked.items() if is_asked), None)
     if option is not None and isinstance(machines, MixedCluster):
-        raise planning.not_with_pools(option)
+        raise not_with_pools(option)
 
 
 def _search(
@@ -411,17 +414,21 @@ def _search(
     if isinstance(job, PooledJob):
         return plan_job(job, options, top=top), []
     if grows:
-        growth = planning.grow_batch(job, options, top=top, progress=show)
+        from steelyard.planning.batch import grow_batch
+
+        growth = grow_batch(job, options, top=top, progress=show)
         return growth.result, trial_lines(growth, "global batch {}")
     if aim == "devices":
-        fewest = planning.plan_fewest_devices(job, options, top=top, progress=show)
+        from steelyard.planning.devices import plan_fewest_devices
+
+        fewest = plan_fewest_devices(job, options, top=top, progress=show)
         return fewest.result, device_lines(fewest.tried)
     unmeasured = samples_not_measured(job, options)
     notes = [] if unmeasured is None else [f"left out: {unmeasured.values} {unmeasured.what} ({unmeasured.reason})"]
     return plan_job(job, options, top=top), notes
 
 
-def trial_lines(trials: "planning.Trials", words: str) -> list[str]:
+def trial_lines(trials: "Trials", words: str) -> list[str]:
     """What each size that was tried gives, named by ``words``, and why no other was tried."""
     lines = []
     for trial in trials.tried:
@@ -438,7 +445,7 @@ def device_lines(tried: Sequence[tuple[int, str]]) -> list[str]:
     ]
 
 
-def _trial_text(trial: "planning.Trial") -> str:
+def _trial_text(trial: "Trial") -> str:
     if trial.tokens_per_s is None:
         return f"does not fit: {trial.reason}"
     return f"{format_count(trial.tokens_per_s)} tokens/s" + ("" if trial.has_margin else ", under pressure")
@@ -456,7 +463,11 @@ def _job_maker(
     def make(seq_len: int) -> AnyJob:
         refuse(seq_len)
         job = make_any_job(chain, cluster, seq_len=seq_len, **asked)
-        return planning.calibrate(job, *runs) if runs and isinstance(job, Job) else job
+        if not runs or not isinstance(job, Job):
+            return job
+        from steelyard.planning.calibration import calibrate
+
+        return calibrate(job, *runs)
 
     return make
 
@@ -519,7 +530,9 @@ def _nothing_fits(result: PlanningResult, options: PlanOptions, as_json: bool) -
     """What ends the command where no plan fits, or none that is pinned is legal, after it is printed."""
     if result.miss is None and options.pins:
         assert isinstance(result.job, Job), "pins are refused for several pools"
-        return planning.pin_error(result.job, options)
+        from steelyard.planning.why_not import pin_error
+
+        return pin_error(result.job, options)
     budget = result.job.budget_bytes
     if as_json:
         miss = result.miss

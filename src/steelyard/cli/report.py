@@ -18,13 +18,10 @@ from steelyard.output import write_file
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import (
-    PlanOptions,
-    explain_pools,
-    job_or_reason,
-    search_for_report,
-    with_cost,
-)
+from steelyard.planning.pool_rivals import explain_pools
+from steelyard.planning.price import job_or_reason, with_cost
+from steelyard.planning.problem import PlanOptions
+from steelyard.planning.report_search import search_for_report
 from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes

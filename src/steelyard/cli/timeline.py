@@ -12,7 +12,7 @@ from steelyard.cost.predict import layer_times, predict
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.output import write_file
 from steelyard.plan.file import read_plan
-from steelyard.planning import any_job_of
+from steelyard.planning.price import any_job_of
 from steelyard.report.trace_events import default_num_shown, trace_events
 from steelyard.units import format_bytes, format_seconds
 

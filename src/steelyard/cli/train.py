@@ -14,7 +14,7 @@ from steelyard.errors import UserError
 from steelyard.installed import require_training
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import check_replannable
+from steelyard.planning.elastic import check_replannable
 from steelyard.processes.start import Elastic
 from steelyard.report.run_table import comparison_table
 from steelyard.runtime.options import DATA_HELP, TrainOptions, flag

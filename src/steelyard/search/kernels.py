@@ -921,7 +921,7 @@ def sweep_working(
             end, rivals = min(start + SWEPT, num_kept), 0
             held_of, fullest_of, waiting_of = kept[0, start:end], kept[1, start:end], kept[2, start:end]
             first_of, gathered_of, spent_of = kept[3, start:end], kept[4, start:end], spent[start:end]
-            for slot in range(end - start):  # without branches and signs of indices, so that many are compared at once
+            for slot in range(end - start):  # without branches, of slices read in a row: many are compared at once
                 no_worse = (held_of[slot] <= held) & (fullest_of[slot] <= fullest) & (waiting_of[slot] <= waiting)
                 no_worse &= (first_of[slot] <= first) & (gathered_of[slot] <= gathered) & (spent_of[slot] <= in_s)
                 rivals += no_worse

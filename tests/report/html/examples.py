@@ -6,7 +6,7 @@ from steelyard.cost.predict import predict
 from steelyard.plan.choices import DevicePoint, Explanation, FrontierPoint, PlanStudy, Rival, TradeOffs
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.prediction import Alternative
-from steelyard.planning import with_price
+from steelyard.planning.price import with_price
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.report.html import ReportContents
 from tests.cost.examples import cluster, job, plan

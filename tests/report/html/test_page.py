@@ -15,7 +15,7 @@ from steelyard.hardware import parse_cluster
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.prediction import Baseline
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.planning import with_price
+from steelyard.planning.price import with_price
 from steelyard.report.explain_view import explain_view
 from steelyard.report.html import ReportContents, frontier_page, report_page
 from steelyard.report.html.assumptions import _job_facts, _plan_facts
