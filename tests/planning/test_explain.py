@@ -1,5 +1,7 @@
 """What is said of the strategies of a plan's own pipeline setting."""
 
+from dataclasses import replace
+
 from steelyard.planning.explain import explain_plan, plan_verdicts
 from steelyard.planning.problem import PlanOptions
 from tests.cost.examples import job, plan
@@ -22,3 +24,17 @@ def test_a_plan_in_chunks_is_explained_with_everything() -> None:
     found = explain_plan(in_chunks, of, options, everything=True)
     assert found.verdicts
     assert {"1f1b", "gpipe"} <= {rival.name for rival in found.rivals}
+
+
+def test_an_explanation_says_where_a_plan_of_the_models_makers_is_not_read() -> None:
+    of = job(global_batch=8, num_hidden_layers=2)
+    assert of.chain.split is not None
+    why = "styles of its own tp plan are not read: embedding_rowwise (of mlp.up_embed)"
+    kinds = [
+        each.model_copy(update={"unread_plan": why} if each.name == "block" else {}) for each in of.chain.split.kinds
+    ]
+    told = replace(of, chain=replace(of.chain, split=of.chain.split.model_copy(update={"kinds": tuple(kinds)})))
+    options = PlanOptions(num_stages=1, num_microbatches=1, max_degrees={"tp": 1})
+    whole = plan(of, "fsdp8, fsdp8, fsdp8, fsdp8", num_microbatches=1)
+    assert not explain_plan(whole, of, options).notes
+    assert explain_plan(whole, told, options).notes == (f"How tp divides the block follows from its structure: {why}.",)

@@ -35,6 +35,8 @@ class SplitKind(_Part):
     tp_shares: tuple[str, ...] = ()
     no_sp: str = ""
     no_cp: str = ""
+    unread_plan: str = ""
+    """Why tp is supposed from structure and not from the model's own plan, which has styles that are not read."""
     num_experts: int = 0
     attention: str = "full_attention"
     styles: dict[str, str] = {}

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from steelyard.model.family import NO_CP, LayerRole, Task
 from steelyard.model.split import ModelSplit, SplitKind
 from steelyard.modules.called import POSITIONS
-from steelyard.modules.split_tp import Styles, suppositions
+from steelyard.modules.split_tp import Styles, suppositions, unread_plan
 from steelyard.modules.two_ranks import ThreadedProof
 
 IMAGE_NO_SP = "the places of an image are not divided"
@@ -42,7 +42,8 @@ def divided_kinds(
     found: dict[str, SplitKind] = {}
     for number, kind in enumerate(split.kinds):
         layer = split.layers.index(number)
-        reasons: list[str] = []
+        unread = unread_plan(model, split, layer, keywords) if kind.role is LayerRole.BLOCK else ""
+        reasons = [unread] if unread else []
         for styles in suppositions(model, split, kind, layer, keywords):
             reason = prove({kind.name: styles}, False)
             if not reason:
@@ -53,6 +54,7 @@ def divided_kinds(
                         "styles": dict(styles),
                         "no_tp": "",
                         "no_sp": known or (f"not proved: {no_sp}" if no_sp else ""),
+                        "unread_plan": unread,
                     }
                 )
                 break

@@ -120,6 +120,7 @@ def _with_proof(found: Found, small: ModelSplit) -> ModelSplit:
                 "styles": proved.styles,
                 "no_tp": proved.no_tp,
                 "no_sp": proved.no_sp,
+                "unread_plan": proved.unread_plan,
                 "no_cp": no_cp(found.split, kind, attention_drops=found.attention_drops) or proved.no_cp,
                 "tp_shares": proved.tp_shares,
                 "tp_divides": divided_sizes(found.model, found.split, number, proved.styles),

@@ -49,15 +49,31 @@ def suppositions(
     if kind.role is not LayerRole.BLOCK:
         yield from _ends(model, split, kind, layer)
         return
+    path, block, plan = _given_block(model, split, layer, keywords)
+    config = _config_of_part(path, model) if split.features else model.config.get_text_config()
+    heads = getattr(_config_of(path, config), "num_attention_heads", 0)
+    yield from block_suppositions(block.module, block.called, plan=plan, heads=heads)
+
+
+def unread_plan(model: PreTrainedModel, split: ModelSplit, layer: int, keywords: Mapping[str, str | None]) -> str:
+    """Why the model's own plan is not tried for a block: its styles that are not read; empty where all of them are."""
+    _, block, plan = _given_block(model, split, layer, keywords)
+    paths = {style: path for path, style in block.planned(plan).items() if style not in _OF_PLANS}
+    unread = ", ".join(f"{style} (of {path})" for style, path in paths.items())
+    return f"styles of its own tp plan are not read: {unread}" if unread else ""
+
+
+def _given_block(
+    model: PreTrainedModel, split: ModelSplit, layer: int, keywords: Mapping[str, str | None]
+) -> tuple[str, "_Block", dict[str, str]]:
+    """The path of a block, the block, and the styles of the model's own plan by their path in it."""
     path = split.modules(layer)["block"]
     inside = f"{path}."
     named = {each.removeprefix(inside): keyword for each, keyword in keywords.items() if each.startswith(inside)}
     prefix = f"{split.list_of(layer).removeprefix(f'{model.base_model_prefix}.')}.*."
     plan = getattr(model.config, "base_model_tp_plan", None) or {}
     own = {path.removeprefix(prefix): style for path, style in plan.items() if path.startswith(prefix)}
-    config = _config_of_part(path, model) if split.features else model.config.get_text_config()
-    heads = getattr(_config_of(path, config), "num_attention_heads", 0)
-    yield from block_suppositions(model.get_submodule(path), named, plan=own, heads=heads)
+    return path, _Block(model.get_submodule(path), named), own
 
 
 def block_suppositions(
@@ -119,6 +135,11 @@ class _Block:
         experts = {id(each) for each in routed_experts(self.module)}
         paths = [path for path, each in self.module.named_modules() if id(each) in experts]
         return [path.rpartition(".")[0] for path in paths]
+
+    def planned(self, plan: Mapping[str, str]) -> dict[str, str]:
+        """The styles of a plan, of modules that are called and are in no mixture of experts."""
+        routed = self.routed()
+        return {path: style for path, style in plan.items() if path in self.called and not is_below_any(path, routed)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +225,15 @@ _MOST_LEFT = 2
 _OF_PLANS = {
     "colwise": "columns",
     "rowwise": "rows",
-    "colwise_gather_output": "columns_gathered",
-    "rowwise_split_input": "rows_of_whole",
-    "mla_kv_a_proj": "whole",
-    "replicated_with_grad_allreduce": "whole",
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), "columns_gathered"),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), "rows_of_whole"),
+    **dict.fromkeys(("mla_kv_a_proj", "replicated_with_grad_allreduce", "replicate"), "whole"),
+    "local_params": "",
 }
-"""What the styles of transformers' own plans are here; those of experts follow from the experts."""
+"""What the styles of transformers' own plans are here, empty where a region does so with any module of it.
+
+Those of experts follow from the experts. A plan with another style for a module outside of them is not tried.
+"""
 
 
 def _regions(block: _Block, plan: Mapping[str, str], heads: int) -> Iterator[_Regions]:
@@ -219,10 +243,11 @@ def _regions(block: _Block, plan: Mapping[str, str], heads: int) -> Iterator[_Re
     keys and values of one matrix are; and without a part or two, or without experts.
     """
     routed = block.routed()
-    own = {path: style for path, style in plan.items() if path in block.called and not is_below_any(path, routed)}
+    own = block.planned(plan)
     groups = _by_structure(block, routed)
     if own and all(style in _OF_PLANS for style in own.values()):
-        planned = {path: _OF_PLANS[style] for path, style in own.items() if _has_own(block.at(path))}
+        planned = {path: is_here for path, style in own.items() if (is_here := _OF_PLANS[style])}
+        planned = {path: style for path, style in planned.items() if _has_own(block.at(path))}
         yield _Regions(block, planned, heads)
         touched = {path.partition(".")[0] for path in planned}
         others = [group for group in groups if not touched & {path.partition(".")[0] for path in group}]

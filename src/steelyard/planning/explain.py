@@ -54,7 +54,7 @@ def explain_plan(
         binds=what_binds(contest, rivals[0]),
         rivals=tuple(rival for rival in rivals if is_worth_showing(rival)),
         budgets=budgets,
-        notes=pricing_notes(plan, priced),
+        notes=pricing_notes(plan, priced) + supposed_notes(job),
         excluded=settings_not_searched(job, options) if everything else (),
         verdicts=plan_verdicts(plan, job, options) if everything else (),
     )
@@ -104,6 +104,16 @@ def what_binds(contest: Contest, best: Rival) -> str:
         f"Memory binds: with any amount of it a step would take {format_seconds(free.step_time_s)}, "
         + (f"{gain:.1%} less " if gain > SAME else "no less than this plan's, but less than the best that fits ")
         + f"({free.setting}: {free.strategies})."
+    )
+
+
+def supposed_notes(job: Job) -> tuple[str, ...]:
+    """The kinds of layers whose tp follows from their structure since their model's own plan is not read, and why."""
+    kinds = job.chain.split.kinds if job.chain.split else ()
+    return tuple(
+        f"How tp divides the {kind.name} follows from its structure: {kind.unread_plan}."
+        for kind in kinds
+        if kind.unread_plan
     )
 
 

@@ -1,0 +1,96 @@
+"""The tensor-parallel plans that transformers has for its models: which styles are read, and that others are named."""
+
+import pytest
+from transformers import CONFIG_MAPPING
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+from steelyard.model.family import LayerRole
+from steelyard.model.split import SplitKind
+from steelyard.modules.build import read_hub_config
+from steelyard.modules.split_proof import split_model
+from steelyard.modules.split_tp import suppositions, unread_plan
+from steelyard.modules.splitting import Found, find_split
+from tests.modules.split_configs import split_config
+from tests.runtime.models import FAMILY_CONFIGS
+
+pytestmark = pytest.mark.slow
+
+SIZES = {
+    **{"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"intermediate_size": 96, "vocab_size": 128},
+}
+PATH = "mlp.up_proj"
+GATHERED = ("colwise_gather_output", "colwise_rep")
+OF_WHOLE = ("rowwise_split_input", "rowwise_rep")
+WHOLE = ("mla_kv_a_proj", "replicated_with_grad_allreduce", "replicate")
+READ = {"colwise": "columns", "rowwise": "rows"}
+READ |= dict.fromkeys(GATHERED, "columns_gathered") | dict.fromkeys(OF_WHOLE, "rows_of_whole")
+READ |= dict.fromkeys(WHOLE, "whole")
+OF_EXPERTS = {"moe_tp_experts", "moe_identity_expert", "packed_colwise", "packed_rowwise", "all_reduce"}
+"""Styles that plans have for experts and what is in them, where nothing is left to a plan."""
+LOCAL = "local_params"
+"""The style of a module that reads parameters of its own, which regions divide with the heads."""
+UNREAD = OF_EXPERTS | {"embedding_rowwise", "embedding_colwise", "sequence_parallel"}
+
+
+def _kinds(found: Found) -> list[tuple[SplitKind, int]]:
+    """The kinds of blocks, with the first layer of each."""
+    kinds = enumerate(found.split.kinds)
+    return [(kind, found.split.layers.index(number)) for number, kind in kinds if kind.role is LayerRole.BLOCK]
+
+
+def _with_style(style: str) -> Found:
+    """A small model whose own plan has this style for one of its matrices."""
+    found = find_split(read_hub_config("olmo2", split_config("olmo2")))
+    found.model.config.base_model_tp_plan = {
+        f"layers.*.{PATH}": style,
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    return found
+
+
+def test_every_style_that_a_plan_of_transformers_has_is_known_here() -> None:
+    plans = (getattr(config, "base_model_tp_plan", None) for config in CONFIG_MAPPING.values())
+    styles = {style for plan in plans if plan for style in plan.values()}
+    assert styles <= {*READ, *UNREAD, LOCAL}
+    assert set(ALL_PARALLEL_STYLES) - {*READ, *UNREAD, LOCAL} == {"ep_dispatch_experts", "grouped_gemm"}  # of ep
+
+
+@pytest.mark.parametrize("style", READ)
+def test_a_style_that_is_read_is_supposed(style: str) -> None:
+    found = _with_style(style)
+    ((kind, layer),) = _kinds(found)
+    assert not unread_plan(found.model, found.split, layer, found.keywords)
+    supposed = suppositions(found.model, found.split, kind, layer, found.keywords)
+    assert READ[style] in [styles.get(f"block.{PATH}") for styles in supposed]
+
+
+@pytest.mark.parametrize("style", sorted(UNREAD))
+def test_a_style_that_is_not_read_is_named(style: str) -> None:
+    found = _with_style(style)
+    ((kind, layer),) = _kinds(found)
+    unread = unread_plan(found.model, found.split, layer, found.keywords)
+    assert unread == f"styles of its own tp plan are not read: {style} (of {PATH})"
+    assert next(suppositions(found.model, found.split, kind, layer, found.keywords))[f"block.{PATH}"] == "columns"
+
+
+def test_parameters_of_a_module_that_reads_them_locally_are_divided_with_the_heads() -> None:
+    found = find_split(read_hub_config("granite_swa", {"model_type": "granite_swa", **SIZES}))
+    assert LOCAL in found.model.config.base_model_tp_plan.values()
+    kind, layer = _kinds(found)[0]
+    assert not unread_plan(found.model, found.split, layer, found.keywords)
+    first = next(suppositions(found.model, found.split, kind, layer, found.keywords))
+    assert first["block.self_attn"].endswith(":sinks")
+
+
+def test_styles_of_experts_are_not_asked_of_a_plan() -> None:
+    found = find_split(read_hub_config("qwen3_moe", FAMILY_CONFIGS["qwen3_moe"]))
+    assert OF_EXPERTS & set(found.model.config.base_model_tp_plan.values())
+    assert not any(unread_plan(found.model, found.split, layer, found.keywords) for _, layer in _kinds(found))
+
+
+def test_why_a_kind_has_no_tp_names_the_styles_that_were_not_read() -> None:
+    config = {**SIZES, "is_moe": True, "num_experts": 64, "num_experts_per_tok": 4}
+    block = split_model("doge", {"model_type": "doge", **config, "hidden_dropout": 0.0}).kinds[1]
+    assert block.no_tp.startswith("styles of its own tp plan are not read: embedding_rowwise (of mlp.up_embed); ")
