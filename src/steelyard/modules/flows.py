@@ -5,20 +5,14 @@ from itertools import pairwise
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from steelyard.model.family import Task
 from steelyard.model.split import (
     BlockCall,
     SplitFeatures,
     SplitStream,
 )
 from steelyard.modules.made_of import nodes_behind
-from steelyard.modules.model_inputs import (
-    Read,
-    first_tokens,
-)
-from steelyard.modules.not_split import not_split
+from steelyard.modules.model_inputs import first_tokens
 from steelyard.modules.recording import (
     LONGER,
     LONGEST,
@@ -33,26 +27,18 @@ from steelyard.modules.recording import (
 )
 
 
-def all_streams(
-    model: PreTrainedModel,
-    seen: Recording,
-    call: BlockCall,
-    config: PreTrainedConfig,
-    task: Task,
-    *,
-    keeps_results: bool,
-) -> list[SplitStream]:
+def all_streams(seen: Recording, call: BlockCall, *, keeps_results: bool) -> list[SplitStream]:
     """What flows past the blocks of the first list, which are called so."""
     path, blocks = next(iter(seen.chains.items()))
     streams = list(_streams(blocks, call, keeps_results=keeps_results))
     if not streams:
         return []
     more = seen.tokens + (LONGER - TOKENS if seen.tokens == TOKENS else seen.tokens)
-    longer = record_pass(model, config, task, None, more).chains[path]
-    found = [_of_tokens(each, blocks, longer, (seen.tokens, more), config) for each in streams]
+    longer = record_pass(seen, more).chains[path]
+    found = [_of_tokens(each, seen, longer, more) for each in streams]
     if not any(each.whole for each in streams):
         return found
-    longest = record_pass(model, config, task, None, LONGEST).chains[path]
+    longest = record_pass(seen, LONGEST).chains[path]
     return [_with_most(each, longest) for each in found]
 
 
@@ -63,23 +49,16 @@ def _with_most(stream: SplitStream, longest: Sequence[Call]) -> SplitStream:
     return stream.model_copy(update={"most": most if any(most) else ()})
 
 
-def state_lengths(
-    model: PreTrainedModel,
-    seen: Recording,
-    calls: Mapping[str, BlockCall],
-    config: PreTrainedConfig,
-    task: Task,
-    features: SplitFeatures | None,
-) -> dict[str, tuple[int, int]]:
+def state_lengths(seen: Recording, calls: Mapping[str, BlockCall]) -> dict[str, tuple[int, int]]:
     """For each list of blocks the places of a state for each token, and beside them, where they are not the tokens.
 
     The blocks that read features have states of one shape.
     """
-    calls = dict(list(calls.items())[1 if features else 0 :])
+    calls = dict(list(calls.items())[1 if seen.read else 0 :])
     few = {path: _length(seen.chains[path], call) for path, call in calls.items()}
     if all(length == seen.tokens for length in few.values()):
         return {}
-    longer = record_pass(model, config, task, features, seen.tokens - first_tokens(features)[1] + LONGER)
+    longer = record_pass(seen, seen.tokens - first_tokens(seen.read)[1] + LONGER)
     found = {}
     for path, call in calls.items():
         times = (_length(longer.chains[path], call) - few[path]) // LONGER
@@ -115,11 +94,12 @@ def _states_read(tower: Sequence[Call], how: BlockCall, given: Sequence[Tensor])
     return sorted({place for node, place in place_of.items() if node in reached} - {len(tower) - 1})
 
 
-def block_call(calls: Sequence[Call], config: PreTrainedConfig, tokens: int, read: Read) -> BlockCall:
-    """Where the result of a block goes into the next; the same for all.
+def block_call(seen: Recording, path: str) -> BlockCall:
+    """Where the result of a block of a list goes into the next; the same for all.
 
-    A state of one shape, of blocks behind what is ``read`` other than tokens, has no dim of tokens.
+    A state of one shape, of blocks behind what is read in the place of tokens, has no dim of tokens.
     """
+    calls, read = seen.chains[path], seen.read if path == next(iter(seen.chains)) else None
     first = calls[0].outputs
     if isinstance(first, Tensor):
         candidates: list[tuple[int | str | None, int | None]] = [(None, None)]
@@ -128,7 +108,7 @@ def block_call(calls: Sequence[Call], config: PreTrainedConfig, tokens: int, rea
     elif isinstance(first, tuple | list):
         candidates = [(place, len(first)) for place, each in enumerate(first) if isinstance(each, Tensor)]
     else:
-        raise not_split(config, f"blocks that return {type(first).__name__}")
+        raise seen.refusal(f"blocks that return {type(first).__name__}")
     for result, count in candidates:
         arguments: set[int | str] | None = None
         for call, following in pairwise(calls):
@@ -142,7 +122,7 @@ def block_call(calls: Sequence[Call], config: PreTrainedConfig, tokens: int, rea
         if len(arguments) == 1:
             argument = arguments.pop()
             state = argument_of(calls[0], argument)
-            order, inner = ((), ()) if read else order_of(state, config, tokens)
+            order, inner = ((), ()) if read else order_of(state, seen)
             is_list = isinstance(read, SplitFeatures) and read.grid is not None
             lone = is_list and state.ndim == 3 and len(state) == 1
             return BlockCall(
@@ -155,20 +135,20 @@ def block_call(calls: Sequence[Call], config: PreTrainedConfig, tokens: int, rea
                 places=state.shape[-2] // SAMPLES if lone or (is_list and state.ndim == 2) else 0,
                 lone=lone,
             )
-    raise not_split(config, "something between its blocks, or more than one state that goes from block to block")
+    raise seen.refusal("something between its blocks, or more than one state that goes from block to block")
 
 
-def order_of(state: Tensor, config: PreTrainedConfig, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def order_of(state: Tensor, seen: Recording) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The dims of a hidden state that are samples and tokens, and the others, where these come first; the sizes of all
     others, where they are several.
     """
-    sizes = list(state.shape)
+    sizes, tokens = list(state.shape), seen.tokens
     if state.ndim == 3 and sizes[:2] == [SAMPLES, tokens]:
         return (), ()
     if state.ndim == 3 and sizes[0] == SAMPLES and tokens not in sizes:
         return (), ()  # of another length
     if sizes.count(SAMPLES) != 1 or sizes.count(tokens) != 1:
-        raise not_split(config, f"a hidden state of {sizes} for {SAMPLES} samples of {tokens} tokens")
+        raise seen.refusal(f"a hidden state of {sizes} for {SAMPLES} samples of {tokens} tokens")
     first = [sizes.index(SAMPLES), sizes.index(tokens)]
     rest = [dim for dim in range(state.ndim) if dim not in first]
     order = (*first, *rest)
@@ -183,7 +163,7 @@ def _number(calls: Sequence[Call]) -> int | str | None:
     return next(counts, None) if len(calls) > 1 else None
 
 
-def encoded_argument(calls: Sequence[Call], how: BlockCall, config: PreTrainedConfig) -> int | str:
+def encoded_argument(seen: Recording, calls: Sequence[Call], how: BlockCall) -> int | str:
     """Where every block of a decoder is given the encoder's output."""
     given = [dict(enumerate(each.places)) | dict(each.names) for each in calls]
     found = [
@@ -193,7 +173,7 @@ def encoded_argument(calls: Sequence[Call], how: BlockCall, config: PreTrainedCo
     ]
     found = [name for name in found if name != how.argument]
     if len(found) != 1:
-        raise not_split(config, "a decoder whose blocks do not all read one output of the encoder")
+        raise seen.refusal("a decoder whose blocks do not all read one output of the encoder")
     return found[0]
 
 
@@ -242,18 +222,14 @@ def _streams(calls: Sequence[Call], how: BlockCall, *, keeps_results: bool) -> I
     yield from found.values()
 
 
-def _of_tokens(
-    stream: SplitStream,
-    calls: Sequence[Call],
-    longer: Sequence[Call],
-    tokens: tuple[int, int],
-    config: PreTrainedConfig,
-) -> SplitStream:
-    """The stream with 0 in the place of the dims that are tokens, as calls with more tokens show."""
-    seen = [dict(_given(each[stream.readers[0] - 1])) for each in (calls, longer)]
-    samples, *sizes = zip(*(each[stream.argument, stream.entry].shape for each in seen), strict=True)
-    beside = [one - tokens[0] for one, other in sizes if one != other]
-    grow_alike = all(one == other or other - one == tokens[1] - tokens[0] for one, other in sizes)
+def _of_tokens(stream: SplitStream, seen: Recording, longer: Sequence[Call], more: int) -> SplitStream:
+    """The stream with 0 in the place of the dims that are tokens, as calls with ``more`` tokens show."""
+    calls = next(iter(seen.chains.values()))
+    given = [dict(_given(each[stream.readers[0] - 1])) for each in (calls, longer)]
+    samples, *sizes = zip(*(each[stream.argument, stream.entry].shape for each in given), strict=True)
+    beside = [one - seen.tokens for one, other in sizes if one != other]
+    grow_alike = all(one == other or other - one == more - seen.tokens for one, other in sizes)
     if samples != (SAMPLES, SAMPLES) or not grow_alike or min(beside, default=0) < 0:
-        raise not_split(config, f"blocks that are given {stream.argument}, of another length than the samples are")
-    return stream.model_copy(update={"shape": tuple(one if one == other else tokens[0] - one for one, other in sizes)})
+        raise seen.refusal(f"blocks that are given {stream.argument}, of another length than the samples are")
+    shape = tuple(one if one == other else seen.tokens - one for one, other in sizes)
+    return stream.model_copy(update={"shape": shape})

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from steelyard.errors import InvalidModelError
 from steelyard.model.family import Task
 from steelyard.modules.called import CalledModules
 from steelyard.modules.known_values import plain_token, without_values
@@ -47,7 +48,22 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class Subject:
+    """What is taken apart: a model on the meta device, the config that it was made of, and its task."""
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    task: Task
+    read: Read
+    """What its first layer reads in the place of token ids."""
+
+    def refusal(self, found: str) -> InvalidModelError:
+        """That the model has something in the way of its split."""
+        return not_split(self.config, found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording(Subject):
     """What one forward pass showed: the modules called, in order, by path, and the calls of the blocks."""
 
     called: Sequence[str]
@@ -71,9 +87,9 @@ class Recording:
     """What every module called is given by name."""
     asks_for_values: bool
 
-    def blocks(self, model: nn.Module, path: str) -> dict[str, nn.Module]:
+    def blocks(self, path: str) -> dict[str, nn.Module]:
         """The blocks of a list that are called, by their names in it."""
-        named = list(model.get_submodule(path).named_children())
+        named = list(self.model.get_submodule(path).named_children())
         return dict(named[place] for place in self.places[path][: len(self.chains[path])])
 
     def entering(self, encoded: object) -> dict[str, str | None]:
@@ -91,17 +107,12 @@ def first_state(seen: Recording) -> Tensor:
     return next(each for each in (*first.places, *first.names.values()) if isinstance(each, Tensor))
 
 
-def record_pass(
-    model: PreTrainedModel,
-    config: PreTrainedConfig,
-    task: Task,
-    read: Read,
-    more: int = TOKENS,
-) -> Recording:
+def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     """One forward pass on the meta device, with hooks on all modules, of so many tokens behind those of an image.
 
     A block that is called again and again has a place for each call afterwards.
     """
+    model, task, read = of.model, of.task, of.read
     tokens = more + first_tokens(read)[1]
     paths = {module: path for path, module in model.named_modules()}
     lists = _lists(model)
@@ -138,25 +149,29 @@ def record_pass(
         with (
             one_sequence_each(),
             torch.device("meta"),
-            without_values(given.values(), plain_token(config), first_tokens(read)) as known,
+            without_values(given.values(), plain_token(of.config), first_tokens(read)) as known,
             CalledModules(model) as modules,
             _called_with_hooks(place_of),
         ):
             of_features = beside_features(model, read, given.get(beside))
             outputs = model(**given, **of_features, **forward_options(model))
     except Exception as error:
-        raise failed_pass(config, error) from error
+        raise failed_pass(of.config, error) from error
     finally:
         for handle in handles:
             handle.remove()
     if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
-        raise not_split(config, "batch norms, which would see one rank's microbatch in place of the whole batch")
+        raise of.refusal("batch norms, which would see one rank's microbatch in place of the whole batch")
     places = {path: [place for place, _ in each] for path, each in calls.items()}
     if again := _called_again(lists, calls):
         repeat_blocks(model, again)
-        return record_pass(model, config, task, read, more)
-    chosen = _chosen(model, _in_order(lists, calls), called, config, task)
+        return record_pass(of, more)
+    chosen = _chosen(of, _in_order(lists, calls), called)
     return Recording(
+        model=model,
+        config=of.config,
+        task=task,
+        read=read,
         called=called,
         chains=chosen,
         places={path: places[path] for path in chosen},
@@ -193,25 +208,19 @@ def _in_order(
     return {path: [call for _, call in calls[path]] for path in whole or part}
 
 
-def _chosen(
-    model: nn.Module,
-    chains: Mapping[str, Sequence[Call]],
-    called: Sequence[str],
-    config: PreTrainedConfig,
-    task: Task,
-) -> dict[str, Sequence[Call]]:
+def _chosen(of: Subject, chains: Mapping[str, Sequence[Call]], called: Sequence[str]) -> dict[str, Sequence[Call]]:
     """The largest list of those whose modules are called one after another, or for some tasks two, as they are run."""
-    count = 2 if task.has_two_lists else 1
-    if task is Task.IMAGE_TEXT:  # what reads several states of a tower may be a list, too
+    count = 2 if of.task.has_two_lists else 1
+    if of.task is Task.IMAGE_TEXT:  # what reads several states of a tower may be a list, too
         chains = {path: each for path, each in chains.items() if _is_chain(each)}
     if len(chains) < count:
         lists_wanted = "two lists" if count > 1 else "list"
-        raise not_split(config, f"no {lists_wanted} of modules that are called once each, one after another")
+        raise of.refusal(f"no {lists_wanted} of modules that are called once each, one after another")
     chosen = sorted(list(chains)[:count], key=lambda path: next(n for n, e in enumerate(called) if is_below(e, path)))
     found = {path: chains[path] for path in chosen}
-    if task is Task.IMAGE_TEXT:
+    if of.task is Task.IMAGE_TEXT:
         (_, (entered, *_)) = found.values()
-        found[chosen[0]] = _read_of(model, chosen[0], found[chosen[0]], entered)
+        found[chosen[0]] = _read_of(of.model, chosen[0], found[chosen[0]], entered)
     return found
 
 

@@ -1,14 +1,13 @@
 """Which modules are of the embedding, of what lies between two lists of blocks, and of the head."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from steelyard.model.family import Task
 from steelyard.modules.made_of import depends, own_parameters, parameters_of
-from steelyard.modules.not_split import not_split
 from steelyard.modules.paths import is_below, is_below_any, outermost
 from steelyard.modules.recording import Recording
 from steelyard.modules.shell import holds_parameters
@@ -29,16 +28,15 @@ def resting_modules(model: PreTrainedModel, logits: Tensor) -> tuple[str, ...]:
     return tuple(found)
 
 
-def find_ends(
-    model: PreTrainedModel, seen: Recording, entering: Tensor, config: PreTrainedConfig, task: Task
-) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+def find_ends(seen: Recording, entering: Tensor) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
     """The paths of the modules that hold the parameters of the embedding, of what lies between two lists, and the head.
 
     And of these the modules that hold blocks: they are the embedding's where its result, ``entering``, depends on their
     own parameters, or nothing does. A module that is not called, and whose parameters another holds that is, belongs to
     neither. What reads states of a tower is called between its blocks, and lies behind them.
     """
-    blocks_of = {path: seen.blocks(model, path) for path in seen.chains}
+    model = seen.model
+    blocks_of = {path: seen.blocks(path) for path in seen.chains}
     of_blocks = {module for each in blocks_of.values() for block in each.values() for module in block.modules()}
     of_blocks |= {model.get_submodule(path) for path in seen.chains}
     owners = {path: module for path, module in model.named_modules() if holds_parameters(module)}
@@ -53,16 +51,16 @@ def find_ends(
     tied: list[str] = []
     holders = [path for path in outside if any(is_below(blocks, path) for blocks in seen.chains) or not path]
     if "" in holders and seen.beside is None:
-        raise not_split(config, "parameters of the model itself, which holds the blocks")
+        raise seen.refusal("parameters of the model itself, which holds the blocks")
     for path in (path for path in outside if path not in holders):
         if path not in seen.called and held.issuperset(map(id, own_parameters(model, path))):
             tied.append(path)
             continue
         when = _calls(seen, path)
-        when = [_past(place, spans[0]) for place in when] if task is Task.IMAGE_TEXT else when
+        when = [_past(place, spans[0]) for place in when] if seen.task is Task.IMAGE_TEXT else when
         where = {sum(last < place for _, last in spans) for place in when}
         if any(first < place < last for first, last in spans for place in when) or len(where) > 1:
-            raise not_split(config, f"{path}, which is called between blocks")
+            raise seen.refusal(f"{path}, which is called between blocks")
         ends[where.pop()].append(_at_rest(seen, path))
     in_head = {id(each) for path in ends[-1] for each in model.get_submodule(path).parameters()}
     leaving = [*pytree.tree_leaves(list(seen.chains.values())[-1][-1].outputs), seen.beside]
@@ -74,9 +72,9 @@ def find_ends(
     for path in (path for end in ends[:-1] for path in end):
         own = [each for each in model.get_submodule(path).parameters() if id(each) not in in_head]
         if depends(seen.logits, own, leaving):
-            raise not_split(config, f"{path}, which lies before its blocks and which its head reads past them")
+            raise seen.refusal(f"{path}, which lies before its blocks and which its head reads past them")
     if not all(ends):
-        raise not_split(config, f"no parameters {'before' if ends[-1] else 'behind'} its blocks")
+        raise seen.refusal(f"no parameters {'before' if ends[-1] else 'behind'} its blocks")
     found = [outermost(each) for each in ends]
     for path in holders:
         own = own_parameters(model, path)
@@ -91,13 +89,13 @@ def _past(place: int, span: tuple[int, int]) -> int:
 
 
 def ends_by_use(
-    model: PreTrainedModel, seen: Recording, entering: Tensor, embedding: Sequence[str], between: Sequence[str]
+    seen: Recording, entering: Tensor, embedding: Sequence[str], between: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The embedding's modules and those between two lists, where a table of tokens is read before the first list.
 
     The embedding's are those that its result is made of. Blocks of the first list that nothing reads lie between.
     """
-    reached = parameters_of([entering])
+    model, reached = seen.model, parameters_of([entering])
     early = [path for path in embedding if reached & {id(each) for each in model.get_submodule(path).parameters()}]
     first = next(iter(seen.chains))
     unread = [f"{first}.{name}" for name, _ in model.get_submodule(first).named_children()][len(seen.chains[first]) :]
@@ -121,14 +119,9 @@ def _at_rest(seen: Recording, path: str) -> str:
     return path
 
 
-def shared_parameters(
-    model: PreTrainedModel,
-    holders: Mapping[int, Sequence[str]],
-    called: Collection[str],
-    config: PreTrainedConfig,
-) -> Iterator[tuple[tuple[int, str], ...]]:
+def shared_parameters(seen: Recording, holders: Mapping[int, Sequence[str]]) -> Iterator[tuple[tuple[int, str], ...]]:
     """The parameters that layers share; ``holders`` has the paths of a layer's modules by its number."""
-    where: dict[nn.Parameter, list[str]] = {}
+    model, where = seen.model, dict[nn.Parameter, list[str]]()
     for path, parameter in model.named_parameters(remove_duplicate=False):
         if holds_parameters(model.get_submodule(path.rpartition(".")[0])):
             where.setdefault(parameter, []).append(path)
@@ -136,8 +129,8 @@ def shared_parameters(
         copies = sorted((layer, path) for layer, each in holders.items() for path in paths if is_below_any(path, each))
         if len(copies) == len({layer for layer, _ in copies}):
             yield from [tuple(copies)] if len(copies) > 1 else []
-        elif not _one_module(model, paths) and any(path.rpartition(".")[0] in called for path in paths):
-            raise not_split(config, f"a parameter that {', '.join(paths[:3])} share")
+        elif not _one_module(model, paths) and any(path.rpartition(".")[0] in seen.called for path in paths):
+            raise seen.refusal(f"a parameter that {', '.join(paths[:3])} share")
 
 
 def _one_module(model: PreTrainedModel, paths: Sequence[str]) -> bool:

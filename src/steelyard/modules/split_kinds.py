@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from steelyard.model.family import BIDIRECTIONAL, LayerRole
 from steelyard.model.split import (
@@ -25,9 +25,7 @@ NO_TP = "how its modules divide is not known"
 
 
 def kinds_of_layers(
-    model: PreTrainedModel,
     seen: Recording,
-    config: PreTrainedConfig,
     calls: Mapping[str, BlockCall],
     encoder: SplitEncoder | None,
     streams: Sequence[SplitStream],
@@ -35,7 +33,7 @@ def kinds_of_layers(
     shapes: Sequence[tuple[int, ...]],
 ) -> tuple[list[SplitKind], list[int], list[Any]]:
     """The kinds of layers, for each layer the index of its kind, and the rotary embedding of each kind of blocks."""
-    first, blocks = next(iter(calls)), list(calls)[-1]
+    config, first, blocks = seen.config, next(iter(calls)), list(calls)[-1]
     tokens = lengths.get(first, (1, 0))
     kinds = [SplitKind(name="embedding", role=LayerRole.EMBEDDING, no_tp=NO_TP, tokens=tokens, shape=shapes[0])]
     layers, rotary, before = [0], list[Any](), 1
@@ -48,7 +46,7 @@ def kinds_of_layers(
         parts = ("image ", "text ") if encoder and encoder.encoded is None else ("encoder ", "decoder ")
         words = parts[path == blocks] if encoder else ""
         given = {call.argument, call.number} | ({encoder.encoded} if encoder and path == blocks else set())
-        modules, places = list(seen.blocks(model, path).values()), seen.places[path]
+        modules, places = list(seen.blocks(path).values()), seen.places[path]
         passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
         own_streams = streams if seen.beside is None else []
         own_layers = range(len(layers), len(layers) + len(modules))

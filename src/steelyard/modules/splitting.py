@@ -41,13 +41,10 @@ from steelyard.modules.flows import (
     state_lengths,
     streams_past_a_tower,
 )
-from steelyard.modules.model_inputs import (
-    Read,
-)
 from steelyard.modules.paths import is_below, is_below_any
 from steelyard.modules.pieces import IMAGES
 from steelyard.modules.prepared import prepare
-from steelyard.modules.recording import TOKENS, Recording, argument_of, first_state, record_pass
+from steelyard.modules.recording import TOKENS, Recording, Subject, argument_of, first_state, record_pass
 from steelyard.modules.split_ends import ends_by_use, find_ends, resting_modules, shared_parameters
 from steelyard.modules.split_kinds import kinds_of_layers
 from steelyard.modules.trained_class import has_fused_attention, task_of
@@ -86,13 +83,13 @@ def find_split(config: PreTrainedConfig, *, keeps_results: bool = False) -> Foun
     image = _image(config) if task is Task.IMAGE_CLASSIFICATION else None
     features = features_of(model, task) if task.reads_features else None
     read = features or image
-    seen = record_pass(model, config, task, read)
+    of = Subject(model=model, config=config, task=task, read=read)
+    seen = record_pass(of)
     (_, *sizes) = first_state(seen).shape
     if not read and TOKENS not in sizes and (padded := sizes[0]) > TOKENS:
-        of_padded = record_pass(model, config, task, read, padded)
+        of_padded = record_pass(of, padded)
         seen = of_padded if first_state(of_padded).shape[1] == padded else seen
-    options = {"fused_attention": fused_attention, "keeps_results": keeps_results}
-    split = _split_of(model, seen, config, task, read, **options)
+    split = _split_of(seen, fused_attention=fused_attention, keeps_results=keeps_results)
     keywords = seen.keywords
     if split.encoder and split.encoder.encoded is not None:
         first = seen.chains[split.blocks][0]
@@ -101,44 +98,35 @@ def find_split(config: PreTrainedConfig, *, keeps_results: bool = False) -> Foun
     return Found(split=split, config=config, model=model, keywords=keywords, attention_drops=drops)
 
 
-def _split_of(
-    model: PreTrainedModel,
-    seen: Recording,
-    config: PreTrainedConfig,
-    task: Task,
-    read: Read,
-    *,
-    fused_attention: bool,
-    keeps_results: bool,
-) -> ModelSplit:
+def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) -> ModelSplit:
+    model, config, task, read = seen.model, seen.config, seen.task, seen.read
     first, blocks = next(iter(seen.chains)), list(seen.chains)[-1]
-    fixed = {first: read} if read else {}
-    calls = {path: block_call(each, config, seen.tokens, fixed.get(path)) for path, each in seen.chains.items()}
+    calls = {path: block_call(seen, path) for path in seen.chains}
     first_call, call = calls[first], calls[blocks]
     image, features = (None, read) if isinstance(read, SplitFeatures) else (read, None)
     entering = argument_of(seen.chains[first][0], first_call.argument)
-    (embedding, *between, head), holders = find_ends(model, seen, entering, config, task)
+    (embedding, *between, head), holders = find_ends(seen, entering)
     if task is Task.IMAGE_TEXT:
-        embedding, between[0] = ends_by_use(model, seen, entering, embedding, between[0])
-    encoder = _encoder_of(seen, calls, config, task, between[0], features) if between else None
-    streams = [] if read else all_streams(model, seen, first_call, config, task, keeps_results=keeps_results)
+        embedding, between[0] = ends_by_use(seen, entering, embedding, between[0])
+    encoder = _encoder_of(seen, calls, between[0]) if between else None
+    streams = [] if read else all_streams(seen, first_call, keeps_results=keeps_results)
     streams = [*streams_past_a_tower(*seen.chains.values(), first_call)] if task is Task.IMAGE_TEXT else streams
     if seen.beside is not None:
         last, maker = sum(map(len, seen.chains.values())) + 2, len(seen.chains[first]) + 1
         streams = [SplitStream(argument=IMAGES, maker=maker, readers=(last,), shape=tuple(seen.beside.shape[1:]))]
-    lengths = {} if image else state_lengths(model, seen, calls, config, task, features)
+    lengths = {} if image else state_lengths(seen, calls)
     hidden = [first_call.hidden((seen.chains[first][0].places, seen.chains[first][0].names))]
     hidden += [each.result_of(one.outputs) for path, each in calls.items() for one in seen.chains[path]]
     fixed = len(hidden) if image else 1 + len(seen.chains[first]) if features else 0
     shapes = [tuple(each.shape[1:]) if place < fixed else () for place, each in enumerate(hidden)]
-    kinds, layers, rotary = kinds_of_layers(model, seen, config, calls, encoder, streams, lengths, shapes)
+    kinds, layers, rotary = kinds_of_layers(seen, calls, encoder, streams, lengths, shapes)
     starts = [place for place, kind in enumerate(layers) if kinds[kind].role is LayerRole.EMBEDDING]
     ends = [tuple(path for path in each if path not in holders) for each in (embedding, *between, head)]
     by_layer = dict(zip([*starts, len(layers) - 1], ends, strict=True))
     by_layer |= {
         (starts[-1] if path == blocks else 0) + 1 + number: (f"{path}.{place}",)
         for path in seen.chains
-        for number, place in enumerate(seen.blocks(model, path))
+        for number, place in enumerate(seen.blocks(path))
     }
     text = config.get_text_config() if task is Task.CONTRASTIVE else config
     positions = length_of(shapes[0]) if image else _most_positions(text)
@@ -169,28 +157,21 @@ def _split_of(
         fused_attention=fused_attention,
         asks_for_values=seen.asks_for_values,
         typed_buffers=_typed_buffers(model, config, task, list(seen.chains)),
-        shared=tuple(shared_parameters(model, by_layer, seen.called, config)),
+        shared=tuple(shared_parameters(seen, by_layer)),
         streams=tuple(streams),
     )
 
 
-def _encoder_of(
-    seen: Recording,
-    calls: Mapping[str, BlockCall],
-    config: PreTrainedConfig,
-    task: Task,
-    between: tuple[str, ...],
-    features: SplitFeatures | None,
-) -> SplitEncoder:
+def _encoder_of(seen: Recording, calls: Mapping[str, BlockCall], between: tuple[str, ...]) -> SplitEncoder:
     """The first of two lists of blocks, and what those of the second read of it."""
     first, blocks = calls
     encoder = SplitEncoder(blocks=first, call=calls[first], between=between, encoded=None)
-    if not task.has_decoder:
+    if not seen.task.has_decoder:
         return encoder
-    encoded = encoded_argument(seen.chains[blocks], calls[blocks], config)
+    encoded = encoded_argument(seen, seen.chains[blocks], calls[blocks])
     output = argument_of(seen.chains[blocks][0], encoded)
-    order, _ = ((), ()) if features else order_of(output, config, seen.tokens)
-    shape = tuple(output.shape[1:]) if features else ()
+    order, _ = ((), ()) if seen.read else order_of(output, seen)
+    shape = tuple(output.shape[1:]) if seen.read else ()
     calls_between = _between_calls(seen, calls, encoded)
     found = {"encoded": encoded, "order": order, "shape": shape, "between_calls": calls_between}
     return encoder.model_copy(update=found)
@@ -229,7 +210,7 @@ def _typed_buffers(
         owner, _, name = path.rpartition(".")
         typed.get_submodule(owner)._buffers[name] = inside[path]
     try:
-        record_pass(typed, config, task, None)
+        record_pass(Subject(model=typed, config=config, task=task, read=None))
     except InvalidModelError:
         below = {
             path.removeprefix(f"{blocks}.").partition(".")[2]
