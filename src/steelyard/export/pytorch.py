@@ -108,7 +108,7 @@ def _check(plan: Plan, chain: ModelChain) -> None:
             expected="stages of as many devices each, which are one mesh",
             hint="run the plan with `steelyard train`, or plan with equal stages",
         )
-    shared = _shared(plan, chain)
+    shared = plan.shared_by_tp(chain)
     if shared is not None:
         raise UserError(
             field="--to",
@@ -131,16 +131,6 @@ def _check(plan: Plan, chain: ModelChain) -> None:
             expected="a model of " + ", ".join(sorted(TYPES)) + "; experts without tp",
             hint="run the plan with `steelyard train`, or --to torchrun for a script that starts it",
         )
-
-
-def _shared(plan: Plan, chain: ModelChain) -> tuple[int, str, int] | None:
-    """A tp degree of a plan, and the name and number of what its ranks, being more, share; None where they do not."""
-    for layer, strategy in enumerate(plan.strategies):
-        kind = chain.kind_of(layer)
-        for name, size in kind.tp_divides:
-            if name in kind.tp_shares and size % strategy.tensor_degree:
-                return strategy.tensor_degree, name, size
-    return None
 
 
 def _styles(chain: ModelChain, kind: LayerKind) -> dict[str, str]:

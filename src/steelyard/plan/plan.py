@@ -145,6 +145,15 @@ class Plan(PlanPart):
             chain = chain_from_config(model.config, name=model.name, split=model.split)
         return frozen_chain(chain, model.frozen)
 
+    def shared_by_tp(self, chain: ModelChain) -> tuple[int, str, int] | None:
+        """A tp degree, and the name and number of what its ranks, being more, hold alike; None where nothing is so."""
+        for layer, strategy in enumerate(self.strategies):
+            kind = chain.kind_of(layer)
+            for name, size in kind.tp_divides:
+                if name in kind.tp_shares and size % strategy.tensor_degree:
+                    return strategy.tensor_degree, name, size
+        return None
+
     def machines(self) -> Cluster:
         """The cluster of the plan; raises `InvalidClusterError` where the file has only a name that is not known.
 
