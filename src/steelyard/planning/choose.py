@@ -148,8 +148,7 @@ def plan_job(
     making the cost tables again where `make_tables` was asked for those of this job and these options, ``floors``
     making those of this job. ``to_the_end`` as in `accept`; else no more than ``top`` are priced.
 
-    Where processes share cores (`Profile.busy_speeds`) the simulator ranks every setting: the closed form of the search
-    takes all processes to be busy at all times, so that it ranks settings of unlike numbers of stages wrongly.
+    The simulator ranks every setting where `ranks_all` says so.
 
     Only plans that the walk accepts are priced (`steelyard.planning.acceptance`), so all of them fit as reported.
 
@@ -182,8 +181,7 @@ def _plan_within(
 ) -> PlanningResult:
     """As `plan_job`, within the budget of the job."""
     started, limit_s = time.monotonic(), options.time_limit_s
-    ranks_all = isinstance(job, Job) and bool(job.profile.busy_speeds)
-    num_rescored = len(tables) if ranks_all else max(top, NUM_RESCORED if to_the_end else 1)
+    num_rescored = len(tables) if ranks_all(job) else max(top, NUM_RESCORED if to_the_end else 1)
     if isinstance(job, PooledJob):
         space = PooledSpace(job, options)
         found = search_pools(job, space, time_limit_s=limit_s, to_the_end=to_the_end)
@@ -191,7 +189,7 @@ def _plan_within(
         found = accept(
             job,
             tables,
-            num_exact=num_rescored if ranks_all else 1,
+            num_exact=num_rescored if ranks_all(job) else 1,
             num_alternatives=num_rescored - 1,
             partition=options.partition,
             time_limit_s=limit_s,
@@ -234,6 +232,15 @@ def _plan_within(
         miss=None,
         others=tuple((candidates[index].plan, costs[index]) for index in others),
     )
+
+
+def ranks_all(job: AnyJob) -> bool:
+    """Whether the simulator must rank the plans of all settings: where processes share cores (`Profile.busy_speeds`).
+
+    The closed form of the search takes all processes to be busy at all times, so that it ranks settings of unlike
+    numbers of stages wrongly there.
+    """
+    return isinstance(job, Job) and bool(job.profile.busy_speeds)
 
 
 def _not_searched_text(tables: Sequence[OnDemand]) -> str:

@@ -18,7 +18,7 @@ from steelyard.plan.choices import Rival
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Baseline
 from steelyard.planning.acceptance import Acceptance, accept
-from steelyard.planning.choose import device_bytes
+from steelyard.planning.choose import device_bytes, ranks_all
 from steelyard.planning.plain import PLAIN_KINDS, PlainKind, plain_tables
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import PlanOptions, settings_under, stage_strategies
@@ -61,15 +61,21 @@ class Contest:
 
     def _accepted(self, tables: Sequence[CostTables | OnDemand]) -> Acceptance:
         floors = self.floors if {*tables} <= {*self.tables} else self.floors.of_others()
-        return accept(self.job, tables, num_alternatives=0, time_limit_s=self.time_limit_s, floors=floors)
+        count = len(tables) if ranks_all(self.job) else 1
+        limit_s = self.time_limit_s
+        return accept(
+            self.job, tables, num_exact=count, num_alternatives=count - 1, time_limit_s=limit_s, floors=floors
+        )
 
     def _rival(self, name: str, found: Acceptance) -> Rival:
         if not found.ranked:
             miss = found.search.nearest_miss
             missing = device_bytes(self.job, miss.needed_bytes) - self.job.budget_bytes if miss else None
             return Rival(name=name, missing_bytes=missing)
-        plan = found.ranked[0].plan
-        step_s = predict(plan, self.job).step_time_s
+        plans = [each.plan for each in (found.ranked if ranks_all(self.job) else found.ranked[:1])]
+        times = [predict(each, self.job).step_time_s for each in plans]
+        step_s = min(times)
+        plan = plans[times.index(step_s)]
         return Rival(
             name=name,
             step_time_s=step_s,
