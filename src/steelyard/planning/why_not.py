@@ -91,7 +91,7 @@ def _forbidding(job: Job, options: PlanOptions, pin: Pin) -> tuple[str, ...]:
     for size in sorted({setting.devices_per_stage for setting in settings}) if not against else ():
         for strategy, reason in not_offered(job, size, asking):
             if pin.allows(strategy):
-                against.append((strategy, frozenset({f"{strategy}: {reason}"})))
+                against.append((strategy, frozenset({reason})))
     if not against:
         return (f"no strategy of the tree for {job.cluster.num_devices} devices or fewer has it",)
     fewest = min(len(reasons) for _, reasons in against)
