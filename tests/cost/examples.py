@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from steelyard.cost.accuracy import BEYOND_FIT, CATALOGUE, MEASURED, SCALED, SCALED_BY_SEVERAL
 from steelyard.cost.communication import Group, collective
 from steelyard.cost.efficiency import IDEAL_LINKS, LinkEfficiency
 from steelyard.cost.setting import Job, Setting
@@ -44,6 +45,8 @@ CONFIG = {
 }
 PARAMS = {"embedding": 16384, "block": 41088, "head": 16448}
 SEQ_LEN = 32
+SPREADS = (CATALOGUE, BEYOND_FIT, SCALED, SCALED_BY_SEVERAL, MEASURED)
+"""All errors that predictions may state."""
 
 
 def chain(**changes: Any) -> ModelChain:

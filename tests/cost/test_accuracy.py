@@ -12,14 +12,13 @@ from steelyard.cost.accuracy import (
     MEASURED,
     SCALED,
     SCALED_BY_SEVERAL,
-    SPREADS,
     Spread,
     interval_of,
     spread_of,
 )
 from steelyard.plan.cost_source import CatalogueRates, CostSource
 from steelyard.plan.strategy import parse_strategy
-from tests.cost.examples import chain, cluster, job, measured_profile
+from tests.cost.examples import SPREADS, chain, cluster, job, measured_profile
 
 BENCHMARKS = (Path(__file__).parents[2] / "benchmarks" / "README.md").read_text(encoding="utf-8")
 PLAIN, EXPERTS = [parse_strategy("fsdp4")], [parse_strategy("fsdp4 ep2")]

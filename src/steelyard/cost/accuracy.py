@@ -42,7 +42,6 @@ BEYOND_FIT = Spread(words="catalogue, beyond its fit", typical=0.171, low=0.637,
 SCALED = Spread(words="one measured run", typical=0.061, low=0.793, high=1.261)
 SCALED_BY_SEVERAL = Spread(words="three measured runs", typical=0.054, low=0.855, high=1.249)
 MEASURED = Spread(words="measured profile", typical=0.063, low=0.871, high=1.094)
-SPREADS = (CATALOGUE, BEYOND_FIT, SCALED, SCALED_BY_SEVERAL, MEASURED)
 
 AS_GOOD = 0.07
 """Two plans of one job err alike. One that is predicted slower than another by no more than this fraction is as good:

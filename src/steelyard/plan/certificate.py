@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from steelyard.errors import InvalidPlanError
 from steelyard.limits import Seconds
 from steelyard.plan.part import PlanPart
-from steelyard.units import format_bytes, format_seconds
+from steelyard.units import format_seconds
 
 TOLERANCE = 1e-4
 """A gap that solvers of integer programs by custom leave (HiGHS and Gurobi: ``mip_rel_gap``, ``MIPGap``)."""
@@ -30,8 +30,6 @@ class Certificate(PlanPart):
     """What the search might take, where that ended it before it proved its plan; absent where it ended by itself."""
     num_simulated: int | None = Field(default=None, ge=2)
     """Plans among which the simulator chose; absent where it confirmed the search's best."""
-    spared_bytes: int | None = Field(default=None, gt=0)
-    """What the search left free of the memory that there is; absent where it left nothing."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -75,10 +73,6 @@ class Certificate(PlanPart):
                 return "none", "priced as given, not searched"
 
     def __str__(self) -> str:
-        spared = f", searched within {format_bytes(self.spared_bytes)} less than there is" if self.spared_bytes else ""
-        return self._proof() + spared
-
-    def _proof(self) -> str:
         match self.status:
             case "optimal":
                 return "optimal for the cost tables"

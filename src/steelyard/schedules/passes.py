@@ -27,11 +27,6 @@ class Phase(IntEnum):
     def __str__(self) -> str:
         return self.name.lower()
 
-    @property
-    def change(self) -> int:
-        """By how much the microbatches of a chunk whose activations are alive grow."""
-        return _CHANGES[self]
-
 
 _CHANGES = {Phase.FORWARD: 1, Phase.BACKWARD: -1, Phase.BACKWARD_INPUT: 0, Phase.BACKWARD_WEIGHT: -1}
 _PHASES = tuple(Phase)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from intervals import AsGood, Errors, Found, Timed, as_good, interval, quantiles
 
-from steelyard.cost.accuracy import SPREADS
 from tests.benchmarks.published_runs.examples import run_of
+from tests.cost.examples import SPREADS
 
 SPREAD = 0.2
 
