@@ -109,7 +109,7 @@ def explanation_record(found: Explanation) -> Record:
         "rivals": {each.name: rival_record(each) for each in found.rivals},
         "budgets": {each.name: rival_record(each) for each in found.budgets},
         "notes": list(found.notes),
-        "excluded": [[each.what, each.values, each.reason] for each in found.excluded],
+        "excluded": [[each.what, each.values, each.reason] for each in found.not_searched],
         "verdicts": [[each.kind, each.strategy, each.verdict, each.reason] for each in found.verdicts],
     }
 

@@ -92,7 +92,7 @@ def test_all_lists_every_strategy_and_every_setting_with_a_reason(
     verdicts = {each.verdict for each in explained.verdicts}
     assert {"undominated", "dominated", "not offered"} <= verdicts
     assert all(each.reason for each in explained.verdicts if each.verdict != "undominated")
-    never = {(each.what, each.values): each.reason for each in explained.excluded}
+    never = {(each.what, each.values): each.reason for each in explained.not_searched}
     assert never["stages", "3"] == "does not divide the 4 devices"
     assert never["microbatches", "3, 5–7, 9–15"] == "does not divide the global batch of 16"
     alternatives = read_plan(plan_path).prediction.alternatives  # type: ignore[union-attr]

@@ -104,8 +104,8 @@ def test_it_is_searched_where_nothing_is_said() -> None:
 
 
 def test_that_it_was_left_out_is_said() -> None:
-    excluded = settings_not_searched(job(), PlanOptions(schedules=("1f1b",)))
-    assert (NAME, "left out by --schedule") in {(each.values, each.reason) for each in excluded}
+    found = settings_not_searched(job(), PlanOptions(schedules=("1f1b",)))
+    assert (NAME, "left out by --schedule") in {(each.values, each.reason) for each in found}
 
 
 def test_an_unknown_name_has_the_nearest_known_one_as_its_hint() -> None:

@@ -92,11 +92,11 @@ def _explained(
     if isinstance(job, PooledJob):
         return explain_pools(plan, job, PlanOptions())
     if why is not None:
-        return Explanation(binds="", why_not=_insist(job, why))
+        return Explanation(binds="", why_not=_why_not(job, why))
     return explain_plan(plan, job, PlanOptions(), everything=everything, progress=show)
 
 
-def _insist(job: Job, asked: str) -> WhyNot:
+def _why_not(job: Job, asked: str) -> WhyNot:
     """What it costs to do what is asked for: a pin, or what another plan file says."""
     if asked.endswith(".json"):
         return why_not_plan(job, read_plan(asked), asked=Path(asked).name)

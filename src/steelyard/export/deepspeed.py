@@ -15,7 +15,7 @@ from steelyard.export.uniform import UniformPlan
 from steelyard.plan.capabilities import Capabilities, kinds_of
 from steelyard.plan.strategy import Remat
 
-MEANS = Capabilities(
+CAPABILITIES = Capabilities(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
@@ -79,7 +79,7 @@ TARGET = Target(
     name="deepspeed",
     software="DeepSpeed 0.19.8",
     summary="ds_config.json: ZeRO stage, AutoTP, batch sizes, activation checkpointing",
-    capabilities=MEANS,
+    capabilities=CAPABILITIES,
     write=_write,
     execution=DEEPSPEED,
     routers="the auxiliary loss of routers over all data ranks: the model takes the samples of each by themselves",

@@ -20,7 +20,7 @@ from steelyard.plan.file import dump_json
 from steelyard.plan.plan import Plan
 from steelyard.units import format_plural
 
-MEANS = Capabilities(mixes_layers=True)
+CAPABILITIES = Capabilities(mixes_layers=True)
 """They start steelyard's own runtime, which runs every plan."""
 
 _LONGEST_NAME = 40
@@ -237,7 +237,7 @@ TORCHRUN = Target(
     name="torchrun",
     software="torchrun of torch 2.13",
     summary="train.sh: starts the plan on each host",
-    capabilities=MEANS,
+    capabilities=CAPABILITIES,
     write=_write_torchrun,
     starts_steelyard=True,
 )

@@ -28,7 +28,7 @@ from steelyard.schedules import SCHEDULES
 _COMMUNICATION = {"gather": "allgather", "ulysses": "a2a"}
 """What ``--cp-comm-type`` calls the ways in which attention sees the whole sequence."""
 
-MEANS = Capabilities(
+CAPABILITIES = Capabilities(
     mixes_layers=False,
     kinds=kinds_of("dp", "tp", "dp+tp", "dp+ep", "dp+tp+ep", "cp", "dp+cp", "cp+tp", "dp+cp+tp"),
     variants={
@@ -44,12 +44,12 @@ MEANS = Capabilities(
 )
 
 FSDP_MEANS = replace(
-    MEANS,
+    CAPABILITIES,
     kinds=kinds_of(
         *("fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp", "fsdp+ep", "fsdp+tp+ep", "fsdp+cp", "fsdp+cp+tp"),
         *("tp", "cp", "cp+tp"),
     ),
-    variants={**MEANS.variants, "zero": frozenset({2, 3})},
+    variants={**CAPABILITIES.variants, "zero": frozenset({2, 3})},
     variants_beside={"dp": {"zero": frozenset({3})}},
     why_not={},
 )
@@ -299,7 +299,7 @@ TARGET = Target(
     name="megatron",
     software="Megatron-LM (megatron-core 0.19.2)",
     summary="a script with the arguments of pretrain_gpt.py: sizes, layout of uneven stages, recompute, batch",
-    capabilities=MEANS,
+    capabilities=CAPABILITIES,
     write=_write,
     execution=MEGATRON_CORE,
     routers="the auxiliary loss of routers over all layers and data ranks: Megatron takes each layer and each data "

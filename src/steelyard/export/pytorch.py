@@ -22,7 +22,7 @@ from steelyard.units import format_plural
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_plan.py"
 """What the export copies."""
-MEANS = Capabilities(mixes_layers=True)
+CAPABILITIES = Capabilities(mixes_layers=True)
 
 KINDS = frozenset({"dp", "fsdp", "tp"})
 """Kinds of parallelism that the script carries out."""
@@ -202,6 +202,6 @@ TARGET = Target(
     name="pytorch",
     software="torch 2.13 and transformers 5",
     summary="a training script of stock calls that runs the plan, mixes per layer included, without steelyard",
-    capabilities=MEANS,
+    capabilities=CAPABILITIES,
     write=_write,
 )

@@ -25,7 +25,7 @@ from steelyard.plan.kinds.ep import DEGREE
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
-MEANS = Capabilities(
+CAPABILITIES = Capabilities(
     mixes_layers=False,
     kinds=kinds_of(
         *("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
@@ -235,7 +235,7 @@ TARGET = Target(
     name="torchtitan",
     software="torchtitan 0.3.0 (.py), main (_main.py) and 0.2.2 (.toml)",
     summary="configuration functions and a TOML file: degrees, cuts, schedule, activation checkpointing, batch",
-    capabilities=MEANS,
+    capabilities=CAPABILITIES,
     write=_write,
     execution=TORCHTITAN,
     routers="the auxiliary loss of routers: torchtitan moves their biases instead",

@@ -101,7 +101,7 @@ class StrategyVerdict(PlanPart):
     """What forbids it, or the strategy that is no worse in anything; empty for one that is undominated."""
 
 
-class ExcludedValues(PlanPart):
+class NotSearched(PlanPart):
     """Values of a setting that were never searched, and why."""
 
     what: str
@@ -177,7 +177,7 @@ class Explanation(PlanPart):
     slow_nodes: tuple[SlowNode, ...] = ()
     """Of the recorded run that was given."""
     why_not: WhyNot | None = None
-    excluded: tuple[ExcludedValues, ...] = ()
+    not_searched: tuple[NotSearched, ...] = ()
     """Pipeline settings that were never searched."""
     verdicts: tuple[StrategyVerdict, ...] = ()
     """What became of every strategy of the tree, in the pipeline setting of the plan."""

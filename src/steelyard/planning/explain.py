@@ -55,7 +55,7 @@ def explain_plan(
         rivals=tuple(rival for rival in rivals if is_worth_showing(rival)),
         budgets=budgets,
         notes=pricing_notes(plan, priced) + supposed_notes(job),
-        excluded=settings_not_searched(job, options) if everything else (),
+        not_searched=settings_not_searched(job, options) if everything else (),
         verdicts=plan_verdicts(plan, job, options) if everything else (),
     )
 

@@ -2,7 +2,7 @@
 
 from steelyard.cost.layer_load import rank_samples, unmeasured_reason
 from steelyard.cost.setting import Job
-from steelyard.plan.choices import ExcludedValues, StrategyVerdict
+from steelyard.plan.choices import NotSearched, StrategyVerdict
 from steelyard.plan.kinds import KINDS, level_kinds
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
@@ -12,7 +12,7 @@ from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategie
 from steelyard.units import format_ranges
 
 
-def settings_not_searched(job: Job, options: PlanOptions) -> tuple[ExcludedValues, ...]:
+def settings_not_searched(job: Job, options: PlanOptions) -> tuple[NotSearched, ...]:
     """Numbers of stages and microbatches, and schedules, that were not searched, each with its reason."""
     settings = pipeline_settings(job, options)
     devices, layers, batch = job.cluster.num_devices, job.chain.num_layers, job.global_batch
@@ -39,18 +39,18 @@ def settings_not_searched(job: Job, options: PlanOptions) -> tuple[ExcludedValue
     return (
         *(() if unmeasured is None else (unmeasured,)),
         *_by_reason("stages", why_not_stages),
-        ExcludedValues(what="stages", values=f"above {devices}", reason="a stage needs a device of its own"),
+        NotSearched(what="stages", values=f"above {devices}", reason="a stage needs a device of its own"),
         *_by_reason("microbatches", why_not_counts),
-        ExcludedValues(what="microbatches", values=f"above {batch}", reason="a microbatch needs a sample"),
+        NotSearched(what="microbatches", values=f"above {batch}", reason="a microbatch needs a sample"),
         *(
-            ExcludedValues(what="schedule", values=each.name, reason=_why_no_schedule(each, options))
+            NotSearched(what="schedule", values=each.name, reason=_why_no_schedule(each, options))
             for each in SCHEDULES.values()
             if each not in used or each.why_not_everywhere
         ),
     )
 
 
-def samples_not_measured(job: Job, options: PlanOptions) -> ExcludedValues | None:
+def samples_not_measured(job: Job, options: PlanOptions) -> NotSearched | None:
     """The samples on a rank of strategies that were left out since the profile's times do not reach them, if any."""
     beyond: dict[float, str] = {}
     settings = {(each.devices_per_stage, each.microbatch_samples): each for each in pipeline_settings(job, options)}
@@ -62,7 +62,7 @@ def samples_not_measured(job: Job, options: PlanOptions) -> ExcludedValues | Non
                     beyond[rank_samples(strategy, setting)] = reason.partition(": ")[2]
     if not beyond:
         return None
-    return ExcludedValues(
+    return NotSearched(
         what="samples on a rank",
         values=", ".join(f"{count:g}" for count in sorted(beyond)),
         reason=f"{beyond[max(beyond)]}; steelyard profile --global-batch {job.global_batch} measures all",
@@ -120,9 +120,9 @@ def _verdict(strategy: str, reason: str) -> StrategyVerdict:
     return StrategyVerdict(kind="", strategy=strategy, verdict="not offered", reason=reason)
 
 
-def _by_reason(what: str, reasons: dict[int, str]) -> list[ExcludedValues]:
+def _by_reason(what: str, reasons: dict[int, str]) -> list[NotSearched]:
     return [
-        ExcludedValues(
+        NotSearched(
             what=what, values=format_ranges(value for value, why in reasons.items() if why == reason), reason=reason
         )
         for reason in dict.fromkeys(reasons.values())

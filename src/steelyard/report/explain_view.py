@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from steelyard.plan.choices import ExcludedValues, Explanation, Rival, SlowNode, StrategyVerdict, Verdict
+from steelyard.plan.choices import Explanation, NotSearched, Rival, SlowNode, StrategyVerdict, Verdict
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Prediction
 from steelyard.report.compare_view import compare_view
@@ -160,10 +160,10 @@ def rival_table(title: str, rivals: Sequence[Rival], *, whole: bool = True) -> T
     return table
 
 
-def excluded_table(excluded: Sequence[ExcludedValues]) -> Table:
+def not_searched_table(not_searched: Sequence[NotSearched]) -> Table:
     """Pipeline settings that were never searched."""
     table = plain_table("Never searched", "", "values", "why")
-    for each in excluded:
+    for each in not_searched:
         table.add_row(each.what, each.values, each.reason)
     return table
 
@@ -192,8 +192,8 @@ def _everything(plan: Plan, explanation: Explanation) -> list[RenderableType]:
         parts.append(term_table(prediction) if wide else total_table(prediction))
         if prediction.alternatives:
             parts.append(alternative_table(prediction, len(prediction.alternatives)))
-    if explanation.excluded:
-        parts.append(excluded_table(explanation.excluded))
+    if explanation.not_searched:
+        parts.append(not_searched_table(explanation.not_searched))
     if explanation.verdicts:
         parts.append(verdict_table(explanation.verdicts))
     return parts
