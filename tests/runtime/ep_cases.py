@@ -57,6 +57,9 @@ CASES: dict[str, Case] = {
     "qwen3_moe, eight ranks": _case(
         "qwen3_moe", "dp8, dp2-fsdp4, fsdp8 ep8 remat=full, dp2-fsdp4 zero2 ep8, fsdp8", num_devices=8
     ),
+    "deepseek_v3, eight ranks": _case(
+        "deepseek_v3", "dp4, fsdp4, dp2-fsdp2 ep4", "fsdp4 ep2 remat=full, fsdp2-tp2", num_devices=8
+    ),
     "qwen3_moe, interleaved": _case(
         "qwen3_moe", "dp4", "fsdp4", "fsdp4 ep4", "dp4 ep2 remat=full, dp4", num_devices=8, num_chunks=2
     ),
