@@ -17,7 +17,7 @@ import yaml
 
 from steelyard.errors import UserError
 from steelyard.export import TARGETS
-from steelyard.export.uniform import UniformPlan
+from steelyard.export.uniform import UniformPlan, describe_uniform
 from steelyard.model.read import load_model
 from steelyard.plan.capabilities import unsupported
 from steelyard.plan.file import parse_value
@@ -650,6 +650,11 @@ def test_deepspeed_says_whose_matter_it_is() -> None:
 
 
 # hybrid sharding
+
+
+def test_a_plan_is_described_by_the_layers_that_divide_experts() -> None:
+    assert describe_uniform(divided_experts("mixtral-8x22b", ep=8, num_layers=56)) == "uniform fsdp8 ep8"
+
 
 HYBRID = uniform("dp2-fsdp4", devices=8)
 

@@ -132,8 +132,8 @@ class UniformPlan:
 
 
 def describe_uniform(plan: Plan) -> str:
-    """The one strategy of a plan in a word or two, as in ``uniform fsdp8`` or ``uniform fsdp4-tp2+sp, 2 stages``."""
-    strategy = plan.strategies[0]
+    """The strategy of a plan in a word or two, as in ``uniform fsdp8 ep4`` or ``uniform fsdp4-tp2+sp, 2 stages``."""
+    strategy = max(plan.strategies, key=lambda each: each.expert_degree)
     view = UniformPlan.of(plan)
     text = str(strategy.without_remat())
     if view.remat is not Remat.NONE:
