@@ -207,6 +207,22 @@ def test_another_setting_of_a_block_is_refused_with_its_path() -> None:
         check_same_module(module, planned)
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of what torch.compile imports
+@pytest.mark.parametrize("place", ["", "layers.1"])
+def test_what_torch_compile_returned_is_refused_with_what_to_give(place: str) -> None:
+    case = CASES["titan"]
+    module = case.module()
+    if place:
+        module.set_submodule(place, torch.compile(module.get_submodule(place)))
+    else:
+        module = torch.compile(module)
+    expected = rf"^{place or 'model'}: found what torch\.compile returned for a Titan\w*(?s:.*)to fix: .*_orig_mod"
+    with pytest.raises(InvalidModelError, match=expected):
+        own_model(Built(module=module, sample=case.sample, loss=case.loss))
+    with pytest.raises(InvalidModelError, match=expected):
+        check_same_module(module, split_of("titan"))
+
+
 class Stock(nn.Module):
     """A module that asks its first block for settings, as `nn.TransformerEncoder` does."""
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.own import BUILDER
+from steelyard.modules.own_identity import refuse_compiled
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.modules.own_proof import proved
 from steelyard.modules.own_read import planned_module
@@ -41,6 +42,7 @@ class Built:
 
 def own_model(built: Built) -> OwnModel:
     """How a module splits, proved; raises `InvalidModelError` naming what stands in the way."""
+    refuse_compiled(built.module)
     if built.sample is None:
         raise InvalidModelError(
             field="sample",

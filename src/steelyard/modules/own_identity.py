@@ -24,6 +24,7 @@ def fingerprint_of_block(block: nn.Module, place: int) -> str:
 
 def check_same_module(module: nn.Module, own: OwnSplit) -> None:
     """Raises `InvalidModelError` naming the first place where a module is not the one that was planned."""
+    refuse_compiled(module)
     found = {path for path, _ in module.named_modules()}
     count = sum(parameter.numel() for parameter in module.parameters())
     for number, path in enumerate(own.blocks):
@@ -38,6 +39,19 @@ def check_same_module(module: nn.Module, own: OwnSplit) -> None:
             f"{type(module).__qualname__} of {count} parameters and, outside its blocks, structure {digest}",
             f"{own.module} of {own.num_params} parameters and structure {own.kinds[0].fingerprint}",
         )
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Raises `InvalidModelError` for what `torch.compile` returns, and for a module that holds such."""
+    for path, each in module.named_modules():
+        outer, _, name = path.rpartition(".")
+        if name == "_orig_mod":
+            raise InvalidModelError(
+                field=outer or "model",
+                found=f"what torch.compile returned for a {type(each).__qualname__}, whose operations cannot be seen",
+                expected="the module that torch.compile was given",
+                hint="leave torch.compile out, or give its _orig_mod",
+            )
 
 
 def _other_module(found: str, expected: str) -> InvalidModelError:

@@ -23,6 +23,7 @@ from steelyard.model.family import Task
 from steelyard.modules.batch import IGNORED, blank_samples, decoder_inputs
 from steelyard.modules.build import build_meta_model
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, as_flow
+from steelyard.modules.own_identity import refuse_compiled
 from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel
 from steelyard.modules.own_read import check_read, parts_of, planned_module
 from steelyard.modules.router_loss import PartRouters
@@ -362,6 +363,7 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     chain = plan.chain()
     if chain.own is not None:
         return parallelize_checked(planned_module(model, chain.own, loss), plan, seed)
+    refuse_compiled(model)
     check_same_model(getattr(model, "config", None), chain)
     return parallelize_checked(model, plan, seed)
 
