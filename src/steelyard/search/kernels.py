@@ -1,8 +1,8 @@
 """The inner loops of the search, compiled by numba: everything that runs once per state, per layer or per cut.
 
-They are loops over plain arrays, with shape and meaning as in the modules that call them: `run_bounds` for `bounds`,
-the others for `layers`. In numpy the same loops spend most of their time on calls, with arrays of a few dozen numbers.
-Sorting is left to numpy, and arrays to fill in are passed, since both would take longer to compile than to run.
+They are loops over plain arrays, with shape and meaning as in the modules that call them. In numpy the same loops spend
+most of their time on calls, with arrays of a few dozen numbers. Sorting is left to numpy, and arrays to fill in are
+passed, since both would take longer to compile than to run.
 
 A wheel brings them compiled, for any processor of its architecture (`hatch_build.py`). From sources numba compiles them
 on first use (about three seconds) and caches them on disk beside this file or, where that is read-only, in the user's
@@ -54,7 +54,7 @@ def compiled(signature: str) -> Callable[[Kernel], Kernel]:
 
 @compiled(
     "void(f8[:,:,:,::1], i8[:,::1], i8[::1], i8[::1], i8[:,:,::1], "
-    "f8[:,::1], i8[::1], f8[:,:,::1], f8[::1], i8[::1], f8[::1])"
+    "f8[:,::1], i8[::1], i8[:,::1], f8[:,:,::1], f8[::1], i8[::1], f8[::1])"
 )
 def completions(
     rest: FloatArray,
@@ -64,7 +64,8 @@ def completions(
     rows: IntArray,
     seconds: FloatArray,
     table: IntArray,
-    switch: FloatArray,
+    entry: IntArray,
+    entry_s: FloatArray,
     prices: FloatArray,
     upper: IntArray,
     priced: FloatArray,
@@ -72,8 +73,9 @@ def completions(
     """Fills in the least priced cost, and the least bytes, of the layers from each position of a run to its end.
 
     ``rest`` [n + 1, J, Q, C + 1] is in seconds, by the class before; ``least`` [n + 1, J] in bytes; both come with
-    zeros in the last position. ``rows`` [K, 4, O] as in `StageCosts`. Level j allows options with a transient of at
-    most ``upper[j]``; infinite (2^60 bytes) where some layer has none. ``priced`` [O] is room to work in.
+    zeros in the last position. ``rows`` [K, 4, O] as in `StageCosts`, ``entry`` [T, S] and ``entry_s`` [T, C + 1, D] as
+    in `Switches`. Level j allows options with a transient of at most ``upper[j]``; infinite (2^60 bytes) where some
+    layer has none. ``priced`` [D] is room to work in: what is entered alike costs least whatever it is entered from.
     """
     for position in range(len(kinds) - 1, -1, -1):
         kind = kinds[position]
@@ -85,15 +87,18 @@ def completions(
             smallest += least[position + 1, level]
             least[position, level] = smallest if smallest < 2**60 else 2**60
             for which in range(len(prices)):
+                for own in range(len(priced)):
+                    priced[own] = np.inf
                 for option in range(count[kind]):
-                    priced[option] = np.inf
                     if rows[kind, 3, option] <= upper[level]:
+                        own = entry[table[kind], rows[kind, 0, option]]
                         paid = seconds[kind, option] + prices[which] * rows[kind, 2, option]
-                        priced[option] = paid + rest[position + 1, level, which, rows[kind, 1, option]]
-                for before in range(switch.shape[1]):
+                        paid += rest[position + 1, level, which, rows[kind, 1, option]]
+                        priced[own] = min(priced[own], paid)
+                for before in range(entry_s.shape[1]):
                     best = np.inf
-                    for option in range(count[kind]):
-                        paid = switch[table[kind], before, rows[kind, 0, option]] + priced[option]
+                    for own in range(len(priced)):
+                        paid = entry_s[table[kind], before, own] + priced[own]
                         best = min(best, paid)
                     rest[position, level, which, before] = best
 
@@ -152,10 +157,10 @@ def drop_useless(  # noqa: C901, PLR0912 (as `sweep`)
 
 
 @compiled(
-    "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], f8[:,::1], i8[::1], "
-    "i8[::1], i8, f8, f8[:,::1], f8[:,:,::1], i8[::1], i8[:,::1], f8[:,::1])"
+    "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], f8[:,::1], i8[::1], i8[::1], i8, f8, f8[:,::1], "
+    "f8[:,:,::1], i8[::1], b1, f8[:,:,::1], f8[:,:,::1], i8[:,:,::1], i8[:,::1], f8[:,::1])"
 )
-def candidates(
+def candidates(  # noqa: C901, PLR0912 (as `sweep`)
     states: IntArray,
     seconds: FloatArray,
     count: int,
@@ -169,35 +174,51 @@ def candidates(
     prices: FloatArray,
     completion: FloatArray,
     rest_bytes: IntArray,
+    has_bounds: bool,
+    fastest: FloatArray,
+    same: FloatArray,
+    same_peak: IntArray,
     places: IntArray,
     values: FloatArray,
 ) -> int:
     """Extends states by the options of one more layer; returns how many may still fit and be in time.
 
-    ``states`` [6, N] as in `LayerStates`; ``options`` [4, O] hold strategy, class, bytes and transient of the ``count``
+    ``states`` [7, N] as in `LayerStates`; ``options`` [4, O] hold strategy, class, bytes and transient of the ``count``
     options; ``switch`` [C + 1, S]. ``prices`` [J, Q], ``completion`` [J, Q, C + 1] and ``rest_bytes`` [J] are for the
-    layers still to come. Fills ``places`` [7, room] with new states and the level of their transient, and ``values``
-    [2, room] with seconds and the lower bound of the whole run.
+    layers still to come. Fills ``places`` [7, room] with new states, and ``values`` [2, room] with seconds and, if
+    ``has_bounds``, the lower bound of the whole run. Left out are those that another one with the same option beats, as
+    `sweep` tells, whose room to work in serves here too.
     """
     found = 0
     for option in range(count):
-        strategy, own_group = options[0, option], options[1, option]
-        soonest, smallest = np.inf, budget + 1
+        strategy, own_group, own_peak = options[0, option], options[1, option], options[3, option]
+        soonest, smallest, own_level = np.inf, budget + 1, 0
         for level in range(len(upper)):
             paid = completion[level, 0, own_group] if prices[level, 0] == 0 else 0.0
             soonest, smallest = min(soonest, paid), min(smallest, rest_bytes[level])
+            own_level += upper[level] < own_peak
+            for came in range(fastest.shape[0]):
+                fastest[came, own_group, level] = np.inf
+                same[came, own_group, level] = np.inf
         for state in range(states.shape[1]):
             taken = states[2, state] + options[2, option]
-            if taken + smallest + options[3, option] > budget:
+            if taken + smallest + own_peak > budget:
                 break  # as do all behind it, which come in order of bytes
-            peak = states[3, state]
-            peak = max(peak, options[3, option])
+            came, peak, level = states[0, state], max(states[3, state], own_peak), max(states[6, state], own_level)
             spent = seconds[state] + (switch[states[1, state], strategy] + own_seconds[option])
-            if spent + soonest > limit_s or taken + smallest + peak > budget:
+            if level == len(upper) or spent + soonest > limit_s or taken + smallest + peak > budget:
                 continue
-            level = 0
-            while level < len(upper) and upper[level] < peak:
-                level += 1
+            if level > 0 and fastest[came, own_group, level - 1] <= spent:
+                continue
+            if same[came, own_group, level] <= spent and same_peak[came, own_group, level] <= peak:
+                continue
+            if spent < same[came, own_group, level]:
+                same[came, own_group, level] = spent
+                same_peak[came, own_group, level] = peak
+            for higher in range(level, len(upper)):
+                if fastest[came, own_group, higher] <= spent:
+                    break
+                fastest[came, own_group, higher] = spent
             bound = np.inf
             for higher in range(level, len(upper)):
                 reached = max(lower[higher], peak)
@@ -211,8 +232,10 @@ def candidates(
                     if spent + least > limit_s:
                         break
                 bound = min(bound, least)
+                if not has_bounds and spent + bound <= limit_s:
+                    break
             if spent + bound <= limit_s and bound < np.inf:
-                places[0, found] = states[0, state]
+                places[0, found] = came
                 places[1, found] = own_group
                 places[2, found] = taken
                 places[3, found] = peak
@@ -431,6 +454,17 @@ def priced_prefixes(
             for which in range(len(prices)):
                 paid = 0.0 if is_missing else least[kind, which]
                 prefix[level, which, place + 1] = prefix[level, which, place] + paid
+
+
+@compiled("i8(i8[::1], i8[:,::1], i8[:,::1], i8, i8)")
+def fitting_end(threshold: IntArray, prefix: IntArray, ended: IntArray, room: int, start: int) -> int:
+    """The largest end of layers from ``start`` whose least bytes fit into the room; see `least_memory`."""
+    end = start
+    for row in range(len(threshold)):
+        most = room - threshold[row] + prefix[row, start]
+        while end + 1 < ended.shape[1] and ended[row, end + 1] <= most:
+            end += 1
+    return end
 
 
 @compiled("void(f8[:,:,::1], i8[:,::1], f8[::1], i8[::1], i8, i8, i8, f8[:,::1])")

@@ -74,6 +74,10 @@ class Switches:
     """[K] which of the T tables a kind has"""
     seconds: FloatArray
     """[T, C + 1, S] from each switch class; the last row, all zeros, is for no layer before"""
+    entry: IntArray
+    """[T, S] a number for what is paid to enter each strategy, from every class"""
+    entry_s: FloatArray
+    """[T, C + 1, D] the same as ``seconds``, by that number; zeros where there are fewer numbers"""
     detour: FloatArray
     """[T, C + 1, C + 1] at most so much more does a receiver pay from the first class than from the second"""
 
@@ -122,7 +126,7 @@ class LayerStates:
     """States of the dynamic program after one layer, in order of bytes."""
 
     rows: IntArray
-    """[6, N] entry class, own class, bytes, transient, index of the state before, strategy"""
+    """[7, N] entry class, own class, bytes, transient, index of the state before, strategy, level of the transient"""
     seconds: FloatArray
 
     def __len__(self) -> int:
@@ -209,15 +213,26 @@ def option_table(tables: CostTables) -> OptionTable:
     num_groups = kernels.switch_classes(legal, switch, used, group, sender)
     seconds = np.zeros((len(first), num_groups + 1, len(group)))
     seconds[:, :num_groups] = switch[:, sender[:num_groups]]
+    entries, entry = zip(*(_different_columns(each) for each in seconds), strict=True)
+    entry_s = np.zeros((len(first), num_groups + 1, max(each.shape[1] for each in entries)))
+    for own, each in zip(entry_s, entries, strict=True):
+        own[:, : each.shape[1]] = each
     switches = Switches(
         group=group,
         num_groups=num_groups,
         table=table,
         seconds=seconds,
-        detour=np.stack([_detours(*each) for each in zip(legal, seconds, strict=True)]),
+        entry=np.stack(entry),
+        entry_s=entry_s,
+        detour=np.stack(
+            [_detours(paid[:, distinct(of[own])]) for own, paid, of in zip(legal, entries, entry, strict=True)]
+        ),
     )
     columns = _columns(tables, used)
-    receives_less = tuple(np.stack([columns_no_larger(paid) for paid in seconds[:, :-1, each]]) for each in columns)
+    less = [_no_larger(each) for each in entries]
+    receives_less = tuple(
+        np.stack([paid[np.ix_(of[each], of[each])] for paid, of in zip(less, entry, strict=True)]) for each in columns
+    )
     return OptionTable(tables=tables, switches=switches, columns=columns, receives_less=receives_less)
 
 
@@ -228,19 +243,24 @@ def _columns(tables: CostTables, used: IntArray) -> tuple[IntArray, ...]:
     return tuple(np.flatnonzero(tables.pools.of_strategies == pool) for pool in range(max(tables.pools.of_stages) + 1))
 
 
-def _detours(legal: NDArray[np.bool_], seconds: FloatArray) -> FloatArray:
-    """[C + 1, C + 1] the most that a legal receiver pays more from the first class than from the second, or 0."""
-    paid = _different_columns(seconds[:, legal])[0]
+def _detours(paid: FloatArray) -> FloatArray:
+    """[C + 1, C + 1] the most that one of the receivers [C + 1, D] pays more from the first class than from the second,
+    or 0.
+    """
     return np.asarray((paid[:, None, :] - paid[None, :, :]).max(axis=2, initial=0.0))
 
 
 def columns_no_larger(table: FloatArray) -> NDArray[np.bool_]:
     """[S, S] whether the first column of a table [R, S] is nowhere larger than the second; equal ones compared once."""
     columns, which = _different_columns(table)
+    return np.asarray(_no_larger(columns)[np.ix_(which, which)])
+
+
+def _no_larger(columns: FloatArray) -> NDArray[np.bool_]:
     no_larger = np.ones((columns.shape[1],) * 2, dtype=bool)
     for row in columns:
         no_larger &= row[:, None] <= row[None, :]
-    return np.asarray(no_larger[np.ix_(which, which)])
+    return no_larger
 
 
 def _different_columns(table: FloatArray) -> tuple[FloatArray, IntArray]:
@@ -313,8 +333,9 @@ def chain_frontier(
     ``is_last``: no layer comes after, so that classes may beat each other after the last layer too.
     """
     entries = np.array([costs.num_groups]) if entries is None else entries
-    states = _start(entries, costs.floor(kinds))
     levels = _levels(costs, kinds, pruning)
+    states = _start(entries, costs.floor(kinds), levels[1])
+    room = np.empty((7, 0), dtype=np.int64), np.empty((2, 0))
     costs = _useful(costs, kinds, pruning, levels)
     guide = _guide(costs, kinds, entries, pruning, levels)
     per_layer = []
@@ -325,7 +346,8 @@ def chain_frontier(
             detour = costs.switches.detour[costs.switches.table[kinds[position + 1]]]
         else:
             detour = guide.nothing_follows if is_last else guide.anything_follows
-        states = _extend(states, costs, kind, detour, guide, position + 1)
+        room = _with_room(room, len(states) * int(costs.count[kind]))
+        states = _extend(states, costs, kind, detour, guide, position + 1, room)
         per_layer.append(states)
     return ChainFrontier(per_layer=tuple(per_layer))
 
@@ -420,10 +442,11 @@ def _guide(
         costs.rows,
         costs.seconds,
         costs.switches.table,
-        costs.switches.seconds,
+        costs.switches.entry,
+        costs.switches.entry_s,
         pruning.prices,
         upper,
-        np.empty(costs.rows.shape[2]),
+        np.empty(costs.switches.entry_s.shape[2]),
     )
     excess = (lower - pruning.budget_bytes).astype(np.float64)
     whole = completion[0][:, :, entries].min(axis=2) + pruning.prices * excess[:, None]
@@ -442,14 +465,28 @@ def _guide(
     )
 
 
+_Room = tuple[IntArray, FloatArray]
+"""[7, N] and [2, N] for `kernels.candidates` to fill in."""
+
+
+def _with_room(room: _Room, needed: int) -> _Room:
+    """Room for so many candidates: what there is where it is enough, since the system hands out new pages slowly."""
+    if needed > MAX_CANDIDATES:
+        raise TooManyStatesError
+    have = room[0].shape[1]
+    if needed <= have:
+        return room
+    size = max(needed, min(2 * have, MAX_CANDIDATES))
+    return np.empty((7, size), dtype=np.int64), np.empty((2, size))
+
+
 def _extend(
-    states: LayerStates, costs: StageCosts, kind: int, detour: FloatArray, guide: _Guide, position: int
+    states: LayerStates, costs: StageCosts, kind: int, detour: FloatArray, guide: _Guide, position: int, room: _Room
 ) -> LayerStates:
     """The unbeaten states after one more layer, in order of bytes."""
-    room = len(states) * int(costs.count[kind])
-    if room > MAX_CANDIDATES:
-        raise TooManyStatesError
-    places, values = np.empty((7, room), dtype=np.int64), np.empty((2, room))
+    (places, values), width = room, guide.pruning.width
+    shape = (costs.num_groups + 1, len(detour), len(guide.upper))
+    work, peaks = np.empty((2, *shape)), np.empty(shape, dtype=np.int64)
     found = kernels.candidates(
         states.rows,
         states.seconds,
@@ -464,21 +501,23 @@ def _extend(
         guide.prices,
         guide.completion[position],
         guide.rest_bytes[position],
+        width is not None,
+        work[0],
+        work[1],
+        peaks,
         places,
         values,
     )
     order = places[2, :found].argsort(kind="stable")
-    shape = (costs.num_groups + 1, len(detour), len(guide.upper))
-    work, peaks = np.empty((2, *shape)), np.empty(shape, dtype=np.int64)
     kept = order[: kernels.sweep(order, places, values[0], detour, work[0], work[1], peaks)]
-    if guide.pruning.width is not None and len(kept) > guide.pruning.width:
-        kept = kept[np.sort(np.argsort(values[1, kept], kind="stable")[: guide.pruning.width])]
-    return LayerStates(rows=places[:6].take(kept, axis=1), seconds=values[0, kept])
+    if width is not None and len(kept) > width:
+        kept = kept[np.sort(np.argsort(values[1, kept], kind="stable")[:width])]
+    return LayerStates(rows=places.take(kept, axis=1), seconds=values[0, kept])
 
 
-def _start(entries: IntArray, floor: int) -> LayerStates:
+def _start(entries: IntArray, floor: int, upper: IntArray) -> LayerStates:
     """The empty run, once per entry class; its transient is what any choice will reach."""
-    rows = np.full((6, len(entries)), -1, dtype=np.int64)
+    rows = np.full((7, len(entries)), -1, dtype=np.int64)
     rows[0] = rows[1] = entries
-    rows[2], rows[3] = 0, floor
+    rows[2], rows[3], rows[6] = 0, floor, np.searchsorted(upper, floor)
     return LayerStates(rows=rows, seconds=np.zeros(len(entries)))

@@ -17,7 +17,6 @@ bisection over whole bytes, so the miss is exact.
 """
 
 import itertools
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.tables import CostTables
 from steelyard.limits import MOST_BYTES
+from steelyard.search import kernels
 from steelyard.search.frontier import IntArray, distinct
 
 IMPOSSIBLE = MOST_BYTES
@@ -46,13 +46,10 @@ class StageMemory:
     """[R, L + 1] bytes of the first layers, each under its smallest strategy within the threshold"""
     ended: IntArray
     """[R, L + 1] the same where the last of them is the last of its stage, rising"""
-    rows: list[tuple[list[int], list[int], int]]
-    """The same as plain numbers: bytes of the first layers, where they end a stage, and threshold"""
 
     def farthest(self, start: int, room_bytes: int) -> int:
         """The largest end such that the layers ``start..end-1`` fit into the room; ``start`` if not even one does."""
-        reach = (bisect_right(ended, room_bytes - peak + row[start]) - 1 for row, ended, peak in self.rows)
-        return max(start, *reach)
+        return int(kernels.fitting_end(self.threshold, self.prefix, self.ended, room_bytes, start))
 
     def all_farthest(self, room_bytes: int) -> IntArray:
         """[L] `farthest` from every layer."""
@@ -65,12 +62,12 @@ class StageMemory:
 
     def least_bytes(self, start: int, end: int) -> int:
         """Least bytes of the layers ``start..end-1``."""
-        return min(ended[end] - row[start] + peak for row, ended, peak in self.rows)
+        return int((self.ended[:, end] - self.prefix[:, start] + self.threshold).min())
 
     def smallest_start(self, end: int, room_bytes: int) -> int:
         """The smallest start such that the layers ``start..end-1`` fit into the room; ``end`` if not even one does."""
-        reach = (bisect_left(row, ended[end] + peak - room_bytes) for row, ended, peak in self.rows)
-        return min(end, *reach)
+        more = self.ended[:, end] + self.threshold - room_bytes
+        return min(end, int((self.prefix < more[:, None]).sum(axis=1).min()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,25 +98,23 @@ def stage_memories(tables: CostTables) -> list[StageMemory]:
 
 def memories_of(tables: CostTables, legal: NDArray[np.bool_], in_flight: Sequence[int]) -> Iterator[StageMemory]:
     """Those of stages with each of these numbers of microbatches in flight, of the ``legal`` strategies [K, S]."""
-    threshold, per_kind = _least_by_threshold(tables, legal, in_flight)
-    for least in per_kind:
-        prefix = np.zeros((len(threshold), len(tables.layers) + 1), dtype=np.int64)
-        np.cumsum(least[:, list(tables.layers)], axis=1, out=prefix[:, 1:])
-        ended = _ended(tables, prefix, least)
-        rows = list(zip(prefix.tolist(), ended.tolist(), threshold.tolist(), strict=True))
-        yield StageMemory(threshold=threshold, prefix=prefix, ended=ended, rows=rows)
+    threshold, least = _least_by_threshold(tables, legal, in_flight)
+    prefix = np.zeros((*least.shape[:2], len(tables.layers) + 1), dtype=np.int64)
+    np.cumsum(least[:, :, list(tables.layers)], axis=2, out=prefix[:, :, 1:])
+    for each in zip(prefix, _ended(tables, prefix, least), strict=True):
+        yield StageMemory(threshold=threshold, prefix=each[0], ended=each[1])
 
 
 def _ended(tables: CostTables, prefix: IntArray, least: IntArray) -> IntArray:
-    """[R, L + 1] bytes of the first layers, of which the last one ends a stage; ``least`` [R, K] are those of a kind.
+    """[F, R, L + 1] bytes of the first layers, of which the last one ends a stage; ``least`` [F, R, K] are a kind's.
 
     Where a longer run would take less it counts as much less, so that the bytes rise: they bound from below then.
     """
     if not tables.last_kinds:
         return prefix
     ended = prefix.copy()
-    ended[:, 1:] = prefix[:, :-1] + least[:, [tables.last_kinds[kind] for kind in tables.layers]]
-    ended[:] = np.minimum.accumulate(ended[:, ::-1], axis=1)[:, ::-1]
+    ended[:, :, 1:] = prefix[:, :, :-1] + least[:, :, [tables.last_kinds[kind] for kind in tables.layers]]
+    ended[:] = np.minimum.accumulate(ended[:, :, ::-1], axis=2)[:, :, ::-1]
     return ended
 
 
