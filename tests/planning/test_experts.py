@@ -10,7 +10,7 @@ from steelyard.export import TARGETS
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
 from steelyard.plan.capabilities import unsupported
-from steelyard.planning.choose import plan_job
+from steelyard.planning.choose import find_plan, plan_job
 from steelyard.planning.framework_fit import plan_for_framework
 from steelyard.planning.job import make_job
 from steelyard.planning.not_searched import not_offered
@@ -83,6 +83,20 @@ def test_an_imbalance_below_one_is_an_error() -> None:
             profile=None,
             imbalance=0.5,
         )
+
+
+def test_an_imbalance_of_a_model_without_experts_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"imbalance: found 1\.5 for .*\n.*a model with experts"):
+        find_plan(FAMILY_CONFIGS["llama"], "1x4xh100-80gb", global_batch=4, seq_len=32, imbalance=1.5)
+
+
+@pytest.mark.slow
+def test_the_imbalance_that_a_caller_gives_is_the_one_that_a_plan_assumes(job: Job) -> None:
+    options = PlanOptions(pins=(parse_pin("ep=4", option="--pin", num_layers=CHAIN.num_layers),))
+    asked = {"global_batch": 32, "seq_len": 32, "profile": job.profile, "options": options}
+    found = find_plan(CHAIN, "2x4xh100-80gb", imbalance=1.5, **asked)
+    assert found.prediction is not None
+    assert found.prediction.profile.imbalance == 1.5
 
 
 @pytest.mark.slow

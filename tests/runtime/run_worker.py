@@ -20,12 +20,13 @@ TIMEOUT_S = 100
 
 
 def run_rank(rank: int, jobs: list[dict[str, Any]], result: Path) -> None:
-    """All jobs on one rank; rank 0 writes the losses of each, or the error that ended it."""
+    """All jobs on one rank; rank 0 writes the losses of each and how uneven routing was, or the error that ended it."""
     found = json.loads(result.read_text()) if result.exists() else {}
     for job in jobs:
         try:
             record = train(read_plan(job["plan"]), job["data"], options_from(job["arguments"]))
             found[job["name"]] = [[step.step, step.loss] for step in record.steps]
+            found[f"{job['name']}: imbalance"] = [each.imbalance for each in record.ranks]
         except Exception as error:
             if not job.get("fails"):
                 raise

@@ -208,6 +208,11 @@ def test_a_checkpoint_holds_every_parameter_of_the_model_and_adams_moments(runs:
     assert len(tensors) == 4 * len(list(model.parameters()))
 
 
+def test_a_record_has_how_uneven_the_routing_of_divided_experts_was(runs: Runs) -> None:
+    assert all(1 <= found < 4 for found in runs.losses["experts: imbalance"])
+    assert set(runs.losses["mixed: imbalance"]) == {None}
+
+
 def test_the_last_checkpoints_are_kept_and_no_other(runs: Runs) -> None:
     assert [path.name for path in complete_checkpoints(runs.checkpoints("mixed"))] == [
         f"step-{MIDDLE:08d}",

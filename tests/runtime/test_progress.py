@@ -67,6 +67,11 @@ def test_where_routers_are_trained_the_line_says_their_loss_and_the_main_one_apa
     assert line.startswith("step 7/9  loss 2.5000  main 2.2500  routers 2.500  64 tokens/s  ")
 
 
+def test_where_experts_are_divided_the_line_says_how_uneven_the_routing_was() -> None:
+    line = step_metrics(7, replace(step(), imbalance=1.25), plan_with(None)).line(9, counts_tokens=True)
+    assert "  grad norm 0.500  imbalance 1.25  " in line
+
+
 def report(options: TrainOptions, num_done: int = 0) -> None:
     assert list(reported(iter([step(2.5), step(2.25)]), plan_with(0.4), options, num_done=num_done)) != []
 

@@ -12,7 +12,7 @@ from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import PlanCost, predict
-from steelyard.cost.setting import Job, Setting
+from steelyard.cost.setting import ASSUMED_IMBALANCE, Job, Setting
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster, parse_pools
 from steelyard.model.own import chain_of_own
@@ -81,6 +81,7 @@ def find_plan(
     loss: Callable[[Any, Any], Any] | None = None,
     blocks: str | Sequence[str] | None = None,
     freeze: str | Sequence[str] = (),
+    imbalance: float = ASSUMED_IMBALANCE,
 ) -> Plan:
     """The fastest plan to train a model on a cluster within the memory of its devices.
 
@@ -98,6 +99,8 @@ def find_plan(
     ``freeze`` names what is not trained: modules or parameters by their path as ``named_parameters`` spells it, ``*``
     and the like as in a shell. What a module of your own has without gradients is not trained either.
 
+    ``imbalance`` is how many times the mean the rank computes whose experts most tokens take, which training reports.
+
     Raises `NothingFitsError` naming the nearest miss where no plan fits, and another `UserError` for a wrong argument.
     """
     own = None
@@ -112,7 +115,7 @@ def find_plan(
         raise UserError(field="seq_len", found="nothing", expected="the tokens of a sample", hint="give seq_len=4096")
     machines = parse_pools(cluster) if isinstance(cluster, str) else cluster
     asked: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len, "precision": precision}
-    asked |= {"memory": memory, "memory_margin": memory_margin, "own": own}
+    asked |= {"memory": memory, "memory_margin": memory_margin, "imbalance": imbalance, "own": own}
     options = options or PlanOptions()
     refuse_impossible(options.pins, config, machines, global_batch, seq_len)
     job = make_any_job(config, machines, profile=profile, **asked)

@@ -52,7 +52,8 @@ def make_job(
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     given = parse_bytes(memory) if isinstance(memory, str) else memory
     budgeted = machines if given is None else machines.with_memory(given)
-    _check_sizes(global_batch, seq_len, imbalance)
+    _check_sizes(global_batch, seq_len)
+    _check_imbalance(chain, imbalance)
     chain.check_seq_len(seq_len)
     _check_precision(chain, precision)
     options = {"seq_len": seq_len, "precision": precision, "degrees": divisors(machines.devices_per_node)}
@@ -77,7 +78,7 @@ def make_job(
     return with_assumed_links(job, traced) if job.assumes_links else job
 
 
-def _check_sizes(global_batch: int, seq_len: int, imbalance: float) -> None:
+def _check_sizes(global_batch: int, seq_len: int) -> None:
     for field, value, most in (("global_batch", global_batch, MOST_SAMPLES), ("seq_len", seq_len, MOST_TOKENS)):
         if not 1 <= value <= most:
             raise UserError(
@@ -89,6 +90,16 @@ def _check_sizes(global_batch: int, seq_len: int, imbalance: float) -> None:
             found=f"{global_batch} samples of {seq_len} tokens, {global_batch * seq_len} tokens a step",
             expected=f"at most {MOST_STEP_TOKENS} tokens a step",
             hint="give a smaller --global-batch",
+        )
+
+
+def _check_imbalance(chain: ModelChain, imbalance: float) -> None:
+    if imbalance != ASSUMED_IMBALANCE and not any(kind.num_experts for kind in chain.kinds):
+        raise UserError(
+            field="imbalance",
+            found=f"{imbalance:g} for {chain.name}",
+            expected="a model with experts",
+            hint="leave it out: no routing is uneven here",
         )
     if not 1 <= imbalance <= MOST_IMBALANCE:
         raise UserError(
