@@ -12,6 +12,7 @@ from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
+from steelyard.planning.explain import explain_plan
 from steelyard.planning.not_searched import settings_not_searched
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.problem import PlanOptions, make_tables, pipeline_settings, problem_of
@@ -84,6 +85,18 @@ def test_it_is_planned_with() -> None:
 
 def test_it_is_said_of_a_setting() -> None:
     assert describe(planned().pipeline).endswith(f", {NAME}")
+
+
+def test_a_plan_under_it_is_explained() -> None:
+    options = PlanOptions(num_stages=2, num_microbatches=4, max_degrees={"tp": 1})
+    found = explain_plan(planned(), job(), options, everything=True)
+    assert found.verdicts
+    assert "1f1b" in {rival.name for rival in found.rivals}
+
+
+def test_it_is_a_rival_of_a_plan_under_another() -> None:
+    found = explain_plan(plan(job(), *STAGES, num_microbatches=4), job(), PlanOptions(num_stages=2, num_microbatches=4))
+    assert NAME in {rival.name for rival in found.rivals}
 
 
 def test_a_plan_under_it_is_written_and_read(tmp_path: Path) -> None:
