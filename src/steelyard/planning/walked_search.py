@@ -46,6 +46,10 @@ REFINED_GAP = 0.001
 """Plans are not refined that may gain less than this fraction of a step."""
 
 
+BEYOND_GAP = 0.002
+"""Tables within more than there is are not searched for a gain of less than this fraction of a step: each takes long."""
+
+
 def refine_best(settings: WalkedSettings) -> None:
     """Refines the best plans of the settings of which a faster one may be accepted."""
     goal_s = settings.cutoff_s * (1 - REFINED_GAP)
@@ -101,7 +105,7 @@ def compete(settings: WalkedSettings, contested: Sequence[int], found: SearchRes
             continue
         if settings.bounds_s[index] < settings.enough_s:
             _between(settings, index, found.settings[index])
-        if settings.to_the_end and settings.bounds_s[index] < settings.enough_s:
+        if settings.to_the_end and settings.bounds_s[index] < settings.cutoff_s * (1 - BEYOND_GAP):
             _beyond(settings, index)
 
 
