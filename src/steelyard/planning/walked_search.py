@@ -47,7 +47,7 @@ REFINED_GAP = 0.001
 
 
 BEYOND_GAP = 0.002
-"""Tables within more than there is are not searched for a gain of less than this fraction of a step: each takes long."""
+"""Tables within more than there is are not searched for less than this fraction of a step: each takes long."""
 
 
 def refine_best(settings: WalkedSettings) -> None:
