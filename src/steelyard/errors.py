@@ -5,7 +5,7 @@ code 2. Results that are not mistakes ("nothing fits", "time ran out") are value
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
@@ -29,6 +29,17 @@ class UserError(Exception):
         if self.hint:
             lines.append(f"  to fix: {_shown(self.hint)}")
         return "\n".join(lines)
+
+
+class CombinedError(UserError):
+    """Several mistakes that do not follow from each other; its parts are those of the first."""
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__(**errors[0].parts())
+
+    def __str__(self) -> str:
+        return "\nerror: ".join(map(str, self.errors))
 
 
 class InvalidModelError(UserError):

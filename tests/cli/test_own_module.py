@@ -105,7 +105,7 @@ def test_another_length_than_that_of_the_sample_is_refused(run: Run) -> None:
 
 
 def test_a_model_with_a_config_needs_a_length(run: Run) -> None:
-    assert "--seq-len: found nothing" in text_of(run("plan", "llama3-8b", *JOB))
+    assert "--seq-len: found nothing for llama3-8b" in text_of(run("plan", "llama3-8b", *JOB))
 
 
 @pytest.mark.parametrize("command", [("export", "--to", "transformers"), ("parity",)])

@@ -11,6 +11,7 @@ import pytest
 
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.file import read_plan
+from steelyard.planning.choose import find_plan
 from steelyard.planning.price import peak_bytes
 from tests.cli.conftest import Run, user_error
 from tests.modules.split_configs import split_config
@@ -168,6 +169,34 @@ def test_a_mistake_is_one_clear_error(run: Run, arguments: tuple[object, ...], f
     assert error.exit_code == 2
     assert field in error.field
     assert suggestion in str(error)
+
+
+def test_all_that_is_misspelt_is_said_at_once_and_before_a_length_that_is_missing(run: Run) -> None:
+    named = ("lama3-8b", "--cluster", "1x8xa10080", "--memory", "lots", "--profile", "no-such.json")
+    error = user_error(run("plan", *named))
+    assert [line for line in str(error).splitlines() if "found" in line] == [
+        "device: found 'a10080'",
+        "error: model: found 'lama3-8b'",
+        "error: memory: found 'lots'",
+        "error: profile: found no file no-such.json",
+    ]
+
+
+@pytest.mark.parametrize(("model", "length"), [("llama3-8b", 4096), ("bert-base", 512)])
+@pytest.mark.parametrize("command", ["plan", "frontier"])
+def test_a_missing_length_is_an_error_with_one_that_the_model_reads(
+    run: Run, command: str, model: str, length: int
+) -> None:
+    error = user_error(run(command, model, "--cluster", "1x8xa100-80gb", "--global-batch", 8))
+    assert (error.field, error.hint) == ("--seq-len", f"give for example --seq-len {length}")
+
+
+def test_a_model_of_images_of_one_size_needs_no_length(run: Run, tmp_path: Path) -> None:
+    asked = ("vit-base", "--cluster", "1x8xa100-80gb", "--global-batch", 64)
+    result = run("plan", *asked, "-o", tmp_path / "plan.json")
+    assert result.exit_code == 0, result.output
+    assert read_plan(tmp_path / "plan.json").seq_len == 197
+    assert find_plan("vit-base", "1x8xa100-80gb", global_batch=64).seq_len == 197
 
 
 def test_a_mistake_is_printed_without_a_traceback() -> None:

@@ -51,8 +51,8 @@ MOST_COUNTS = 32
 def frontier(
     model: Model,
     cluster: ClusterOption,
-    seq_len: SeqLen,
     global_batch: GlobalBatch,
+    seq_len: SeqLen = None,
     network: NetworkOption = None,
     output: Annotated[
         Path | None,

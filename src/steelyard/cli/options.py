@@ -46,7 +46,15 @@ NetworkOption = Annotated[
         autocompletion=complete_network,
     ),
 ]
-SeqLen = Annotated[int, typer.Option("--seq-len", help="Tokens of a sample.", min=1, max=MOST_TOKENS)]
+SeqLen = Annotated[
+    int | None,
+    typer.Option(
+        "--seq-len",
+        help="Tokens of a sample; default: what an image or your own module's sample has.",
+        min=1,
+        max=MOST_TOKENS,
+    ),
+]
 GlobalBatch = Annotated[
     int, typer.Option("--global-batch", help="Samples of a step over all devices.", min=1, max=MOST_SAMPLES)
 ]

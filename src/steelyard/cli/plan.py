@@ -28,15 +28,15 @@ from steelyard.cli.options import (
     tried,
 )
 from steelyard.cli.progress import progress
-from steelyard.cli.words import check_choice, check_choices, check_precision, parse_image_size, parse_size
+from steelyard.cli.words import all_of, check_choice, check_choices, check_precision, parse_image_size, parse_size
 from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_PRICE, MOST_SAMPLES, MOST_TOKENS
 from steelyard.model.chain import ModelChain
-from steelyard.model.own import chain_of_own
-from steelyard.model.read import load_model
+from steelyard.model.own import BUILDER, chain_of_own
+from steelyard.model.read import load_config, load_model
 from steelyard.output import command
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
@@ -49,11 +49,12 @@ from steelyard.planning.not_searched import samples_not_measured
 from steelyard.planning.pins import Pin, parse_pin
 from steelyard.planning.pool_space import not_with_pools
 from steelyard.planning.problem import PlanOptions, Space, problem_of
+from steelyard.planning.profile_file import read_profile
 from steelyard.planning.rivals import with_baselines
 from steelyard.report.plan_table import missing_spare_lines, plan_view
 from steelyard.schedules import SCHEDULES
 from steelyard.search import TIME_LIMIT_S, Partition
-from steelyard.units import format_bytes, format_count, format_plural, parse_count
+from steelyard.units import format_bytes, format_count, format_plural, parse_bytes, parse_count
 
 if TYPE_CHECKING:
     from steelyard.planning.trial import Trial, Trials
@@ -80,7 +81,7 @@ Length = Annotated[
     str | None,
     typer.Option(
         "--seq-len",
-        help="Tokens of a sample; max: the most that fit. Your own module has that of its sample.",
+        help="Tokens of a sample; max: the most that fit; default: what an image or your own module's sample has.",
         metavar="INTEGER|max",
     ),
 ]
@@ -220,12 +221,13 @@ def plan(
     """Find the fastest plan that fits. No GPU needed."""
     runs = _runs(calibrate_by, context.args)
     whole = _parse_training(tokens, price)
+    machines = _named_machines(model, cluster, network, memory, profile)
     own = built_module(model)
-    machines = pools_with(cluster, network)
     aim: Objective = check_choice("--objective", objective, Objective)
     batch = machines.num_devices if global_batch is None else parse_size("--global-batch", global_batch, MOST_SAMPLES)
-    length, image = _parse_length(seq_len, own), parse_image_size(image_size)
-    _check_one_is_free(length, batch, aim, profile)
+    length = None if seq_len is None else parse_size("--seq-len", seq_len, MOST_TOKENS)
+    is_longest, image = seq_len is not None and length is None, parse_image_size(image_size)
+    _check_one_is_free(is_longest, batch, aim, profile)
     options = PlanOptions(
         max_degrees=most_tp(max_tp),
         space=check_choice("--space", space, Space),
@@ -236,7 +238,7 @@ def plan(
     )
     options = _narrowed(options, remat=remat, zero=zero, schedule=schedule)
     for_one_pool = {
-        "--seq-len max": length is None,
+        "--seq-len max": is_longest,
         "--global-batch max": batch is None,
         "--pin": bool(pin),
         "--objective devices": aim == "devices",
@@ -252,13 +254,15 @@ def plan(
         options = replace(options, pins=_parse_pins(pin, chain))
         refuse = partial(refuse_impossible, options.pins, chain, None if aim == "devices" else machines, batch)
         job_of_length = _job_maker(chain, machines, runs, asked, refuse)
-        if length is None:
+        if is_longest:
             from steelyard.planning.length import longest_sequence
 
             longest = longest_sequence(job_of_length, chain, options, top=top, progress=show)
             result, notes = longest.result, trial_lines(longest, "{} tokens")
         else:
-            result, notes = _search(job_of_length(length), options, aim=aim, grows=batch is None, top=top, show=show)
+            result, notes = _search(
+                job_of_length(chain.known_seq_len(length)), options, aim=aim, grows=batch is None, top=top, show=show
+            )
         notes = [*_assumed_batch(global_batch, batch), *notes, *_factors(result.job, runs)]
         if result.plan is not None:
             num_others = (top - 1, fallbacks) if output is not None else (0, 0)
@@ -278,6 +282,21 @@ def plan(
         print_json(result.plan)
     else:
         _print_plan(result.plan, output, top, builder=("--builder", model) if own else ())
+
+
+def _named_machines(
+    model: str, cluster: str, network: str | None, memory: str | None, profile: str | None
+) -> Cluster | MixedCluster:
+    """The devices; raises one error for all that is misspelt of what is named, before anything is counted."""
+    named: list[Callable[[], Any]] = []
+    if BUILDER.fullmatch(model) is None:
+        named.append(partial(load_config, model))
+    if memory is not None:
+        named.append(partial(parse_bytes, memory))
+    if profile is not None and "=" not in profile:  # of several pools each has one
+        named.append(partial(read_profile, profile))
+    machines, *_ = all_of(partial(pools_with, cluster, network), *named)
+    return machines
 
 
 def _chain(model: str, own: Any, image: tuple[int, int] | None) -> ModelChain:
@@ -472,23 +491,9 @@ def _job_maker(
     return make
 
 
-def _parse_length(text: str | None, own: Any) -> int | None:
-    """The tokens of a sample, those of its sample for a user's own module; None for ``max``."""
-    if text is None and own is not None:
-        return int(own.own.seq_len)
-    if text is None:
-        raise UserError(
-            field="--seq-len",
-            found="nothing",
-            expected="the tokens of a sample, or max",
-            hint="write for example --seq-len 4096",
-        )
-    return parse_size("--seq-len", text, MOST_TOKENS)
-
-
-def _check_one_is_free(length: int | None, batch: int | None, aim: Objective, profile: str | None) -> None:
+def _check_one_is_free(is_longest: bool, batch: int | None, aim: Objective, profile: str | None) -> None:
     """Raises `UserError` where more than one of length, batch and devices is free, or a length that is measured."""
-    if length is not None:
+    if not is_longest:
         if batch is None and aim == "devices":
             raise UserError(
                 field="--global-batch",

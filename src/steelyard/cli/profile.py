@@ -27,7 +27,6 @@ BUDGET_S = 120.0
 
 def profile(
     model: Model,
-    seq_len: SeqLen,
     output: Annotated[Path, typer.Option("--output", "-o", callback=tried, help="Where to write the profile.")],
     processes: Annotated[
         int,
@@ -35,6 +34,7 @@ def profile(
             "--processes", "-n", help="Processes on this host: one per GPU, or CPU processes.", min=1, max=MOST_DEVICES
         ),
     ],
+    seq_len: SeqLen = None,
     samples: Annotated[
         str | None,
         typer.Option("--samples", help="Samples of a microbatch on one rank to measure; default: 1,2,4."),
@@ -73,7 +73,9 @@ def profile(
         )
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
     degrees = divisors(processes)
-    traced = cached_trace(chain, seq_len=seq_len, precision=check_precision(precision), degrees=degrees)
+    traced = cached_trace(
+        chain, seq_len=chain.known_seq_len(seq_len), precision=check_precision(precision), degrees=degrees
+    )
     measured = launch_profiler(
         chain, traced, num_processes=processes, samples=sizes, budget_s=budget_s, began_s=began_s
     )

@@ -1,14 +1,27 @@
 """What users write in options: one of several words, or a number that may be ``max``."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_args
 
-from steelyard.errors import UserError, nearest
+from steelyard.errors import CombinedError, UserError, nearest
 from steelyard.limits import MOST_PIXELS
 from steelyard.plan.plan import Precision
 
 Chosen = TypeVar("Chosen")
 _MOST_DIGITS = 20
+
+
+def all_of(*reads: Callable[[], Any]) -> list[Any]:
+    """What each of these returns, or all mistakes in one `CombinedError`; a single one as it is."""
+    found, wrong = [], []
+    for read in reads:
+        try:
+            found.append(read())
+        except UserError as error:
+            wrong.append(error)
+    if wrong:
+        raise CombinedError(wrong) if len(wrong) > 1 else wrong[0]
+    return found
 
 
 def parse_size(option: str, text: str, most: int) -> int | None:

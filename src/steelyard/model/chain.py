@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerKind", "LayerRole", "ModelChain", "SharedWeight"]
 
+_USUAL_TOKENS = 4096
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChain:
@@ -329,6 +331,22 @@ class ModelChain:
         if self.features is None and task.reads_text and ({"vision_config", "audio_config"} & {*config}):
             return f"{planned} on text alone: what the model has for images or sound is not trained"
         return ""
+
+    def known_seq_len(self, given: int | None) -> int:
+        """The tokens of a sample: as given, else of the only length that the model reads.
+
+        Raises `InvalidModelError` where nothing is given and it reads more than one.
+        """
+        if given is not None:
+            return given
+        if not self.family.task.reads_text:
+            return self.max_seq_len
+        raise InvalidModelError(
+            field="--seq-len",
+            found=f"nothing for {self.name}",
+            expected="the tokens of a sample",
+            hint=f"give for example --seq-len {min(_USUAL_TOKENS, self.max_seq_len)}",
+        )
 
     def check_seq_len(self, seq_len: int) -> None:
         """Raises `InvalidModelError` if the model cannot read sequences of this length."""

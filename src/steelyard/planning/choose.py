@@ -96,6 +96,8 @@ def find_plan(
     name), and with ``loss``, a function of the module's outputs and of targets, a pair of inputs and targets. Without
     it the module returns its loss. ``blocks`` names the lists that hold the blocks, where they are not found.
 
+    ``seq_len`` may be left out where there is one length alone: of an image, or of your own module's sample.
+
     ``freeze`` names what is not trained: modules or parameters by their path as ``named_parameters`` spells it, ``*``
     and the like as in a shell. What a module of your own has without gradients is not trained either.
 
@@ -109,11 +111,9 @@ def find_plan(
 
         own = own_model(Built(module=config, sample=sample, loss=loss, blocks=blocks))
         config = chain_of_own(own.own, name=own.name)
-        seq_len = config.max_seq_len if seq_len is None else seq_len
     config = planned_chain(config, freeze=(freeze,) if isinstance(freeze, str) else freeze, own=own)
-    if seq_len is None:
-        raise UserError(field="seq_len", found="nothing", expected="the tokens of a sample", hint="give seq_len=4096")
     machines = parse_pools(cluster) if isinstance(cluster, str) else cluster
+    seq_len = config.known_seq_len(seq_len)
     asked: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len, "precision": precision}
     asked |= {"memory": memory, "memory_margin": memory_margin, "imbalance": imbalance, "own": own}
     options = options or PlanOptions()

@@ -35,7 +35,7 @@ def make_job(
     cluster: str | Cluster,
     *,
     global_batch: int,
-    seq_len: int,
+    seq_len: int | None,
     precision: Precision,
     memory: str | int | None,
     profile: str | Path | Profile | None,
@@ -52,6 +52,7 @@ def make_job(
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     given = parse_bytes(memory) if isinstance(memory, str) else memory
     budgeted = machines if given is None else machines.with_memory(given)
+    seq_len = chain.known_seq_len(seq_len)
     _check_sizes(global_batch, seq_len)
     _check_imbalance(chain, imbalance)
     chain.check_seq_len(seq_len)
@@ -125,7 +126,7 @@ def make_pooled_job(
     cluster: MixedCluster,
     *,
     global_batch: int,
-    seq_len: int,
+    seq_len: int | None,
     precision: Precision,
     memory: str | int | None = None,
     profile: GivenProfiles | None = None,
