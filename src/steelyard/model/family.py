@@ -23,8 +23,8 @@ Run = Callable[[Layer, Any, Context], Any]
 """Maps what flows into a layer to what flows on: token ids or images, then hidden states, then logits."""
 
 
-KV_HEADS = "key-value heads"
-"""Their name among the sizes that a tensor-parallel degree divides, or that divide it (`LayerKind.tp_shares`)."""
+QUERY_HEADS, KV_HEADS = "attention heads", "key-value heads"
+"""Their names among the sizes that a tensor-parallel degree divides, or that divide it (`LayerKind.tp_shares`)."""
 
 
 BIDIRECTIONAL = "bidirectional_attention"

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-from steelyard.model.family import KV_HEADS
+from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.model.routing import TOP_K_KEYS
 
 _HEADS, _HEAD_DIM, _EXPERTS, _CHOSEN = 4, 16, 4, 2
@@ -203,7 +203,7 @@ def widths_of(config: Mapping[str, Any]) -> set[int]:
 
 def heads_in(config: Mapping[str, Any]) -> dict[str, int]:
     """The heads of a config, and those of keys and values, under the names of what tensor parallelism divides."""
-    keys = {"attention heads": _HEAD_KEYS, KV_HEADS: _KV_KEYS}
+    keys = {QUERY_HEADS: _HEAD_KEYS, KV_HEADS: _KV_KEYS}
     return {
         name: config[key] for name, each in keys.items() for key in reversed(each) if isinstance(config.get(key), int)
     }

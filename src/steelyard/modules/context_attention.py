@@ -40,6 +40,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from steelyard.errors import InvalidModelError, InvalidPlanError
+from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.causal_kernels import Attended, Scores, attend, attend_backward
 from steelyard.modules.head_tail import SEQUENCE_DIM, in_order, natural_order, pieces_of, rank_order
 from steelyard.modules.remat import kept_whole
@@ -226,7 +227,7 @@ def _scatter_sums(of_pairs_BS2gD: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Ten
 
 def _heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor]:
     """All tokens in natural order of this rank's heads, [B, h/c or g/c, S, D], of this rank's tokens of all heads."""
-    for tensor, name in ((query, "attention heads"), (key, "key-value heads")):
+    for tensor, name in ((query, QUERY_HEADS), (key, KV_HEADS)):
         if tensor.size(1) % mesh.size():
             raise InvalidPlanError(
                 field="cp method",

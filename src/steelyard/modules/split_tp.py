@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from steelyard.model.family import KV_HEADS, LayerRole
+from steelyard.model.family import KV_HEADS, QUERY_HEADS, LayerRole
 from steelyard.model.split import ModelSplit, SplitKind
 from steelyard.modules.build import table_of_tokens
 from steelyard.modules.experts import routed_experts
@@ -380,7 +380,7 @@ def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styl
     config = _config_of(path, _config_of_part(path, model))
     queries = getattr(config, "num_attention_heads", None)
     if isinstance(queries, int):
-        yield "attention heads", queries
+        yield QUERY_HEADS, queries
         keys = getattr(config, "num_key_value_heads", None)
         yield KV_HEADS, keys if isinstance(keys, int) else queries
     block = model.get_submodule(path)

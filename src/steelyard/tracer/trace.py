@@ -19,7 +19,7 @@ import transformers
 
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, ModelChain
-from steelyard.model.family import KV_HEADS, LayerRole
+from steelyard.model.family import KV_HEADS, QUERY_HEADS, LayerRole
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.plan import Precision
@@ -200,7 +200,7 @@ def layer_profile(
 def _queries_of_a_key(kind: LayerKind, degree: int) -> float:
     """How many query heads of a rank each key-value head serves, of ``degree`` ranks that divide them."""
     heads = dict(kind.tp_divides)
-    queries = heads.get("attention heads", 1)
+    queries = heads.get(QUERY_HEADS, 1)
     return queries / max(heads.get(KV_HEADS, queries), min(degree, queries))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
+from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.plan.kinds.data import are_neighbours, data_levels, replica_levels, summed_once
 from steelyard.plan.kinds.kind import (
     Batch,
@@ -75,7 +76,7 @@ def _undivided_heads(kind: LayerKind, strategy: "Strategy") -> str | None:
     """Why ulysses cannot exchange the heads of a layer, or None where it can."""
     if strategy.variant("cp_method") == "ulysses" and kind.role is LayerRole.BLOCK:
         for name, size in kind.tp_divides:
-            if "heads" in name and size % strategy.head_degree:
+            if name in (QUERY_HEADS, KV_HEADS) and size % strategy.head_degree:
                 each = f"{max(size // strategy.tensor_degree, 1)} {name} of a rank"
                 return f"ulysses over cp {strategy.degree(CP)} does not divide the {each}"
     return None
