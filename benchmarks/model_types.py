@@ -205,7 +205,7 @@ def divided_share(chain: ModelChain) -> float:
     model, divided, whole = build_meta_model(chain), 0, 0
     called = set(find_split(hub_config(chain)).keywords)
     for layer in (place for place in range(chain.num_layers) if chain.kind_of(place).role is LayerRole.BLOCK):
-        (path,) = chain.family.modules(chain.layout, layer).values()
+        (path,) = chain.family.modules(layer).values()
         block = model.get_submodule(path)
         for inner, module in block.named_modules(prefix=path):
             if {inner, inner.rpartition(".")[0]} & called:  # or read by the module that holds it

@@ -43,7 +43,7 @@ def test_the_layers_hold_every_parameter_once_and_shared_ones_once_more_for_each
     for shared in chain.shared:
         layer, path = shared.copies[0]
         local, _, rest = path.partition(".")
-        first = model.get_submodule(chain.family.modules(chain.layout, layer)[local]).get_parameter(rest)
+        first = model.get_submodule(chain.family.modules(layer)[local]).get_parameter(rest)
         copies += (len(shared.copies) - 1) * first.numel()
     assert held == whole + copies
 
@@ -70,7 +70,7 @@ def test_copies_of_a_shared_parameter_start_equal(name):
         values = []
         for layer, path in shared.copies:
             local, _, rest = path.partition(".")
-            module = model.get_submodule(chain.family.modules(chain.layout, layer)[local])
+            module = model.get_submodule(chain.family.modules(layer)[local])
             values.append(module.get_parameter(rest))
         assert all(torch.equal(value, values[0]) for value in values)
         assert len({id(value) for value in values}) == len(values)

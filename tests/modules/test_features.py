@@ -36,7 +36,7 @@ def test_a_model_of_speech_reads_features_in_its_encoder_and_tokens_in_its_decod
     assert chain.features.words(16) == "a sample: input_features of 8 × 48 for the encoder, 16 tokens for the decoder"
     assert [kind.num_streams for kind in chain.kinds] == [1, 1, 2, 2, 1]
     assert chain.max_seq_len == 64
-    assert chain.layout.learned_positions
+    assert chain.learned_positions
 
 
 def test_the_encoder_has_its_own_length_and_the_decoder_that_of_the_tokens() -> None:

@@ -88,7 +88,7 @@ class _Sizes:
     ) -> "_Sizes | None":
         config = chain.config
         is_of_form = "rms_norm_eps" in config and "intermediate_size" in config and "kv_lora_rank" not in config
-        if not is_of_form or not chain.layout.rotary_size or kind.role is LayerRole.EMBEDDING:
+        if not is_of_form or not chain.rotary_size or kind.role is LayerRole.EMBEDDING:
             return None
         tp, heads = layer.degrees.get("tp", 1), config["num_attention_heads"]
         kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim")

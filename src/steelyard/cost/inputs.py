@@ -32,7 +32,7 @@ def sample_bytes(kind: LayerKind, strategy: AnyStrategy, setting: AnySetting) ->
         return 0
     samples = cast(Amount, setting.num_microbatches * (setting.microbatch_samples // strategy.sample_degree))
     chain = setting.job.chain
-    image, own = chain.layout.image, chain.layout.sample_bytes
+    image, own = chain.image, chain.sample_bytes
     if own is not None:
         return samples * own
     if chain.features and kind == chain.kind_of(0):
@@ -49,12 +49,12 @@ def side_bytes(kinds: set[LayerKind], setting: Setting) -> int:
     attention takes one that is added to the scores.
     """
     job, chain = setting.job, setting.job.chain
-    if chain.layout.sample_bytes is not None:
-        whole, of_sample = chain.layout.side_bytes
-        return whole + setting.microbatch_samples * (chain.layout.sample_bytes + of_sample)
-    attention = {kind.attention for kind in kinds if kind.role is LayerRole.BLOCK and chain.layout.rotary_size}
+    if chain.sample_bytes is not None:
+        whole, of_sample = chain.side_bytes
+        return whole + setting.microbatch_samples * (chain.sample_bytes + of_sample)
+    attention = {kind.attention for kind in kinds if kind.role is LayerRole.BLOCK and chain.rotary_size}
     num_rotary = len(attention) if chain.family.rotary_by_attention else bool(attention)
-    rotary = 2 * num_rotary * chain.layout.rotary_size * job.compute_bytes
+    rotary = 2 * num_rotary * chain.rotary_size * job.compute_bytes
     window = int(chain.config.get("sliding_window") or 0)
     slides = "sliding_attention" in attention and 0 < window < job.seq_len
     mask = int(slides) if chain.family.fused_attention else len(attention) * job.compute_bytes

@@ -158,11 +158,7 @@ def _word(path: str, style: str) -> str:
 def _path(chain: ModelChain, layer: int, path: str) -> str:
     """The path of a module or parameter of a layer, whose modules have other names in the script."""
     name, dot, rest = path.partition(".")
-    return (
-        dict(zip(chain.family.modules(chain.layout, layer), _NAMES[chain.kind_of(layer).role], strict=True))[name]
-        + dot
-        + rest
-    )
+    return dict(zip(chain.family.modules(layer), _NAMES[chain.kind_of(layer).role], strict=True))[name] + dot + rest
 
 
 def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
@@ -189,9 +185,7 @@ def _chain(chain: ModelChain) -> dict[str, Any]:
         "layers": [
             {
                 "kind": chain.kind_of(number).name,
-                "modules": {
-                    _path(chain, number, name): path for name, path in family.modules(chain.layout, number).items()
-                },
+                "modules": {_path(chain, number, name): path for name, path in family.modules(number).items()},
             }
             for number in numbers
         ],

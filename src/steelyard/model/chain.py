@@ -25,7 +25,7 @@ _USUAL_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelChain:
+class ModelChain(Layout):
     """The layers of a model in order. ``config`` is the Hugging Face config as read; ``config_hash`` identifies it."""
 
     name: str
@@ -34,48 +34,12 @@ class ModelChain:
     config_hash: str
     sizes: Mapping[str, int]
     """The sizes that were read from the config, by key."""
-    layout: Layout
     split: ModelSplit | None = None
     """How the model splits by its structure; None of a user's own module."""
     own: "OwnSplit | None" = None
     """What is known of a user's own module, which has no config."""
     freeze: Freeze | None = None
     """What is not trained; made so by `steelyard.model.freezing.frozen_chain`."""
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers."""
-        return self.layout.kinds
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """For each layer the index of its kind."""
-        return self.layout.layers
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the hidden state between blocks; the first one where it changes along the chain."""
-        return self.layout.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        """Classes that the head tells apart: tokens of the vocabulary, or kinds of images."""
-        return self.layout.vocab_size
-
-    @property
-    def max_seq_len(self) -> int:
-        """The longest sequence; for images, the length of the first hidden state, which is the only one."""
-        return self.layout.max_seq_len
-
-    @property
-    def tied_embeddings(self) -> bool:
-        """Whether the head's projection is the embedding matrix itself."""
-        return self.layout.tied_embeddings
-
-    @property
-    def shared(self) -> tuple[SharedWeight, ...]:
-        """The parameters that several layers hold, tied embeddings among them."""
-        return self.layout.shared
 
     @property
     def summed(self) -> tuple[SharedWeight, ...]:
@@ -357,7 +321,7 @@ class ModelChain:
             expected, hint = f"{longest}, the length of its sample", "leave --seq-len out, or plan with another sample"
         elif not self.family.task.reads_text and seq_len != longest:
             expected, hint = f"{longest}, the patches of an image", f"give --seq-len {longest}"
-        elif self.layout.learned_positions and seq_len > longest:
+        elif self.learned_positions and seq_len > longest:
             expected, hint = f"{longest} or less, the positions that the model knows", "give a shorter --seq-len"
         elif seq_len <= places:
             expected, hint = f"more than {places}, the tokens of an image", f"give --seq-len {2 * places}"

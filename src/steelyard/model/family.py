@@ -5,7 +5,7 @@ the runtime and the tracer alone.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypeGuard, TypeVar
 
@@ -146,15 +146,21 @@ class SharedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a model splits into a chain; see the fields of the same names of `ModelChain`."""
+    """How a model splits into a chain of layers."""
 
     kinds: tuple[LayerKind, ...]
     layers: tuple[int, ...]
+    """For each layer the index of its kind."""
     hidden_size: int
+    """Width of the hidden state between blocks; the first one where it changes along the chain."""
     vocab_size: int
+    """Classes that the head tells apart: tokens of the vocabulary, or kinds of images."""
     max_seq_len: int
+    """The longest sequence; for images, the length of the first hidden state, which is the only one."""
     tied_embeddings: bool = False
+    """Whether the head's projection is the embedding matrix itself."""
     shared: tuple[SharedWeight, ...] = ()
+    """The parameters that several layers hold, tied embeddings among them."""
     rotary_size: int = 0
     """Width of a rotary embedding; 0 where there is none."""
     learned_positions: bool = False
@@ -165,6 +171,10 @@ class Layout:
     """Bytes of a sample of a user's own module; None where they follow from what is read."""
     side_bytes: tuple[int, int] = (0, 0)
     """Bytes that blocks of a user's own module read beside what flows: at all, and for each sample of a microbatch."""
+
+    def fields(self) -> dict[str, Any]:
+        """All of this by its name, for a chain that is made of it."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "depths")
@@ -196,7 +206,7 @@ class Family:
 
     model_type: str
     task: Task
-    modules: Callable[[Layout, int], Mapping[str, str]] = field(compare=False)
+    modules: Callable[[int], Mapping[str, str]] = field(compare=False)
     """For a layer of a chain, the path in the model of each of its modules, by its name in the layer."""
     tp: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """For each kind or role, the style of the modules that tensor parallelism divides, by their path in the layer; the

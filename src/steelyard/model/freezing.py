@@ -26,7 +26,7 @@ def frozen_chain(chain: ModelChain, freeze: Freeze | None) -> ModelChain:
     distinct = sorted(set(variants), key=lambda each: (each[0], variants.index(each)))
     kinds = tuple(_kinds(chain, distinct))
     layers = tuple(distinct.index(each) for each in variants)
-    return replace(chain, layout=replace(chain.layout, kinds=kinds, layers=layers))
+    return replace(chain, kinds=kinds, layers=layers)
 
 
 def _check(chain: ModelChain, freeze: Freeze) -> None:

@@ -151,15 +151,15 @@ def chain_of_own(own: OwnSplit, *, name: str) -> ModelChain:
     family = Family(
         model_type=own.module,
         task=Task.OWN,
-        modules=lambda _layout, _layer: {},
+        modules=lambda _layer: {},
         tp={kind.name: dict(kind.styles) for kind in own.kinds},
     )
     return ModelChain(
+        **own.layout().fields(),
         name=name,
         family=family,
         config={},
         config_hash=hashlib.sha256(repr(structure).encode()).hexdigest()[:16],
         sizes={},
-        layout=own.layout(),
         own=own,
     )

@@ -118,12 +118,12 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
         if split is None:
             raise _unknown(model_type)
     return ModelChain(
+        **split.layout().fields(),
         name=name,
         family=family_of_split(split),
         config=dict(config),
         config_hash=identity,
         sizes=sizes_in(config),
-        layout=split.layout(),
         split=split,
     )
 

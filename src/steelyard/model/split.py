@@ -7,6 +7,7 @@ own forward pass with holes, and blocks are called as the model calls them (`ste
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from math import prod
 from typing import Annotated, Any
 
@@ -46,6 +47,9 @@ class SplitKind(_Part):
     """Of one sample of what flows out, where that does not follow from the number of tokens."""
     returns_state: bool = False
     """Whether blocks return the hidden state alone where others of their list return more."""
+
+
+_OF_LAYER_KIND = tuple(each.name for each in fields(LayerKind) if each.name in SplitKind.model_fields)
 
 
 def length_of(shape: tuple[int, ...]) -> int:
@@ -447,16 +451,7 @@ class ModelSplit(_Part):
         return Layout(
             kinds=tuple(
                 LayerKind(
-                    name=kind.name,
-                    role=kind.role,
-                    tp_divides=kind.tp_divides,
-                    tp_shares=kind.tp_shares,
-                    no_tp=kind.no_tp,
-                    no_sp=kind.no_sp,
-                    no_cp=kind.no_cp,
-                    num_experts=kind.num_experts,
-                    tokens=kind.tokens,
-                    attention=kind.attention,
+                    **{name: getattr(kind, name) for name in _OF_LAYER_KIND},
                     hidden=(length_of(kind.shape), width_of(kind.shape)) if kind.shape else None,
                     num_streams=self.num_streams(self.layers.index(number)),
                 )
@@ -515,7 +510,7 @@ def family_of_split(split: ModelSplit) -> Family:
     return Family(
         model_type=split.model_type,
         task=split.task,
-        modules=lambda _layout, layer: split.modules(layer),
+        modules=split.modules,
         tp={kind.name: dict(kind.styles) for kind in split.kinds},
         rotary_by_attention=split.rotary_by_attention,
         fused_attention=split.fused_attention,

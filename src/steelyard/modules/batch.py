@@ -87,8 +87,8 @@ def blank_samples(chain: ModelChain, num_samples: int, seq_len: int) -> tuple[Te
     if chain.own is not None:
         return torch.zeros(num_samples, dtype=torch.long), torch.zeros(num_samples, dtype=torch.long)
     if chain.family.task is Task.IMAGE_CLASSIFICATION:
-        assert chain.layout.image is not None
-        return torch.zeros((num_samples, *chain.layout.image)), torch.zeros(num_samples, dtype=torch.long)
+        assert chain.image is not None
+        return torch.zeros((num_samples, *chain.image)), torch.zeros(num_samples, dtype=torch.long)
     tokens = torch.zeros((num_samples, seq_len), dtype=torch.long)
     if chain.features:
         return torch.zeros((num_samples, *chain.features.shape)), tokens
@@ -100,8 +100,8 @@ def random_samples(
 ) -> tuple[Tensor, Tensor]:
     """Random inputs and labels, on the CPU; of a masked language model about one place in seven is a target."""
     if chain.family.task is Task.IMAGE_CLASSIFICATION:
-        assert chain.layout.image is not None
-        images = torch.randn((num_samples, *chain.layout.image), generator=generator)
+        assert chain.image is not None
+        images = torch.randn((num_samples, *chain.image), generator=generator)
         return images, torch.randint(chain.vocab_size, (num_samples,), generator=generator)
     inputs, labels = torch.randint(chain.vocab_size, (2, num_samples, seq_len), generator=generator)
     if chain.features:

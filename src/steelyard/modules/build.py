@@ -176,7 +176,7 @@ def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
 def _own_module(model: PreTrainedModel, chain: ModelChain, layer: int, path: str) -> nn.Module:
     """Gives a layer a module of its own in the place of one that it shares with another layer."""
     local, _, rest = path.partition(".")
-    full = f"{chain.family.modules(chain.layout, layer)[local]}.{rest}".rpartition(".")[0]
+    full = f"{chain.family.modules(layer)[local]}.{rest}".rpartition(".")[0]
     parent, _, name = full.rpartition(".")
     own = copy.deepcopy(model.get_submodule(full))
     setattr(model.get_submodule(parent), name, own)
@@ -186,7 +186,7 @@ def _own_module(model: PreTrainedModel, chain: ModelChain, layer: int, path: str
 def _owner(model: PreTrainedModel, chain: ModelChain, layer: int, path: str) -> nn.Module:
     """The module that holds the parameter at a path of a layer."""
     local, _, rest = path.partition(".")
-    full = f"{chain.family.modules(chain.layout, layer)[local]}.{rest}"
+    full = f"{chain.family.modules(layer)[local]}.{rest}"
     return model.get_submodule(full.rpartition(".")[0])
 
 
@@ -194,7 +194,7 @@ def named_layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -
     """The modules that make up one layer of the chain, by their names in the layer."""
     if chain.own:
         return model.layer(layer)
-    paths = chain.family.modules(chain.layout, layer)
+    paths = chain.family.modules(layer)
     return {name: _module_at(model, chain, path) for name, path in paths.items()}
 
 
@@ -202,7 +202,7 @@ def layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict
     """The modules of the Hugging Face model that make up one layer of the chain, by their path in the model."""
     if chain.own:
         return model.layer(layer)
-    return {path: _module_at(model, chain, path) for path in chain.family.modules(chain.layout, layer).values()}
+    return {path: _module_at(model, chain, path) for path in chain.family.modules(layer).values()}
 
 
 def _module_at(model: PreTrainedModel, chain: ModelChain, path: str) -> nn.Module:

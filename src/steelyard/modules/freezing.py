@@ -118,7 +118,7 @@ BY_PLAN = "_frozen_by_plan"
 
 def _named_parameters(model: Any, chain: ModelChain) -> Iterator[_Named]:
     for layer in range(chain.num_layers):
-        paths = {} if chain.own else chain.family.modules(chain.layout, layer)
+        paths = {} if chain.own else chain.family.modules(layer)
         for local, module in named_layer_modules(model, chain, layer).items():
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 inside = f"{local}.{name}"

@@ -246,7 +246,7 @@ def _samples(chain: ModelChain, config: PreTrainedConfig, length: int, seed: int
 
     Of padding there is none.
     """
-    if chain.layout.image:
+    if chain.image:
         return random_samples(chain, _SAMPLES, length, torch.Generator().manual_seed(seed))
     ids = torch.randint(chain.vocab_size, (_SAMPLES, length), generator=torch.Generator().manual_seed(0))
     ids[ids == getattr(config, "pad_token_id", None)] = plain_token(config)

@@ -34,7 +34,7 @@ def longest_sequence(
     Raises `UserError` for a model whose length is fixed.
     """
     _check_free(chain)
-    most = min(chain.max_seq_len, MOST_TOKENS) if chain.layout.learned_positions else MOST_TOKENS
+    most = min(chain.max_seq_len, MOST_TOKENS) if chain.learned_positions else MOST_TOKENS
     trials: dict[int, Trial] = {}
 
     def fits(seq_len: int) -> bool:
@@ -80,7 +80,7 @@ def _check_free(chain: ModelChain) -> None:
 
 
 def _whose_limit(chain: ModelChain) -> str:
-    return "the model has positions for" if chain.layout.learned_positions else "are tried"
+    return "the model has positions for" if chain.learned_positions else "are tried"
 
 
 def _binding(trials: dict[int, Trial]) -> str:

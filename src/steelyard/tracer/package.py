@@ -145,7 +145,7 @@ def spans_of(chain: ModelChain) -> list[range]:
     """
     if not chain.family.task.reads_text:
         return [range(chain.max_seq_len, chain.max_seq_len + 1)]
-    longest = chain.max_seq_len if chain.layout.learned_positions else MOST_TOKENS
+    longest = chain.max_seq_len if chain.learned_positions else MOST_TOKENS
     window = min((each for kind in chain.kinds if (each := chain.window(kind)) is not None), default=longest + 1)
     within = [range(FEWEST, window)] if window > FEWEST else []
     return within + [range(length, length + 1) for length in usual_lengths(chain) if length >= window]
@@ -153,7 +153,7 @@ def spans_of(chain: ModelChain) -> list[range]:
 
 def usual_lengths(chain: ModelChain) -> list[int]:
     """Powers of two, and the longest sequence that the model was made for, as far as `MOST_USUAL` and what it knows."""
-    most = min(MOST_USUAL, chain.max_seq_len) if chain.layout.learned_positions else MOST_USUAL
+    most = min(MOST_USUAL, chain.max_seq_len) if chain.learned_positions else MOST_USUAL
     powers = {2**power for power in range(FEWEST.bit_length() - 1, MOST_USUAL.bit_length())}
     return sorted(length for length in powers | {chain.max_seq_len} if FEWEST <= length <= most)
 

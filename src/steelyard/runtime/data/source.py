@@ -87,8 +87,8 @@ def open_features(path: Path, chain: ModelChain, *, seq_len: int, seed: int) -> 
 
 def open_images(path: Path, chain: ModelChain, *, seed: int) -> ImageData:
     """Labelled images of the model's size: those of a folder, or made-up ones where ``path`` is ``synthetic``."""
-    assert chain.layout.image is not None, "a model of images has an image size"
-    num_channels, height, width = chain.layout.image
+    assert chain.image is not None, "a model of images has an image size"
+    num_channels, height, width = chain.image
     shape = ImageShape(num_channels=num_channels, height=height, width=width, num_classes=chain.vocab_size)
     if str(path) == SYNTHETIC:
         return SyntheticImages(shape, seed=seed)
