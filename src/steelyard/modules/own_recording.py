@@ -46,9 +46,11 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What a pass showed; parameters by identity."""
+    """What a pass showed of a model and its blocks, which are named by their paths; parameters by identity."""
 
-    calls: list[Call] = field(default_factory=list)
+    model: nn.Module
+    blocks: Sequence[str]
+    calls: list[Call]
     used: dict[int, dict[int, str]] = field(default_factory=dict)
     """Of each parameter outside blocks after how many blocks it was used, and where."""
     head_reads: list[Origin] = field(default_factory=list)
@@ -98,7 +100,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         super().__init__()
         self._model, self._blocks = model, blocks
-        self.seen = Seen(calls=[Call(((), {})) for _ in blocks])
+        self.seen = Seen(model=model, blocks=blocks, calls=[Call(((), {})) for _ in blocks])
         self._made: dict[int, Made] = {}
         self._parameters = {id(each): each.requires_grad for each in model.parameters()}
         self._stack: list[str] = []

@@ -63,10 +63,10 @@ def _find(
     module: nn.Module, sample: Any, num_samples: int, loss: Loss | None, blocks: Sequence[str] | None
 ) -> FoundSplit:
     model = meta_copy(module)
-    paths = _blocks_of(model, record(model, sample, num_samples, loss, ()), blocks)
+    paths = _blocks_of(record(model, sample, num_samples, loss, ()), blocks)
     seen, other = (record(model, sample, count, loss, paths) for count in (num_samples, num_samples + 1))
     _check_same(seen, other)
-    own = _split_of(model, seen, other, paths, sample, has_loss=loss is not None)
+    own = _split_of(seen, other, sample, has_loss=loss is not None)
     own = _with_samples_read(OwnModel(model, own, loss), sample)
     return FoundSplit(model=OwnModel(module, own, loss, sample), keywords=seen.keywords)
 
@@ -122,8 +122,9 @@ def _check_module(module: nn.Module) -> None:
             )
 
 
-def _blocks_of(model: nn.Module, seen: Seen, named: Sequence[str] | None) -> tuple[str, ...]:
+def _blocks_of(seen: Seen, named: Sequence[str] | None) -> tuple[str, ...]:
     """The paths of the blocks in the order of calls."""
+    model = seen.model
     lists = {path: each for path, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.ModuleDict)}
     lists |= {path: each for path, each in model.named_modules() if isinstance(each, nn.Sequential)}
     for path in named or ():
@@ -187,18 +188,16 @@ def _check_same(seen: Seen, other: Seen) -> None:
         )
 
 
-def _split_of(
-    model: nn.Module, seen: Seen, other: Seen, blocks: Sequence[str], sample: Any, *, has_loss: bool
-) -> OwnSplit:
-    flows = _flows(seen, blocks)
-    embedding, head = _ends(model, seen, blocks)
-    shapes = {origin: _shape(seen, other, origin, blocks) for flow in flows for origin in flow}
-    kinds = [_kind(model, seen, flows, shapes, blocks, block) for block in range(len(blocks))]
+def _split_of(seen: Seen, other: Seen, sample: Any, *, has_loss: bool) -> OwnSplit:
+    model, blocks, flows = seen.model, seen.blocks, _flows(seen)
+    embedding, head = _ends(seen)
+    shapes = {origin: _shape(seen, other, origin) for flow in flows for origin in flow}
+    kinds = [_kind(seen, flows, shapes, block) for block in range(len(blocks))]
     distinct = [kind for place, kind in enumerate(kinds) if kinds.index(kind) == place]
     names = ["block" if len(distinct) == 1 else f"block of kind {number}" for number in range(1, len(distinct) + 1)]
     rest = fingerprint_of_rest(model, blocks)
     first = max(shapes[flows[0][0]], (1,), key=len)
-    shared = tuple(_shared(model, embedding, head, blocks))
+    shared = tuple(_shared(seen, embedding, head))
     return OwnSplit(
         module=f"{type(model).__module__}.{type(model).__qualname__}",
         num_params=sum(parameter.numel() for parameter in model.parameters()),
@@ -226,8 +225,9 @@ def _split_of(
     )
 
 
-def _flows(seen: Seen, blocks: Sequence[str]) -> list[list[Origin]]:
+def _flows(seen: Seen) -> list[list[Origin]]:
     """What flows out of the embedding and of each block: all that is there by then and read later."""
+    blocks = seen.blocks
     last = dict.fromkeys(seen.head_reads, len(blocks))
     for block, call in enumerate(seen.calls):
         for _, origin in call.reads:
@@ -244,19 +244,20 @@ def _flows(seen: Seen, blocks: Sequence[str]) -> list[list[Origin]]:
     return flows
 
 
-def _shape(seen: Seen, other: Seen, origin: Origin, blocks: Sequence[str]) -> tuple[int, ...]:
+def _shape(seen: Seen, other: Seen, origin: Origin) -> tuple[int, ...]:
     """The shape for one sample of what flows."""
+    block = seen.blocks[origin[1]]
     first, second = (_tensor(each, origin) for each in (seen, other))
     if first.dim() == 0 or first.shape[0] == second.shape[0] or first.shape[1:] != second.shape[1:]:
         how = "returned by" if origin[0] == "made" else "given to"
         raise refused(
-            blocks[origin[1]],
+            block,
             f"a tensor of shape {list(first.shape)} {how} the block, whose first dim is not that of the samples",
             "samples in the first dim of all that flows between blocks",
             "expand it to one entry for each sample, or make it inside the blocks",
         )
     if first.dtype != torch.float32:
-        raise refused(blocks[origin[1]], f"a {first.dtype} tensor that flows between blocks", "torch.float32")
+        raise refused(block, f"a {first.dtype} tensor that flows between blocks", "torch.float32")
     return tuple(first.shape[1:])
 
 
@@ -269,12 +270,7 @@ def _tensor(seen: Seen, origin: Origin) -> Tensor:
 
 
 def _kind(
-    model: nn.Module,
-    seen: Seen,
-    flows: Sequence[Sequence[Origin]],
-    shapes: Mapping[Origin, tuple[int, ...]],
-    blocks: Sequence[str],
-    block: int,
+    seen: Seen, flows: Sequence[Sequence[Origin]], shapes: Mapping[Origin, tuple[int, ...]], block: int
 ) -> OwnKind:
     """What a block is, but for its name; equal for blocks of one kind."""
     before, after, call = flows[block], flows[block + 1], seen.calls[block]
@@ -283,7 +279,7 @@ def _kind(
         f"{tuple(leaf.shape[1:])} {leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf)[:80]
         for leaf in pytree.tree_leaves(call.given)
     ]
-    digest = fingerprint_of_block(model.get_submodule(blocks[block]), block)
+    digest = fingerprint_of_block(seen.model.get_submodule(seen.blocks[block]), block)
     return OwnKind(
         name=digest_of(*others),
         role=LayerRole.BLOCK,
@@ -300,10 +296,11 @@ def _kind(
     )
 
 
-def _ends(model: nn.Module, seen: Seen, blocks: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _ends(seen: Seen) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The paths of the parameters that are used before the first block, and of those used after the last."""
     ends: tuple[list[str], list[str]] = ([], [])
-    for path, parameter in model.named_parameters(remove_duplicate=False):
+    blocks = seen.blocks
+    for path, parameter in seen.model.named_parameters(remove_duplicate=False):
         used, inside = seen.used.get(id(parameter), {}), [each for each in blocks if is_below(path, each)]
         if parameter.requires_grad:
             _check_used(path, used, inside, len(blocks))
@@ -325,12 +322,11 @@ def _check_used(path: str, used: Mapping[int, str], inside: Sequence[str], num_b
         raise refused(path, "a parameter that the forward pass does not use", "parameters that are trained")
 
 
-def _shared(
-    model: nn.Module, embedding: Sequence[str], head: Sequence[str], blocks: Sequence[str]
-) -> Iterator[tuple[tuple[int, str], ...]]:
+def _shared(seen: Seen, embedding: Sequence[str], head: Sequence[str]) -> Iterator[tuple[tuple[int, str], ...]]:
     """The parameters that layers share: those of embedding and head; blocks must have their own."""
     where: dict[nn.Parameter, list[tuple[int, str]]] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
+    blocks = seen.blocks
+    for path, parameter in seen.model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             continue
         for number, block in enumerate(blocks, start=1):

@@ -7,7 +7,7 @@ the model up to its first block, the head from the result of its last block on; 
 
 import copy
 from collections import UserDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -64,7 +64,11 @@ class _AtTheEnd(torch.autograd.Function):
 class ShellPiece:
     """A part of the model's own forward pass."""
 
-    _shell: "Shell"
+    def __init__(
+        self, model: PreTrainedModel, split: ModelSplit, keep: Collection[str], stubs: Mapping[int, Any]
+    ) -> None:
+        self._shell = Shell(model, split, keep=keep, stubs=stubs, makes_masks=not split.fused_attention)
+        self.beside = (self._shell.model,)
 
     def fill(self, device: torch.device) -> None:
         """Makes what does not follow from samples, which otherwise the first of them does."""
@@ -77,10 +81,7 @@ class EmbeddingPiece(ShellPiece):
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
         self._call, self._streams = split.call_of(1), [split.streams[number] for number in split.made_by(0)]
         self._records = recording_stubs(split, {1, *(min(each.readers) for each in self._streams)})
-        self._shell = Shell(
-            model, split, keep=split.embedding, stubs=self._records, makes_masks=not split.fused_attention
-        )
-        self.beside = (self._shell.model,)
+        super().__init__(model, split, split.embedding, self._records)
 
     def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor | tuple[Tensor, ...]:
         """The model's own forward pass, ended where the last block begins that is the first to read something."""
@@ -107,10 +108,7 @@ class DecoderEmbeddingPiece(ShellPiece):
         self._last, self._makes = self._gives[0], [split.streams[number] for number in split.made_by(split.between)]
         stubs = dict(zip((split.between - 1, *read), self._gives, strict=True))
         stubs |= {split.between + 1: Stop(split, split.between + 1)}
-        self._shell = Shell(
-            model, split, keep=split.encoder.between, stubs=stubs, makes_masks=not split.fused_attention
-        )
-        self.beside = (self._shell.model,)
+        super().__init__(model, split, split.encoder.between, stubs)
 
     def __call__(
         self, _layer: nn.Module, flow: Tensor | tuple[Tensor, ...], context: Context
@@ -174,10 +172,7 @@ class HeadPiece(ShellPiece):
         self._buffers = {path: local_name(path) for path in outside_buffers(model, split, last + 1)}
         self._sees_shape, self._read, self._features = split.head_sees_shape, read_by(split), split.features
         self._tokens = split.kinds[split.layers[last]].tokens
-        self._shell = Shell(
-            model, split, keep=split.head, stubs={last: self._last}, makes_masks=not split.fused_attention
-        )
-        self.beside = (self._shell.model,)
+        super().__init__(model, split, split.head, {last: self._last})
 
     def __call__(self, layer: Layer, flow: Tensor | tuple[Tensor, Tensor], _context: Context) -> Tensor:
         """The model's own forward pass from there on; what comes before is given one token where it may be.
@@ -205,10 +200,7 @@ class PairHeadPiece(ShellPiece):
     def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
         last = len(split.layers) - 2
         self._last = Give(split, last)
-        self._shell = Shell(
-            model, split, keep=split.head, stubs={last: self._last}, makes_masks=not split.fused_attention
-        )
-        self.beside = (self._shell.model,)
+        super().__init__(model, split, split.head, {last: self._last})
 
     def __call__(self, layer: Layer, flow: tuple[Tensor, Tensor], context: Context) -> Tensor:
         """This rank's share of the mean loss over all pairs of the global batch."""
