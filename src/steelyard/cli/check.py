@@ -16,7 +16,7 @@ from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning.price import any_job_of
+from steelyard.planning.price import Elsewhere, any_job_of
 from steelyard.report.check_table import CheckedRank, StageBudget, check_view, misfit_lines
 from steelyard.units import format_plural
 
@@ -48,7 +48,8 @@ def check(
     from steelyard.runtime.checks import check_builder
 
     check_builder(plan, builder)
-    budgets, backend = _expected(plan, cluster, network, memory, profile)
+    given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
+    budgets, backend = _expected(plan, given)
     from steelyard.runtime.distinct_ranks import distinct_ranks
     from steelyard.runtime.dry_run import dry_run_all
 
@@ -88,15 +89,13 @@ def check(
         raise typer.Exit(1)
 
 
-def _expected(
-    plan: Plan, cluster: str | None, network: str | None, memory: str | None, profile: str | None
-) -> tuple[list[StageBudget], Backend]:
+def _expected(plan: Plan, given: Elsewhere) -> tuple[list[StageBudget], Backend]:
     """The prediction and the budget of each stage, and the backend: those in the plan, or new ones where it has none.
 
     The backend of a plan that does not say it is that of its cluster. Raises `InvalidClusterError` for an unknown one.
     """
     prediction = plan.prediction
-    if prediction is not None and not (cluster or network or memory or profile):
+    if prediction is not None and not any(given.values()):
         backend = prediction.backend or plan.pools()[0].device.backend
         shares = zip(prediction.stages, prediction.stage_budgets(), prediction.stage_margins(), strict=True)
         budgets = [
@@ -104,7 +103,7 @@ def _expected(
             for stage, budget, margin in shares
         ]
         return budgets, backend
-    job = any_job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile)
+    job = any_job_of(plan, **given)
     stage_jobs = [setting.job for setting in stage_settings(plan, job)]
     budgets = [
         StageBudget(predicted=terms, budget_bytes=each.budget_bytes + each.margin_bytes, margin_bytes=each.margin_bytes)

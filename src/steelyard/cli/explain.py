@@ -18,7 +18,7 @@ from steelyard.planning.explain import explain_plan
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.pool_rivals import explain_pools
 from steelyard.planning.pool_space import not_with_pools
-from steelyard.planning.price import job_or_reason, with_price
+from steelyard.planning.price import Elsewhere, job_or_reason, with_price
 from steelyard.planning.problem import PlanOptions
 from steelyard.planning.slow_rank import slow_nodes
 from steelyard.planning.why_not import why_not, why_not_plan
@@ -55,12 +55,13 @@ def explain(
     with progress("counting the model's layers", silent=as_json) as show:
         if plan.is_mixed:
             _check_not_with_pools({"--why-not": why, "--all": everything})
-        job = job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
+        given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
+        job = job_or_reason(plan, path, **given)
         if isinstance(job, str):
             explanation = Explanation(binds="", notes=(f"the rivals, and what memory is worth, are left out: {job}",))
         else:
             explanation = _explained(plan, job, why, everything=everything, show=show)
-            if plan.prediction is None or why or cluster or network or memory or profile:
+            if plan.prediction is None or why or any(given.values()):
                 plan = with_price(plan, job)
         if record is not None and not isinstance(job, str):
             show("planning without the nodes that were slow")

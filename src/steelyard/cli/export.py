@@ -28,7 +28,7 @@ from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.demands import demands_of
 from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
-from steelyard.planning.price import job_of
+from steelyard.planning.price import Elsewhere, job_of
 from steelyard.units import format_seconds
 
 SAME = 5e-4
@@ -73,7 +73,8 @@ def export(
     plan = read_plan(path)
     check_model(target, plan)
     with progress(f"fitting the plan into {target.name}", silent=as_json):
-        fitted = _fitted(plan, path.parent, target, cluster=cluster, network=network, memory=memory, profile=profile)
+        given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
+        fitted = _fitted(plan, path.parent, target, given)
     headline = _headline(fitted, target)
     request = Request(
         plan=fitted.plan,
@@ -94,16 +95,7 @@ def export(
     _print_statement(exported, fitted, headline, written, on_error=output is None)
 
 
-def _fitted(
-    plan: Plan,
-    folder: Path,
-    target: Target,
-    *,
-    cluster: str | None,
-    network: str | None,
-    memory: str | None,
-    profile: str | None,
-) -> FittedPlan:
+def _fitted(plan: Plan, folder: Path, target: Target, given: Elsewhere) -> FittedPlan:
     """The best plan within the target's means, as it runs it; the plan itself, unpriced, where nothing is to search.
 
     That is where it is within them, and was written by hand or found for a way of working that is the target's too.
@@ -113,7 +105,7 @@ def _fitted(
     if not unsupported(plan, target.capabilities) and (plan.prediction is None or target.execution == OURS):
         kept = tuple(demand.text for demand in demands_of(plan.asked, num_layers=plan.chain().num_layers))
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None, kept=kept, is_wanted=True)
-    job = job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile, folder=folder)
+    job = job_of(plan, folder=folder, **given)
     return plan_for_framework(plan, job, target.capabilities, framework=target.name, execution=target.execution)
 
 

@@ -19,7 +19,7 @@ from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.pool_rivals import explain_pools
-from steelyard.planning.price import job_or_reason, with_cost
+from steelyard.planning.price import Elsewhere, job_or_reason, with_cost
 from steelyard.planning.problem import PlanOptions
 from steelyard.planning.report_search import search_for_report
 from steelyard.profiles.record import RunRecord
@@ -58,7 +58,8 @@ def report(
     plan = read_plan(path)
     record = None if run is None else read_record(run, plan, path)
     with progress("counting the model's layers", silent=as_json) as show:
-        job = job_or_reason(plan, path, cluster=cluster, network=network, memory=memory, profile=profile)
+        given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
+        job = job_or_reason(plan, path, **given)
         if isinstance(job, str):
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
             note = f"The schedule, the frontier and the rivals are left out: {job}."
@@ -69,7 +70,7 @@ def report(
             cost = predict(plan, job)
             study = _studied(plan, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
             show("writing the page")
-            if plan.prediction is None or cluster or network or memory or profile:
+            if plan.prediction is None or any(given.values()):
                 plan = with_cost(plan, job, cost)
             found = ReportContents(
                 plan=plan,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from steelyard.cost.accuracy import interval_of
 from steelyard.cost.pools import AnyJob, PooledJob
@@ -11,6 +11,7 @@ from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
 from steelyard.hardware import Cluster, MixedCluster, parse_cluster, parse_pools, with_network
+from steelyard.hardware.parse import ClusterT
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, PoolUse, Prediction
@@ -20,22 +21,23 @@ from steelyard.planning.job import make_job, make_pooled_job
 from steelyard.planning.margin import warnings_of
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.problem import microbatch_counts
-from steelyard.planning.profile_file import GivenProfiles, recorded_profile
+from steelyard.planning.profile_file import recorded_profile
 from steelyard.planning.walked_settings import Accepted
-from steelyard.profiles.profile import Profile
 from steelyard.schedules import USUAL, PipelineConfig
 from steelyard.units import format_seconds
 
 
-def job_of(
-    plan: Plan,
-    *,
-    cluster: str | Cluster | None = None,
-    network: str | None = None,
-    memory: str | int | None = None,
-    profile: str | Path | Profile | None = None,
-    folder: Path | None = None,
-) -> Job:
+class Elsewhere(TypedDict, total=False):
+    """What takes the place of what a plan was made for; what is None or missing is as the plan has it."""
+
+    cluster: str | Cluster | None
+    network: str | None
+    memory: str | int | None
+    profile: Any
+    """As `GivenProfiles`."""
+
+
+def job_of(plan: Plan, *, folder: Path | None = None, **given: Unpack[Elsewhere]) -> Job:
     """The job that a plan is for: on its cluster within its budget, or on another one with the memory of that one.
 
     ``network`` takes the place of the link between nodes, ``memory`` of either budget. Times are scaled, and experts as
@@ -43,19 +45,14 @@ def job_of(
     profile, whose file is also looked for in the plan's ``folder``; raises `InvalidProfileError` where it is not there
     as it was.
     """
+    cluster, memory, profile = given.get("cluster"), given.get("memory"), given.get("profile")
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster or plan.machines()
     source = plan.prediction.profile if plan.prediction else None
     if profile is None and cluster is None and source is not None and source.is_measured:
         profile = recorded_profile(source, folder=folder)
     if memory is None and cluster is None and plan.prediction is not None:
         memory = plan.prediction.budget_bytes
-    job = make_job(
-        plan.chain(),
-        machines if network is None else with_network(machines, network),
-        memory=memory,
-        profile=profile,
-        **_asked_by(plan),
-    )
+    job = make_job(plan.chain(), _joined_by(machines, given), memory=memory, profile=profile, **_asked_by(plan))
     if plan.prediction is None:
         return job
     if job.budget_bytes == plan.prediction.budget_bytes:
@@ -64,21 +61,14 @@ def job_of(
     return replace(job, time_factor=source.time_factor, num_calibrating=source.num_calibrating)
 
 
-def pooled_job_of(
-    plan: Plan,
-    *,
-    cluster: str | None = None,
-    network: str | None = None,
-    memory: str | None = None,
-    profile: GivenProfiles | None = None,
-    folder: Path | None = None,
-) -> PooledJob:
+def pooled_job_of(plan: Plan, *, folder: Path | None = None, **given: Unpack[Elsewhere]) -> PooledJob:
     """The job that a plan over several pools is for, as `job_of` makes that of one pool.
 
     Raises `InvalidPlanError` where a pool of the plan is not one of the ``cluster``, and `UserError` where that has one
     pool alone.
     """
-    machines = plan.hardware_value() if cluster is None else parse_pools(cluster)
+    cluster, memory, profile = given.get("cluster"), given.get("memory"), given.get("profile")
+    machines = parse_pools(cluster) if isinstance(cluster, str) else cluster or plan.hardware_value()
     if not isinstance(machines, MixedCluster):
         raise UserError(
             field="--cluster",
@@ -90,13 +80,7 @@ def pooled_job_of(
     if profile is None and cluster is None:
         measured = {name: use.profile for name, use in known.items() if use.profile.is_measured}
         profile = {name: recorded_profile(each, folder=folder) for name, each in measured.items()}
-    job = make_pooled_job(
-        plan.chain(),
-        machines if network is None else with_network(machines, network),
-        memory=memory,
-        profile=profile,
-        **_asked_by(plan),
-    )
+    job = make_pooled_job(plan.chain(), _joined_by(machines, given), memory=memory, profile=profile, **_asked_by(plan))
     if cluster is None and memory is None:
         uses = [(pool, known.get(pool.cluster.name)) for pool in job.pools]
         pools = [
@@ -108,11 +92,15 @@ def pooled_job_of(
     return job
 
 
-def any_job_of(plan: Plan, *, profile: str | None = None, folder: Path | None = None, **given: str | None) -> AnyJob:
+def any_job_of(plan: Plan, *, folder: Path | None = None, **given: Unpack[Elsewhere]) -> AnyJob:
     """The job that a plan is for, of one pool or several; as `job_of` and `pooled_job_of`."""
-    if not plan.is_mixed:
-        return job_of(plan, profile=profile, folder=folder, **given)
-    return pooled_job_of(plan, profile=profile, folder=folder, **given)
+    return (pooled_job_of if plan.is_mixed else job_of)(plan, folder=folder, **given)
+
+
+def _joined_by(machines: ClusterT, given: Elsewhere) -> ClusterT:
+    """The machines with the network between them that is given."""
+    network = given.get("network")
+    return machines if network is None else with_network(machines, network)
 
 
 def _asked_by(plan: Plan) -> dict[str, Any]:
@@ -122,24 +110,16 @@ def _asked_by(plan: Plan) -> dict[str, Any]:
     return asked | {"memory_margin": 0} | ({} if imbalance is None else {"imbalance": imbalance})
 
 
-def job_or_reason(
-    plan: Plan,
-    path: Path,
-    *,
-    cluster: str | None = None,
-    network: str | None = None,
-    memory: str | None = None,
-    profile: str | None = None,
-) -> AnyJob | str:
+def job_or_reason(plan: Plan, path: Path, **given: Unpack[Elsewhere]) -> AnyJob | str:
     """The job of the plan in a file, as `any_job_of` makes it, or why its costs are not at hand.
 
     The reason is for a prediction that stands without them: raises `UserError` where there is none, or where
     ``cluster``, ``network`` or ``profile`` is what was wrong.
     """
     try:
-        return any_job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile, folder=path.parent)
+        return any_job_of(plan, folder=path.parent, **given)
     except (InvalidClusterError, InvalidProfileError) as error:
-        if plan.prediction is None or cluster or network or profile:
+        if plan.prediction is None or any(given.get(name) for name in ("cluster", "network", "profile")):
             raise
         if isinstance(error, InvalidProfileError):
             return f"{error.found}; {error.hint}"
