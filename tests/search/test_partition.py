@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from steelyard.search import runs
+from steelyard.search import partition_exact, runs
 from steelyard.search.layers import TooManyStatesError
-from steelyard.search.partition import assess, improve, partition_exact, quick_bound_s
+from steelyard.search.partition import assess, improve, quick_bound_s
 from steelyard.search.runs import AnyBudget
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables

@@ -31,7 +31,6 @@ def search_pools(
     job: PooledJob,
     space: PooledSpace,
     *,
-    num_alternatives: int = 0,
     time_limit_s: float | None = None,
     to_the_end: bool = True,
 ) -> Acceptance:
@@ -63,7 +62,7 @@ def search_pools(
         found = accept(
             job,
             [space.tables(settings[index]) for index in taken],
-            num_alternatives=num_alternatives,
+            num_alternatives=0,
             time_limit_s=None if time_limit_s is None else max(0.0, deadline - time.monotonic()),
             floors=space.floors,
             cutoff_s=goal_s,

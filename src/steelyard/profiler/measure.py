@@ -19,7 +19,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Strategy, shape_strategies
 from steelyard.profiler.clock import Deadline, barrier, over_ranks
-from steelyard.profiler.collectives import SIZES_BYTES, measure_collectives, num_collectives
+from steelyard.profiler.collectives import measure_collectives, num_collectives
 from steelyard.profiler.layers import (
     Laps,
     ShortChain,
@@ -61,16 +61,14 @@ def measure(
     samples: Sequence[int],
     trace: Profile,
     budget_s: float = 20.0,
-    sizes_bytes: Sequence[int] = SIZES_BYTES,
     progress: Progress = _log_progress,
 ) -> Profile:
     """The profile of ``chain`` on this process group's devices, for each of ``samples`` (samples of one rank).
 
     ``trace`` is a traced profile of the same model, sequence length and precision; those of its layers whose
-    tensor-parallel degree divides the world size are measured, the others are left out. ``sizes_bytes`` are the
-    sizes of whole tensors that collectives are measured with. ``budget_s`` is kept about: a part that takes longer
-    leaves less to those after it, and what cannot be left out is measured once at least. Raises `InvalidProfileError`
-    for a trace of something else, or if nothing can be measured.
+    tensor-parallel degree divides the world size are measured, the others are left out. ``budget_s`` is kept about: a
+    part that takes longer leaves less to those after it, and what cannot be left out is measured once at least. Raises
+    `InvalidProfileError` for a trace of something else, or if nothing can be measured.
     """
     check_trace(trace, chain, seq_len=seq_len, precision=precision)
     world_size = dist.get_world_size()
@@ -88,7 +86,7 @@ def measure(
         progress=progress,
     )
     timed, beside = run.compute(layers, samples)
-    collectives = run.collectives(sizes_bytes) if world_size > 1 else ()
+    collectives = run.collectives() if world_size > 1 else ()
     progress("end of a step, overlap", _OVERHEADS_BEGIN)
     step_overhead_s = measure_step_overhead(device, budget_s=run.deadline.left_s() / 4)
     changes = {"overlap_slowdown": measure_overlap_slowdown(device, budget_s=run.deadline.left_s())}
@@ -253,16 +251,10 @@ class _Run:
             busy_speeds=measure_busy_speeds(short, samples=middle, budget_s=3 * share_s) if is_whole else (),
         )
 
-    def collectives(self, sizes_bytes: Sequence[int]) -> tuple[CollectiveProfile, ...]:
+    def collectives(self) -> tuple[CollectiveProfile, ...]:
         """All collectives, with a line of progress for each."""
-        return tuple(
-            self._reported(
-                measure_collectives(
-                    self.device, left_s=lambda: self.left_until(_OVERHEADS_BEGIN), sizes_bytes=sizes_bytes
-                ),
-                num_collectives(dist.get_world_size()),
-            )
-        )
+        found = measure_collectives(self.device, left_s=lambda: self.left_until(_OVERHEADS_BEGIN))
+        return tuple(self._reported(found, num_collectives(dist.get_world_size())))
 
     def _reported(self, found: Iterable[CollectiveProfile], total: int) -> Iterable[CollectiveProfile]:
         begin = _COLLECTIVES_BEGIN

@@ -127,14 +127,7 @@ def _compared(value: Any) -> Any:
     return {key: _compared(each) for key, each in value.items() if _is_compared(str(key))}
 
 
-def export_weights(
-    path: Path,
-    state: RunState,
-    plan: Plan,
-    *,
-    tokenizer: Mapping[str, bytes],
-    file_bytes: int = FILE_BYTES,
-) -> None:
+def export_weights(path: Path, state: RunState, plan: Plan, *, tokenizer: Mapping[str, bytes]) -> None:
     """Writes the weights and the config for `transformers`, in the precision that the plan computes in.
 
     With the files of the ``tokenizer`` by name. A collective call. The folder gets its name when all is written.
@@ -147,7 +140,7 @@ def export_weights(
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         dist.barrier()
-        mine = _write_stage(part, state, plan, dtype, file_bytes)
+        mine = _write_stage(part, state, plan, dtype)
         found: list[list[tuple[str, dict[str, int]]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, mine)
         if dist.get_rank() == 0:
@@ -247,15 +240,13 @@ def _check_present(path: Path, weights: dict[str, Tensor], stored: Mapping[str, 
         )
 
 
-def _write_stage(
-    part: Path, state: RunState, plan: Plan, dtype: torch.dtype, file_bytes: int
-) -> list[tuple[str, dict[str, int]]]:
+def _write_stage(part: Path, state: RunState, plan: Plan, dtype: torch.dtype) -> list[tuple[str, dict[str, int]]]:
     """Writes the files of this rank's stage; on its first rank returns them, each with the bytes of its tensors."""
     first_rank = plan.parts[plan.stage_of(dist.get_rank())].ranks[0]
     is_writer = dist.get_rank() == first_rank
     files: list[tuple[str, dict[str, int]]] = []
     model = build_meta_model(plan.chain())
-    for tensors in _gathered(state, dtype, file_bytes, model, keep=is_writer):
+    for tensors in _gathered(state, dtype, model, keep=is_writer):
         if is_writer:
             name = f"stage-{first_rank:05d}-{len(files):05d}"
             save_file(tensors, part / name, metadata={"format": "pt"})
@@ -263,9 +254,7 @@ def _write_stage(
     return files
 
 
-def _gathered(
-    state: RunState, dtype: torch.dtype, file_bytes: int, model: nn.Module, *, keep: bool
-) -> Iterator[dict[str, Tensor]]:
+def _gathered(state: RunState, dtype: torch.dtype, model: nn.Module, *, keep: bool) -> Iterator[dict[str, Tensor]]:
     """The whole parameters of this rank's stage, some at a time, of the shapes that they have in ``transformers``.
 
     The ``model``, on the meta device, says which are stored otherwise here.
@@ -283,7 +272,7 @@ def _gathered(
         whole = whole.view(()) if name in scalars else whole
         if keep:
             tensors[name] = whole.to(device="cpu", dtype=kept_dtype, copy=True).contiguous()
-        if num_bytes >= file_bytes:
+        if num_bytes >= FILE_BYTES:
             yield tensors
             tensors, num_bytes = {}, 0
     if num_bytes:

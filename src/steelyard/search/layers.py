@@ -371,12 +371,12 @@ class _Guide:
     """[C + 1, C + 1] detours after the last layer of the model, and of the run"""
 
 
-def peak_levels(peaks: IntArray, most: int = MAX_LEVELS) -> tuple[IntArray, IntArray]:
-    """Lower and upper edges of at most so many levels that hold these transient peaks."""
+def peak_levels(peaks: IntArray) -> tuple[IntArray, IntArray]:
+    """Lower and upper edges of at most `MAX_LEVELS` levels that hold these transient peaks."""
     different = distinct(peaks)
-    if len(different) <= most:
+    if len(different) <= MAX_LEVELS:
         return different, different
-    ends = distinct(np.linspace(0, len(different), most + 1).round().astype(np.int64))
+    ends = distinct(np.linspace(0, len(different), MAX_LEVELS + 1).round().astype(np.int64))
     return different[ends[:-1]], different[ends[1:] - 1]
 
 

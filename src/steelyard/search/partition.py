@@ -103,20 +103,6 @@ class Prospect:
     """boundaries of stages filled up to about the least maximum time"""
 
 
-def partition_exact(
-    tables: CostTables | AnyBudget, budget_bytes: int, *, cutoff_s: float = np.inf, deadline: float | None = None
-) -> SettingResult:
-    """The fastest plan of this setting within the budget per device, with its proof.
-
-    A setting that cannot be as fast as ``cutoff_s`` is returned as beaten. ``deadline`` is a `time.monotonic` value.
-    `AnyBudget` saves work between budgets.
-    """
-    prospect = assess(tables, budget_bytes)
-    if isinstance(prospect, SettingResult):
-        return prospect
-    return settle(prospect, cutoff_s=cutoff_s, deadline=deadline)
-
-
 def assess(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | SettingResult:
     """A feasible setting with a lower bound of its step time, or the proof that it is infeasible."""
     known = of if isinstance(of, AnyBudget) else AnyBudget(of)

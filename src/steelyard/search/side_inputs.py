@@ -68,18 +68,20 @@ class SideProspect:
 def partition_exact(
     of: CostTables | AnyBudget, budget_bytes: int, *, cutoff_s: float = np.inf, deadline: float | None = None
 ) -> SettingResult:
-    """As `partition.partition_exact`, for tables with or without side inputs."""
-    tables = of.tables if isinstance(of, AnyBudget) else of
-    if not tables.side_inputs:
-        return partition.partition_exact(of, budget_bytes, cutoff_s=cutoff_s, deadline=deadline)
-    found = assess(tables, budget_bytes)
+    """The fastest plan of this setting within the budget per device, with its proof.
+
+    A setting that cannot be as fast as ``cutoff_s`` is returned as beaten. ``deadline`` is a `time.monotonic` value.
+    `AnyBudget` saves work between budgets.
+    """
+    found = assess(of, budget_bytes)
     return found if isinstance(found, SettingResult) else settle(found, cutoff_s=cutoff_s, deadline=deadline)
 
 
-def assess(tables: CostTables, budget_bytes: int) -> Prospect | SideProspect | SettingResult:
+def assess(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | SideProspect | SettingResult:
     """A feasible setting with a lower bound of its step time, or the proof that it is infeasible."""
+    tables = of.tables if isinstance(of, AnyBudget) else of
     if not tables.side_inputs:
-        return partition.assess(tables, budget_bytes)
+        return partition.assess(of, budget_bytes)
     relaxed = partition.assess(conditioned(tables, any_source(tables)), budget_bytes)
     if isinstance(relaxed, SettingResult):
         return relaxed
