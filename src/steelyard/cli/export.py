@@ -11,16 +11,7 @@ from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, 
 from steelyard.cli.progress import progress
 from steelyard.cost.execution import OURS
 from steelyard.errors import InvalidClusterError, UserError
-from steelyard.export import (
-    TARGETS,
-    Export,
-    Request,
-    Target,
-    check_model,
-    describe_uniform,
-    export_plan,
-    target_of,
-)
+from steelyard.export import TARGETS, Export, Request, Target, check_model, describe_uniform, export_plan, target_of
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.output import make_folder, write_files
 from steelyard.plan.capabilities import Capabilities, unsupported

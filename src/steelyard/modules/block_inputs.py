@@ -16,11 +16,7 @@ from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.split import BlockArguments
-from steelyard.modules.known_values import (
-    known_of,
-    plain_token,
-    with_first,
-)
+from steelyard.modules.known_values import known_of, plain_token, with_first
 from steelyard.modules.model_inputs import blank, first_tokens, read_by
 from steelyard.modules.shell import ReachedError, Shell, recording_stubs
 

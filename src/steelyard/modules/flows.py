@@ -6,11 +6,7 @@ from itertools import pairwise
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from steelyard.model.split import (
-    BlockCall,
-    SplitFeatures,
-    SplitStream,
-)
+from steelyard.model.split import BlockCall, SplitFeatures, SplitStream
 from steelyard.modules.made_of import nodes_behind
 from steelyard.modules.model_inputs import first_tokens
 from steelyard.modules.recording import (

@@ -21,10 +21,7 @@ from steelyard.model.split import BlockArguments, ModelSplit, local_name
 from steelyard.modules.block_inputs import EndsPerSample, PerSample
 from steelyard.modules.build import outside_buffers
 from steelyard.modules.called import called_at
-from steelyard.modules.known_values import (
-    KnownValues,
-    has_values,
-)
+from steelyard.modules.known_values import KnownValues, has_values
 from steelyard.modules.model_inputs import blank, read_by
 from steelyard.modules.pairs import pair_loss
 from steelyard.modules.shell import Give, ReachedError, Shell, Stop, recording_stubs

@@ -36,12 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import (
-    _RECOMPUTE,
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import _RECOMPUTE, CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
 from steelyard.plan.strategy import Remat
 

@@ -19,10 +19,7 @@ from steelyard.model.family import Task
 from steelyard.model.split import BlockArguments, BlockCall, ModelSplit
 from steelyard.modules.build import build_from_config, fill_buffers
 from steelyard.modules.freezing import BY_PLAN
-from steelyard.modules.known_values import (
-    plain_token,
-    without_values,
-)
+from steelyard.modules.known_values import plain_token, without_values
 from steelyard.modules.model_inputs import (
     beside_features,
     blank,

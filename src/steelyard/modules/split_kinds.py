@@ -9,12 +9,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedConfig
 
 from steelyard.model.family import BIDIRECTIONAL, LayerRole
-from steelyard.model.split import (
-    BlockCall,
-    SplitEncoder,
-    SplitKind,
-    SplitStream,
-)
+from steelyard.model.split import BlockCall, SplitEncoder, SplitKind, SplitStream
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.known_values import values_of
 from steelyard.modules.not_split import not_split

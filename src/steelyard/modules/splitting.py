@@ -22,15 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole, Task
-from steelyard.model.split import (
-    BlockCall,
-    ModelSplit,
-    SplitEncoder,
-    SplitFeatures,
-    SplitStream,
-    length_of,
-    width_of,
-)
+from steelyard.model.split import BlockCall, ModelSplit, SplitEncoder, SplitFeatures, SplitStream, length_of, width_of
 from steelyard.modules.build import build_from_config, table_of_tokens
 from steelyard.modules.features import features_of
 from steelyard.modules.flows import (

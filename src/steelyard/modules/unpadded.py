@@ -11,10 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel, masking_utils
 
-from steelyard.modules.known_values import (
-    is_known,
-    known_of,
-)
+from steelyard.modules.known_values import is_known, known_of
 
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""

@@ -11,21 +11,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
-from steelyard.hardware import (
-    Cluster,
-    HardwareFile,
-    MixedCluster,
-    PoolsFile,
-    cluster_of,
-    parse_pools,
-    pools_of,
-)
-from steelyard.limits import (
-    Count,
-    Microbatches,
-    Samples,
-    Tokens,
-)
+from steelyard.hardware import Cluster, HardwareFile, MixedCluster, PoolsFile, cluster_of, parse_pools, pools_of
+from steelyard.limits import Count, Microbatches, Samples, Tokens
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
 from steelyard.model.freezing import frozen_chain

@@ -2,16 +2,8 @@
 
 from pydantic import Field
 
-from steelyard.hardware import (
-    Backend,
-)
-from steelyard.limits import (
-    MOST_DEVICES,
-    MOST_PER_S,
-    Bytes,
-    PositiveSeconds,
-    Seconds,
-)
+from steelyard.hardware import Backend
+from steelyard.limits import MOST_DEVICES, MOST_PER_S, Bytes, PositiveSeconds, Seconds
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.margin import margin_text

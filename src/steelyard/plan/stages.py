@@ -5,10 +5,7 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field
 
 from steelyard.errors import InvalidPlanError, nearest
-from steelyard.limits import (
-    MOST_DEVICES,
-    MOST_LAYERS,
-)
+from steelyard.limits import MOST_DEVICES, MOST_LAYERS
 from steelyard.plan.kinds import variants
 from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel

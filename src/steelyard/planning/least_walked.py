@@ -10,11 +10,7 @@ from steelyard.cost.pools import usable_of
 from steelyard.cost.tables import CostTables
 from steelyard.planning.plan_from_search import grouped_plan
 from steelyard.planning.walked_settings import WalkedSettings, outcome_of, walked_bytes
-from steelyard.search import (
-    NearestMiss,
-    SettingOutcome,
-    SettingResult,
-)
+from steelyard.search import NearestMiss, SettingOutcome, SettingResult
 from steelyard.search.evaluate import evaluate
 from steelyard.search.least_memory import IMPOSSIBLE, least_memory_strategies, nearest_miss, stage_memories
 

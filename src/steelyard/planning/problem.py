@@ -16,14 +16,7 @@ from steelyard.plan.kinds import KINDS, Value
 from steelyard.plan.strategy import Remat, Strategy, divisors
 from steelyard.planning.pins import Pin, pinned
 from steelyard.schedules import SCHEDULES, PipelineConfig, Schedule, find_schedule
-from steelyard.search import (
-    TIME_LIMIT_S,
-    OnDemand,
-    Partition,
-    SpaceOptions,
-    enumerate_strategies,
-    paper_kinds,
-)
+from steelyard.search import TIME_LIMIT_S, OnDemand, Partition, SpaceOptions, enumerate_strategies, paper_kinds
 from steelyard.search.layers import ROUNDING
 from steelyard.search.partition import quick_bound_s
 

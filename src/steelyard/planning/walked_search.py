@@ -11,13 +11,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.planning.plain import PLAIN_N_D, plain_choices
 from steelyard.planning.refine import refined
 from steelyard.planning.walked_settings import SAME, WalkedSettings, outcome_of, walked_bytes
-from steelyard.search import (
-    SearchResult,
-    SettingOutcome,
-    SettingResult,
-    partition_exact,
-    search,
-)
+from steelyard.search import SearchResult, SettingOutcome, SettingResult, partition_exact, search
 from steelyard.search.evaluate import evaluate
 from steelyard.search.layers import NO_LIMIT_BYTES
 from steelyard.search.runs import AnyBudget

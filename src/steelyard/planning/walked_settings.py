@@ -15,11 +15,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.plan.certificate import TOLERANCE
 from steelyard.plan.plan import Plan
 from steelyard.planning.plan_from_search import bare_plan
-from steelyard.search import (
-    OnDemand,
-    SettingOutcome,
-    SettingResult,
-)
+from steelyard.search import OnDemand, SettingOutcome, SettingResult
 from steelyard.search.evaluate import Solution
 from steelyard.search.group_strategies import group_equal_strategies
 from steelyard.search.stage_walk import StageWalks

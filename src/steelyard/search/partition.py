@@ -31,12 +31,7 @@ from steelyard.cost.tables import CostTables, Pools
 from steelyard.errors import InvalidProblemError
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, TooManyStatesError, chain_frontier
-from steelyard.search.least_memory import (
-    NearestMiss,
-    furthest_boundaries,
-    least_memory_strategies,
-    nearest_miss,
-)
+from steelyard.search.least_memory import NearestMiss, furthest_boundaries, least_memory_strategies, nearest_miss
 from steelyard.search.pipeline_dp import Pipeline, join_runs
 from steelyard.search.pool_bounds import PricedLayers, least_step_s
 from steelyard.search.runs import (
