@@ -69,6 +69,9 @@ class InvalidCheckpointError(UserError):
 class InvalidDataError(UserError):
     """Training data that is missing, empty or too short."""
 
+    def __init__(self, *, found: str, expected: str, hint: str = "", field: str = "data") -> None:
+        super().__init__(field=field, found=found, expected=expected, hint=hint)
+
 
 _COMPARED = 100
 """Characters of a name: comparing takes their square."""
@@ -80,6 +83,11 @@ def _shown(text: str) -> str:
     """The text as any terminal can print it, without what is too long."""
     printable = text.encode(errors="backslashreplace").decode()
     return printable if len(printable) <= MOST_SHOWN else printable[:MOST_SHOWN] + "…"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; empty where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

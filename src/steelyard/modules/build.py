@@ -48,9 +48,9 @@ def read_hub_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedCon
         return AutoConfig.for_model(model_type, **PreTrainedConfig._decode_special_floats(entries))
 
 
-def full_config(chain: ModelChain) -> dict[str, Any]:
+def full_config(config: PreTrainedConfig) -> dict[str, Any]:
     """The config with all that it leaves to the defaults of transformers, in its parts too."""
-    found: dict[str, Any] = json.loads(hub_config(chain).to_json_string(use_diff=False))
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return found
 
 

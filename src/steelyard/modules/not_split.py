@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from transformers import PreTrainedConfig
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
-from steelyard.errors import InvalidModelError
+from steelyard.errors import InvalidModelError, first_line
 from steelyard.modules.failed_at import failed_at, frames_of
 
 
@@ -21,12 +21,8 @@ def failed_pass(config: PreTrainedConfig, error: Exception) -> InvalidModelError
             expected=f"a kind of layers of {config.model_type}" + (f", as {', '.join(known)}" if known else ""),
             hint="compare with the config.json that the model was published with",
         )
-    what = f"{type(error).__name__}: {_first_line(error)}"
+    what = f"{type(error).__name__}: {first_line(error)[:120]}"
     return not_split(config, f"its forward pass fails on tensors without values{failed_at(error)} ({what})")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:120]
 
 
 def not_split(config: PreTrainedConfig, found: str) -> InvalidModelError:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from steelyard.errors import InvalidModelError, nearest
+from steelyard.errors import InvalidModelError, first_line, nearest
 from steelyard.model.own import BUILDER
 from steelyard.modules.own_identity import refuse_compiled
 from steelyard.modules.own_pieces import OwnModel
@@ -126,7 +126,7 @@ def _run(path: Path) -> ModuleType:
 def _where(error: Exception, path: Path) -> str:
     lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if Path(each.filename) == path]
     place = f" in line {lines[-1]}" if lines else ""
-    return f"{type(error).__name__}{place}: {(str(error).splitlines() or [''])[0]}"
+    return f"{type(error).__name__}{place}: {first_line(error)}"
 
 
 def _wrong(found: str, expected: str, hint: str) -> InvalidModelError:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
+from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, first_line
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnKind, OwnSplit, chain_of_own
@@ -163,7 +163,7 @@ def _bf16_fault(model: OwnModel) -> str:
     try:
         _run_layers(filled, layers, torch.bfloat16)
     except Exception as error:
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+        return f"{type(error).__name__}: {first_line(error)[:160]}"
     return ""
 
 
@@ -177,7 +177,7 @@ def _whole_results(model: OwnModel) -> dict[str, Tensor]:
     except Exception as error:
         raise InvalidModelError(
             field="sample",
-            found=f"{model.own.module} fails on it: {type(error).__name__}: {str(error).splitlines()[0][:200]}",
+            found=f"{model.own.module} fails on it: {type(error).__name__}: {first_line(error)[:200]}",
             expected="samples that the module trains on",
             hint="try loss(model(*inputs), targets).backward() on them",
         ) from error

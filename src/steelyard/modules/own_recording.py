@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from steelyard.errors import InvalidModelError, UserError
+from steelyard.errors import InvalidModelError, UserError, first_line
 from steelyard.model.split import BlockArguments
 from steelyard.modules.own_pieces import Loss, loss_of
 from steelyard.modules.own_shell import HINT, META, call_arguments
@@ -86,7 +86,7 @@ def record(model: nn.Module, sample: Any, num_samples: int, loss: Loss | None, b
         except Exception as error:
             raise refused(
                 recorder.place,
-                f"an operation that needs values or fails ({type(error).__name__}: {_first_line(error)})",
+                f"an operation that needs values or fails ({type(error).__name__}: {first_line(error)[:160]})",
                 "a forward pass whose operations do not depend on values, and run on the sample's shapes",
                 "compute such branches with masks (torch.where), or outside the module, and give their result",
             ) from error
@@ -245,7 +245,3 @@ class _Recorder(TorchFunctionMode):
             made.origin = ("made", block, place)
         if not all(isinstance(each, Tensor) or each is None for each in entries):
             raise refused(path, "a result that is no tensor", "a tensor, or a tuple of tensors and None")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:160]

@@ -6,7 +6,6 @@ is proved likewise (`steelyard.modules.two_ranks`).
 """
 
 import copy
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from steelyard.errors import InvalidModelError
+from steelyard.errors import InvalidModelError, first_line
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config, config_hash
@@ -27,7 +26,7 @@ from steelyard.model.small import small_config, structure_of, widths_of, with_en
 from steelyard.model.split import ModelSplit, SplitEncoder
 from steelyard.modules.any_model import keep_split, kept_split
 from steelyard.modules.batch import decoder_inputs, fitting_tokens, random_samples
-from steelyard.modules.build import build_from_config, materialize_module, prepare_model, read_hub_config
+from steelyard.modules.build import build_from_config, full_config, materialize_module, prepare_model, read_hub_config
 from steelyard.modules.known_values import plain_token
 from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.model_inputs import beside_features, forward_options, given_samples, ids_beside, read_by
@@ -99,7 +98,7 @@ def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
     First one with two blocks of each kind, where the config says how; then with all of them; then where whatever is a
     width of the full model is made small.
     """
-    given = json.loads(found.config.to_json_string(use_diff=False))
+    given = full_config(found.config)
     plain, wide = (structure_of(without_dropout(small_config(given, widths=each))) for each in ((), widths_of(given)))
     chain = chain_from_config(given, name=found.split.model_type, split=found.split)
     few = _first_two_of_each(chain)
@@ -199,9 +198,7 @@ def _parts_of_encoder(encoder: SplitEncoder) -> SplitEncoder:
 def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
     """The proof of the split by one process, which is where those of tensor parallelism begin; else why it fails."""
     split = found.split
-    chain = chain_from_config(
-        json.loads(found.config.to_json_string(use_diff=False)), name=split.model_type, split=split
-    )
+    chain = chain_from_config(full_config(found.config), name=split.model_type, split=split)
     whole = build_from_config(found.config, split.task, fused_attention=split.fused_attention).train(training)
     materialize_module(whole, whole, seed=1, device=torch.device("cpu"))
     whole.tie_weights()
@@ -225,7 +222,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
             logits = pieces.view_as(expected["logits"])
             wrong = difference(expected, _results(parts, trained, logits, labels), chain, TOLERANCE)
         except Exception as error:
-            wrong = f"they raise {type(error).__name__} ({(str(error).splitlines() or [''])[0][:160]})"
+            wrong = f"they raise {type(error).__name__} ({first_line(error)[:160]})"
         if wrong:
             return None, wrong
     few = _first_two_of_each(chain)

@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 from transformers import PreTrainedModel
 
+from steelyard.errors import first_line
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import KV_HEADS
 from steelyard.model.read import chain_from_config
@@ -144,7 +145,7 @@ def _outcome(rank: int, store: dist.Store, compared: Callable[[DeviceMesh], str]
         return compared(init_device_mesh("cpu", (RANKS,)))
     except Exception as error:
         ProcessLocalGroup.exception_handle(error)
-        return f"it raises {type(error).__name__} ({(str(error).splitlines() or [''])[0][:120]})"
+        return f"it raises {type(error).__name__} ({first_line(error)[:120]})"
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

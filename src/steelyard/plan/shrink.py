@@ -49,7 +49,8 @@ def shrunk_plan(plan: Plan) -> Plan:
             hint="compare your own training loop with one process (docs/your-own-model.md shows how)",
         )
     if chain.features is not None:  # each part of which has a config, whose defaults transformers knows
-        chain = replace(chain, config=import_module(_FILLS).full_config(chain))
+        build = import_module(_FILLS)
+        chain = replace(chain, config=build.full_config(build.hub_config(chain)))
     degree = _common([each.head_degree for each in plan.strategies])
     expert_degree = _common([each.expert_degree for each in plan.strategies])
     kept = list(_kept_layers(plan, chain))

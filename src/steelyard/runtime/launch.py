@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from steelyard.errors import InvalidPlanError
+from steelyard.errors import InvalidPlanError, first_line
 from steelyard.plan.file import parse_file, read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.processes.failure import RankFailedError
@@ -118,7 +118,7 @@ def _next_plan(plan: Plan, error: RankFailedError) -> Plan:
     if plan.fallbacks:
         return plan.fallback_plan(0)
     hint = "the plan has no fallback: plan again with less --memory, or with --fallbacks to have some"
-    raise RankFailedError(f"{_first_line(error)}\n  to fix: {hint}", error.failure) from error
+    raise RankFailedError(f"{first_line(error)}\n  to fix: {hint}", error.failure) from error
 
 
 def _notice(plan: Plan, error: RankFailedError) -> str:
@@ -127,11 +127,7 @@ def _notice(plan: Plan, error: RankFailedError) -> str:
         most = max(stage.total_bytes for stage in plan.prediction.stages)
         expected = f"{format_seconds(plan.prediction.step_time_s)} a step, {format_bytes(most)} per device"
     left = len(plan.fallbacks)
-    return f"{_first_line(error)}\ngoing on with the next fallback of the plan ({expected}; {left} more after it)"
-
-
-def _first_line(error: RankFailedError) -> str:
-    return str(error).splitlines()[0]
+    return f"{first_line(error)}\ngoing on with the next fallback of the plan ({expected}; {left} more after it)"
 
 
 def _from_newest_checkpoint(options: TrainOptions) -> TrainOptions:

@@ -161,7 +161,6 @@ class Persistence:
             )
         if info.data_samples != self._data_samples:
             raise InvalidDataError(
-                field="data",
                 found=f"{self._data_samples} samples of {self._model.plan.seq_len} tokens",
                 expected=f"{info.data_samples}, as in the run that wrote the checkpoint",
                 hint="resume with the data and sequence length of that run",

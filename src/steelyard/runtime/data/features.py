@@ -71,7 +71,6 @@ class FeatureFolder:
         foreign = tokens[(tokens != IGNORED) & ((tokens < 0) | (tokens >= self._vocab_size))]
         if foreign.size:
             raise InvalidDataError(
-                field="data",
                 found=f"token {foreign[0]} in {self._folder / TOKENS}",
                 expected=f"token ids from 0 to {self._vocab_size - 1}, the model's vocabulary, or {IGNORED}",
                 hint="tokenize the data with the vocabulary of the model",
@@ -85,7 +84,6 @@ def _opened(file: Path) -> np.ndarray:
         found = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise InvalidDataError(
-            field="data",
             found=f"{file}: {error}",
             expected=f"a folder with the arrays {FEATURES} and {TOKENS}",
             hint="write them with numpy.save, or train on made-up samples with --data synthetic",
@@ -97,7 +95,6 @@ def _opened(file: Path) -> np.ndarray:
 
 def _wrong(file: Path, shape: tuple[int, ...], expected: str) -> InvalidDataError:
     return InvalidDataError(
-        field="data",
         found=f"an array of {list(shape)} in {file}",
         expected=expected,
         hint="give what the model's own feature extractor and tokenizer make, or plan for another --seq-len",

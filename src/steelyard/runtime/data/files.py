@@ -44,7 +44,6 @@ class TokenFile:
         content = os.pread(self.descriptor, wanted, self.offset_bytes + first * self.dtype.itemsize)
         if len(content) < wanted:
             raise InvalidDataError(
-                field="data",
                 found=f"{self.path} has become shorter than the {self.num_tokens} tokens that it had at the start",
                 expected="data that does not change while it is read",
                 hint="restore the file and resume from the last checkpoint",
@@ -63,7 +62,6 @@ def open_token_file(path: Path, *, vocab_size: int) -> TokenFile:
         return _open_npy(path) if path.suffix == ".npy" else _open_raw(path, raw_type(path, vocab_size))
     except (ValueError, OSError) as error:
         raise InvalidDataError(
-            field="data",
             found=f"{path}: {error}",
             expected="a .npy array or a .bin file of token ids",
             hint="write the file again",
@@ -95,7 +93,6 @@ def _open_npy(path: Path) -> TokenFile:
         shape, _, dtype = read_header(file)
         if len(shape) != 1 or dtype.kind not in "iu":
             raise InvalidDataError(
-                field="data",
                 found=f"{len(shape)} dimensions of {dtype} in {path}",
                 expected="one dimension of whole numbers",
                 hint="save the token ids as one flat integer array",

@@ -81,14 +81,12 @@ class ImageFolder(ImageData):
         self._files = [(file, label) for label, place in enumerate(classes) for file in _image_files(place)]
         if not self._files:
             raise InvalidDataError(
-                field="data",
                 found=f"no images in the folders of {folder}",
                 expected="a folder for each class that holds its images (" + ", ".join(_IMAGE_SUFFIXES) + ")",
                 hint="check the path, or train on made-up images with --data synthetic",
             )
         if len(classes) > shape.num_classes:
             raise InvalidDataError(
-                field="data",
                 found=f"{len(classes)} classes in {folder}",
                 expected=f"at most {shape.num_classes}, the outputs of the model",
                 hint="use a model with more outputs (num_labels or id2label in its config)",
@@ -110,7 +108,6 @@ def _read_image(file: Path, shape: ImageShape) -> np.ndarray:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         raise InvalidDataError(
-            field="data",
             found=f"image files, {file.name} for one, and no Pillow to read them",
             expected="the package pillow",
             hint="pip install pillow, or train on made-up images with --data synthetic",
@@ -121,7 +118,7 @@ def _read_image(file: Path, shape: ImageShape) -> np.ndarray:
             square = ImageOps.fit(converted, (shape.width, shape.height))
     except (OSError, UnidentifiedImageError) as error:
         raise InvalidDataError(
-            field="data", found=f"{file}: {error}", expected="an image", hint="restore or remove the file"
+            found=f"{file}: {error}", expected="an image", hint="restore or remove the file"
         ) from error
     values = np.asarray(square, dtype=np.float32).reshape(shape.height, shape.width, -1)
     return np.ascontiguousarray(values.transpose(2, 0, 1)) / 127.5 - 1

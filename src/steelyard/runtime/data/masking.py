@@ -35,7 +35,6 @@ class MaskedData:
     def __init__(self, tokens: TokenData, *, mask_token: int | None, vocab_size: int, seed: int) -> None:
         if mask_token is None or not 0 <= mask_token < vocab_size:
             raise InvalidDataError(
-                field="data",
                 found="no mask token" if mask_token is None else f"mask token {mask_token}",
                 expected=f"a token id from 0 to {vocab_size - 1} that stands for a hidden token",
                 hint="give a tokenizer with a mask token (--tokenizer), or its id (--mask-token)",

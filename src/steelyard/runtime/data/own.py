@@ -29,14 +29,12 @@ class OwnData:
             for wanted, found in zip(own.inputs, tensors, strict=True):
                 if tuple(found.get_shape()[1:]) != wanted.shape:
                     raise InvalidDataError(
-                        field="data",
                         found=f"{wanted.path} of shape {found.get_shape()} in {path}",
                         expected=f"{wanted.shape} for each sample, as in the one that was planned with",
                         hint="write samples of that shape, or plan with another sample",
                     )
         if len(counts) > 1 or 0 in counts:
             raise InvalidDataError(
-                field="data",
                 found=f"tensors of {', '.join(map(str, sorted(counts)))} samples in {path}",
                 expected="as many samples in each, 1 or more",
                 hint="write the tensors of the same samples",
@@ -61,7 +59,6 @@ def _opened(path: Path, names: list[str]) -> list[Any]:
         there = list(file.keys())
     except (SafetensorError, OSError) as error:
         raise InvalidDataError(
-            field="data",
             found=f"{path}: {str(error).splitlines()[0]}",
             expected="a safetensors file, or synthetic",
             hint=f"write it with safetensors.torch.save_file, tensors {', '.join(names)}",
@@ -69,7 +66,6 @@ def _opened(path: Path, names: list[str]) -> list[Any]:
     missing = [name for name in names if name not in there]
     if missing:
         raise InvalidDataError(
-            field="data",
             found=f"{path} with {', '.join(there) or 'nothing'}",
             expected=f"tensors {', '.join(names)}, samples first",
             hint=f"add {', '.join(missing)}",

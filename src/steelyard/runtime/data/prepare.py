@@ -68,7 +68,6 @@ def check_data_path(path: str | Path) -> None:
     """Raises `InvalidDataError` if there is nothing at ``path``."""
     if not os.path.exists(path):  # which calls a path too long no mistake of its own
         raise InvalidDataError(
-            field="data",
             found=f"nothing at {path}",
             expected="text, JSON lines, a folder of text, token ids (.npy, .bin), or a folder of images or arrays",
             hint="check the path",
@@ -127,7 +126,6 @@ def _write(target: Path, path: Path, options: TextOptions, tokenizer: TextTokeni
             scratch.replace(target)
     except OSError as error:
         raise InvalidDataError(
-            field="data",
             found=f"the tokens of {path} cannot be written: {error}",
             expected=f"room in {target.parent}",
             hint="make room there, or set XDG_CACHE_HOME to another folder",
@@ -137,7 +135,6 @@ def _write(target: Path, path: Path, options: TextOptions, tokenizer: TextTokeni
             scratch.unlink()
     if not num_tokens:
         raise InvalidDataError(
-            field="data",
             found=f"no text in {path}",
             expected="UTF-8 text" + (" in files such as *.txt, *.md, *.py or *.jsonl" if path.is_dir() else ""),
             hint="give a path that holds text",

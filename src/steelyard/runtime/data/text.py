@@ -75,7 +75,6 @@ def _decoded(file: Path) -> str:
 
 def _no_text(file: Path, reason: str) -> InvalidDataError:
     return InvalidDataError(
-        field="data",
         found=f"no text in {file} ({reason})",
         expected="UTF-8 text, JSON lines, or token ids in a .npy or .bin file",
         hint="convert the file, or name it as what it is",
@@ -109,7 +108,6 @@ def _json_lines(file: Path, text_key: str) -> Iterator[str]:
 
 def _bad_line(file: Path, number: int, found: str, text_key: str) -> InvalidDataError:
     return InvalidDataError(
-        field="data",
         found=f"{found} in line {number} of {file}",
         expected=f"a JSON object with a string under {text_key!r}",
         hint="name the key that holds the text with --text-key",

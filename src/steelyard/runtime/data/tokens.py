@@ -49,7 +49,6 @@ class TokenData:
         self.num_samples = (tokens.num_tokens - 1) // seq_len
         if self.num_samples < 1:
             raise InvalidDataError(
-                field="data",
                 found=f"{tokens.num_tokens} tokens in {name}",
                 expected=f"at least {seq_len + 1}, one sample of the plan's sequence length {seq_len}",
                 hint="give more data, or plan for a shorter --seq-len",
@@ -75,7 +74,6 @@ class TokenData:
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= self._vocab_size:
             raise InvalidDataError(
-                field="data",
                 found=f"token {most if most >= self._vocab_size else least} "
                 f"between tokens {first} and {first + self._seq_len} of {self._name}",
                 expected=f"token ids from 0 to {self._vocab_size - 1}, the model's vocabulary",
