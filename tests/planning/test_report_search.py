@@ -7,8 +7,9 @@ from steelyard.cost.setting import Job
 from steelyard.plan.choices import PlanStudy
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import plan_job
+from steelyard.planning.explain import BUDGETS
 from steelyard.planning.problem import PlanOptions
-from steelyard.planning.report_search import BUDGETS, search_for_report
+from steelyard.planning.report_search import search_for_report
 from tests.cost.examples import cluster, job, plan
 
 ENOUGH_S = 600.0

@@ -1,5 +1,7 @@
 """Why a plan and not another: what binds, the best rival under every restriction, and what memory is worth."""
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,12 +18,13 @@ from steelyard.planning.margin import without_margin
 from steelyard.planning.not_searched import settings_not_searched, strategies_not_searched
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions, make_tables, stage_strategies
-from steelyard.planning.rivals import ANY_PLAN, Contest, find_rivals
+from steelyard.planning.rivals import ANY_PLAN, Contest, restrictions
 from steelyard.search.reasons import strategy_verdicts
 from steelyard.units import GIB, format_bytes, format_seconds
 
 SMALL_BUDGET_BYTES = 16 * GIB
 """Below this a sixteenth of the budget takes the place of one GiB."""
+BUDGETS = "more and less memory"
 SAME = 5e-4
 """Step times that differ by less than this fraction are called the same."""
 
@@ -48,16 +51,38 @@ def explain_plan(
         time_limit_s=options.time_limit_s,
     )
     progress("searching the rivals of the plan")
-    rivals = find_rivals(contest, plan, options)
-    budgets = other_budgets(contest)
-    return Explanation(
-        binds=what_binds(contest, rivals[0]),
-        rivals=tuple(rival for rival in rivals if is_worth_showing(rival)),
-        budgets=budgets,
-        notes=pricing_notes(plan, priced) + supposed_notes(job),
-        not_searched=settings_not_searched(job, options) if everything else (),
-        verdicts=plan_verdicts(plan, job, options) if everything else (),
-    )
+    explanation, _ = what_was_searched(contest, plan, options)
+    more: dict[str, object] = {"notes": pricing_notes(plan, priced) + supposed_notes(job)}
+    if everything:
+        more |= {"not_searched": settings_not_searched(job, options), "verdicts": plan_verdicts(plan, job, options)}
+    return explanation.model_copy(update=more)
+
+
+def what_was_searched(
+    contest: Contest, plan: Plan, options: PlanOptions, deadline: float = math.inf
+) -> tuple[Explanation, tuple[str, ...]]:
+    """What binds and the rivals, and the names of those that were left out since computing took until ``deadline``, a
+    `time.process_time` value."""
+    binds = ""
+    budgets: tuple[Rival, ...] = ()
+    rivals: list[Rival] = []
+    left_out: list[str] = []
+    known = contest
+    if time.process_time() <= deadline:
+        best, known = contest.any_plan()
+        rivals.append(best)
+        binds = what_binds(contest, best)
+    for each in restrictions(known, plan, options):
+        if time.process_time() > deadline:
+            left_out.append(each.name)
+        else:
+            rivals.append(each.rival())
+    if time.process_time() > deadline:
+        left_out.append(BUDGETS)
+    else:
+        budgets = other_budgets(contest)
+    shown = tuple(rival for rival in rivals if is_worth_showing(rival))
+    return Explanation(binds=binds, rivals=shown, budgets=budgets), tuple(left_out)
 
 
 def plan_verdicts(plan: Plan, job: Job, options: PlanOptions) -> tuple[StrategyVerdict, ...]:

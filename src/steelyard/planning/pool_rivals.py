@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from steelyard.cost.pools import PooledJob
-from steelyard.cost.predict import PlanCost, predict
+from steelyard.cost.pools import AnyJob, PooledJob
+from steelyard.cost.predict import predict
 from steelyard.plan.choices import Explanation, Rival
 from steelyard.plan.plan import Plan
-from steelyard.plan.prediction import Baseline
 from steelyard.plan.strategy import divisors
 from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import NUM_RESCORED, plan_job
-from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.pool_space import SAME, PooledSetting, PooledSpace
 from steelyard.planning.problem import PlanOptions
+from steelyard.planning.rivals import beside_baselines, rival_of
 from steelyard.planning.walked_settings import Accepted
 from steelyard.search import NearestMiss
 from steelyard.search.balance import even_boundaries
@@ -26,9 +25,7 @@ from steelyard.search.balance import even_boundaries
 def with_pool_baselines(plan: Plan, job: PooledJob, options: PlanOptions) -> Plan:
     """The plan with what each pool alone does, and even cuts over all of them, in its prediction."""
     assert plan.prediction is not None, "compared by its prediction"
-    rivals = pool_rivals(job, options, plan.prediction.step_time_s)
-    found = tuple(Baseline(**{name: getattr(each, name) for name in Baseline.model_fields}) for each in rivals)
-    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"baselines": found})})
+    return beside_baselines(plan, plan.prediction, pool_rivals(job, options, plan.prediction.step_time_s))
 
 
 def explain_pools(plan: Plan, job: PooledJob, options: PlanOptions) -> Explanation:
@@ -42,22 +39,14 @@ def pool_rivals(job: PooledJob, options: PlanOptions, step_s: float) -> tuple[Ri
     rivals = []
     for pool in job.pools:
         result = plan_job(pool, replace(options, num_stages=None), top=NUM_RESCORED, to_the_end=False)
-        rivals.append(_rival(f"{pool.cluster.name} alone", result.plan, result.cost, step_s, result.miss))
-    even = even_plan(job, options)
-    cost = None if even is None else predict(even, job)
-    return (*rivals, _rival("even cuts over all pools", even, cost, step_s, None))
+        rivals.append(_rival(f"{pool.cluster.name} alone", result.plan, result.job, step_s, result.miss))
+    return (*rivals, _rival("even cuts over all pools", even_plan(job, options), job, step_s, None))
 
 
-def _rival(name: str, plan: Plan | None, cost: PlanCost | None, step_s: float, miss: NearestMiss | None) -> Rival:
-    if plan is None or cost is None:
+def _rival(name: str, plan: Plan | None, job: AnyJob, step_s: float, miss: NearestMiss | None) -> Rival:
+    if plan is None:
         return Rival(name=name, missing_bytes=None if miss is None else miss.miss_bytes)
-    return Rival(
-        name=name,
-        step_time_s=cost.step_time_s,
-        slowdown=cost.step_time_s / step_s - 1,
-        setting=describe(plan.pipeline),
-        strategies=summarise(plan),
-    )
+    return rival_of(name, plan, predict(plan, job).step_time_s, step_s)
 
 
 def even_plan(job: PooledJob, options: PlanOptions) -> Plan | None:

@@ -14,16 +14,16 @@ from steelyard.cost.build import slack_fraction, usable_bytes
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import PlanCost
 from steelyard.cost.setting import Job
-from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy, Rival
+from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy
 from steelyard.plan.plan import Plan
 from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import device_bytes
-from steelyard.planning.explain import is_worth_showing, other_budgets, pricing_notes, what_binds
+from steelyard.planning.explain import pricing_notes, what_was_searched
 from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.price import with_cost
 from steelyard.planning.problem import PlanOptions, make_tables
-from steelyard.planning.rivals import Contest, restrictions
+from steelyard.planning.rivals import Contest
 from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search import OnDemand, nearest_miss
 
@@ -32,7 +32,6 @@ SEARCH_SHARE = 0.04
 FRONTIER_SHARE = 0.5
 """Of the time, for the frontier: it is what most readers look for first."""
 MAX_POINTS = 16
-BUDGETS = "more and less memory"
 
 
 def search_for_report(
@@ -71,7 +70,7 @@ def search_for_report(
     own = _own_point(priced, job, proven=proven)
     points = _points(contest, own, time.process_time() + FRONTIER_SHARE * (deadline - time.process_time()))
     progress("searching the rivals of the plan")
-    explanation, left_out = _explain(contest, plan, options, deadline)
+    explanation, left_out = what_was_searched(contest, plan, options, deadline)
     return PlanStudy(
         scope="all pipeline settings" if everywhere else f"plans of {describe(plan.pipeline)}",
         explanation=explanation.model_copy(update={"notes": notes}),
@@ -151,29 +150,3 @@ def _widest_gap(found: Sequence[_Found]) -> list[int]:
         if room > widest:
             widest, middle = room, math.isqrt(less.budget_bytes * min(more.budget_bytes, more.peak_bytes))
     return [middle] if widest > 1e-3 else []
-
-
-def _explain(
-    contest: Contest, plan: Plan, options: PlanOptions, deadline: float
-) -> tuple[Explanation, tuple[str, ...]]:
-    """What binds and the rivals that were searched in time, and the names of the others."""
-    binds = ""
-    budgets: tuple[Rival, ...] = ()
-    rivals: list[Rival] = []
-    left_out: list[str] = []
-    known = contest
-    if time.process_time() <= deadline:
-        best, known = contest.any_plan()
-        rivals.append(best)
-        binds = what_binds(contest, best)
-    for each in restrictions(known, plan, options):
-        if time.process_time() > deadline:
-            left_out.append(each.name)
-        else:
-            rivals.append(each.rival())
-    if time.process_time() > deadline:
-        left_out.append(BUDGETS)
-    else:
-        budgets = other_budgets(contest)
-    shown = tuple(rival for rival in rivals if is_worth_showing(rival))
-    return Explanation(binds=binds, rivals=shown, budgets=budgets), tuple(left_out)

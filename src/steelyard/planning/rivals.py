@@ -5,7 +5,7 @@ The cost tables are built once; a restriction takes pipeline settings away and f
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.choices import Rival
 from steelyard.plan.plan import Plan
-from steelyard.plan.prediction import Baseline
+from steelyard.plan.prediction import Baseline, Prediction
 from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import device_bytes, ranks_all
 from steelyard.planning.plain import PLAIN_KINDS, PlainKind, plain_tables
@@ -73,26 +73,24 @@ class Contest:
             missing = device_bytes(self.job, miss.needed_bytes) - self.job.budget_bytes if miss else None
             return Rival(name=name, missing_bytes=missing)
         plans = [each.plan for each in (found.ranked if ranks_all(self.job) else found.ranked[:1])]
-        times = [predict(each, self.job).step_time_s for each in plans]
-        step_s = min(times)
-        plan = plans[times.index(step_s)]
-        return Rival(
-            name=name,
-            step_time_s=step_s,
-            slowdown=step_s / self.step_s - 1,
-            setting=describe(plan.pipeline),
-            strategies=summarise(plan),
-        )
+        own_s, plan = min(((predict(each, self.job).step_time_s, each) for each in plans), key=lambda pair: pair[0])
+        return rival_of(name, plan, own_s, self.step_s)
 
 
-def find_rivals(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Rival, ...]:
-    """The best plans of all, of the plain kinds, without each means of the plan, and of other pipeline settings."""
-    best, known = contest.any_plan()
-    return best, *(each.rival() for each in restrictions(known, plan, options))
+def rival_of(name: str, plan: Plan, own_s: float, step_s: float) -> Rival:
+    """A plan whose step takes ``own_s`` next to one whose step takes ``step_s``."""
+    how = {"setting": describe(plan.pipeline), "strategies": summarise(plan)}
+    return Rival(name=name, step_time_s=own_s, slowdown=own_s / step_s - 1, **how)
+
+
+def beside_baselines(plan: Plan, prediction: Prediction, rivals: Iterable[Rival]) -> Plan:
+    """The plan with these rivals as the baselines of its prediction."""
+    found = tuple(Baseline(**{name: getattr(each, name) for name in Baseline.model_fields}) for each in rivals)
+    return plan.model_copy(update={"prediction": prediction.model_copy(update={"baselines": found})})
 
 
 def restrictions(contest: Contest, plan: Plan, options: PlanOptions) -> tuple[Restriction, ...]:
-    """What `find_rivals` searches beside all plans, in that order; nothing is searched yet."""
+    """The plain kinds, without each means of the plan, and other pipeline settings; nothing is searched yet."""
     found = _plain(contest)
     for name, keeps in means_of(plan).items():
         found.append(_among(contest, name, partial(_all_restricted, contest, keeps)))
@@ -135,11 +133,7 @@ def with_baselines(
         floors=floors or Floors(job),
         time_limit_s=time_limit_s,
     )
-    found = tuple(
-        Baseline(**{name: getattr(rival, name) for name in Baseline.model_fields})
-        for rival in (each.rival() for each in _plain(contest))
-    )
-    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"baselines": found})})
+    return beside_baselines(plan, plan.prediction, (each.rival() for each in _plain(contest)))
 
 
 def _other_pipelines(contest: Contest, plan: Plan) -> list[Restriction]:
