@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from steelyard.cost.build import build_tables
 from steelyard.cost.layer_load import refusal
-from steelyard.cost.memory_floor import Floors
 from steelyard.cost.setting import Job, Setting
 from steelyard.limits import MOST_BYTES
 from steelyard.plan.choices import Explanation, Rival, StrategyVerdict
@@ -17,7 +16,7 @@ from steelyard.plan.strategy import Strategy
 from steelyard.planning.margin import without_margin
 from steelyard.planning.not_searched import settings_not_searched, strategies_not_searched
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import PlanOptions, make_tables, stage_strategies
+from steelyard.planning.problem import PlanOptions, stage_strategies
 from steelyard.planning.rivals import ANY_PLAN, Contest, restrictions
 from steelyard.search.reasons import strategy_verdicts
 from steelyard.units import GIB, format_bytes, format_seconds
@@ -43,13 +42,7 @@ def explain_plan(
     """
     priced = with_price(plan, job)
     assert priced.prediction is not None, "just priced"
-    contest = Contest(
-        job=job,
-        tables=make_tables(job, options),
-        step_s=priced.prediction.step_time_s,
-        floors=Floors(job),
-        time_limit_s=options.time_limit_s,
-    )
+    contest = Contest.of(job, options, priced.prediction.step_time_s, time_limit_s=options.time_limit_s)
     progress("searching the rivals of the plan")
     explanation, _ = what_was_searched(contest, plan, options)
     more: dict[str, object] = {"notes": pricing_notes(plan, priced) + supposed_notes(job)}

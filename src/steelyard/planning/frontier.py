@@ -107,11 +107,10 @@ def device_point(job: Job, options: PlanOptions, price_per_device_hour: float | 
     """The best plan of a job as a point of time and money against devices."""
     result = plan_or_reason(job, options, top=1)
     bare = DevicePoint(num_devices=job.cluster.num_devices, cluster=job.cluster.name)
-    plan = None if isinstance(result, str) else result.plan
-    if plan is None or plan.prediction is None:
+    if isinstance(result, str) or result.plan is None:
         reason = result if isinstance(result, str) else f"does not fit: {result.miss_text}"
         return bare.model_copy(update={"reason": reason})
-    point = frontier_point(job, plan)
+    point = frontier_point(job, result.plan)
     price = None if price_per_device_hour is None else price_per_device_hour * bare.num_devices
     return filled(bare, point, tokens_per_s=point.tokens_per_s, price_per_hour=price)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from steelyard.cost.build import slack_fraction, usable_bytes
-from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import PlanCost
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy
@@ -22,7 +21,7 @@ from steelyard.planning.explain import pricing_notes, what_was_searched
 from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.price import with_cost
-from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.problem import PlanOptions
 from steelyard.planning.rivals import Contest
 from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search import OnDemand, nearest_miss
@@ -58,13 +57,8 @@ def search_for_report(
     options = PlanOptions()
     if not everywhere:
         options = replace(options, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
-    contest = Contest(
-        job=job,
-        tables=make_tables(job, options),
-        step_s=cost.step_time_s,
-        floors=Floors(job),
-        time_limit_s=None if time_limit_s is None else SEARCH_SHARE * time_limit_s,
-    )
+    share_s = None if time_limit_s is None else SEARCH_SHARE * time_limit_s
+    contest = Contest.of(job, options, cost.step_time_s, time_limit_s=share_s)
     progress("searching memory budgets")
     proven = plan.prediction is not None and plan.prediction.certificate.is_optimal and not notes
     own = _own_point(priced, job, proven=proven)

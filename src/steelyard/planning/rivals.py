@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Self
 
 from steelyard.cost.build import build_tables
 from steelyard.cost.memory_floor import Floors
@@ -21,7 +22,7 @@ from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import device_bytes, ranks_all
 from steelyard.planning.plain import PLAIN_KINDS, PlainKind, plain_tables
 from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.problem import PlanOptions, settings_under, stage_strategies
+from steelyard.planning.problem import PlanOptions, make_tables, settings_under, stage_strategies
 from steelyard.planning.restrictions import Keeps, means_of, restricted
 from steelyard.schedules import SCHEDULES, Schedule
 from steelyard.search import TIME_LIMIT_S, OnDemand
@@ -49,6 +50,12 @@ class Contest:
     floors: Floors
     """Of its own tables."""
     time_limit_s: float | None = TIME_LIMIT_S
+
+    @classmethod
+    def of(cls, job: Job, options: PlanOptions, step_s: float, *, time_limit_s: float | None) -> Self:
+        """The contest of a job with all that the options allow."""
+        tables = make_tables(job, options)
+        return cls(job=job, tables=tables, step_s=step_s, floors=Floors(job), time_limit_s=time_limit_s)
 
     def any_plan(self) -> "tuple[Rival, Contest]":
         """The best plan of all tables, and the contest with what is then known of them, within its budget or less."""
