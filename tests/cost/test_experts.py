@@ -14,9 +14,11 @@ from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
 from steelyard.plan.kinds.ep import EP
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
+from steelyard.planning.job import make_job
 from steelyard.profiles.profile import LayerProfile, Work
 from steelyard.schedules import USUAL, PipelineConfig
 from steelyard.tracer.trace import trace
+from tests.cost.examples import as_measured
 from tests.runtime.models import FAMILY_CONFIGS
 
 CONFIG = FAMILY_CONFIGS["mixtral"] | {"num_local_experts": 8}
@@ -158,6 +160,31 @@ def test_what_the_busiest_rank_computes_again_takes_longer_too(setting: Setting)
     strategy = parse_strategy("fsdp8 ep4 remat=selective")
     even, more = (layer_cost(BLOCK, strategy, each).backward_s["remat"] for each in (graphs, uneven(graphs, 1.5)))
     assert more > even
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["fsdp2 ep2", "dp2 ep2 remat=full"])
+def test_measured_layers_take_as_much_longer_on_the_busiest_rank_as_it_has_more_flop(text: str) -> None:
+    """Of what is measured the rest of the layer is whole: all-to-alls alone are added where routing is even."""
+    counted = trace(CHAIN, seq_len=SEQ_LEN, precision="fp32", degrees=(1, 2))
+    asked = {"global_batch": 2 * SAMPLES, "seq_len": SEQ_LEN, "precision": "fp32", "memory": "1GiB"}
+    strategy, costs = parse_strategy(text), []
+    for imbalance in (1.0, 1.5):
+        profile = as_measured(counted, num_devices=2)
+        job = make_job(CHAIN, "1x2xcpu", profile=profile, imbalance=imbalance, **asked)
+        where = Setting(job=job, pipeline=PipelineConfig(num_stages=1, num_microbatches=1, schedule=USUAL))
+        costs.append(layer_cost(BLOCK, strategy, where))
+    even, uneven_cost = costs
+    mean, most = (counted.layer(BLOCK.name, {}).forward, layer_profile(BLOCK, strategy, where).forward)
+    more = most.matmul_flop.at(SAMPLES) + most.attention_flop.at(SAMPLES)
+    more = more / (mean.matmul_flop.at(SAMPLES) + mean.attention_flop.at(SAMPLES)) - 1
+    forward_s = SAMPLES / 1e3
+    assert (even.forward_s["compute"], even.forward_s["imbalance"]) == (forward_s, 0)
+    assert even.forward_s["ep"] > 3 * 1e-4
+    assert uneven_cost.forward_s["imbalance"] == pytest.approx(more * forward_s)
+    if strategy.remat is Remat.FULL:
+        sent_s = uneven_cost.forward_s["ep"] - even.forward_s["ep"]
+        assert uneven_cost.backward_s["remat"] - even.backward_s["remat"] == pytest.approx(more * forward_s + sent_s)
 
 
 OWN = Execution(states=StateBytes(parameters=2, gradients=4, optimizer=12, zero=1))

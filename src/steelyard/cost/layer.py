@@ -115,7 +115,7 @@ def layer_seconds(kind: LayerKind, strategy: Strategy, setting: AnySetting, know
         known[key] = passes
     else:
         sent = _Sent(layer, strategy, setting, beyond=sent) if plain else sent
-        backward["remat"] = _recomputation_s(busiest, sent, setting, samples)
+        backward["remat"] = _recomputation_s(layer, busiest, sent, setting, samples)
     _add_shards(backward, "backward", sent, setting)
     if layer.gathered_entries:
         backward["pairs"] = pairs_s(layer, strategy, setting)[1]
@@ -332,11 +332,19 @@ def _sent_by(
     return found
 
 
-def _recomputation_s(layer: LayerProfile, sent: _Sent, setting: AnySetting, samples: Amount) -> Amount:
-    """Seconds that the remat choice adds to a microbatch: measured, or of the work and collectives repeated."""
+def _recomputation_s(
+    layer: LayerProfile, busiest: LayerProfile, sent: _Sent, setting: AnySetting, samples: Amount
+) -> Amount:
+    """Seconds that the remat choice adds to a microbatch: measured, or of the work and collectives repeated.
+
+    On the rank that computes most, as in `_imbalance_s`.
+    """
     job, strategy = setting.job, sent.strategy
+    again = busiest.recomputation(strategy.remat)
     measured = at_each(samples, partial(layer.recomputation_s, strategy.remat)) if layer.times else None
-    again = layer.recomputation(strategy.remat)
+    if measured is not None and strategy.expert_degree > 1:
+        more = at_each(samples, partial(_more_flop, again.work, layer.recomputation(strategy.remat).work))
+        measured = (1 + more) * measured
     terms: Terms = {"compute": work_s(again.work, samples, job) if measured is None else measured}
     for kind in strategy.kinds:
         if sent.is_in_line(kind) and not (measured is not None and kind.shape(strategy)):
