@@ -1,6 +1,7 @@
 """A small model, a made-up profile of it and jobs on known clusters, that the tests of costs share; no torch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from steelyard.cost.accuracy import BEYOND_FIT, CATALOGUE, MEASURED, SCALED, SCALED_BY_SEVERAL
@@ -207,6 +208,13 @@ def job(
         precision=precision,
         budget_bytes=80 * 2**30,
     )
+
+
+def job_on_shared_cores() -> Job:
+    """Of two processes, each of which is twice as fast while the other waits: the search's sums rank wrongly there."""
+    of = job(cluster(1, 2, intra_bytes_per_s=1e9), global_batch=8, hidden_size=256, intermediate_size=512)
+    identity = of.profile.identity.model_copy(update={"num_devices": 2})
+    return replace(of, profile=of.profile.model_copy(update={"busy_speeds": (2.0, 1.0), "identity": identity}))
 
 
 def unprofiled_job() -> Job:

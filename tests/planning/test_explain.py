@@ -5,7 +5,7 @@ from dataclasses import replace
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan, plan_verdicts
 from steelyard.planning.problem import PlanOptions
-from tests.cost.examples import cluster, job, plan
+from tests.cost.examples import job, job_on_shared_cores, plan
 
 TWO_CHUNKS = ("fsdp4, fsdp4, fsdp4", "fsdp4, fsdp4", "fsdp4, fsdp4", "fsdp4, fsdp4, fsdp4")
 
@@ -42,9 +42,7 @@ def test_an_explanation_says_where_a_plan_of_the_models_makers_is_not_read() -> 
 
 
 def test_where_processes_share_cores_the_simulator_ranks_rivals_as_it_ranks_plans() -> None:
-    of = job(cluster(1, 2, intra_bytes_per_s=1e9), global_batch=8, hidden_size=256, intermediate_size=512)
-    identity = of.profile.identity.model_copy(update={"num_devices": 2})
-    of = replace(of, profile=of.profile.model_copy(update={"busy_speeds": (2.0, 1.0), "identity": identity}))
+    of = job_on_shared_cores()
     by_hand, best = plan(of, "tp2, tp2, tp2, tp2, tp2, tp2", num_microbatches=4), plan_job(of, PlanOptions()).cost
     rivals = {rival.name: rival for rival in explain_plan(by_hand, of, PlanOptions()).rivals}
     assert best is not None

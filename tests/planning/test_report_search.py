@@ -10,7 +10,7 @@ from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import BUDGETS
 from steelyard.planning.problem import PlanOptions
 from steelyard.planning.report_search import search_for_report
-from tests.cost.examples import cluster, job, plan
+from tests.cost.examples import cluster, job, job_on_shared_cores, plan
 
 ENOUGH_S = 600.0
 
@@ -90,3 +90,11 @@ def test_a_slow_plan_by_hand_has_a_faster_one_in_its_own_setting() -> None:
     assert best.name == "any plan"
     assert best.slowdown is not None
     assert best.slowdown < 0
+
+
+def test_where_processes_share_cores_the_frontier_has_the_plan_that_the_planner_finds() -> None:
+    of = job_on_shared_cores()
+    by_hand, best = plan(of, "tp2, tp2, tp2, tp2, tp2, tp2", num_microbatches=4), plan_job(of, PlanOptions()).cost
+    found = search_for_report(by_hand, of, predict(by_hand, of))
+    assert best is not None
+    assert min(point.step_time_s for point in found.points) == best.step_time_s

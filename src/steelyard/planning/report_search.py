@@ -15,7 +15,6 @@ from steelyard.cost.predict import PlanCost
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy
 from steelyard.plan.plan import Plan
-from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.explain import pricing_notes, what_was_searched
 from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
@@ -115,15 +114,14 @@ def _points(contest: Contest, own: _Found | None, deadline: float) -> tuple[Fron
 
 def _within(contest: Contest, budget_bytes: int, known: Sequence[_Found]) -> _Found:
     """The best plan within a budget; what was found within the least that is no smaller bounds it."""
-    within = contest.job.within(device_bytes(contest.job, budget_bytes))
-    limit_s = contest.time_limit_s
     roomier = [each for each in known if each.tables and each.budget_bytes >= budget_bytes]
     tables = min(roomier, key=lambda each: each.budget_bytes).tables if roomier else contest.tables
-    found = accept(within, tables, num_alternatives=0, time_limit_s=limit_s, floors=contest.floors)
+    within = replace(contest, job=contest.job.within(device_bytes(contest.job, budget_bytes)), tables=tables)
+    found = within.accepted(tables)
     bounded = found.bounded(tables)
     if not found.ranked:
         return _Found(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None, tables=bounded)
-    plan = found.ranked[0].plan
+    _, plan = within.fastest(found)
     point = frontier_point(contest.job, plan)
     return _Found(
         budget_bytes=budget_bytes,

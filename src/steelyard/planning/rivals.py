@@ -59,14 +59,15 @@ class Contest:
 
     def any_plan(self) -> "tuple[Rival, Contest]":
         """The best plan of all tables, and the contest with what is then known of them, within its budget or less."""
-        found = self._accepted(self.tables)
+        found = self.accepted(self.tables)
         return self._rival(ANY_PLAN, found), replace(self, tables=found.bounded(self.tables))
 
     def rival(self, name: str, tables: Sequence[CostTables | OnDemand]) -> Rival:
         """The best plan of these tables within the budget of the job, or by how much it misses."""
-        return self._rival(name, self._accepted(tables)) if tables else Rival(name=name)
+        return self._rival(name, self.accepted(tables)) if tables else Rival(name=name)
 
-    def _accepted(self, tables: Sequence[CostTables | OnDemand]) -> Acceptance:
+    def accepted(self, tables: Sequence[CostTables | OnDemand]) -> Acceptance:
+        """What of these tables the walk accepts within the budget of the job."""
         floors = self.floors if {*tables} <= {*self.tables} else self.floors.of_others()
         count = len(tables) if ranks_all(self.job) else 1
         limit_s = self.time_limit_s
@@ -79,9 +80,13 @@ class Contest:
             miss = found.search.nearest_miss
             missing = device_bytes(self.job, miss.needed_bytes) - self.job.budget_bytes if miss else None
             return Rival(name=name, missing_bytes=missing)
-        plans = [each.plan for each in (found.ranked if ranks_all(self.job) else found.ranked[:1])]
-        own_s, plan = min(((predict(each, self.job).step_time_s, each) for each in plans), key=lambda pair: pair[0])
+        own_s, plan = self.fastest(found)
         return rival_of(name, plan, own_s, self.step_s)
+
+    def fastest(self, found: Acceptance) -> tuple[float, Plan]:
+        """The seconds of a step of the fastest accepted plan, of which there is one, and the plan."""
+        plans = [each.plan for each in (found.ranked if ranks_all(self.job) else found.ranked[:1])]
+        return min(((predict(each, self.job).step_time_s, each) for each in plans), key=lambda pair: pair[0])
 
 
 def rival_of(name: str, plan: Plan, own_s: float, step_s: float) -> Rival:
