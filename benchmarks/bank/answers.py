@@ -94,7 +94,7 @@ EXECUTIONS: Mapping[str, Execution] = {
         step_shard_bytes=6,
         gathered_bytes=2,
     ),
-    "tensor parallelism hidden": Execution(hidden_tp=0.5, overlaps_transfers=False, reduce_bytes=2),
+    "tensor parallelism hidden": Execution(hidden_collectives=0.5, overlaps_transfers=False, reduce_bytes=2),
 }
 """Frameworks that work otherwise than this project's runtime."""
 

@@ -339,7 +339,7 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     elif run.text("framework").lower().startswith("megatron-deepspeed") and zero == 0:
         execution = replace(execution, step_shard_bytes=_UNSHARDED_STEP)
     if "async tp" in overlap or "tp userbuffers" in overlap or "tp comm" in overlap:
-        execution = replace(execution, hidden_tp=0.5)
+        execution = replace(execution, hidden_collectives=0.5)
     if run.text("framework") == "nanotron" and zero == 0:
         execution = replace(execution, overlaps_data=True)
     if "grad" in overlap:

@@ -99,7 +99,7 @@ class Execution:
     """Whether those of a whole backward pass are there at once, before any is added to the fp32 ones."""
     overlaps_data: bool = True
     """Whether data-parallel communication runs beside compute."""
-    hidden_tp: float = 0.0
+    hidden_collectives: float = 0.0
     """Part of tensor-parallel communication that runs beside compute."""
     overlaps_transfers: bool = True
     """Whether a stage computes on while it sends to another, or waits until the transfer is done."""

@@ -44,7 +44,7 @@ from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.kinds import Kind
 from steelyard.plan.kinds.data import data_levels, shard_levels
 from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traffic
-from steelyard.plan.shared import SLICES_PER_TP_RANK
+from steelyard.plan.shared import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Work
 from steelyard.units import Amount
@@ -281,7 +281,7 @@ class _Sent:
         seconds = sent.in_line_s.get(phase, 0.0)
         if kind.divides is not Divides.TENSORS:
             return seconds
-        exposed, jitter_s = 1 - self._job.execution.hidden_tp, self._job.efficiency.jitter_s
+        exposed, jitter_s = 1 - self._job.execution.hidden_collectives, self._job.efficiency.jitter_s
         return exposed * seconds + sent.num_calls.get(phase, 0) * jitter_s * (self.strategy.degree(kind) - 1) ** 2
 
     def beside_s(self, kind: Kind, phase: Phase) -> Amount:
@@ -442,7 +442,7 @@ def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting, *, alike: bool
     dividing = tuple(level for level in strategy.levels if level.kind.divides is Divides.TENSORS)
     taking = dividing, shard_levels(strategy.levels)
     tensor, data = (levels_group(strategy, each, setting.devices_per_stage) for each in taking)
-    count = SLICES_PER_TP_RANK * strategy.tensor_degree
+    count = SLICES_PER_RANK * strategy.tensor_degree
     seconds = job.collective_s("all_gather", matrix_bytes / tensor.size / count, data)
     seconds += job.collective_s("all_gather", matrix_bytes / count, tensor)
     if setting.pipeline.num_stages > 1:

@@ -25,7 +25,7 @@ TARGETS: dict[str, Target] = {
     for target in (
         torchtitan.TARGET,
         megatron.TARGET,
-        megatron.FSDP_TARGET,
+        megatron.SHARDED_TARGET,
         hugging_face.ACCELERATE,
         hugging_face.TRANSFORMERS,
         deepspeed.TARGET,

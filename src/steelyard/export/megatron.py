@@ -305,7 +305,7 @@ TARGET = Target(
     routers="the auxiliary loss of routers over all layers and data ranks: Megatron takes each layer and each data "
     "rank's samples by themselves (the coefficient is the model's times the experts of a token over the layers)",
 )
-FSDP_TARGET = replace(
+SHARDED_TARGET = replace(
     TARGET,
     name="megatron-fsdp",
     summary="the same on Megatron-FSDP: parameters, gradients and optimizer sharded",

@@ -108,7 +108,7 @@ def _check(plan: Plan, chain: ModelChain) -> None:
             expected="stages of as many devices each, which are one mesh",
             hint="run the plan with `steelyard train`, or plan with equal stages",
         )
-    shared = plan.shared_by_tp(chain)
+    shared = plan.shared_heads(chain)
     if shared is not None:
         raise UserError(
             field="--to",

@@ -132,7 +132,7 @@ class Plan(PlanPart):
             chain = chain_from_config(model.config, name=model.name, split=model.split)
         return frozen_chain(chain, model.frozen)
 
-    def shared_by_tp(self, chain: ModelChain) -> tuple[int, str, int] | None:
+    def shared_heads(self, chain: ModelChain) -> tuple[int, str, int] | None:
         """A tp degree, and the name and number of what its ranks, being more, hold alike; None where nothing is so."""
         for layer, strategy in enumerate(self.strategies):
             kind = chain.kind_of(layer)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from steelyard.model.chain import LayerRole, ModelChain, SharedWeight
 from steelyard.plan.strategy import Strategy
 
-SLICES_PER_TP_RANK = 4
+SLICES_PER_RANK = 4
 """Three slices of fp32 are then less than what a rank's part of a matrix takes in its own backward pass."""
 
 
@@ -21,4 +21,4 @@ def num_slices(shared: SharedWeight, strategies: Sequence[Strategy], chain: Mode
         return None
     if any(chain.kind_of(layer).role is LayerRole.BLOCK for layer, _ in shared.copies):
         return 1
-    return SLICES_PER_TP_RANK * max(strategy.tensor_degree for strategy in used)
+    return SLICES_PER_RANK * max(strategy.tensor_degree for strategy in used)

@@ -61,7 +61,7 @@ def headline(plan: Plan) -> str:
         text += f"\n{split.features.words(plan.seq_len)}" + ("" if plan.model.frozen else f"\ntrained: {resting}")
     if plan.model.frozen is not None:
         text += f"\nfrozen: {plan.model.frozen}"
-    if (shared := plan.shared_by_tp(plan.chain())) is not None:
+    if (shared := plan.shared_heads(plan.chain())) is not None:
         degree, name, size = shared
         text += f"\ntp {degree} over {size} {name}: every rank holds the weights of all {size} and computes with one"
     if prediction is None:
