@@ -683,6 +683,15 @@ def test_a_prompt_before_the_tokens_makes_states_and_what_blocks_share_longer() 
     assert _chain_of("cpmant").flow_shapes(1, 16) == ((24, 64), (4, 24, 24))
 
 
+def test_a_deep_model_whose_blocks_share_what_is_made_before_them_is_proved_with_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_model("cpmant", split_config("cpmant"), tmp_path)
+    monkeypatch.setattr(split_proof, "_prove", lambda _: pytest.fail("proved again"))
+    deep = split_model("cpmant", split_config("cpmant") | {"num_hidden_layers": 12}, tmp_path)
+    assert [stream.readers for stream in deep.streams] == [tuple(range(1, 13))]
+
+
 def test_blocks_that_ask_how_many_tokens_an_expert_has_are_known() -> None:
     assert split_of("dbrx").asks_for_values
     assert not split_of("cohere2").asks_for_values

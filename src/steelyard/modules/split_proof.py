@@ -104,7 +104,7 @@ def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
     few = _first_two_of_each(chain)
     if found.split.read_by(found.split.between):  # the last state of a tower beside those of others
         few = sorted({*few, found.split.between - 1})
-    blocks = config_of_blocks(chain, few)
+    blocks = config_of_blocks(chain, few, is_compared=True)
     if blocks is not None:
         yield with_entries(plain, {key: value for key, value in blocks.items() if key != "sliding_window"}), few
     for config in (plain, wide):

@@ -109,10 +109,12 @@ _DENSE_FIRST, _DENSE = "first_k_dense_replace", "mlp_only_layers"
 _SPARSE_STEP = "decoder_sparse_step"
 
 
-def config_of_blocks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
+def config_of_blocks(chain: ModelChain, kept: list[int], *, is_compared: bool = False) -> dict[str, Any] | None:
     """What the config says of its blocks where only some are kept; None where that is not known.
 
     Which of them have experts and what they attend to is known where the config says so in one of the usual ways.
+    Which of them read what flows beside the hidden state no config says, so that the split of what comes of it has to
+    be compared with what was expected (``is_compared``).
     """
     split = chain.split
     assert split is not None, "of the user's own module there is no plan at small width"
@@ -122,7 +124,7 @@ def config_of_blocks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | Non
     ends = {0, chain.num_layers - 1}
     number = next((key for key in _NUMBERS_OF_BLOCKS if chain.config.get(key) == chain.num_layers - 2), None)
     shares_blocks = any(layer not in ends for copies in split.shared for layer, _ in copies)
-    if number is None or split.streams or split.called or shares_blocks:
+    if number is None or (split.streams and not is_compared) or split.called or shares_blocks:
         return None
     found: dict[str, Any] = {number: len(places)}
     attention = [chain.kind_of(layer).attention for layer in places]
