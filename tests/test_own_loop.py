@@ -1,15 +1,12 @@
 """The example of a user's own loop: it is short, trains under a plan, and goes on under another."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from steelyard.plan.file import write_plan
-from tests.processes.forking_agent import PRELOAD, ROOT
+from tests.processes.warm import ROOT, run_warm
 from tests.runtime.models import CONFIGS, make_plan
 
 EXAMPLE = ROOT / "examples" / "own_loop.py"
@@ -20,12 +17,8 @@ def run_example(folder: Path, *stages: str) -> dict[int, float]:
     """The losses that two processes print, by their step."""
     plan = make_plan(CONFIGS["llama-tied"], *stages, num_devices=2, global_batch=16, num_microbatches=2)
     write_plan(plan, folder / "plan.json")
-    torchrun = [sys.executable, "-m", "tests.processes.forking_agent", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, str(EXAMPLE), str(folder / "plan.json"), str(folder / "checkpoint")]
-    environment = {**os.environ, PRELOAD: "steelyard.runtime.train"}
-    finished = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False
-    )
+    words = ["--standalone", "--nproc-per-node=2", EXAMPLE, folder / "plan.json", folder / "checkpoint"]
+    finished = run_warm("tests.processes.forking_agent", *words, timeout_s=HANG_LIMIT_S)
     assert finished.returncode == 0, finished.stderr[-4000:]
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", finished.stdout)}
 

@@ -16,7 +16,7 @@ DEMO = """
 import pytest, sys
 from steelyard.cli import main
 from tests.processes.forking_agent import fork_ranks
-fork_ranks(pytest.MonkeyPatch(), "steelyard.profiler.measure", "steelyard.runtime.train")
+fork_ranks(pytest.MonkeyPatch())
 sys.argv.insert(1, "demo")
 main()
 """

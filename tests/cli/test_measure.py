@@ -18,6 +18,7 @@ from steelyard.runtime import trials as trying
 from steelyard.runtime.options import TrainOptions
 from tests.cli.conftest import Run, user_error
 from tests.cost import examples
+from tests.processes.forking_agent import fork_ranks
 from tests.runtime.models import CONFIGS, make_plan
 
 TINY = {**CONFIGS["llama-tied"], "tie_word_embeddings": False}
@@ -75,7 +76,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 
 
 @pytest.mark.processes
-def test_plans_are_run_on_processes_and_the_fastest_is_written(run: Run, path: Path) -> None:
+def test_plans_are_run_on_processes_and_the_fastest_is_written(
+    run: Run, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_ranks(monkeypatch)
     plan = contest().model_copy(update={"next_best": contest().next_best[:1]})
     write_plan(plan, path)
     result = run("measure", path, "--alternatives", "--steps", 2, "--json")

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from steelyard.cli.app import app
 from steelyard.plan.file import read_plan, write_plan
 from tests.cli.conftest import Run, user_error
+from tests.processes.forking_agent import fork_ranks
 from tests.runtime.models import make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -115,8 +116,13 @@ def test_what_needs_a_config_refuses_a_module_of_ones_own(run: Run, plan_file: P
 
 @pytest.mark.processes
 def test_train_builds_the_module_in_every_process_and_resumes(
-    run: Run, plan_file: Path, tmp_path: Path, save_samples: Callable[[Path], None]
+    run: Run,
+    plan_file: Path,
+    tmp_path: Path,
+    save_samples: Callable[[Path], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    fork_ranks(monkeypatch)
     own = read_plan(plan_file).model.own
     sizes = {"num_devices": 2, "global_batch": 16, "num_microbatches": 2, "seq_len": 16}
     write_plan(make_plan(None, "dp2, fsdp2, tp2, fsdp2 zero2, dp2, dp2", own=own, **sizes), tmp_path / "cpu.json")

@@ -50,7 +50,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 @pytest.mark.processes
 def test_a_plan_of_two_processes_equals_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_ranks(monkeypatch, "steelyard.runtime.parity")
+    fork_ranks(monkeypatch)
     code, text = run(tmp_path, "--json", "--steps", "1")
     found = json.loads(text)
     assert code == 0
@@ -71,7 +71,7 @@ def test_a_plan_of_two_processes_equals_one(tmp_path: Path, monkeypatch: pytest.
 def test_a_plan_of_samples_with_features_equals_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, strategies: str
 ) -> None:
-    fork_ranks(monkeypatch, "steelyard.runtime.parity")
+    fork_ranks(monkeypatch)
     plan = make_plan(split_config(name), strategies, num_devices=2, split=SPLITS[name])
     write_plan(plan, tmp_path / "plan.json")
     result = CliRunner().invoke(app, ["parity", str(tmp_path / "plan.json"), "--json", "--steps", "1"])

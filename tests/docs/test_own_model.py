@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.processes import ROOT, run_ranks
+from tests.processes.warm import ROOT
+from tests.runtime.processes import run_ranks
 
 GUIDE = ROOT / "docs" / "your-own-model.md"
 EXAMPLE = ROOT / "examples" / "diffusion.py"

@@ -15,23 +15,23 @@ import sys
 import time
 import traceback
 import warnings
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 
 from steelyard.processes import agent, start
+from tests.processes.warm import ROOT, WarmProcess
 
-ROOT = Path(__file__).parents[2]
 PRELOAD = "PRELOAD"
 """Environment variable with the names of modules."""
 
 
-def fork_ranks(patch: pytest.MonkeyPatch, *preload: str) -> None:
-    """Has `run_processes` fork its processes from one that has imported these modules."""
+def fork_ranks(patch: pytest.MonkeyPatch) -> None:
+    """Has `run_processes` fork torchrun from the warm process, and torchrun its processes from itself."""
     patch.chdir(ROOT)
     patch.setattr(start, "_AGENT", __name__)
-    patch.setenv(PRELOAD, " ".join(preload))
+    patch.setattr(start, "subprocess", SimpleNamespace(Popen=WarmProcess, TimeoutExpired=subprocess.TimeoutExpired))
 
 
 class Fork:

@@ -17,7 +17,8 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_a_killed_rank_is_started_again_as_often_as_asked(tmp_path: Path) -> None:
+def test_a_killed_rank_is_started_again_as_often_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ranks(monkeypatch)
     with pytest.raises(RankFailedError, match="rank 1 was ended by SIGKILL"):
         run_processes("tests.runtime.faulty", ["kill", str(tmp_path)], num_processes=2, restarts=1)
     assert len(list(tmp_path.glob("*.pid"))) == 2 * 2

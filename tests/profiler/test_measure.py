@@ -14,6 +14,7 @@ from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.merge import merge_profiles
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.trace import trace
+from tests.processes.forking_agent import fork_ranks
 from tests.profiler.examples import CONFIG, SEQ_LEN, empty_trace, tiny_chain
 from tests.shapes import tp_shape
 
@@ -25,7 +26,10 @@ SAMPLES = [1, 512]
 @pytest.fixture(scope="module")
 def profile():
     traced = trace(tiny_chain(), seq_len=SEQ_LEN, precision="fp32", degrees=[1, 2, 4])
-    return launch_profiler(tiny_chain(), traced, num_processes=2, samples=SAMPLES, budget_s=0.5, began_s=time.time())
+    options = {"num_processes": 2, "samples": SAMPLES, "budget_s": 0.5, "began_s": time.time()}
+    with pytest.MonkeyPatch.context() as patch:
+        fork_ranks(patch)
+        return launch_profiler(tiny_chain(), traced, **options)
 
 
 def test_every_layer_that_the_processes_can_run_is_timed_at_every_size(profile):
@@ -91,6 +95,7 @@ def test_a_plan_with_context_parallelism_is_priced_from_it(profile, text, sent):
 
 
 def test_a_failing_process_ends_the_launch_and_shows_its_error(monkeypatch, capfd):
+    fork_ranks(monkeypatch)
     monkeypatch.setattr(launch, "_MODULE", "steelyard.profiler.missing")
     with pytest.raises(RankFailedError, match="exit code") as raised:
         launch_profiler(tiny_chain(), empty_trace(), num_processes=2, samples=[1])

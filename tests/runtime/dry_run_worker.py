@@ -1,12 +1,4 @@
-"""Two gloo processes that measure every case of `tests.runtime.test_dry_run` and write the peaks as JSON.
-
-``python -m tests.runtime.dry_run_worker RESULT.json``
-"""
-
-import json
-import sys
-from functools import partial
-from pathlib import Path
+"""What two gloo processes measure of every case of `tests.runtime.test_dry_run`."""
 
 import torch
 import torch.distributed as dist
@@ -16,7 +8,6 @@ from steelyard.plan.plan import Plan
 from steelyard.runtime.parallel_model import parallelize_plan
 from steelyard.runtime.peak_memory import LiveStorages
 from tests.runtime.models import make_plan
-from tests.runtime.processes import run_world
 
 WORLD_SIZE = 2
 
@@ -74,18 +65,9 @@ def _peaks_of_steps(plan: Plan) -> list[int]:
     return peaks
 
 
-def run_rank(rank: int, result: Path) -> None:
-    """All cases on one rank; rank 0 writes what all ranks measured."""
+def measured_by_rank() -> list[dict[str, list[int]]]:
+    """The peaks of every case on every rank."""
     mine = {name: measured_bytes(plan) for name, plan in CASES.items()}
     reports: list[dict[str, list[int]]] = [{}] * WORLD_SIZE
     dist.all_gather_object(reports, mine)
-    if rank == 0:
-        result.write_text(json.dumps(reports))
-
-
-def main(result: Path) -> None:
-    run_world(WORLD_SIZE, partial(run_rank, result=result))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return reports

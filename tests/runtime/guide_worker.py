@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from steelyard.modules.own_builder import Built, own_model
+from tests.processes.warm import ROOT
 from tests.runtime.models import make_plan
-from tests.runtime.processes import ROOT
 
 EXAMPLE = ROOT / "examples" / "diffusion.py"
 BATCH, STEPS = 32, 4

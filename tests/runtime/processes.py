@@ -1,14 +1,13 @@
 """Runs functions as the ranks of a world of a few gloo processes, or of this process alone.
 
 ``python -m tests.runtime.processes MODULE:FUNCTION NUM RESULT.json`` runs a function of no arguments on every rank of a
-world of forks, so that the imports, which take seconds, happen once; what rank 0 returns is written as JSON.
+world of forks; what rank 0 returns is written as JSON.
 """
 
 import datetime
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -23,27 +22,29 @@ import torch.distributed as dist
 
 from steelyard.processes.group import quiet_notices
 from steelyard.processes.parent import end_process, end_with_parent
+from tests.processes.warm import run_warm
 
-ROOT = Path(__file__).parents[2]
-HANG_LIMIT_S = 900
+HANG_LIMIT_S = 1200
 """Far above what a loaded host takes: a hang, not a measure."""
-PARITY_LIMIT_S = 1200
+_SHOWN_CHARACTERS = 6000
 
 
 def run_ranks(function: str, num_processes: int, folder: Path) -> Any:
     """What ``module:function`` returns on the first of several ranks."""
-    result = folder / "result.json"
-    command = [sys.executable, "-m", "tests.runtime.processes", function, str(num_processes), str(result)]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
-    assert finished.returncode == 0, f"{finished.stderr[:4000]}\n…\n{finished.stderr[-4000:]}"
-    return json.loads(result.read_text())
+    return run_module("tests.runtime.processes", function, num_processes, result=folder / "result.json")
 
 
 def run_parity(cases: str, result: Path) -> dict[str, dict[str, Any]]:
     """What `tests.runtime.worker` finds for a module of cases, by the name of the case."""
-    command = [sys.executable, "-m", "tests.runtime.worker", str(result), cases]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PARITY_LIMIT_S, check=False)
-    assert finished.returncode == 0, f"{finished.stderr[:6000]}\n…\n{finished.stderr[-6000:]}"
+    found: dict[str, dict[str, Any]] = run_module("tests.runtime.worker", cases, result=result)
+    return found
+
+
+def run_module(module: str, *arguments: object, result: Path) -> Any:
+    """What ``python -m MODULE … RESULT.json`` writes there."""
+    finished = run_warm(module, *arguments, result, timeout_s=HANG_LIMIT_S)
+    said = finished.stderr
+    assert finished.returncode == 0, f"{said[:_SHOWN_CHARACTERS]}\n…\n{said[-_SHOWN_CHARACTERS:]}"
     return json.loads(result.read_text())
 
 

@@ -1,7 +1,7 @@
 """Several training runs in one launch: ``python -m tests.runtime.run_worker JOBS.json RESULT.json``.
 
 A job is what `steelyard train` is given, with the number of processes; jobs run one after another, so a later one can
-resume what an earlier one wrote. The imports, which take seconds, happen once: the processes are forks.
+resume what an earlier one wrote.
 """
 
 import json

@@ -1,8 +1,6 @@
 """Runs that resume: bit by bit under the same plan, with the same losses under another plan or process count."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -27,11 +25,10 @@ from steelyard.plan.plan import Plan
 from steelyard.runtime.checkpoint_folder import complete_checkpoints, read_info
 from steelyard.runtime.options import TrainOptions
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
+from tests.runtime.processes import run_module
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
-HANG_LIMIT_S = 900
-ROOT = Path(__file__).parents[2]
 LOSS_TOLERANCE = 1e-5
 """Of losses after a resume under another plan, relative: sums in another order."""
 UNEVEN = {**CONFIGS["llama"], "num_hidden_layers": 2, "vocab_size": 250, "intermediate_size": 124}
@@ -132,10 +129,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     write_tokenizer(runs.folder / "tokenizer")
     jobs, result = runs.folder / "jobs.json", runs.folder / "result.json"
     jobs.write_text(json.dumps(runs.jobs()))
-    command = [sys.executable, "-m", "tests.runtime.run_worker", str(jobs), str(result)]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
-    assert finished.returncode == 0, f"{finished.stderr[:6000]}\n…\n{finished.stderr[-6000:]}"
-    runs.losses = json.loads(result.read_text())
+    runs.losses = run_module("tests.runtime.run_worker", jobs, result=result)
     return runs
 
 

@@ -1,10 +1,5 @@
 """A rank that runs on fake tensors holds what a real process holds, and its terms say what it is."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch.distributed as dist
 
@@ -12,14 +7,14 @@ from steelyard.errors import UserError
 from steelyard.plan.plan import Plan
 from steelyard.runtime.distinct_ranks import distinct_ranks
 from steelyard.runtime.dry_run import RankMemory, dry_run
-from tests.runtime.dry_run_worker import CASES
+from tests.runtime.dry_run_worker import CASES, WORLD_SIZE
 from tests.runtime.models import CONFIGS, make_plan
+from tests.runtime.processes import run_ranks
 
 UNSEEN_BYTES = 64
 """The numbers of a mesh's ranks, which are real tensors in both but made outside the dry run."""
 SENT_BYTES = 4 * 32 * 64 * 4
 """An activation that one process has sent may still be held while the other takes it."""
-HANG_LIMIT_S = 900
 
 
 def on_host(plan: Plan, rank: int, *, every_microbatch: bool = False) -> RankMemory:
@@ -28,12 +23,7 @@ def on_host(plan: Plan, rank: int, *, every_microbatch: bool = False) -> RankMem
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[int]]]:
-    result = tmp_path_factory.mktemp("dry_run") / "result.json"
-    command = [sys.executable, "-m", "tests.runtime.dry_run_worker", str(result)]
-    root = Path(__file__).parents[2]
-    finished = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=HANG_LIMIT_S)
-    assert finished.returncode == 0, finished.stderr[-6000:]
-    return json.loads(result.read_text())
+    return run_ranks("tests.runtime.dry_run_worker:measured_by_rank", WORLD_SIZE, tmp_path_factory.mktemp("dry_run"))
 
 
 @pytest.mark.processes

@@ -52,7 +52,7 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainOptions:
-    fork_ranks(monkeypatch, "steelyard.runtime.train", "steelyard.planning.elastic")
+    fork_ranks(monkeypatch)
     monkeypatch.setenv("PIDS", str(tmp_path))
     monkeypatch.setenv("LAUNCHER", str(os.getpid()))
     return TrainOptions(
@@ -131,7 +131,7 @@ def undisturbed(plan_path: Path, tmp_path_factory: pytest.TempPathFactory) -> li
     """The losses of the run to which nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with pytest.MonkeyPatch.context() as patch:
-        fork_ranks(patch, "steelyard.runtime.train", "steelyard.planning.elastic")
+        fork_ranks(patch)
         patch.setenv("PIDS", str(folder))
         steps = TrainOptions(
             steps=NUM_STEPS, lr=1e-2, warmup_steps=2, device="cpu", metrics=folder / "metrics.jsonl", timeout_s=60

@@ -59,7 +59,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     However it ends, it does in time, and no process is left.
     """
     monkeypatch.chdir(ROOT)
-    fork_ranks(monkeypatch, "steelyard.runtime.train")
+    fork_ranks(monkeypatch)
     monkeypatch.setenv("PIDS", str(tmp_path))
     np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 250, 5_000).astype(np.uint16))
 

@@ -1,8 +1,6 @@
 """Runs of which a part is frozen: what they keep and export, and how they resume under another plan."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,8 @@ from steelyard.modules.build import build_model
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from tests.runtime.frozen_cases import frozen_plan
-from tests.runtime.test_checkpoints import HANG_LIMIT_S, MIDDLE, ROOT, RUN, STEPS, UNEVEN, load_folder, stored
+from tests.runtime.processes import run_module
+from tests.runtime.test_checkpoints import MIDDLE, RUN, STEPS, UNEVEN, load_folder, stored
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -45,9 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         of = {"plan": str(folder / f"{name}.json"), "data": str(folder / "tokens.npy"), "processes": 4}
         jobs.append({"name": name, "arguments": options.arguments(), **of})
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "tests.runtime.run_worker", str(folder / "jobs.json"), str(folder / "losses.json")]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
-    assert finished.returncode == 0, f"{finished.stderr[:6000]}\n…\n{finished.stderr[-6000:]}"
+    run_module("tests.runtime.run_worker", folder / "jobs.json", result=folder / "losses.json")
     return folder
 
 

@@ -81,7 +81,8 @@ def test_a_run_on_two_processes_learns_and_writes_its_record(tmp_path: Path, cap
     options = TrainOptions(
         steps=8, lr=1e-2, warmup_steps=2, record=tmp_path / "record.json", metrics=tmp_path / "metrics.jsonl"
     )
-    record = launch(plan_file(tmp_path, plan), sysconfig.get_paths()["stdlib"], options)
+    text = Path(sysconfig.get_paths()["stdlib"]) / "email"
+    record = launch(plan_file(tmp_path, plan), text, options)
 
     losses = [step.loss for step in record.steps]
     assert losses[0] == pytest.approx(np.log(256), rel=0.05)
@@ -100,7 +101,7 @@ def test_a_run_on_two_processes_learns_and_writes_its_record(tmp_path: Path, cap
 
 
 def test_a_diverging_run_says_so_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_ranks(monkeypatch, "steelyard.runtime.train")
+    fork_ranks(monkeypatch)
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be " * 1000)
     options = TrainOptions(steps=5, lr=1e6, warmup_steps=0, checkpoint_dir=tmp_path / "kept", checkpoint_every=1)
@@ -120,7 +121,7 @@ def test_a_diverging_run_says_so_and_fails(tmp_path: Path, monkeypatch: pytest.M
 def test_data_that_one_rank_alone_finds_wrong_ends_the_run_with_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork_ranks(monkeypatch, "steelyard.runtime.train")
+    fork_ranks(monkeypatch)
     tokens = np.zeros(16 * 64 + 1, dtype=np.uint16)
     tokens[1::64] = 300
     tokens[1] = 0
@@ -139,7 +140,7 @@ def test_missing_data_is_found_before_any_process_starts(tmp_path: Path) -> None
 def test_a_wrong_world_size_is_one_message_and_exit_code_2(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork_ranks(monkeypatch, "steelyard.runtime.process")
+    fork_ranks(monkeypatch)
     arguments = [str(plan_file(tmp_path, small_plan(4))), "--data", str(ROOT / "src")]
     with pytest.raises(UserError) as raised:
         run_processes("steelyard.train", arguments, num_processes=2)

@@ -22,7 +22,7 @@ SMALL = {**CONFIGS["llama-tied"], "num_hidden_layers": 2}
 
 def run(folder: Path, patch: pytest.MonkeyPatch, faults: str, plan: Plan | None = None, **more: Any) -> RunRecord:
     """Layers whose ranks wait for each other in every way: for gathered parameters and for parts of activations."""
-    fork_ranks(patch, "steelyard.runtime.train")
+    fork_ranks(patch)
     patch.setenv("PIDS", str(folder))
     if plan is None:
         plan = make_plan(SMALL, "fsdp2, fsdp2, tp2, fsdp2", num_devices=2, global_batch=4, num_microbatches=2)

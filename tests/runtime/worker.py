@@ -1,7 +1,7 @@
 """Processes that run every case of a module of cases and write what they found as JSON.
 
-``python -m tests.runtime.worker RESULT.json [MODULE]``. The imports, which take seconds, happen once: the processes are
-forks. One process trains the unmodified model without a plan first; the others compare with what it wrote.
+``python -m tests.runtime.worker MODULE RESULT.json``. One process trains the unmodified model without a plan first; the
+others compare with what it wrote.
 """
 
 import importlib
@@ -110,7 +110,7 @@ def run_rank(rank: int, folder: Path, cases: Cases) -> None:
 # processes
 
 
-def main(result: Path, module: str = "tests.runtime.cases") -> None:
+def main(module: str, result: Path) -> None:
     torch.set_num_threads(1)
     cases: Cases = importlib.import_module(module).CASES
     with tempfile.TemporaryDirectory() as name:
@@ -139,4 +139,4 @@ def _batches(cases: Cases) -> Iterator[Cases]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:3])
+    main(sys.argv[1], Path(sys.argv[2]))
