@@ -177,6 +177,7 @@ class Prediction(PlanPart):
         return self.profile.time_factor
 
     def is_as_good(self, step_time_s: float | None) -> bool:
-        """Whether another plan of this job, of this step time, is predicted too little slower to be told apart."""
-        most_s = 0.0 if self.interval is None else self.step_time_s * (1 + self.interval.as_good)
-        return step_time_s is not None and step_time_s <= most_s
+        """Whether another plan of this job, of this step time, is predicted too close to be told which is faster."""
+        if step_time_s is None or self.interval is None:
+            return False
+        return max(step_time_s, self.step_time_s) <= min(step_time_s, self.step_time_s) * (1 + self.interval.as_good)
