@@ -86,7 +86,7 @@ def small_config(
     are made small, too. Whatever other entry is one of ``widths`` becomes the small width.
     """
     given = {key: value for key, value in config.items() if isinstance(value, int) and not isinstance(value, bool)}
-    heads, tokens = _multiple(_HEADS, 2 * degree), _multiple(TOKENS, degree)
+    heads, tokens = multiple(_HEADS, 2 * degree), multiple(TOKENS, degree)
     width = heads * _HEAD_DIM
     sizes = {
         **{key: width for key, value in given.items() if value in widths},
@@ -95,7 +95,7 @@ def small_config(
         **dict.fromkeys(_HEAD_DIM_KEYS, _HEAD_DIM),
         "qk_head_dim": 2 * _HEAD_DIM,
         **dict.fromkeys(_FFN_KEYS, 2 * width),
-        **dict.fromkeys(_EXPERT_KEYS, _multiple(_EXPERTS, degree * expert_degree)),
+        **dict.fromkeys(_EXPERT_KEYS, multiple(_EXPERTS, degree * expert_degree)),
         **{key: min(_CHOSEN, value) for key, value in given.items() if key in TOP_K_KEYS},
         **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "moe_num_shared_experts", "n_shared_experts"), 1),
         **dict.fromkeys(_TOKEN_KEYS, tokens),
@@ -244,7 +244,8 @@ def _heads_of(given: Mapping[str, int], key: str, heads: int) -> int:
     return heads if given[key] == queries else heads // 2
 
 
-def _multiple(least: int, of: int) -> int:
+def multiple(least: int, of: int) -> int:
+    """The least multiple of ``of`` that is no less."""
     return -(-least // of) * of
 
 

@@ -9,7 +9,7 @@ of a gradient comes back to the tower through all of the text is no larger than 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import groupby
@@ -20,7 +20,7 @@ from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.freeze import Freeze
 from steelyard.model.read import chain_from_config
-from steelyard.model.small import small_config, with_entries, without_dropout
+from steelyard.model.small import multiple, small_config, with_entries, without_dropout
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePlan, fold_runs
 
@@ -51,8 +51,8 @@ def shrunk_plan(plan: Plan) -> Plan:
     if chain.features is not None:  # each part of which has a config, whose defaults transformers knows
         build = import_module(_FILLS)
         chain = replace(chain, config=build.full_config(build.hub_config(chain)))
-    degree = _common([each.head_degree for each in plan.strategies])
-    expert_degree = _common([each.expert_degree for each in plan.strategies])
+    degree = math.lcm(*(each.head_degree for each in plan.strategies))
+    expert_degree = math.lcm(*(each.expert_degree for each in plan.strategies))
     kept = list(_kept_layers(plan, chain))
     blocks = config_of_blocks(chain, [layer for part in kept for layer in part])
     if blocks is None:
@@ -67,15 +67,15 @@ def shrunk_plan(plan: Plan) -> Plan:
     microbatches = min(plan.num_microbatches, 2 * len(plan.parts))
     if plan.num_microbatches >= 2 * plan.num_stages and plan.num_chunks > 1:
         microbatches = 2 * plan.num_stages
-    degree = _common(2 * each.token_degree * each.tensor_degree for each in plan.strategies)
-    degree = _common([degree, small.split.multiple if small.split else 1])
+    degree = math.lcm(*(2 * each.token_degree * each.tensor_degree for each in plan.strategies))
+    degree = math.lcm(degree, small.split.multiple if small.split else 1)
     least = _LEAST_SEQUENCE + (small.features.places if small.features else 0)
     return Plan(
         model=PlanModel(name=chain.name, config=config, split=small.split, frozen=_frozen(chain, kept)),
         cluster=plan.cluster,
         hardware=plan.hardware,
-        seq_len=_multiple(least, degree) if chain.family.task.reads_text else small.max_seq_len,
-        global_batch=microbatches * _common(strategy.sample_degree for strategy in plan.strategies),
+        seq_len=multiple(least, degree) if chain.family.task.reads_text else small.max_seq_len,
+        global_batch=microbatches * math.lcm(*(strategy.sample_degree for strategy in plan.strategies)),
         num_microbatches=microbatches,
         precision="fp32" if chain.family.task is Task.IMAGE_TEXT or _has_experts(chain) else plan.precision,
         schedule=plan.schedule,
@@ -238,11 +238,3 @@ def _divided(chain: ModelChain) -> list[tuple[str, int]]:
 
 def _blocks(chain: ModelChain, kept: list[int]) -> list[int]:
     return [layer for layer in kept if chain.kind_of(layer).role is LayerRole.BLOCK]
-
-
-def _common(degrees: Iterable[int]) -> int:
-    return math.lcm(*degrees)
-
-
-def _multiple(least: int, of: int) -> int:
-    return -(-least // of) * of
