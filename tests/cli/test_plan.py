@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from steelyard.plan.certificate import Certificate
-from steelyard.plan.file import read_plan
+from steelyard.plan.file import dump_json, read_plan
 from steelyard.planning.choose import find_plan
 from steelyard.planning.price import peak_bytes
 from tests.cli.conftest import Run, user_error
+from tests.cost.examples import chain, measured_profile
 from tests.modules.split_configs import split_config
 
 JOB = ("--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
@@ -332,7 +333,11 @@ def test_pins_that_nothing_meets_are_an_error_that_names_them(
 
 
 @pytest.mark.parametrize("beside", [("--global-batch", "max"), ("--objective", "devices"), ("--profile", "p.json")])
-def test_the_longest_sequences_are_found_with_nothing_else_free(run: Run, beside: tuple[str, str]) -> None:
+def test_the_longest_sequences_are_found_with_nothing_else_free(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: tuple[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.json").write_text(dump_json(measured_profile(chain())))
     error = user_error(run("plan", *SMALL, "--seq-len", "max", *beside))
     assert error.exit_code == 2
     assert f"max with {beside[0]}" in str(error)
