@@ -129,12 +129,14 @@ def _against(gain: float, same: str) -> str:
 
 
 def _misfits(baselines: Iterable[Baseline]) -> Iterator[str]:
-    """Which plain plans there are none of, and why: ``plain DDP and plain FSDP have no legal strategy``."""
+    """Which plain plans there are none of, and why: ``plain DDP and plain FSDP do not fit (2 GiB and 1 GiB short)``."""
     none = [each for each in baselines if each.step_time_s is None]
     for is_legal, one, several in ((True, "does not fit", "do not fit"), (False, *NO_STRATEGY)):
-        names = [each.name for each in none if (each.missing_bytes is not None) == is_legal]
-        if names:
-            yield f"{' and '.join(names)} {one if len(names) == 1 else several}"
+        alike = [each for each in none if (each.missing_bytes is not None) == is_legal]
+        if alike:
+            short = " and ".join(format_bytes(each.missing_bytes) for each in alike if each.missing_bytes is not None)
+            verdict = (one if len(alike) == 1 else several) + (f" ({short} short)" if short else "")
+            yield f"{' and '.join(each.name for each in alike)} {verdict}"
 
 
 def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
@@ -217,7 +219,7 @@ def gain_sentence(plan: Plan) -> str:
 
     Empty where none was searched.
 
-    ``It takes 2.2% less time than plain FSDP (141 days, $67.9 K); plain DDP does not fit``
+    ``It takes 2.2% less time than plain FSDP (141 days, $67.9 K); plain DDP does not fit (39.1 GiB short)``
     """
     prediction, training = plan.prediction, plan.training
     gains = []

@@ -272,7 +272,7 @@ def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
     found = single()
     step_s = found.prediction.step_time_s
     baselines = (
-        Baseline(name="plain DDP", missing_bytes=1),
+        Baseline(name="plain DDP", missing_bytes=2**30),
         Baseline(name="plain FSDP", step_time_s=step_s / 0.8, setting="1 stage", strategies="fsdp4 ×3"),
         Baseline(name="plain FSDP again", step_time_s=step_s / 0.8, setting="1 stage", strategies="fsdp4 ×3"),
         Baseline(name="plain 3D", step_time_s=step_s, setting="2 stages", strategies="fsdp2 ×3"),
@@ -280,7 +280,7 @@ def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
     prediction = found.prediction.model_copy(update={"baselines": baselines})
     planned = found.plan.model_copy(update={"prediction": prediction})
     assert gain_sentence(planned) == (
-        "It takes 20.0% less time than plain FSDP, as long as plain 3D; plain DDP does not fit"
+        "It takes 20.0% less time than plain FSDP, as long as plain 3D; plain DDP does not fit (1.00 GiB short)"
     )
     faster = (baselines[1].model_copy(update={"step_time_s": step_s / 1.1}),)
     worse = planned.model_copy(update={"prediction": prediction.model_copy(update={"baselines": faster})})
