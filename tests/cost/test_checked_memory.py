@@ -11,16 +11,13 @@ from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.plan import Plan, Precision
-from steelyard.profiles.profile import Profile
 from steelyard.runtime.attribution import TERMS
 from steelyard.runtime.dry_run import dry_run
-from steelyard.tracer.trace import trace
+from steelyard.tracer.cache import cached_trace
 from tests.cost.examples import CONFIG, plan
 from tests.modules.split_configs import split_config
 from tests.runtime.family_cases import SPLITS
 from tests.runtime.models import FAMILY_CONFIGS
-
-Traces = dict[tuple[str, Precision, int, int, int], Profile]
 
 SIZES = {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 256, "num_key_value_heads": 4}
 SEQ_LEN = 128
@@ -207,27 +204,19 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def traces() -> Traces:
-    """Traced profiles by model, precision, vocabulary and length, which the cases share."""
-    return {}
-
-
 def _chain(case: Case, **changes: Any) -> ModelChain:
     own = {"vocab_size": case.vocab, "num_key_value_heads": case.kv_heads} if case.model == "llama" else {}
     return chain_from_config(MODELS[case.model] | own | changes, name=case.model, split=SPLITS.get(case.model))
 
 
-def _job(case: Case, traces: Traces) -> Job:
+def job_of(case: Case) -> Job:
+    """The job, with a trace that is made once for all tests of a run."""
     plain = _chain(case)
     seq_len = case.seq_len if plain.family.task.reads_text else plain.max_seq_len
-    key = case.model, case.precision, case.vocab, case.seq_len, case.kv_heads
-    if key not in traces:
-        degrees = (1, 2) if case.model in ("llama", "mixtral") else (1,)
-        traces[key] = trace(plain, seq_len=seq_len, precision=case.precision, degrees=degrees)
+    degrees = (1, 2) if case.model in ("llama", "mixtral") else (1,)
     return Job(
         chain=_chain(case, tie_word_embeddings=case.tied) if case.tied else plain,
-        profile=traces[key],
+        profile=cached_trace(plain, seq_len=seq_len, precision=case.precision, degrees=degrees),
         cluster=parse_cluster(f"1x{case.devices}xcpu").with_memory(GIB),
         seq_len=seq_len,
         global_batch=4 * case.microbatches * case.devices // case.num_stages,
@@ -242,9 +231,9 @@ def _plan(case: Case, of: Job) -> Plan:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str, traces: Traces) -> None:
+def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str) -> None:
     """A fifth where experts are divided: the check divides their tokens evenly, the prediction is for uneven ones."""
-    of = _job(CASES[name], traces)
+    of = job_of(CASES[name])
     candidate = _plan(CASES[name], of)
     for stage, terms in enumerate(predict_memory(candidate, of)):
         assert set(terms) <= set(TERMS)

@@ -11,7 +11,7 @@ from steelyard.cost.working import working_bytes
 from steelyard.hardware import parse_cluster
 from steelyard.plan.plan import Precision
 from steelyard.search.evaluate import evaluate
-from tests.cost.test_checked_memory import MODELS, Case, Traces, _job
+from tests.cost.test_checked_memory import MODELS, Case, job_of
 from tests.cost.test_memory_floor import drawn_plans, walked_bytes
 from tests.oracles.working import stage_bytes
 from tests.schedules.examples import pipeline
@@ -19,21 +19,15 @@ from tests.schedules.examples import pipeline
 SETTINGS = [(1, 1), (1, 4), (2, 2), (2, 8), (4, 4), (4, 16)]
 
 
-@pytest.fixture(scope="module")
-def traces() -> Traces:
-    """Traced profiles that the settings share."""
-    return {}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("model", MODELS)
 def test_no_walk_is_below_a_floor_or_the_bytes_of_layers_as_they_work(
-    model: str, precision: Precision, setting: tuple[int, int], traces: Traces
+    model: str, precision: Precision, setting: tuple[int, int]
 ) -> None:
     num_stages, count = setting
-    traced = _job(Case(stages=("",), devices=4, model=model, precision=precision), traces)
+    traced = job_of(Case(stages=("",), devices=4, model=model, precision=precision))
     of = replace(traced, global_batch=4 * count, cluster=parse_cluster("1x4xa100-80gb"))
     where = Setting(job=of, pipeline=pipeline(num_stages, count))
     for drawn in drawn_plans(of, where, 10):

@@ -18,6 +18,7 @@ from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import Profile
 from steelyard.runtime.attribution import TERMS
 from steelyard.runtime.dry_run import dry_run
+from steelyard.tracer.cache import cached_trace
 from steelyard.tracer.trace import trace
 from tests.cost.examples import CONFIG, plan, setting
 from tests.modules.split_configs import split_config
@@ -48,13 +49,13 @@ STAGES = {
 
 @cache
 def _chain(freeze: str | None) -> ModelChain:
-    plain = chain_from_config(CONFIG | SIZES | {"vocab_size": 512}, name="small")
+    plain = chain_from_config(CONFIG | SIZES | {"vocab_size": 512}, name="llama")
     return plain if freeze is None else frozen_chain(plain, find_freeze(plain, FREEZES[freeze]))
 
 
 @cache
 def _trace(freeze: str | None, precision: Precision) -> Profile:
-    return trace(_chain(freeze), seq_len=128, precision=precision, degrees=(1, 2))
+    return cached_trace(_chain(freeze), seq_len=128, precision=precision, degrees=(1, 2))
 
 
 def _job(freeze: str | None, precision: Precision, cluster: str) -> Job:
@@ -86,10 +87,17 @@ def test_freezing_never_costs_memory_or_time(freeze: str, stages: str) -> None:
         assert other.memory_bytes.get("optimizer", 0) <= one.memory_bytes["optimizer"]
 
 
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp32")
+IN_TURN = [
+    (freeze, stages, PRECISIONS[(row + column) % 2])
+    for row, freeze in enumerate(FREEZES)
+    for column, stages in enumerate(STAGES)
+]
+"""Every freeze under every division, and each of these in both precisions, which take turns."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("freeze", FREEZES)
+@pytest.mark.parametrize(("freeze", "stages", "precision"), IN_TURN)
 def test_predicted_bytes_are_at_least_those_found_and_little_more(
     freeze: str, stages: str, precision: Precision
 ) -> None:

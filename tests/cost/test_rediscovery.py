@@ -11,7 +11,7 @@ from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import make_job
 from steelyard.planning.problem import PlanOptions
-from steelyard.tracer.trace import trace
+from steelyard.tracer.cache import cached_trace
 from steelyard.units import GIB
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ OPTIONS = PlanOptions(num_stages=1, num_microbatches=8)
 
 @pytest.fixture(scope="module")
 def job() -> Job:
-    profile = trace(load_model(MODEL), seq_len=SEQ_LEN, precision="bf16", degrees=(1, 2, 4, 8))
+    profile = cached_trace(load_model(MODEL), seq_len=SEQ_LEN, precision="bf16", degrees=(1, 2, 4, 8))
     return make_job(
         MODEL, "1x8xa100-80gb", global_batch=64, seq_len=SEQ_LEN, precision="bf16", memory=None, profile=profile
     )

@@ -16,7 +16,7 @@ from steelyard.planning.job import make_job
 from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.problem import PlanOptions, Space, stage_strategies
-from steelyard.tracer.trace import trace
+from steelyard.tracer.cache import cached_trace
 from tests.cost.examples import cluster, job
 
 SEQ_LEN = 4096
@@ -25,7 +25,7 @@ SEQ_LEN = 4096
 @pytest.fixture(scope="module")
 def llama() -> Job:
     """Llama-3-8B on one node of 8."""
-    profile = trace(load_model("llama3-8b"), seq_len=SEQ_LEN, precision="bf16", degrees=(1, 2, 4, 8))
+    profile = cached_trace(load_model("llama3-8b"), seq_len=SEQ_LEN, precision="bf16", degrees=(1, 2, 4, 8))
     return make_job(
         "llama3-8b",
         "1x8xa100-80gb",

@@ -4,7 +4,7 @@ from functools import cache
 
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
-from steelyard.tracer.trace import trace
+from steelyard.tracer.cache import cached_trace
 from tests.runtime.family_chain import chain_of, length_of
 from tests.tracer.examples import SEQ_LEN, gpt_neox, llama
 
@@ -16,8 +16,8 @@ DIVIDED = ["gpt2", "gemma2", "mixtral", "qwen3_moe", "bert", "t5"]
 @cache
 def traced(family: str, precision: Precision) -> Profile:
     """The trace of one of `FAMILIES`, in bf16 at tp 1, 2 and 4."""
-    degrees = [1, 2, 4] if precision == "bf16" else [1]
-    return trace(FAMILIES[family], seq_len=SEQ_LEN, precision=precision, degrees=degrees)
+    degrees = (1, 2, 4) if precision == "bf16" else (1,)
+    return cached_trace(FAMILIES[family], seq_len=SEQ_LEN, precision=precision, degrees=degrees)
 
 
 @cache
@@ -25,4 +25,4 @@ def traced_family(name: str) -> Profile:
     """The trace of a family of the runtime's tests."""
     chain = chain_of(name)
     degrees = (1, 2) if name in DIVIDED else (1,)
-    return trace(chain, seq_len=length_of(chain), precision="bf16", degrees=degrees)
+    return cached_trace(chain, seq_len=length_of(chain), precision="bf16", degrees=degrees)
