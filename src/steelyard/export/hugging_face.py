@@ -18,13 +18,13 @@ from steelyard.plan.strategy import Remat
 from steelyard.units import format_plural
 
 _REMATS = frozenset({Remat.NONE, Remat.FULL})
-ACCELERATE_MEANS = Capabilities(
+ACCELERATE_CAPABILITIES = Capabilities(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
     remats=_REMATS,
 )
-TRANSFORMERS_MEANS = Capabilities(
+TRANSFORMERS_CAPABILITIES = Capabilities(
     mixes_layers=False,
     kinds=kinds_of("dp", "fsdp", "tp", "fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
@@ -169,7 +169,7 @@ ACCELERATE = Target(
     name="accelerate",
     software="accelerate 1.15.0",
     summary="accelerate.yaml: FSDP2 or DDP, ParallelismConfig, activation checkpointing",
-    capabilities=ACCELERATE_MEANS,
+    capabilities=ACCELERATE_CAPABILITIES,
     write=_write_accelerate,
     execution=RUN_BY_ACCELERATE,
     routers="the auxiliary loss of routers over all data ranks: the model takes the samples of each by themselves",
@@ -178,7 +178,7 @@ TRANSFORMERS = Target(
     name="transformers",
     software="transformers 5.23.0",
     summary="arguments of TrainingArguments, and a DistributedConfig where there is tp",
-    capabilities=TRANSFORMERS_MEANS,
+    capabilities=TRANSFORMERS_CAPABILITIES,
     write=_write_transformers,
     execution=RUN_BY_TRANSFORMERS,
     routers="the auxiliary loss of routers over all data ranks: the model takes the samples of each by themselves",

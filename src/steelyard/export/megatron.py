@@ -43,7 +43,7 @@ CAPABILITIES = Capabilities(
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.megatron_name is not None),
 )
 
-FSDP_MEANS = replace(
+FSDP_CAPABILITIES = replace(
     CAPABILITIES,
     kinds=kinds_of(
         *("fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp", "fsdp+ep", "fsdp+tp+ep", "fsdp+cp", "fsdp+cp+tp"),
@@ -309,6 +309,6 @@ SHARDED_TARGET = replace(
     TARGET,
     name="megatron-fsdp",
     summary="the same on Megatron-FSDP: parameters, gradients and optimizer sharded",
-    capabilities=FSDP_MEANS,
+    capabilities=FSDP_CAPABILITIES,
     execution=MEGATRON_FSDP,
 )
