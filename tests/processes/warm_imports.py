@@ -6,6 +6,8 @@ Nothing of it is garbage, so collections in forks leave it alone and copy none o
 import gc
 import os
 
+os.environ["OMP_NUM_THREADS"] = "1"  # as launchers set it, and read while torch is imported
+
 import steelyard.planning.elastic
 import steelyard.processes.elastic  # torchrun
 import steelyard.profiler.measure
