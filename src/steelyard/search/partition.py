@@ -54,6 +54,9 @@ FIRST_AIM = 0.0005
 AIM_GROWTH = 2.0
 """Each next target lies so many times as far above the lower bound then known."""
 
+LEAST_AIM = 0.0001
+"""The proof is given up where too many states lie within a target so little above the lower bound, relatively."""
+
 FIRST_PLAN_WIDTH = 32
 """States kept per layer while a first plan is sought."""
 
@@ -217,9 +220,10 @@ def _search_upwards(
 ) -> SettingResult:
     """Raise the target from the lower bound until a plan is found, the best known one is reached or time is up.
 
-    Where too many states lie within a target, a better plan is sought among more states, and the target lowered.
+    Where too many states lie within a target, a better plan is sought among more states, and the next target lies half
+    way to it.
     """
-    aim, growth = FIRST_AIM, AIM_GROWTH
+    aim, refused = FIRST_AIM, np.inf
     width, retreats = FIRST_PLAN_WIDTH, 0
     while lower <= cutoff_s and lower < best.step_s:
         target = min(lower + aim * (lower or best.step_s), cutoff_s, best.step_s)
@@ -229,17 +233,19 @@ def _search_upwards(
             return SettingResult(status="feasible", solution=best, lower_bound_s=lower)
         except TooManyStatesError:
             retreats += 1
-            if retreats > MAX_RETREATS:
+            if retreats > MAX_RETREATS or target < lower * (1 + LEAST_AIM):
                 return SettingResult(status="feasible", solution=best, lower_bound_s=lower)
             if width < WIDEST:
                 width *= 8
                 wider = first_plan(setting, best.boundaries, width, best.step_s)
                 best = min(best, wider or best, key=lambda plan: plan.step_s)
-            aim, growth = aim / AIM_GROWTH, 1.0
+            aim, refused = aim / 2, target
             continue
         if target >= min(best.step_s, cutoff_s):
             break
-        aim *= growth
+        aim *= AIM_GROWTH
+        if lower < refused < np.inf:
+            aim = min(aim, (refused - lower) / lower / 2)
     if best.step_s > cutoff_s:
         return SettingResult(status="beaten", solution=best, lower_bound_s=min(lower, best.step_s))
     return SettingResult(status="optimal", solution=best, lower_bound_s=best.step_s)
