@@ -13,6 +13,7 @@ from steelyard.cli.options import (
     AsJson,
     ClusterOption,
     GlobalBatch,
+    Imbalance,
     MaxTp,
     Memory,
     MemoryMargin,
@@ -31,6 +32,7 @@ from steelyard.cli.options import (
 from steelyard.cli.progress import progress
 from steelyard.cli.words import check_precision
 from steelyard.cost.pools import AnyJob
+from steelyard.cost.setting import ASSUMED_IMBALANCE
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.limits import MOST_DEVICES, MOST_PRICE
@@ -62,6 +64,7 @@ def frontier(
     memory_margin: MemoryMargin = None,
     precision: PrecisionOption = "bf16",
     profile: ProfileOption = None,
+    imbalance: Imbalance = ASSUMED_IMBALANCE,
     points: Annotated[
         int,
         typer.Option("--points", help="Memory budgets to search: more give a finer frontier.", min=3, max=MOST_POINTS),
@@ -87,7 +90,7 @@ def frontier(
         check_page(output)
     counts = None if devices is None else parse_counts(devices)
     asked: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len, "memory": memory}
-    asked |= {"memory_margin": memory_margin, "precision": check_precision(precision)}
+    asked |= {"memory_margin": memory_margin, "precision": check_precision(precision), "imbalance": imbalance}
     options = PlanOptions(max_degrees=most_tp(max_tp), time_limit_s=time_limit)
     prices = parse_prices(price)
     machines = pools_with(cluster, network)

@@ -73,6 +73,12 @@ MemoryMargin = Annotated[
         max=0.9,
     ),
 ]
+Imbalance = Annotated[
+    float,
+    typer.Option(
+        help="Tokens of the rank whose experts most of them take, over the mean: assumed, until training measures."
+    ),
+]
 ProfileOption = Annotated[
     str | None,
     typer.Option(

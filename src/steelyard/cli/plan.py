@@ -13,6 +13,7 @@ from rich.console import Console
 from steelyard.cli.options import (
     AsJson,
     ClusterOption,
+    Imbalance,
     MaxTp,
     Memory,
     MemoryMargin,
@@ -101,12 +102,6 @@ CalibrateBy = Annotated[
         help="Measured runs whose median scales all predicted times: records of `train` or `measure`, or files "
         "that name plan and step_time_s. Several after one --calibrate, behind MODEL.",
         metavar="RUN...",
-    ),
-]
-Imbalance = Annotated[
-    float,
-    typer.Option(
-        help="Tokens of the rank whose experts most of them take, over the mean: assumed, until training measures."
     ),
 ]
 Aim = Annotated[
