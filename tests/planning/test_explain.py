@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+from steelyard.cost.predict import predict
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan, plan_verdicts
 from steelyard.planning.problem import PlanOptions
+from steelyard.planning.report_search import search_for_report
 from tests.cost.examples import job, job_on_shared_cores, plan
 
 TWO_CHUNKS = ("fsdp4, fsdp4, fsdp4", "fsdp4, fsdp4", "fsdp4, fsdp4", "fsdp4, fsdp4, fsdp4")
@@ -38,7 +40,9 @@ def test_an_explanation_says_where_a_plan_of_the_models_makers_is_not_read() -> 
     options = PlanOptions(num_stages=1, num_microbatches=1, max_degrees={"tp": 1})
     whole = plan(of, "fsdp8, fsdp8, fsdp8, fsdp8", num_microbatches=1)
     assert not explain_plan(whole, of, options).notes
-    assert explain_plan(whole, told, options).notes == (f"How tp divides the block follows from its structure: {why}.",)
+    expected = (f"How tp divides the block follows from its structure: {why}.",)
+    assert explain_plan(whole, told, options).notes == expected
+    assert search_for_report(whole, told, predict(whole, told), time_limit_s=0).explanation.notes == expected
 
 
 def test_where_processes_share_cores_the_simulator_ranks_rivals_as_it_ranks_plans() -> None:

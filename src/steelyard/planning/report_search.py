@@ -16,7 +16,7 @@ from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import device_bytes
-from steelyard.planning.explain import pricing_notes, what_was_searched
+from steelyard.planning.explain import pricing_notes, supposed_notes, what_was_searched
 from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.price import with_cost
@@ -48,7 +48,8 @@ def search_for_report(
     begun is left out and named. A limit of 0 searches nothing.
     """
     priced = with_cost(plan, job, cost)
-    notes = pricing_notes(plan, priced)
+    changed = pricing_notes(plan, priced)
+    notes = (*changed, *supposed_notes(job))
     if time_limit_s is not None and time_limit_s <= 0:
         return PlanStudy(scope="", explanation=Explanation(binds="", notes=notes))
     deadline = math.inf if time_limit_s is None else time.process_time() + time_limit_s
@@ -59,7 +60,7 @@ def search_for_report(
     share_s = None if time_limit_s is None else SEARCH_SHARE * time_limit_s
     contest = Contest.of(job, options, cost.step_time_s, time_limit_s=share_s)
     progress("searching memory budgets")
-    proven = plan.prediction is not None and plan.prediction.certificate.is_optimal and not notes
+    proven = plan.prediction is not None and plan.prediction.certificate.is_optimal and not changed
     own = _own_point(priced, job, proven=proven)
     points = _points(contest, own, time.process_time() + FRONTIER_SHARE * (deadline - time.process_time()))
     progress("searching the rivals of the plan")
