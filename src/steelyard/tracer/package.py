@@ -29,7 +29,7 @@ from steelyard.tracer.packaged import (
     LEFT_OUT,
     TRACER_VERSION,
     counted_at,
-    packaged_trace,
+    packaged_lengths,
     profile_at,
     trace_file,
 )
@@ -68,8 +68,7 @@ def make_files(name: str) -> list[Path]:
     files = _files_of_split(chain)
     for precision in PRECISIONS:
         files.append(Path(str(trace_file(chain.config_hash, precision))))
-        longest = spans_of(chain)[-1].stop - 1
-        if packaged_trace(chain, seq_len=longest, precision=precision, degrees=DEGREES) is None:
+        if not packaged_lengths(chain, precision):
             content = package(chain, precision)
             write(files[-1], gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
             print(f"{name} {precision}: {files[-1].stat().st_size} bytes", flush=True)
