@@ -288,7 +288,7 @@ def _named_machines(
         named.append(partial(load_config, model))
     if memory is not None:
         named.append(partial(parse_bytes, memory))
-    if profile is not None and "=" not in profile:  # of several pools each has one
+    if profile is not None and "=" not in profile and "+" not in cluster:  # of several pools each has one
         named.append(partial(read_profile, profile))
     machines, *_ = all_of(partial(pools_with, cluster, network), *named)
     return machines
