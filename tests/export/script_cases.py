@@ -15,6 +15,8 @@ from typing import Any
 
 from steelyard.export import Request, export_plan, target_of
 from steelyard.export.pytorch import SCRIPT
+from steelyard.model.read import load_config
+from steelyard.model.small import small_config, without_dropout
 from steelyard.plan.plan import Plan
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 
@@ -30,8 +32,16 @@ def _plan(config: dict[str, Any], *stages: str, **settings: Any) -> Callable[[],
     return cache(partial(make_plan, config, *stages, **options))
 
 
+def _small(name: str) -> dict[str, Any]:
+    """A packaged model at small width, with two blocks."""
+    config = without_dropout(small_config(load_config(name)[1]))
+    config |= {key: 2 for key in ("num_hidden_layers", "n_layer") if key in config}
+    return config | {key: value[:2] for key, value in config.items() if key == "layer_types"}
+
+
 _LLAMA = CONFIGS["llama"] | {"num_hidden_layers": 4}
 _TIED = CONFIGS["llama-tied"]
+_SLIDES_ONCE = _small("command-r7b") | {"layer_types": ["sliding_attention", "full_attention"]}
 CASES: dict[str, Callable[[], Plan]] = {
     "one stage": _plan(
         _LLAMA,
@@ -57,6 +67,18 @@ CASES: dict[str, Callable[[], Plan]] = {
         for name in ("gpt_neox", "gemma", "gemma2", "gemma3_text", "mistral", "qwen2", "qwen3")
     },
     **{name: _plan(FAMILY_CONFIGS[name], "dp4, fsdp4, dp4 remat=full, fsdp4") for name in ("mixtral", "qwen3_moe")},
+    **{
+        name: _plan(_small(name), "fsdp2, tp2+sp", "tp2 remat=full, dp2")
+        for name in ("command-r-35b", "granite-3.3-8b", "olmo2-1b", "phi-3-mini", "starcoder2-3b")
+    },
+    "glm-4-9b-0414": _plan(_small("glm-4-9b-0414"), "tp2+sp, fsdp2", "tp2+sp remat=full, tp2+sp"),
+    "command-r7b": _plan(_SLIDES_ONCE, "fsdp2, tp2+sp", "tp2 remat=full, dp2"),
+    "smollm3-3b": _plan(_small("smollm3-3b") | {"no_rope_layers": [1, 0]}, "fsdp2, tp2+sp", "tp2 remat=full, dp2"),
+    "gpt2": _plan(_small("gpt2"), "tp2, dp2", "fsdp2 remat=full, tp2+sp"),
+    **{
+        name: _plan(_small(name), "fsdp2, dp2", "fsdp2 remat=full, dp2")
+        for name in ("deepseek-v2-lite", "deepseek-v3", "falcon-7b", "gpt-oss-20b", "olmoe-1b-7b")
+    },
 }
 
 

@@ -15,6 +15,7 @@ import pytest
 from steelyard.errors import UserError
 from steelyard.export.pytorch import SCRIPT, STYLES
 from steelyard.model.read import chain_from_config
+from steelyard.model.split import BlockCall, SplitStream
 from steelyard.plan.plan import Plan
 from tests.export import script_cases
 from tests.export.examples import TINY, exported, mixed, read, text_of, uneven_pipeline, uniform
@@ -92,11 +93,40 @@ def test_what_a_config_holds_arrives_as_it_is() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "vit", "swin"])
-def test_a_model_that_the_script_cannot_build_is_refused(name: str) -> None:
-    config = FAMILY_CONFIGS[name]
-    plan = unsharded(config)
-    with pytest.raises(UserError, match="a model of deepseek_v3, gemma, gemma2, gemma3_text, gpt_neox, llama"):
+@pytest.mark.parametrize("name", ["bert", "t5", "vit", "swin"])
+def test_what_is_no_decoder_is_refused_by_name(name: str) -> None:
+    plan = unsharded(FAMILY_CONFIGS[name])
+    with pytest.raises(UserError, match=rf"pytorch for test \({name}\), which is no causal decoder"):
+        content_of(plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"embedding_calls": ()}, "embedding is more than modules called one after another"),
+        ({"head_calls": ("lm_head", ":select:1.0:0.0")}, "head is more than modules called one after another"),
+        ({"call": BlockCall(argument=1)}, "hidden state is not the first that blocks read and return"),
+        ({"call": BlockCall(result=1, num_results=2)}, "hidden state is not the first that blocks read and return"),
+        ({"streams": (SplitStream(argument="x", readers=(1,), shape=(0,)),)}, "blocks read or return several states"),
+        ({"sides_by_sample": True}, "blocks read something for each sample"),
+        ({"typed_buffers": ("block.scale",)}, "blocks convert their buffers"),
+        ({"shared": (((1, "model.layers.0.a.weight"), (2, "model.layers.1.a.weight")),)}, "layers share more"),
+        ({"resting": ("model.tower",)}, "modules are not all trained"),
+        ({"multiple": 64}, "length is rounded up"),
+    ],
+)
+def test_a_decoder_that_the_script_cannot_run_is_refused_by_its_structure(change: dict[str, Any], said: str) -> None:
+    chain = CASES["qwen2"]().chain()
+    assert chain.split is not None
+    split = chain.split.model_copy(update=change)
+    plan = make_plan(dict(chain.config), "dp2, dp2, dp2, dp2", num_devices=2, seq_len=64, split=split)
+    with pytest.raises(UserError, match=rf"pytorch for test \(qwen2\), whose {said}"):
+        content_of(plan)
+
+
+def test_blocks_whose_modules_keep_numbers_of_heads_are_refused_under_tensor_parallelism() -> None:
+    plan = make_plan(dict(CASES["gpt2"]().chain().config), "dp2, tp2, dp2, dp2", num_devices=2)
+    with pytest.raises(UserError, match=r"with tp, whose style 'enter::num_heads,embed_dim,split_size' of block.attn"):
         content_of(plan)
 
 
@@ -122,7 +152,7 @@ def test_key_value_heads_that_ranks_would_share_are_refused() -> None:
 
 def test_experts_under_tensor_parallelism_are_refused() -> None:
     plan = make_plan(FAMILY_CONFIGS["mixtral"], "tp2, tp2, tp2, tp2", num_devices=2)
-    with pytest.raises(UserError, match="whose style 'own_experts' is more than stock calls"):
+    with pytest.raises(UserError, match=r"whose style 'own_experts' of block.mlp.experts is more"):
         content_of(plan)
 
 

@@ -2,8 +2,8 @@
 
 The script is `scripts/train_plan.py`, one file for every plan, copied as it is: no text of a plan or of a config ever
 becomes code. Beside it lies what it reads, in JSON: the plan with the model's config, and what its split says of the
-model's parts. It trains decoders with the stock modules that tensor parallelism has, on the same samples and from the
-same first weights as `steelyard train`.
+model's parts. It trains decoders of any type whose split is simple enough (`_why_not`) with the stock modules that
+tensor parallelism has, on the same samples and from the same first weights as `steelyard train`.
 """
 
 import json
@@ -15,7 +15,8 @@ from typing import Any
 from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import LayerKind, LayerRole
+from steelyard.model.family import LayerKind, LayerRole, Task
+from steelyard.model.split import BlockCall, ModelSplit, local_name
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import OTHER_PLANS, Plan
 from steelyard.units import format_plural
@@ -29,6 +30,8 @@ KINDS = frozenset({"dp", "fsdp", "tp"})
 STYLES: Mapping[str, str] = {
     "columns": "colwise",
     "rows": "rowwise",
+    "columns_gathered": "colwise_gathered",
+    "rows_of_whole": "rowwise_of_whole",
     "enter": "gather",
     "on_part": "sequence_local",
     "whole": "replicated_with_grad_allreduce",
@@ -36,27 +39,13 @@ STYLES: Mapping[str, str] = {
     "logits": "logits",
 }
 """What the script calls the styles of modules that it has stock calls for, by the first word of their name."""
-TYPES = frozenset(
-    (
-        "deepseek_v3",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-    )
-)
-"""The types whose blocks the script gives what they read, as the model does."""
 _BUFFERS = "memory as predicted: every stage has buffers for what it exchanges of all {} microbatches of a step"
-_ROTARY = "rotary_emb"
-"""The rotary embedding, beside the list of blocks."""
-_NAMES = {LayerRole.EMBEDDING: ("embedding",), LayerRole.BLOCK: ("block",), LayerRole.HEAD: ("norm", "output")}
-"""What the script calls the modules of a layer, in their order."""
+_OPERATIONS = frozenset({"mul", "div", "tanh", "positions"})
+"""The operations between modules of embedding and head that the script has."""
+_HEAD_NORMS = (".q_norm", ".k_norm", ".query_layernorm", ".key_layernorm")
+"""Norms of the heads of a rank, where ranks divide heads."""
+_UNREAD = "hidden_size"
+"""A number that modules keep and do not compute with."""
 
 
 def _write(request: Request) -> Draft:
@@ -92,14 +81,8 @@ def _write(request: Request) -> Draft:
 
 def _check(plan: Plan, chain: ModelChain) -> None:
     """Raises `UserError` for a model, or a tensor parallelism of it, that the script has no stock calls for."""
-    name, model_type = chain.name, chain.family.model_type
     divided = {chain.kind_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tensor_degree > 1}
-    words = {_word(path, style) for kind in divided for path, style in _split_styles(chain, kind).items()}
-    found = None
-    if model_type not in TYPES:
-        found = f"pytorch for {name} ({model_type})"
-    elif words - STYLES.keys():
-        found = f"pytorch for {name} with tp, whose style {min(words - STYLES.keys())!r} is more than stock calls"
+    reason = _why_not(chain) or next(filter(None, (_why_no_tp(_split_styles(chain, kind)) for kind in divided)), "")
     sizes = plan.stage_sizes
     if len(set(sizes)) > 1:
         raise UserError(
@@ -124,41 +107,77 @@ def _check(plan: Plan, chain: ModelChain) -> None:
             expected="a plan of " + ", ".join(sorted(KINDS)),
             hint="plan with --space paper, or run the plan with `steelyard train`",
         )
-    if found is not None:
+    if reason:
         raise UserError(
             field="--to",
-            found=found,
-            expected="a model of " + ", ".join(sorted(TYPES)) + "; experts without tp",
+            found=f"pytorch for {chain.name} ({chain.family.model_type}){reason}",
+            expected="a decoder whose embedding and head are modules called one after another, with one hidden state "
+            "between them; experts without tp",
             hint="run the plan with `steelyard train`, or --to torchrun for a script that starts it",
         )
 
 
+def _why_not(chain: ModelChain) -> str:
+    """What the script has no calls for in a model; empty where it runs all layers as the model does.
+
+    What blocks read beside the hidden state the script sees in the model's own forward pass.
+    """
+    split = chain.split
+    if split is None or chain.family.task is not Task.CAUSAL_LM:
+        return ", which is no causal decoder"
+    steps = [step.split(":") for step in (*split.embedding_calls, *split.head_calls)]
+    operations = {operation[0] for _, *operation in steps if operation}
+    held = (*split.embedding, *split.head)
+    around = [path for path, *_ in steps if path and any(each.startswith(f"{path}.") for each in held)]
+    call = split.call.model_copy(update={"num_results": None, "result": split.call.result or None})
+    ends = all(chain.kind_of(layer).role is not LayerRole.BLOCK for each in chain.shared for layer, _ in each.copies)
+    matrices = all(path.endswith(".weight") for each in chain.shared for _, path in each.copies)
+    reasons = {
+        "embedding is more than modules called one after another": not split.embedding_calls or around,
+        "head is more than modules called one after another": not split.head_calls or operations - _OPERATIONS,
+        "blocks read or return several states": split.streams or any(kind.returns_state for kind in split.kinds),
+        "hidden state is not the first that blocks read and return": call != BlockCall(),
+        "blocks read something for each sample": split.sides_by_sample,
+        "length is rounded up": split.multiple > 1,
+        "states have other places than tokens": any((kind.tokens, kind.shape) != ((1, 0), ()) for kind in split.kinds),
+        "layers share more than a tied embedding": len(chain.shared) > 1 or not (ends and matrices),
+        "modules are not all trained, or hold blocks": split.resting or split.holders,
+        "blocks convert their buffers": split.typed_buffers,
+    }
+    return next((f", whose {reason}" for reason, holds in reasons.items() if holds), "")
+
+
+def _why_no_tp(styles: Mapping[str, str]) -> str:
+    """What the script has no stock calls for in the styles of a kind; empty where it divides all modules."""
+    for path, style in styles.items():
+        word, *given = style.split(":")
+        counted = {*",".join(given[1:] if word == "enter" else given).split(",")} - {"", _UNREAD}
+        is_whole = path.endswith(_HEAD_NORMS) or _is_gathered(path, styles)
+        is_known = is_whole if word == "whole" else word in STYLES
+        if not is_known or counted or "+" in style or (word in ("columns", "rows") and _is_gathered(path, styles)):
+            return f" with tp, whose style {style!r} of {path} is more than stock calls"
+    return ""
+
+
+def _is_gathered(path: str, styles: Mapping[str, str]) -> bool:
+    """Whether ranks gather what matrices beside this module give, so that it computes the whole on every rank."""
+    beside = path.rpartition(".")[0] + "."
+    return any(each.startswith(beside) and style.startswith("columns_gathered") for each, style in styles.items())
+
+
 def _styles(chain: ModelChain, kind: LayerKind) -> dict[str, str]:
-    """The styles of the modules of a kind under their names in the script, those alone that it has."""
+    """The styles of the modules of a kind, those alone that the script has."""
     found: dict[str, str] = {}
-    layer = chain.layers.index(chain.kinds.index(kind))
-    for path, style in _split_styles(chain, kind).items():
-        word = _word(path, style)
-        if word in STYLES:
-            keyword = style.split(":")[1] if word == "enter" and ":" in style else ""
-            found[_path(chain, layer, path)] = f"{STYLES[word]}:{keyword}".rstrip(":")
+    styles = _split_styles(chain, kind)
+    for path, style in styles.items():
+        word, *given = style.split(":")
+        if word in STYLES and not (word == "whole" and _is_gathered(path, styles)):
+            found[path] = ":".join((STYLES[word], *filter(None, given[:1] if word == "enter" else ())))
     return found
 
 
 def _split_styles(chain: ModelChain, kind: LayerKind) -> Mapping[str, str]:
     return chain.family.of_kind(chain.family.tp, kind) or {}
-
-
-def _word(path: str, style: str) -> str:
-    """The first word of a style; of what is whole on every rank only norms of heads have a stock call."""
-    word = style.partition(":")[0]
-    return word if word != "whole" or path.endswith("_norm") else f"{word} {path}"
-
-
-def _path(chain: ModelChain, layer: int, path: str) -> str:
-    """The path of a module or parameter of a layer, whose modules have other names in the script."""
-    name, dot, rest = path.partition(".")
-    return dict(zip(chain.family.modules(layer), _NAMES[chain.kind_of(layer).role], strict=True))[name] + dot + rest
 
 
 def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
@@ -169,27 +188,31 @@ def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
 
 def _chain(chain: ModelChain) -> dict[str, Any]:
     """What the script must know of the model beside its config; paths are those of modules and parameters."""
-    assert chain.split is not None, "every type that the script knows is split by its structure"
-    family, numbers = chain.family, range(chain.num_layers)
+    split = chain.split
+    assert split is not None, "it was checked"
     return {
         "hidden_size": chain.hidden_size,
         "vocab_size": chain.vocab_size,
-        "rotary": f"{chain.split.blocks.rpartition('.')[0]}.{_ROTARY}",
-        "rotary_by_attention": family.rotary_by_attention,
-        "fused_attention": family.fused_attention,
-        "tied": [[layer, _path(chain, layer, path)] for shared in chain.shared for layer, path in shared.copies],
-        "kinds": {
-            kind.name: {"role": kind.role.value, "attention": kind.attention, "styles": _styles(chain, kind)}
-            for kind in chain.kinds
-        },
-        "layers": [
-            {
-                "kind": chain.kind_of(number).name,
-                "modules": {_path(chain, number, name): path for name, path in family.modules(number).items()},
-            }
-            for number in numbers
-        ],
+        "fused_attention": chain.family.fused_attention,
+        "num_results": split.call.num_results or 0,
+        "tied": [list(copy) for shared in chain.shared for copy in shared.copies],
+        "kinds": {kind.name: {"role": kind.role.value, "styles": _styles(chain, kind)} for kind in chain.kinds},
+        "layers": [{"kind": chain.kind_of(layer).name, **_modules(split, layer)} for layer in range(chain.num_layers)],
     }
+
+
+def _modules(split: ModelSplit, layer: int) -> dict[str, Any]:
+    """The paths of a layer's modules by their names in it, and how embedding and head call them, step by step."""
+    modules, steps = dict(split.modules(layer)), list[list[Any]]()
+    calls = {0: split.embedding_calls, len(split.layers) - 1: split.head_calls}.get(layer, ())
+    for path, *operation in (step.split(":") for step in calls):
+        name, *operands = operation or ["call"]
+        called = path or (operands[0] if name == "positions" else "")
+        if called and not any(f"{called}.".startswith(f"{each}.") for each in modules.values()):
+            modules[local_name(called)] = called  # of no parameters, as dropout
+        local = split.local_path(layer, called) if called and called not in modules.values() else local_name(called)
+        steps.append([name, *([local] if called else map(float, operands))])
+    return {"modules": modules, "steps": steps}
 
 
 TARGET = Target(

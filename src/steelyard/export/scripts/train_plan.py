@@ -43,8 +43,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as tensor_parallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -134,16 +133,19 @@ KEPT = [  # by selective remat: matrix products, attention, and what tensor para
 REMAT = {"full": noop_context_fn, "selective": partial(create_selective_checkpoint_contexts, KEPT)}
 
 
+OPERATIONS = {"mul": torch.mul, "div": torch.div, "tanh": torch.tanh}  # of hidden states and logits with numbers
+
+
 class Layer(nn.Module):
     """A layer of the chain: the embedding, a block of transformers unchanged, or the head with the loss."""
 
     def __init__(self, plan: Plan, model: PreTrainedModel, number: int) -> None:
         super().__init__()
         entry = plan.chain["layers"][number]
-        self.kind = plan.chain["kinds"][entry["kind"]]
+        self.kind_name, self.steps = entry["kind"], entry["steps"]
+        self.kind = plan.chain["kinds"][self.kind_name]
         self.remat = plan.strategies[number].remat
         self.num_targets = plan.global_batch * plan.seq_len
-        self.logit_cap = getattr(model.config, "final_logit_softcapping", None)
         for name, path in entry["modules"].items():
             self.add_module(name, model.get_submodule(path))
 
@@ -155,31 +157,50 @@ class Layer(nn.Module):
 
     def compute(self, inputs: Tensor, side: dict, labels: Tensor | None) -> Tensor:
         """The forward pass, which remat runs again in backward."""
-        if self.kind["role"] == "embedding":
-            return self.embedding(inputs)
         if self.kind["role"] == "block":
-            return self.block(inputs, **side[self.kind["attention"]], use_cache=False)
-        logits = self.output(self.norm(inputs))
-        if self.logit_cap is not None:
-            logits = (logits / self.logit_cap).tanh() * self.logit_cap
-        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
+            places, names = side[self.kind_name]
+            outputs = self.block(inputs, *places, **names)
+            return outputs[0] if isinstance(outputs, tuple) else outputs
+        found = inputs
+        for name, *operands in self.steps:
+            if name == "call":
+                found = self.get_submodule(*operands)(found)
+            elif name == "positions":
+                found = found + self.get_submodule(*operands)(torch.arange(inputs.shape[1], device=inputs.device)[None])
+            else:
+                found = OPERATIONS[name](found, *operands)
+        if self.kind["role"] == "embedding":
+            return found
+        loss = nn.functional.cross_entropy(found.float().flatten(0, 1), labels.flatten(), reduction="sum")
         return (loss.to_local() if isinstance(loss, DTensor) else loss) / self.num_targets
 
 
 @torch.no_grad()
-def side_inputs(plan: Plan, config: PreTrainedConfig, rotary: nn.Module, device: torch.device) -> dict[str, dict]:
-    """What blocks read beside the hidden state, by kind of attention; a causal kernel needs no mask but a window's."""
-    positions = torch.arange(plan.seq_len, device=device).unsqueeze(0)
-    like = torch.empty((1, plan.seq_len, 1), dtype=plan.dtype, device=device)
-    window, found = getattr(config, "sliding_window", None) or plan.seq_len, {}
-    for attention in {kind["attention"] for kind in plan.chain["kinds"].values() if kind["role"] == "block"}:
-        slides, mask = attention == "sliding_attention" and window < plan.seq_len, None
-        if slides or not plan.chain["fused_attention"]:
-            make = create_sliding_window_causal_mask if slides else create_causal_mask
-            mask = make(config, like, None, past_key_values=None, position_ids=positions)
-        which = (attention,) if plan.chain["rotary_by_attention"] else ()
-        embeddings = rotary(like, positions, *which)
-        found[attention] = {"attention_mask": mask, "position_ids": positions, "position_embeddings": embeddings}
+def side_inputs(plan: Plan, model: PreTrainedModel, device: torch.device) -> dict[str, tuple]:
+    """What the model gives blocks of each kind beside the hidden state (masks, rotary embeddings), by place and name.
+
+    Its own forward pass shows it, in which all modules of layers only return a hidden state without values.
+    """
+    like = torch.zeros((1, plan.seq_len, plan.chain["hidden_size"]), dtype=plan.dtype, device=device)
+    found, holes = {}, {}
+
+    def hole(kind: str, _hidden: Tensor, *places: object, **names: object) -> Tensor | tuple:
+        found[kind] = places, names
+        is_block = plan.chain["kinds"][kind]["role"] == "block"
+        return (like,) * plan.chain["num_results"] if is_block and plan.chain["num_results"] else like
+
+    for entry in plan.chain["layers"]:
+        holes |= {model.get_submodule(path): entry["kind"] for path in entry["modules"].values()}
+    inside = {module for each in holes for module in each.modules()}
+    for module in model.modules():
+        if module not in inside and any(True for _ in module.buffers(recurse=False)):
+            module.to_empty(device=device, recurse=False)
+            model._init_weights(module)
+    for each, kind in holes.items():
+        each.forward = partial(hole, kind)
+    model(torch.zeros((1, plan.seq_len), dtype=torch.long, device=device), use_cache=False)
+    for each in holes:
+        del each.forward
     return found
 
 
@@ -203,6 +224,11 @@ def whole_input(between: Placement, keyword: str) -> tensor_parallel.ParallelSty
 STYLES = {
     "colwise": lambda between, _: tensor_parallel.ColwiseParallel(),
     "rowwise": lambda between, _: tensor_parallel.RowwiseParallel(output_layouts=between),
+    # what is computed between these two every rank computes whole
+    "colwise_gathered": lambda between, _: tensor_parallel.ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_of_whole": lambda between, _: tensor_parallel.RowwiseParallel(
+        input_layouts=Replicate(), output_layouts=between
+    ),
     "gather": whole_input,
     # norms on this rank's part of the sequence, where it has a part
     "sequence_local": lambda between, _: (
@@ -236,22 +262,27 @@ def first_weights(
     """First weights that depend on the seed and the layer's place alone, so that any plan starts alike."""
 
     def fill(module: nn.Module, place: int) -> None:
+        numbers = [each for each in (*module.parameters(), *module.buffers()) if each.is_floating_point()]
+        for each in numbers:
+            each.data.fill_(math.nan)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed * 1_000_003 + place)
             for submodule in reversed(list(module.modules())):
                 model._init_weights(submodule)
+        if any(each.isnan().any() for each in numbers):
+            raise SystemExit(f"layer {number}: transformers gives a part of {type(module).__name__} no first weights")
 
-    is_tied = layer.kind["role"] == "head" and plan.chain["tied"]
-    if is_tied:  # a matrix of its own instead of the embedding's
-        layer.output.weight = nn.Parameter(torch.empty_like(layer.output.weight))
+    owners = [layer.get_submodule(path.rpartition(".")[0]) for place, path in plan.chain["tied"][1:] if place == number]
+    for owner in owners:  # a matrix of its own instead of the embedding's
+        owner.weight = nn.Parameter(torch.empty_like(owner.weight))
     for module in layer.children():
         module.to_empty(device=device)
         fill(module, number)
-    if is_tied:
-        table = nn.Embedding(*layer.output.weight.shape, device=device)
+    for owner in owners:
+        table = nn.Embedding(*owner.weight.shape, device=device)
         table.padding_idx = model.get_input_embeddings().padding_idx
         fill(table, 0)
-        layer.output.weight = table.weight
+        owner.weight = table.weight
 
 
 class LayerLoop(nn.Module):
@@ -306,9 +337,7 @@ def build_parts(plan: Plan, meshes: dict[tuple, DeviceMesh], device: torch.devic
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     model.train()
-    with torch.device(device):
-        rotary = type(model.get_submodule(plan.chain["rotary"]))(config)
-    side, stage_mesh = side_inputs(plan, config, rotary, device), build_stage_mesh(plan, device.type)
+    side, stage_mesh = side_inputs(plan, model, device), build_stage_mesh(plan, device.type)
     layouts = [placements(strategy, stage_mesh) for strategy in plan.strategies]
     moves = list(zip([layouts[0], *layouts[:-1]], layouts, strict=True))  # a hidden state is sent as it was made
     parts = {}
