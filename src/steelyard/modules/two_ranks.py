@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import first_line
 from steelyard.model.chain import ModelChain
@@ -41,7 +42,8 @@ from steelyard.plan.strategy import Remat
 _SMALL, _SMALL_OF_ONE = 1e-3, 1e-2
 """Of the largest gradient: what a gradient of less is compared with, of several entries or of one."""
 
-
+_SAME = (PreTrainedConfig, int, float, str)
+"""What copies of a model share."""
 _PATIENCE_S = 120.0
 """After which a rank is taken to stand still, as one whose partner has failed does."""
 
@@ -92,7 +94,7 @@ class ThreadedProof:
         sp: bool = False,
         by_tokens: Collection[str] = (),
     ) -> str:
-        model, split = copy.deepcopy(self.model), chain.split
+        model, split = _copy_of(self.model), chain.split
         assert split is not None
         layers, context = pieces_of(model, chain, self.numbers, self.ids, self.decoder_ids)
         paths = {id(parameter): path for path, parameter in parameters_by_path(model, split).items()}
@@ -149,6 +151,21 @@ def _outcome(rank: int, store: dist.Store, compared: Callable[[DeviceMesh], str]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _copy_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy as `copy.deepcopy` makes it, without its time for empty dictionaries of hooks; configs are the same."""
+    memo: dict[int, Any] = {id(module): module.__new__(type(module)) for module in model.modules()}
+    for module in model.modules():
+        own = vars(memo[id(module)])
+        for name, value in vars(module).items():
+            if value is None or isinstance(value, _SAME):
+                own[name] = value
+            elif isinstance(value, (dict, set)) and not value:
+                own[name] = value.copy()
+            else:
+                own[name] = copy.deepcopy(value, memo)
+    return memo[id(model)]
 
 
 def pieces_of(
