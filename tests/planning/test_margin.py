@@ -7,6 +7,7 @@ import pytest
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.plan.margin import shortfall
+from steelyard.plan.words import headline
 from steelyard.planning.choose import PlanningResult, plan_job
 from steelyard.planning.explain import other_budgets, pricing_notes
 from steelyard.planning.job import make_job
@@ -15,7 +16,6 @@ from steelyard.planning.price import job_of, peak_bytes, with_price
 from steelyard.planning.problem import PlanOptions
 from steelyard.planning.rivals import Contest, Floors
 from steelyard.planning.why_not import why_not_plan
-from steelyard.report.plan_table import headline
 from steelyard.units import GIB, format_bytes
 
 CONFIG = "llama3.2-1b"

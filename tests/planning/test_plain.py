@@ -12,13 +12,13 @@ from steelyard.model.chain import LayerRole
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
+from steelyard.plan.words import baseline_line
 from steelyard.planning import acceptance, walked_search
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.planning.rivals import with_baselines
-from steelyard.report.plan_table import baseline_line
 from tests.cost.examples import cluster, job
 from tests.schedules.examples import pipeline
 

@@ -8,10 +8,10 @@ import pytest
 
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
+from steelyard.plan.words import headline
 from steelyard.planning.choose import find_plan
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.problem import PlanOptions
-from steelyard.report.plan_table import headline
 from steelyard.tracer.cache import cached_trace
 
 MODEL = "qwen2.5-1.5b"

@@ -143,6 +143,11 @@ class CostTables:
         for index, side in enumerate(self.side_inputs):
             _check_side_input(f"side_inputs.{index}", side, len(self.layers), num_strategies)
 
+    def __str__(self) -> str:
+        shape, count = self.pipeline, len(self.strategies)
+        layers = f"{len(self.layers)} layers of {len(self.kinds)} kinds ({', '.join(self.kinds)}), {count} strategies"
+        return f"{shape.num_stages} stages, {shape.num_microbatches} microbatches, {shape.schedule}: {layers}"
+
     def static_of(self, in_flight: int) -> NDArray[np.int64]:
         """[K, S] static bytes on stages with so many passes in flight."""
         return self.static_bytes + self.stage_bytes.get(in_flight, 0)

@@ -5,6 +5,7 @@ the vocabulary, loss). Layer 0 is the embedding and the last layer is the head i
 its decoder are one chain, one after the other; the decoder's embedding, in between, reads token ids of its own.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -40,6 +41,10 @@ class ModelChain(Layout):
     """What is known of a user's own module, which has no config."""
     freeze: Freeze | None = None
     """What is not trained; made so by `steelyard.model.freezing.frozen_chain`."""
+
+    def __str__(self) -> str:
+        counts = Counter(self.kind_of(layer).name for layer in range(self.num_layers))
+        return f"{self.name}: {', '.join(f'{count} × {name}' for name, count in counts.items())}"
 
     @property
     def summed(self) -> tuple[SharedWeight, ...]:

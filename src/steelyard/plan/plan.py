@@ -27,6 +27,7 @@ from steelyard.plan.prediction import Prediction
 from steelyard.plan.stages import LayerRun, StagePlan
 from steelyard.plan.strategy import Strategy
 from steelyard.plan.training import Training
+from steelyard.plan.words import plan_lines
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
 
@@ -120,6 +121,9 @@ class Plan(PlanPart):
             for other in getattr(self, name):
                 _plan_of(self, other)
         return self
+
+    def __str__(self) -> str:
+        return "\n".join(plan_lines(self))
 
     def chain(self) -> ModelChain:
         """The model of the plan as a chain; raises `InvalidModelError` if its config is not known."""

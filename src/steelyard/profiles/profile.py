@@ -405,6 +405,12 @@ class Profile(ProfilePart):
             )
         return self
 
+    def __str__(self) -> str:
+        of, shapes = self.identity, len(self.layers)
+        where = f"measured on {of.num_devices} × {of.device}" if of.is_measured else "traced"
+        kinds = ", ".join(dict.fromkeys(layer.kind for layer in self.layers))
+        return f"{of.model_name}, {of.seq_len} tokens, {of.precision}, {where}: {kinds} in {shapes} shapes"
+
     def stage_speeds(self, num_stages: int) -> tuple[float, ...]:
         """How fast a stage computes while 1, 2, … stages do; empty where stages have devices of their own."""
         if num_stages == 1 or not self.busy_speeds:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, FailFast
 
 from steelyard.limits import Bytes, Count, DeviceCount, Factor, PositiveSeconds, Seconds
+from steelyard.units import format_seconds
 
 
 class RecordPart(BaseModel):
@@ -73,3 +74,8 @@ class RunRecord(RecordPart):
     """Per stage the seconds of a step in which a rank computes itself."""
     predicted_peak_bytes: tuple[Bytes, ...] | None = None
     """Per stage, as the plan predicted."""
+
+    def __str__(self) -> str:
+        predicted = "" if self.predicted_step_s is None else f", {format_seconds(self.predicted_step_s)} predicted"
+        took = f"{len(self.steps)} steps, {format_seconds(self.median_step_s)} each (median{predicted})"
+        return f"{self.model_name} on {self.num_devices} × {self.device}: {took}"

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Prediction
-from steelyard.report.plan_table import headline, layers_text
+from steelyard.plan.words import headline, layers_text
 from steelyard.report.tables import number, plain_table
 from steelyard.units import format_bytes, format_seconds
 

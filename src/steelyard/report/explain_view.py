@@ -10,12 +10,12 @@ from rich.text import Text
 from steelyard.plan.choices import Explanation, NotSearched, Rival, SlowNode, StrategyVerdict, Verdict
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Prediction
+from steelyard.plan.words import headline
 from steelyard.report.compare_view import compare_view
 from steelyard.report.plan_table import (
     MAX_STAGE_COLUMNS,
     alternative_table,
     as_good_line,
-    headline,
     link_lines,
     pool_lines,
     stage_table,

@@ -1,6 +1,6 @@
 """A plan as tables for the terminal: the decision, where time and memory go, and what lost."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -8,19 +8,16 @@ from rich.text import Text
 
 from steelyard.errors import InvalidClusterError
 from steelyard.hardware import Cluster, MixedCluster
-from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.choices import Rival
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.margin import margin_text
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, Baseline, Prediction
+from steelyard.plan.words import SAME_SHARE, against, headline, layers_text, misfits, part_name
 from steelyard.report.tables import framed_table, number
 from steelyard.units import format_bytes, format_change, format_days, format_money, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
-SAME_SHARE = 5e-4
-"""Step times that differ by less than this share are called the same."""
-NO_STRATEGY = "has no legal strategy", "have no legal strategy"
 MAX_STAGE_COLUMNS = 4
 """More stages than these are shown as rows, with their totals alone."""
 
@@ -45,46 +42,6 @@ def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> Rend
     return Group(*parts)
 
 
-def headline(plan: Plan) -> str:
-    """The decision in one sentence."""
-    stages = format_plural(plan.num_stages, "stage") + (f" ({plan.schedule})" if plan.num_stages > 1 else "")
-    if plan.num_chunks > 1:
-        stages += f" of {format_plural(plan.num_chunks, 'chunk')}"
-    microbatches = format_plural(plan.num_microbatches, "microbatch", "microbatches")
-    text = (
-        f"{plan.model.name} on {plan.cluster}: {stages}, {microbatches} of "
-        f"{plan.microbatch_samples} × {plan.seq_len} tokens, {plan.precision}"
-    )
-    prediction, split = plan.prediction, plan.model.split
-    if split is not None and split.features is not None:
-        resting = f"all but {' and '.join(split.resting)}, which rest" if split.resting else "everything"
-        text += f"\n{split.features.words(plan.seq_len)}" + ("" if plan.model.frozen else f"\ntrained: {resting}")
-    if plan.model.frozen is not None:
-        text += f"\nfrozen: {plan.model.frozen}"
-    if (shared := plan.shared_heads(plan.chain())) is not None:
-        degree, name, size = shared
-        text += f"\ntp {degree} over {size} {name}: every rank holds the weights of all {size} and computes with one"
-    if prediction is None:
-        return text
-    compared = baseline_line(prediction)
-    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}{_counted(prediction)}"
-    return (
-        f"{text}\n{format_seconds(prediction.step_time_s)} a step, "
-        f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{mfu}, "
-        f"{_fullest(prediction)} per device"
-        + (f" ({prediction.margin_text})" if prediction.margin_text else "")
-        + f"\n{prediction.accuracy}"
-        + (f"\n{compared}" if compared else "")
-        + (f"\n{plan.training}" if plan.training else "")
-    )
-
-
-def _fullest(prediction: Prediction) -> str:
-    """The bytes of the device with least room left, and those of its budget."""
-    taken, budget = prediction.stages[prediction.fullest].total_bytes, prediction.stage_budgets()[prediction.fullest]
-    return f"{format_bytes(taken)} of {format_bytes(budget)}"
-
-
 def pool_lines(prediction: Prediction) -> list[RenderableType]:
     """A line for each pool of unlike devices: what it is used for, or why it is left out."""
     lines: list[RenderableType] = []
@@ -97,46 +54,9 @@ def pool_lines(prediction: Prediction) -> list[RenderableType]:
     return lines
 
 
-def _counted(prediction: Prediction) -> str:
-    return f" ({prediction.mfu_attention} attention)" if prediction.mfu_attention else ""
-
-
 def warning_lines(prediction: Prediction | None) -> list[RenderableType]:
     """What is allowed and should be known."""
     return [Text(f"Warning: {text}", style="yellow") for text in (prediction.warnings if prediction else ())]
-
-
-def baseline_line(prediction: Prediction) -> str:
-    """What is gained over the best of the plain plans, and what that is; empty where none was searched."""
-    if not prediction.baselines:
-        return ""
-    missing = " and ".join(_misfits(prediction.baselines))
-    fitting = [(each.step_time_s, each) for each in prediction.baselines if each.step_time_s is not None]
-    if not fitting:
-        return f"{missing}: there is no plain plan"
-    step_s, best = min(fitting, key=lambda pair: pair[0])
-    gain = 1 - prediction.step_time_s / step_s
-    words = _against(gain, "as fast as")
-    text = f"{words} the best plain plan, {best.name} ({best.strategies}; {best.setting}: {format_seconds(step_s)})"
-    return f"{text}; {missing}" if missing else text
-
-
-def _against(gain: float, same: str) -> str:
-    """``2.2% less time than``, or the words for what takes the same."""
-    if abs(gain) <= SAME_SHARE:
-        return same
-    return f"{abs(gain):.1%} {'less' if gain > 0 else 'more'} time than"
-
-
-def _misfits(baselines: Iterable[Baseline]) -> Iterator[str]:
-    """Which plain plans there are none of, and why: ``plain DDP and plain FSDP do not fit (2 GiB and 1 GiB short)``."""
-    none = [each for each in baselines if each.step_time_s is None]
-    for is_legal, one, several in ((True, "does not fit", "do not fit"), (False, *NO_STRATEGY)):
-        alike = [each for each in none if (each.missing_bytes is not None) == is_legal]
-        if alike:
-            short = " and ".join(format_bytes(each.missing_bytes) for each in alike if each.missing_bytes is not None)
-            verdict = (one if len(alike) == 1 else several) + (f" ({short} short)" if short else "")
-            yield f"{' and '.join(each.name for each in alike)} {verdict}"
 
 
 def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
@@ -235,9 +155,9 @@ def gain_sentence(plan: Plan) -> str:
             part = gain / (1 - gain)
             saved = [format_days(part * training.days)]
             saved += [] if training.cost is None else [format_money(part * training.cost)]
-        gains.append(f"{_against(gain, 'as long as')} {each.name}" + (f" ({', '.join(saved)})" if saved else ""))
+        gains.append(f"{against(gain, 'as long as')} {each.name}" + (f" ({', '.join(saved)})" if saved else ""))
     takes = [f"It takes {', '.join(gains)}"] if gains else []
-    text = "; ".join((*takes, *_misfits(baselines.values())))
+    text = "; ".join((*takes, *misfits(baselines.values())))
     return text[:1].upper() + text[1:]
 
 
@@ -327,12 +247,6 @@ def alternative_step(alternative: Alternative) -> str:
     return ("≤ " if alternative.is_bound else "") + format_seconds(alternative.step_time_s)
 
 
-def part_name(plan: Plan, index: int) -> str:
-    """The number of the stage of a part of the pipeline and, interleaved, which chunk of it."""
-    chunk, stage = divmod(index, plan.num_stages)
-    return str(stage) if plan.num_chunks == 1 else f"{stage}, chunk {chunk}"
-
-
 def _all_left(prediction: Prediction) -> list[str]:
     """What each stage leaves of its budget."""
     left = prediction.left_bytes()
@@ -342,19 +256,3 @@ def _all_left(prediction: Prediction) -> list[str]:
 def _terms(columns: list[dict[str, float]] | list[dict[str, int]]) -> list[str]:
     """All names that occur, in the order of their first occurrence."""
     return list(dict.fromkeys(name for column in columns for name in column))
-
-
-def layers_text(chain: ModelChain, first: int, last: int) -> str:
-    """Consecutive layers by name, both ends included: ``embedding, blocks 0–6``."""
-    has_embedding = chain.kind_of(first).role is LayerRole.EMBEDDING
-    has_head = chain.kind_of(last).role is LayerRole.HEAD
-    names = ["embedding"] if has_embedding else []
-    start, end = first + has_embedding, last - has_head
-    if start == end:
-        names.append(chain.layer_name(start))
-    elif start < end:
-        words = chain.layer_name(start), chain.layer_name(end)
-        numbers = [each.removeprefix("block ") for each in words]
-        plain = all(each.isdigit() for each in numbers)
-        names.append(f"blocks {'–'.join(numbers)}" if plain else " to ".join(words))
-    return ", ".join([*names, *(["head"] if has_head else [])])

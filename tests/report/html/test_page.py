@@ -15,6 +15,7 @@ from steelyard.hardware import parse_cluster
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.prediction import Baseline
 from steelyard.plan.strategy import Remat, parse_strategy
+from steelyard.plan.words import baseline_line, layers_text
 from steelyard.planning.price import with_price
 from steelyard.report.explain_view import explain_view
 from steelyard.report.html import ReportContents, frontier_page, report_page
@@ -26,7 +27,7 @@ from steelyard.report.html.palette import HUES, MEMORY_COLOURS, colours, strateg
 from steelyard.report.html.strategies import describe_strategy
 from steelyard.report.html.timeline import MOST_PASSES, timeline_section
 from steelyard.report.html.trade_off_charts import trade_off_charts
-from steelyard.report.plan_table import baseline_line, gain_sentence, layers_text, plan_view
+from steelyard.report.plan_table import gain_sentence, plan_view
 from steelyard.units import format_bytes, format_days, format_money, format_seconds
 from tests.cost.examples import cluster, job, plan
 from tests.report.html.examples import HOSTILE, measured, pipelined, single, trade_offs

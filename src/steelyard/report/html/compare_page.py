@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 
 from steelyard.plan.plan import Plan
+from steelyard.plan.words import headline, layers_text
 from steelyard.report.compare_view import changed_layers, fullest_terms, signed, step_terms
 from steelyard.report.html.bars import stacked_bars
 from steelyard.report.html.document import document
 from steelyard.report.html.glossary import term
 from steelyard.report.html.markup import Html, legend, section, table, tag
 from steelyard.report.html.palette import MEMORY_COLOURS, colours, time_colours
-from steelyard.report.plan_table import headline, layers_text
 from steelyard.units import format_bytes, format_seconds
 
 

@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+from steelyard.plan.words import headline
 from steelyard.report.html.assumptions import assumption_section
 from steelyard.report.html.bars import memory_section, time_section
 from steelyard.report.html.contents import ReportContents
@@ -14,7 +15,6 @@ from steelyard.report.html.strategies import strategy_section
 from steelyard.report.html.summary import summary
 from steelyard.report.html.timeline import timeline_section
 from steelyard.report.html.trade_off import trade_off_section
-from steelyard.report.plan_table import headline
 
 
 def report_page(found: ReportContents) -> str:

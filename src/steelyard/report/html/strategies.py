@@ -9,10 +9,10 @@ from steelyard.plan.kinds.kind import States
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePlan
 from steelyard.plan.strategy import Remat, Strategy
+from steelyard.plan.words import layers_text, part_name
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, folded, legend, section, table, tag
 from steelyard.report.html.palette import strategy_classes
-from steelyard.report.plan_table import layers_text, part_name
 from steelyard.units import format_plural
 
 MOST_CELLS = 32

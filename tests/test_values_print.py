@@ -1,0 +1,42 @@
+"""Public values print as what they are, in a few lines: a plan, a model, a profile, tables of costs, a run record."""
+
+import pytest
+
+from steelyard.cost.build import build_tables
+from steelyard.planning.problem import PlanOptions, stage_strategies
+from tests.cost.examples import chain, cluster, job, measured_profile, plan, profile, setting
+from tests.profiles.test_record import RECORD
+
+
+def test_a_plan_prints_its_decision_and_every_run_of_layers() -> None:
+    of = job(cluster(1, 4))
+    text = str(plan(of, "fsdp2, fsdp2, dp2", "dp2, dp2, dp2", num_microbatches=4))
+    assert text.startswith("small on ")
+    assert text.splitlines()[1:] == [
+        "stage 0, ranks 0–1: embedding, block 0: fsdp2",
+        "stage 0, ranks 0–1: block 1: dp2",
+        "stage 1, ranks 2–3: blocks 2–3, head: dp2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "holds"),
+    [
+        (chain(), "1 × embedding, "),
+        (profile(chain()), "traced: embedding, block, head"),
+        (measured_profile(chain()), "measured on 4 × "),
+        (RECORD, f"{len(RECORD.steps)} steps, "),
+    ],
+    ids=["chain", "traced", "measured", "record"],
+)
+def test_values_print_in_a_line(value: object, holds: str) -> None:
+    assert holds in str(value)
+    assert len(str(value).splitlines()) == 1
+
+
+def test_tables_print_their_setting_and_sizes() -> None:
+    where = setting()
+    strategies = stage_strategies(where.job, where.devices_per_stage, PlanOptions())
+    tables = build_tables(where, strategies)
+    assert f"{len(tables.layers)} layers of 3 kinds (" in str(tables)
+    assert f"{len(tables.strategies)} strategies" in str(tables)
