@@ -1,5 +1,7 @@
 """The tensor-parallel plans that transformers has for its models: which styles are read, and that others are named."""
 
+from collections.abc import Mapping
+
 import pytest
 from transformers import CONFIG_MAPPING
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
@@ -7,8 +9,9 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 from steelyard.model.family import LayerRole
 from steelyard.model.split import SplitKind
 from steelyard.modules.build import read_hub_config
+from steelyard.modules.proved_kinds import divided_kinds
 from steelyard.modules.split_proof import split_model
-from steelyard.modules.split_tp import suppositions, unread_plan
+from steelyard.modules.split_tp import Styles, suppositions, unread_plan
 from steelyard.modules.splitting import Found, find_split
 from tests.modules.split_configs import split_config
 from tests.runtime.models import FAMILY_CONFIGS
@@ -93,4 +96,26 @@ def test_styles_of_experts_are_not_asked_of_a_plan() -> None:
 def test_why_a_kind_has_no_tp_names_the_styles_that_were_not_read() -> None:
     config = {**SIZES, "is_moe": True, "num_experts": 64, "num_experts_per_tok": 4}
     block = split_model("doge", {"model_type": "doge", **config, "hidden_dropout": 0.0}).kinds[1]
+    assert not block.unread_plan
     assert block.no_tp.startswith("styles of its own tp plan are not read: embedding_rowwise (of mlp.up_embed); ")
+
+
+def test_a_plan_that_two_ranks_do_not_prove_is_told_where_the_structure_is_taken_in_its_place() -> None:
+    block = split_model("doge", {"model_type": "doge", **SIZES, "hidden_dropout": 0.0}).kinds[1]
+    assert block.styles
+    assert block.unread_plan.startswith(
+        "its own tp plan is not proved on two ranks: it raises RuntimeError (The size of"
+    )
+
+
+@pytest.mark.parametrize("unproved", ["rows", "columns"])
+def test_a_plan_is_told_only_where_it_is_tried_and_not_taken(unproved: str) -> None:
+    found = _with_style("rowwise")
+
+    def prove(styles: Mapping[str, Styles], sp: bool) -> str:
+        return "it differs" if styles.get("block", {}).get(f"block.{PATH}") == unproved else ""
+
+    block = divided_kinds(found.model, found.split, found.keywords, prove)[1]
+    assert block.styles[f"block.{PATH}"] == {"rows": "columns", "columns": "rows"}[unproved]
+    told = "its own tp plan is not proved on two ranks: it differs"
+    assert block.unread_plan == (told if unproved == "rows" else "")

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
 from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, patches_of, sizes_of
 
-SPLIT_VERSION = 6
+SPLIT_VERSION = 7
 """Raised whenever models are split differently."""
 
 Count = Annotated[int, Field(ge=1, lt=2**53)]
@@ -37,7 +37,7 @@ class SplitKind(_Part):
     no_sp: str = ""
     no_cp: str = ""
     unread_plan: str = ""
-    """Why tp is supposed from structure and not from the model's own plan, which has styles that are not read."""
+    """Why tp is supposed from structure: styles of the model's own plan that are not read, or why it is not proved."""
     num_experts: int = 0
     attention: str = "full_attention"
     styles: dict[str, str] = {}

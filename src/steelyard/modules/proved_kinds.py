@@ -1,13 +1,13 @@
 """Which layers of a split model may be tensor-, sequence- and context-parallel: proved, or the reason why not."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from transformers import PreTrainedModel
 
 from steelyard.model.family import NO_CP, LayerRole, Task
 from steelyard.model.split import ModelSplit, SplitKind
 from steelyard.modules.called import POSITIONS
-from steelyard.modules.split_tp import Styles, suppositions, unread_plan
+from steelyard.modules.split_tp import Styles, follows, suppositions, unread_plan
 from steelyard.modules.two_ranks import ThreadedProof
 
 IMAGE_NO_SP = "the places of an image are not divided"
@@ -42,10 +42,12 @@ def divided_kinds(
     found: dict[str, SplitKind] = {}
     for number, kind in enumerate(split.kinds):
         layer = split.layers.index(number)
-        unread = unread_plan(model, split, layer, keywords) if kind.role is LayerRole.BLOCK else ""
-        reasons = [unread] if unread else []
+        is_block = kind.role is LayerRole.BLOCK
+        unread = unread_plan(model, split, layer, keywords) if is_block else ""
+        reasons, of_own_plan = [unread] if unread else [], list[str]()
         for styles in suppositions(model, split, kind, layer, keywords):
             reason = prove({kind.name: styles}, False)
+            is_own = is_block and follows(styles, model, split, layer, keywords)
             if not reason:
                 known = _no_sp(split, kind)
                 no_sp = known or prove({kind.name: styles}, True)
@@ -54,17 +56,24 @@ def divided_kinds(
                         "styles": dict(styles),
                         "no_tp": "",
                         "no_sp": known or (f"not proved: {no_sp}" if no_sp else ""),
-                        "unread_plan": unread,
+                        "unread_plan": unread or _unproved_plan([] if is_own else of_own_plan),
                     }
                 )
                 break
             reasons.append(reason)
+            of_own_plan += [reason] if is_own else []
         else:
             is_of_pairs = split.task is Task.CONTRASTIVE and kind.role is LayerRole.HEAD
             unknown = PAIRS_NO_TP if is_of_pairs else "no way is known to divide its modules"
             why = "; ".join(dict.fromkeys(reasons)) or unknown
             found[kind.name] = kind.model_copy(update={"no_tp": why})
     return tuple(found[kind.name] for kind in split.kinds)
+
+
+def _unproved_plan(reasons: Collection[str]) -> str:
+    """Why the model's own plan is not taken though it was tried, from the reasons of all ways to read it."""
+    found = "; ".join(dict.fromkeys(reasons))
+    return f"its own tp plan is not proved on two ranks: {found}" if found else ""
 
 
 def shares_heads(kind: SplitKind, one_head: "ThreadedProof") -> bool:

@@ -63,6 +63,15 @@ def unread_plan(model: PreTrainedModel, split: ModelSplit, layer: int, keywords:
     return f"styles of its own tp plan are not read: {unread}" if unread else ""
 
 
+def follows(
+    styles: Styles, model: PreTrainedModel, split: ModelSplit, layer: int, keywords: Mapping[str, str | None]
+) -> bool:
+    """Whether styles of a block have all that the model's own plan says of it, as far as that is read."""
+    _, block, plan = _given_block(model, split, layer, keywords)
+    own = block.read(plan)
+    return bool(own) and all(styles.get(f"block.{path}", "").removesuffix("_entering") == own[path] for path in own)
+
+
 def _given_block(
     model: PreTrainedModel, split: ModelSplit, layer: int, keywords: Mapping[str, str | None]
 ) -> tuple[str, "_Block", dict[str, str]]:
@@ -140,6 +149,12 @@ class _Block:
         """The styles of a plan, of modules that are called and are in no mixture of experts."""
         routed = self.routed()
         return {path: style for path, style in plan.items() if path in self.called and not is_below_any(path, routed)}
+
+    def read(self, plan: Mapping[str, str]) -> dict[str, str]:
+        """What these styles are here, of modules with parameters; empty where one of them is not read."""
+        own = {path: _OF_PLANS.get(style) for path, style in self.planned(plan).items()}
+        held = {path: style for path, style in own.items() if style and _has_own(self.at(path))}
+        return {} if None in own.values() else held
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,11 +258,8 @@ def _regions(block: _Block, plan: Mapping[str, str], heads: int) -> Iterator[_Re
     keys and values of one matrix are; and without a part or two, or without experts.
     """
     routed = block.routed()
-    own = block.planned(plan)
     groups = _by_structure(block, routed)
-    if own and all(style in _OF_PLANS for style in own.values()):
-        planned = {path: is_here for path, style in own.items() if (is_here := _OF_PLANS[style])}
-        planned = {path: style for path, style in planned.items() if _has_own(block.at(path))}
+    if planned := block.read(plan):
         yield _Regions(block, planned, heads)
         touched = {path.partition(".")[0] for path in planned}
         others = [group for group in groups if not touched & {path.partition(".")[0] for path in group}]

@@ -126,7 +126,7 @@ def what_binds(contest: Contest, best: Rival) -> str:
 
 
 def supposed_notes(job: Job) -> tuple[str, ...]:
-    """The kinds of layers whose tp follows from their structure since their model's own plan is not read, and why."""
+    """The kinds of layers whose tp follows from their structure, and why not from their model's own plan."""
     kinds = job.chain.split.kinds if job.chain.split else ()
     return tuple(
         f"How tp divides the {kind.name} follows from its structure: {kind.unread_plan}."
