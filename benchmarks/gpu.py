@@ -48,7 +48,7 @@ from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of, 
 from steelyard.plan.parity import TOLERANCES
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.job import make_job
 from steelyard.planning.plan_from_search import assemble_plan
@@ -410,7 +410,7 @@ def one_device_plan(job: Job, remat: Remat, *, samples: int) -> Plan:
     allowed = [remat is not Remat.SELECTIVE or kind.role is LayerRole.BLOCK for kind in kinds]
     strategies = tuple(Strategy.of(remat=remat if each else Remat.NONE) for each in allowed)
     pipeline = PipelineConfig(num_stages=1, num_microbatches=job.global_batch // samples, schedule=USUAL)
-    return assemble_plan(job, pipeline, (StagePlan(ranks=(0, 0), runs=fold_runs(0, strategies)),))
+    return assemble_plan(job, pipeline, (StagePart(ranks=(0, 0), runs=fold_runs(0, strategies)),))
 
 
 def _trained(

@@ -34,7 +34,7 @@ from steelyard.hardware import Cluster, MixedCluster, hardware_file, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.plan.kinds import DP, TP
 from steelyard.plan.plan import Plan, PlanModel
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import Level, Strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import make_job, make_pooled_job
@@ -171,7 +171,7 @@ def measured_plan(run: PublishedRun) -> tuple[Plan, MixedCluster | Cluster]:
     parts, first = [], 0
     for index, count in enumerate(map(int, units.group(1).split("/"))):
         parts.append(
-            StagePlan(
+            StagePart(
                 ranks=(index * size, (index + 1) * size - 1), runs=fold_runs(first, (Strategy(levels=levels),) * count)
             )
         )
@@ -185,7 +185,7 @@ def measured_plan(run: PublishedRun) -> tuple[Plan, MixedCluster | Cluster]:
         global_batch=run.count("gbs") or 0,
         num_microbatches=(run.count("gbs") or 0) // ((run.count("mbs") or 1) * dp),
         precision="fp32",
-        stages=tuple(parts),
+        stages=stages_of(parts),
     )
     return plan, cluster
 

@@ -34,7 +34,7 @@ from benchmarks.ranks import on_ranks
 from steelyard.cost.setting import Job
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan, PlanModel
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import make_job
@@ -119,7 +119,7 @@ def build(job: Job, case: Case) -> Plan:
     strategies = tuple(kinds[layer * len(kinds) // chain.num_layers] for layer in range(chain.num_layers))
     cuts = [round(index * chain.num_layers / num_parts) for index in range(num_parts + 1)]
     parts = tuple(
-        StagePlan(
+        StagePart(
             ranks=(index % case.stages * size, index % case.stages * size + size - 1),
             runs=fold_runs(first, strategies[first:end]),
         )
@@ -133,7 +133,7 @@ def build(job: Job, case: Case) -> Plan:
         num_microbatches=case.microbatches,
         precision="fp32",
         schedule=case.schedule,
-        stages=parts,
+        stages=stages_of(parts),
     )
 
 

@@ -48,7 +48,7 @@ from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Prediction, StagePrediction
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import make_job
@@ -123,7 +123,7 @@ class PublicRun:
         parts = []
         for part, (first, end) in enumerate(pairwise(self.cuts(len(chosen)))):
             rank = part % self.num_stages * size
-            parts.append(StagePlan(ranks=(rank, rank + size - 1), runs=fold_runs(first, tuple(chosen[first:end]))))
+            parts.append(StagePart(ranks=(rank, rank + size - 1), runs=fold_runs(first, tuple(chosen[first:end]))))
         pipeline = PipelineConfig(
             num_stages=self.num_stages,
             num_chunks=self.num_chunks,

@@ -33,7 +33,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.plan.plan import Plan, PlanModel
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import make_job
@@ -98,7 +98,7 @@ def uniform(job: Job, text: str, num_microbatches: int, num_stages: int) -> Plan
     chain, size = job.chain, PROCESSES // num_stages
     cuts = [round(index * chain.num_layers / num_stages) for index in range(num_stages + 1)]
     stages = tuple(
-        StagePlan(
+        StagePart(
             ranks=(index * size, index * size + size - 1),
             runs=fold_runs(first, (parse_strategy(text),) * (end - first)),
         )
@@ -111,7 +111,7 @@ def uniform(job: Job, text: str, num_microbatches: int, num_stages: int) -> Plan
         global_batch=GLOBAL_BATCH,
         num_microbatches=num_microbatches,
         precision="fp32",
-        stages=stages,
+        stages=stages_of(stages),
     )
 
 
@@ -221,7 +221,7 @@ def show(title: str, plans: dict[str, Plan], first: Medians, final: Medians) -> 
         print(f"  {name:44} {first[name] * 1e3:7.0f} ms {again}, predicted {predicted.step_time_s * 1e3:7.0f} ms")
     searched = plans["searched"]
     layers = ", ".join(
-        f"{run.layers[0]}-{run.layers[1]} {run.strategy}" for part in searched.stages for run in part.runs
+        f"{run.layers[0]}-{run.layers[1]} {run.strategy}" for part in searched.parts for run in part.runs
     )
     print(f"  searched: {searched.num_microbatches} microbatches, {searched.num_stages} stages: {layers}")
     best_uniform = min((seconds for name, seconds in final.items() if name != "searched"), default=float("nan"))

@@ -24,7 +24,7 @@ from benchmarks.handwritten import dp, fsdp, pipeline, tp
 from benchmarks.ranks import Step, on_ranks, training_step
 from steelyard.modules.build import build_model
 from steelyard.plan.plan import Plan, PlanModel
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
 
 PROCESSES, NUM_BLOCKS, SEQ_LEN, GLOBAL_BATCH, VOCABULARY = 4, 6, 256, 16, 512
@@ -67,7 +67,7 @@ def plan_of(case: Case) -> Plan:
     ends = [1 + NUM_BLOCKS * (index + 1) // case.num_stages for index in range(case.num_stages)]
     ends[-1] += 1
     stages = tuple(
-        StagePlan(
+        StagePart(
             ranks=(index * size, (index + 1) * size - 1),
             runs=fold_runs(first, (parse_strategy(case.strategy),) * (end - first)),
         )
@@ -80,7 +80,7 @@ def plan_of(case: Case) -> Plan:
         global_batch=GLOBAL_BATCH,
         num_microbatches=case.num_microbatches,
         precision="fp32",
-        stages=stages,
+        stages=stages_of(stages),
     )
 
 

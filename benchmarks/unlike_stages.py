@@ -192,7 +192,7 @@ def compare(name: str, num_steps: int, num_rounds: int, profile_s: float) -> boo
     first = next(iter(plans))
     errors = {}
     for each, (plan, predicted_s) in plans.items():
-        sizes = ", ".join(f"{len(stage.layers)} layers on {stage.num_devices}" for stage in plan.stages)
+        sizes = ", ".join(f"{len(stage.layers)} layers on {stage.num_devices}" for stage in plan.parts)
         print(f"  {each}: {sizes}; {describe(plan.pipeline)}; {summarise(plan)}")
         ratio = predicted_s / measured[each]
         print(

@@ -39,7 +39,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.export import TARGETS
 from steelyard.model.read import chain_from_config, load_model, model_names
 from steelyard.plan.plan import Plan
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.batch import grow_batch
 from steelyard.planning.choose import plan_job
@@ -177,7 +177,7 @@ def _plan(job: Job, stages: Sequence[str], microbatches: int, schedule: str = "1
             name, _, count = term.strip().partition("*")
             strategies += [parse_strategy(name)] * int(count or 1)
         rank = index % num_stages * size
-        parts.append(StagePlan(ranks=(rank, rank + size - 1), runs=fold_runs(first, tuple(strategies))))
+        parts.append(StagePart(ranks=(rank, rank + size - 1), runs=fold_runs(first, tuple(strategies))))
         first += len(strategies)
     return assemble_plan(job, _pipeline(num_stages, microbatches, schedule, chunks), tuple(parts))
 

@@ -35,7 +35,7 @@ def plan_record(plan: Plan) -> Record:
                 "ranks": f"{part.ranks[0]}-{part.ranks[1]}",
                 "runs": [f"{run.layers[0]}-{run.layers[1]} {run.strategy}" for run in part.runs],
             }
-            for part in plan.stages
+            for part in plan.parts
         ],
         "step_s": prediction.step_time_s,
         "tokens_per_s_per_device": prediction.tokens_per_s_per_device,

@@ -76,7 +76,7 @@ def has_margin(case: Case, stages: Sequence[Mapping[str, int]]) -> bool:
 def _stage_peaks(case: Case, stages: Sequence[Mapping[str, int]], kind: str) -> list[int]:
     """The bytes of a rank of each stage that a kind of measurement counts."""
     peaks = []
-    for part, memory_bytes in zip(case.plan.stages, stages, strict=False):
+    for part, memory_bytes in zip(case.plan.parts, stages, strict=False):
         data_degree = part.runs[0].strategy.data_degree
         step_bytes = case.job.execution.step_bytes(memory_bytes["parameters"], data_degree)
         peaks.append(counted_bytes(memory_bytes, kind, step_bytes) + case.workspace_bytes)

@@ -35,7 +35,7 @@ from steelyard.model.read import chain_from_config
 from steelyard.model.split import BlockCall, ModelSplit, SplitKind
 from steelyard.plan.kinds import CP, DP, FSDP, TP
 from steelyard.plan.plan import Plan, PlanModel
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import Level, Remat, Strategy
 from steelyard.profiles.profile import Profile, ProfileIdentity
 from steelyard.schedules import Schedule
@@ -426,7 +426,7 @@ def _plan(
             for each in (edge if _keeps_all(chain, layer, alternating=alternating) else strategy,)
         )
         start = index % degrees.pp * size
-        stages.append(StagePlan(ranks=(start, start + size - 1), runs=fold_runs(first, strategies)))
+        stages.append(StagePart(ranks=(start, start + size - 1), runs=fold_runs(first, strategies)))
     return Plan(
         model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash, split=chain.split),
         cluster=cluster.name,
@@ -435,7 +435,7 @@ def _plan(
         num_microbatches=degrees.microbatches,
         precision="bf16",
         schedule=_schedule(degrees).name,
-        stages=tuple(stages),
+        stages=stages_of(stages),
     )
 
 

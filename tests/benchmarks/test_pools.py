@@ -18,7 +18,7 @@ def test_a_stage_over_several_kinds_of_cards_is_priced_on_the_slowest_of_them(ro
     plan, cluster = measured_plan(rows["n-0407"])
     assert [pool.device.name for pool in cluster.pools] == ["rtx-2080", "rtx-2080"]
     assert [pool.num_nodes for pool in cluster.pools] == [2, 2]
-    assert [len(part.layers) for part in plan.stages] == [12, 14]
+    assert [len(part.layers) for part in plan.parts] == [12, 14]
 
 
 def test_a_row_is_calibrated_by_the_others_of_such_machines_and_not_by_itself(rows):

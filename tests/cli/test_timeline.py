@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan, PlanModel
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
 from steelyard.units import format_seconds
 from tests.cli.conftest import Run
@@ -19,7 +19,7 @@ def interleaved(tmp_path: Path) -> Path:
     """A plan written by hand: two stages of two chunks."""
     bounds = (0, 4, 9, 14, 18)
     stages = tuple(
-        StagePlan(
+        StagePart(
             ranks=(index % 2 * 4, index % 2 * 4 + 3),
             runs=fold_runs(first, (parse_strategy("fsdp4"),) * (end - first)),
         )
@@ -33,7 +33,7 @@ def interleaved(tmp_path: Path) -> Path:
         num_microbatches=8,
         precision="bf16",
         schedule="interleaved-1f1b",
-        stages=stages,
+        stages=stages_of(stages),
     )
     write_plan(plan, tmp_path / "plan.json")
     return tmp_path / "plan.json"

@@ -14,7 +14,7 @@ from steelyard.hardware.values import Device, Link
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.plan import Plan, Precision
-from steelyard.plan.stages import fold_runs
+from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import (
     Affine,
@@ -247,9 +247,9 @@ def plan(of: Job, *stages: str, num_microbatches: int, schedule: str = "1f1b", n
     parts, first_layer = [], 0
     for index, stage in enumerate(stages):
         strategies = tuple(parse_strategy(text.strip()) for text in stage.split(","))
-        runs = [run.model_dump(mode="json") for run in fold_runs(first_layer, strategies)]
         first_rank = index % num_stages * size
-        parts.append({"ranks": [first_rank, first_rank + size - 1], "runs": runs})
+        ranks = (first_rank, first_rank + size - 1)
+        parts.append(StagePart(ranks=ranks, runs=fold_runs(first_layer, strategies)))
         first_layer += len(strategies)
     return Plan.model_validate(
         {
@@ -263,7 +263,7 @@ def plan(of: Job, *stages: str, num_microbatches: int, schedule: str = "1f1b", n
             "num_microbatches": num_microbatches,
             "precision": of.precision,
             "schedule": schedule,
-            "stages": parts,
+            "stages": [stage.model_dump(mode="json") for stage in stages_of(parts)],
         }
     )
 

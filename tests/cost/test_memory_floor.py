@@ -16,7 +16,7 @@ from steelyard.cost.predict import predict_memory
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.plan.plan import Plan, Precision
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.problem import PlanOptions, stage_strategies
 from steelyard.schedules import PipelineConfig
@@ -92,7 +92,7 @@ def plan_of(of: Job, tables: CostTables, boundaries: tuple[int, ...], chosen: Se
     strategies = unfold_layers([tables.strategies[index] for index in chosen], tables.pipeline.num_chunks)
     size = of.cluster.num_devices // tables.pipeline.num_stages
     stages = tuple(
-        StagePlan(ranks=(stage * size, stage * size + size - 1), runs=fold_runs(first, strategies[first:end]))
+        StagePart(ranks=(stage * size, stage * size + size - 1), runs=fold_runs(first, strategies[first:end]))
         for stage, first, end in unfold_parts(boundaries, tables.pipeline.num_chunks)
     )
     return assemble_plan(of, tables.pipeline, stages)

@@ -35,7 +35,7 @@ def by_tables(of: Job, candidate: Plan) -> Solution:
         schedule=candidate.schedule,
     )
     strategies = tuple(dict.fromkeys(candidate.strategies))
-    boundaries = [stage.first_layer for stage in candidate.stages] + [of.chain.num_layers]
+    boundaries = [stage.first_layer for stage in candidate.parts] + [of.chain.num_layers]
     return evaluate(build_tables(where, strategies), boundaries, [strategies.index(s) for s in candidate.strategies])
 
 
@@ -95,7 +95,7 @@ def test_tied_matrices_that_are_divided_alike_gather_nothing(num_stages: int) ->
 def test_stages_of_unlike_sizes_are_priced_each_by_its_own_devices() -> None:
     of = job()
     candidate = plan(of, *ONE_STAGE, num_microbatches=4)
-    whole = candidate.stages[0]
+    whole = candidate.parts[0]
     layers, size = whole.last_layer + 1, whole.num_devices
     unlike = candidate.model_copy(
         update={

@@ -57,16 +57,21 @@ def uniform(parallel: str, *, devices: int, remat: str = "none", model: str = "l
 
 def uneven_pipeline(*, schedule: str = "1f1b", first_recomputed: int = 0, parallel: str = "fsdp2-tp2") -> Plan:
     """Two stages of llama3-8b on 8 devices, cut behind block 11; the first blocks of each may be recomputed."""
-    stages = []
+    parts = []
     cuts = [(0, 12), (13, 33)] if schedule == "1f1b" else [(0, 8), (9, 16), (17, 24), (25, 33)]
-    for index, (first, last) in enumerate(cuts):
+    for first, last in cuts:
         begin, end = max(first, 1), min(last, LAST_BLOCK)
         runs = [run(0, 0, parallel, sp=True)] if first == 0 else []
         if first_recomputed:
             runs.append(run(begin, begin + first_recomputed - 1, parallel, sp=True, remat="full"))
         runs.append(run(begin + first_recomputed, end, parallel, sp=True))
         runs += [run(33, 33, parallel, sp=True)] if last > LAST_BLOCK else []
-        stages.append({"ranks": [0, 3] if index % 2 == 0 else [4, 7], "runs": runs})
+        parts.append(runs)
+    of_stages = [parts[stage::2] for stage in range(2)]
+    stages = [
+        {"ranks": [4 * stage, 4 * stage + 3], **({"chunks": own} if len(own) > 1 else {"runs": own[0]})}
+        for stage, own in enumerate(of_stages)
+    ]
     content = {
         "version": 1,
         "model": {"name": "llama3-8b"},

@@ -45,8 +45,8 @@ def test_a_mix_is_named_with_its_counts() -> None:
 
 def test_recomputed_ends_are_beyond() -> None:
     plan = uniform("fsdp8", devices=8)
-    run = plan.stages[0].runs[0].model_copy(update={"remat": Remat.FULL})
-    stage = plan.stages[0].model_copy(update={"runs": (run, *plan.stages[0].runs[1:])})
+    run = plan.parts[0].runs[0].model_copy(update={"remat": Remat.FULL})
+    stage = plan.stages[0].model_copy(update={"runs": (run, *plan.parts[0].runs[1:])})
     assert unsupported(plan.model_copy(update={"stages": (stage,)}), EVERY) == ("remat of the embedding",)
 
 

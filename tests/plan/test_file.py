@@ -186,7 +186,6 @@ def test_a_misspelt_required_key_is_named_rather_than_the_missing_one(path, wron
         (["precision"], "precision"),
         (["stages"], "stages"),
         (["stages", 1, "ranks"], r"stages\[1\]\.ranks"),
-        (["stages", 1, "runs"], r"stages\[1\]\.runs"),
         (["stages", 0, "runs", 1, "layers"], r"stages\[0\]\.runs\[1\]\.layers"),
         (["stages", 0, "runs", 1, "parallel"], r"stages\[0\]\.runs\[1\]\.parallel"),
         (["prediction", "step_time_s"], r"prediction\.step_time_s"),

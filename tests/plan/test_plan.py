@@ -10,7 +10,7 @@ from plan.examples import CONFIG, CONTENT, PREDICTION, changed, one_stage, read
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.read import chain_from_config, config_hash, load_model
 from steelyard.plan.plan import Fallback
-from steelyard.plan.stages import fold_runs
+from steelyard.plan.stages import fold_runs, stages_of
 from steelyard.search import enumerate_strategies
 
 LAYERS_OF = ["stages", 0, "runs", 0, "layers"]
@@ -33,7 +33,7 @@ def test_a_plan_counts_its_devices_and_samples():
 
 
 def test_stages_know_their_layers():
-    assert [(stage.first_layer, stage.last_layer) for stage in read(CONTENT).stages] == [(0, 2), (3, 5)]
+    assert [(stage.first_layer, stage.last_layer) for stage in read(CONTENT).parts] == [(0, 2), (3, 5)]
 
 
 def test_predictions_of_a_stage_add_up():
@@ -252,16 +252,19 @@ def test_a_config_of_an_unknown_family_is_named():
         read(changed((["model", "config", "model_type"], "lama")))
 
 
-def interleaved(*parts, **changes):
-    """Content of a plan of four devices whose parts are (first rank, last rank, layers)."""
-    stages = [
-        {"ranks": [first, last], "runs": [{"layers": list(layers), "parallel": f"dp{last - first + 1}"}]}
-        for first, last, layers in parts
+def interleaved(*stages, **changes):
+    """Content of a plan of four devices whose stages are (first rank, last rank, layers of each chunk …)."""
+    written = [
+        {
+            "ranks": [first, last],
+            "chunks": [[{"layers": list(each), "parallel": f"dp{last - first + 1}"}] for each in chunks],
+        }
+        for first, last, *chunks in stages
     ]
-    return {**CONTENT, "schedule": "interleaved-1f1b", "stages": stages, "prediction": None, **changes}
+    return {**CONTENT, "schedule": "interleaved-1f1b", "stages": written, "prediction": None, **changes}
 
 
-TWO_CHUNKS = ((0, 1, (0, 1)), (2, 3, (2, 2)), (0, 1, (3, 3)), (2, 3, (4, 5)))
+TWO_CHUNKS = ((0, 1, (0, 1), (3, 3)), (2, 3, (2, 2), (4, 5)))
 
 
 def test_an_interleaved_plan_counts_stages_chunks_and_devices():
@@ -274,42 +277,72 @@ def test_a_plan_that_is_not_interleaved_has_one_chunk_a_stage():
     assert (plan.num_stages, plan.num_chunks) == (2, 1)
 
 
-def test_the_chunks_of_a_stage_are_the_parts_on_its_ranks():
+def test_the_parts_of_an_interleaved_plan_are_the_chunks_of_all_stages_in_turn():
     plan = read(interleaved(*TWO_CHUNKS))
-    assert [part.first_layer for part in plan.chunks(1)] == [2, 4]
-    assert plan.chunks(0) == (plan.stages[0], plan.stages[2])
+    assert [(part.ranks, part.first_layer) for part in plan.parts] == [
+        ((0, 1), 0),
+        ((2, 3), 2),
+        ((0, 1), 3),
+        ((2, 3), 4),
+    ]
+    assert (plan.parts[0], plan.parts[2]) == plan.stages[0].parts
+
+
+def test_an_interleaved_plan_survives_a_file():
+    plan = read(interleaved(*TWO_CHUNKS))
+    assert read(plan.model_dump(mode="json")) == plan
+    assert stages_of(plan.parts) == plan.stages
+
+
+RUN = {"layers": [0, 1], "parallel": "dp2"}
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("stages", "message"),
     [
-        (TWO_CHUNKS[:3], r"stages: found 3 parts on 2 ranges of ranks\n.*two or more chunks"),
-        (((0, 1, (0, 2)), (2, 3, (3, 5))), r"stages: found 2 parts on 2 ranges of ranks"),
-        (((0, 3, (0, 2)), (0, 3, (3, 5))), r"stages: found 2 parts on 1 ranges of ranks\n.*two or more stages"),
+        ((TWO_CHUNKS[0], (2, 3, (2, 2), (4, 4), (5, 5))), r"stages\[1\]\.chunks: found 3 chunks\n.*2, as many as"),
+        (((0, 1, (0, 2)), (2, 3, (3, 5))), r"stages\[0\]\.chunks: found \[.*\n.*at least 2 in the list"),
+        (((0, 3, (0, 2), (3, 5)),), r"stages: found 1 stage under interleaved-1f1b\n.*two or more stages"),
+        (((0, 1, (0, 1), (2, 2)), (2, 3, (3, 3), (4, 5))), r"stages\[1\]\.chunks\[0\]\[0\]\.layers: found \[3, 3\]"),
         (
-            (TWO_CHUNKS[0], TWO_CHUNKS[1], (2, 3, (3, 3)), (0, 1, (4, 5))),
-            r"stages\[2\]\.ranks: found \[2, 3\]\n.*\[0, 1\]: the ranks of the 2 stages in the same order again",
+            (TWO_CHUNKS[0], (2, 3, (2, 2), (3, 5))),
+            r"stages\[1\]\.chunks\[1\]\[0\]\.layers: found \[3, 5\]\n.*go on from layer 4",
         ),
+        ((TWO_CHUNKS[0], (2, 3, (2, 2), (4, 4))), r"stages: found layers 0 to 4\n.*layers 0 to 5"),
         (
-            ((0, 0, (0, 1)), (1, 3, (2, 2)), (0, 0, (3, 3)), (1, 3, (4, 5))),
+            ((0, 0, (0, 1), (3, 3)), (1, 3, (2, 2), (4, 5))),
             r"stages\[1\]\.ranks: found \[1, 3\]\n.*\[1, 1\]: consecutive ranks",
         ),
     ],
 )
-def test_parts_that_are_not_chunks_of_the_same_stages_are_named(parts, message):
+def test_chunks_that_do_not_make_a_pipeline_are_named(stages, message):
     with pytest.raises(InvalidPlanError, match=f"^{message}"):
-        read(interleaved(*parts, global_batch=24, num_microbatches=2))
+        read(interleaved(*stages, global_batch=24, num_microbatches=2))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "keys", "message"),
+    [
+        ("interleaved-1f1b", {"runs": [RUN]}, r"stages\[0\]\.chunks: found runs\n.*the runs of each chunk.*\n.*once"),
+        ("interleaved-1f1b", {"runs": [RUN], "chunks": [[RUN], [RUN]]}, r"stages\[0\]\.chunks: found runs and chunks"),
+        ("interleaved-1f1b", {}, r"stages\[0\]\.chunks: found nothing"),
+        ("interleaved-1f1b", {"chunks": []}, r"stages\[0\]\.chunks: found \[\]\n.*at least 2 in the list"),
+        ("interleaved-1f1b", {"chunks": [[RUN], []]}, r"stages\[0\]\.chunks\[1\]: found \[\]\n.*at least 1"),
+        ("1f1b", {"chunks": [[RUN], [RUN]]}, r"stages\[0\]\.runs: found chunks\n.*runs alone.*1f1b takes"),
+        ("1f1b", {"runs": [RUN], "chunks": [[RUN], [RUN]]}, r"stages\[0\]\.runs: found runs and chunks"),
+        ("1f1b", {}, r"stages\[0\]\.runs: found nothing"),
+    ],
+)
+def test_a_stage_has_its_layers_once_as_the_schedule_takes_them(schedule, keys, message):
+    content = changed((["stages", 0], {"ranks": [0, 1], **keys}), (["schedule"], schedule))
+    with pytest.raises(InvalidPlanError, match=f"^{message}"):
+        read(content)
 
 
 def test_microbatches_that_do_not_make_equal_rounds_are_named():
     message = r"^num_microbatches: found 5 for 2 stages under interleaved-1f1b\n.*multiple of its 2 rounds"
     with pytest.raises(InvalidPlanError, match=message):
         read(interleaved(*TWO_CHUNKS, num_microbatches=5, global_batch=10))
-
-
-def test_ranks_repeat_under_the_interleaved_schedule_alone():
-    with pytest.raises(InvalidPlanError, match=r"^stages\[2\]\.ranks: found \[0, 1\]"):
-        read(interleaved(*TWO_CHUNKS, schedule="1f1b"))
 
 
 def test_an_interleaved_prediction_has_one_entry_for_each_stage_not_each_chunk():

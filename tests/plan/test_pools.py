@@ -49,11 +49,9 @@ def test_pools_of_other_numbers_of_devices_are_named():
 
 def test_chunks_over_several_pools_are_refused():
     stages = content()["stages"]
-    stages[1]["ranks"], stages[1]["runs"][0]["parallel"] = [4, 7], "fsdp4"
-    parts = [
-        {"ranks": stages[place]["ranks"], "runs": [{"layers": [6 * index, 6 * index + 5], "parallel": "fsdp4"}]}
-        for index, place in enumerate([0, 1, 0, 1])
-    ]
+    stages[1]["ranks"] = [4, 7]
+    runs = [[{"layers": [6 * index, 6 * index + 5], "parallel": "fsdp4"}] for index in range(4)]
+    parts = [{"ranks": stages[place]["ranks"], "chunks": runs[place::2]} for place in range(2)]
     with pytest.raises(InvalidPlanError, match=r"^schedule: found interleaved-1f1b over 2 pools"):
         read(cluster="1x4xh100-80gb+1x4xa100-40gb", schedule="interleaved-1f1b", stages=parts)
 

@@ -18,7 +18,7 @@ def shape(plan: Plan) -> list[list[tuple[str, str]]]:
     chain = plan.chain()
     return [
         [key for key, _ in groupby((chain.kind_of(layer).name, str(plan.strategies[layer])) for layer in part.layers)]
-        for part in plan.stages
+        for part in plan.parts
     ]
 
 
@@ -29,7 +29,7 @@ def test_stages_keep_their_kinds_and_strategies(name: str) -> None:
     assert shape(small) == shape(plan)
     has_experts = any(kind.num_experts for kind in plan.chain().kinds)
     assert (small.schedule, small.precision) == (plan.schedule, "fp32" if has_experts else plan.precision)
-    assert [part.ranks for part in small.stages] == [part.ranks for part in plan.stages]
+    assert [part.ranks for part in small.parts] == [part.ranks for part in plan.parts]
 
 
 @pytest.mark.parametrize("name", CASES)

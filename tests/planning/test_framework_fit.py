@@ -11,7 +11,7 @@ from steelyard.export import TARGETS
 from steelyard.plan.asked import Asked
 from steelyard.plan.capabilities import Capabilities, first_blocks_recomputed, kinds_of, unsupported
 from steelyard.plan.plan import Plan
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.choose import NothingFitsError, plan_job
 from steelyard.planning.demands import demands_of, narrowed
@@ -48,7 +48,7 @@ def one_stage(job: Job, *strategies: str, microbatches: int = 1) -> Plan:
     """A plan of one stage: the strategies of embedding, blocks and head."""
     embedding, blocks, head = (parse_strategy(each) for each in strategies)
     layers = (embedding, *[blocks] * (job.chain.num_layers - 2), head)
-    stage = StagePlan(ranks=(0, 7), runs=fold_runs(0, layers))
+    stage = StagePart(ranks=(0, 7), runs=fold_runs(0, layers))
     return assemble_plan(job, pipeline(1, microbatches), (stage,))
 
 
@@ -125,7 +125,7 @@ def test_what_is_legal_nowhere_says_so() -> None:
 def first_recomputed(job: Job, count: int) -> Plan:
     """A plan of dp8 with the first ``count`` of its four blocks recomputed."""
     plain, full = parse_strategy("dp8"), parse_strategy("dp8 remat=full")
-    stage = StagePlan(ranks=(0, 7), runs=fold_runs(0, (plain, *[full] * count, *[plain] * (4 - count), plain)))
+    stage = StagePart(ranks=(0, 7), runs=fold_runs(0, (plain, *[full] * count, *[plain] * (4 - count), plain)))
     return with_price(assemble_plan(job, pipeline(), (stage,)), job)
 
 

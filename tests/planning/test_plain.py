@@ -10,7 +10,7 @@ from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerRole
 from steelyard.plan.plan import Plan
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.plan.words import baseline_line
 from steelyard.planning import acceptance, walked_search
@@ -38,7 +38,7 @@ def every_plan(of: Job, texts: tuple[str, ...]) -> Iterator[Plan]:
                     replace(strategy, remat=remat) if chain.kind_of(layer).role is LayerRole.BLOCK else strategy
                     for layer in range(chain.num_layers)
                 )
-                stage = StagePlan(ranks=(0, 7), runs=fold_runs(0, layers))
+                stage = StagePart(ranks=(0, 7), runs=fold_runs(0, layers))
                 yield assemble_plan(of, pipeline(1, count), (stage,))
 
 

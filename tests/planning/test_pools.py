@@ -252,7 +252,7 @@ def test_a_plan_over_pools_is_compared_with_each_of_them_and_with_even_cuts():
 def test_even_cuts_give_all_stages_as_many_devices_and_layers():
     plan = even_plan(pooled("1x2xh100-80gb+1x4xa100-80gb"), OPTIONS)
     assert len({stage.num_devices for stage in plan.stages}) == 1
-    sizes = [len(stage.layers) for stage in plan.stages]
+    sizes = [len(stage.layers) for stage in plan.parts]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -360,7 +360,7 @@ def test_each_pool_is_priced_by_its_own_measured_profile_and_the_slow_one_gets_f
     job = make_pooled_job(MODEL, cluster, profile=text, **ASKED)
     plan = plan_job(job, replace(OPTIONS, num_stages=2, num_microbatches=4)).plan
     layers = dict(
-        zip((pool.name for pool in plan.stage_pools()), map(len, (s.layers for s in plan.stages)), strict=True)
+        zip((pool.name for pool in plan.stage_pools()), map(len, (s.layers for s in plan.parts)), strict=True)
     )
     assert layers["quick"] > 2 * layers["slow"]
     files = {use.name: use.profile.file.path for use in plan.prediction.pools}

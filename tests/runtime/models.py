@@ -6,7 +6,7 @@ import steelyard.modules  # noqa: F401  which splits them
 from steelyard.model.own import OwnSplit
 from steelyard.model.split import ModelSplit
 from steelyard.plan.plan import Plan
-from steelyard.plan.stages import fold_runs
+from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
 
 _SIZES = {
@@ -126,9 +126,9 @@ def make_plan(
     parts, first_layer = [], 0
     for index, stage in enumerate(stages):
         strategies = tuple(parse_strategy(text.strip()) for text in stage.split(","))
-        runs = [run.model_dump(mode="json") for run in fold_runs(first_layer, strategies)]
         place = index % num_stages
-        parts.append({"ranks": [sum(sizes[:place]), sum(sizes[: place + 1]) - 1], "runs": runs})
+        ranks = (sum(sizes[:place]), sum(sizes[: place + 1]) - 1)
+        parts.append(StagePart(ranks=ranks, runs=fold_runs(first_layer, strategies)))
         first_layer += len(strategies)
     return Plan.model_validate(
         {
@@ -144,6 +144,6 @@ def make_plan(
             "num_microbatches": num_microbatches,
             "precision": precision,
             "schedule": schedule,
-            "stages": parts,
+            "stages": [stage.model_dump(mode="json") for stage in stages_of(parts)],
         }
     )

@@ -100,7 +100,7 @@ class PooledJob:
                 )
         own = [self.pools[names.index(name)] for name in used]
         ends = list(accumulate(job.cluster.num_devices for job in own))
-        return tuple(own[bisect_right(ends, part.ranks[0])] for part in plan.parts[: plan.num_stages])
+        return tuple(own[bisect_right(ends, stage.ranks[0])] for stage in plan.stages)
 
 
 AnyJob = Job | PooledJob

@@ -217,7 +217,7 @@ def _part_costs(plan: Plan, stage_settings: Sequence[Setting]) -> list[_PartCost
     for index, part in enumerate(plan.parts):
         layers = part.layers
         gives_back = bool(index) and any(settings[0].job.chain.flow_needs_gradient(part.first_layer - 1))
-        received_s = _received_s(plan, index, settings) / (1 if gives_back else 2) if index else 0.0
+        received_s = _received_s(plan, index, layers[0], settings) / (1 if gives_back else 2) if index else 0.0
         parts.append(
             _PartCost(
                 layers=[costs[layer] for layer in layers],
@@ -244,8 +244,7 @@ def _slowed(part: _PartCost, factor: float) -> _PartCost:
     return replace(part, layers=layers)
 
 
-def _received_s(plan: Plan, index: int, settings: Sequence[Setting]) -> float:
-    first = plan.parts[index].first_layer
+def _received_s(plan: Plan, index: int, first: int, settings: Sequence[Setting]) -> float:
     before, setting = settings[first - 1], settings[first]
     if before is not setting:
         return border_s(before, setting)

@@ -24,7 +24,7 @@ from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.part import PlanPart
 from steelyard.plan.prediction import Prediction
-from steelyard.plan.stages import LayerRun, StagePlan
+from steelyard.plan.stages import LayerRun, StagePart, StagePlan
 from steelyard.plan.strategy import Strategy
 from steelyard.plan.training import Training
 from steelyard.plan.words import plan_lines
@@ -93,8 +93,6 @@ class Plan(PlanPart):
     precision: Precision
     schedule: ScheduleName = USUAL.name
     stages: tuple[StagePlan, ...] = Field(min_length=1)
-    """The parts of the pipeline in the order of the layers: one for each stage; under a schedule with v chunks a stage
-    v times as many, the ranks of all stages repeating in order."""
     asked: Asked | None = None
     """Absent where the user left everything to the search, or wrote the plan by hand."""
     prediction: Prediction | None = None
@@ -112,8 +110,8 @@ class Plan(PlanPart):
         chain = self.chain()
         _check_config(self, chain)
         chain.check_seq_len(self.seq_len)
-        _check_batch(self, chain)
         _check_ranks(self)
+        _check_batch(self, chain)
         _check_coverage(self, chain)
         _check_strategies(self, chain)
         _check_prediction(self)
@@ -182,7 +180,7 @@ class Plan(PlanPart):
     def stage_pools(self) -> tuple[Cluster, ...]:
         """The pool that each stage lies in."""
         ends = list(accumulate(pool.num_devices for pool in self.pools()))
-        return tuple(self.pools()[bisect_right(ends, part.ranks[0])] for part in self.parts[: self.num_stages])
+        return tuple(self.pools()[bisect_right(ends, stage.ranks[0])] for stage in self.stages)
 
     def fallback_plan(self, index: int) -> "Plan":
         """A fallback as a plan, with the fallbacks after it; raises `InvalidPlanError` if it contradicts itself."""
@@ -215,24 +213,24 @@ class Plan(PlanPart):
         return sum(self.stage_sizes)
 
     @property
-    def parts(self) -> tuple[StagePlan, ...]:
-        """The parts of the pipeline, which are the stages only where each holds one; in the file under ``stages``."""
-        return self.stages
+    def parts(self) -> tuple[StagePart, ...]:
+        """The parts of the pipeline in the order of the layers: of P stages part k lies on stage k mod P."""
+        return tuple(part for chunk in zip(*(stage.parts for stage in self.stages), strict=True) for part in chunk)
 
     @property
     def num_stages(self) -> int:
         """Pipeline stages, each a group of ranks of its own."""
-        return len({part.ranks for part in self.parts})
+        return len(self.stages)
 
     @property
     def stage_sizes(self) -> tuple[int, ...]:
         """Ranks of each stage."""
-        return tuple(part.num_devices for part in self.parts[: self.num_stages])
+        return tuple(stage.num_devices for stage in self.stages)
 
     @property
     def num_chunks(self) -> int:
         """Parts of the model that every stage holds: more than one where the schedule takes chunks."""
-        return len(self.parts) // self.num_stages
+        return len(self.stages[0].parts)
 
     @property
     def pipeline(self) -> PipelineConfig:
@@ -246,11 +244,7 @@ class Plan(PlanPart):
 
     def stage_of(self, rank: int) -> int:
         """The stage that a rank belongs to."""
-        return next(index for index, part in enumerate(self.parts) if part.ranks[0] <= rank <= part.ranks[1])
-
-    def chunks(self, stage: int) -> tuple[StagePlan, ...]:
-        """The parts of the model that the ranks of ``stage`` hold, in the order of the layers."""
-        return self.parts[stage :: self.num_stages]
+        return next(index for index, stage in enumerate(self.stages) if stage.ranks[0] <= rank <= stage.ranks[1])
 
     @property
     def microbatch_samples(self) -> int:
@@ -305,33 +299,45 @@ def _check_batch(plan: Plan, chain: ModelChain) -> None:
 
 def _check_ranks(plan: Plan) -> None:
     takes_chunks = find_schedule(plan.schedule).takes_chunks
-    if takes_chunks:
-        _check_chunks(plan)
-    _check_consecutive(plan.parts[: plan.num_stages] if takes_chunks else plan.parts, alike=takes_chunks)
+    for index, stage in enumerate(plan.stages):
+        _check_chunks(plan, index, stage, takes_chunks=takes_chunks)
+    _check_consecutive(plan.stages, alike=takes_chunks)
+    if takes_chunks and plan.num_stages < 2:
+        raise InvalidPlanError(
+            field="stages",
+            found=f"1 stage under {plan.schedule}",
+            expected="two or more stages with two or more chunks each",
+            hint=f"use the {USUAL.name} schedule",
+        )
     if plan.is_mixed:
         _check_pools(plan)
 
 
-def _check_chunks(plan: Plan) -> None:
-    """Whether the parts are P·v, v at least 2, and part k lies on the ranks of part k mod P."""
-    count, num_parts = plan.num_stages, len(plan.parts)
-    if count < 2 or num_parts % count or num_parts == count:
+def _check_chunks(plan: Plan, index: int, stage: StagePlan, *, takes_chunks: bool) -> None:
+    """Whether a stage has its layers once, in as many chunks as the schedule takes and the first stage has."""
+    own, form = ("chunks", "the runs of each chunk") if takes_chunks else ("runs", "the runs of its layers")
+    given = [name for name in ("runs", "chunks") if getattr(stage, name) is not None]
+    if given != [own]:
         raise InvalidPlanError(
-            field="stages",
-            found=f"{num_parts} parts on {count} ranges of ranks",
-            expected="two or more stages with two or more chunks each: the same number of parts on every range of "
-            "ranks",
-            hint=f"list the ranks of all stages once for each chunk, or use the {USUAL.name} schedule",
+            field=f"stages[{index}].{own}",
+            found=" and ".join(given) or "nothing",
+            expected=f"{own} alone: {form}, as {plan.schedule} takes them",
+            hint=f"write every stage once, with its layers under {own}, or change the schedule",
         )
-    for index, part in enumerate(plan.parts):
-        expected = plan.parts[index % count].ranks
-        if part.ranks != expected:
-            raise InvalidPlanError(
-                field=f"stages[{index}].ranks",
-                found=f"[{part.ranks[0]}, {part.ranks[1]}]",
-                expected=f"[{expected[0]}, {expected[1]}]: the ranks of the {count} stages in the same order again",
-                hint="part k of an interleaved plan runs on the ranks of part k mod the number of stages",
-            )
+    first, chunks = plan.stages[0].chunks or (), stage.chunks or ()
+    if len(chunks) != len(first):
+        raise InvalidPlanError(
+            field=f"stages[{index}].chunks",
+            found=f"{len(chunks)} chunks",
+            expected=f"{len(first)}, as many as the first stage has",
+            hint="give every stage the same number of chunks",
+        )
+
+
+def _place(plan: Plan, index: int) -> str:
+    """Where in the file the runs of a part stand."""
+    chunk, stage = divmod(index, plan.num_stages)
+    return f"stages[{stage}].chunks[{chunk}]" if plan.num_chunks > 1 else f"stages[{stage}].runs"
 
 
 def _check_consecutive(stages: tuple[StagePlan, ...], *, alike: bool) -> None:
@@ -368,12 +374,12 @@ def _check_pools(plan: Plan) -> None:
             expected="a schedule without chunks: those of all stages are cut alike",
             hint=f"use the {USUAL.name} schedule",
         )
-    for index, part in enumerate(plan.parts):
-        place = bisect_right(ends, part.ranks[0])
-        if part.ranks[1] >= ends[place]:
+    for index, stage in enumerate(plan.stages):
+        place = bisect_right(ends, stage.ranks[0])
+        if stage.ranks[1] >= ends[place]:
             raise InvalidPlanError(
                 field=f"stages[{index}].ranks",
-                found=f"[{part.ranks[0]}, {part.ranks[1]}]: ranks of {pools[place].name} and {pools[place + 1].name}",
+                found=f"[{stage.ranks[0]}, {stage.ranks[1]}]: ranks of {pools[place].name} and {pools[place + 1].name}",
                 expected=f"ranks of one pool; those of {pools[place].name} end with {ends[place] - 1}",
                 hint="end a stage where a pool ends",
             )
@@ -386,7 +392,7 @@ def _check_coverage(plan: Plan, chain: ModelChain) -> None:
             first, last = run.layers
             if first != expected_first or last < first or last >= chain.num_layers:
                 raise InvalidPlanError(
-                    field=f"stages[{index}].runs[{run_index}].layers",
+                    field=f"{_place(plan, index)}[{run_index}].layers",
                     found=f"[{first}, {last}]",
                     expected=f"layers that go on from layer {expected_first} within 0 to {chain.num_layers - 1} "
                     f"({chain.name} has {chain.num_layers} layers: embedding, "
@@ -406,7 +412,7 @@ def _check_coverage(plan: Plan, chain: ModelChain) -> None:
 def _check_strategies(plan: Plan, chain: ModelChain) -> None:
     for index, part in enumerate(plan.parts):
         for run_index, run in enumerate(part.runs):
-            where = f"stages[{index}].runs[{run_index}]"
+            where = f"{_place(plan, index)}[{run_index}]"
             strategy = _valid_strategy(run, where)
             if strategy.num_devices != part.num_devices:
                 raise InvalidPlanError(

@@ -22,7 +22,7 @@ from steelyard.model.freeze import Freeze
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import multiple, small_config, with_entries, without_dropout
 from steelyard.plan.plan import Plan, PlanModel
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs, stages_of
 
 _FILLS = "steelyard.modules.build"
 """Which takes torch, so that it is imported where it is needed."""
@@ -59,10 +59,10 @@ def shrunk_plan(plan: Plan) -> Plan:
         kept, blocks = [list(part.layers) for part in plan.parts], {}
     small = _small_chain(chain, blocks, [layer for part in kept for layer in part], degree, expert_degree)
     config = dict(small.config)
-    first, stages = 0, []
+    first, parts = 0, []
     for part, layers in zip(plan.parts, kept, strict=True):
         strategies = tuple(plan.strategies[layer] for layer in layers)
-        stages.append(StagePlan(ranks=part.ranks, runs=fold_runs(first, strategies)))
+        parts.append(StagePart(ranks=part.ranks, runs=fold_runs(first, strategies)))
         first += len(layers)
     microbatches = min(plan.num_microbatches, 2 * len(plan.parts))
     if plan.num_microbatches >= 2 * plan.num_stages and plan.num_chunks > 1:
@@ -79,7 +79,7 @@ def shrunk_plan(plan: Plan) -> Plan:
         num_microbatches=microbatches,
         precision="fp32" if chain.family.task is Task.IMAGE_TEXT or _has_experts(chain) else plan.precision,
         schedule=plan.schedule,
-        stages=tuple(stages),
+        stages=stages_of(parts),
     )
 
 

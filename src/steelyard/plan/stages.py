@@ -1,8 +1,10 @@
-"""The parts of a pipeline: ranks, and a strategy for each of their layers."""
+"""The stages of a pipeline: ranks, and a strategy for each of their layers."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from steelyard.errors import InvalidPlanError, nearest
 from steelyard.limits import MOST_DEVICES, MOST_LAYERS
@@ -47,14 +49,40 @@ class LayerRun(PlanPart):
         return cls(layers=(first, last), parallel=strategy.parallel, remat=strategy.remat, **own)
 
 
-class StagePlan(PlanPart):
-    """A part of the pipeline: its ranks (first and last, both included) and its layers in order.
+Runs = Annotated[tuple[LayerRun, ...], Field(min_length=1)]
 
-    The whole of a stage, or one of its chunks where the schedule takes several.
+
+class StagePlan(PlanPart):
+    """A stage of the pipeline: its ranks (first and last, both included), and the runs of its layers in order.
+
+    Under a schedule of several chunks a stage these stand under ``chunks``, chunk by chunk, in place of ``runs``.
     """
 
     ranks: tuple[RankPlace, RankPlace]
-    runs: tuple[LayerRun, ...] = Field(min_length=1)
+    runs: Runs | None = None
+    chunks: Annotated[tuple[Runs, ...], Field(min_length=2)] | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Its ranks."""
+        return self.ranks[1] - self.ranks[0] + 1
+
+    @property
+    def parts(self) -> "tuple[StagePart, ...]":
+        """What it holds: one part, or one for each chunk."""
+        return tuple(StagePart(ranks=self.ranks, runs=runs) for runs in self.chunks or (self.runs or (),))
+
+    @model_serializer(mode="wrap")
+    def _in_one_form(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePart:
+    """Consecutive layers on the ranks of a stage: all that it holds, or one of its chunks."""
+
+    ranks: tuple[int, int]
+    runs: tuple[LayerRun, ...]
 
     @property
     def num_devices(self) -> int:
@@ -81,6 +109,17 @@ class StagePlan(PlanPart):
         """The strategy of each of its layers in order."""
         counts = [(run.strategy, run.layers[1] + 1 - run.layers[0]) for run in self.runs]
         return tuple(strategy for strategy, count in counts for _ in range(count))
+
+
+def stages_of(parts: Sequence[StagePart]) -> tuple[StagePlan, ...]:
+    """The stages that hold these parts, which stand in the order of the layers."""
+    runs: dict[tuple[int, int], list[tuple[LayerRun, ...]]] = {}
+    for part in parts:
+        runs.setdefault(part.ranks, []).append(part.runs)
+    return tuple(
+        StagePlan(ranks=ranks, chunks=tuple(own)) if len(own) > 1 else StagePlan(ranks=ranks, runs=own[0])
+        for ranks, own in runs.items()
+    )
 
 
 def fold_runs(first_layer: int, strategies: tuple[Strategy, ...]) -> tuple[LayerRun, ...]:

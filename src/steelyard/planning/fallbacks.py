@@ -100,5 +100,5 @@ def _fastest_within(
 def _as_fallback(plan: Plan) -> Fallback:
     prediction = plan.prediction.model_copy(update={"alternatives": ()}) if plan.prediction else None
     return Fallback(
-        num_microbatches=plan.num_microbatches, schedule=plan.schedule, stages=plan.parts, prediction=prediction
+        num_microbatches=plan.num_microbatches, schedule=plan.schedule, stages=plan.stages, prediction=prediction
     )

@@ -26,7 +26,7 @@ from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.capabilities import Capabilities, block_layers, unsupported
 from steelyard.plan.kinds import variants
 from steelyard.plan.plan import Plan
-from steelyard.plan.stages import LayerRun, StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import NothingFitsError, device_bytes
@@ -309,7 +309,7 @@ def _has_pins(plan: Plan, pins: Sequence[Pin]) -> bool:
 
 
 def _first_blocks(plan: Plan, count: int, blocks: set[int]) -> Plan:
-    stages = []
+    parts = []
     for part in plan.parts:
         seen = 0
         strategies: list[Strategy] = []
@@ -317,6 +317,5 @@ def _first_blocks(plan: Plan, count: int, blocks: set[int]) -> Plan:
             recomputes = layer in blocks and seen < count
             seen += layer in blocks
             strategies.append(replace(strategy.without_remat(), remat=Remat.FULL if recomputes else Remat.NONE))
-        runs: tuple[LayerRun, ...] = fold_runs(part.first_layer, tuple(strategies))
-        stages.append(StagePlan(ranks=part.ranks, runs=runs))
-    return plan.model_copy(update={"stages": tuple(stages), "prediction": None})
+        parts.append(StagePart(ranks=part.ranks, runs=fold_runs(part.first_layer, tuple(strategies))))
+    return plan.model_copy(update={"stages": stages_of(parts), "prediction": None})

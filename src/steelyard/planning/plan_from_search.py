@@ -1,5 +1,6 @@
 """Turns the outcome of a search into a plan, without its prediction, and says in words what it is."""
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from steelyard.cost.fold import unfold_layers, unfold_parts
@@ -7,7 +8,7 @@ from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.tables import CostTables
 from steelyard.hardware import Cluster, MixedCluster, hardware_file
 from steelyard.plan.plan import Plan, PlanModel
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.schedules import PipelineConfig
 from steelyard.search import SettingOutcome
 from steelyard.search.evaluate import Solution
@@ -24,21 +25,21 @@ def bare_plan(job: AnyJob, tables: CostTables, solution: Solution) -> Plan:
     """The plan of a solution of these tables, without its prediction."""
     pipeline = tables.pipeline
     strategies = unfold_layers([tables.strategies[index] for index in solution.strategies], pipeline.num_chunks)
-    parts = list(unfold_parts(solution.boundaries, pipeline.num_chunks))
-    ends = list(accumulate(strategies[first].num_devices for _, first, _ in parts[: pipeline.num_stages]))
-    stages = tuple(
-        StagePlan(
+    cuts = list(unfold_parts(solution.boundaries, pipeline.num_chunks))
+    ends = list(accumulate(strategies[first].num_devices for _, first, _ in cuts[: pipeline.num_stages]))
+    parts = tuple(
+        StagePart(
             ranks=(ends[stage - 1] if stage else 0, ends[stage] - 1), runs=fold_runs(first, strategies[first:end])
         )
-        for stage, first, end in parts
+        for stage, first, end in cuts
     )
-    return assemble_plan(job, pipeline, stages, job.on(tables) if isinstance(job, PooledJob) else job.cluster)
+    return assemble_plan(job, pipeline, parts, job.on(tables) if isinstance(job, PooledJob) else job.cluster)
 
 
 def assemble_plan(
     job: AnyJob,
     pipeline: PipelineConfig,
-    stages: tuple[StagePlan, ...],
+    parts: Sequence[StagePart],
     cluster: Cluster | MixedCluster | None = None,
 ) -> Plan:
     """The plan of a job on all its devices or on these, with these parts of the pipeline, without its prediction."""
@@ -59,7 +60,7 @@ def assemble_plan(
         num_microbatches=pipeline.num_microbatches,
         precision=job.precision,
         schedule=pipeline.schedule.name,
-        stages=stages,
+        stages=stages_of(parts),
     )
 
 

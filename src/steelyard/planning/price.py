@@ -15,7 +15,7 @@ from steelyard.hardware.parse import ClusterT
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, PoolUse, Prediction
-from steelyard.plan.stages import StagePlan, fold_runs
+from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.job import make_job, make_pooled_job
 from steelyard.planning.margin import warnings_of
@@ -208,13 +208,13 @@ def uniform_plan(job: Job, strategy_text: str) -> Plan:
     """The plan of one stage that uses one strategy everywhere and, of all microbatch counts, takes the least memory."""
     strategy = parse_strategy(strategy_text)
     layers = job.chain.num_layers
-    stage = StagePlan(ranks=(0, job.cluster.num_devices - 1), runs=fold_runs(0, (strategy,) * layers))
+    part = StagePart(ranks=(0, job.cluster.num_devices - 1), runs=fold_runs(0, (strategy,) * layers))
     best: Plan | None = None
     for count in microbatch_counts(job.chain, job.global_batch):
         if (job.global_batch // count) % strategy.sample_degree:
             continue
         pipeline = PipelineConfig(num_stages=1, num_microbatches=count, schedule=USUAL)
-        plan = with_price(assemble_plan(job, pipeline, (stage,)), job)
+        plan = with_price(assemble_plan(job, pipeline, (part,)), job)
         if best is None or peak_bytes(plan) < peak_bytes(best):
             best = plan
     if best is None:

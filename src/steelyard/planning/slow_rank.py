@@ -124,7 +124,7 @@ def _parted(plan: Plan, cluster: Cluster, slow: SlowRank) -> tuple[Cluster, Clus
     if cluster.num_nodes > 1:
         shapes = (cluster.num_nodes - 1, cluster.devices_per_node), (1, cluster.devices_per_node)
     else:
-        size = min(plan.parts[slow.stage].num_devices, cluster.num_devices // 2)
+        size = min(plan.stages[slow.stage].num_devices, cluster.num_devices // 2)
         shapes = (1, cluster.num_devices - size), (1, size)
     whole, part = (with_shape(cluster, *shape) for shape in shapes)
     return whole, replace(part, name=f"{part.name} {slow.factor:.1f} × as slow")

@@ -164,7 +164,7 @@ def _complete(each: Slice, stage: int) -> TraceEvent:
 
 
 def _metadata(plan: Plan, stage: int, tracks: list[int]) -> Iterator[TraceEvent]:
-    first, last = plan.parts[stage].ranks
+    first, last = plan.stages[stage].ranks
     ranks = f"rank {first}" if first == last else f"ranks {first}–{last}"
     yield _name(stage, 0, "process_name", {"name": f"stage {stage} ({ranks})"})
     yield _name(stage, 0, "process_sort_index", {"sort_index": stage})

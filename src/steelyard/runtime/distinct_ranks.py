@@ -34,11 +34,11 @@ def distinct_ranks(plan: Plan, builder: str | None = None) -> tuple[RankGroup, .
     chain = plan.chain()
     dims = _dims(chain, build_planned(builder, plan).without_values() if builder else build_meta_model(chain))
     groups = []
-    for stage, (first, last) in enumerate(dict.fromkeys(part.ranks for part in plan.parts)):
+    for stage, of in enumerate(plan.stages):
+        first, last = of.ranks
         layers = [
             (chain.layers[layer], strategy)
-            for part in plan.parts
-            if part.ranks == (first, last)
+            for part in of.parts
             for layer, strategy in enumerate(part.strategies, start=part.first_layer)
         ]
         alike: dict[tuple[int, ...], list[int]] = {}

@@ -309,7 +309,7 @@ def _leave_resting_sharded(layers: Mapping[str, ChainLayer], plan: Plan, chain: 
     The first sharded layer of a part that has one gathers the one that ran before it, which may be such a layer, and
     would hold its parameters until the next forward pass. It is told to gather itself, which it has done by then.
     """
-    mine = (number for part in plan.chunks(stage) for number in part.layers)
+    mine = (number for part in plan.stages[stage].parts for number in part.layers)
     sharded = [number for number in mine if plan.strategies[number].state_shards > 1]
     first = next((layers[str(each)] for each in sharded if str(each) in layers and chain.has_backward(each)), None)
     if isinstance(first, FSDPModule) and not all(map(chain.has_backward, sharded)):

@@ -95,7 +95,7 @@ def find_shared_gradients(plan: Plan, chain: ModelChain, layers: Mapping[str, nn
                     group=groups.get(stages),
                     num_slices=num_slices(shared, strategies, chain),
                     adds=_are_alike(plan, stages)
-                    or dist.get_rank() in [plan.parts[stage].ranks[0] for stage in stages],
+                    or dist.get_rank() in [plan.stages[stage].ranks[0] for stage in stages],
                 )
             )
     return found
@@ -108,18 +108,19 @@ def _stages_of(plan: Plan, shared: SharedWeight) -> tuple[int, ...]:
 
 
 def _are_alike(plan: Plan, stages: tuple[int, ...]) -> bool:
-    return len({plan.parts[stage].num_devices for stage in stages}) == 1
+    return len({plan.stages[stage].num_devices for stage in stages}) == 1
 
 
 def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The group of the ranks at the same place in each of the stages, on those ranks; of all where sizes differ."""
     if not _are_alike(plan, stages):
-        ranks = [rank for stage in stages for rank in range(plan.parts[stage].ranks[0], plan.parts[stage].ranks[1] + 1)]
+        spans = [plan.stages[stage].ranks for stage in stages]
+        ranks = [rank for first, last in spans for rank in range(first, last + 1)]
         group = dist.new_group(ranks)
         return group if dist.get_rank() in ranks else None
     mine = None
-    for place in range(plan.parts[stages[0]].num_devices):
-        ranks = [plan.parts[stage].ranks[0] + place for stage in stages]
+    for place in range(plan.stages[stages[0]].num_devices):
+        ranks = [plan.stages[stage].ranks[0] + place for stage in stages]
         group = dist.new_group(ranks)
         if dist.get_rank() in ranks:
             mine = group

@@ -242,7 +242,7 @@ def _check_present(path: Path, weights: dict[str, Tensor], stored: Mapping[str, 
 
 def _write_stage(part: Path, state: RunState, plan: Plan, dtype: torch.dtype) -> list[tuple[str, dict[str, int]]]:
     """Writes the files of this rank's stage; on its first rank returns them, each with the bytes of its tensors."""
-    first_rank = plan.parts[plan.stage_of(dist.get_rank())].ranks[0]
+    first_rank = plan.stages[plan.stage_of(dist.get_rank())].ranks[0]
     is_writer = dist.get_rank() == first_rank
     files: list[tuple[str, dict[str, int]]] = []
     model = build_meta_model(plan.chain())

@@ -30,11 +30,11 @@ class OneFOneB(Schedule):
 
     def refusal(self, pipeline: PipelineConfig) -> InvalidPlanError | None:
         """Torch wants as many microbatches as there are stages, or more."""
-        if pipeline.num_microbatches >= pipeline.num_parts:
+        if pipeline.num_microbatches >= pipeline.num_stages:
             return None
         return InvalidPlanError(
             field="num_microbatches",
-            found=f"{pipeline.num_microbatches} for {pipeline.num_parts} stages",
+            found=f"{pipeline.num_microbatches} for {pipeline.num_stages} stages",
             expected=f"at least as many microbatches as stages under {self.name}",
             hint="raise num_microbatches or use the gpipe schedule",
         )

@@ -25,7 +25,7 @@ def test_the_plan_has_the_degrees_of_the_row(run) -> None:  # type: ignore[no-un
 
 def test_chunks_are_interleaved() -> None:
     found = case(MEGATRON, pp="4", vpp="2", gpus="32", dp="1", tp="8", gbs="64", mbs="1", layers="48")
-    assert (found.plan.schedule, found.plan.num_chunks, len(found.plan.stages)) == ("interleaved-1f1b", 2, 8)
+    assert (found.plan.schedule, found.plan.num_chunks, len(found.plan.parts)) == ("interleaved-1f1b", 2, 8)
 
 
 def test_fewer_microbatches_than_stages_do_the_passes_of_gpipe() -> None:

@@ -69,9 +69,10 @@ class Plan:
         self.chain = content["chain"]
         self.dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         self.strategies, self.parts = [], []
-        for part in self.stages:  # a stage is a range of ranks; it has one part of the layers or, interleaved, several
+        chunks = [stage.get("chunks") or [stage["runs"]] for stage in self.stages]
+        for runs in (runs for parts in zip(*chunks, strict=True) for runs in parts):  # in the order of the layers
             first = len(self.strategies)
-            for run in part["runs"]:
+            for run in runs:
                 levels = tuple((kind, int(degree)) for kind, degree in re.findall(r"([a-z]+)(\d+)", run["parallel"]))
                 if not {kind for kind, _ in levels} <= {"dp", "fsdp", "tp"}:
                     raise SystemExit(f"layers {run['layers']}: this script cannot carry out {run['parallel']!r}")
@@ -79,8 +80,8 @@ class Plan:
                 self.strategies += [Strategy(levels, **rest)] * (run["layers"][1] + 1 - run["layers"][0])
             self.parts.append(range(first, len(self.strategies)))
         self.stage_size = self.stages[0]["ranks"][1] + 1 - self.stages[0]["ranks"][0]
-        self.stage_of_part = [part["ranks"][0] // self.stage_size for part in self.stages]
-        self.num_stages = len(set(self.stage_of_part))
+        self.num_stages = len(self.stages)
+        self.stage_of_part = [index % self.num_stages for index in range(len(self.parts))]
 
     def share(self, strategy: Strategy) -> int:
         """Samples B of a microbatch on one of the ranks that divide them."""

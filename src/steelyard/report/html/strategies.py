@@ -7,7 +7,7 @@ from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.kinds import KINDS, Kind
 from steelyard.plan.kinds.kind import States
 from steelyard.plan.plan import Plan
-from steelyard.plan.stages import StagePlan
+from steelyard.plan.stages import StagePart
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.plan.words import layers_text, part_name
 from steelyard.report.html.contents import ReportContents
@@ -54,7 +54,7 @@ def _shards_first(kind: Kind) -> bool:
     return kind.states is not States.SHARDED
 
 
-def ranks_text(part: StagePlan) -> str:
+def ranks_text(part: StagePart) -> str:
     """The ranks of a part, ``0–31``."""
     first, last = part.ranks
     return str(first) if first == last else f"{first}–{last}"
