@@ -329,7 +329,7 @@ def test_pins_that_nothing_meets_are_an_error_that_names_them(
     error = user_error(run("plan", *SMALL, *(word for pin in pins for word in ("--pin", pin))))
     assert error.field == "--pin"
     assert error.found == named
-    assert reason in error.hint
+    assert reason in f"{error.expected}; {error.hint}"
 
 
 @pytest.mark.parametrize("beside", [("--global-batch", "max"), ("--objective", "devices"), ("--profile", "p.json")])

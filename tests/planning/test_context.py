@@ -92,7 +92,7 @@ def test_one_long_sequence_is_divided_over_all_devices() -> None:
     ],
 )
 def test_what_it_cannot_divide_is_refused_with_the_reason(config: dict[str, Any], text: str, reason: str) -> None:
-    assert reason in why_not(job(config, seq_len=32), text).hint.split("; ")[0]
+    assert reason in why_not(job(config, seq_len=32), text).expected.split("; ")[0]
 
 
 @pytest.mark.slow

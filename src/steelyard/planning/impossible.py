@@ -63,8 +63,8 @@ def unmet(pin: Pin, reasons: Sequence[str]) -> UserError:
     return UserError(
         field="--pin",
         found=repr(pin.text),
-        expected="what some strategy of these layers may have",
-        hint="; ".join(reasons[:SHOWN_REASONS]),
+        expected=f"what some strategy of these layers may have ({'; '.join(reasons[:SHOWN_REASONS])})",
+        hint="pin something else, or leave these layers to the search",
     )
 
 
