@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from steelyard.export import Request, export_plan, target_of
 from steelyard.export.pytorch import SCRIPT
 from steelyard.model.read import load_config
@@ -22,6 +24,7 @@ from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 
 NUM_RANKS = 4
 NUM_STEPS = 2
+TOKENS, IMAGES = "tokens.npy", "images"
 FOLDER = "STEELYARD_SCRIPT_CASES"
 """The variable that names the folder of the data and of what is found."""
 
@@ -74,6 +77,17 @@ CASES: dict[str, Callable[[], Plan]] = {
     "glm-4-9b-0414": _plan(_small("glm-4-9b-0414"), "tp2+sp, fsdp2", "tp2+sp remat=full, tp2+sp"),
     "command-r7b": _plan(_SLIDES_ONCE, "fsdp2, tp2+sp", "tp2 remat=full, dp2"),
     "smollm3-3b": _plan(_small("smollm3-3b") | {"no_rope_layers": [1, 0]}, "fsdp2, tp2+sp", "tp2 remat=full, dp2"),
+    "bert": _plan(FAMILY_CONFIGS["bert"], "tp2, fsdp2", "tp2+sp remat=full, tp2+sp"),
+    "vit": _plan(FAMILY_CONFIGS["vit"], "fsdp4, tp2-dp2, fsdp2-tp2 remat=full, tp2-fsdp2", seq_len=17),
+    "t5": _plan(
+        FAMILY_CONFIGS["t5"],
+        *("fsdp2, tp2", "dp2 remat=full, tp2 remat=full", "tp2, fsdp2 remat=selective", "tp2"),
+        num_chunks=2,
+        schedule="interleaved-1f1b",
+    ),
+    "swin": _plan(
+        FAMILY_CONFIGS["swin"], "fsdp2, tp2, dp2 remat=full, fsdp2", "tp2, dp2, tp2", seq_len=64, schedule="gpipe"
+    ),
     "gpt2": _plan(_small("gpt2"), "tp2, dp2", "fsdp2 remat=full, tp2+sp"),
     **{
         name: _plan(_small(name), "fsdp2, dp2", "fsdp2 remat=full, dp2")
@@ -103,11 +117,23 @@ def script() -> ModuleType:
     return module
 
 
-def options(folder: Path, name: str) -> dict[str, Any]:
+def write_data(folder: Path) -> None:
+    """Token ids, and images of two classes."""
+    from PIL import Image
+
+    generator = np.random.default_rng(0)
+    np.save(folder / TOKENS, generator.integers(0, 64, 32 * 60 + 1).astype(np.uint16))
+    for number in range(12):
+        place = folder / IMAGES / f"class {number % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (20, 16, 3), dtype=np.uint8)).save(place / f"{number}.png")
+
+
+def options(plan: Plan, folder: Path, name: str) -> dict[str, Any]:
     """How the script and the runtime train a case."""
-    data, metrics = folder / "tokens.npy", folder / f"{name}.jsonl"
+    data, metrics = folder / (TOKENS if plan.chain().family.task.reads_text else IMAGES), folder / f"{name}.jsonl"
     rate: Mapping[str, Any] = {"lr": 1e-2, "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 1.0, "seed": 3}
-    return {"data": data, "metrics": metrics, "steps": NUM_STEPS, **rate}
+    return {"data": data, "metrics": metrics, "steps": NUM_STEPS, "mask_token": 5, **rate}
 
 
 def train_cases() -> None:
@@ -115,6 +141,6 @@ def train_cases() -> None:
     import torch
 
     module, folder = script(), Path(os.environ[FOLDER])
-    for name in contents():
-        plan = module.Plan(folder / f"{name}.json")
-        module.train(plan, torch.device("cpu"), Namespace(**options(folder, name)))
+    for name, plan in CASES.items():
+        read = module.Plan(folder / f"{name}.json")
+        module.train(read, torch.device("cpu"), Namespace(**options(plan(), folder, name)))

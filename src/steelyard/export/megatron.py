@@ -201,7 +201,7 @@ def _model_flags(chain: ModelChain, view: UniformPlan) -> Flags:
             field="--to",
             found=f"megatron for {chain.name} ({chain.family.model_type})",
             expected="a model of " + ", ".join(sorted(_FAMILIES)),
-            hint="export --to pytorch, which builds any of our decoder models with transformers",
+            hint="export --to pytorch, which builds any of our models with transformers",
         )
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads

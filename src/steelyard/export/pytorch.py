@@ -2,8 +2,8 @@
 
 The script is `scripts/train_plan.py`, one file for every plan, copied as it is: no text of a plan or of a config ever
 becomes code. Beside it lies what it reads, in JSON: the plan with the model's config, and what its split says of the
-model's parts. It trains decoders of any type whose split is simple enough (`_why_not`) with the stock modules that
-tensor parallelism has, on the same samples and from the same first weights as `steelyard train`.
+model's parts. It trains models for text and images of any type whose split is simple enough (`_why_not`) with the stock
+modules that tensor parallelism has, on the same samples and from the same first weights as `steelyard train`.
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import Any
 from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import LayerKind, LayerRole, Task
-from steelyard.model.split import BlockCall, ModelSplit, local_name
+from steelyard.model.family import BEGIN_WITH_THE_LAST, LayerKind, LayerRole, Task
+from steelyard.model.split import BlockCall
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import OTHER_PLANS, Plan
 from steelyard.units import format_plural
@@ -40,12 +40,14 @@ STYLES: Mapping[str, str] = {
 }
 """What the script calls the styles of modules that it has stock calls for, by the first word of their name."""
 _BUFFERS = "memory as predicted: every stage has buffers for what it exchanges of all {} microbatches of a step"
-_OPERATIONS = frozenset({"mul", "div", "tanh", "positions"})
-"""The operations between modules of embedding and head that the script has."""
 _HEAD_NORMS = (".q_norm", ".k_norm", ".query_layernorm", ".key_layernorm")
 """Norms of the heads of a rank, where ranks divide heads."""
-_UNREAD = "hidden_size"
-"""A number that modules keep and do not compute with."""
+_FUSED = "split_size"
+"""A number by which modules split the result of one matrix, which no stock style divides in parts."""
+_TABLE = ".relative_attention_bias.weight"
+"""What the first block has for all of them."""
+_TASKS = frozenset({Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM, Task.IMAGE_CLASSIFICATION})
+"""What the script has samples for."""
 
 
 def _write(request: Request) -> Draft:
@@ -61,7 +63,7 @@ def _write(request: Request) -> Draft:
     )
     return Draft(
         script=(f"{stem}.py", SCRIPT.read_text(encoding="utf-8")),
-        files=((f"{stem}.json", json.dumps({"plan": _plan(plan, chain), "chain": _chain(chain)})),),
+        files=((f"{stem}.json", json.dumps({"plan": _plan(plan, chain), "chain": _chain(chain, plan.seq_len)})),),
         carried=(
             "every layer's own strategy: " + ", ".join(counts),
             f"precision: {plan.precision}",
@@ -111,8 +113,8 @@ def _check(plan: Plan, chain: ModelChain) -> None:
         raise UserError(
             field="--to",
             found=f"pytorch for {chain.name} ({chain.family.model_type}){reason}",
-            expected="a decoder whose embedding and head are modules called one after another, with one hidden state "
-            "between them; experts without tp",
+            expected="a model for token ids or classes of images, with one hidden state between blocks, and what its "
+            "encoder gives where it has one; experts without tp",
             hint="run the plan with `steelyard train`, or --to torchrun for a script that starts it",
         )
 
@@ -120,29 +122,32 @@ def _check(plan: Plan, chain: ModelChain) -> None:
 def _why_not(chain: ModelChain) -> str:
     """What the script has no calls for in a model; empty where it runs all layers as the model does.
 
-    What blocks read beside the hidden state the script sees in the model's own forward pass.
+    What is done around blocks, and what they read beside the hidden state, is the model's own forward pass there, too.
     """
-    split = chain.split
-    if split is None or chain.family.task is not Task.CAUSAL_LM:
-        return ", which is no causal decoder"
-    steps = [step.split(":") for step in (*split.embedding_calls, *split.head_calls)]
-    operations = {operation[0] for _, *operation in steps if operation}
-    held = (*split.embedding, *split.head)
-    around = [path for path, *_ in steps if path and any(each.startswith(f"{path}.") for each in held)]
-    call = split.call.model_copy(update={"num_results": None, "result": split.call.result or None})
-    ends = all(chain.kind_of(layer).role is not LayerRole.BLOCK for each in chain.shared for layer, _ in each.copies)
-    matrices = all(path.endswith(".weight") for each in chain.shared for _, path in each.copies)
+    split, task = chain.split, chain.family.task
+    if split is None:
+        return ", which is no model of transformers"
+    is_block = [chain.kind_of(layer).role is LayerRole.BLOCK for layer in range(chain.num_layers)]
+    calls = [split.call_of(layer) for layer in range(chain.num_layers) if is_block[layer]]
+    plain = [each.model_copy(update={"num_results": None, "result": each.result or None}) for each in calls]
+    encoder = split.encoder
+    of_blocks = [copy for each in chain.shared for copy in each.copies if is_block[each.copies[0][0]]]
+    start = chain.config.get("decoder_start_token_id")
     reasons = {
-        "embedding is more than modules called one after another": not split.embedding_calls or around,
-        "head is more than modules called one after another": not split.head_calls or operations - _OPERATIONS,
-        "blocks read or return several states": split.streams or any(kind.returns_state for kind in split.kinds),
-        "hidden state is not the first that blocks read and return": call != BlockCall(),
+        f"samples are those of {task}": task not in _TASKS,
+        "blocks read or return several states": split.streams or (encoder and (encoder.order or encoder.shape)),
+        "hidden state is not the first that blocks read and return": any(each != BlockCall() for each in plain),
         "blocks read something for each sample": split.sides_by_sample,
+        "experts are chosen by values": split.asks_for_values and any(kind.num_experts for kind in split.kinds),
         "length is rounded up": split.multiple > 1,
-        "states have other places than tokens": any((kind.tokens, kind.shape) != ((1, 0), ()) for kind in split.kinds),
-        "layers share more than a tied embedding": len(chain.shared) > 1 or not (ends and matrices),
+        "states have other places than tokens": any(
+            kind.tokens != (1, 0) or len(kind.shape) not in (0, 2) for kind in split.kinds
+        ),
+        "layers share more than tables": not all(path.endswith(_TABLE) for _, path in of_blocks),
         "modules are not all trained, or hold blocks": split.resting or split.holders,
         "blocks convert their buffers": split.typed_buffers,
+        "decoder begins with no token that its config names": encoder
+        and (not isinstance(start, int) or chain.family.model_type in BEGIN_WITH_THE_LAST),
     }
     return next((f", whose {reason}" for reason, holds in reasons.items() if holds), "")
 
@@ -151,10 +156,11 @@ def _why_no_tp(styles: Mapping[str, str]) -> str:
     """What the script has no stock calls for in the styles of a kind; empty where it divides all modules."""
     for path, style in styles.items():
         word, *given = style.split(":")
-        counted = {*",".join(given[1:] if word == "enter" else given).split(",")} - {"", _UNREAD}
+        numbers = given[1].split(",") if word == "enter" and given[1:] else []
+        unknown = _FUSED in numbers or any(given[2:] if word == "enter" else given)
         is_whole = path.endswith(_HEAD_NORMS) or _is_gathered(path, styles)
         is_known = is_whole if word == "whole" else word in STYLES
-        if not is_known or counted or "+" in style or (word in ("columns", "rows") and _is_gathered(path, styles)):
+        if not is_known or unknown or (word in ("columns", "rows") and _is_gathered(path, styles)):
             return f" with tp, whose style {style!r} of {path} is more than stock calls"
     return ""
 
@@ -172,7 +178,7 @@ def _styles(chain: ModelChain, kind: LayerKind) -> dict[str, str]:
     for path, style in styles.items():
         word, *given = style.split(":")
         if word in STYLES and not (word == "whole" and _is_gathered(path, styles)):
-            found[path] = ":".join((STYLES[word], *filter(None, given[:1] if word == "enter" else ())))
+            found[path] = ":".join((STYLES[word], *(given[:2] if word == "enter" else ())))
     return found
 
 
@@ -186,33 +192,33 @@ def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
     return content | {"model": {"name": plan.model.name, "config": dict(chain.config)}}
 
 
-def _chain(chain: ModelChain) -> dict[str, Any]:
+def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:
     """What the script must know of the model beside its config; paths are those of modules and parameters."""
     split = chain.split
     assert split is not None, "it was checked"
+    layers = range(chain.num_layers)
+    calls = {chain.kind_of(layer): split.call_of(layer).num_results or 0 for layer in layers}
     return {
-        "hidden_size": chain.hidden_size,
+        "task": chain.family.task.value,
         "vocab_size": chain.vocab_size,
+        "image": chain.image,
+        "encoded": split.encoder.encoded if split.encoder else None,
+        "decoder_start": chain.config.get("decoder_start_token_id"),
         "fused_attention": chain.family.fused_attention,
-        "num_results": split.call.num_results or 0,
-        "tied": [list(copy) for shared in chain.shared for copy in shared.copies],
-        "kinds": {kind.name: {"role": kind.role.value, "styles": _styles(chain, kind)} for kind in chain.kinds},
-        "layers": [{"kind": chain.kind_of(layer).name, **_modules(split, layer)} for layer in range(chain.num_layers)],
+        "shared": [[list(copy) for copy in shared.copies] for shared in chain.shared],
+        "kinds": {
+            kind.name: {"role": kind.role.value, "styles": _styles(chain, kind), "num_results": num_results}
+            for kind, num_results in calls.items()
+        },
+        "layers": [
+            {
+                "kind": chain.kind_of(layer).name,
+                "modules": dict(split.modules(layer)),
+                "flow": chain.flow_shapes(layer, seq_len),
+            }
+            for layer in layers
+        ],
     }
-
-
-def _modules(split: ModelSplit, layer: int) -> dict[str, Any]:
-    """The paths of a layer's modules by their names in it, and how embedding and head call them, step by step."""
-    modules, steps = dict(split.modules(layer)), list[list[Any]]()
-    calls = {0: split.embedding_calls, len(split.layers) - 1: split.head_calls}.get(layer, ())
-    for path, *operation in (step.split(":") for step in calls):
-        name, *operands = operation or ["call"]
-        called = path or (operands[0] if name == "positions" else "")
-        if called and not any(f"{called}.".startswith(f"{each}.") for each in modules.values()):
-            modules[local_name(called)] = called  # of no parameters, as dropout
-        local = split.local_path(layer, called) if called and called not in modules.values() else local_name(called)
-        steps.append([name, *([local] if called else map(float, operands))])
-    return {"modules": modules, "steps": steps}
 
 
 TARGET = Target(

@@ -101,7 +101,7 @@ def _model(chain: ModelChain) -> tuple[str, str]:
             f"{chain.hidden_size}, {chain.vocab_size} tokens)",
             expected="a model that torchtitan defines: llama3 8B, 70B, 405B, qwen3 0.6B, 1.7B, 14B, 32B, "
             "30B-A3B, or deepseek_v3 671B",
-            hint="export --to pytorch, which builds any of our decoder models with transformers",
+            hint="export --to pytorch, which builds any of our models with transformers",
         )
     return known
 

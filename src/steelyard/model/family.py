@@ -29,6 +29,8 @@ QUERY_HEADS, KV_HEADS = "attention heads", "key-value heads"
 
 BIDIRECTIONAL = "bidirectional_attention"
 """The attention of blocks of text that belongs to an image, where a token sees those behind it, too."""
+BEGIN_WITH_THE_LAST = frozenset(("fsmt", "mbart", "plbart"))
+"""Types whose decoders read the last token of the labels first."""
 NO_CP = "only causal attention in one kernel can be divided by tokens"
 
 

@@ -23,13 +23,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import Task
+from steelyard.model.family import BEGIN_WITH_THE_LAST, Task
 from steelyard.model.split import SplitFeatures
 
 IGNORED = -100
 """The label of a place that is no target."""
-_BEGIN_WITH_THE_LAST = frozenset(("fsmt", "mbart", "plbart"))
-"""Types whose decoders read the last token of the labels first."""
 
 
 def decoder_inputs(
@@ -49,7 +47,7 @@ def decoder_inputs(
         return shifted.masked_fill(shifted == IGNORED, token)
     padding = config.pad_token_id if config.pad_token_id is not None else 0
     labels_BS = labels_BS.masked_fill(labels_BS == IGNORED, padding)  # noqa: N806
-    if config.model_type in _BEGIN_WITH_THE_LAST:
+    if config.model_type in BEGIN_WITH_THE_LAST:
         last_B1 = labels_BS.ne(padding).sum(1, keepdim=True) - 1  # noqa: N806
         start_B1 = labels_BS.gather(1, last_B1.clamp(min=0))  # noqa: N806
     else:

@@ -1,4 +1,4 @@
-"""Trains a decoder under a plan with stock PyTorch; needs torch, transformers and numpy, and nothing else.
+"""Trains a Transformer under a plan with stock PyTorch; needs torch, transformers and numpy (and Pillow for images).
 
     torchrun --nproc-per-node 8 train.py --data tokens.bin --steps 1000
 
@@ -11,21 +11,23 @@ the ranks of a pipeline stage share it. What it may say, and where that is carri
 | ``tp``, with or without sp  | `parallelize_module`, each module in the style that the plan says   | `shard_tensors` |
 | ``fsdp``, ``dp``            | `fully_shard`, over the data ranks, or over one rank and replicated | `shard_data`    |
 | ``remat``                   | `checkpoint`                                                        | `Layer`         |
-| neighbours that differ      | `DTensor.redistribute` of the hidden state between them             | `LayerLoop`     |
+| neighbours that differ      | `DTensor.redistribute` of what flows between them                   | `LayerLoop`     |
 | ``stages``, ``schedule``    | `torch.distributed.pipelining`                                      | `pipeline_step` |
 
 Samples, first weights and losses do not depend on the plan: one process and many train the same model. So a rank's loss
-is its part of the sum over the global batch, divided by all tokens of it, and gradients are added, never averaged.
+is its part of the sum over the global batch, divided by all targets of it, and gradients are added, never averaged.
 
 Legend of shapes: B samples of this rank in a microbatch, S sequence, s sequence of this rank (S/tp under sp), H hidden.
 """
 
 import argparse
+import copy
 import json
 import math
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -43,7 +45,23 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as tensor_parallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
+
+MODELS = {
+    "causal-lm": AutoModelForCausalLM,
+    "masked-lm": AutoModelForMaskedLM,
+    "seq2seq-lm": AutoModelForSeq2SeqLM,
+    "image-classification": AutoModelForImageClassification,
+}
+Flow = Tensor | tuple[Tensor, Tensor]
+"""What flows between layers: token ids [B, S] or images, hidden states, in a decoder the encoder's output beside it."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +100,29 @@ class Plan:
         self.stage_size = self.stages[0]["ranks"][1] + 1 - self.stages[0]["ranks"][0]
         self.num_stages = len(self.stages)
         self.stage_of_part = [index % self.num_stages for index in range(len(self.parts))]
+        roles = [self.chain["kinds"][entry["kind"]]["role"] for entry in self.chain["layers"]]
+        self.decoder = max(number for number, role in enumerate(roles) if role == "embedding")  # 0 without an encoder
+        targets = {"image-classification": 1, "masked-lm": max(1, round(0.15 * self.seq_len))}
+        self.targets_of_sample = targets.get(self.chain["task"], self.seq_len)
 
     def share(self, strategy: Strategy) -> int:
         """Samples B of a microbatch on one of the ranks that divide them."""
         return self.global_batch // self.num_microbatches // strategy.degree("dp", "fsdp")
+
+    def blank(self, samples: int, seq_len: int, device: torch.device | str) -> Tensor:
+        """Samples without meaning."""
+        if self.chain["image"]:
+            return torch.zeros((samples, *self.chain["image"]), device=device)
+        return torch.zeros((samples, seq_len), dtype=torch.long, device=device)
+
+    def owner(self, model: PreTrainedModel, number: int, path: str) -> tuple[nn.Module, list[str]]:
+        """The module of a layer that lies at the beginning of a path in it, and the names behind."""
+        name, *names = path.split(".")
+        return model.get_submodule(self.chain["layers"][number]["modules"][name]), names
+
+    def copies(self, number: int, name: str) -> list[list]:
+        """All parameters of one value with this one, each by its layer and its path there; none if it is alone."""
+        return next((copies for copies in self.chain["shared"] if [number, name] in copies), [])
 
 
 def build_meshes(plan: Plan, device_type: str) -> dict[tuple, DeviceMesh]:
@@ -134,92 +171,169 @@ KEPT = [  # by selective remat: matrix products, attention, and what tensor para
 REMAT = {"full": noop_context_fn, "selective": partial(create_selective_checkpoint_contexts, KEPT)}
 
 
-OPERATIONS = {"mul": torch.mul, "div": torch.div, "tanh": torch.tanh}  # of hidden states and logits with numbers
+class ReachedError(Exception):
+    """A forward pass came to where it is to end; the arguments of what was called there, by place and by name."""
+
+
+class Outline:
+    """The model's own forward pass, in which the modules of one layer compute, or none.
+
+    Others return zeros of the right shape. What flows into the layer the one before returns; the pass ends where the
+    next one begins, of no layer at the head. So whatever a model does around its blocks is done as it does it.
+    """
+
+    def __init__(self, plan: Plan, bare: PreTrainedModel, number: int, layer: nn.Module | None = None) -> None:
+        self.plan, self.model, self.given, self.calls = plan, copy.deepcopy(bare), None, {}
+        self.before, self.end = (number - 1, number + 1) if layer else (None, number)
+        for place, entry in enumerate(plan.chain["layers"]):
+            for name, path in entry["modules"].items():
+                if layer and place == number:
+                    self.model.set_submodule(path, layer.get_submodule(name))
+                else:
+                    module = self.model.get_submodule(path)
+                    module.forward = partial(self.hole, place, module)
+
+    def __call__(
+        self, inputs: Tensor, given: Tensor | None = None, decoder_ids: Tensor | None = None
+    ) -> Tensor | tuple:
+        """The logits, or the arguments of what is called where the pass ends; ``given`` flows into the layer."""
+        self.given, self.device = given, inputs.device
+        is_seq2seq = self.plan.chain["task"] == "seq2seq-lm"
+        names = {"decoder_input_ids": inputs if decoder_ids is None else decoder_ids} if is_seq2seq else {}
+        try:
+            return self.model(inputs, **names).logits
+        except ReachedError as reached:
+            return reached.args
+        finally:
+            self.given = None
+
+    def hole(self, number: int, module: nn.Module, *places: object, **names: object) -> Tensor | tuple:
+        """What a module returns that does not compute."""
+        if number == self.end:
+            raise ReachedError(places, names)
+        entry = self.plan.chain["layers"][number]
+        kind = self.plan.chain["kinds"][entry["kind"]]
+        if kind["role"] == "block":
+            self.calls[entry["kind"]] = places, names
+            (hidden, *_), (length, width) = places, entry["flow"][0]
+            found = hidden if hidden.shape[-1] == width else hidden.new_zeros((len(hidden), length, width))
+            found = self.given if number == self.before else found
+            return (found, *[None] * (kind["num_results"] - 1)) if kind["num_results"] else found
+        tensors = {place: each.to("meta") for place, each in enumerate(places) if isinstance(each, Tensor)}
+        tensors = {place: each.float() if each.is_floating_point() else each for place, each in tensors.items()}
+        on_meta = [tensors.get(place, each) for place, each in enumerate(places)]
+        shape = type(module).forward(module, *on_meta, **names).shape
+        return torch.zeros(shape, dtype=self.plan.dtype, device=self.device)
+
+
+def with_argument(call: tuple, where: int | str, value: Tensor) -> tuple:
+    """Arguments by place and by name, with another value of one."""
+    places, names = call
+    if isinstance(where, str):
+        return places, names | {where: value}
+    return (*places[:where], value, *places[where + 1 :]), names
 
 
 class Layer(nn.Module):
-    """A layer of the chain: the embedding, a block of transformers unchanged, or the head with the loss."""
+    """A layer of the chain: a block of transformers unchanged, or what its model does around blocks."""
 
-    def __init__(self, plan: Plan, model: PreTrainedModel, number: int) -> None:
+    def __init__(self, plan: Plan, model: PreTrainedModel, bare: PreTrainedModel, number: int) -> None:
         super().__init__()
         entry = plan.chain["layers"][number]
-        self.kind_name, self.steps = entry["kind"], entry["steps"]
+        self.plan, self.number, self.kind_name = plan, number, entry["kind"]
         self.kind = plan.chain["kinds"][self.kind_name]
         self.remat = plan.strategies[number].remat
-        self.num_targets = plan.global_batch * plan.seq_len
         for name, path in entry["modules"].items():
             self.add_module(name, model.get_submodule(path))
+        self.outline = None if self.kind["role"] == "block" else Outline(plan, bare, number, self)
 
-    def forward(self, inputs: Tensor, side: dict, labels: Tensor | None) -> Tensor:
-        """Token ids [B, S] or a hidden state [B, s, H] to a hidden state, or to the loss."""
+    def forward(self, flow: Flow, side: dict, targets: dict[str, Tensor]) -> Flow:
+        """Samples or hidden states [B, s, H] to hidden states, or to the loss."""
         if self.remat == "none":
-            return self.compute(inputs, side, labels)
-        return checkpoint(self.compute, inputs, side, labels, use_reentrant=False, context_fn=REMAT[self.remat])
+            return self.compute(flow, side, targets)
+        return checkpoint(self.compute, flow, side, targets, use_reentrant=False, context_fn=REMAT[self.remat])
 
-    def compute(self, inputs: Tensor, side: dict, labels: Tensor | None) -> Tensor:
+    def compute(self, flow: Flow, side: dict, targets: dict[str, Tensor]) -> Flow:
         """The forward pass, which remat runs again in backward."""
+        where = self.plan.chain["encoded"]
+        hidden, *encoded = flow if isinstance(flow, tuple) else (flow,)
         if self.kind["role"] == "block":
-            places, names = side[self.kind_name]
-            outputs = self.block(inputs, *places, **names)
-            return outputs[0] if isinstance(outputs, tuple) else outputs
-        found = inputs
-        for name, *operands in self.steps:
-            if name == "call":
-                found = self.get_submodule(*operands)(found)
-            elif name == "positions":
-                found = found + self.get_submodule(*operands)(torch.arange(inputs.shape[1], device=inputs.device)[None])
-            else:
-                found = OPERATIONS[name](found, *operands)
+            call = with_argument(side[self.kind_name], 0, hidden)
+            places, names = with_argument(call, where, *encoded) if encoded else call
+            outputs = self.block(*places, **names)
+            found = outputs[0] if isinstance(outputs, tuple) else outputs
+            return (found, encoded[0].view_as(encoded[0])) if encoded else found
+        inputs = self.plan.blank(*hidden.shape[:2], hidden.device) if self.number else hidden
         if self.kind["role"] == "embedding":
-            return found
-        loss = nn.functional.cross_entropy(found.float().flatten(0, 1), labels.flatten(), reduction="sum")
-        return (loss.to_local() if isinstance(loss, DTensor) else loss) / self.num_targets
+            given, ids = (hidden, targets["decoder_ids"]) if self.number else (None, None)
+            places, names = self.outline(inputs, given, ids)
+            read = (places[0], names[where] if isinstance(where, str) else places[where]) if self.number else places[:1]
+            found = tuple(each.contiguous() for each in read)
+            return found if self.number else found[0]
+        for each in encoded:  # which ends here, with a gradient of 0
+            hidden = hidden + each[:0].sum()
+        logits, labels = self.outline(inputs, hidden), targets["labels"]
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="sum")
+        loss = loss.to_local() if isinstance(loss, DTensor) else loss
+        return loss / (self.plan.global_batch * self.plan.targets_of_sample)
 
 
 @torch.no_grad()
-def side_inputs(plan: Plan, model: PreTrainedModel, device: torch.device) -> dict[str, tuple]:
-    """What the model gives blocks of each kind beside the hidden state (masks, rotary embeddings), by place and name.
+def fill_buffers(plan: Plan, model: PreTrainedModel, device: torch.device) -> None:
+    """Gives modules outside of layers, as those of rotary embeddings, their buffers."""
+    paths = [path for entry in plan.chain["layers"] for path in entry["modules"].values()]
+    inside = {module for path in paths for module in model.get_submodule(path).modules()}
+    outside = [(each, list(each.buffers(recurse=False))) for each in model.modules() if each not in inside]
+    for module in (each for each, buffers in outside if buffers):
+        module.to_empty(device=device, recurse=False)
+        for each in filter(torch.is_floating_point, module.buffers(recurse=False)):
+            each.fill_(math.nan)
+        model._init_weights(module)
+        if any(each.isnan().any() for each in module.buffers(recurse=False)):
+            raise SystemExit(f"transformers fills no buffers of {type(module).__name__} by itself")
 
-    Its own forward pass shows it, in which all modules of layers only return a hidden state without values.
-    """
-    like = torch.zeros((1, plan.seq_len, plan.chain["hidden_size"]), dtype=plan.dtype, device=device)
-    found, holes = {}, {}
 
-    def hole(kind: str, _hidden: Tensor, *places: object, **names: object) -> Tensor | tuple:
-        found[kind] = places, names
-        is_block = plan.chain["kinds"][kind]["role"] == "block"
-        return (like,) * plan.chain["num_results"] if is_block and plan.chain["num_results"] else like
-
-    for entry in plan.chain["layers"]:
-        holes |= {model.get_submodule(path): entry["kind"] for path in entry["modules"].values()}
-    inside = {module for each in holes for module in each.modules()}
-    for module in model.modules():
-        if module not in inside and any(True for _ in module.buffers(recurse=False)):
-            module.to_empty(device=device, recurse=False)
-            model._init_weights(module)
-    for each, kind in holes.items():
-        each.forward = partial(hole, kind)
-    model(torch.zeros((1, plan.seq_len), dtype=torch.long, device=device), use_cache=False)
-    for each in holes:
-        del each.forward
-    return found
+@torch.no_grad()
+def side_inputs(plan: Plan, bare: PreTrainedModel, device: torch.device) -> dict[str, tuple]:
+    """What the model gives blocks of each kind (masks, rotary embeddings), by place and by name."""
+    outline = Outline(plan, bare, len(plan.strategies) - 1)
+    outline(plan.blank(1, plan.seq_len, device))
+    return outline.calls
 
 
 def shard_tensors(layer: Layer, mesh: DeviceMesh, sp: bool) -> None:
     """Divides the matrices of a layer over the ranks of ``mesh``, module by module, each in a style of `STYLES`."""
-    named = layer.kind["styles"]
     between = Shard(1) if sp else Replicate()  # of the hidden state between attention and feed-forward part
-    styles = {path: STYLES[name.partition(":")[0]](between, name.partition(":")[2]) for path, name in named.items()}
+    styles = {}
+    for path, style in layer.kind["styles"].items():
+        name, keywords, numbers = (*style.split(":"), "", "")[:3]
+        styles[path], module = STYLES[name](between, keywords), layer.get_submodule(path)
+        for number in filter(None, numbers.split(",")):  # that attention keeps, of heads
+            setattr(module, number, max(1, getattr(module, number) // mesh.size()))
     tensor_parallel.parallelize_module(layer, mesh, {path: style for path, style in styles.items() if style})
 
 
-def whole_input(between: Placement, keyword: str) -> tensor_parallel.ParallelStyle:
-    """The whole sequence for attention or the feed-forward part, which read it several times: as one DTensor."""
-    if keyword:
-        layouts = {"input_kwarg_layouts": {keyword: between}, "desired_input_kwarg_layouts": {keyword: Replicate()}}
-    else:
-        layouts = {"input_layouts": (between,), "desired_input_layouts": (Replicate(),)}
-    return tensor_parallel.PrepareModuleInput(**layouts, use_local_output=False)
+class WholeInput(tensor_parallel.ParallelStyle):
+    """The whole sequence for attention or the feed-forward part, which read it several times: as one DTensor.
+
+    It is the argument of the first keyword, or the first one; others follow behind a plus sign.
+    """
+
+    def __init__(self, between: Placement, keywords: str) -> None:
+        self.between, (self.first, *self.others) = between, keywords.split("+")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def whole(hidden: Tensor) -> DTensor:
+            given = DTensor.from_local(hidden, device_mesh, [self.between], run_check=False)
+            return given.redistribute(placements=[Replicate()])
+
+        def prepare(_module: nn.Module, places: tuple, names: dict) -> tuple:
+            keywords = [*filter(None, [self.first]), *self.others]
+            places = places if self.first else (whole(places[0]), *places[1:])
+            return places, names | {keyword: whole(names[keyword]) for keyword in keywords}
+
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        return module
 
 
 STYLES = {
@@ -230,7 +344,7 @@ STYLES = {
     "rowwise_of_whole": lambda between, _: tensor_parallel.RowwiseParallel(
         input_layouts=Replicate(), output_layouts=between
     ),
-    "gather": whole_input,
+    "gather": WholeInput,
     # norms on this rank's part of the sequence, where it has a part
     "sequence_local": lambda between, _: (
         tensor_parallel.SequenceParallel(use_local_output=True) if between.is_shard() else None
@@ -270,20 +384,48 @@ def first_weights(
             torch.manual_seed(seed * 1_000_003 + place)
             for submodule in reversed(list(module.modules())):
                 model._init_weights(submodule)
+            for submodule in module.modules():  # some models leave these to constructors
+                own = list(submodule.parameters(recurse=False))
+                if any(each.isnan().any() for each in own) and hasattr(submodule, "reset_parameters"):
+                    submodule.reset_parameters()
         if any(each.isnan().any() for each in numbers):
             raise SystemExit(f"layer {number}: transformers gives a part of {type(module).__name__} no first weights")
 
-    owners = [layer.get_submodule(path.rpartition(".")[0]) for place, path in plan.chain["tied"][1:] if place == number]
-    for owner in owners:  # a matrix of its own instead of the embedding's
+    shared = [(copies[0], path) for copies in plan.chain["shared"] for place, path in copies if place == number]
+    owners = [(first, layer.get_submodule(path.rpartition(".")[0])) for first, path in shared]
+    for _, owner in owners:  # a matrix of its own instead of one that another layer holds, too
         owner.weight = nn.Parameter(torch.empty_like(owner.weight))
     for module in layer.children():
         module.to_empty(device=device)
         fill(module, number)
-    for owner in owners:
+    for (place, path), owner in owners:
         table = nn.Embedding(*owner.weight.shape, device=device)
-        table.padding_idx = model.get_input_embeddings().padding_idx
-        fill(table, 0)
+        first, names = plan.owner(model, place, path)
+        table.padding_idx = getattr(first.get_submodule(".".join(names[:-1])), "padding_idx", None)
+        fill(table, place)
         owner.weight = table.weight
+
+
+def list_blocks(model: PreTrainedModel) -> None:
+    """Gives stages of blocks, each with what merges patches behind (Swin), the one list of these that plans know."""
+    for stack in list(model.modules()):
+        stages = getattr(stack, "layers", None)
+        if isinstance(stages, nn.ModuleList) and all(hasattr(each, "downsample") for each in stages):
+            parts = (part for stage in stages for part in (*stage.blocks, stage.downsample))
+            stack.parts = nn.ModuleList(filter(None, parts))
+
+
+def give_tables(plan: Plan, model: PreTrainedModel) -> None:
+    """Gives every block a table of relative positions where a model has it in the first block for all."""
+    for (number, path), *others in plan.chain["shared"]:
+        first, names = plan.owner(model, number, path)
+        table = first.get_submodule(".".join(names[:-1]))
+        for place, its_path in others:
+            module, names = plan.owner(model, place, its_path)
+            attention = module.get_submodule(".".join(names[:-2]))
+            if names[1:] and not hasattr(attention, names[-2]):
+                attention.add_module(names[-2], copy.deepcopy(table))
+                attention.has_relative_attention_bias = True
 
 
 class LayerLoop(nn.Module):
@@ -297,29 +439,35 @@ class LayerLoop(nn.Module):
         self.layers = nn.ModuleDict(layers)
         self.side, self.stage_mesh, self.layouts = side, stage_mesh, layouts
 
-    def forward(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
-        """The output of the last layer, each layer reading the hidden state in its own layout; backward likewise."""
+    def forward(self, flow: Flow, targets: dict[str, Tensor]) -> Flow:
+        """The output of the last layer, each layer reading what flows in its own layout; backward likewise."""
         for layer, (have, want) in zip(self.layers.values(), self.layouts, strict=True):
             if have != want:
-                whole = DTensor.from_local(hidden, self.stage_mesh, have, run_check=False)
-                hidden = whole.redistribute(placements=want).to_local()
-            hidden = layer(hidden, self.side, labels)
-        return hidden
+                moved = partial(self.moved, have, want)
+                flow = tuple(map(moved, flow)) if isinstance(flow, tuple) else moved(flow)
+            flow = layer(flow, self.side, targets)
+        return flow
+
+    def moved(self, have: list[Placement], want: list[Placement], hidden: Tensor) -> Tensor:
+        """A hidden state in another layout."""
+        whole = DTensor.from_local(hidden, self.stage_mesh, have, run_check=False)
+        return whole.redistribute(placements=want).to_local()
 
 
 class Part(nn.Module):
-    """A part of the model: token ids [B, S] or a hidden state [B, s, H] to a hidden state or the loss."""
+    """A part of the model: samples or hidden states [B, s, H] to hidden states or the loss."""
 
     def __init__(self, loop: LayerLoop, num_microbatches: int) -> None:
         super().__init__()
         self.loop = loop
         self.num_microbatches, self.num_backwards = num_microbatches, 0
 
-    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, *flow: Tensor, **targets: Tensor) -> Flow:
         """The pass of one microbatch."""
-        output = self.loop(inputs, labels)
-        if output.requires_grad:
-            output.register_hook(self.backward_begins)
+        output = self.loop(flow if len(flow) > 1 else flow[0], targets)
+        first = output[0] if isinstance(output, tuple) else output
+        if first.requires_grad:
+            first.register_hook(self.backward_begins)
         return output
 
     def backward_begins(self, _gradient: Tensor) -> None:
@@ -336,9 +484,16 @@ def build_parts(plan: Plan, meshes: dict[tuple, DeviceMesh], device: torch.devic
     config = AutoConfig.for_model(**plan.model["config"])
     attention = "sdpa" if plan.chain["fused_attention"] else "eager"
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        model = MODELS[plan.chain["task"]].from_config(config, dtype=torch.float32, attn_implementation=attention)
     model.train()
-    side, stage_mesh = side_inputs(plan, model, device), build_stage_mesh(plan, device.type)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config.use_cache = False
+    list_blocks(model)
+    give_tables(plan, model)
+    fill_buffers(plan, model, device)
+    bare = copy.deepcopy(model)  # of which no layer gets weights
+    side, stage_mesh = side_inputs(plan, bare, device), build_stage_mesh(plan, device.type)
     layouts = [placements(strategy, stage_mesh) for strategy in plan.strategies]
     moves = list(zip([layouts[0], *layouts[:-1]], layouts, strict=True))  # a hidden state is sent as it was made
     parts = {}
@@ -348,7 +503,7 @@ def build_parts(plan: Plan, meshes: dict[tuple, DeviceMesh], device: torch.devic
         layers = {}
         for number in numbers:
             strategy, mesh = plan.strategies[number], meshes[plan.strategies[number].levels]
-            layer = layers[str(number)] = Layer(plan, model, number)
+            layer = layers[str(number)] = Layer(plan, model, bare, number)
             first_weights(plan, model, layer, number, device, seed)
             if strategy.degree("tp") > 1:
                 shard_tensors(layer, mesh["tp"], strategy.sp)
@@ -358,17 +513,19 @@ def build_parts(plan: Plan, meshes: dict[tuple, DeviceMesh], device: torch.devic
     return parts
 
 
-Step = Callable[[Tensor | None, Tensor | None], list[Tensor]]
-"""Runs forward and backward of a global batch, of which it gets this rank's tokens and labels; returns the losses."""
+Step = Callable[[Tensor | None, dict[str, Tensor]], list[Tensor]]
+"""Runs forward and backward of a global batch, of which it gets this rank's inputs and targets; returns the losses."""
 
 
 def accumulation_step(plan: Plan, parts: dict[int, Part]) -> Step:
     """A step without a pipeline: microbatches one after the other."""
 
-    def step(tokens: Tensor | None, labels: Tensor | None) -> list[Tensor]:
+    def step(inputs: Tensor | None, targets: dict[str, Tensor]) -> list[Tensor]:
         losses = []
-        for inputs, targets in zip(*(each.chunk(plan.num_microbatches) for each in (tokens, labels)), strict=True):
-            loss = parts[0](inputs, targets)
+        for each, *rest in zip(
+            *(part.chunk(plan.num_microbatches) for part in (inputs, *targets.values())), strict=True
+        ):
+            loss = parts[0](each, **dict(zip(targets, rest, strict=True)))
             loss.backward()
             losses.append(loss.detach())
         return losses
@@ -391,49 +548,49 @@ def pipeline_step(plan: Plan, parts: dict[int, Part], group: dist.ProcessGroup |
         scale_grads=False,
     )
 
-    def step(tokens: Tensor | None, labels: Tensor | None) -> list[Tensor]:
+    def step(inputs: Tensor | None, targets: dict[str, Tensor]) -> list[Tensor]:
         losses = []
-        inputs = () if tokens is None else (tokens,)
-        targets = {} if labels is None else {"target": labels, "losses": losses, "labels": labels}
-        schedule.step(*inputs, **targets, return_outputs=False)
+        of_loss = {"target": targets["labels"], "losses": losses} if "labels" in targets else {}
+        schedule.step(*(() if inputs is None else (inputs,)), **of_loss, **targets, return_outputs=False)
         return [loss.detach() for loss in losses]
 
     return step
 
 
-def example(plan: Plan, layer: int) -> Tensor:
-    """A tensor like what flows out of a layer, or into the first one (layer -1), for one microbatch."""
+def example(plan: Plan, layer: int) -> tuple[Tensor, ...]:
+    """Tensors like what flows out of a layer, or into the first one (layer -1), for one microbatch."""
     if layer < 0:
-        return torch.empty(plan.share(plan.strategies[0]), plan.seq_len, dtype=torch.long, device="meta")
+        return (plan.blank(plan.share(plan.strategies[0]), plan.seq_len, "meta"),)
     if layer == len(plan.strategies) - 1:
-        return torch.empty((), device="meta", requires_grad=True)
+        return (torch.empty((), device="meta", requires_grad=True),)
     strategy = plan.strategies[layer]
-    sequence = plan.seq_len // (strategy.degree("tp") if strategy.sp else 1)
-    shape = (plan.share(strategy), sequence, plan.chain["hidden_size"])
-    return torch.empty(shape, dtype=plan.dtype, device="meta", requires_grad=True)
+    ranks = strategy.degree("tp") if strategy.sp else 1
+    shapes = [(plan.share(strategy), length // ranks, width) for length, width in plan.chain["layers"][layer]["flow"]]
+    return tuple(torch.empty(shape, dtype=plan.dtype, device="meta", requires_grad=True) for shape in shapes)
 
 
-def tied_group(plan: Plan) -> dist.ProcessGroup | None:
-    """The group of the ranks at this one's place in the stages that hold a tied matrix; None for one stage."""
-    tied = [number for number, _ in plan.chain["tied"]]
-    pairs = zip(plan.parts, plan.stage_of_part, strict=True)
-    stages = sorted({stage for part, stage in pairs if any(number in part for number in tied)})
-    mine = None
-    for place in range(plan.stage_size if len(stages) > 1 else 0):
-        ranks = [stage * plan.stage_size + place for stage in stages]
-        group = dist.new_group(ranks)
-        mine = group if dist.get_rank() in ranks else mine
-    return mine
+def shared_groups(plan: Plan) -> list[dist.ProcessGroup | None]:
+    """For each shared matrix the ranks at this one's place in the stages that hold it; None for one stage."""
+    found, pairs = [], list(zip(plan.parts, plan.stage_of_part, strict=True))
+    for copies in plan.chain["shared"]:
+        stages = sorted({stage for part, stage in pairs if any(number in part for number, _ in copies)})
+        found.append(None)
+        for place in range(plan.stage_size if len(stages) > 1 else 0):
+            ranks = [stage * plan.stage_size + place for stage in stages]
+            group = dist.new_group(ranks)
+            found[-1] = group if dist.get_rank() in ranks else found[-1]
+    return found
 
 
 @torch.no_grad()
-def sum_tied_gradients(plan: Plan, layers: dict[str, Layer], group: dist.ProcessGroup | None) -> None:
-    """Gives embedding and head, if they hold one matrix, the sum of their gradients, wherever they lie."""
-    tied = plan.chain["tied"]
-    gradients = [layers[str(number)].get_parameter(path).grad for number, path in tied if str(number) in layers]
+def sum_shared_gradients(
+    plan: Plan, copies: list[list], layers: dict[str, Layer], group: dist.ProcessGroup | None
+) -> None:
+    """Gives layers that hold one matrix, as embedding and head, the sum of their gradients, wherever they lie."""
+    gradients = [layers[str(number)].get_parameter(path).grad for number, path in copies if str(number) in layers]
     if not gradients:
         return
-    are_alike = len({plan.strategies[number].levels for number, _ in tied}) == 1
+    are_alike = len({plan.strategies[number].levels for number, _ in copies}) == 1
     # where all are divided alike, each rank adds its parts; else whole matrices
     total = sum(each.to_local() if are_alike else each.full_tensor() for each in gradients).contiguous()
     if group is not None:
@@ -447,11 +604,12 @@ def sum_tied_gradients(plan: Plan, layers: dict[str, Layer], group: dist.Process
 def clip_gradients(plan: Plan, layers: dict[str, Layer], max_norm: float, device: torch.device) -> Tensor:
     """Scales all gradients to a global norm of at most ``max_norm``; an entry counts once, whoever holds it."""
     named = [([int(number), name], each) for number, layer in layers.items() for name, each in layer.named_parameters()]
+    named = [(name, each) for name, each in named if each.grad is not None]  # of what no sample trains
     square = torch.zeros((), device=device)
     for name, parameter in named:
         sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
         shards = math.prod(size for size, placement in sizes if not placement.is_replicate())
-        if name not in plan.chain["tied"][1:]:
+        if name not in plan.copies(*name)[1:]:
             square += parameter.grad.to_local().float().square().sum() * shards / plan.stage_size
     dist.all_reduce(square)
     norm = square.sqrt()
@@ -477,31 +635,83 @@ def open_tokens(path: Path, vocab_size: int) -> np.ndarray:
     return np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
 
 
-class Data:
-    """Samples of S + 1 tokens from a .npy or .bin file of token ids, or from the bytes of a text."""
+def image_files(path: Path, num_classes: int) -> list[tuple[Path, int]]:
+    """The images of a folder that has a folder for each class, and their classes."""
+    suffixes = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+    classes = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+    found = [(file, label) for label, each in enumerate(classes) for file in sorted(each.rglob("*"))]
+    found = [(file, label) for file, label in found if file.suffix.lower() in suffixes]
+    if not found or len(classes) > num_classes:
+        raise ValueError(f"holds {len(found)} images in {len(classes)} folders, of {num_classes} classes at most")
+    return found
 
-    def __init__(self, plan: Plan, path: str, seed: int) -> None:
-        self.plan, self.path, self.seed = plan, Path(path), seed
+
+def read_image(file: Path, shape: list[int]) -> np.ndarray:
+    """The values [C, H, W], from -1 to 1, of an image that is scaled to cover the shape and cut to its middle."""
+    from PIL import Image, ImageOps
+
+    with Image.open(file) as opened:
+        image = ImageOps.fit(opened.convert("L" if shape[0] == 1 else "RGB"), (shape[2], shape[1]))
+    return np.asarray(image, np.float32).reshape(*shape[1:], -1).transpose(2, 0, 1) / np.float32(127.5) - 1
+
+
+class Data:
+    """Samples from a .npy or .bin file of token ids, the bytes of a text, or a folder of images."""
+
+    def __init__(self, plan: Plan, path: str, seed: int, mask_token: int | None = None) -> None:
+        self.plan, self.path, self.seed, self.task = plan, Path(path), seed, plan.chain["task"]
+        is_text = self.path.suffix not in (".npy", ".bin")
+        self.mask_token = 256 if mask_token is None and is_text else mask_token
+        self.length = plan.seq_len * (2 if self.task == "seq2seq-lm" else 1)
+        vocab_size = plan.chain["vocab_size"]
         try:
-            self.tokens = open_tokens(self.path, plan.chain["vocab_size"])
+            is_image = self.task == "image-classification"
+            self.content = (image_files if is_image else open_tokens)(self.path, vocab_size)
         except (OSError, ValueError) as error:
             raise SystemExit(f"{path}: {error}") from None
-        if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu" or len(self.tokens) <= plan.seq_len:
-            raise SystemExit(f"{path}: expected a row of at least {plan.seq_len + 1} token ids")
-        self.num_samples = (len(self.tokens) - 1) // plan.seq_len
+        self.num_samples = len(self.content) if is_image else (len(self.content) - 1) // self.length
+        is_row = is_image or (self.content.ndim == 1 and self.content.dtype.kind in "iu")
+        if not is_row or self.num_samples < 1:
+            raise SystemExit(f"{path}: expected a row of at least {self.length + 1} token ids")
+        if self.task == "masked-lm" and not 0 <= (-1 if self.mask_token is None else self.mask_token) < vocab_size:
+            raise SystemExit(f"{path}: expected a --mask-token from 0 to {vocab_size - 1}, which hides others")
 
-    def read(self, step: int, strategy: Strategy, mesh: DeviceMesh) -> Tensor:
-        """The samples [·, S + 1] of a step that this rank reads for a layer, microbatch after microbatch."""
-        place, share, seq_len = 0, self.plan.share(strategy), self.plan.seq_len
+    def read(self, step: int, layer: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the samples of a step that this rank reads for a layer, microbatch after microbatch."""
+        strategy = self.plan.strategies[layer]
+        place, share = 0, self.plan.share(strategy)
         for kind, degree in strategy.levels:
             place = place if kind == "tp" else place * degree + mesh.get_local_rank(kind)
         size = self.plan.global_batch // self.plan.num_microbatches
         firsts = range(step * self.plan.global_batch + place * share, (step + 1) * self.plan.global_batch, size)
-        starts = [self.sample(first + index) * seq_len for first in firsts for index in range(share)]
-        rows = np.stack([self.tokens[start : start + seq_len + 1].astype(np.int64) for start in starts])
-        if rows.min() < 0 or rows.max() >= self.plan.chain["vocab_size"]:
+        pairs = [self.pair(first + index) for first in firsts for index in range(share)]
+        inputs, targets = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
+        return inputs, targets
+
+    def pair(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """What the ``number``-th sample gives the first layer to read, and the head to compare with."""
+        place = self.sample(number)
+        if self.task == "image-classification":
+            file, label = self.content[place]
+            return read_image(file, self.plan.chain["image"]), np.int64(label)
+        row = self.content[place * self.length : (place + 1) * self.length + 1].astype(np.int64)
+        if row.min() < 0 or row.max() >= self.plan.chain["vocab_size"]:
             raise SystemExit(f"{self.path}: expected token ids from 0 to {self.plan.chain['vocab_size'] - 1}")
-        return torch.from_numpy(rows)
+        if self.task == "masked-lm":
+            return self.masked(row[:-1], number)
+        cut = self.plan.seq_len if self.task == "seq2seq-lm" else 1
+        return row[: self.plan.seq_len], row[cut : cut + self.plan.seq_len]
+
+    def masked(self, tokens: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """A sample of which some tokens are hidden, and these; elsewhere -100 (Devlin et al. 2019, section 3.1)."""
+        generator = np.random.default_rng((mixed(self.seed), number))
+        chosen = generator.choice(len(tokens), self.plan.targets_of_sample, replace=False, shuffle=False)
+        fate = generator.random(len(chosen))
+        others = generator.integers(0, self.plan.chain["vocab_size"], len(chosen))
+        inputs, targets = tokens.copy(), np.full_like(tokens, -100)
+        inputs[chosen] = np.where(fate < 0.8, self.mask_token, np.where(fate < 0.9, others, tokens[chosen]))
+        targets[chosen] = tokens[chosen]
+        return inputs, targets
 
     def sample(self, number: int) -> int:
         """The sample that a run reads as its ``number``-th: every epoch in another order (a Feistel network)."""
@@ -531,7 +741,9 @@ def make_optimizers(plan: Plan, layers: dict[str, Layer], options: argparse.Name
     groups = {}
     for number, layer in layers.items():
         for name, parameter in layer.named_parameters():
-            is_table = layer.kind["role"] == "embedding" or [int(number), name] in plan.chain["tied"]
+            of_layers = [int(number), *(copy[0] for copy in plan.copies(int(number), name))]
+            roles = {plan.chain["kinds"][plan.chain["layers"][each]["kind"]]["role"] for each in of_layers}
+            is_table = "embedding" in roles and parameter.ndim != 4  # of tokens, places or classes, and no convolution
             decays = parameter.ndim > 1 and "bias" not in name and not is_table
             groups.setdefault((parameter.device_mesh, parameter.placements, decays), []).append(parameter)
     return [
@@ -556,24 +768,30 @@ def train(plan: Plan, device: torch.device, options: argparse.Namespace) -> None
     meshes = build_meshes(plan, device.type)
     parts = build_parts(plan, meshes, device, options.seed)
     layers = {number: layer for part in parts.values() for number, layer in part.loop.layers.items()}
-    optimizers, tied = make_optimizers(plan, layers, options), tied_group(plan)
-    data, first, last = Data(plan, options.data, options.seed), plan.strategies[0], plan.strategies[-1]
-    is_last, run_step = len(plan.parts) - 1 in parts, accumulation_step(plan, parts)
+    optimizers, groups = make_optimizers(plan, layers, options), shared_groups(plan)
+    data, end = Data(plan, options.data, options.seed, options.mask_token), len(plan.strategies) - 1
+    mesh_of, is_last = [meshes[strategy.levels] for strategy in plan.strategies], len(plan.parts) - 1 in parts
+    run_step = accumulation_step(plan, parts)
     if plan.num_stages > 1:
-        run_step = pipeline_step(plan, parts, meshes[first.levels].get_group("pp"), device)
+        run_step = pipeline_step(plan, parts, mesh_of[0].get_group("pp"), device)
     for step in range(options.steps):
-        started = time.perf_counter()
-        tokens = data.read(step, first, meshes[first.levels])[:, :-1].to(device) if 0 in parts else None
-        labels = data.read(step, last, meshes[last.levels])[:, 1:].to(device) if is_last else None
-        with tensor_parallel.loss_parallel() if is_last and last.degree("tp") > 1 else nullcontext():
-            losses = run_step(tokens, labels)
-        sum_tied_gradients(plan, layers, tied)
+        started, targets = time.perf_counter(), {}
+        inputs = data.read(step, 0, mesh_of[0])[0].to(device) if 0 in parts else None
+        if is_last:
+            targets["labels"] = data.read(step, end, mesh_of[end])[1].to(device)
+        if plan.decoder and str(plan.decoder) in layers:  # which reads the targets moved on by one
+            ids = data.read(step, plan.decoder, mesh_of[plan.decoder])[1].to(device)
+            targets["decoder_ids"] = nn.functional.pad(ids[:, :-1], (1, 0), value=plan.chain["decoder_start"])
+        with tensor_parallel.loss_parallel() if is_last and plan.strategies[end].degree("tp") > 1 else nullcontext():
+            losses = run_step(inputs, targets)
+        for copies, group in zip(plan.chain["shared"], groups, strict=True):
+            sum_shared_gradients(plan, copies, layers, group)
         norm = clip_gradients(plan, layers, options.max_grad_norm, device)
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = learning_rate(step, options)
             optimizer.step()
             optimizer.zero_grad()
-        loss = sum(losses, torch.zeros((), device=device)) / last.degree("tp")
+        loss = sum(losses, torch.zeros((), device=device)) / plan.strategies[end].degree("tp")
         dist.all_reduce(loss)
         report(options, step=step + 1, loss=loss.item(), grad_norm=norm.item(), time_s=time.perf_counter() - started)
 
@@ -589,9 +807,10 @@ def report(options: argparse.Namespace, **line: float) -> None:
 
 def main() -> None:
     """Joins the other processes of torchrun, and trains."""
-    parser = argparse.ArgumentParser(description="Trains a decoder under a plan.")
+    parser = argparse.ArgumentParser(description="Trains a model under a plan.")
     parser.add_argument("--plan", default=Path(__file__).with_suffix(".json"), help="default: beside this file")
-    parser.add_argument("--data", required=True, help=".npy or .bin file of token ids, or a text, read as bytes")
+    parser.add_argument("--data", required=True, help=".npy or .bin file of token ids, a text, or a folder of images")
+    parser.add_argument("--mask-token", type=int, help="what hides a token in masked-token prediction; 256 for a text")
     numbers = {"steps": 100, "lr": 3e-4, "warmup-steps": 10, "weight-decay": 0.1, "max-grad-norm": 1.0, "seed": 0}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
@@ -600,6 +819,8 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # the encoder's output, as it passes decoder blocks, into which nobody writes
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     train(Plan(options.plan), device, options)
     dist.barrier()  # a group that is left while another rank still works in it may abort that one
