@@ -15,7 +15,7 @@ import pytest
 from steelyard.errors import UserError
 from steelyard.export.pytorch import SCRIPT, STYLES
 from steelyard.model.family import Task
-from steelyard.model.read import chain_from_config
+from steelyard.model.read import chain_from_config, load_model, model_names
 from steelyard.model.split import BlockCall, SplitStream
 from steelyard.plan.plan import Plan
 from tests.export import script_cases
@@ -60,6 +60,16 @@ def test_the_plan_is_there_as_it_is() -> None:
 def test_a_packaged_model_comes_with_its_config() -> None:
     plan = uniform("fsdp8", devices=8)
     assert content_of(plan)["plan"]["model"]["config"] == plan.chain().config
+
+
+def test_every_packaged_model_is_carried() -> None:
+    chains, tasks = (
+        {each.family.model_type: each for each in map(load_model, model_names())},
+        script_cases.script().MODELS,
+    )
+    for model_type, chain in chains.items():
+        content = content_of(unsharded(dict(chain.config)))["chain"]
+        assert content["task"] in tasks, model_type
 
 
 def test_a_pipeline_says_that_its_buffers_are_more_than_the_memory_that_was_predicted() -> None:
@@ -226,6 +236,24 @@ def test_data_that_the_script_cannot_read_is_named(tmp_path: Path, name: str, co
     with pytest.raises(SystemExit, match=said) as raised:
         module.Data(module.Plan(tmp_path / "plan.json"), tmp_path / name, 0)
     assert name in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "said"),
+    [
+        ("bert", "tokens.npy", "expected a --mask-token from 0 to 63"),
+        ("bert", "a.txt", "expected a --mask-token from 0 to 63"),
+        ("vit", "images/class 0", "holds 0 images in 0 folders, of 10 classes at most"),
+        ("vit", "tokens.npy", "Not a directory"),
+    ],
+)
+def test_data_that_a_model_does_not_read_is_named(tmp_path: Path, case: str, name: str, said: str) -> None:
+    script_cases.write_data(tmp_path)
+    (tmp_path / "a.txt").write_text("to be or not to be" * 9)
+    (tmp_path / "plan.json").write_text(json.dumps(content_of(CASES[case]())))
+    module = script_cases.script()
+    with pytest.raises(SystemExit, match=said):
+        module.Data(module.Plan(tmp_path / "plan.json"), tmp_path / name, 0)
 
 
 # what is trained

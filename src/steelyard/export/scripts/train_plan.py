@@ -214,7 +214,8 @@ class Outline:
         entry = self.plan.chain["layers"][number]
         kind = self.plan.chain["kinds"][entry["kind"]]
         if kind["role"] == "block":
-            self.calls[entry["kind"]] = places, names
+            if self.before is None:
+                self.calls[entry["kind"]] = places, names
             (hidden, *_), (length, width) = places, entry["flow"][0]
             found = hidden if hidden.shape[-1] == width else hidden.new_zeros((len(hidden), length, width))
             found = self.given if number == self.before else found
@@ -676,24 +677,24 @@ class Data:
         if self.task == "masked-lm" and not 0 <= (-1 if self.mask_token is None else self.mask_token) < vocab_size:
             raise SystemExit(f"{path}: expected a --mask-token from 0 to {vocab_size - 1}, which hides others")
 
-    def read(self, step: int, layer: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the samples of a step that this rank reads for a layer, microbatch after microbatch."""
+    def read(self, step: int, layer: int, mesh: DeviceMesh, part: int) -> Tensor:
+        """Inputs (part 0) or targets (1) of a step that this rank reads for a layer, microbatch after microbatch."""
         strategy = self.plan.strategies[layer]
         place, share = 0, self.plan.share(strategy)
         for kind, degree in strategy.levels:
             place = place if kind == "tp" else place * degree + mesh.get_local_rank(kind)
         size = self.plan.global_batch // self.plan.num_microbatches
         firsts = range(step * self.plan.global_batch + place * share, (step + 1) * self.plan.global_batch, size)
-        pairs = [self.pair(first + index) for first in firsts for index in range(share)]
-        inputs, targets = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
-        return inputs, targets
+        found = [self.pair(first + index)[part] for first in firsts for index in range(share)]
+        if isinstance(found[0], Path):
+            found = [read_image(file, self.plan.chain["image"]) for file in found]
+        return torch.from_numpy(np.stack(found))
 
-    def pair(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """What the ``number``-th sample gives the first layer to read, and the head to compare with."""
+    def pair(self, number: int) -> tuple[np.ndarray | Path, np.ndarray | int]:
+        """What the ``number``-th sample gives the first layer to read, or its file, and the head to compare with."""
         place = self.sample(number)
         if self.task == "image-classification":
-            file, label = self.content[place]
-            return read_image(file, self.plan.chain["image"]), np.int64(label)
+            return self.content[place]
         row = self.content[place * self.length : (place + 1) * self.length + 1].astype(np.int64)
         if row.min() < 0 or row.max() >= self.plan.chain["vocab_size"]:
             raise SystemExit(f"{self.path}: expected token ids from 0 to {self.plan.chain['vocab_size'] - 1}")
@@ -776,11 +777,11 @@ def train(plan: Plan, device: torch.device, options: argparse.Namespace) -> None
         run_step = pipeline_step(plan, parts, mesh_of[0].get_group("pp"), device)
     for step in range(options.steps):
         started, targets = time.perf_counter(), {}
-        inputs = data.read(step, 0, mesh_of[0])[0].to(device) if 0 in parts else None
+        inputs = data.read(step, 0, mesh_of[0], 0).to(device) if 0 in parts else None
         if is_last:
-            targets["labels"] = data.read(step, end, mesh_of[end])[1].to(device)
+            targets["labels"] = data.read(step, end, mesh_of[end], 1).to(device)
         if plan.decoder and str(plan.decoder) in layers:  # which reads the targets moved on by one
-            ids = data.read(step, plan.decoder, mesh_of[plan.decoder])[1].to(device)
+            ids = data.read(step, plan.decoder, mesh_of[plan.decoder], 1).to(device)
             targets["decoder_ids"] = nn.functional.pad(ids[:, :-1], (1, 0), value=plan.chain["decoder_start"])
         with tensor_parallel.loss_parallel() if is_last and plan.strategies[end].degree("tp") > 1 else nullcontext():
             losses = run_step(inputs, targets)
