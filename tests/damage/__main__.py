@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import multiprocessing
 import sys
 import tempfile
 import time
@@ -23,7 +24,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="a folder for the cases that end badly")
     parser.add_argument("--kept", action="store_true", help="try what ended badly once, and nothing new")
     options = parser.parse_args()
-    documents = whole()
+    with multiprocessing.get_context("fork").Pool(1) as other:  # which imports torch where the split is not known yet
+        documents = other.apply(whole)
     seeds = range(options.seed, options.seed + options.cases)
     cases = kept() if options.kept else (make_case(seed, documents) for seed in seeds)
     print("cases that are kept" if options.kept else f"seeds {seeds.start} to {seeds.stop - 1}", flush=True)

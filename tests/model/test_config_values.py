@@ -33,6 +33,8 @@ def config(name: str = "llama-demo", **changes: Any) -> dict[str, Any]:
         ("torch_dtype", 3, "one of bfloat16"),
         ("rope_scaling", 3, "an object"),
         ("mlp_only_layers", "x", "a list"),
+        ("architectures", 5, "a list of names"),
+        ("architectures", [{"a": 1}], "a list of names"),
         ("num_hidden_layers", 10**9, f"at most {MOST_LAYERS}"),
         ("hidden_size", 10**12, "at most"),
     ],

@@ -95,6 +95,10 @@ def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_FLAGS, lambda value: isinstance(value, bool), "true or false"),
     ((ROUTER_LOSS,), lambda value: value is None or isinstance(value, bool), "true or false, or null"),
@@ -103,6 +107,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_OBJECTS, lambda value: value is None or isinstance(value, dict), "an object, or null"),
     (_TIES, lambda value: value is None or isinstance(value, bool), "true or false"),
     (_LISTS, lambda value: value is None or isinstance(value, list), "a list, or null"),
+    (("architectures",), lambda value: value is None or _is_names(value), "a list of names of classes, or null"),
 )
 
 
