@@ -22,6 +22,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_WRAPPERS = (DTensor, AsyncCollectiveTensor)
 CUDA_METHOD = "torch.cuda.max_memory_allocated"
 STORAGE_METHOD = "live tensor storages"
 
@@ -44,6 +45,10 @@ def memory_method(device: torch.device) -> str:
 
 class LiveStorages(TorchDispatchMode):
     """The bytes of all storages that operations under this mode return, and of those of ``tensors``."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and each call of a wrapped `__torch_dispatch__` takes longer
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
@@ -76,6 +81,8 @@ class LiveStorages(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = self._run(func, args, kwargs or {})
+        if type(result) is torch.device:  # for which half of all calls on fake tensors ask
+            return result
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
@@ -90,10 +97,13 @@ class LiveStorages(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
+        num_bytes = storage.nbytes()
         if key not in self._references:
             self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
             self._sizes[key] = 0
-        self._set_size(key, storage.nbytes())
+        elif num_bytes == self._sizes[key]:
+            return
+        self._set_size(key, num_bytes)
 
     def _set_size(self, key: int, num_bytes: int) -> None:
         self.live_bytes += num_bytes - self._sizes[key]
@@ -126,7 +136,7 @@ class LiveStorages(TorchDispatchMode):
 
 def held_tensor(tensor: Tensor) -> Tensor:
     """The tensor that has the memory of ``tensor``: a DTensor and the result of a collective only wrap another."""
-    while isinstance(tensor, DTensor | AsyncCollectiveTensor):
+    while isinstance(tensor, _WRAPPERS):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
     return tensor
 

@@ -142,6 +142,10 @@ class OpCounter(TorchDispatchMode):
     the first operation are logged as present. Operations in ``seen`` are not run again.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and each call of a wrapped `__torch_dispatch__` takes longer
+
     def __init__(self, seen: Operations | None = None) -> None:
         super().__init__()
         self._seen = FakeOpCache() if seen is None else seen
