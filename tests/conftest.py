@@ -1,7 +1,7 @@
 """Settings of all tests: a busy machine may take its time, two runs try the same, and every model is traced once.
 
-Files with tests of several processes come first, then those with slow ones, so that at the end no worker waits for one
-that began a long file last.
+Files with tests of several processes, which wait for each other, take turns with those of slow ones, which compute; all
+others come last, so that at the end no worker waits for one that began a long file last.
 """
 
 import atexit
@@ -9,6 +9,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,18 @@ settings.load_profile("steelyard")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts files by the slowest marker of their tests."""
-    ranks = {item.path: 2 for item in items}
+    """Sorts files by the slowest marker of their tests, in turn where that is one of the two."""
+    slowest = {item.path: 2 for item in items}
     for item in items:
         for rank, marker in enumerate(("processes", "slow")):
             if item.get_closest_marker(marker) is not None:
-                ranks[item.path] = min(rank, ranks[item.path])
-    items.sort(key=lambda item: ranks[item.path])
+                slowest[item.path] = min(rank, slowest[item.path])
+    places: dict[Path, tuple[bool, int, int]] = {}
+    seen: Counter[int] = Counter()
+    for path, rank in slowest.items():
+        places[path] = (rank == 2, seen[rank], rank)
+        seen[rank] += 1
+    items.sort(key=lambda item: places[item.path])
 
 
 def pytest_collection_finish() -> None:

@@ -1,14 +1,15 @@
 """For Llama every leaf of the decision tree over 4 and 8 devices, every pipeline degree and every schedule.
 
 The leaves take turns on the layers of one-stage plans, so that each strategy meets others before and after it. Over 4
-devices each comes with every kind of remat; over 8, which divide layers no further in kind, with one of them in turn.
-Every pipeline degree runs under every schedule, with the leaves of its stages in turn.
+devices each comes with every kind of remat; over 8, which divide layers no further in kind, every order and degree
+comes once, with sp, ZeRO stage and remat in turn. Every pipeline degree runs under every schedule, with the leaves of
+its stages in turn.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.search.space import SpaceOptions, enumerate_levels, mixing
@@ -42,13 +43,14 @@ def _edge(strategy: Strategy) -> Strategy:
     return replace(strategy, remat=remat)
 
 
-def one_remat_each(strategies: list[Strategy]) -> list[Strategy]:
-    """The strategies that `leaves` lists with three kinds of remat, each with one of them in turn."""
-    return [strategy for index, strategy in enumerate(strategies) if index % 3 == index // 3 % 3]
+def one_of_each_order(strategies: list[Strategy]) -> list[Strategy]:
+    """Of the strategies of each order of kinds and their degrees one, so that sp, ZeRO stage and remat take turns."""
+    groups = [list(group) for _, group in groupby(strategies, key=lambda strategy: strategy.levels)]
+    return [group[4 * place % len(group)] for place, group in enumerate(groups)]
 
 
 def _cases_of_leaves() -> Iterator[tuple[str, Case]]:
-    for num_devices, every in ((4, leaves(4)), (_NUM_DEVICES, one_remat_each(leaves(_NUM_DEVICES)))):
+    for num_devices, every in ((4, leaves(4)), (_NUM_DEVICES, one_of_each_order(leaves(_NUM_DEVICES)))):
         for first in range(0, len(every), _LAYERS):
             blocks = every[first : first + _LAYERS]
             chosen = [_edge(blocks[-1]), *blocks, _edge(blocks[0])]

@@ -1,14 +1,13 @@
 """Llama under every leaf of 4 and 8 devices, pipeline degree and schedule: four or eight processes against one."""
 
 from collections import Counter
-from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 
 from steelyard.plan.parity import TOLERANCES
-from steelyard.plan.strategy import Remat
-from tests.runtime.leaf_cases import CASES, leaves, one_remat_each
+from tests.runtime.leaf_cases import CASES, leaves, one_of_each_order
 from tests.runtime.processes import run_parity
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
@@ -30,15 +29,14 @@ def test_every_leaf_of_four_devices_is_in_a_plan() -> None:
 
 
 @pytest.mark.slow
-def test_every_leaf_of_eight_devices_is_in_a_plan_with_some_remat_and_every_remat_comes_as_often() -> None:
-    some = one_remat_each(leaves(8))
+def test_every_order_and_degree_of_eight_devices_is_in_a_plan_and_what_comes_with_them_takes_turns() -> None:
+    some = one_of_each_order(leaves(8))
     assert {str(strategy) for strategy in some} <= strategies_used(8)
-    assert {str(replace(strategy, remat=Remat.NONE)) for strategy in some} == {
-        str(strategy) for strategy in leaves(8) if strategy.remat is Remat.NONE
-    }
+    assert [strategy.levels for strategy in some] == list({strategy.levels: None for strategy in leaves(8)})
     counts = Counter(strategy.remat for strategy in some)
     assert len(counts) == 3
     assert max(counts.values()) - min(counts.values()) <= 1
+    assert {(each.variant("sp"), each.variant("zero")) for each in some} == set(product((False, True), (2, 3)))
 
 
 def test_every_pipeline_degree_meets_every_schedule() -> None:
