@@ -11,7 +11,7 @@ from steelyard.model.split import SplitKind
 from steelyard.modules.build import read_hub_config
 from steelyard.modules.proved_kinds import divided_kinds
 from steelyard.modules.split_proof import split_model
-from steelyard.modules.split_tp import Styles, suppositions, unread_plan
+from steelyard.modules.split_tp import Styles, follows, suppositions, unread_plan
 from steelyard.modules.splitting import Found, find_split
 from tests.modules.split_configs import split_config
 from tests.runtime.models import FAMILY_CONFIGS
@@ -45,10 +45,10 @@ def _kinds(found: Found) -> list[tuple[SplitKind, int]]:
 def _with_style(style: str) -> Found:
     """A small model whose own plan has this style for one of its matrices."""
     found = find_split(read_hub_config("olmo2", split_config("olmo2")))
-    found.model.config.base_model_tp_plan = {
-        f"layers.*.{PATH}": style,
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
+    found.model.tp_plan = {
+        f"model.layers.*.{PATH}": style,
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
     }
     return found
 
@@ -80,7 +80,7 @@ def test_a_style_that_is_not_read_is_named(style: str) -> None:
 
 def test_parameters_of_a_module_that_reads_them_locally_are_divided_with_the_heads() -> None:
     found = find_split(read_hub_config("granite_swa", {"model_type": "granite_swa", **SIZES}))
-    assert LOCAL in found.model.config.base_model_tp_plan.values()
+    assert LOCAL in found.model.tp_plan.values()
     kind, layer = _kinds(found)[0]
     assert not unread_plan(found.model, found.split, layer, found.keywords)
     first = next(suppositions(found.model, found.split, kind, layer, found.keywords))
@@ -89,8 +89,20 @@ def test_parameters_of_a_module_that_reads_them_locally_are_divided_with_the_hea
 
 def test_styles_of_experts_are_not_asked_of_a_plan() -> None:
     found = find_split(read_hub_config("qwen3_moe", FAMILY_CONFIGS["qwen3_moe"]))
-    assert OF_EXPERTS & set(found.model.config.base_model_tp_plan.values())
+    assert OF_EXPERTS & set(found.model.tp_plan.values())
     assert not any(unread_plan(found.model, found.split, layer, found.keywords) for _, layer in _kinds(found))
+
+
+def test_the_plan_of_a_part_of_a_model_is_that_of_its_blocks() -> None:
+    found = find_split(read_hub_config("llava", split_config("llava")))
+    follow = {
+        kind.name: follows(
+            next(suppositions(found.model, found.split, kind, layer, found.keywords)),
+            *(found.model, found.split, layer, found.keywords),
+        )
+        for kind, layer in _kinds(found)
+    }
+    assert follow == {"image block": False, "text block": True}  # CLIP's config has no plan, Llama's has one
 
 
 def test_why_a_kind_has_no_tp_names_the_styles_that_were_not_read() -> None:

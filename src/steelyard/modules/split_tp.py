@@ -1,12 +1,12 @@
 """How the layers of a split model divide under tensor parallelism: supposed, to be proved on two ranks.
 
-For blocks two suppositions are tried: the model's own plan (``base_model_tp_plan``), then the structure: of the
-matrices of one part, the one that is used last is divided by its inputs and the others by their outputs. Either way a
-region (`steelyard.modules.styles`) begins at the module that holds matrices divided by outputs and ends at one divided
-by inputs; what nothing is known of is whole in it on every rank, and outside of it runs on a part of the sequence under
-sequence parallelism. Modules divide the head counts, and perhaps the widths, that they keep. Where the whole does not
-hold, a block is tried without one of its parts. Embedding and head are supposed to be a table and a projection divided
-by tokens.
+For blocks two suppositions are tried: the model's own plan (``base_model_tp_plan``, of the part that holds them), then
+the structure: of the matrices of one part, the one that is used last is divided by its inputs and the others by their
+outputs. Either way a region (`steelyard.modules.styles`) begins at the module that holds matrices divided by outputs
+and ends at one divided by inputs; what nothing is known of is whole in it on every rank, and outside of it runs on a
+part of the sequence under sequence parallelism. Modules divide the head counts, and perhaps the widths, that they keep.
+Where the whole does not hold, a block is tried without one of its parts. Embedding and head are supposed to be a table
+and a projection divided by tokens.
 
 A supposition counts only if two ranks give what one gives (`steelyard.modules.two_ranks`).
 """
@@ -79,9 +79,8 @@ def _given_block(
     path = split.modules(layer)["block"]
     inside = f"{path}."
     named = {each.removeprefix(inside): keyword for each, keyword in keywords.items() if each.startswith(inside)}
-    prefix = f"{split.list_of(layer).removeprefix(f'{model.base_model_prefix}.')}.*."
-    plan = getattr(model.config, "base_model_tp_plan", None) or {}
-    own = {path.removeprefix(prefix): style for path, style in plan.items() if path.startswith(prefix)}
+    prefix = f"{split.list_of(layer)}.*."
+    own = {path.removeprefix(prefix): style for path, style in model.tp_plan.items() if path.startswith(prefix)}
     return path, _Block(model.get_submodule(path), named), own
 
 
