@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from steelyard.modules import data_parallel, replicated, router_loss
+from steelyard.modules import replicated, router_loss
 from steelyard.modules.build import build_model
+from steelyard.modules.kinds import data_parallel
 from steelyard.plan.plan import Plan
 from steelyard.runtime import parallel_model, sharding
 from steelyard.runtime.parity import Reference, compare, train_alone

@@ -13,6 +13,8 @@ from steelyard.limits import MOST_STEPS
 from steelyard.model.read import load_model
 from steelyard.output import command, make_folder, write_file
 from steelyard.plan.file import dump_json, write_plan
+from steelyard.plan.kinds import KINDS
+from steelyard.plan.kinds.kind import States
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import make_job
@@ -66,7 +68,8 @@ def demo(
         memory=memory,
         profile=profile,
     )
-    replicated = uniform_plan(job, f"dp{NUM_PROCESSES}")
+    replicating = next(kind for kind in KINDS.values() if kind.states is States.REPLICATED)
+    replicated = uniform_plan(job, f"{replicating}{NUM_PROCESSES}")
     console.print(_replication_text(replicated, job.budget_bytes))
     result = plan_job(job, PlanOptions())
     if result.plan is None:

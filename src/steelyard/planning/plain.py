@@ -29,7 +29,7 @@ from steelyard.cost.build import usable_bytes
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
-from steelyard.plan.kinds import DP, FSDP, KINDS, Kind
+from steelyard.plan.kinds import KINDS, Kind
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.search import OnDemand, search
 from steelyard.search.frontier import IntArray, distinct
@@ -53,8 +53,11 @@ MOST_MISSES = 16
 PLAIN_N_D = PlainKind(name="plain n-D", kinds=frozenset(KINDS.values()), has_pipeline=True)
 """What has all others in it."""
 PLAIN_KINDS = (
-    PlainKind(name="plain DDP", kinds=frozenset({DP}), has_pipeline=False),
-    PlainKind(name="plain FSDP", kinds=frozenset({FSDP}), has_pipeline=False),
+    *(
+        PlainKind(name=each.plain_name, kinds=frozenset({each}), has_pipeline=False)
+        for each in KINDS.values()
+        if each.plain_name
+    ),
     PLAIN_N_D,
 )
 

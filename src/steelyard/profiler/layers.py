@@ -31,8 +31,8 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
-from steelyard.modules.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.kinds import TWINS, Division
+from steelyard.modules.kinds.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.layers import (
     BlockLayer,
     ChainLayer,

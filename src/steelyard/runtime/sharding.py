@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
-from steelyard.modules.data_parallel import replicate_over, shard_over
 from steelyard.modules.kinds import TWINS, Division
+from steelyard.modules.kinds.data_parallel import replicate_over, shard_over
 from steelyard.modules.layers import ChainLayer
 from steelyard.modules.replicated import Replica
 from steelyard.plan.plan import Precision

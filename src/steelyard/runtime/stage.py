@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.modules.build import materialize_layer, prepare_model
-from steelyard.modules.data_parallel import activation_dtype
 from steelyard.modules.dropout import seed_dropout
 from steelyard.modules.freezing import check_frozen
 from steelyard.modules.head_tail import SEQUENCE_DIM, in_order, natural_order, rank_order
+from steelyard.modules.kinds.data_parallel import activation_dtype
 from steelyard.modules.layers import (
     ChainLayer,
     Flow,

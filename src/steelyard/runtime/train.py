@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steelyard.modules.kinds.ep import take_imbalance
+from steelyard.modules.kinds import take_imbalance
 from steelyard.modules.own_builder import build_planned
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.output import write_file

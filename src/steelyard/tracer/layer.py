@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.batch import blank_samples, decoder_inputs
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.kinds import TWINS, Division
-from steelyard.modules.kinds.ep import exchange_alone
+from steelyard.modules.kinds import TWINS, Division, exchange_alone
 from steelyard.modules.layers import (
     ChainLayer,
     Flow,

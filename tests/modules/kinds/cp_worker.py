@@ -17,9 +17,9 @@ from steelyard.errors import UserError
 from steelyard.model.chain import LayerRole
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_model, layer_modules, prepare_model
-from steelyard.modules.data_parallel import replicate_over, shard_over
 from steelyard.modules.kinds import cp
 from steelyard.modules.kinds.cp import _own_side, apply_context_parallel
+from steelyard.modules.kinds.data_parallel import replicate_over, shard_over
 from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, LayerContext, build_layer, side_inputs_of
 from steelyard.modules.replicated import Replicas

@@ -23,8 +23,8 @@ from torch.nn import functional
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, build_model, materialize_layer, prepare_model
-from steelyard.modules.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.experts import routed_experts
+from steelyard.modules.kinds.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.kinds.ep import apply_expert_parallel, take_imbalance
 from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import build_layer, side_inputs_of

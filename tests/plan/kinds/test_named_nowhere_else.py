@@ -11,10 +11,8 @@ from steelyard.plan.kinds import KINDS, variants
 
 SOURCE = Path(steelyard.__file__).parent
 HOMES = ("plan/kinds", "modules/kinds")
-STYLES = "says how modules of a family are divided: the style of each under tensor parallelism"
 LANGUAGE = "speaks a framework's own language"
 MAY_NAME = {
-    "cli/demo.py": "compares with every process having the whole model",
     "cli/options.py": "--max-tp, the short form of a largest degree",
     "cli/plan.py": "--zero, the short form of a variant",
     "cost/execution.py": "optimizers of other frameworks have ZeRO stages of their own",
@@ -29,14 +27,9 @@ MAY_NAME = {
     "model/own.py": "has, as data, how the blocks of a user's own module are divided",
     "model/split.py": "has, as data, why the layers of a model without a family cannot be divided",
     "modules/context_attention.py": "has the methods of attention over divided tokens, by name",
-    "modules/data_parallel.py": "shards and sums divided experts over other ranks than the rest of a layer",
     "modules/own_proof.py": "proves how the blocks of a user's own module divide",
-    "modules/styles.py": "has the styles, each with and without sequence parallelism",
     "modules/two_ranks.py": "proves on two ranks how the modules of a split model divide",
-    "planning/plain.py": "the plans that a user would take without a search, in a user's own words",
     "runtime/observed_strategies.py": "reads back from the modules of a model what has made them so",
-    "runtime/train.py": "reports the imbalance of the routing",
-    "tracer/layer.py": "counts experts on a rank that exchanges with itself alone",
 }
 """The modules that may, each with the reason."""
 

@@ -1,12 +1,13 @@
 """The twins of the kinds of parallelism: each makes a layer so on a mesh axis. One for each of `steelyard.plan.kinds`.
 
-What becomes of states over ranks that divide samples is said in `steelyard.modules.data_parallel` for all kinds alike.
+What becomes of states over ranks that divide samples is said in `data_parallel` here, for all kinds alike.
 """
 
 from steelyard.modules.kinds import cp, dp, ep, fsdp, tp
+from steelyard.modules.kinds.ep import exchange_alone, take_imbalance
 from steelyard.modules.kinds.twin import Division, Twin
 
 TWINS: dict[str, Twin] = {"tp": tp.TWIN, "cp": cp.TWIN, "ep": ep.TWIN, "dp": dp.TWIN, "fsdp": fsdp.TWIN}
 """By the name of the kind, in the order in which they divide a layer."""
 
-__all__ = ["TWINS", "Division", "Twin"]
+__all__ = ["TWINS", "Division", "Twin", "exchange_alone", "take_imbalance"]

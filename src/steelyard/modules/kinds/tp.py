@@ -4,7 +4,7 @@ Without sequence parallelism the hidden state is replicated over the tensor-para
 ends in one all-reduce, and begins with one in the backward pass. With it the hidden state is sharded over the
 sequence between them: an all-gather before, a reduce-scatter after, and the norms run on a shard.
 
-Which module gets which style is said by `Family.tp`; what the styles do is in `steelyard.modules.styles`.
+Which module gets which style is said by `Family.tp`; what the styles do is in `steelyard.modules.kinds.styles`.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,9 +12,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
+from steelyard.modules.kinds.styles import STYLES, share_heads, style
 from steelyard.modules.kinds.twin import Division, Twin
 from steelyard.modules.layers import ChainLayer
-from steelyard.modules.styles import STYLES, share_heads, style
 
 
 def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh, *, sp: bool) -> None:
@@ -45,7 +45,7 @@ def _style(path: str, name: str, *, sp: bool) -> ParallelStyle | None:
             field=f"style of {path}",
             found=repr(name),
             expected="one of " + ", ".join(STYLES),
-            hint="plan without tp (--max-tp 1), or add the style in steelyard/modules/styles.py",
+            hint="plan without tp (--max-tp 1), or add the style in steelyard/modules/kinds/styles.py",
         )
     return style(name, sp=sp)
 

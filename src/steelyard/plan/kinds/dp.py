@@ -65,4 +65,5 @@ DP = Kind(
     contradiction=_contradiction,
     not_worth=_not_worth,
     is_of_papers=True,
+    plain_name="plain DDP",
 )

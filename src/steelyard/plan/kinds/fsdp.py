@@ -51,4 +51,5 @@ FSDP = Kind(
     variants=(ZERO,),
     keeps_gathered=lambda strategy: strategy.variant("zero") == 2,
     is_of_papers=True,
+    plain_name="plain FSDP",
 )

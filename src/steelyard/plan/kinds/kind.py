@@ -259,6 +259,8 @@ class Kind:
     """Whether its groups are kept inside a node, since they communicate inside every layer."""
     is_of_papers: bool = False
     """Whether the decision tree of Galvatron has it."""
+    plain_name: str = ""
+    """What its users call plans of it alone, without a pipeline; empty where they do not."""
 
     @property
     def is_level(self) -> bool:
