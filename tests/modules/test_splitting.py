@@ -627,7 +627,7 @@ def test_parts_of_blocks_that_lie_in_lists_of_their_own_are_blocks_and_keep_the_
 
 def test_blocks_of_a_reversible_stack_are_gone_through_one_by_one() -> None:
     split = split_of("reformer")
-    assert (split.layers, split.blocks, split.hidden_size) == ((0, 1, 2, 3), "reformer.encoder.blocks", 128)
+    assert (split.layers, split.blocks, split.hidden_size) == ((0, 1, 2, 3), "reformer.encoder.layers", 128)
     name = parameter_names(_chain_of("reformer")).by_path["2.block.feed_forward.dense.dense.weight"]
     assert name == "reformer.encoder.layers.1.feed_forward.dense.dense.weight"
 
