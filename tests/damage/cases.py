@@ -16,10 +16,11 @@ ON = "--cluster @cluster.yaml --profile @profile.json"
 JOB = f"@config.json --seq-len 32 --global-batch 4 {ON}"
 ONE = "--stages 2 --microbatches 2 --max-tp 1 --schedule 1f1b --remat none"
 COMMANDS: tuple[tuple[int, str, str], ...] = (
-    (30, "diff @plan.json @other.json", "plan"),
+    (30, "diff @plan.json @other.json", "plan other"),
     (30, f"timeline @plan.json -o @out.json --microbatches 2 {ON}", "plan cluster profile"),
     (20, f"report @plan.json -o @out.html --run @record.json --time-limit 0 {ON}", "plan record cluster profile"),
     (20, "report @plan.json -o @out.html --run @record.json", "plan record"),
+    (10, "report @other.json -o @out.html", "other"),
     (1, f"report @plan.json -o @out.html --time-limit 0.05 {ON}", "plan cluster profile"),
     (1, f"explain @plan.json {ON}", "plan cluster profile"),
     (1, f"explain @plan.json {ON} --all --memory 1GiB -o @out.json", "plan cluster profile"),
@@ -36,6 +37,7 @@ COMMANDS: tuple[tuple[int, str, str], ...] = (
     (1, f"frontier {JOB} --points 3 --devices 2 --price 1.5 --max-tp 1", "config cluster profile"),
     (10, f"export @plan.json --to TARGET -o @out {ON}", "plan plan cluster profile"),
     (10, "export @plan.json --to TARGET", "plan"),
+    (10, "export @other.json --to TARGET", "other"),
     (10, "train @plan.json --data @absent --steps 5 --lr 1e-3 --weight-decay 0.1 --seed 1 --max-grad-norm 1", "plan"),
     (10, "train @plan.json --data @absent --warmup-steps 2 --checkpoint-every 5 --keep-last 1 --restarts 1", "plan"),
     (5, "check @plan.json --processes 1 --memory 1GiB --cluster @cluster.yaml", "plan"),
@@ -80,7 +82,7 @@ def make_case(seed: int, whole: Mapping[str, Any]) -> Case:
 
 def whole_files(whole: Mapping[str, Any]) -> dict[str, bytes]:
     """The files of a case that nothing has damaged."""
-    return {file_name(sort): file_text(sort, content) for sort, content in {**whole, "other": whole["plan"]}.items()}
+    return {file_name(sort): file_text(sort, content) for sort, content in whole.items()}
 
 
 def file_name(sort: str) -> str:

@@ -77,10 +77,23 @@ def whole() -> dict[str, Any]:
         "cluster": CLUSTER,
         "profile": profile.model_dump(mode="json", exclude_none=True),
         "plan": plan,
+        "other": plan | {"schedule": "interleaved-1f1b", "stages": _in_chunks()},
         "problem": _saved(problem),
         "record": _record(model),
         "run": {"version": 1, "plan": "plan.json", "step_time_s": 0.5},
     }
+
+
+def _in_chunks() -> list[dict[str, Any]]:
+    """Two stages, each with two of the four layers, which do not follow each other."""
+    return [
+        {"ranks": [2 * stage, 2 * stage + 1], "chunks": [[_run(stage, "fsdp2")], [_run(stage + 2, "tp2")]]}
+        for stage in range(2)
+    ]
+
+
+def _run(layer: int, parallel: str) -> dict[str, Any]:
+    return {"layers": [layer, layer], "parallel": parallel}
 
 
 def _prediction(model: ModelChain) -> dict[str, Any]:

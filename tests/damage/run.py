@@ -24,6 +24,7 @@ from click.testing import CliRunner
 
 from steelyard.cli.app import app
 from steelyard.errors import UserError
+from steelyard.output import escape_unprintable
 from steelyard.units import GIB
 from tests.damage.cases import Case
 
@@ -57,6 +58,16 @@ def _no_process(*_: object, **__: object) -> None:
     raise ReadAll
 
 
+class _Escaping(CliRunner):
+    """Prints as the command line does."""
+
+    @contextlib.contextmanager
+    def isolation(self, *given: Any, **named: Any) -> Iterator[Any]:  # type: ignore[override]
+        with super().isolation(*given, **named) as streams:
+            escape_unprintable()
+            yield streams
+
+
 class Runner:
     """Runs cases in a folder, which becomes that of the process: what damaged arguments write lands there."""
 
@@ -82,7 +93,7 @@ class Runner:
         try:
             with _limits(), warnings.catch_warnings():
                 warnings.simplefilter("error")
-                result = CliRunner().invoke(self._command, arguments)
+                result = _Escaping().invoke(self._command, arguments)
         except ReadAll:
             return "read"
         except TooLong:
