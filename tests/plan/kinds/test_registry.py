@@ -59,7 +59,9 @@ def test_every_kind_has_a_twin_and_every_twin_a_kind() -> None:
     assert set(TWINS) == set(KINDS)
 
 
-@pytest.mark.parametrize(("package", "shared"), [("plan", {"kind", "data"}), ("modules", {"twin"})])
+@pytest.mark.parametrize(
+    ("package", "shared"), [("plan", {"kind", "data"}), ("modules", {"data_parallel", "styles", "twin"})]
+)
 def test_every_kind_has_a_file_of_its_name_in_both_packages(package: str, shared: set[str]) -> None:
     home = importlib.import_module(f"steelyard.{package}.kinds")
     assert {module.name for module in pkgutil.iter_modules(home.__path__)} == set(KINDS) | shared
