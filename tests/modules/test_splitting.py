@@ -145,6 +145,13 @@ def test_stages_of_blocks_are_one_list_and_blocks_that_shift_their_windows_a_kin
     assert split.kinds[3].no_tp == "no way is known to divide its modules"  # merges patches with one matrix
 
 
+def test_a_first_block_that_is_never_left_out_is_of_the_kind_of_others() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96}
+    image = {"image_size": 32, "patch_size": 8, "drop_path_rate": 0.2, "num_labels": 10}
+    split = split_model("beit", sizes | image | {"architectures": ["BeitForImageClassification"]})
+    assert split.layers == (0, 1, 1, 1, 1, 2)
+
+
 @pytest.mark.parametrize("model_type", ["donut-swin", "swinv2"])
 def test_types_of_swin_split_likewise(model_type: str) -> None:
     config = FAMILY_CONFIGS["swin"] | {"model_type": model_type}

@@ -1,11 +1,12 @@
 """What makes models ready to be taken apart, in place: what attributes of modules show, of models of any type.
 
-Blocks that read tables of the first one (T5) hold them themselves; what activations collect for quantization (I-BERT),
-and a cut of what is read between two blocks (Gemma 4), is left out. Routers that cast their weights within a forward
-pass (NLLB-MoE) leave them as they are, an embedding with a row of its own for one token (T5Gemma 2) chooses it place by
-place, and a Conv1D whose result is split in equal parts (GPT-2) stores these apart. What stacks add between blocks is
-in `steelyard.modules.deepstack`, experts that compute nothing in `steelyard.modules.experts`, and what no structure
-tells of some types in `steelyard.modules.overrides`.
+Blocks that read tables of the first one (T5) hold them themselves, and a first block that is never left out (BEiT) may
+be, at a rate of 0; what activations collect for quantization (I-BERT), and a cut of what is read between two blocks
+(Gemma 4), is left out. Routers that cast their weights within a forward pass (NLLB-MoE) leave them as they are, an
+embedding with a row of its own for one token (T5Gemma 2) chooses it place by place, and a Conv1D whose result is split
+in equal parts (GPT-2) stores these apart. What stacks add between blocks is in `steelyard.modules.deepstack`, experts
+that compute nothing in `steelyard.modules.experts`, and what no structure tells of some types in
+`steelyard.modules.overrides`.
 `steelyard.modules.split_proof` proves all this equal to the unmodified model.
 
 Legend of shapes: B samples, S tokens, H hidden width.
@@ -36,6 +37,15 @@ def _share_tables(blocks: Any) -> None:
             if type(attention) is type(first) and vars(attention).get("has_relative_attention_bias") is False:
                 attention.has_relative_attention_bias = True
                 attention._modules |= tables
+
+
+def _leave_out_alike(blocks: Any) -> None:
+    """Gives a block that is never left out, as the first, the class of module by which others of its list are."""
+    ways = [getattr(block, "drop_path", None) for block in blocks] if isinstance(blocks, nn.ModuleList) else []
+    classes = {type(way) for way in ways if way is not None} - {nn.Identity}
+    for block, way in zip(blocks, ways, strict=True) if len(classes) == 1 else ():
+        if type(way) is nn.Identity:
+            block.drop_path = next(iter(classes))(0.0)
 
 
 def _keep_all_tokens(stack: Any) -> None:
@@ -132,8 +142,8 @@ def stored_apart(model: nn.Module) -> dict[str, int]:
 
 
 CHANGES: tuple[Callable[[Any], None], ...] = (
-    *(_share_tables, _keep_all_tokens, _collect_no_ranges, _keep_router_type, _choose_own_row, _store_apart),
-    *(add_features_in_blocks, group_experts),
+    *(_share_tables, _leave_out_alike, _keep_all_tokens, _collect_no_ranges, _keep_router_type, _choose_own_row),
+    *(_store_apart, add_features_in_blocks, group_experts),
 )
 """What is done with every module that has the attributes for it; twice does no harm."""
 
