@@ -11,7 +11,7 @@ from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2TextScaledWor
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import Task
+from steelyard.model.family import LayerRole, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import small_config, structure_of
 from steelyard.model.split import ModelSplit
@@ -574,6 +574,14 @@ def test_stacks_that_are_run_in_turn_are_a_block_for_each_call_of_a_layer() -> N
     split = find_split(read_hub_config("hrm_text", split_config("hrm_text"))).split
     assert len(split.layers) == 2 + 2 * (2 + 1)
     assert {tuple(layer for layer, _ in copies) for copies in split.shared} == {(1, 2, 4, 5), (3, 6)}
+
+
+def test_what_blocks_of_unlike_kinds_share_is_divided_in_all_of_them() -> None:
+    split = split_of("hrm_text")
+    blocks = [kind for kind in split.kinds if kind.role is LayerRole.BLOCK]
+    assert [(kind.no_tp, kind.no_sp, kind.styles["block.self_attn.o_proj"]) for kind in blocks] == [
+        ("", "", "rows")
+    ] * 3
 
 
 def test_a_block_that_is_a_list_of_one_part_is_divided_as_that_part() -> None:

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from steelyard.modules.deepstack import add_features_in_blocks
 from steelyard.modules.experts import group_experts
-from steelyard.modules.mixin import mix_in
+from steelyard.modules.forward_pass import replace_forward
 from steelyard.modules.overrides import OVERRIDES
 
 
@@ -83,19 +83,16 @@ def _keep_router_type(router: Any) -> None:
         router.classifier.__class__ = RouterLinear
 
 
-class _OwnRow:
-    """What replaces the forward pass of an embedding that writes a row of its own where one token stands."""
-
-    def forward(self: Any, ids: Tensor) -> Tensor:
-        """The rows [B, S, H] of token ids [B, S]; by a mask they are written at places that only values tell."""
-        rows = nn.Embedding.forward(self, ids) * self.embed_scale.to(self.weight.dtype)
-        return torch.where((ids == self.eoi_token_index)[..., None], self.eoi_embedding.to(rows.dtype), rows)
+def _rows(embedding: Any, ids: Tensor) -> Tensor:
+    """The rows [B, S, H] of token ids [B, S]; by a mask they are written at places that only values tell."""
+    rows = nn.Embedding.forward(embedding, ids) * embedding.embed_scale.to(embedding.weight.dtype)
+    return torch.where((ids == embedding.eoi_token_index)[..., None], embedding.eoi_embedding.to(rows.dtype), rows)
 
 
 def _choose_own_row(embedding: Any) -> None:
     """Has an embedding with a row of its own for one token choose it place by place."""
     if hasattr(embedding, "eoi_embedding"):
-        mix_in(embedding, _OwnRow)
+        replace_forward(embedding, _rows)
 
 
 class ApartConv1D(Conv1D):

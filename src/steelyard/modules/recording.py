@@ -31,7 +31,7 @@ from steelyard.modules.model_inputs import (
     ids_beside,
 )
 from steelyard.modules.not_split import failed_pass, not_split
-from steelyard.modules.paths import is_below, is_below_any
+from steelyard.modules.paths import is_below
 from steelyard.modules.repeated import repeat_blocks
 from steelyard.modules.unpadded import one_sequence_each
 
@@ -116,7 +116,7 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     tokens = more + first_tokens(read)[1]
     paths = {module: path for path, module in model.named_modules()}
     lists = _lists(model)
-    paths |= _in_blocks(model, lists, paths)
+    inside = _in_blocks(model, lists)
     called: list[str] = []
     calls: dict[str, list[tuple[int, Call]]] = {path: [] for path in lists}
     place_of = {block: (path, place) for path, blocks in lists.items() for place, block in enumerate(blocks)}
@@ -125,6 +125,7 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     named: dict[str, Mapping[str, Any]] = {}
 
     def before(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any]) -> None:
+        paths.update(inside.get(module, {}))
         called.append(paths[module])
         by_place = any(isinstance(each, Tensor) for each in places)
         first = None if by_place else next((name for name, each in names.items() if isinstance(each, Tensor)), None)
@@ -269,16 +270,12 @@ def _called_with_hooks(blocks: Collection[nn.Module]) -> Iterator[None]:
             handle.remove()
 
 
-def _in_blocks(
-    model: nn.Module, lists: Mapping[str, Sequence[nn.Module]], paths: Mapping[nn.Module, str]
-) -> dict[nn.Module, str]:
-    """The paths in the largest list of modules that stand in another, too."""
-    found: dict[nn.Module, str] = {}
-    for path in list(lists)[:1]:
-        for inner, module in model.get_submodule(path).named_modules(prefix=path):
-            if not is_below(paths[module], path) and is_below_any(paths[module], list(lists)):
-                found.setdefault(module, inner)
-    return found
+def _in_blocks(model: nn.Module, lists: Collection[str]) -> dict[nn.Module, dict[nn.Module, str]]:
+    """The modules of each block of the largest list, which may stand elsewhere too, with their paths in it."""
+    blocks = [
+        (f"{path}.{name}", each) for path in [*lists][:1] for name, each in model.get_submodule(path).named_children()
+    ]
+    return {block: {each: inner for inner, each in block.named_modules(prefix=path)} for path, block in blocks}
 
 
 def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:

@@ -12,35 +12,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from steelyard.modules.mixin import mix_in
+from steelyard.modules.forward_pass import replace_forward
 
 TYPES = ("reformer",)
 
 
-class _WithGradients:
-    """What replaces the forward pass of a layer."""
-
-    def forward(self: Any, states: Tensor, **options: Any) -> Tensor:
-        """The next two states [B, S, 2 H]."""
-        attended, hidden = states.chunk(2, -1)
-        attended = attended + self.attention(hidden_states=hidden, **options).hidden_states
-        return torch.cat([attended, hidden + self.feed_forward(attended)], -1)
+def _next_states(layer: Any, states: Tensor, **options: Any) -> Tensor:
+    """The two states [B, S, 2 H] behind a layer."""
+    attended, hidden = states.chunk(2, -1)
+    attended = attended + layer.attention(hidden_states=hidden, **options).hidden_states
+    return torch.cat([attended, hidden + layer.feed_forward(attended)], -1)
 
 
-class _OneByOne:
-    """What replaces the forward pass of a reversible stack."""
-
-    def forward(self: Any, hidden_states: Tensor, **options: Any) -> Any:
-        """The last hidden state [B, S, 2 H], which is all that is asked for where nothing is kept for later tokens."""
-        states = torch.cat([hidden_states, hidden_states], -1)
-        for layer in self.layers:
-            states = layer(states, **options)
-        states = functional.dropout(self.layer_norm(states), p=self.dropout, training=self.training)
-        return SimpleNamespace(hidden_states=states)
+def _last_states(stack: Any, hidden_states: Tensor, **options: Any) -> SimpleNamespace:
+    """The states [B, S, 2 H] behind all layers, which is all that is asked for in training."""
+    states = torch.cat([hidden_states, hidden_states], -1)
+    for layer in stack.layers:
+        states = layer(states, **options)
+    states = functional.dropout(stack.layer_norm(states), p=stack.dropout, training=stack.training)
+    return SimpleNamespace(hidden_states=states)
 
 
 def prepare(model: Any) -> None:
     """Has autograd go through the layers of a model one by one, in place; twice does no harm."""
-    mix_in(model.reformer.encoder, _OneByOne)
+    replace_forward(model.reformer.encoder, _last_states)
     for layer in model.reformer.encoder.layers:
-        mix_in(layer, _WithGradients)
+        replace_forward(layer, _next_states)
