@@ -187,6 +187,22 @@ def test_unlike_placements_are_unlike_layouts(one, other):
 
 
 @pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("tp8+sp", "fsdp8"),
+        ("dp4-tp2 remat=full", "dp8 remat=full"),
+        ("fsdp4-tp2 zero2", "fsdp8 zero2"),
+        ("tp2-fsdp4", "fsdp8"),
+        ("dp2-fsdp2-tp2", "dp2-fsdp4"),
+        ("cp4-tp2", "fsdp2-cp4"),
+        ("dp8", "dp8"),
+    ],
+)
+def test_ranks_that_divide_tensors_take_samples_where_these_are_whole(text, whole):
+    assert str(parse_strategy(text).with_whole_tensors()) == whole
+
+
+@pytest.mark.parametrize(
     ("text", "field", "found", "expected"),
     [
         ("dp2-dp2", "parallel", "dp2-dp2", "each kind of parallelism on one level only"),

@@ -16,6 +16,7 @@ from steelyard.plan.words import baseline_line
 from steelyard.planning import acceptance, walked_search
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import make_job
+from steelyard.planning.pins import parse_pin
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.problem import PlanOptions, make_tables
 from steelyard.planning.rivals import with_baselines
@@ -34,8 +35,9 @@ def every_plan(of: Job, texts: tuple[str, ...]) -> Iterator[Plan]:
             if (of.global_batch // count) % strategy.sample_degree:
                 continue
             for remat in Remat:
+                ends = strategy if of.chain.vocab_size % strategy.tensor_degree == 0 else strategy.with_whole_tensors()
                 layers = tuple(
-                    replace(strategy, remat=remat) if chain.kind_of(layer).role is LayerRole.BLOCK else strategy
+                    replace(strategy, remat=remat) if chain.kind_of(layer).role is LayerRole.BLOCK else ends
                     for layer in range(chain.num_layers)
                 )
                 stage = StagePart(ranks=(0, 7), runs=fold_runs(0, layers))
@@ -55,9 +57,9 @@ def test_what_a_search_knows_of_its_tables_changes_no_plain_plan() -> None:
     assert with_baselines(found, of, make_tables(of, options)) == found
 
 
-def tight(share: float) -> Job:
+def tight(share: float, **changes: int) -> Job:
     """A job within what plain FSDP takes: at 0 its smallest plan, at 1 its largest."""
-    of = job(cluster(1, 8), global_batch=64)
+    of = job(cluster(1, 8), global_batch=64, **changes)
     taken = [fullest_bytes(plan, of) for plan in every_plan(of, ("fsdp8",))]
     return replace(of, budget_bytes=int(min(taken) + share * (max(taken) - min(taken))))
 
@@ -80,9 +82,9 @@ def test_a_plain_plan_is_the_fastest_of_its_kind_that_fits(name: str, share: flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
-def test_plain_n_d_is_the_fastest_of_all_strategies_that_all_blocks_share(share: float) -> None:
-    of, options = tight(share), PlanOptions(num_stages=1)
+@pytest.mark.parametrize(("share", "vocab_size"), [(1.0, 256), (0.3, 256), (0.0, 256), (1.0, 257), (0.3, 257)])
+def test_plain_n_d_is_the_fastest_of_all_strategies_that_all_blocks_share(share: float, vocab_size: int) -> None:
+    of, options = tight(share, vocab_size=vocab_size), PlanOptions(num_stages=1)
     offered = {str(replace(each, remat=Remat.NONE)) for each in make_tables(of, options)[0].tables.strategies}
     found = compared(of, options).prediction
     assert found is not None
@@ -115,6 +117,15 @@ def test_the_first_lines_name_the_best_plain_plan_and_what_is_gained() -> None:
     assert best.name in baseline_line(prediction)
     gain = 1 - prediction.step_time_s / best.step_time_s
     assert f"{gain:.1%} less time" in baseline_line(prediction) or "as fast as" in baseline_line(prediction)
+
+
+def test_a_vocabulary_that_tp_does_not_divide_leaves_plain_plans_with_tp() -> None:
+    pin = parse_pin("blocks: tp=4", option="--pin", num_layers=6)
+    found = compared(job(cluster(), global_batch=8, vocab_size=257), PlanOptions(pins=(pin,))).prediction
+    assert found is not None
+    last = found.baselines[-1]
+    assert (last.name, last.missing_bytes) == ("plain n-D", None)
+    assert "tp4" in str(last.strategies)
 
 
 def test_plain_plans_that_do_not_fit_say_what_they_lack() -> None:

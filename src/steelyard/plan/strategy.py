@@ -26,7 +26,7 @@ from functools import lru_cache
 from steelyard.errors import InvalidPlanError, nearest
 from steelyard.plan.kinds import KINDS, Kind, Value, level_kinds, variants
 from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.kinds.kind import Contradiction, Divides, Level, Levels, Placed
+from steelyard.plan.kinds.kind import Contradiction, Divides, Level, Levels, Placed, States
 
 __all__ = [
     "HiddenPlacement",
@@ -197,6 +197,28 @@ class Strategy:
         known = variants()
         own = tuple((key, value) for key, value in self.variants if known[key][0].is_level)
         return Strategy(levels=self.levels, remat=self.remat, variants=own)
+
+    def with_whole_tensors(self) -> "Strategy":
+        """The strategy of a layer beside it that cannot be divided so: ranks that divide tensors take samples.
+
+        They shard where others do, and where no others take samples.
+        """
+        if self.tensor_degree == 1:
+            return self
+        levels = [level for level in self.levels if level.kind.divides is not Divides.TENSORS]
+        taking = [level for level in levels if level.kind.divides is Divides.SAMPLES]
+        sharding = [level for level in taking if level.kind.states is States.SHARDED]
+        widened = next(iter(sharding + taking), None)
+        if widened is None:
+            of_samples = (each for each in KINDS.values() if each.divides is Divides.SAMPLES)
+            kind = next(each for each in of_samples if each.states is States.SHARDED)
+            levels.insert(0, Level(kind=kind, degree=self.tensor_degree))
+        else:
+            degree = widened.degree * self.tensor_degree
+            levels[levels.index(widened)] = Level(kind=widened.kind, degree=degree)
+        left = {level.kind for level in levels}
+        own = {key: value for key, value in self.variants if variants()[key][0] in left}
+        return Strategy.of(tuple(levels), self.remat, **own)
 
     def level(self, kind: Kind) -> Level | None:
         """The level of a kind, None where it is not used."""

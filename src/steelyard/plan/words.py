@@ -1,6 +1,6 @@
 """A plan in sentences: the decision, what it is predicted to cost, and the names of its parts and layers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from steelyard.model.chain import LayerRole, ModelChain
@@ -99,9 +99,14 @@ def misfits(baselines: Iterable[Baseline]) -> Iterator[str]:
     for is_legal, one, several in ((True, "does not fit", "do not fit"), (False, *NO_STRATEGY)):
         alike = [each for each in none if (each.missing_bytes is not None) == is_legal]
         if alike:
-            short = " and ".join(format_bytes(each.missing_bytes) for each in alike if each.missing_bytes is not None)
+            short = _listed([format_bytes(each.missing_bytes) for each in alike if each.missing_bytes is not None])
             verdict = (one if len(alike) == 1 else several) + (f" ({short} short)" if short else "")
-            yield f"{' and '.join(each.name for each in alike)} {verdict}"
+            yield f"{_listed([each.name for each in alike])} {verdict}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def part_name(plan: "Plan", index: int) -> str:

@@ -1,9 +1,10 @@
 """Plans of the plain kinds that one takes without a planner, each the best of its kind that fits.
 
 A plain plan has one strategy for the whole model, one remat choice for all blocks and none for the embedding and the
-head, which no framework recomputes; layers without experts leave expert parallelism out. Microbatches, and where the
-kind has a pipeline its stages and cuts, are searched like those of any other plan, so that what is gained over a plain
-plan is gained over the best of its kind.
+head, which no framework recomputes; layers without experts leave expert parallelism out, and an embedding or a head
+that tensor parallelism does not divide (GPT-2's 50,257 tokens) has its ranks take samples instead. Microbatches, and
+where the kind has a pipeline its stages and cuts, are searched like those of any other plan, so that what is gained
+over a plain plan is gained over the best of its kind.
 
 | kind     | strategies                                             | pipeline        |
 |----------|--------------------------------------------------------|-----------------|
@@ -19,7 +20,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -30,9 +31,9 @@ from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
 from steelyard.plan.kinds import KINDS, Kind
-from steelyard.plan.strategy import Remat, Strategy
+from steelyard.plan.strategy import Strategy
 from steelyard.search import OnDemand, search
-from steelyard.search.frontier import IntArray, distinct
+from steelyard.search.frontier import distinct
 
 FloorsOf = Callable[[CostTables], Sequence[CostTables]]
 
@@ -161,8 +162,9 @@ def _choices(index: int, given: OnDemand, floors_of: FloorsOf, job: Job, kind: P
     floor = floors_of(tables)[0]
     roles = {each.name: each.role for each in job.chain.kinds}
     is_block = np.array([[roles[name.partition(" (")[0]] is LayerRole.BLOCK] for name in tables.kinds], dtype=bool)
-    blocks, dense, ends = _triples(tables.strategies, kind.kinds)
-    columns = np.where(is_block, np.where(tables.legal[:, blocks], blocks, dense), ends)
+    blocks, dense, ends, undivided = _alike(tables.strategies, kind.kinds)
+    of_ends = np.where(tables.legal[:, ends], ends, undivided)
+    columns = np.where(is_block, np.where(tables.legal[:, blocks], blocks, dense), of_ends)
     rows = np.arange(len(tables.kinds))[:, None]
     counts = np.bincount(tables.layers, minlength=len(tables.kinds))
     has_all = tables.legal[rows, columns][counts > 0].all(axis=0) & np.any(columns == blocks, axis=0)
@@ -183,14 +185,17 @@ def _choices(index: int, given: OnDemand, floors_of: FloorsOf, job: Job, kind: P
 
 
 @lru_cache(maxsize=64)
-def _triples(strategies: tuple[Strategy, ...], kinds: frozenset[Kind]) -> tuple[IntArray, IntArray, IntArray]:
-    """For each strategy of these kinds that of blocks with experts, of blocks without, and of all other layers."""
+def _alike(strategies: tuple[Strategy, ...], kinds: frozenset[Kind]) -> NDArray[np.int64]:
+    """[4, N] strategies of these kinds: of blocks with experts, of blocks without, of other layers, and of those whole.
+
+    The last is the one before where none of the strategies is the same with whole tensors.
+    """
     places = {strategy: index for index, strategy in enumerate(strategies)}
     found = []
     for strategy, blocks in places.items():
         whole = strategy.with_whole_experts()
-        dense, ends = places.get(whole), places.get(replace(whole, remat=Remat.NONE))
+        at_ends = whole.without_remat()
+        dense, ends = places.get(whole), places.get(at_ends)
         if dense is not None and ends is not None and set(strategy.kinds) <= kinds:
-            found.append((blocks, dense, ends))
-    triples = np.array(found, dtype=np.int64).reshape(-1, 3)
-    return triples[:, 0], triples[:, 1], triples[:, 2]
+            found.append((blocks, dense, ends, places.get(at_ends.with_whole_tensors(), ends)))
+    return np.array(found, dtype=np.int64).reshape(-1, 4).T
