@@ -17,7 +17,8 @@ from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
 
 Note = TypeVar("Note")
 """What the caller wants to know of an operation beside its result."""
@@ -186,7 +187,7 @@ def _make(result: _Result, tensors: list[FakeTensor]) -> FakeTensor | None:
     if type(result) is _Same:
         return tensors[result.argument]
     mode = tensors[0].fake_mode
-    with in_kernel_invocation_manager(mode):
+    with no_dispatch():
         made = torch.empty_strided(result.shape, result.strides, dtype=result.dtype, device="meta")
         if result.view_of is not None:
             storage = tensors[result.view_of].untyped_storage()

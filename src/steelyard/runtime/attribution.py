@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 
-from steelyard.modules.fake_op_cache import FakeOpCache, asks_device, look
+from steelyard.modules.fake_op_cache import FakeOpCache, look
 from steelyard.runtime.peak_memory import LiveStorages, held_tensor
 
 TERMS = (
@@ -41,10 +42,10 @@ class Peak:
 class AttributedStorages(LiveStorages):
     """Live storages with a history, so that those that lived at the peak can be told apart afterwards.
 
-    Operations on fake tensors that were seen before are not run again: layers and microbatches repeat each other.
+    Operations on fake tensors in ``seen`` are not run again: layers, microbatches and ranks repeat each other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seen: FakeOpCache[None]) -> None:
         self.place = "building the model"
         self._peak_place = self.place
         self._ids: dict[int, int] = {}
@@ -53,7 +54,7 @@ class AttributedStorages(LiveStorages):
         self._before: Counter[int] = Counter()
         self._events: list[tuple[int, int]] = []
         self._num_events_at_peak = 0
-        self._seen: FakeOpCache[None] = FakeOpCache()
+        self._seen = seen
         super().__init__([])
 
     def begin(self) -> None:
@@ -95,15 +96,14 @@ class AttributedStorages(LiveStorages):
         return self._num_born
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if asks_device(func, args):
-            return args[0].fake_device
         looks = look(func, args, kwargs)
         if looks is None:
             return func(*args, **kwargs)
         seen = self._seen.find(looks[0])
         if seen is not None:
             return seen.again(looks[1])
-        out = func(*args, **kwargs)
+        with disable_fake_tensor_cache(looks[1][0].fake_mode):  # once remembered is enough
+            out = func(*args, **kwargs)
         self._seen.remember(looks, (func, args, kwargs), out, None)
         return out
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
@@ -55,6 +55,7 @@ from steelyard.hardware import Backend
 from steelyard.model.family import Task
 from steelyard.modules.batch import blank_samples
 from steelyard.modules.build import build_meta_model, prepare_model
+from steelyard.modules.fake_op_cache import FakeOpCache
 from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.own_builder import build_planned
 from steelyard.modules.updates import LocalAdamW
@@ -93,7 +94,7 @@ def dry_run(
         own = build_planned(builder, plan) if builder else None
         meta_model = own.without_values() if own else build_meta_model(chain)
         prepare_model(meta_model, chain)  # a fake parameter that is made here could not be given memory later
-        with _fake_tensors(backend), AttributedStorages() as storages:
+        with _fake_tensors(backend), AttributedStorages(_operations()) as storages:
             model = parallelize_on(mesh, torch.device("cpu"), meta_model, plan, seed=0)
             read = own.blank_samples if own else lambda count: _blank(model, count)
             peaks = _two_steps(model, storages, read)
@@ -119,6 +120,12 @@ def dry_run_all(
         return
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         yield from pool.map(work, ranks)
+
+
+@cache
+def _operations() -> FakeOpCache[None]:
+    """The operations that dry runs of this process have seen, whose results follow from their arguments alone."""
+    return FakeOpCache()
 
 
 def _shortened(plan: Plan, rank: int) -> Plan:

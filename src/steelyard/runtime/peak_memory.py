@@ -16,11 +16,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from steelyard.modules.fake_op_cache import asks_device
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 CUDA_METHOD = "torch.cuda.max_memory_allocated"
@@ -78,11 +81,11 @@ class LiveStorages(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operation and follows what it returns; a DTensor's operation is seen as its local operations."""
+        if asks_device(func, args):
+            return args[0].fake_device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = self._run(func, args, kwargs or {})
-        if type(result) is torch.device:  # for which half of all calls on fake tensors ask
-            return result
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
@@ -93,7 +96,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _follow(self, tensor: Tensor) -> None:
         tensor = held_tensor(tensor)
-        if tensor.is_meta or self._is_paused:
+        if self._is_paused or _is_meta(tensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -139,6 +142,11 @@ def held_tensor(tensor: Tensor) -> Tensor:
     while isinstance(tensor, _WRAPPERS):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
     return tensor
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    """Whether a tensor is on the meta device; of a fake one asked without an operation, which ``is_meta`` is there."""
+    return (tensor.fake_device.type == "meta") if type(tensor) is FakeTensor else tensor.is_meta
 
 
 class _CudaPeak:
