@@ -647,6 +647,14 @@ def test_blocks_of_a_reversible_stack_are_gone_through_one_by_one() -> None:
     assert name == "reformer.encoder.layers.1.feed_forward.dense.dense.weight"
 
 
+def test_a_plan_warns_of_blocks_that_a_model_would_leave_out_at_random() -> None:
+    config = split_config("opt") | {"layerdrop": 0.05}
+    split = find_split(read_hub_config("opt", config)).split
+    (warning,) = chain_from_config(config, name="opt", split=split).warnings(16)
+    assert "left out of no step: layerdrop (model.decoder: 0.05)" in warning
+    assert not split_of("opt").layerdrop
+
+
 def test_the_first_token_of_a_small_model_is_not_that_of_padding() -> None:
     assert structure_of({"pad_token_id": 0, "bos_token_id": 2}) == {"pad_token_id": 0, "bos_token_id": 1}
     assert structure_of({"pad_token_id": 255, "bos_token_id": 2}) == {"pad_token_id": 255, "bos_token_id": 0}

@@ -273,7 +273,7 @@ class ModelChain(Layout):
 
     def warnings(self, seq_len: int) -> tuple[str, ...]:
         """What is allowed with sequences of this length and should be known all the same."""
-        left_out = tuple(filter(None, (self.left_out(),)))
+        left_out = tuple(filter(None, (self.left_out(), self._runs_all_blocks())))
         if not self.family.task.reads_text or seq_len <= self.max_seq_len:
             return left_out
         longest = [key for key, value in self.config.items() if "position" in key and value == self.max_seq_len]
@@ -300,6 +300,12 @@ class ModelChain(Layout):
         if self.features is None and task.reads_text and ({"vision_config", "audio_config"} & {*config}):
             return f"{planned} on text alone: what the model has for images or sound is not trained"
         return ""
+
+    def _runs_all_blocks(self) -> str:
+        """That blocks run in every step which the model leaves out at random as it trains; empty where it does not."""
+        if self.split is None or not self.split.layerdrop:
+            return ""
+        return f"blocks are left out of no step: layerdrop ({', '.join(self.split.layerdrop)}) is not carried out"
 
     def known_seq_len(self, given: int | None) -> int:
         """The tokens of a sample: as given, else of the only length that the model reads.

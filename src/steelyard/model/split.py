@@ -302,6 +302,8 @@ class ModelSplit(_Part):
     """What the first layer reads, where the decoder's embedding reads the token ids of a sample."""
     resting: tuple[str, ...] = ()
     """Paths of what no sample trains, where token ids are read beside features: frozen, or read by nothing."""
+    layerdrop: tuple[str, ...] = ()
+    """Stacks that leave blocks out at random as they train in transformers: ``model.encoder: 0.05``."""
     shared: tuple[tuple[tuple[int, str], ...], ...] = ()
     """Parameters that embeddings and the head share: for each copy its layer, and its path in the model."""
     encoder: SplitEncoder | None = None

@@ -13,7 +13,7 @@ What does not split so is an error that names the place. So is control flow that
 without values cannot follow. What is found here is believed only when it is proved (`steelyard.modules.split_proof`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,6 +143,7 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
         image=image,
         features=features,
         resting=resting_modules(model, seen.logits) if features else (),
+        layerdrop=tuple(_left_out(model)),
         learned_positions=not image and _has_table(model, ends[1 if features else 0], positions),
         rotary_size=max((pair[0].shape[-1] for pair in rotary if pair), default=0),
         rotary_by_attention=len({id(pair[0]) for pair in rotary if pair}) > 1,
@@ -152,6 +153,14 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
         shared=tuple(shared_parameters(seen, by_layer)),
         streams=tuple(streams),
     )
+
+
+def _left_out(model: PreTrainedModel) -> Iterator[str]:
+    """The stacks of a model that leave blocks out at random, each with how often."""
+    for path, module in model.named_modules():
+        often = vars(module).get("layerdrop")
+        if isinstance(often, float) and often > 0:
+            yield f"{path}: {often:.3g}"
 
 
 def _encoder_of(seen: Recording, calls: Mapping[str, BlockCall], between: tuple[str, ...]) -> SplitEncoder:
