@@ -257,12 +257,12 @@ def test_a_searched_plan_is_no_slower_than_one_by_hand_for_the_same_job(run: Run
 
 
 def test_models_and_devices_are_listed_with_sources(run: Run) -> None:
-    assert "llama3-8b" in run("models").output
     for name in ("models", "devices", "links"):
         known = json.loads(run(name, "--json").output)
         assert known
         assert all(each["source"] for each in known)
-        assert known[0]["name"] in run(name).output
+        told = {row.split()[1] for row in run(name).output.splitlines() if row.startswith("│ ")}
+        assert {each["name"] for each in known} <= told  # whole, though the console is narrow
 
 
 @pytest.mark.slow

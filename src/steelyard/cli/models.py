@@ -24,25 +24,28 @@ def models(as_json: AsJson = False) -> None:
                     "name": c.name,
                     "family": c.family.model_type,
                     "blocks": c.num_layers - 2,
+                    "hidden_size": c.hidden_size,
+                    "vocab_size": c.vocab_size,
                     "source": model_source(c.name),
                 }
                 for c in chains
             ]
         )
         return
-    table = Table(
-        "model", "family", "blocks", "hidden", "vocabulary", Column("source", overflow="fold"), header_style="bold"
-    )
+    table = _table("model", "family", "blocks × width", of="hub id, or source")
     for chain in chains:
         table.add_row(
             chain.name,
             chain.family.model_type,
-            str(chain.num_layers - 2),
-            str(chain.hidden_size),
-            str(chain.vocab_size),
-            model_source(chain.name).removeprefix("https://").removesuffix("/blob/main/config.json"),
+            f"{chain.num_layers - 2} × {chain.hidden_size:,}",
+            model_source(chain.name).removeprefix("https://huggingface.co/").removesuffix("/blob/main/config.json"),
         )
     Console().print(table)
+
+
+def _table(name: str, *others: str, of: str = "source") -> Table:
+    """A table of what is known by name: names, which are there to be copied, stay whole in the narrowest terminal."""
+    return Table(Column(name, no_wrap=True), *others, Column(of, overflow="fold"), header_style="bold")
 
 
 def _shown(name: str) -> ModelChain:
@@ -70,14 +73,7 @@ def devices(as_json: AsJson = False) -> None:
             ]
         )
         return
-    table = Table(
-        "device",
-        "memory",
-        "bf16 or fp16 TFLOP/s",
-        "part reached",
-        Column("source", overflow="fold"),
-        header_style="bold",
-    )
+    table = _table("device", "memory", "bf16 or fp16 TFLOP/s", "part reached")
     for device in known:
         peaks = device.peak_flop_per_s
         peak = peaks.get("bf16", peaks.get("fp16"))
@@ -102,7 +98,7 @@ def links(as_json: AsJson = False) -> None:
             ]
         )
         return
-    table = Table("link", "GB/s, a direction", "latency", Column("source", overflow="fold"), header_style="bold")
+    table = _table("link", "GB/s, a direction", "latency")
     for link in known:
         table.add_row(link.name, f"{link.bytes_per_s / GB:.4g}", format_seconds(link.latency_s), link.source)
     Console().print(table)
