@@ -29,3 +29,11 @@ def test_more_tokens_than_a_rotary_model_was_made_for_are_a_warning_that_names_i
 @pytest.mark.parametrize(("name", "seq_len"), [("llama3-8b", 8192), ("llama3-8b", 100), ("vit-base", 197)])
 def test_what_the_positions_hold_is_no_warning(name: str, seq_len: int) -> None:
     assert load_model(name).warnings(seq_len) == ()
+
+
+@pytest.mark.parametrize("name", ["gemma2-9b", "gpt-oss-20b", "falcon-7b"])
+def test_attention_that_runs_in_no_kernel_of_its_own_is_a_warning(name: str) -> None:
+    chain = load_model(name)
+    (warning,) = chain.warnings(2048)
+    assert f"attention of {chain.family.model_type} is planned and run step by step" in warning
+    assert "2,048 × 2,048 scores" in warning

@@ -273,7 +273,7 @@ class ModelChain(Layout):
 
     def warnings(self, seq_len: int) -> tuple[str, ...]:
         """What is allowed with sequences of this length and should be known all the same."""
-        left_out = tuple(filter(None, (self.left_out(), self._runs_all_blocks())))
+        left_out = tuple(filter(None, (self.left_out(), self._runs_all_blocks(), self._in_steps(seq_len))))
         if not self.family.task.reads_text or seq_len <= self.max_seq_len:
             return left_out
         longest = [key for key, value in self.config.items() if "position" in key and value == self.max_seq_len]
@@ -306,6 +306,17 @@ class ModelChain(Layout):
         if self.split is None or not self.split.layerdrop:
             return ""
         return f"blocks are left out of no step: layerdrop ({', '.join(self.split.layerdrop)}) is not carried out"
+
+    def _in_steps(self, seq_len: int) -> str:
+        """That attention is in no kernel of its own; empty where it is, or where the config names no heads of it."""
+        has_heads = any("attention_heads" in key or key in ("n_head", "n_heads") for key in self.config)
+        if self.family.fused_attention or not has_heads or not self.family.task.reads_text:
+            return ""
+        return (
+            f"attention of {self.family.model_type} is planned and run step by step (attn_implementation eager): "
+            f"{seq_len:,} × {seq_len:,} scores of every head are made and kept, which takes more time and memory than "
+            "a fused kernel would"
+        )
 
     def known_seq_len(self, given: int | None) -> int:
         """The tokens of a sample: as given, else of the only length that the model reads.
