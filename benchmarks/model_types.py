@@ -89,6 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 38},
     "gemma3n_text": {"num_kv_shared_layers": 1},
+    "gemma3n": {"text_config": {"num_kv_shared_layers": 1}},
     **{name: {"decoder_start_token_id": 0} for name in ("t5", "longt5")},
     "encoder-decoder": {"decoder_start_token_id": 0, "pad_token_id": 0},
     **{name: {"decoder_start_token_id": 0, "expert_capacity": 4096} for name in ("switch_transformers", "nllb-moe")},

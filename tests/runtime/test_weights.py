@@ -22,9 +22,11 @@ from steelyard.modules.build import (
     hub_config,
     materialize_layer,
     prepare_model,
+    read_hub_config,
 )
 from steelyard.modules.layers import build_layer
 from steelyard.modules.prepared import stored_apart
+from steelyard.modules.split_proof import split_model
 from steelyard.plan.strategy import Remat
 from steelyard.runtime import weights
 from steelyard.runtime.exported_tokenizer import tokenizer_files
@@ -166,6 +168,33 @@ def test_transformers_reads_every_family_under_the_names_that_are_exported(tmp_p
     model.config.save_pretrained(tmp_path)
     loaded = getattr(transformers, chain.family.task.auto_class).from_pretrained(tmp_path)
     assert all(torch.equal(value, expected[key]) for key, value in loaded.named_parameters())
+
+
+_TEXT: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16},
+    **{"num_key_value_heads": 1, "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
+    **{"laurel_rank": 4, "num_kv_shared_layers": 0, "layer_types": ["full_attention"] * 2, "altup_num_inputs": 3},
+    "activation_sparsity_pattern": [0.0, 0.0],
+}
+
+
+def test_text_alone_of_a_model_whose_tower_is_of_a_package_that_is_missing_is_planned_and_read(tmp_path: Path) -> None:
+    config = {"model_type": "gemma3n", "text_config": _TEXT}
+    split = split_model("gemma3n", config)
+    chain = chain_from_config(config, name="gemma3n", split=split)
+    assert chain.config == {**_TEXT, "model_type": "gemma3n_text"}
+    assert "the text_config alone, without what the model has for images or sound, since TimmW" in chain.left_out()
+    assert chain_from_config(chain.config, name="gemma3n", split=split) == chain
+    with pytest.raises(InvalidModelError, match="a gemma3n_text, which alone is planned"):
+        chain_from_config({"model_type": "gemma3n"}, name="gemma3n", split=split)
+    given = dict(build_model(chain, seed=1).named_parameters())
+    stored = {name.replace("model.", "model.language_model.", 1): each.detach() for name, each in given.items()}
+    save_file({**stored, "model.vision_tower.norm.weight": torch.zeros(2)}, tmp_path / SINGLE_FILE)
+    read_hub_config("gemma3n", config).save_pretrained(tmp_path)
+    state = WholeState(chain)
+    (notice,) = load_weights(tmp_path, state, chain)  # type: ignore[arg-type]
+    assert notice.endswith("are not of the model: model.vision_tower.norm.weight")
+    assert all(torch.equal(each, given[name]) for name, each in state.weights().items())
 
 
 def test_any_part_of_matrices_that_are_stored_apart_is_read(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import BIDIRECTIONAL, Family, LayerKind, LayerRole, Layout, SharedWeight, Task
 from steelyard.model.freeze import Freeze
-from steelyard.model.split import ModelSplit, SplitFeatures
+from steelyard.model.split import TEXT_PART, ModelSplit, SplitFeatures
 
 if TYPE_CHECKING:
     from steelyard.model.own import OwnSplit
@@ -296,6 +296,11 @@ class ModelChain(Layout):
         if task is Task.CAUSAL_LM and config.get("is_encoder_decoder") is True:
             return (
                 f"{planned}, the decoder alone: for both name the class with the encoder in the config's architectures"
+            )
+        if self.split and self.split.text_alone:
+            return (
+                f"{planned} of the {TEXT_PART} alone, without what the model has for images or sound, since "
+                f"{self.split.text_alone}"
             )
         if self.features is None and task.reads_text and ({"vision_config", "audio_config"} & {*config}):
             return f"{planned} on text alone: what the model has for images or sound is not trained"

@@ -16,7 +16,7 @@ from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import check_values, sizes_in
 from steelyard.model.sources import hub_names
-from steelyard.model.split import ModelSplit, family_of_split
+from steelyard.model.split import TEXT_PART, ModelSplit, family_of_split
 
 
 @cache
@@ -117,6 +117,8 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
         split = import_module(_SPLITS_ANY_MODEL).split_of(config)
         if split is None:
             raise _unknown(model_type)
+    if split.text_alone and model_type != split.model_type:
+        return chain_from_config(_text_of(config, split), name=name, split=split)
     return ModelChain(
         **split.layout().fields(),
         name=name,
@@ -126,6 +128,19 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
         sizes=sizes_in(config),
         split=split,
     )
+
+
+def _text_of(config: Mapping[str, Any], split: ModelSplit) -> Mapping[str, Any]:
+    """The config of the text alone; raises `InvalidModelError` where the config of the whole leaves it out."""
+    text = config.get(TEXT_PART)
+    if not isinstance(text, Mapping):
+        raise InvalidModelError(
+            field=TEXT_PART,
+            found="nothing",
+            expected=f"the config of a {split.model_type}, which alone is planned: {split.text_alone}",
+            hint="give the config.json that the model was published with",
+        )
+    return {**text, "model_type": split.model_type}
 
 
 def _unknown(model_type: str) -> InvalidModelError:

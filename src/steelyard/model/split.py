@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
 from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, patches_of, sizes_of
 
+TEXT_PART = "text_config"
+"""What the config of a model of several parts calls that of its text."""
+
 SPLIT_VERSION = 7
 """Raised whenever models are split differently."""
 
@@ -260,6 +263,8 @@ class ModelSplit(_Part):
 
     model_type: str
     task: Task
+    text_alone: str = ""
+    """Why it is the model of a config's `TEXT_PART` alone: what the class of the whole lacks; else empty."""
     embedding: tuple[str, ...]
     """Paths in the model of the modules that hold the embedding's parameters."""
     blocks: str

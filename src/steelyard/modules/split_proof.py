@@ -33,6 +33,7 @@ from steelyard.modules.model_inputs import beside_features, forward_options, giv
 from steelyard.modules.proved_kinds import divided_kinds, no_context_parallelism, no_cp, shares_heads
 from steelyard.modules.split_tp import divided_sizes
 from steelyard.modules.splitting import Found, find_split
+from steelyard.modules.trained_class import text_of
 from steelyard.modules.two_ranks import ThreadedProof, difference, loss_of, parameters_by_path, pieces_of
 from steelyard.plan.shrink import config_of_blocks
 
@@ -56,8 +57,23 @@ def split_model(model_type: str, config: Mapping[str, Any], folder: Path | None 
 def split_and_structure(
     model_type: str, config: Mapping[str, Any], folder: Path | None = None
 ) -> tuple[ModelSplit, str, ModelSplit]:
-    """How a model splits, and the identity and the proved split of the small model of its structure."""
+    """How a model splits, and the identity and the proved split of the small model of its structure.
+
+    Where its class needs a package that is not installed, its text alone, if the task has a class for that.
+    """
     full = read_hub_config(model_type, config)
+    try:
+        return _split_and_structure(full, folder)
+    except InvalidModelError as error:
+        text = text_of(full) if isinstance(error.__cause__, ImportError) else None
+        if text is None:
+            raise
+        split, structure, small = _split_and_structure(text, folder)
+        lacking, *_ = first_line(error.__cause__).split(". ")  # behind which it says how to install that
+        return split.model_copy(update={"text_alone": lacking}), structure, small
+
+
+def _split_and_structure(full: PreTrainedConfig, folder: Path | None) -> tuple[ModelSplit, str, ModelSplit]:
     found = find_split(full)
     try:
         structure, small = _proved(found, folder)

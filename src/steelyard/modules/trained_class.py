@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import Task
+from steelyard.model.split import TEXT_PART
 from steelyard.modules.build import auto_class_of
 from steelyard.modules.not_split import not_split
 
@@ -53,6 +54,12 @@ def has_fused_attention(config: PreTrainedConfig, task: Task) -> bool:
     """Whether attention may run in one kernel, through the registry of transformers: some read it and do not say so."""
     model = _classes(config, task)[0]
     return bool(model._supports_sdpa and (model._supports_attention_backend or model._can_set_attn_implementation()))
+
+
+def text_of(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """The config of the text of a model of several parts, if its task has a class for that, too."""
+    text = getattr(config, TEXT_PART, None)
+    return text if isinstance(text, PreTrainedConfig) and auto_class_of(text, task_of(config)) else None
 
 
 def _classes(config: PreTrainedConfig, task: Task) -> tuple[type[PreTrainedModel], ...]:

@@ -105,7 +105,10 @@ class WeightFolder:
 
 def check_weights(path: Path, chain: ModelChain) -> None:
     """Raises `InvalidCheckpointError` unless the folder holds weights and a config that agrees with the chain's."""
-    found, expected = _config_at(path).to_dict(), hub_config(chain).to_dict()
+    config = _config_at(path)
+    if chain.split and chain.split.text_alone:
+        config = config.get_text_config()
+    found, expected = config.to_dict(), hub_config(chain).to_dict()
     for key in ("model_type", *expected):
         if _is_compared(key) and _compared(found.get(key)) != _compared(expected.get(key)):
             raise _bad_init(
