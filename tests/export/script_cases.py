@@ -20,6 +20,7 @@ from steelyard.export.pytorch import SCRIPT
 from steelyard.model.read import load_config
 from steelyard.model.small import small_config, without_dropout
 from steelyard.plan.plan import Plan
+from tests.modules.split_configs import split_config
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 
 NUM_RANKS = 4
@@ -40,6 +41,14 @@ def _small(name: str) -> dict[str, Any]:
     config = without_dropout(small_config(load_config(name)[1]))
     config |= {key: 2 for key in ("num_hidden_layers", "n_layer") if key in config}
     return config | {key: value[:2] for key, value in config.items() if key == "layer_types"}
+
+
+_DROPPED = ("attention_dropout", "attention_probs_dropout_prob", "dropout", "dropout_rate", "hidden_dropout_prob")
+
+
+def _unpackaged(name: str) -> dict[str, Any]:
+    """A small model of a type that is not packaged: the script knows it by its structure alone."""
+    return split_config(name) | dict.fromkeys(_DROPPED, 0.0)
 
 
 _LLAMA = CONFIGS["llama"] | {"num_hidden_layers": 4}
@@ -91,7 +100,15 @@ CASES: dict[str, Callable[[], Plan]] = {
     "gpt2": _plan(_small("gpt2"), "tp2, dp2", "fsdp2 remat=full, tp2+sp"),
     **{
         name: _plan(_small(name), "fsdp2, dp2", "fsdp2 remat=full, dp2")
-        for name in ("deepseek-v2-lite", "deepseek-v3", "falcon-7b", "gpt-oss-20b", "olmoe-1b-7b")
+        for name in ("deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "olmoe-1b-7b")
+    },
+    "falcon-7b": _plan(_small("falcon-7b"), "fsdp4, tp2-dp2+sp, dp2-tp2 remat=full, tp4"),  # writes into what tp returns
+    **{name: _plan(_unpackaged(name), "tp2, fsdp2", "tp2+sp remat=full, tp2+sp") for name in ("codegen", "electra")},
+    "opt": _plan(_unpackaged("opt"), "fsdp2, dp2", "fsdp2 remat=full, dp2"),
+    "dinov2": _plan(_unpackaged("dinov2"), "fsdp2, dp2 remat=full", "fsdp2, dp2", seq_len=17),
+    **{
+        name: _plan(_unpackaged(name), "fsdp2, fsdp2 remat=full, dp2, fsdp2", "dp2, fsdp2, dp2")
+        for name in ("bart", "switch_transformers")  # of the last, ranks choose other experts
     },
 }
 

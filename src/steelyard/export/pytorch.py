@@ -138,7 +138,6 @@ def _why_not(chain: ModelChain) -> str:
         "blocks read or return several states": split.streams or (encoder and (encoder.order or encoder.shape)),
         "hidden state is not the first that blocks read and return": any(each != BlockCall() for each in plain),
         "blocks read something for each sample": split.sides_by_sample,
-        "experts are chosen by values": split.asks_for_values and any(kind.num_experts for kind in split.kinds),
         "length is rounded up": split.multiple > 1,
         "states have other places than tokens": any(
             kind.tokens != (1, 0) or len(kind.shape) not in (0, 2) for kind in split.kinds

@@ -337,14 +337,21 @@ class WholeInput(tensor_parallel.ParallelStyle):
         return module
 
 
+class Rowwise(tensor_parallel.RowwiseParallel):
+    """Stock `RowwiseParallel`, whose result blocks may write into, as Falcon's do: it is no view of a DTensor's part."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        module.register_forward_hook(lambda _module, _places, output: _aten._unsafe_view(output, output.shape))
+        return module
+
+
 STYLES = {
     "colwise": lambda between, _: tensor_parallel.ColwiseParallel(),
-    "rowwise": lambda between, _: tensor_parallel.RowwiseParallel(output_layouts=between),
+    "rowwise": lambda between, _: Rowwise(output_layouts=between),
     # what is computed between these two every rank computes whole
     "colwise_gathered": lambda between, _: tensor_parallel.ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_of_whole": lambda between, _: tensor_parallel.RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=between
-    ),
+    "rowwise_of_whole": lambda between, _: Rowwise(input_layouts=Replicate(), output_layouts=between),
     "gather": WholeInput,
     # norms on this rank's part of the sequence, where it has a part
     "sequence_local": lambda between, _: (
@@ -370,6 +377,9 @@ def shard_data(layer: Layer, strategy: Strategy, mesh: DeviceMesh, dtype: torch.
     fully_shard(layer, mesh=mesh[axes], mp_policy=policy, reshard_after_forward=strategy.zero == 3)
     layer.set_gradient_divide_factor(1.0)
     layer.set_force_sum_reduction_for_comms(True)
+    experts = [each for path, each in layer.named_modules() if path.endswith(".experts")]
+    if any(isinstance(each, nn.ModuleList | nn.ModuleDict) for each in experts):
+        layer.set_reduce_scatter_unused_params(True)  # the tokens of other ranks choose other experts
 
 
 def first_weights(
