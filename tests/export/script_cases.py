@@ -102,7 +102,9 @@ CASES: dict[str, Callable[[], Plan]] = {
         name: _plan(_small(name), "fsdp2, dp2", "fsdp2 remat=full, dp2")
         for name in ("deepseek-v2-lite", "deepseek-v3", "gpt-oss-20b", "olmoe-1b-7b")
     },
-    "falcon-7b": _plan(_small("falcon-7b"), "fsdp4, tp2-dp2+sp, dp2-tp2 remat=full, tp4"),  # writes into what tp returns
+    "falcon-7b": _plan(
+        _small("falcon-7b"), "fsdp4, tp2-dp2+sp, dp2-tp2 remat=full, tp4"
+    ),  # writes into what tp returns
     **{name: _plan(_unpackaged(name), "tp2, fsdp2", "tp2+sp remat=full, tp2+sp") for name in ("codegen", "electra")},
     "opt": _plan(_unpackaged("opt"), "fsdp2, dp2", "fsdp2 remat=full, dp2"),
     "dinov2": _plan(_unpackaged("dinov2"), "fsdp2, dp2 remat=full", "fsdp2, dp2", seq_len=17),

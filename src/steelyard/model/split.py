@@ -19,7 +19,7 @@ from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, patches_of, s
 TEXT_PART = "text_config"
 """What the config of a model of several parts calls that of its text."""
 
-SPLIT_VERSION = 7
+SPLIT_VERSION = 8
 """Raised whenever models are split differently."""
 
 Count = Annotated[int, Field(ge=1, lt=2**53)]

@@ -338,7 +338,7 @@ class WholeInput(tensor_parallel.ParallelStyle):
 
 
 class Rowwise(tensor_parallel.RowwiseParallel):
-    """Stock `RowwiseParallel`, whose result blocks may write into, as Falcon's do: it is no view of a DTensor's part."""
+    """Stock `RowwiseParallel`, whose result blocks may write into, as Falcon's do: no view of a DTensor's part."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
