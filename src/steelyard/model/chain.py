@@ -273,12 +273,12 @@ class ModelChain(Layout):
 
     def warnings(self, seq_len: int) -> tuple[str, ...]:
         """What is allowed with sequences of this length and should be known all the same."""
-        left_out = tuple(filter(None, (self.left_out(), self._runs_all_blocks(), self._in_steps(seq_len))))
+        told = tuple(filter(None, (self.left_out(), self._runs_all_blocks(), self._unfused_attention(seq_len))))
         if not self.family.task.reads_text or seq_len <= self.max_seq_len:
-            return left_out
+            return told
         longest = [key for key, value in self.config.items() if "position" in key and value == self.max_seq_len]
         return (
-            *left_out,
+            *told,
             f"sequences of {seq_len:,} tokens are longer than the {self.max_seq_len:,} positions that {self.name} was "
             f"made for ({longest[0] if longest else 'by default'}): it runs, but what it learned does not reach so far "
             "unless its positions are rescaled",
@@ -310,16 +310,16 @@ class ModelChain(Layout):
         """That blocks run in every step which the model leaves out at random as it trains; empty where it does not."""
         if self.split is None or not self.split.layerdrop:
             return ""
-        return f"blocks are left out of no step: layerdrop ({', '.join(self.split.layerdrop)}) is not carried out"
+        return f"every block runs in every step: layerdrop ({', '.join(self.split.layerdrop)}) is not carried out"
 
-    def _in_steps(self, seq_len: int) -> str:
+    def _unfused_attention(self, seq_len: int) -> str:
         """That attention is in no kernel of its own; empty where it is, or where the config names no heads of it."""
         has_heads = any("attention_heads" in key or key in ("n_head", "n_heads") for key in self.config)
         if self.family.fused_attention or not has_heads or not self.family.task.reads_text:
             return ""
         return (
             f"attention of {self.family.model_type} is planned and run step by step (attn_implementation eager): "
-            f"{seq_len:,} × {seq_len:,} scores of every head are made and kept, which takes more time and memory than "
+            f"{seq_len:,} × {seq_len:,} scores of every head are made in memory, which takes more time and memory than "
             "a fused kernel would"
         )
 

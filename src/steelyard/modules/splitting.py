@@ -143,7 +143,7 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
         image=image,
         features=features,
         resting=resting_modules(model, seen.logits) if features else (),
-        layerdrop=tuple(_left_out(model)),
+        layerdrop=tuple(_stacks_with_layerdrop(model)),
         learned_positions=not image and _has_table(model, ends[1 if features else 0], positions),
         rotary_size=max((pair[0].shape[-1] for pair in rotary if pair), default=0),
         rotary_by_attention=len({id(pair[0]) for pair in rotary if pair}) > 1,
@@ -155,7 +155,7 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
     )
 
 
-def _left_out(model: PreTrainedModel) -> Iterator[str]:
+def _stacks_with_layerdrop(model: PreTrainedModel) -> Iterator[str]:
     """The stacks of a model that leave blocks out at random, each with how often."""
     for path, module in model.named_modules():
         often = vars(module).get("layerdrop")
