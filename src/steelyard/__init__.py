@@ -12,14 +12,17 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from steelyard.plan.decisions import Decisions
     from steelyard.plan.file import read_plan, write_plan
-    from steelyard.planning.choose import NothingFitsError, find_plan
+    from steelyard.planning.choose import NothingFitsError
+    from steelyard.planning.complete import find_plan
     from steelyard.runtime.own_loop import load_checkpoint, save_checkpoint
     from steelyard.runtime.parallel_model import ParallelModel, parallelize
 
 __version__ = version("steelyard")
 
 __all__ = [
+    "Decisions",
     "NothingFitsError",
     "ParallelModel",
     "find_plan",
@@ -31,9 +34,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Decisions": "steelyard.plan.decisions",
     "NothingFitsError": "steelyard.planning.choose",
     "ParallelModel": "steelyard.runtime.parallel_model",
-    "find_plan": "steelyard.planning.choose",
+    "find_plan": "steelyard.planning.complete",
     "load_checkpoint": "steelyard.runtime.own_loop",
     "parallelize": "steelyard.runtime.parallel_model",
     "read_plan": "steelyard.plan.file",

@@ -5,7 +5,8 @@ code 2. Results that are not mistakes ("nothing fits", "time ran out") are value
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 
 class UserError(Exception):
@@ -40,6 +41,19 @@ class CombinedError(UserError):
 
     def __str__(self) -> str:
         return "\nerror: ".join(map(str, self.errors))
+
+
+def all_of(*reads: Callable[[], Any]) -> list[Any]:
+    """Return what each of these returns; raises all their mistakes as one `CombinedError`, a single one as it is."""
+    found, wrong = [], []
+    for read in reads:
+        try:
+            found.append(read())
+        except UserError as error:
+            wrong.append(error)
+    if wrong:
+        raise CombinedError(wrong) if len(wrong) > 1 else wrong[0]
+    return found
 
 
 class InvalidModelError(UserError):

@@ -16,7 +16,8 @@ from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning.price import Elsewhere, any_job_of
+from steelyard.planning.job import job_of
+from steelyard.planning.request import Elsewhere, request_of_plan
 from steelyard.report.check_table import CheckedRank, StageBudget, check_view, misfit_lines
 from steelyard.units import format_plural
 
@@ -103,7 +104,7 @@ def _expected(plan: Plan, given: Elsewhere) -> tuple[list[StageBudget], Backend]
             for stage, budget, margin in shares
         ]
         return budgets, backend
-    job = any_job_of(plan, **given)
+    job = job_of(request_of_plan(plan, **given))
     stage_jobs = [setting.job for setting in stage_settings(plan, job)]
     budgets = [
         StageBudget(predicted=terms, budget_bytes=each.budget_bytes + each.margin_bytes, margin_bytes=each.margin_bytes)

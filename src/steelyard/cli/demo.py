@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from steelyard.cli.options import AsJson, print_json
+from steelyard.cost.setting import Job
 from steelyard.installed import require_training
 from steelyard.limits import MOST_STEPS
 from steelyard.model.read import load_model
@@ -16,10 +17,10 @@ from steelyard.plan.file import dump_json, write_plan
 from steelyard.plan.kinds import KINDS
 from steelyard.plan.kinds.kind import States
 from steelyard.plan.plan import Plan
-from steelyard.planning.choose import plan_job
-from steelyard.planning.job import make_job
+from steelyard.planning.complete import complete
+from steelyard.planning.job import job_of
 from steelyard.planning.price import uniform_plan
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.request import make_request
 from steelyard.report.plan_table import plan_view
 from steelyard.report.profile_table import profile_view
 from steelyard.report.run_table import comparison_table
@@ -59,7 +60,7 @@ def demo(
     console.print(profile_view(profile))
 
     console.rule(f"2. Plan within {memory} per process", align="left")
-    job = make_job(
+    request = make_request(
         MODEL,
         f"1x{NUM_PROCESSES}xcpu",
         global_batch=GLOBAL_BATCH,
@@ -67,11 +68,15 @@ def demo(
         precision="fp32",
         memory=memory,
         profile=profile,
+        num_next_best=0,
+        num_fallbacks=0,
     )
+    job = job_of(request)
+    assert isinstance(job, Job), "one kind of device"
     replicating = next(kind for kind in KINDS.values() if kind.states is States.REPLICATED)
     replicated = uniform_plan(job, f"{replicating}{NUM_PROCESSES}")
     console.print(_replication_text(replicated, job.budget_bytes))
-    result = plan_job(job, PlanOptions())
+    result = complete(request)
     if result.plan is None:
         console.print(f"nothing fits: {result.miss_text}")
         raise typer.Exit(1)
@@ -81,6 +86,7 @@ def demo(
     console.rule(f"3. Train {steps} steps on the source of Python's standard library", align="left")
     options = TrainOptions(steps=steps, record=folder / "record.json")
     record = launch(folder / "plan.json", sysconfig.get_path("stdlib"), options, stdout_to_stderr=as_json)
+    assert record is not None, "a run that ends well writes the record it was asked for"
 
     console.rule("4. Compare", align="left")
     first, last = record.steps[0].loss, record.steps[-1].loss

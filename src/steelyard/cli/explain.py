@@ -17,10 +17,10 @@ from steelyard.plan.plan import Plan
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.pool_rivals import explain_pools
-from steelyard.planning.pool_space import not_with_pools
-from steelyard.planning.price import Elsewhere, job_or_reason, with_price
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.price import priced_or_reason, with_price
+from steelyard.planning.request import Elsewhere, PlanRequest, not_with_pools
 from steelyard.planning.slow_rank import slow_nodes
+from steelyard.planning.variants import Study
 from steelyard.planning.why_not import why_not, why_not_plan
 from steelyard.report.explain_view import explain_view, why_not_view
 
@@ -56,16 +56,17 @@ def explain(
         if plan.is_mixed:
             _check_not_with_pools({"--why-not": why, "--all": everything})
         given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
-        job = job_or_reason(plan, path, **given)
-        if isinstance(job, str):
-            explanation = Explanation(binds="", notes=(f"the rivals, and what memory is worth, are left out: {job}",))
+        found = priced_or_reason(plan, path, **given)
+        if isinstance(found, str):
+            explanation = Explanation(binds="", notes=(f"the rivals, and what memory is worth, are left out: {found}",))
         else:
-            explanation = _explained(plan, job, why, everything=everything, show=show)
+            request, job = found
+            explanation = _explained(plan, request, job, why, everything=everything, show=show)
             if plan.prediction is None or why or any(given.values()):
                 plan = with_price(plan, job)
-        if record is not None and not isinstance(job, str):
-            show("planning without the nodes that were slow")
-            explanation = _with_slow_nodes(explanation, slow_nodes(plan, job, record), record)
+            if record is not None:
+                show("planning without the nodes that were slow")
+                explanation = _with_slow_nodes(explanation, slow_nodes(plan, request, job, record), record)
     if output is not None:
         write_plan(plan, output)
     if as_json:
@@ -88,18 +89,19 @@ def _check_not_with_pools(asked: Mapping[str, object]) -> None:
 
 
 def _explained(
-    plan: Plan, job: AnyJob, why: str | None, *, everything: bool, show: Callable[[str], None]
+    plan: Plan, request: PlanRequest, job: AnyJob, why: str | None, *, everything: bool, show: Callable[[str], None]
 ) -> Explanation:
     if isinstance(job, PooledJob):
-        return explain_pools(plan, job, PlanOptions())
+        return explain_pools(plan, job, request.decisions)
     if why is not None:
-        return Explanation(binds="", why_not=_why_not(job, why))
-    return explain_plan(plan, job, PlanOptions(), everything=everything, progress=show)
+        return Explanation(binds="", why_not=_why_not(request, job, why))
+    study = Study(request, job, time_limit_s=request.time_limit_s)
+    return explain_plan(plan, study, everything=everything, progress=show)
 
 
-def _why_not(job: Job, asked: str) -> WhyNot:
+def _why_not(request: PlanRequest, job: Job, asked: str) -> WhyNot:
     """What it costs to do what is asked for: a pin, or what another plan file says."""
     if asked.endswith(".json"):
         return why_not_plan(job, read_plan(asked), asked=Path(asked).name)
-    pin = parse_pin(asked, option="--why-not", num_layers=job.chain.num_layers, with_settings=True)
-    return why_not(job, PlanOptions(), pin)
+    pin = parse_pin(asked, option="--why-not", num_layers=job.chain.num_layers)
+    return why_not(request, job, pin)

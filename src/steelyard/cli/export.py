@@ -10,6 +10,7 @@ from steelyard.cli.completion import complete_one_of
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried_file_or_folder
 from steelyard.cli.progress import progress
 from steelyard.cost.execution import OURS
+from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.export import TARGETS, Export, Request, Target, check_model, describe_uniform, export_plan, target_of
 from steelyard.hardware import Cluster, parse_cluster
@@ -17,9 +18,9 @@ from steelyard.output import make_folder, write_files
 from steelyard.plan.capabilities import Capabilities, unsupported
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning.demands import demands_of
 from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
-from steelyard.planning.price import Elsewhere, job_of
+from steelyard.planning.job import job_of
+from steelyard.planning.request import Elsewhere, request_of_plan
 from steelyard.units import format_seconds
 
 SAME = 5e-4
@@ -94,9 +95,10 @@ def _fitted(plan: Plan, folder: Path, target: Target, given: Elsewhere) -> Fitte
     if plan.is_mixed:
         plan.machines()  # raises: what an export is for knows one kind of device and stages of one size
     if not unsupported(plan, target.capabilities) and (plan.prediction is None or target.execution == OURS):
-        kept = tuple(demand.text for demand in demands_of(plan.asked, num_layers=plan.chain().num_layers))
+        kept = tuple(plan.asked.one_by_one()) if plan.asked else ()
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None, kept=kept, is_wanted=True)
-    job = job_of(plan, folder=folder, **given)
+    job = job_of(request_of_plan(plan, folder=folder, **given))
+    assert isinstance(job, Job), "a plan over pools was refused"
     return plan_for_framework(plan, job, target.capabilities, framework=target.name, execution=target.execution)
 
 

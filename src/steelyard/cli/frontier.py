@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -23,25 +23,23 @@ from steelyard.cli.options import (
     ProfileOption,
     SeqLen,
     TimeLimit,
+    built_module,
     check_page,
-    most_tp,
-    pools_with,
     print_json,
     tried,
 )
 from steelyard.cli.progress import progress
 from steelyard.cli.words import check_precision
-from steelyard.cost.pools import AnyJob
 from steelyard.cost.setting import ASSUMED_IMBALANCE
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, MixedCluster
 from steelyard.limits import MOST_DEVICES, MOST_PRICE
 from steelyard.output import write_file
 from steelyard.plan.choices import TradeOffs
+from steelyard.plan.decisions import Decisions
 from steelyard.planning.frontier import find_trade_offs
-from steelyard.planning.job import make_any_job, make_job
+from steelyard.planning.job import job_of
 from steelyard.planning.offers import find_offers
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.request import PlanRequest, make_request
 from steelyard.report.frontier_table import frontier_view
 from steelyard.report.html import frontier_page
 from steelyard.search import TIME_LIMIT_S
@@ -89,19 +87,29 @@ def frontier(
     if output is not None:
         check_page(output)
     counts = None if devices is None else parse_counts(devices)
-    asked: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len, "memory": memory}
-    asked |= {"memory_margin": memory_margin, "precision": check_precision(precision), "imbalance": imbalance}
-    options = PlanOptions(max_degrees=most_tp(max_tp), time_limit_s=time_limit)
     prices = parse_prices(price)
-    machines = pools_with(cluster, network)
     with progress("counting the model's layers", silent=as_json) as show:
-        if isinstance(prices, dict) or isinstance(machines, MixedCluster):
+        request = make_request(
+            model,
+            cluster,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            network=network,
+            memory=memory,
+            profile=profile,
+            own=built_module(model),
+            precision=check_precision(precision),
+            memory_margin=memory_margin,
+            imbalance=imbalance,
+            decisions=Decisions(max_degrees=None if max_tp is None else {"tp": max_tp}),
+            time_limit_s=time_limit,
+        )
+        if isinstance(prices, dict) or request.is_mixed:
             _check_alone({"--devices": devices is not None, "--profile": profile is not None})
-            found = _offers(model, machines, asked, options, prices, show)
+            found = _offers(request, prices, show)
         else:
             found = find_trade_offs(
-                make_job(model, machines, profile=profile, **asked),
-                options,
+                request,
                 max_searches=points,
                 device_counts=counts,
                 price_per_device_hour=prices,
@@ -119,35 +127,24 @@ def frontier(
         raise typer.Exit(1)
 
 
-def _offers(
-    model: str,
-    machines: Cluster | MixedCluster,
-    asked: Mapping[str, Any],
-    options: PlanOptions,
-    prices: Mapping[str, float] | float | None,
-    show: Callable[[str], None],
-) -> TradeOffs:
-    """What parts of the machines take and cost."""
-
-    def job_of(part: Cluster | MixedCluster) -> AnyJob:
-        return make_any_job(model, part, **asked)
-
+def _offers(request: PlanRequest, prices: Mapping[str, float] | float | None, show: Callable[[str], None]) -> TradeOffs:
+    """What parts of the cluster take and cost."""
     if isinstance(prices, float):
         raise UserError(
             field="--price",
-            found=f"{prices:g} for all devices of {machines.name}",
+            found=f"{prices:g} for all devices of {request.cluster.name}",
             expected="a price for each kind of device, where several pools are compared",
             hint="write for example --price h100-80gb=2.5,a100-40gb=1.1",
         )
-    whole = job_of(machines)
+    whole = job_of(request)
     return TradeOffs(
         model=whole.chain.name,
-        cluster=machines.name,
+        cluster=request.cluster.name,
         seq_len=whole.seq_len,
         global_batch=whole.global_batch,
         precision=whole.precision,
         budget_bytes=whole.budget_bytes,
-        offers=find_offers(job_of, machines, options, prices=prices or {}, progress=show),
+        offers=find_offers(request, prices=prices or {}, progress=show),
     )
 
 

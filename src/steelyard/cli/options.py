@@ -10,7 +10,6 @@ from pydantic import BaseModel
 
 from steelyard.cli.completion import complete_cluster, complete_model, complete_network
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, MixedCluster, parse_pools, with_network
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS, MOST_TOKENS
 from steelyard.model.own import BUILDER
@@ -138,17 +137,6 @@ def print_json(value: Any) -> None:
 
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     print(json.dumps(value, indent=2, ensure_ascii=not is_unicode, default=content))
-
-
-def most_tp(degree: int | None) -> dict[str, int]:
-    """The largest degrees of kinds that ``--max-tp`` allows."""
-    return {} if degree is None else {"tp": degree}
-
-
-def pools_with(cluster: str, network: str | None) -> Cluster | MixedCluster:
-    """The cluster, or the pools, that ``--cluster`` and ``--network`` name together."""
-    machines = parse_pools(cluster)
-    return machines if network is None else with_network(machines, network)
 
 
 def check_page(path: Path) -> None:

@@ -19,9 +19,9 @@ from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.pool_rivals import explain_pools
-from steelyard.planning.price import Elsewhere, job_or_reason, with_cost
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.price import priced_or_reason, with_cost
 from steelyard.planning.report_search import search_for_report
+from steelyard.planning.request import Elsewhere, PlanRequest
 from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes
@@ -59,16 +59,17 @@ def report(
     record = None if run is None else read_record(run, plan, path)
     with progress("counting the model's layers", silent=as_json) as show:
         given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
-        job = job_or_reason(plan, path, **given)
-        if isinstance(job, str):
+        priced = priced_or_reason(plan, path, **given)
+        if isinstance(priced, str):
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
-            note = f"The schedule, the frontier and the rivals are left out: {job}."
+            note = f"The schedule, the frontier and the rivals are left out: {priced}."
             found = ReportContents(
                 plan=plan, plan_file=shlex.quote(path.name), study=nothing, record=record, notes=(note,)
             )
         else:
+            request, job = priced
             cost = predict(plan, job)
-            study = _studied(plan, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
+            study = _studied(plan, request, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
             show("writing the page")
             if plan.prediction is None or any(given.values()):
                 plan = with_cost(plan, job, cost)
@@ -90,6 +91,7 @@ def report(
 
 def _studied(
     plan: Plan,
+    request: PlanRequest,
     job: AnyJob,
     cost: PlanCost,
     *,
@@ -99,9 +101,11 @@ def _studied(
 ) -> PlanStudy:
     """What the report says beside the plan; no frontier is searched over several pools."""
     if isinstance(job, Job):
-        return search_for_report(plan, job, cost, time_limit_s=time_limit_s, everywhere=everywhere, progress=progress)
+        return search_for_report(
+            plan, request, job, cost, time_limit_s=time_limit_s, everywhere=everywhere, progress=progress
+        )
     progress("searching each pool alone, and even cuts")
-    explanation = Explanation(binds="") if time_limit_s == 0 else explain_pools(plan, job, PlanOptions())
+    explanation = Explanation(binds="") if time_limit_s == 0 else explain_pools(plan, job, request.decisions)
     return PlanStudy(scope="plans of one pool alone, or of even cuts over all pools", explanation=explanation)
 
 

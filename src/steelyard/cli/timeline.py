@@ -12,7 +12,8 @@ from steelyard.cost.predict import layer_times, predict
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.output import write_file
 from steelyard.plan.file import read_plan
-from steelyard.planning.price import any_job_of
+from steelyard.planning.job import job_of
+from steelyard.planning.request import Elsewhere, request_of_plan
 from steelyard.report.trace_events import default_num_shown, trace_events
 from steelyard.units import format_bytes, format_seconds
 
@@ -43,7 +44,8 @@ def timeline(
     """Write the simulated timeline of a step for ui.perfetto.dev: passes, with their layers, sends and bubbles."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json):
-        job = any_job_of(plan, cluster=cluster, network=network, memory=memory, profile=profile, folder=path.parent)
+        given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
+        job = job_of(request_of_plan(plan, folder=path.parent, **given))
     cost, layers = predict(plan, job), layer_times(plan, job)
     played, fixed_s = cost.timeline, cost.step_time_s - cost.timeline.step_time_s
     shown_count = microbatches or default_num_shown(plan)

@@ -1,9 +1,9 @@
 """What users write in options: one of several words, or a number that may be ``max``."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, get_args
 
-from steelyard.errors import CombinedError, UserError, nearest
+from steelyard.errors import UserError, nearest
 from steelyard.limits import MOST_PIXELS
 from steelyard.plan.plan import Precision
 
@@ -11,23 +11,10 @@ Chosen = TypeVar("Chosen")
 _MOST_DIGITS = 20
 
 
-def all_of(*reads: Callable[[], Any]) -> list[Any]:
-    """What each of these returns, or all mistakes in one `CombinedError`; a single one as it is."""
-    found, wrong = [], []
-    for read in reads:
-        try:
-            found.append(read())
-        except UserError as error:
-            wrong.append(error)
-    if wrong:
-        raise CombinedError(wrong) if len(wrong) > 1 else wrong[0]
-    return found
-
-
-def parse_size(option: str, text: str, most: int) -> int | None:
-    """A number of samples or tokens, or None for ``max``; raises `UserError` for anything else."""
+def parse_size(option: str, text: str, most: int) -> int | Literal["max"]:
+    """A number of samples or tokens, or ``max``; raises `UserError` for anything else."""
     if text == "max":
-        return None
+        return "max"
     if not _is_number(text, most):
         raise UserError(
             field=option,
@@ -73,7 +60,8 @@ def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[
 
 def check_precision(text: str) -> Precision:
     """The precision that a user named; raises `UserError` for another one."""
-    return check_choice("--precision", text, Precision)
+    found: Precision = check_choice("--precision", text, Precision)
+    return found
 
 
 def check_choice(option: str, text: str, choices: Any) -> Any:

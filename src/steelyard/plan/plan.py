@@ -19,7 +19,7 @@ from steelyard.model.freezing import frozen_chain
 from steelyard.model.own import OwnSplit, chain_of_own
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.model.split import ModelSplit
-from steelyard.plan.asked import Asked
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.part import PlanPart
@@ -93,7 +93,7 @@ class Plan(PlanPart):
     precision: Precision
     schedule: ScheduleName = USUAL.name
     stages: tuple[StagePlan, ...] = Field(min_length=1)
-    asked: Asked | None = None
+    asked: Decisions | None = None
     """Absent where the user left everything to the search, or wrote the plan by hand."""
     prediction: Prediction | None = None
     training: Training | None = None

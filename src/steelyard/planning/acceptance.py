@@ -23,11 +23,12 @@ import numpy as np
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.pools import AnyJob, PooledFloors, PooledJob, usable_of
 from steelyard.cost.tables import CostTables
+from steelyard.plan.decisions import Partition
 from steelyard.planning.least_walked import Least, least_plan, misses
 from steelyard.planning.restrictions import means_of, restricted
 from steelyard.planning.walked_search import compete, refine_best, search_all_states, search_as_layers_work
 from steelyard.planning.walked_settings import SAME, Accepted, WalkedSettings
-from steelyard.search import OnDemand, Partition, SearchResult, SettingOutcome, search
+from steelyard.search import OnDemand, SearchResult, SettingOutcome, search
 from steelyard.search.partition import quick_bound_s
 from steelyard.units import format_seconds
 

@@ -16,7 +16,7 @@ A record holds the prediction of its plan; a plan in a file is predicted again w
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from steelyard.cost.pools import AnyJob
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
@@ -32,7 +33,7 @@ from steelyard.hardware import is_same_device
 from steelyard.limits import PositiveSeconds
 from steelyard.plan.file import parse_value, read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning.price import job_of
+from steelyard.planning.request import PlanRequest, request_of_plan
 from steelyard.profiles.profile import Profile
 from steelyard.profiles.record import RunRecord
 
@@ -51,20 +52,24 @@ class MeasuredRun(BaseModel):
     step_time_s: PositiveSeconds
 
 
-def calibrate(job: Job, *paths: str | Path) -> Job:
+JobOf = Callable[[PlanRequest], AnyJob]
+"""`steelyard.planning.job.job_of`, which calls this module."""
+
+
+def calibrate(job: Job, paths: Sequence[Path], job_of: JobOf) -> Job:
     """The job with all times multiplied by what the runs in files took over what was predicted of them, by the median.
 
     Raises `InvalidRunError` for a file that is neither kind of run, a run of another model or device, a record of a
     plan that had no prediction, or a file that is given twice; `InvalidPlanError` for a plan file that cannot be read.
     """
-    factors = [factor for _, factor in time_factors(job, paths)]
+    factors = [factor for _, factor in time_factors(job, paths, job_of)]
     return replace(job, time_factor=math.exp(median(map(math.log, factors))), num_calibrating=len(factors))
 
 
-def time_factors(job: Job, paths: Sequence[str | Path]) -> tuple[tuple[Path, float], ...]:
+def time_factors(job: Job, paths: Sequence[Path], job_of: JobOf) -> tuple[tuple[Path, float], ...]:
     """What each run took over what is predicted of it for this job; raises as `calibrate`."""
     found: dict[Path, Path] = {}
-    for path in map(Path, paths):
+    for path in paths:
         if path.resolve() in found:
             raise InvalidRunError(
                 field="--calibrate",
@@ -73,13 +78,13 @@ def time_factors(job: Job, paths: Sequence[str | Path]) -> tuple[tuple[Path, flo
                 hint="leave one out: a run counts no more for being named again",
             )
         found[path.resolve()] = path
-    return tuple((path, _time_factor(job, path)) for path in found.values())
+    return tuple((path, _time_factor(job, path, job_of)) for path in found.values())
 
 
-def _time_factor(job: Job, path: Path) -> float:
+def _time_factor(job: Job, path: Path, job_of: JobOf) -> float:
     content = _content(path)
     if isinstance(content, dict) and "plan" in content:
-        return _factor_of_plan(job, parse_value(content, MeasuredRun, InvalidRunError, what="run"), path)
+        return _factor_of_plan(job, parse_value(content, MeasuredRun, InvalidRunError, what="run"), path, job_of)
     return _factor_of_record(job, parse_value(content, RunRecord, InvalidRunError, what="run record"), path)
 
 
@@ -96,14 +101,16 @@ def _content(path: Path) -> Any:
         ) from error
 
 
-def _factor_of_plan(job: Job, run: MeasuredRun, path: Path) -> float:
+def _factor_of_plan(job: Job, run: MeasuredRun, path: Path, job_of: JobOf) -> float:
     plan = read_plan(path.parent / run.plan)
     _check_model(job, plan.chain().config_hash, path)
     same_size = plan.num_devices == job.cluster.num_devices
     only_named = plan.hardware is None and plan.cluster == job.cluster.name
     cluster = job.cluster if same_size and only_named else None
     profile = job.profile if _serves(job.profile, plan, same_size=same_size) else None
-    ran = job_of(plan, cluster=cluster, profile=profile, folder=(path.parent / run.plan).parent)
+    folder = (path.parent / run.plan).parent
+    ran = job_of(request_of_plan(plan, cluster=cluster, profile=profile, folder=folder))
+    assert isinstance(ran, Job), "calibrated on one pool"
     if ran.cluster.device.name != job.cluster.device.name:
         raise _other_device(job, ran.cluster.device.name, path)
     return run.step_time_s / predict(plan, replace(ran, time_factor=1.0)).step_time_s

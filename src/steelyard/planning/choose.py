@@ -1,37 +1,34 @@
 """Chooses the plan: searches all pipeline settings and lets the simulator rank the best few."""
 
 import math
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import PlanCost, predict
-from steelyard.cost.setting import ASSUMED_IMBALANCE, Job, Setting
+from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, MixedCluster, parse_pools
-from steelyard.model.own import chain_of_own
 from steelyard.plan.certificate import Certificate
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.decisions import FREE, Decisions
+from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative
 from steelyard.planning.acceptance import Acceptance, accept
-from steelyard.planning.demands import asked_in
-from steelyard.planning.impossible import refuse_impossible
-from steelyard.planning.job import make_any_job, planned_chain
+from steelyard.planning.job import job_of
 from steelyard.planning.margin import warnings_of, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.pool_search import search_pools
 from steelyard.planning.pool_space import PooledSpace
 from steelyard.planning.price import prediction_of
-from steelyard.planning.problem import PlanOptions, make_tables
-from steelyard.planning.profile_file import GivenProfiles
+from steelyard.planning.problem import make_tables
+from steelyard.planning.request import PlanRequest
+from steelyard.planning.uniform import uniform_tables
 from steelyard.planning.walked_settings import Accepted
-from steelyard.search import NearestMiss, OnDemand, SearchResult, SettingOutcome
+from steelyard.search import TIME_LIMIT_S, NearestMiss, OnDemand, SearchResult, SettingOutcome
 from steelyard.units import format_bytes, format_plural
 
 NUM_RESCORED = 5
@@ -58,6 +55,8 @@ class PlanningResult:
     """False for a plan that takes of the margin of the job, since none leaves it free."""
     bounded_tables: tuple[OnDemand, ...] = ()
     """`tables` with their bounds, for further searches within the budget of the job or less."""
+    notes: tuple[str, ...] = ()
+    """What was assumed, tried or left out on the way."""
 
 
 class NothingFitsError(UserError):
@@ -66,81 +65,22 @@ class NothingFitsError(UserError):
     exit_code = 1
 
 
-def find_plan(
-    config: Any,
-    cluster: str | Cluster | MixedCluster,
-    *,
-    global_batch: int,
-    seq_len: int | None = None,
-    precision: Precision = "bf16",
-    memory: str | int | None = None,
-    memory_margin: float | None = None,
-    profile: GivenProfiles | None = None,
-    options: PlanOptions | None = None,
-    sample: Any = None,
-    loss: Callable[[Any, Any], Any] | None = None,
-    blocks: str | Sequence[str] | None = None,
-    freeze: str | Sequence[str] = (),
-    imbalance: float = ASSUMED_IMBALANCE,
-) -> Plan:
-    """The fastest plan to train a model on a cluster within the memory of its devices.
-
-    ``config`` is a packaged model's name or hub id, the path of a ``config.json``, or its content; ``cluster`` as in
-    ``8x8xh100-80gb``, several of these joined by a plus, or a YAML file's path; ``memory`` per device as in ``20GiB``
-    or in bytes, else all it has, of which ``memory_margin`` is left free where a plan fits so (of a GPU 0.05);
-    ``profile`` a measured profile (its path or value; of several pools one by the name of each), else the model is
-    traced and the catalogue's rates are used.
-
-    Or ``config`` is any ``torch.nn.Module`` with lists of blocks (docs/your-own-model.md). ``sample`` is then what is
-    read for two samples or more, the dim of samples first: the module's inputs (a tensor, a tuple, or a dictionary by
-    name), and with ``loss``, a function of the module's outputs and of targets, a pair of inputs and targets. Without
-    it the module returns its loss. ``blocks`` names the lists that hold the blocks, where they are not found.
-
-    ``seq_len`` may be left out where there is one length alone: of an image, or of your own module's sample.
-
-    ``freeze`` names what is not trained: modules or parameters by their path as ``named_parameters`` spells it, ``*``
-    and the like as in a shell. What a module of your own has without gradients is not trained either.
-
-    ``imbalance`` is how many times the mean the rank computes whose experts most tokens take, which training reports.
-
-    Raises `NothingFitsError` naming the nearest miss where no plan fits, and another `UserError` for a wrong argument.
-    """
-    own = None
-    if is_module(config):
-        from steelyard.modules.own_builder import Built, own_model
-
-        own = own_model(Built(module=config, sample=sample, loss=loss, blocks=blocks))
-        config = chain_of_own(own.own, name=own.name)
-    config = planned_chain(config, freeze=(freeze,) if isinstance(freeze, str) else freeze, own=own)
-    machines = parse_pools(cluster) if isinstance(cluster, str) else cluster
-    seq_len = config.known_seq_len(seq_len)
-    asked: dict[str, Any] = {"global_batch": global_batch, "seq_len": seq_len, "precision": precision}
-    asked |= {"memory": memory, "memory_margin": memory_margin, "imbalance": imbalance, "own": own}
-    options = options or PlanOptions()
-    refuse_impossible(options.pins, config, machines, global_batch, seq_len)
-    job = make_any_job(config, machines, profile=profile, **asked)
-    result = plan_job(job, options)
-    if result.plan is None:
-        raise NothingFitsError(
-            field="memory",
-            found=f"{format_bytes(result.job.budget_bytes)} per device, in which no plan fits",
-            expected=result.miss_text,
-            hint="more memory per device, more devices, or a smaller sequence length",
-        )
-    return result.plan
-
-
-def is_module(value: object) -> bool:
-    """Whether a value is a ``torch.nn.Module``; imports no torch to know it."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
+def plan_request(request: PlanRequest, job: AnyJob | None = None) -> PlanningResult:
+    """Return the plan of a request, not compared with others yet; ``job`` saves pricing the request."""
+    return plan_job(
+        job or job_of(request),
+        request.decisions,
+        top=request.num_alternatives,
+        time_limit_s=request.time_limit_s,
+    )
 
 
 def plan_job(
     job: AnyJob,
-    options: PlanOptions,
+    decisions: Decisions = FREE,
     *,
     top: int = NUM_RESCORED,
+    time_limit_s: float | None = TIME_LIMIT_S,
     tables: tuple[OnDemand, ...] | None = None,
     floors: Floors | None = None,
     to_the_end: bool = True,
@@ -148,7 +88,7 @@ def plan_job(
     """Searches every pipeline setting of a job and turns the best into a plan.
 
     ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``tables`` saves
-    making the cost tables again where `make_tables` was asked for those of this job and these options, ``floors``
+    making the cost tables again where `make_tables` was asked for those of this job and these decisions, ``floors``
     making those of this job. ``to_the_end`` as in `accept`; else no more than ``top`` are priced.
 
     The simulator ranks every setting where `ranks_all` says so.
@@ -161,12 +101,23 @@ def plan_job(
     Where no plan leaves the margin of the job free, the fastest within all the memory that there is.
     """
     if isinstance(job, Job):
-        floors, tables = floors or Floors(job), tables or make_tables(job, options)
-    found = _plan_within(job, options, top, tables or (), floors, to_the_end)
+        floors, tables = floors or Floors(job), tables or make_tables(job, decisions)
+        if decisions.uniform:
+            tables = tuple(OnDemand.of(each) for each in uniform_tables(job, tables, floors.of))
+    plan_within = partial(
+        _plan_within,
+        decisions=decisions,
+        top=top,
+        time_limit_s=time_limit_s,
+        tables=tables or (),
+        floors=floors,
+        to_the_end=to_the_end,
+    )
+    found = plan_within(job)
     if found.plan is not None or not any(pool.margin_bytes for pool in job.pools):
         return found
     whole = without_margin(job)
-    found = _plan_within(whole, options, top, tables or (), floors, to_the_end)
+    found = plan_within(whole)
     if found.plan is None or found.plan.prediction is None:
         return found
     told = warnings_of(whole, found.plan, found.plan.prediction.stages, missed=job)
@@ -176,26 +127,28 @@ def plan_job(
 
 def _plan_within(
     job: AnyJob,
-    options: PlanOptions,
+    *,
+    decisions: Decisions,
     top: int,
+    time_limit_s: float | None,
     tables: tuple[OnDemand, ...],
     floors: Floors | None,
     to_the_end: bool,
 ) -> PlanningResult:
     """As `plan_job`, within the budget of the job."""
-    started, limit_s = time.monotonic(), options.time_limit_s
+    started = time.monotonic()
     num_rescored = len(tables) if ranks_all(job) else max(top, NUM_RESCORED if to_the_end else 1)
     if isinstance(job, PooledJob):
-        space = PooledSpace(job, options)
-        found = search_pools(job, space, time_limit_s=limit_s, to_the_end=to_the_end)
+        space = PooledSpace(job, decisions)
+        found = search_pools(job, space, time_limit_s=time_limit_s, to_the_end=to_the_end)
     else:
         found = accept(
             job,
             tables,
             num_exact=num_rescored if ranks_all(job) else 1,
             num_alternatives=num_rescored - 1,
-            partition=options.partition,
-            time_limit_s=limit_s,
+            partition=decisions.stage_partition,
+            time_limit_s=time_limit_s,
             floors=floors,
             to_the_end=to_the_end,
         )
@@ -217,20 +170,20 @@ def _plan_within(
     costs = [predict(each.plan, job) for each in candidates]
     first, *others = sorted(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
     plan, cost = candidates[first].plan, costs[first]
-    was_cut = limit_s is not None and searched_s >= limit_s
+    was_cut = time_limit_s is not None and searched_s >= time_limit_s
     lost = [_alternative(job, candidates[index], costs[index], cost) for index in others]
     prediction = prediction_of(
         job,
         plan,
         cost,
-        _certificate(found.search, first, len(candidates), limit_s if was_cut else None),
+        _certificate(found.search, first, len(candidates), time_limit_s if was_cut else None),
         lower_bound_s=found.search.lower_bound_s,
         alternatives=(*lost, *(_not_simulated(job, found, first, len(candidates)) if isinstance(job, Job) else ())),
         found=found.ranked,
     )
     return replace(
         result,
-        plan=plan.model_copy(update={"prediction": prediction, "asked": asked_in(options)}),
+        plan=plan.model_copy(update={"prediction": prediction, "asked": None if decisions.is_free else decisions}),
         cost=cost,
         miss=None,
         others=tuple((candidates[index].plan, costs[index]) for index in others),

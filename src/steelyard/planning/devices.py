@@ -8,8 +8,9 @@ from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, is_as_named, parse_cluster
 from steelyard.plan.strategy import divisors
-from steelyard.planning.choose import PlanningResult, plan_job
-from steelyard.planning.problem import PlanOptions, is_beaten, make_tables
+from steelyard.planning.choose import PlanningResult, plan_job, plan_request
+from steelyard.planning.problem import is_beaten, make_tables
+from steelyard.planning.request import PlanRequest
 from steelyard.units import format_plural, format_seconds
 
 
@@ -20,6 +21,13 @@ class FewestDevices:
     tried: tuple[tuple[int, str], ...]
     """A device count and why no plan was found on so many; empty for the one that was taken."""
     result: PlanningResult
+
+    def lines(self) -> list[str]:
+        """Return a line for each count that was tried: why it does not do, or that it does."""
+        return [
+            f"{format_plural(count, 'device')}: {f'does not fit: {reason}' if reason else 'fits'}"
+            for count, reason in self.tried
+        ]
 
 
 def device_counts(cluster: Cluster) -> tuple[int, ...]:
@@ -73,35 +81,40 @@ def job_on(job: Job, count: int) -> Job:
 
 
 def plan_fewest_devices(
-    job: Job, options: PlanOptions, *, top: int, progress: Callable[[str], None] = lambda _: None
+    request: PlanRequest, job: Job, *, progress: Callable[[str], None] = lambda _: None
 ) -> FewestDevices:
-    """The fastest plan on the fewest devices of the job's cluster that hold any; infeasible if all of them do not."""
+    """Return the fastest plan on the fewest devices of a request's cluster that hold any, or that none does.
+
+    ``job`` is that of the request.
+    """
     tried: list[tuple[int, str]] = []
-    measured = job.has_measured_links
-    for count in (job.cluster.num_devices,) if measured else device_counts(job.cluster):
+    counts = (job.cluster.num_devices,) if job.has_measured_links else device_counts(job.cluster)
+    for count in counts:
         progress(f"planning for {format_plural(count, 'device')}")
-        result = plan_or_reason(job_on(job, count), options, top=top)
+        result = plan_or_reason(job_on(job, count), request)
         if isinstance(result, str):
             tried.append((count, result))
             continue
         tried.append((count, result.miss_text))
         if result.plan is not None:
             return FewestDevices(tried=tuple(tried), result=result)
-    return FewestDevices(tried=tuple(tried), result=plan_job(job, options, top=top))
+    return FewestDevices(tried=tuple(tried), result=plan_request(request, job))
 
 
 def plan_or_reason(
-    job: Job, options: PlanOptions, *, top: int, known_s: float = math.inf, to_the_end: bool = True
+    job: Job, request: PlanRequest, *, known_s: float = math.inf, to_the_end: bool = True
 ) -> PlanningResult | str:
-    """What `plan_job` gives, or in words why a fixed number of stages or microbatches has no place in this job.
+    """Return the plan of a request's job on other devices, or why its decisions or ``known_s`` leave none.
 
-    Or that no plan of the job takes less than ``known_s``, where that shows without a search.
+    No plan takes less than ``known_s`` seconds where that shows without a search.
     """
+    decisions, limit_s = request.decisions, request.time_limit_s
     try:
-        tables = make_tables(job, options)
+        tables = make_tables(job, decisions)
         if known_s < math.inf and is_beaten(job, tables, known_s):
             return f"no plan takes less than {format_seconds(known_s)} a step"
-        return plan_job(job, options, top=top, tables=tables, to_the_end=to_the_end)
+        top = request.num_alternatives
+        return plan_job(job, decisions, top=top, time_limit_s=limit_s, tables=tables, to_the_end=to_the_end)
     except UserError as error:
         if error.field not in ("num_stages", "num_microbatches"):
             raise

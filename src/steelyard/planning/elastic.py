@@ -22,14 +22,14 @@ from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster
+from steelyard.plan.decisions import FREE
 from steelyard.plan.plan import Plan, Spare
 from steelyard.plan.replanned import Replanned
-from steelyard.planning.choose import NUM_RESCORED, NothingFitsError, PlanningResult, plan_job
-from steelyard.planning.demands import Demand, demands_of, narrowed
+from steelyard.planning.choose import NothingFitsError, PlanningResult, plan_job
 from steelyard.planning.devices import plan_or_reason, with_shape
+from steelyard.planning.job import job_of
 from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.price import any_job_of
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.request import PlanRequest, request_of_plan
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 MOST_S = 1.0
@@ -56,16 +56,18 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] 
     """
     for pool in pools or [""] * len(hosts):
         check_pool(plan, pool)
-    left, given_up = _left_of(plan, hosts, pools), ()
+    left = _left_of(plan, hosts, pools)
+    given_up: tuple[str, ...] = ()
     if all(sum(left[name]) == size for name, size in _sizes(plan).items()):
         return Replanned(plan=plan, taken=tuple(hosts), order=_in_order(pools, list(left)))
     best = _made_before(plan, left)
     if best is None:
-        job = any_job_of(plan, folder=folder)
-        demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
-        best = fastest_on(job, left, demands, to_the_end=False)
-        if best is None and demands:
-            best, given_up = fastest_on(job, left, (), to_the_end=False), demands
+        request = request_of_plan(plan, folder=folder, decisions=plan.asked or FREE)
+        job = job_of(request)
+        best = fastest_on(request, job, left, to_the_end=False)
+        if best is None and plan.asked:
+            given_up = tuple(plan.asked.one_by_one())
+            best = fastest_on(replace(request, decisions=FREE), job, left, to_the_end=False)
         if best is None:
             raise _nothing_fits(hosts, job)
     found, shapes = best
@@ -112,27 +114,26 @@ def _in_order(pools: Sequence[str], names: Sequence[str]) -> tuple[int, ...]:
 
 
 def fastest_on(
-    job: AnyJob, left: Left, demands: Sequence[Demand], *, to_the_end: bool = True
+    request: PlanRequest, job: AnyJob, left: Left, *, to_the_end: bool = True
 ) -> tuple[Plan, dict[str, Shape]] | None:
     """The fastest plan on a part of what is ``left`` of each pool of a job, and what it takes of each in their order.
 
     ``to_the_end`` as in `fastest_plan`.
     """
     if isinstance(job, PooledJob):
-        return _fastest_over_pools(job, left, demands, to_the_end=to_the_end)
+        return _fastest_over_pools(request, job, left, to_the_end=to_the_end)
     ((name, hosts),) = left.items()
-    best = fastest_plan(job, hosts, demands, to_the_end=to_the_end)
+    best = fastest_plan(request, job, hosts, to_the_end=to_the_end)
     return None if best is None else (best[0], {name: best[1]})
 
 
 def _fastest_over_pools(
-    job: PooledJob, left: Left, demands: Sequence[Demand], *, to_the_end: bool
+    request: PlanRequest, job: PooledJob, left: Left, *, to_the_end: bool
 ) -> tuple[Plan, dict[str, Shape]] | None:
     """As `fastest_on`."""
-    options = narrowed(PlanOptions(), demands)
 
     def on(shapes: dict[str, Shape], _known_s: float) -> PlanningResult | None:
-        return _plan_on(job, _parts_of(job, shapes), options, to_the_end=to_the_end)
+        return _plan_on(request, job, _parts_of(job, shapes), to_the_end=to_the_end)
 
     candidates = ((_num_devices(*each.values()), each) for each in _joint_shapes(job, left))
     best = _fastest(candidates, on)
@@ -161,19 +162,19 @@ def _parts_of(job: PooledJob, shapes: Mapping[str, Shape]) -> dict[str, Cluster]
 
 
 def _plan_on(
-    job: PooledJob, parts: Mapping[str, Cluster], options: PlanOptions, *, to_the_end: bool
+    request: PlanRequest, job: PooledJob, parts: Mapping[str, Cluster], *, to_the_end: bool
 ) -> PlanningResult | None:
     """What is planned over these parts of pools; None where nothing can be."""
     own = of_pools(job, list(parts))
     if isinstance(own, Job):
         (part,) = parts.values()
         alone = replace(own, cluster=part)
-        result = plan_or_reason(alone, options, top=NUM_RESCORED, to_the_end=to_the_end)
+        result = plan_or_reason(alone, request, to_the_end=to_the_end)
         return None if isinstance(result, str) else result
     pools = tuple(replace(each, cluster=part) for each, part in zip(own.pools, parts.values(), strict=True))
     cluster = MixedCluster(pools=tuple(parts.values()), links=own.cluster.links)
     try:
-        return plan_job(PooledJob(pools=pools, cluster=cluster), options, to_the_end=to_the_end)
+        return plan_job(PooledJob(pools=pools, cluster=cluster), request.decisions, to_the_end=to_the_end)
     except UserError as error:
         if error.field != "global_batch":  # that no pipeline over them can divide
             raise
@@ -208,17 +209,16 @@ def _made_before(plan: Plan, left: Left) -> tuple[Plan, dict[str, Shape]] | None
 
 
 def fastest_plan(
-    job: Job, hosts: Sequence[int], demands: Sequence[Demand], *, to_the_end: bool = True
+    request: PlanRequest, job: Job, hosts: Sequence[int], *, to_the_end: bool = True
 ) -> tuple[Plan, Shape] | None:
     """The fastest plan on a part of these hosts, with the nodes and the devices of each that it takes.
 
     ``to_the_end`` as in `steelyard.planning.acceptance.accept`.
     """
-    options = narrowed(PlanOptions(), demands)
 
     def on(shape: Shape, known_s: float) -> PlanningResult | None:
         part = replace(job, cluster=with_shape(job.cluster, *shape))
-        result = plan_or_reason(part, options, top=NUM_RESCORED, known_s=known_s, to_the_end=to_the_end)
+        result = plan_or_reason(part, request, known_s=known_s, to_the_end=to_the_end)
         return None if isinstance(result, str) else result
 
     return _fastest(((_num_devices(shape), shape) for shape in _shapes(hosts, job)), on)
@@ -280,12 +280,12 @@ def _taken(hosts: Sequence[int], shape: Shape, *, has_hosts: bool) -> tuple[int,
     return tuple(taken)
 
 
-def _notice(plan: Plan, found: Plan, given_up: Sequence[Demand]) -> str:
+def _notice(plan: Plan, found: Plan, given_up: Sequence[str]) -> str:
     """What the new plan costs."""
     cost = ""
     if plan.prediction is not None:
         cost = f", predicted {format_seconds(plan.prediction.step_time_s)} → {format_seconds(_step_s(found))} a step"
-    dropped = f"; given up: {', '.join(demand.text for demand in given_up)}" if given_up else ""
+    dropped = f"; given up: {', '.join(given_up)}" if given_up else ""
     return (
         f"{plan.num_devices} → {format_plural(found.num_devices, 'device')}{cost} "
         f"({describe(found.pipeline)}; {summarise(found)}){dropped}"
@@ -306,11 +306,12 @@ def with_spares(plan: Plan, job: AnyJob, *, num_spares: int) -> Plan:
     names = list(_sizes(plan))
     if isinstance(job, PooledJob):
         job = of_pools(job, names)
-    demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
+    request = request_of_plan(plan, decisions=plan.asked or FREE)
     for name in names:
         for lost in range(1, num_spares + 1):
             left = left_without(job, name, lost)
-            best = (fastest_on(job, left, demands) or fastest_on(job, left, ())) if left else None
+            free = replace(request, decisions=FREE)
+            best = (fastest_on(request, job, left) or fastest_on(free, job, left)) if left else None
             if best is None:
                 break
             plan = _with_spare(plan, best, left)
@@ -327,17 +328,17 @@ def with_likely_losses(plan: Plan, hosts: Sequence[int], folder: Path, pools: Se
     ``hosts``, ``folder`` and ``pools`` as in `replan`, which raises the same errors.
     """
     there = _left_of(plan, hosts, pools)
-    job = any_job_of(plan, folder=folder)
-    demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
+    request = request_of_plan(plan, folder=folder, decisions=plan.asked or FREE)
+    job = job_of(request)
     lost_before = [there] if sum(hosts) < plan.num_devices else []
     for left in (*_likely_losses(there), *lost_before):
-        best = None if _made_before(plan, left) else fastest_on(job, left, demands)
+        best = None if _made_before(plan, left) else fastest_on(request, job, left)
         if best is not None:
             plan = _with_spare(plan, best, left)
     return plan
 
 
-def _likely_losses(there: Left) -> Iterator[dict[str, tuple[int, ...]]]:
+def _likely_losses(there: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, ...]]]:
     """What is left when a device of the last host of a pool is lost, and when the host is."""
     for name, hosts in there.items():
         if hosts and hosts[-1] > 1:
@@ -390,6 +391,6 @@ def check_replannable(plan: Plan, folder: Path, pool: str = "") -> None:
     host is not of its ``pool``."""
     check_pool(plan, pool)
     try:
-        any_job_of(plan, folder=folder)
+        job_of(request_of_plan(plan, folder=folder))
     except UserError as error:
         raise type(error)(**error.parts() | {"field": f"--elastic: {error.field}"}) from error

@@ -3,21 +3,29 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from steelyard.cost.build import build_tables
 from steelyard.cost.layer_load import refusal
 from steelyard.cost.setting import Job, Setting
 from steelyard.limits import MOST_BYTES
 from steelyard.plan.choices import Explanation, Rival, StrategyVerdict
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
-from steelyard.planning.margin import without_margin
 from steelyard.planning.not_searched import settings_not_searched, strategies_not_searched
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import PlanOptions, stage_strategies
-from steelyard.planning.rivals import ANY_PLAN, Contest, restrictions
+from steelyard.planning.problem import stage_strategies
+from steelyard.planning.variants import (
+    ANY_PLAN,
+    FREE_CHOICE,
+    Study,
+    Variant,
+    baselines,
+    other_pipelines,
+    within,
+    without_techniques,
+)
 from steelyard.search.reasons import strategy_verdicts
 from steelyard.units import GIB, format_bytes, format_seconds
 
@@ -30,63 +38,64 @@ SAME = 5e-4
 
 def explain_plan(
     plan: Plan,
-    job: Job,
-    options: PlanOptions,
+    study: Study,
     *,
     everything: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Explanation:
-    """What binds a plan and what its rivals cost, searched among all that ``options`` allow.
+    """Return what binds a plan and what its rivals cost, searched among all that a study's request allows.
 
     ``everything`` adds the settings that were never searched and a verdict on every strategy of the plan's setting.
     """
-    priced = with_price(plan, job)
-    assert priced.prediction is not None, "just priced"
-    contest = Contest.of(job, options, priced.prediction.step_time_s, time_limit_s=options.time_limit_s)
+    priced = with_price(plan, study.job)
     progress("searching the rivals of the plan")
-    explanation, _ = what_was_searched(contest, plan, options)
-    more: dict[str, object] = {"notes": pricing_notes(plan, priced) + supposed_notes(job)}
+    explanation, _ = what_was_searched(study, priced)
+    more: dict[str, object] = {"notes": pricing_notes(plan, priced) + supposed_notes(study.job)}
     if everything:
-        more |= {"not_searched": settings_not_searched(job, options), "verdicts": plan_verdicts(plan, job, options)}
+        decisions = study.request.decisions
+        more |= {
+            "not_searched": settings_not_searched(study.job, decisions),
+            "verdicts": plan_verdicts(plan, study.job, decisions),
+        }
     return explanation.model_copy(update=more)
 
 
-def what_was_searched(
-    contest: Contest, plan: Plan, options: PlanOptions, deadline: float = math.inf
-) -> tuple[Explanation, tuple[str, ...]]:
-    """What binds and the rivals, and the names of those that were left out since computing took until ``deadline``, a
-    `time.process_time` value."""
+def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) -> tuple[Explanation, tuple[str, ...]]:
+    """Return what binds a priced plan and its rivals, and the names of those for which there was no time.
+
+    ``deadline`` is a `time.process_time` value.
+    """
+    assert priced.prediction is not None, "rivals are compared with its prediction"
+    step_s, left_out = priced.prediction.step_time_s, []
     binds = ""
     budgets: tuple[Rival, ...] = ()
     rivals: list[Rival] = []
-    left_out: list[str] = []
-    known = contest
     if time.process_time() <= deadline:
-        best, known = contest.any_plan()
+        best = study.answer(FREE_CHOICE).beside(step_s)
         rivals.append(best)
-        binds = what_binds(contest, best)
-    for each in restrictions(known, plan, options):
+        binds = what_binds(study, step_s, best)
+    for variant in (*baselines(), *without_techniques(priced), *other_pipelines(priced, study.pipelines)):
         if time.process_time() > deadline:
-            left_out.append(each.name)
+            left_out.append(variant.name)
         else:
-            rivals.append(each.rival())
+            rivals.append(study.answer(variant).beside(step_s))
     if time.process_time() > deadline:
         left_out.append(BUDGETS)
     else:
-        budgets = other_budgets(contest)
+        budgets = tuple(study.answer(each).beside(step_s) for each in other_budgets(study.job))
     shown = tuple(rival for rival in rivals if is_worth_showing(rival))
     return Explanation(binds=binds, rivals=shown, budgets=budgets), tuple(left_out)
 
 
-def plan_verdicts(plan: Plan, job: Job, options: PlanOptions) -> tuple[StrategyVerdict, ...]:
+def plan_verdicts(plan: Plan, job: Job, decisions: Decisions) -> tuple[StrategyVerdict, ...]:
     """What became of every strategy of the tree in the pipeline setting of a plan."""
     setting = Setting(job=job, pipeline=plan.pipeline)
-    tables = build_tables(setting, stage_strategies(job, setting.devices_per_stage, options))
+    tables = build_tables(setting, stage_strategies(job, setting.devices_per_stage, decisions))
 
     def why_illegal(kind: int, strategy: Strategy) -> str | None:
         return refusal(job.chain.kinds[kind], strategy, setting)
 
-    return strategy_verdicts(tables, why_illegal) + strategies_not_searched(job, setting.devices_per_stage, options)
+    return strategy_verdicts(tables, why_illegal) + strategies_not_searched(job, setting.devices_per_stage, decisions)
 
 
 def is_worth_showing(rival: Rival) -> bool:
@@ -94,26 +103,24 @@ def is_worth_showing(rival: Rival) -> bool:
     return rival.name != ANY_PLAN or (rival.slowdown or 0.0) < -SAME
 
 
-def other_budgets(contest: Contest) -> tuple[Rival, ...]:
-    """The best plans with a GiB per device more and less, or a sixteenth of a small budget, and without the margin."""
-    budget = contest.job.budget_bytes
+def other_budgets(job: Job) -> tuple[Variant, ...]:
+    """Return the variants of a GiB per device more and less, or a sixteenth of a small budget, and without margin."""
+    budget = job.budget_bytes
     change = GIB if budget >= SMALL_BUDGET_BYTES else budget // 16
-    jobs = {
-        f"{format_bytes(change)} more": contest.job.within(budget + change),
-        f"{format_bytes(change)} less": contest.job.within(budget - change),
-    }
-    if contest.job.margin_bytes:
-        jobs[f"no margin ({format_bytes(contest.job.margin_bytes)} more)"] = without_margin(contest.job)
-    return tuple(replace(contest, job=job).rival(name, contest.tables) for name, job in jobs.items())
+    found = [within(f"{format_bytes(change)} more", budget + change)]
+    found.append(within(f"{format_bytes(change)} less", budget - change))
+    if job.margin_bytes:
+        name = f"no margin ({format_bytes(job.margin_bytes)} more)"
+        found.append(within(name, budget + job.margin_bytes))
+    return tuple(found)
 
 
-def what_binds(contest: Contest, best: Rival) -> str:
-    """What a plan faster than ``best`` would need, in a sentence."""
-    roomy = contest.job.within(MOST_BYTES)
-    free = replace(contest, job=roomy).rival("unlimited memory", contest.tables)
+def what_binds(study: Study, step_s: float, best: Rival) -> str:
+    """Return what a plan faster than ``best`` would need, in a sentence; ``step_s`` is what the plan takes."""
+    free = study.answer(within("unlimited memory", MOST_BYTES)).beside(step_s)
     if best.step_time_s is None or free.step_time_s is None:
         return "Memory binds: the search finds no plan that fits."
-    gain = 1 - free.step_time_s / contest.step_s
+    gain = 1 - free.step_time_s / step_s
     if free.step_time_s >= best.step_time_s * (1 - SAME):
         return (
             "Memory does not bind: with any amount of it the best plan takes as long. Computation and communication do."

@@ -8,11 +8,11 @@ from functools import partial
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Fallback, Plan
 from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import PlanningResult, device_bytes, plan_job
 from steelyard.planning.price import peak_bytes, with_cost
-from steelyard.planning.problem import PlanOptions
 from steelyard.search import OnDemand
 
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
@@ -26,7 +26,7 @@ ROUNDING_BYTES = 2
 def with_fallbacks(
     plan: Plan,
     job: Job,
-    options: PlanOptions,
+    decisions: Decisions,
     *,
     num_fallbacks: int,
     tables: Sequence[OnDemand],
@@ -35,7 +35,7 @@ def with_fallbacks(
     """The plan with up to ``num_fallbacks`` others in it, each a fast one within a share of the memory of the plan.
 
     Where nothing fits into a share, the last is the plan of least memory. ``tables`` are the cost tables of this job
-    and these options, bounded or not; ``floors`` of the job save making them.
+    and these decisions, bounded or not; ``floors`` of the job save making them.
     """
     floors = floors or Floors(job)
     if num_fallbacks < 1 or plan.prediction is None:
@@ -43,7 +43,8 @@ def with_fallbacks(
     found: list[Plan] = []
     for share in MEMORY_SHARES:
         budget = math.floor(share * peak_bytes(plan))
-        result = _fastest_within(budget, job, options, tuple(tables), floors)
+        result = _fastest_within(budget, job, decisions, tuple(tables), floors)
+        assert isinstance(result.job, Job), "of one pool"
         less, job, tables = result.plan, result.job, result.bounded_tables
         if less is None or peak_bytes(less) >= peak_bytes(found[-1] if found else plan):
             break
@@ -82,14 +83,14 @@ def _most_promising(result: PlanningResult) -> list[OnDemand]:
 
 
 def _fastest_within(
-    budget_bytes: int, job: Job, options: PlanOptions, tables: tuple[OnDemand, ...], floors: Floors
+    budget_bytes: int, job: Job, decisions: Decisions, tables: tuple[OnDemand, ...], floors: Floors
 ) -> PlanningResult:
     """A fast plan within a budget, or where none fits the one that misses it least within that of the job.
 
     One that saves a run from ending, not the plan to train with: the search does not go to the end.
     """
     tight = job.within(budget_bytes)
-    search = partial(plan_job, options=options, top=1, tables=tables, floors=floors, to_the_end=False)
+    search = partial(plan_job, decisions=decisions, top=1, tables=tables, floors=floors, to_the_end=False)
     result = search(tight)
     if result.plan is not None or result.miss is None:
         return result

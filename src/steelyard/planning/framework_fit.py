@@ -12,7 +12,7 @@ nothing of the kind, or nothing fits with it.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,17 +24,17 @@ from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.capabilities import Capabilities, block_layers, unsupported
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds import variants
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import NothingFitsError, device_bytes
-from steelyard.planning.demands import Demand, demands_of, narrowed
 from steelyard.planning.margin import without_margin
-from steelyard.planning.pins import Pin
+from steelyard.planning.pins import Pin, pins_of
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
+from steelyard.planning.problem import pipeline_settings, stage_strategies
 from steelyard.units import format_bytes
 
 NUM_RESCORED = 5
@@ -77,11 +77,12 @@ def plan_for_framework(
     wanted_step_s, theirs = _step_s(with_price(plan, job)), job_under(job, execution)
     reasons = unsupported(plan, capabilities)
     means = _Means(job=theirs, capabilities=capabilities, framework=framework)
-    demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
+    demands = plan.asked.one_by_one() if plan.asked else {}
     itself = None if reasons else with_price(plan, theirs)
     is_settled = itself is not None and (execution == OURS or plan.prediction is None)
     if itself is not None and is_settled:
-        kept, given_up, priced = demands, (), [itself]
+        settled: Kept = tuple(demands), (), [itself]
+        kept, given_up, priced = settled
     else:
         kept, given_up, priced = _best_under(means, demands)
         if itself is not None and peak_bytes(itself) <= job.budget_bytes:
@@ -91,7 +92,7 @@ def plan_for_framework(
         plan=best.model_copy(update={"asked": plan.asked}),
         reasons=reasons,
         wanted_step_s=wanted_step_s,
-        kept=tuple(demand.text for demand in kept),
+        kept=kept,
         given_up=given_up,
         is_wanted=best is itself,
     )
@@ -106,51 +107,52 @@ class _Means:
     framework: str
 
 
-Kept = tuple[tuple[Demand, ...], tuple[str, ...], list[Plan]]
-"""The demands that are kept, what was given up with the reasons, and the best plans, priced."""
+Kept = tuple[tuple[str, ...], tuple[str, ...], list[Plan]]
+"""The texts of the decisions that are kept, what was given up with the reasons, and the best plans, priced."""
 
 
-def _best_under(means: _Means, demands: tuple[Demand, ...]) -> Kept:
-    """The best plans under as many demands as can be kept; raises `NothingFitsError` where there is none at all."""
+def _best_under(means: _Means, demands: Mapping[str, Decisions]) -> Kept:
+    """The best plans under as many decisions as can be kept; raises `NothingFitsError` where there is none at all."""
     try:
-        return demands, (), _best_plans(means, demands)
+        return tuple(demands), (), _best_plans(means, demands.values())
     except NothingFitsError as error:
         if not demands:
             raise
         miss = error.expected
-    possible = tuple(demand for demand in demands if _is_expressible(means, demand))
-    if possible != demands:
+    possible = {text: each for text, each in demands.items() if _is_expressible(means, each)}
+    if len(possible) < len(demands):
         why = f"nothing that {means.framework} can run of this model, batch and number of devices has it"
-        refused = tuple(f"{demand.text}: {why}" for demand in demands if demand not in possible)
+        refused = tuple(f"{text}: {why}" for text in demands if text not in possible)
         kept, given_up, plans = _best_under(means, possible)
         return kept, refused + given_up, plans
     found: list[Kept] = []
-    for demand in demands:
-        rest = tuple(each for each in demands if each is not demand)
+    for text in demands:
+        rest = {other: each for other, each in demands.items() if other != text}
         try:
-            plans = _best_plans(means, rest)
+            plans = _best_plans(means, rest.values())
         except NothingFitsError:
             continue
-        found.append((rest, (f"{demand.text}: with all that was asked there is not {miss}",), plans))
+        found.append((tuple(rest), (f"{text}: with all that was asked there is not {miss}",), plans))
     if found:
         return min(found, key=lambda each: min(_step_s(plan) for plan in each[2]))
-    given_up = tuple(f"{demand.text}: with what was asked there is not {miss}" for demand in demands)
+    given_up = tuple(f"{text}: with what was asked there is not {miss}" for text in demands)
     return (), given_up, _best_plans(means, ())
 
 
-def _is_expressible(means: _Means, demand: Demand) -> bool:
+def _is_expressible(means: _Means, demand: Decisions) -> bool:
     """Whether the framework can run anything, whatever it takes, that has what is asked for."""
     tables = uniform_tables_of(means.job, means.capabilities, (demand,))
     free = _free_remat_tables(means.job, means.capabilities, (demand,))
     return any(True for _ in tables) or any(True for _ in free)
 
 
-def _best_plans(means: _Means, demands: Sequence[Demand]) -> list[Plan]:
-    """The best plans under all these demands, priced; raises `NothingFitsError` where there is none.
+def _best_plans(means: _Means, demands: Iterable[Decisions]) -> list[Plan]:
+    """The best plans under all these decisions, priced; raises `NothingFitsError` where there is none.
 
     They leave the margin of the job free if any does.
     """
-    job, pins = means.job, _options(means.capabilities, demands).pins
+    job, demands = means.job, tuple(demands)
+    pins = pins_of(_decisions(means.capabilities, demands), job.chain)
     tables = list(uniform_tables_of(job, means.capabilities, demands))
     found = accept(job, tables, num_alternatives=NUM_RESCORED - 1) if tables else None
     candidates = [accepted.plan for accepted in found.ranked[:NUM_RESCORED]] if found else []
@@ -165,45 +167,47 @@ def _best_plans(means: _Means, demands: Sequence[Demand]) -> list[Plan]:
     return [with_price(candidate, job) for candidate in candidates]
 
 
-def uniform_tables_of(job: Job, capabilities: Capabilities, demands: Sequence[Demand] = ()) -> Iterator[CostTables]:
+def uniform_tables_of(job: Job, capabilities: Capabilities, demands: Sequence[Decisions] = ()) -> Iterator[CostTables]:
     """The cost tables of every setting and every strategy that all layers share, one remat choice for all blocks."""
-    options = _options(capabilities, demands)
-    for full in _setting_tables(job, capabilities, options):
+    decisions = _decisions(capabilities, demands)
+    pins = pins_of(decisions, job.chain)
+    for full in _setting_tables(job, capabilities, decisions):
         for base, remats in _by_base(full.strategies).items():
-            for remat in (each for each in remats if each in options.remats):
-                yield from _narrowed(full, base, (remat,), job, options.pins)
+            for remat in (each for each in remats if each in decisions.allowed_remats):
+                yield from _narrowed(full, base, (remat,), job, pins)
 
 
-def _free_remat_tables(job: Job, capabilities: Capabilities, demands: Sequence[Demand]) -> Iterator[CostTables]:
+def _free_remat_tables(job: Job, capabilities: Capabilities, demands: Sequence[Decisions]) -> Iterator[CostTables]:
     """As above, with full remat free for every block; pins of remat are for the plan that comes of it.
 
     None for a framework that has one remat choice for all blocks.
     """
     if not capabilities.remats_first_blocks:
         return
-    options = _options(capabilities, demands)
-    pins = tuple(pin.without("remat") for pin in options.pins)
-    for full in _setting_tables(job, capabilities, options):
+    decisions = _decisions(capabilities, demands)
+    pins = tuple(pin.without("remat") for pin in pins_of(decisions, job.chain))
+    for full in _setting_tables(job, capabilities, decisions):
         for base, remats in _by_base(full.strategies).items():
-            if {Remat.NONE, Remat.FULL} <= {*remats} & {*options.remats}:
+            if {Remat.NONE, Remat.FULL} <= {*remats} & {*decisions.allowed_remats}:
                 yield from _narrowed(full, base, (Remat.NONE, Remat.FULL), job, pins)
 
 
-def _options(capabilities: Capabilities, demands: Sequence[Demand]) -> PlanOptions:
+def _decisions(capabilities: Capabilities, demands: Sequence[Decisions]) -> Decisions:
     """What the framework can do of what is asked for."""
-    options = PlanOptions(
+    able = Decisions(
         remats=tuple(remat for remat in Remat if remat in capabilities.remats),
         variants={
             key: tuple(each for each in v.texts if capabilities.offers(key, each)) for key, (_, v) in variants().items()
         },
     )
-    return narrowed(options, demands)
+    return able.with_also(*demands)
 
 
-def _setting_tables(job: Job, capabilities: Capabilities, options: PlanOptions) -> Iterator[CostTables]:
+def _setting_tables(job: Job, capabilities: Capabilities, decisions: Decisions) -> Iterator[CostTables]:
     """The cost tables of every setting within the capabilities, with every strategy within them."""
-    choices = replace(options, remats=(Remat.NONE, *(each for each in options.remats if each is not Remat.NONE)))
-    for setting in pipeline_settings(job, options):
+    others = (each for each in decisions.allowed_remats if each is not Remat.NONE)
+    choices = decisions.model_copy(update={"remats": (Remat.NONE, *others)})
+    for setting in pipeline_settings(job, decisions):
         if setting.pipeline.num_stages == 1 or setting.pipeline.schedule.name in capabilities.schedules:
             offered = stage_strategies(job, setting.devices_per_stage, choices)
             kept = tuple(strategy for strategy in offered if capabilities.refusal(strategy) is None)

@@ -10,9 +10,11 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.training import SECONDS_PER_HOUR
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
+from steelyard.planning.job import job_of
 from steelyard.planning.plan_from_search import describe, grouped_plan, summarise
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.problem import make_tables
+from steelyard.planning.request import PlanRequest
 from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search.tradeoff import sampled_frontier
 
@@ -24,28 +26,29 @@ Progress = Callable[[str], None]
 
 
 def find_trade_offs(
-    job: Job,
-    options: PlanOptions,
+    request: PlanRequest,
     *,
     max_searches: int,
     device_counts: Sequence[int] | None = None,
     price_per_device_hour: float | None = None,
     progress: Progress = lambda _: None,
 ) -> TradeOffs:
-    """The frontier of the job, and its best plan on other numbers of devices.
+    """Return the frontier of a request on one pool, and its best plan on other numbers of devices.
 
-    ``device_counts`` defaults to a few around that of the job, or to its own alone where the profile was measured on
-    this number. Raises `InvalidClusterError` for a count that whole nodes, or divisors of one, cannot give.
+    ``device_counts`` defaults to a few around that of the request, or to its own alone where the profile was measured
+    on this number. Raises `InvalidClusterError` for a count that whole nodes, or divisors of one, cannot give.
     """
+    job = job_of(request)
+    assert isinstance(job, Job), "offers compare pools"
     if device_counts is None:
         measured = job.has_measured_links
         device_counts = (job.cluster.num_devices,) if measured else doubled_counts(job.cluster)
     jobs = [job_on(job, count) for count in sorted(set(device_counts))]
-    points, is_complete = memory_points(job, options, max_searches=max_searches, progress=progress)
+    points, is_complete = memory_points(request, job, max_searches=max_searches, progress=progress)
     devices = []
     for each in jobs:
         progress(f"planning for {each.cluster.num_devices} devices")
-        devices.append(device_point(each, options, price_per_device_hour))
+        devices.append(device_point(each, request, price_per_device_hour))
     return TradeOffs(
         model=job.chain.name,
         cluster=job.cluster.name,
@@ -63,7 +66,7 @@ def find_trade_offs(
 
 
 def memory_points(
-    job: Job, options: PlanOptions, *, max_searches: int, progress: Progress = lambda _: None
+    request: PlanRequest, job: Job, *, max_searches: int, progress: Progress = lambda _: None
 ) -> tuple[tuple[FrontierPoint, ...], bool]:
     """Points of the frontier of time against memory, fastest first, and whether none between them is missing.
 
@@ -72,7 +75,7 @@ def memory_points(
     faster than a point of less memory is left out.
     """
     progress("building cost tables")
-    tables = make_tables(job, options)
+    tables = make_tables(job, request.decisions)
     budget = usable_bytes(job)
     progress(f"searching {max_searches} memory budgets")
     floors = [floor_tables(each.tables, job)[0] for each in tables]
@@ -81,12 +84,12 @@ def memory_points(
         most_bytes=SHOWN_BUDGETS * budget,
         budgets=(budget,),
         max_searches=max_searches,
-        time_limit_s=options.time_limit_s,
+        time_limit_s=request.time_limit_s,
     )
     plans = [grouped_plan(job, step.outcome) for step in frontier.steps]
     is_exact = all(walked_bytes(plan, job) == step.peak_bytes for plan, step in zip(plans, frontier.steps, strict=True))
     points = [frontier_point(job, plan) for plan in plans]
-    chosen = plan_job(job, options, tables=tables).plan
+    chosen = plan_job(job, request.decisions, time_limit_s=request.time_limit_s, tables=tables).plan
     if chosen is not None:
         points.append(frontier_point(job, chosen, is_chosen=True))
     return falling(points), frontier.is_complete and is_exact
@@ -103,9 +106,9 @@ def falling(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
     return tuple(reversed(kept))
 
 
-def device_point(job: Job, options: PlanOptions, price_per_device_hour: float | None) -> DevicePoint:
+def device_point(job: Job, request: PlanRequest, price_per_device_hour: float | None) -> DevicePoint:
     """The best plan of a job as a point of time and money against devices."""
-    result = plan_or_reason(job, options, top=1)
+    result = plan_or_reason(job, request)
     bare = DevicePoint(num_devices=job.cluster.num_devices, cluster=job.cluster.name)
     if isinstance(result, str) or result.plan is None:
         reason = result if isinstance(result, str) else f"does not fit: {result.miss_text}"

@@ -1,197 +1,87 @@
-"""The job that a user's arguments describe, with the profile it is priced by: traced, or given as measured."""
+"""From a request to its job: the model with a price for every layer, traced or measured, on the devices at hand."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 from steelyard.cost.pools import AnyJob, PooledJob
-from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
-from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
-from steelyard.hardware import Cluster, MixedCluster, is_same_device, known_device, parse_cluster
-from steelyard.installed import require_training
-from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
+from steelyard.cost.setting import Job
+from steelyard.errors import InvalidProfileError
+from steelyard.hardware import Cluster, MixedCluster, is_same_device, known_device
 from steelyard.model.chain import ModelChain
-from steelyard.model.freeze import Freeze
-from steelyard.model.freezing import frozen_chain
-from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
 from steelyard.planning.assumed_links import with_assumed_links
+from steelyard.planning.calibration import calibrate
 from steelyard.planning.margin import with_margin
-from steelyard.planning.profile_file import GivenProfiles, pool_profiles, read_profile
+from steelyard.planning.request import MeasuredProfile, PlanRequest
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
-from steelyard.units import parse_bytes
-
-MOST_IMBALANCE = 8.0
-"""Beyond it no plan is worth making: the routing is to be mended."""
 
 
-def make_job(
-    config: str | Path | Mapping[str, Any] | ModelChain,
-    cluster: str | Cluster,
-    *,
-    global_batch: int,
-    seq_len: int | None,
-    precision: Precision,
-    memory: str | int | None,
-    profile: str | Path | Profile | None,
-    memory_margin: float | None = None,
-    imbalance: float = ASSUMED_IMBALANCE,
-    own: Any = None,
-) -> Job:
-    """The job that these arguments describe; see `find_plan`. Traces the model unless a profile is given.
+def job_of(request: PlanRequest) -> AnyJob:
+    """Return the job of a request, on one pool or several. Traces the model unless a profile is given.
 
-    ``memory_margin`` is the part of the memory to leave free, see `steelyard.planning.margin`. ``own`` is a user's own
-    module (`steelyard.modules.own_pieces.OwnModel`), where ``config`` is its chain.
+    Raises `InvalidProfileError` for a profile of another job.
     """
-    chain = planned_chain(config, own=own)
-    machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    given = parse_bytes(memory) if isinstance(memory, str) else memory
-    budgeted = machines if given is None else machines.with_memory(given)
-    seq_len = chain.known_seq_len(seq_len)
-    _check_sizes(global_batch, seq_len)
-    _check_imbalance(chain, imbalance)
-    chain.check_seq_len(seq_len)
-    _check_precision(chain, precision)
-    options = {"seq_len": seq_len, "precision": precision, "degrees": divisors(machines.devices_per_node)}
-    traced = partial(cached_trace, chain, **options, batch=global_batch, own=own)
-    file = None
-    if isinstance(profile, str | Path):
-        profile, file = read_profile(profile)
-    if profile is not None:
-        _check_profile(profile, chain, machines, seq_len, precision)
+    if isinstance(request.cluster, MixedCluster):
+        links = zip(request.cluster.pools, request.cluster.links, strict=True)
+        pools = tuple(replace(_pool_job(request, pool), outer_link=link) for pool, link in links)
+        return PooledJob(pools=pools, cluster=request.cluster)
+    job = _pool_job(request, request.cluster)
+    return calibrate(job, request.calibration, job_of) if request.calibration else job
+
+
+def _pool_job(request: PlanRequest, machines: Cluster) -> Job:
+    """The job on one pool of devices alone."""
+    chain, seq_len, batch = request.chain, request.seq_len, request.global_batch
+    assert seq_len is not None and batch is not None, "what is as large as fits is tried size by size"  # noqa: PT018
+    budgeted = machines if request.memory_bytes is None else machines.with_memory(request.memory_bytes)
+    traced = partial(
+        cached_trace,
+        chain,
+        seq_len=seq_len,
+        precision=request.precision,
+        degrees=divisors(machines.devices_per_node),
+        batch=batch,
+        own=request.own,
+    )
+    given = request.profiles.get(machines.name)
+    if given is not None:
+        _check_profile(given.profile, chain, machines, seq_len, request.precision)
+    known = given or MeasuredProfile(traced())
     job = Job(
         chain=chain,
-        profile=traced() if profile is None else profile,
+        profile=known.profile,
         cluster=machines,
         seq_len=seq_len,
-        global_batch=global_batch,
-        precision=precision,
+        global_batch=batch,
+        precision=request.precision,
         budget_bytes=budgeted.device.known_memory_bytes(),
-        imbalance=imbalance,
-        profile_file=file,
+        time_factor=request.time_factor,
+        num_calibrating=request.num_calibrating,
+        imbalance=request.imbalance,
+        profile_file=known.file,
     )
-    job = with_margin(job, memory_margin, is_asked=memory is not None)
+    if machines.name in request.budgets:
+        budget = request.budgets[machines.name]
+        job = job.within(budget.num_bytes, margin_bytes=budget.margin_bytes)
+    else:
+        job = with_margin(job, request.memory_margin, is_asked=request.memory_bytes is not None)
     return with_assumed_links(job, traced) if job.assumes_links else job
 
 
-def _check_sizes(global_batch: int, seq_len: int) -> None:
-    for field, value, most in (("global_batch", global_batch, MOST_SAMPLES), ("seq_len", seq_len, MOST_TOKENS)):
-        if not 1 <= value <= most:
-            raise UserError(
-                field=field, found=str(value), expected=f"1 to {most}", hint=f"give --{field.replace('_', '-')}"
-            )
-    if global_batch * seq_len > MOST_STEP_TOKENS:
-        raise UserError(
-            field="global_batch",
-            found=f"{global_batch} samples of {seq_len} tokens, {global_batch * seq_len} tokens a step",
-            expected=f"at most {MOST_STEP_TOKENS} tokens a step",
-            hint="give a smaller --global-batch",
-        )
-
-
-def _check_imbalance(chain: ModelChain, imbalance: float) -> None:
-    if imbalance != ASSUMED_IMBALANCE and not any(kind.num_experts for kind in chain.kinds):
-        raise UserError(
-            field="imbalance",
-            found=f"{imbalance:g} for {chain.name}",
-            expected="a model with experts",
-            hint="leave it out: no routing is uneven here",
-        )
-    if not 1 <= imbalance <= MOST_IMBALANCE:
-        raise UserError(
-            field="imbalance",
-            found=f"{imbalance:g}",
-            expected=f"1 (every rank's experts get as many tokens) to {MOST_IMBALANCE:g}",
-            hint="give --imbalance what training reported, or leave it out",
-        )
-
-
-def _check_precision(chain: ModelChain, precision: Precision) -> None:
-    if chain.own is not None and chain.own.no_bf16 and precision == "bf16":
-        raise InvalidModelError(
-            field="precision",
-            found=f"bf16 for {chain.own.module}, which fails on parameters in bf16: {chain.own.no_bf16}",
-            expected="a module that computes in the type of its parameters",
-            hint="convert what the forward pass makes in fp32 (x.to(self.proj.weight.dtype)), or plan with fp32",
-        )
-
-
-def make_pooled_job(
-    config: Any,
-    cluster: MixedCluster,
-    *,
-    global_batch: int,
-    seq_len: int | None,
-    precision: Precision,
-    memory: str | int | None = None,
-    profile: GivenProfiles | None = None,
-    **more: Any,
-) -> PooledJob:
-    """The job that these arguments describe on several pools; as `make_job` for each.
-
-    ``profile`` has the measured profiles of pools by name, see `pool_profiles`; the others are traced.
-    """
-    pools, profiles = [], pool_profiles(profile, [pool.name for pool in cluster.pools])
-    for pool, link in zip(cluster.pools, cluster.links, strict=True):
-        job = make_job(
-            config,
-            pool,
-            global_batch=global_batch,
-            seq_len=seq_len,
-            precision=precision,
-            memory=memory,
-            profile=profiles.get(pool.name),
-            **more,
-        )
-        pools.append(replace(job, outer_link=link))
-    return PooledJob(pools=tuple(pools), cluster=cluster)
-
-
-def make_any_job(
-    config: Any, cluster: Cluster | MixedCluster, *, profile: GivenProfiles | None = None, **asked: Any
-) -> AnyJob:
-    """The job that these arguments describe on one pool or several; as `make_job` and `make_pooled_job`."""
-    if isinstance(cluster, MixedCluster):
-        return make_pooled_job(config, cluster, profile=profile, **asked)
-    if isinstance(profile, Mapping):
-        profile = pool_profiles(profile, [cluster.name])[cluster.name]
-    return make_job(config, cluster, profile=profile, **asked)
-
-
 def with_batch(job: Job, global_batch: int) -> Job:
-    """The job with another global batch, traced for it where its loss compares all samples."""
+    """Return the job with another global batch, traced for it where its loss compares all samples."""
     if not job.chain.why_one_microbatch:
         return replace(job, global_batch=global_batch)
-    degrees = divisors(job.cluster.devices_per_node)
-    options = {"seq_len": job.seq_len, "precision": job.precision, "degrees": degrees, "batch": global_batch}
-    return replace(job, global_batch=global_batch, profile=cached_trace(job.chain, **options))
-
-
-def planned_chain(
-    config: str | Path | Mapping[str, Any] | ModelChain, *, freeze: Sequence[str] = (), own: Any = None
-) -> ModelChain:
-    """The chain that these arguments describe, with what ``freeze`` names frozen; see `find_plan`.
-
-    So is what a user's own module (``own``) has without gradients.
-    """
-    if isinstance(config, ModelChain):
-        chain = config
-    else:
-        chain = chain_from_config(config, name="model") if isinstance(config, Mapping) else load_model(config)
-    if chain.freeze is not None or (own is None and not freeze):
-        return chain
-    require_training("to find what is frozen the model is built")
-    found: Freeze | None = import_module(_FREEZING).find_freeze(chain, freeze, own)
-    return frozen_chain(chain, found)
-
-
-_FREEZING = "steelyard.modules.freezing"
-"""Which takes torch."""
+    profile = cached_trace(
+        job.chain,
+        seq_len=job.seq_len,
+        precision=job.precision,
+        degrees=divisors(job.cluster.devices_per_node),
+        batch=global_batch,
+    )
+    return replace(job, global_batch=global_batch, profile=profile)
 
 
 def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_len: int, precision: Precision) -> None:

@@ -24,13 +24,8 @@ MARGIN = 0.05
 MOST_MARGIN = 0.9
 
 
-def with_margin(job: Job, share: float | None, *, is_asked: bool) -> Job:
-    """The job within so much less memory, by default `MARGIN` of a GPU's own and nothing of a budget ``is_asked`` for.
-
-    The CPU's allocator keeps nothing. Raises `UserError` for a share that is none.
-    """
-    if share is None:
-        share = MARGIN if job.cluster.device.is_gpu and not is_asked else 0.0
+def check_margin(share: float) -> None:
+    """Raise `UserError` unless ``share`` is a fraction of the memory that can be left free."""
     if not 0 <= share <= MOST_MARGIN:
         raise UserError(
             field="memory_margin",
@@ -38,6 +33,15 @@ def with_margin(job: Job, share: float | None, *, is_asked: bool) -> Job:
             expected=f"a share of the memory from 0 to {MOST_MARGIN:g}",
             hint=f"give for example --memory-margin {MARGIN:g}, or leave it out",
         )
+
+
+def with_margin(job: Job, share: float | None, *, is_asked: bool) -> Job:
+    """The job within so much less memory, by default `MARGIN` of a GPU's own and nothing of a budget ``is_asked`` for.
+
+    The CPU's allocator keeps nothing.
+    """
+    if share is None:
+        share = MARGIN if job.cluster.device.is_gpu and not is_asked else 0.0
     margin = int(job.budget_bytes * share)
     return job.within(job.budget_bytes - margin, margin_bytes=margin)
 

@@ -3,23 +3,24 @@
 from steelyard.cost.layer_load import rank_samples, unmeasured_reason
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import NotSearched, StrategyVerdict
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds import KINDS, level_kinds
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
-from steelyard.planning.problem import PlanOptions, pipeline_settings, space_options, stage_strategies
+from steelyard.planning.problem import pipeline_settings, space_options, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule
 from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, refusal
 from steelyard.units import format_ranges
 
 
-def settings_not_searched(job: Job, options: PlanOptions) -> tuple[NotSearched, ...]:
+def settings_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, ...]:
     """Numbers of stages and microbatches, and schedules, that were not searched, each with its reason."""
-    settings = pipeline_settings(job, options)
+    settings = pipeline_settings(job, decisions)
     devices, layers, batch = job.cluster.num_devices, job.chain.num_layers, job.global_batch
     searched = {setting.pipeline.num_stages for setting in settings}
     why_not_stages = {
-        count: f"fixed at {options.num_stages}"
-        if options.num_stages is not None
+        count: f"fixed at {decisions.num_stages}"
+        if decisions.num_stages is not None
         else f"does not divide the {devices} devices"
         if devices % count
         else f"more stages than the {layers} layers"
@@ -28,14 +29,14 @@ def settings_not_searched(job: Job, options: PlanOptions) -> tuple[NotSearched, 
     }
     searched = {setting.pipeline.num_microbatches for setting in settings}
     why_not_counts = {
-        count: f"fixed at {options.num_microbatches}"
-        if options.num_microbatches is not None
+        count: f"fixed at {decisions.num_microbatches}"
+        if decisions.num_microbatches is not None
         else job.chain.why_one_microbatch or f"does not divide the global batch of {batch}"
         for count in range(1, batch + 1)
         if count not in searched
     }
     used = {setting.pipeline.schedule for setting in settings}
-    unmeasured = samples_not_measured(job, options)
+    unmeasured = samples_not_measured(job, decisions)
     return (
         *(() if unmeasured is None else (unmeasured,)),
         *_by_reason("stages", why_not_stages),
@@ -43,19 +44,19 @@ def settings_not_searched(job: Job, options: PlanOptions) -> tuple[NotSearched, 
         *_by_reason("microbatches", why_not_counts),
         NotSearched(what="microbatches", values=f"above {batch}", reason="a microbatch needs a sample"),
         *(
-            NotSearched(what="schedule", values=each.name, reason=_why_no_schedule(each, options))
+            NotSearched(what="schedule", values=each.name, reason=_why_no_schedule(each, decisions))
             for each in SCHEDULES.values()
             if each not in used or each.why_not_everywhere
         ),
     )
 
 
-def samples_not_measured(job: Job, options: PlanOptions) -> NotSearched | None:
+def samples_not_measured(job: Job, decisions: Decisions) -> NotSearched | None:
     """The samples on a rank of strategies that were left out since the profile's times do not reach them, if any."""
     beyond: dict[float, str] = {}
-    settings = {(each.devices_per_stage, each.microbatch_samples): each for each in pipeline_settings(job, options)}
+    settings = {(each.devices_per_stage, each.microbatch_samples): each for each in pipeline_settings(job, decisions)}
     for setting in settings.values() if job.profile.identity.is_measured else ():
-        for strategy in stage_strategies(job, setting.devices_per_stage, options):
+        for strategy in stage_strategies(job, setting.devices_per_stage, decisions):
             for kind in job.chain.kinds:
                 reason = unmeasured_reason(kind, strategy, setting)
                 if reason is not None and illegal_reason(kind, strategy, setting.batch) is None:
@@ -69,30 +70,30 @@ def samples_not_measured(job: Job, options: PlanOptions) -> NotSearched | None:
     )
 
 
-def _why_no_schedule(schedule: Schedule, options: PlanOptions) -> str:
-    if schedule.name not in options.schedules:
+def _why_no_schedule(schedule: Schedule, decisions: Decisions) -> str:
+    if schedule.name not in decisions.allowed_schedules:
         return "left out by --schedule"
     return schedule.why_not_everywhere or schedule.why_nowhere
 
 
-def strategies_not_searched(job: Job, devices_per_stage: int, options: PlanOptions) -> tuple[StrategyVerdict, ...]:
+def strategies_not_searched(job: Job, devices_per_stage: int, decisions: Decisions) -> tuple[StrategyVerdict, ...]:
     """Every leaf of the whole tree for a stage that was not offered to the search, and why."""
-    limits = space_options(job, options)
+    limits = space_options(job, decisions)
     whole = SpaceOptions(kinds=level_kinds(), devices_per_node=job.cluster.devices_per_node, seq_len=job.seq_len)
     never = (
         ("-".join(str(level) for level in levels), mixing(levels, limits))
         for levels in enumerate_levels(devices_per_stage, whole.kinds)
     )
     return (
-        *(_verdict(str(strategy), reason) for strategy, reason in not_offered(job, devices_per_stage, options)),
+        *(_verdict(str(strategy), reason) for strategy, reason in not_offered(job, devices_per_stage, decisions)),
         *(_verdict(text, reason) for text, reason in never if reason is not None),
     )
 
 
-def not_offered(job: Job, devices_per_stage: int, options: PlanOptions) -> list[tuple[Strategy, str]]:
+def not_offered(job: Job, devices_per_stage: int, decisions: Decisions) -> list[tuple[Strategy, str]]:
     """The strategies that the rules of the tree allow and that were not offered, each with its reason."""
-    offered = set(stage_strategies(job, devices_per_stage, options))
-    limits = space_options(job, options)
+    offered = set(stage_strategies(job, devices_per_stage, decisions))
+    limits = space_options(job, decisions)
     whole = SpaceOptions(
         kinds=tuple(KINDS.values()),
         variants={},

@@ -9,14 +9,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from steelyard.cost.pools import AnyJob
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.plan.choices import DevicePoint
-from steelyard.planning.choose import plan_job
+from steelyard.planning.choose import plan_request
 from steelyard.planning.devices import with_shape
 from steelyard.planning.frontier import filled, priced_point
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.request import PlanRequest
 from steelyard.units import format_plural
 
 MOST_OFFERS = 64
@@ -25,18 +24,17 @@ OFFER_LIMIT_S = 30.0
 
 
 def find_offers(
-    job_of: Callable[[Cluster | MixedCluster], AnyJob],
-    machines: Cluster | MixedCluster,
-    options: PlanOptions,
+    request: PlanRequest,
     *,
     prices: Mapping[str, float],
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[DevicePoint, ...]:
-    """The best plan on every part of the machines, the cheapest tokens first; those without a plan last.
+    """Return the best plan on every part of a request's cluster, the cheapest tokens first; those without a plan last.
 
-    ``job_of`` makes the job of a part; ``prices`` are of a device-hour, by the name of the device. Raises `UserError`
+    ``prices`` are of a device-hour, by the name of the device. Raises `UserError`
     for a device without a price, a price without a device, and for too many parts.
     """
+    machines = request.cluster
     _check_prices(machines, prices)
     parts = parts_of(machines)
     if len(parts) > MOST_OFFERS:
@@ -46,11 +44,11 @@ def find_offers(
             expected=f"at most {MOST_OFFERS}",
             hint="name smaller pools, or fewer",
         )
-    limit_s = OFFER_LIMIT_S if options.time_limit_s is None else min(OFFER_LIMIT_S, options.time_limit_s)
+    limit_s = OFFER_LIMIT_S if request.time_limit_s is None else min(OFFER_LIMIT_S, request.time_limit_s)
     offers = []
     for index, part in enumerate(parts):
         progress(f"planning for {part.name} ({index + 1} of {format_plural(len(parts), 'offer')})")
-        offers.append(_offer(job_of(part), part, replace(options, time_limit_s=limit_s), prices))
+        offers.append(_offer(replace(request, cluster=part, time_limit_s=limit_s), prices))
     found = [each for each in offers if each is not None]
     worth = [each.model_copy(update={"is_worth_having": _is_worth_having(each, found)}) for each in found]
     return tuple(sorted(worth, key=lambda each: (each.cost_per_billion_tokens is None, each.cost_per_billion_tokens)))
@@ -90,13 +88,12 @@ def _check_prices(machines: Cluster | MixedCluster, prices: Mapping[str, float])
         )
 
 
-def _offer(
-    job: AnyJob, part: Cluster | MixedCluster, options: PlanOptions, prices: Mapping[str, float]
-) -> DevicePoint | None:
+def _offer(request: PlanRequest, prices: Mapping[str, float]) -> DevicePoint | None:
+    part = request.cluster
     price = sum(prices[pool.device.name] * pool.num_devices for pool in part.pools)
     bare = DevicePoint(num_devices=part.num_devices, cluster=part.name, price_per_hour=price)
     try:
-        result = plan_job(job, options)
+        result = plan_request(request)
     except UserError as error:
         if error.field != "global_batch":
             raise

@@ -9,12 +9,15 @@ fewer strategies legal, so that the search needs to know nothing of pins.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidPlanError, UserError, nearest
+from steelyard.model.chain import ModelChain
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds import KINDS, kind_named, level_kinds, variants
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 from steelyard.schedules import PipelineConfig
@@ -77,13 +80,20 @@ class Pin:
         return self.first is None or self.last is None or self.first <= layer <= self.last
 
 
-def parse_pin(text: str, *, option: str, num_layers: int, with_settings: bool = False) -> Pin:
-    """The pin that ``text`` writes; raises `UserError` naming the ``option`` for anything else.
+@lru_cache(maxsize=256)
+def _parsed(texts: tuple[str, ...], num_layers: int) -> tuple[Pin, ...]:
+    return tuple(parse_pin(text, option="--pin", num_layers=num_layers) for text in texts)
 
-    ``with_settings`` allows stages, microbatches and schedule beside the means of a layer.
-    """
+
+def pins_of(decisions: Decisions, chain: ModelChain) -> tuple[Pin, ...]:
+    """Return the pins among decisions; raises `UserError` for one that the model cannot have."""
+    return _parsed(decisions.pins, chain.num_layers)
+
+
+def parse_pin(text: str, *, option: str, num_layers: int) -> Pin:
+    """Return the pin that ``text`` writes; raises `UserError` naming the ``option`` for anything else."""
     place, colon, rest = text.rpartition(":")
-    keys = pin_keys() + (_SETTING_KEYS if with_settings else ())
+    keys = pin_keys() + _SETTING_KEYS
     wanted = tuple(pair for part in rest.split(",") for pair in _requirement(part.strip(), option, keys))
     if not colon and any(value == _ANY_DEGREE for _, value in wanted):
         place = "blocks"

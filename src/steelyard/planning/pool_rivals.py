@@ -3,58 +3,52 @@
 import heapq
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 
 from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import predict
 from steelyard.plan.choices import Explanation, Rival
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import divisors
 from steelyard.planning.acceptance import accept
-from steelyard.planning.choose import NUM_RESCORED, plan_job
+from steelyard.planning.choose import plan_job
 from steelyard.planning.pool_space import SAME, PooledSetting, PooledSpace
-from steelyard.planning.problem import PlanOptions
-from steelyard.planning.rivals import beside_baselines, rival_of
+from steelyard.planning.variants import Answer
 from steelyard.planning.walked_settings import Accepted
-from steelyard.search import NearestMiss
 from steelyard.search.balance import even_boundaries
 
 
-def with_pool_baselines(plan: Plan, job: PooledJob, options: PlanOptions) -> Plan:
-    """The plan with what each pool alone does, and even cuts over all of them, in its prediction."""
-    assert plan.prediction is not None, "compared by its prediction"
-    return beside_baselines(plan, plan.prediction, pool_rivals(job, options, plan.prediction.step_time_s))
+def explain_pools(plan: Plan, job: PooledJob, decisions: Decisions) -> Explanation:
+    """Return what a plan over several pools gains over each of them alone, and over even cuts."""
+    return Explanation(binds="", rivals=pool_rivals(job, decisions, predict(plan, job).step_time_s))
 
 
-def explain_pools(plan: Plan, job: PooledJob, options: PlanOptions) -> Explanation:
-    """What a plan over several pools gains over each of them alone, and over even cuts."""
-    return Explanation(binds="", rivals=pool_rivals(job, options, predict(plan, job).step_time_s))
-
-
-def pool_rivals(job: PooledJob, options: PlanOptions, step_s: float) -> tuple[Rival, ...]:
-    """The best plan on each pool alone, not searched to the end, and that which cuts all devices into equal stages of
-    equal layers."""
-    rivals = []
+def pool_rivals(job: PooledJob, decisions: Decisions, step_s: float) -> tuple[Rival, ...]:
+    """Return the best plan on each pool alone, not searched to the end, and that which cuts all devices into equal
+    stages of equal layers; each next to a plan whose step takes ``step_s``."""
+    answers, free = [], decisions.model_copy(update={"num_stages": None})
     for pool in job.pools:
-        result = plan_job(pool, replace(options, num_stages=None), top=NUM_RESCORED, to_the_end=False)
-        rivals.append(_rival(f"{pool.cluster.name} alone", result.plan, result.job, step_s, result.miss))
-    return (*rivals, _rival("even cuts over all pools", even_plan(job, options), job, step_s, None))
+        result = plan_job(pool, free, to_the_end=False)
+        missing = result.miss.miss_bytes if result.miss else None
+        answers.append(_answer(f"{pool.cluster.name} alone", result.plan, result.job, missing))
+    answers.append(_answer("even cuts over all pools", even_plan(job, decisions), job))
+    return tuple(each.beside(step_s) for each in answers)
 
 
-def _rival(name: str, plan: Plan | None, job: AnyJob, step_s: float, miss: NearestMiss | None) -> Rival:
+def _answer(name: str, plan: Plan | None, job: AnyJob, missing_bytes: int | None = None) -> Answer:
     if plan is None:
-        return Rival(name=name, missing_bytes=None if miss is None else miss.miss_bytes)
-    return rival_of(name, plan, predict(plan, job).step_time_s, step_s)
+        return Answer(name=name, missing_bytes=missing_bytes)
+    return Answer(name=name, plan=plan, step_s=predict(plan, job).step_time_s)
 
 
-def even_plan(job: PooledJob, options: PlanOptions) -> Plan | None:
+def even_plan(job: PooledJob, decisions: Decisions) -> Plan | None:
     """The best plan of stages that all have as many devices and as many layers, in the order that the pools are in.
 
     None where no such plan fits. Its strategies are the best ones for these cuts.
     """
-    space, counts = PooledSpace(job, options), [pool.cluster.num_devices for pool in job.pools]
+    space, counts = PooledSpace(job, decisions), [pool.cluster.num_devices for pool in job.pools]
     chosen = range(len(counts))
     even = {tuple(count // size for count in counts) for size in divisors(math.gcd(*counts))}
     settings = [

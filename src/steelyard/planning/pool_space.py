@@ -28,10 +28,10 @@ from steelyard.cost.memory_floor import floor_likeness, held_floors
 from steelyard.cost.pools import Placement, PooledFloors, PooledJob, pooled_tables
 from steelyard.cost.setting import Setting
 from steelyard.cost.tables import CostTables
-from steelyard.errors import UserError
 from steelyard.model.chain import LayerRole
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.strategy import Strategy, divisors
-from steelyard.planning.problem import PlanOptions, microbatch_counts, pipeline_settings, stage_strategies
+from steelyard.planning.problem import microbatch_counts, pipeline_settings, stage_strategies
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
 from steelyard.search.pool_bounds import (
     PoolRuns,
@@ -63,10 +63,8 @@ class PooledSetting:
 class PooledSpace:
     """All settings of a job on several pools, and their tables, made when they are asked for."""
 
-    def __init__(self, job: PooledJob, options: PlanOptions) -> None:
-        if options.pins or options.partition != "exact":
-            raise not_with_pools("--pin" if options.pins else "--partition")
-        self._job, self._options = job, options
+    def __init__(self, job: PooledJob, decisions: Decisions) -> None:
+        self._job, self._decisions = job, decisions
         counts = microbatch_counts(job.chain, job.global_batch)
         self._known = [KnownCosts(counts) for _ in job.pools]
         self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
@@ -81,7 +79,7 @@ class PooledSpace:
     @property
     def asked_stages(self) -> str:
         """What a pipeline must have to be searched: `` of 2 stages``; empty where any number will do."""
-        count = self._options.num_stages
+        count = self._decisions.num_stages
         return "" if count is None else f" of {format_plural(count, 'stage')}"
 
     def settings(self) -> list[PooledSetting]:
@@ -166,9 +164,9 @@ class PooledSpace:
 
     def _alone(self) -> Iterator[PooledSetting]:
         for pool, job in enumerate(self._job.pools):
-            if job.cluster.num_devices % (self._options.num_stages or 1):
+            if job.cluster.num_devices % (self._decisions.num_stages or 1):
                 continue
-            for setting in pipeline_settings(job, self._options):
+            for setting in pipeline_settings(job, self._decisions):
                 placement = Placement(pools=(pool,), stages=(setting.pipeline.num_stages,))
                 yield self._with_bound(placement, setting.pipeline)
 
@@ -181,14 +179,14 @@ class PooledSpace:
                         yield self._with_bound(Placement(pools=pools, stages=stages), pipeline)
 
     def _pipelines(self, num_stages: int) -> Iterator[PipelineConfig]:
-        options = self._options
-        if options.num_stages not in (None, num_stages):
+        decisions = self._decisions
+        if decisions.num_stages not in (None, num_stages):
             return
         for count in microbatch_counts(self._job.chain, self._job.global_batch):
-            if options.num_microbatches not in (None, count):
+            if decisions.num_microbatches not in (None, count):
                 continue
             for schedule in SCHEDULES.values():
-                if schedule.takes_chunks or schedule.name not in options.schedules:
+                if schedule.takes_chunks or schedule.name not in decisions.allowed_schedules:
                     continue
                 pipeline = PipelineConfig(num_stages=num_stages, num_microbatches=count, schedule=schedule)
                 if schedule.refusal(pipeline) is None and schedule.is_tried(pipeline):
@@ -245,7 +243,7 @@ class PooledSpace:
 
     def _strategies(self, pool: int, size: int) -> tuple[Strategy, ...]:
         if (pool, size) not in self._offered:
-            self._offered[pool, size] = stage_strategies(self._job.pools[pool], size, self._options)
+            self._offered[pool, size] = stage_strategies(self._job.pools[pool], size, self._decisions)
         return self._offered[pool, size]
 
 
@@ -293,13 +291,3 @@ def _choices(count: int) -> Iterator[tuple[int, ...]]:
     """Every choice of two pools or more."""
     for size in range(2, count + 1):
         yield from itertools.combinations(range(count), size)
-
-
-def not_with_pools(option: str) -> UserError:
-    """The mistake of an option that does not go with several pools of devices."""
-    return UserError(
-        field=option.partition(" ")[0],
-        found=f"{option} with several pools of devices",
-        expected="a cluster or a plan of one kind of device",
-        hint="leave it out, or plan for one of the pools",
-    )

@@ -1,123 +1,38 @@
 """What a given plan costs: for one written by hand, or to compare a chosen one with."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Unpack
 
 from steelyard.cost.accuracy import interval_of
 from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
-from steelyard.hardware import Cluster, MixedCluster, parse_cluster, parse_pools, with_network
-from steelyard.hardware.parse import ClusterT
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, PoolUse, Prediction
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning.job import make_job, make_pooled_job
+from steelyard.planning.job import job_of
 from steelyard.planning.margin import warnings_of
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.problem import microbatch_counts
-from steelyard.planning.profile_file import recorded_profile
+from steelyard.planning.request import Elsewhere, PlanRequest, request_of_plan
 from steelyard.planning.walked_settings import Accepted
 from steelyard.schedules import USUAL, PipelineConfig
 from steelyard.units import format_seconds
 
 
-class Elsewhere(TypedDict, total=False):
-    """What takes the place of what a plan was made for; what is None or missing is as the plan has it."""
-
-    cluster: str | Cluster | None
-    network: str | None
-    memory: str | int | None
-    profile: Any
-    """As `GivenProfiles`."""
-
-
-def job_of(plan: Plan, *, folder: Path | None = None, **given: Unpack[Elsewhere]) -> Job:
-    """The job that a plan is for: on its cluster within its budget, or on another one with the memory of that one.
-
-    ``network`` takes the place of the link between nodes, ``memory`` of either budget. Times are scaled, and experts as
-    uneven, as they were for the plan's prediction. On its own cluster a plan made from a measured profile has that
-    profile, whose file is also looked for in the plan's ``folder``; raises `InvalidProfileError` where it is not there
-    as it was.
-    """
-    cluster, memory, profile = given.get("cluster"), given.get("memory"), given.get("profile")
-    machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster or plan.machines()
-    source = plan.prediction.profile if plan.prediction else None
-    if profile is None and cluster is None and source is not None and source.is_measured:
-        profile = recorded_profile(source, folder=folder)
-    if memory is None and cluster is None and plan.prediction is not None:
-        memory = plan.prediction.budget_bytes
-    job = make_job(plan.chain(), _joined_by(machines, given), memory=memory, profile=profile, **_asked_by(plan))
-    if plan.prediction is None:
-        return job
-    if job.budget_bytes == plan.prediction.budget_bytes:
-        job = replace(job, margin_bytes=plan.prediction.margin_bytes)
-    source = plan.prediction.profile
-    return replace(job, time_factor=source.time_factor, num_calibrating=source.num_calibrating)
-
-
-def pooled_job_of(plan: Plan, *, folder: Path | None = None, **given: Unpack[Elsewhere]) -> PooledJob:
-    """The job that a plan over several pools is for, as `job_of` makes that of one pool.
-
-    Raises `InvalidPlanError` where a pool of the plan is not one of the ``cluster``, and `UserError` where that has one
-    pool alone.
-    """
-    cluster, memory, profile = given.get("cluster"), given.get("memory"), given.get("profile")
-    machines = parse_pools(cluster) if isinstance(cluster, str) else cluster or plan.hardware_value()
-    if not isinstance(machines, MixedCluster):
-        raise UserError(
-            field="--cluster",
-            found=f"{machines.name} for a plan over {plan.cluster}",
-            expected="the pools of the plan, or others of the same names",
-            hint="leave --cluster out, or plan for this cluster",
-        )
-    known = {use.name: use for use in (plan.prediction and plan.prediction.pools) or ()}
-    if profile is None and cluster is None:
-        measured = {name: use.profile for name, use in known.items() if use.profile.is_measured}
-        profile = {name: recorded_profile(each, folder=folder) for name, each in measured.items()}
-    job = make_pooled_job(plan.chain(), _joined_by(machines, given), memory=memory, profile=profile, **_asked_by(plan))
-    if cluster is None and memory is None:
-        uses = [(pool, known.get(pool.cluster.name)) for pool in job.pools]
-        pools = [
-            replace(pool, budget_bytes=use.budget_bytes, margin_bytes=use.margin_bytes) if use else pool
-            for pool, use in uses
-        ]
-        job = replace(job, pools=tuple(pools))
-    job.jobs(plan)
-    return job
-
-
-def any_job_of(plan: Plan, *, folder: Path | None = None, **given: Unpack[Elsewhere]) -> AnyJob:
-    """The job that a plan is for, of one pool or several; as `job_of` and `pooled_job_of`."""
-    return (pooled_job_of if plan.is_mixed else job_of)(plan, folder=folder, **given)
-
-
-def _joined_by(machines: ClusterT, given: Elsewhere) -> ClusterT:
-    """The machines with the network between them that is given."""
-    network = given.get("network")
-    return machines if network is None else with_network(machines, network)
-
-
-def _asked_by(plan: Plan) -> dict[str, Any]:
-    """What a plan asks of `make_job`, on whatever cluster: its batch and length, and experts as uneven as predicted."""
-    asked: dict[str, Any] = {"global_batch": plan.global_batch, "seq_len": plan.seq_len, "precision": plan.precision}
-    imbalance = plan.prediction.profile.imbalance if plan.prediction else None
-    return asked | {"memory_margin": 0} | ({} if imbalance is None else {"imbalance": imbalance})
-
-
-def job_or_reason(plan: Plan, path: Path, **given: Unpack[Elsewhere]) -> AnyJob | str:
-    """The job of the plan in a file, as `any_job_of` makes it, or why its costs are not at hand.
+def priced_or_reason(plan: Plan, path: Path, **given: Unpack[Elsewhere]) -> tuple[PlanRequest, AnyJob] | str:
+    """Return the request of the plan in a file and its job, or why its costs are not at hand.
 
     The reason is for a prediction that stands without them: raises `UserError` where there is none, or where
     ``cluster``, ``network`` or ``profile`` is what was wrong.
     """
     try:
-        return any_job_of(plan, folder=path.parent, **given)
+        request = request_of_plan(plan, folder=path.parent, **given)
+        job = job_of(request)
     except (InvalidClusterError, InvalidProfileError) as error:
         if plan.prediction is None or any(given.get(name) for name in ("cluster", "network", "profile")):
             raise
@@ -127,6 +42,8 @@ def job_or_reason(plan: Plan, path: Path, **given: Unpack[Elsewhere]) -> AnyJob 
             f"the plan is for the cluster {plan.cluster!r}, which is not known here ({error.found}); add --cluster "
             "with the file or name of the cluster"
         )
+    job.jobs(plan)
+    return request, job
 
 
 def with_price(plan: Plan, job: AnyJob) -> Plan:

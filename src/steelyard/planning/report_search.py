@@ -6,7 +6,7 @@ by then, which for most models is the proven best. What there was no time for is
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -14,16 +14,16 @@ from steelyard.cost.build import slack_fraction, usable_bytes
 from steelyard.cost.predict import PlanCost
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.explain import pricing_notes, supposed_notes, what_was_searched
 from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.price import with_cost
-from steelyard.planning.problem import PlanOptions
-from steelyard.planning.rivals import Contest
+from steelyard.planning.request import PlanRequest
+from steelyard.planning.variants import Study, within
 from steelyard.planning.walked_settings import walked_bytes
-from steelyard.search import OnDemand, nearest_miss
 
 SEARCH_SHARE = 0.04
 """Of the time, for one search."""
@@ -34,6 +34,7 @@ MAX_POINTS = 16
 
 def search_for_report(
     plan: Plan,
+    request: PlanRequest,
     job: Job,
     cost: PlanCost,
     *,
@@ -54,17 +55,17 @@ def search_for_report(
         return PlanStudy(scope="", explanation=Explanation(binds="", notes=notes))
     deadline = math.inf if time_limit_s is None else time.process_time() + time_limit_s
     progress("building cost tables")
-    options = PlanOptions()
     if not everywhere:
-        options = replace(options, num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
+        own = Decisions(num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
+        request = replace(request, decisions=request.decisions.with_also(own))
     share_s = None if time_limit_s is None else SEARCH_SHARE * time_limit_s
-    contest = Contest.of(job, options, cost.step_time_s, time_limit_s=share_s)
+    study = Study(request, job, time_limit_s=share_s)
     progress("searching memory budgets")
     proven = plan.prediction is not None and plan.prediction.certificate.is_optimal and not changed
-    own = _own_point(priced, job, proven=proven)
-    points = _points(contest, own, time.process_time() + FRONTIER_SHARE * (deadline - time.process_time()))
+    own_point = _own_point(priced, job, proven=proven)
+    points = _points(study, own_point, time.process_time() + FRONTIER_SHARE * (deadline - time.process_time()))
     progress("searching the rivals of the plan")
-    explanation, left_out = what_was_searched(contest, plan, options, deadline)
+    explanation, left_out = what_was_searched(study, priced, deadline)
     return PlanStudy(
         scope="all pipeline settings" if everywhere else f"plans of {describe(plan.pipeline)}",
         explanation=explanation.model_copy(update={"notes": notes}),
@@ -81,8 +82,6 @@ class _Found:
     peak_bytes: int
     step_s: float
     point: FrontierPoint | None
-    tables: tuple[OnDemand, ...] = ()
-    """With what is known of their plans within the budget, where they were searched."""
 
 
 def _own_point(priced: Plan, job: Job, *, proven: bool) -> _Found | None:
@@ -94,17 +93,17 @@ def _own_point(priced: Plan, job: Job, *, proven: bool) -> _Found | None:
     return _Found(budget_bytes=usable_bytes(job), peak_bytes=peak, step_s=point.step_time_s, point=point)
 
 
-def _points(contest: Contest, own: _Found | None, deadline: float) -> tuple[FrontierPoint, ...]:
+def _points(study: Study, own: _Found | None, deadline: float) -> tuple[FrontierPoint, ...]:
     """Points of the frontier, fastest first: next is always the budget in the middle of the widest gap."""
-    most = SHOWN_BUDGETS * usable_bytes(contest.job)
-    misses = [miss for each in contest.tables if (miss := nearest_miss(each.tables, 0)) is not None]
-    least = min((miss.needed_bytes for miss in misses), default=most)
+    job = study.job
+    most, least = SHOWN_BUDGETS * usable_bytes(job), study.least_bytes()
+    least = most if least is None else least
     found = [own] if own is not None else []
     budgets = [each for each in (most, least) if least <= each]
-    if own is None and least < usable_bytes(contest.job):
-        budgets.insert(0, usable_bytes(contest.job))
+    if own is None and least < usable_bytes(job):
+        budgets.insert(0, usable_bytes(job))
     while budgets and len(found) < MAX_POINTS and time.process_time() < deadline:
-        found.append(_within(contest, budgets.pop(0), found))
+        found.append(_within(study, budgets.pop(0)))
         if not budgets:
             budgets = _widest_gap(sorted(found, key=lambda each: each.budget_bytes))
     points = {each.peak_bytes: each.point for each in found if each.point is not None}
@@ -113,27 +112,17 @@ def _points(contest: Contest, own: _Found | None, deadline: float) -> tuple[Fron
     return falling([points[peak] for peak in sorted(points, reverse=True)])
 
 
-def _within(contest: Contest, budget_bytes: int, known: Sequence[_Found]) -> _Found:
-    """The best plan within a budget; what was found within the least that is no smaller bounds it."""
-    roomier = [each for each in known if each.tables and each.budget_bytes >= budget_bytes]
-    tables = min(roomier, key=lambda each: each.budget_bytes).tables if roomier else contest.tables
-    within = replace(contest, job=contest.job.within(device_bytes(contest.job, budget_bytes)), tables=tables)
-    found = within.accepted(tables)
-    bounded = found.bounded(tables)
-    if not found.ranked:
-        return _Found(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None, tables=bounded)
-    _, plan = within.fastest(found)
-    point = frontier_point(contest.job, plan)
-    return _Found(
-        budget_bytes=budget_bytes,
-        peak_bytes=walked_bytes(plan, contest.job),
-        step_s=point.step_time_s,
-        point=point,
-        tables=bounded,
-    )
+def _within(study: Study, budget_bytes: int) -> _Found:
+    """The best plan within a budget."""
+    found = study.answer(within("", device_bytes(study.job, budget_bytes)))
+    if found.plan is None:
+        return _Found(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None)
+    point = frontier_point(study.job, found.plan)
+    peak = walked_bytes(found.plan, study.job)
+    return _Found(budget_bytes=budget_bytes, peak_bytes=peak, step_s=point.step_time_s, point=point)
 
 
-def _widest_gap(found: Sequence[_Found]) -> list[int]:
+def _widest_gap(found: list[_Found]) -> list[int]:
     """The middle, on a logarithmic scale, between the two neighbours that leave most room; none where no gap does."""
     widest, middle = 0.0, 0
     for less, more in pairwise(found):

@@ -15,15 +15,15 @@ from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.plan.choices import Recut, SlowNode
+from steelyard.plan.decisions import FREE
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Plan
 from steelyard.planning.calibration import InvalidRunError
 from steelyard.planning.choose import plan_job
-from steelyard.planning.demands import Demand, demands_of, narrowed
 from steelyard.planning.devices import with_shape
 from steelyard.planning.elastic import fastest_on, left_without, of_pools
 from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.request import PlanRequest
 from steelyard.profiles.record import RunRecord
 from steelyard.profiles.slowness import SLOW_SHARE, OwnWork, SlowRank, slow_ranks
 
@@ -31,14 +31,14 @@ MOST_S = 10.0
 """Seconds that the search of a plan with a slow node may take."""
 
 
-def slow_nodes(plan: Plan, job: AnyJob, path: str | Path) -> tuple[SlowNode, ...]:
+def slow_nodes(plan: Plan, request: PlanRequest, job: AnyJob, path: str | Path) -> tuple[SlowNode, ...]:
     """Every rank that was slow in a recorded run of the plan, and the best plan without its node; none of an even run.
 
     Raises `InvalidRunError` for a record that cannot be read, is of another plan, or was written before ranks' own
     computation was measured.
     """
     record = parse_file(Path(path), RunRecord, InvalidRunError, what="record")
-    return tuple(_slow_node(plan, job, slow) for slow in _slow_ranks(plan, record, Path(path)))
+    return tuple(_slow_node(plan, request, job, slow) for slow in _slow_ranks(plan, record, Path(path)))
 
 
 def _slow_ranks(plan: Plan, record: RunRecord, path: Path) -> tuple[SlowRank, ...]:
@@ -66,15 +66,15 @@ def _slow_ranks(plan: Plan, record: RunRecord, path: Path) -> tuple[SlowRank, ..
     return slow_ranks(work, record.predicted_own_s, SLOW_SHARE)
 
 
-def _slow_node(plan: Plan, job: AnyJob, slow: SlowRank) -> SlowNode:
+def _slow_node(plan: Plan, request: PlanRequest, job: AnyJob, slow: SlowRank) -> SlowNode:
     if isinstance(job, PooledJob):
         job = of_pools(job, plan.cluster.split("+"))
     slowed_s = predict(plan, job, slowed={slow.stage: slow.factor}).step_time_s
-    demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
+    request = replace(request, decisions=plan.asked or FREE)
     left = left_without(job, slow.pool or plan.cluster, 1)
-    best = fastest_on(job, left, demands) if left else None
+    best = fastest_on(request, job, left) if left else None
     without = None if best is None else best[0]
-    recut = _cut_for(plan, job, slow, demands)
+    recut = _cut_for(plan, request, job, slow)
     step_s = without.prediction.step_time_s if without is not None and without.prediction is not None else None
     return SlowNode(
         rank=str(slow),
@@ -89,22 +89,22 @@ def _slow_node(plan: Plan, job: AnyJob, slow: SlowRank) -> SlowNode:
     )
 
 
-def _cut_for(plan: Plan, job: AnyJob, slow: SlowRank, demands: Sequence[Demand]) -> Recut | None:
+def _cut_for(plan: Plan, request: PlanRequest, job: AnyJob, slow: SlowRank) -> Recut | None:
     """The best plan found with the node of a slow rank as a pool of its own; of one node the devices of its stage.
 
     None where that pool would be all there is, with a measured profile and with pins, which several pools do not take,
     and where the best plan found leaves that pool out or takes it alone.
     """
-    options = narrowed(PlanOptions(time_limit_s=MOST_S), demands)
+    decisions = request.decisions
     pools = job.pools
     place = plan.cluster.split("+").index(slow.pool) if slow.pool else 0
     own, cluster = pools[place], pools[place].cluster
-    if cluster.num_devices == 1 or own.profile.identity.is_measured or options.pins or options.partition != "exact":
+    if cluster.num_devices == 1 or own.profile.identity.is_measured or decisions.pins or decisions.partition:
         return None
     link = own.outer_link or cluster.inter_link or cluster.intra_link
     whole, part = (replace(own, cluster=each, outer_link=link) for each in _parted(plan, cluster, slow))
     as_slow, others = replace(part, time_factor=own.time_factor * slow.factor), (*pools[:place], *pools[place + 1 :])
-    found = plan_job(_joined((whole, as_slow, *others)), options).plan
+    found = plan_job(_joined((whole, as_slow, *others)), decisions, time_limit_s=MOST_S).plan
     slow_name = part.cluster.name
     if found is None or not found.is_mixed or slow_name not in found.cluster.split("+"):
         return None

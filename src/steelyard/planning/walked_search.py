@@ -8,8 +8,8 @@ import numpy as np
 
 from steelyard.cost.pools import PooledJob, usable_of
 from steelyard.cost.tables import CostTables
-from steelyard.planning.plain import PLAIN_N_D, plain_choices
 from steelyard.planning.refine import refined
+from steelyard.planning.uniform import uniform_choices
 from steelyard.planning.walked_settings import SAME, WalkedSettings, outcome_of, walked_bytes
 from steelyard.search import SearchResult, SettingOutcome, SettingResult, partition_exact, search
 from steelyard.search.evaluate import evaluate
@@ -132,7 +132,7 @@ def _plain(settings: WalkedSettings, indices: Sequence[int]) -> None:
     if isinstance(settings.job, PooledJob):
         return
     given = [settings.given[index] for index in indices]
-    for choice in plain_choices(PLAIN_N_D, settings.job, given, settings.made.of):
+    for choice in uniform_choices(settings.job, given, settings.made.of):
         if choice.least_s >= settings.cutoff_s * (1 - SAME) or settings.left_s == 0:
             return
         if choice.least_bytes > settings.room_bytes:

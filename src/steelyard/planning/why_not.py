@@ -7,28 +7,34 @@ from steelyard.cost.layer_load import refusal
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
 from steelyard.plan.choices import WhyNot
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
-from steelyard.planning.choose import plan_job
-from steelyard.planning.impossible import SHOWN_REASONS, Request, impossible, reasons_of, unmet
+from steelyard.planning.choose import plan_request
+from steelyard.planning.impossible import SHOWN_REASONS, impossible, reasons_of, unmet
 from steelyard.planning.not_searched import not_offered
-from steelyard.planning.pins import Pin
+from steelyard.planning.pins import Pin, pins_of
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
+from steelyard.planning.problem import pipeline_settings, stage_strategies
+from steelyard.planning.request import PlanRequest
+from steelyard.planning.variants import insisting
 
 
-def why_not(job: Job, options: PlanOptions, pin: Pin) -> WhyNot:
-    """The best plan that does what is asked for, or by how much it misses, or what forbids it."""
-    pinned = replace(options, pins=(*options.pins, pin))
-    if not pipeline_settings(job, pinned):
-        return WhyNot(asked=pin.text, reasons=(_no_setting(job, options),))
-    result = plan_job(job, pinned)
+def why_not(request: PlanRequest, job: Job, pin: Pin) -> WhyNot:
+    """Return the best plan that does what is asked for, or by how much it misses, or what forbids it.
+
+    ``job`` is that of the request.
+    """
+    pinned = insisting(pin.text).change(request)
+    if not pipeline_settings(job, pinned.decisions):
+        return WhyNot(asked=pin.text, reasons=(_no_setting(job, request.decisions),))
+    result = plan_request(pinned, job)
     if result.plan is not None:
         return WhyNot(asked=pin.text, plan=result.plan)
     if result.miss is not None:
         return WhyNot(asked=pin.text, reasons=(f"does not fit: {result.miss_text}",))
-    return WhyNot(asked=pin.text, reasons=_forbidding(job, options, pin))
+    return WhyNot(asked=pin.text, reasons=_forbidding(request, job, pin))
 
 
 def why_not_plan(job: Job, plan: Plan, *, asked: str) -> WhyNot:
@@ -41,47 +47,47 @@ def why_not_plan(job: Job, plan: Plan, *, asked: str) -> WhyNot:
     return WhyNot(asked=asked, plan=priced, reasons=(missed,) if missed else ())
 
 
-def pin_error(job: Job, options: PlanOptions) -> UserError:
-    """What to tell the user where some layer has no legal strategy with all that its pins ask for."""
-    alone = replace(options, pins=())
-    for pin in options.pins:
-        if not _can_be_met(job, alone, pin):
-            return unmet(pin, _forbidding(job, alone, pin))
+def pin_error(request: PlanRequest, job: Job) -> UserError:
+    """Return what to tell the user where some layer has no legal strategy with all that the request's pins ask for."""
+    alone = replace(request, decisions=request.decisions.model_copy(update={"pins": ()}))
+    for pin in pins_of(request.decisions, request.chain):
+        if not _can_be_met(alone, job, pin):
+            return unmet(pin, _forbidding(alone, job, pin))
     return UserError(
         field="--pin",
-        found=", ".join(repr(pin.text) for pin in options.pins),
+        found=", ".join(map(repr, request.decisions.pins)),
         expected="pins that some strategy of every layer meets together",
         hint="leave one out: each alone can be met",
     )
 
 
-def _can_be_met(job: Job, options: PlanOptions, pin: Pin) -> bool:
+def _can_be_met(request: PlanRequest, job: Job, pin: Pin) -> bool:
     kinds = [job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer)]
-    asking = replace(options, pins=(*options.pins, pin))
+    asking = insisting(pin.text).change(request).decisions
     return any(
         pin.allows(strategy) and not _reasons(setting, strategy, kinds)
-        for setting in pipeline_settings(job, options)
+        for setting in pipeline_settings(job, request.decisions)
         for strategy in stage_strategies(job, setting.devices_per_stage, asking)
     )
 
 
-def _no_setting(job: Job, options: PlanOptions) -> str:
-    settings = pipeline_settings(job, options)
+def _no_setting(job: Job, decisions: Decisions) -> str:
+    settings = pipeline_settings(job, decisions)
     stages = ", ".join(str(count) for count in sorted({setting.pipeline.num_stages for setting in settings}))
     counts = ", ".join(str(count) for count in sorted({setting.pipeline.num_microbatches for setting in settings}))
     return f"no such pipeline setting is searched: stages are {stages}, microbatches {counts}"
 
 
-def _forbidding(job: Job, options: PlanOptions, pin: Pin) -> tuple[str, ...]:
+def _forbidding(request: PlanRequest, job: Job, pin: Pin) -> tuple[str, ...]:
     """Why no strategy that has what is asked for may be used: the reasons that stand in the way of most of them.
 
     Of strategies that come nearest: those that were offered, with the fewest reasons against them; before them what no
     strategy could have.
     """
-    if never := impossible(Request.of(job), pin):
+    if never := impossible(request, pin):
         return never[:SHOWN_REASONS]
     kinds = dict.fromkeys(job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer))
-    asking = replace(options, pins=(*options.pins, pin))
+    asking = insisting(pin.text).change(request).decisions
     settings = pipeline_settings(job, asking)
     against: list[tuple[Strategy, frozenset[str]]] = []
     for setting in settings:

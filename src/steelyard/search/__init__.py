@@ -21,7 +21,6 @@
 | `problem`          | cost tables as versioned files                                                      |
 """
 
-from steelyard.search.balance import Partition
 from steelyard.search.evaluate import evaluate
 from steelyard.search.least_memory import NearestMiss, nearest_miss
 from steelyard.search.on_demand import OnDemand
@@ -34,7 +33,6 @@ __all__ = [
     "TIME_LIMIT_S",
     "NearestMiss",
     "OnDemand",
-    "Partition",
     "SearchResult",
     "SettingOutcome",
     "SettingResult",

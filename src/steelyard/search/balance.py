@@ -22,13 +22,12 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
+from steelyard.plan.decisions import Partition
 from steelyard.schedules import names_of
 from steelyard.search.evaluate import Solution
 from steelyard.search.least_memory import furthest_boundaries, least_budget, stage_memories
 from steelyard.search.partition import Prospect, SettingResult, assess, best_for_boundaries
 from steelyard.search.runs import PreparedTables
-
-Partition = Literal["exact", "bmw", "even", "memory-balanced"]
 
 
 def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> SettingResult:

@@ -36,8 +36,9 @@ from typing import Literal
 import numpy as np
 
 from steelyard.cost.tables import CostTables
+from steelyard.plan.decisions import Partition
 from steelyard.search import partition
-from steelyard.search.balance import Partition, partition_by
+from steelyard.search.balance import partition_by
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.frontier import IntArray
 from steelyard.search.partition import Prospect, SettingResult, quick_bound_s

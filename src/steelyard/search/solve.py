@@ -18,8 +18,8 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
+from steelyard.plan.decisions import Partition
 from steelyard.schedules import PipelineConfig
-from steelyard.search.balance import Partition
 from steelyard.search.evaluate import Solution
 from steelyard.search.least_memory import IMPOSSIBLE, NearestMiss
 from steelyard.search.on_demand import OnDemand

@@ -1,16 +1,9 @@
-"""Plans of the plain kinds that one takes without a planner, each the best of its kind that fits.
+"""Plans of one strategy everywhere, as one takes them without a planner; searched as hard as any other plan.
 
-A plain plan has one strategy for the whole model, one remat choice for all blocks and none for the embedding and the
+A uniform plan has one strategy for the whole model, one remat choice for all blocks and none for the embedding and the
 head, which no framework recomputes; layers without experts leave expert parallelism out, and an embedding or a head
-that tensor parallelism does not divide (GPT-2's 50,257 tokens) has its ranks take samples instead. Microbatches, and
-where the kind has a pipeline its stages and cuts, are searched like those of any other plan, so that what is gained
-over a plain plan is gained over the best of its kind.
-
-| kind     | strategies                                             | pipeline        |
-|----------|--------------------------------------------------------|-----------------|
-| DDP      | dp                                                     | none            |
-| FSDP     | fsdp, ZeRO-2 or ZeRO-3                                 | none            |
-| n-D      | dp, fsdp or hybrid, with any degrees of tp, cp and ep  | any, cuts free  |
+that tensor parallelism does not divide (GPT-2's 50,257 tokens) has its ranks take samples instead. Microbatches, stages
+and cuts are searched like those of any other plan, so that what is gained over a uniform plan is gained over the best.
 
 Source: what users of `torch.nn.parallel.DistributedDataParallel`, `fully_shard`, and Megatron-LM or torchtitan ("3D" to
 "5D") set.
@@ -30,7 +23,6 @@ from steelyard.cost.build import usable_bytes
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
-from steelyard.plan.kinds import KINDS, Kind
 from steelyard.plan.strategy import Strategy
 from steelyard.search import OnDemand, search
 from steelyard.search.frontier import distinct
@@ -38,33 +30,12 @@ from steelyard.search.frontier import distinct
 FloorsOf = Callable[[CostTables], Sequence[CostTables]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainKind:
-    """A way to train that needs no planner, by the name that its users give it."""
-
-    name: str
-    kinds: frozenset[Kind]
-    """The kinds of parallelism that a strategy may use, all or some of them."""
-    has_pipeline: bool
-
-
 MOST_MISSES = 16
 """Plans that do not fit of which the nearest miss is looked for."""
 
-PLAIN_N_D = PlainKind(name="plain n-D", kinds=frozenset(KINDS.values()), has_pipeline=True)
-"""What has all others in it."""
-PLAIN_KINDS = (
-    *(
-        PlainKind(name=each.plain_name, kinds=frozenset({each}), has_pipeline=False)
-        for each in KINDS.values()
-        if each.plain_name
-    ),
-    PLAIN_N_D,
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlainChoice:
+class UniformChoice:
     """One strategy for all layers of a setting, with one remat choice for the blocks."""
 
     index: int
@@ -92,20 +63,20 @@ class PlainChoice:
         return _narrowed(self.floor, column)
 
 
-def plain_tables(
-    kind: PlainKind, job: Job, given: Sequence[OnDemand], floors_of: FloorsOf, *, deadline: float = math.inf
+def uniform_tables(
+    job: Job, given: Sequence[OnDemand], floors_of: FloorsOf, *, deadline: float = math.inf
 ) -> list[CostTables]:
-    """Cost tables of the plain plans of a kind that may be its fastest, for each strategy and remat choice its own.
+    """Cost tables of the uniform plans that may be the fastest, for each strategy and remat choice its own.
 
     ``floors_of`` makes of the tables of a setting some with bytes that no plan of it is below.
 
     Left out are those that cannot fit, unless none can, those that are slower than one that is found at once, and after
     ``deadline``, a `time.monotonic` value, all that promise less than those before.
     """
-    seen: list[PlainChoice] = []
-    kept: list[PlainChoice] = []
+    seen: list[UniformChoice] = []
+    kept: list[UniformChoice] = []
     reached_s = [math.inf]
-    for choice in plain_choices(kind, job, given, floors_of, known_s=lambda: min(reached_s)):
+    for choice in uniform_choices(job, given, floors_of, known_s=lambda: min(reached_s)):
         if kept and time.monotonic() > deadline:
             break
         seen.append(choice)
@@ -120,23 +91,20 @@ def plain_tables(
     return [each.tables() for each in kept]
 
 
-def plain_choices(
-    kind: PlainKind,
+def uniform_choices(
     job: Job,
     given: Sequence[OnDemand],
     floors_of: FloorsOf,
     *,
     known_s: Callable[[], float] = lambda: math.inf,
-) -> Iterator[PlainChoice]:
-    """The choices of a plain kind that are legal for every layer, the one that promises the least time first.
+) -> Iterator[UniformChoice]:
+    """The choices that are legal for every layer, the one that promises the least time first.
 
     Ends where none that is left is as fast as ``known_s``, which is asked again before each: the tables of settings
     that come to nothing are not made.
     """
-    waiting: list[tuple[float, int, int, PlainChoice | None]] = [
-        (each.least_s, index, 0, None)
-        for index, each in enumerate(given)
-        if each.pipeline.num_stages == 1 or kind.has_pipeline
+    waiting: list[tuple[float, int, int, UniformChoice | None]] = [
+        (each.least_s, index, 0, None) for index, each in enumerate(given)
     ]
     heapq.heapify(waiting)
     while waiting and waiting[0][0] <= known_s():
@@ -144,7 +112,7 @@ def plain_choices(
         if choice is not None:
             yield choice
             continue
-        for number, each in enumerate(_choices(index, given[index], floors_of, job, kind)):
+        for number, each in enumerate(_choices(index, given[index], floors_of, job)):
             heapq.heappush(waiting, (each.least_s, index, number, each))
 
 
@@ -156,13 +124,13 @@ def _narrowed(tables: CostTables, column: NDArray[np.int64]) -> CostTables:
     return narrowed
 
 
-def _choices(index: int, given: OnDemand, floors_of: FloorsOf, job: Job, kind: PlainKind) -> Iterator[PlainChoice]:
-    """The choices of a setting that are of a plain kind and legal for every layer."""
+def _choices(index: int, given: OnDemand, floors_of: FloorsOf, job: Job) -> Iterator[UniformChoice]:
+    """The choices of a setting that are legal for every layer."""
     tables, pipeline = given.tables, given.pipeline
     floor = floors_of(tables)[0]
     roles = {each.name: each.role for each in job.chain.kinds}
     is_block = np.array([[roles[name.partition(" (")[0]] is LayerRole.BLOCK] for name in tables.kinds], dtype=bool)
-    blocks, dense, ends, undivided = _alike(tables.strategies, kind.kinds)
+    blocks, dense, ends, undivided = _alike(tables.strategies)
     of_ends = np.where(tables.legal[:, ends], ends, undivided)
     columns = np.where(is_block, np.where(tables.legal[:, blocks], blocks, dense), of_ends)
     rows = np.arange(len(tables.kinds))[:, None]
@@ -174,7 +142,7 @@ def _choices(index: int, given: OnDemand, floors_of: FloorsOf, job: Job, kind: P
     places = np.array(list(zip(floor.layers, tables.layers, strict=True)))
     num_bytes = held[places[:, :1], columns[places[:, 1]]].sum(axis=0)
     for number, (least_s, least_bytes) in enumerate(zip(work_s.tolist(), num_bytes.tolist(), strict=True)):
-        yield PlainChoice(
+        yield UniformChoice(
             index=index,
             setting=tables,
             floor=floor,
@@ -185,8 +153,8 @@ def _choices(index: int, given: OnDemand, floors_of: FloorsOf, job: Job, kind: P
 
 
 @lru_cache(maxsize=64)
-def _alike(strategies: tuple[Strategy, ...], kinds: frozenset[Kind]) -> NDArray[np.int64]:
-    """[4, N] strategies of these kinds: of blocks with experts, of blocks without, of other layers, and of those whole.
+def _alike(strategies: tuple[Strategy, ...]) -> NDArray[np.int64]:
+    """[4, N] strategies: of blocks with experts, of blocks without, of other layers, and of those whole.
 
     The last is the one before where none of the strategies is the same with whole tensors.
     """
@@ -196,6 +164,6 @@ def _alike(strategies: tuple[Strategy, ...], kinds: frozenset[Kind]) -> NDArray[
         whole = strategy.with_whole_experts()
         at_ends = whole.without_remat()
         dense, ends = places.get(whole), places.get(at_ends)
-        if dense is not None and ends is not None and set(strategy.kinds) <= kinds:
+        if dense is not None and ends is not None:
             found.append((blocks, dense, ends, places.get(at_ends.with_whole_tensors(), ends)))
     return np.array(found, dtype=np.int64).reshape(-1, 4).T

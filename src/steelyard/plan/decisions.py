@@ -1,0 +1,131 @@
+"""The user's decisions: what the search may not choose, kept with the plan so that a later search can keep to them."""
+
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from steelyard.errors import UserError
+from steelyard.plan.kinds import KINDS, variants
+from steelyard.plan.kinds.kind import Value
+from steelyard.plan.part import PlanPart
+from steelyard.plan.strategy import Remat
+from steelyard.schedules import SCHEDULES
+from steelyard.schedules.name import ScheduleName
+
+Space = Literal["full", "paper"]
+Partition = Literal["exact", "bmw", "even", "memory-balanced"]
+"""How the layers are cut into stages: together with their strategies, or for comparison as others do it."""
+
+
+def _keys_among(known: Callable[[], Collection[str]]) -> AfterValidator:
+    def check(found: dict[str, Any]) -> dict[str, Any]:
+        for key in found:
+            if key not in known():
+                raise ValueError(f"keys among {', '.join(known())}, not {key!r}")
+        return found
+
+    return AfterValidator(check)
+
+
+Variants = Annotated[dict[str, tuple[Value, ...]], _keys_among(variants)]
+
+_OPTIONS = {"num_stages": "stages", "num_microbatches": "microbatches", "schedules": "schedule", "remats": "remat"}
+"""Command-line options whose names are not those of the fields."""
+
+
+class Decisions(PlanPart):
+    """Decisions taken before the search; a field that is absent leaves the choice to the search."""
+
+    pins: tuple[str, ...] = ()
+    """Requirements on layers, as written; `steelyard.planning.pins` reads them."""
+    num_stages: int | None = Field(default=None, ge=1)
+    num_microbatches: int | None = Field(default=None, ge=1)
+    schedules: tuple[ScheduleName, ...] | None = None
+    remats: tuple[Remat, ...] | None = None
+    variants: Variants | None = None
+    """Allowed values by the key of a variant of a parallelism dimension."""
+    max_degrees: Annotated[dict[str, int], _keys_among(lambda: KINDS)] | None = None
+    """Largest degree by the name of a parallelism dimension."""
+    space: Space | None = None
+    """All dimensions, or those of the papers and never two that divide samples in one layer."""
+    partition: Partition | None = None
+    uniform: Literal[True] | None = None
+    """One strategy everywhere, one remat choice for all blocks: what one takes without a planner."""
+
+    @property
+    def allowed_schedules(self) -> tuple[str, ...]:
+        """Names of the schedules that the search may choose from."""
+        return tuple(SCHEDULES) if self.schedules is None else self.schedules
+
+    @property
+    def allowed_remats(self) -> tuple[Remat, ...]:
+        """Recomputation choices that the search may choose from."""
+        return tuple(Remat) if self.remats is None else self.remats
+
+    @property
+    def stage_partition(self) -> Partition:
+        """How the layers are cut into stages."""
+        return self.partition or "exact"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every choice is left to the search."""
+        return self == FREE
+
+    def with_also(self, *others: "Decisions") -> "Decisions":
+        """Return these decisions and others together: of choices that both name, those in common."""
+        found = self
+        for other in others:
+            found = found.model_copy(update={name: _both(name, getattr(found, name), value) for name, value in other})
+        return found
+
+    def one_by_one(self) -> dict[str, "Decisions"]:
+        """Return each decision alone, by its text on the command line."""
+        found = {f"--pin {text!r}": Decisions(pins=(text,)) for text in self.pins}
+        for name, value in self:
+            if value is None or name == "pins":
+                continue
+            if isinstance(value, dict):
+                found |= {
+                    _option(name, key, each): Decisions.model_validate({name: {key: each}})
+                    for key, each in value.items()
+                }
+            else:
+                found[_option(name, name, value)] = Decisions.model_validate({name: value})
+        return found
+
+
+FREE = Decisions()
+"""No decisions: every choice is left to the search."""
+
+
+def _both(name: str, mine: Any, other: Any) -> Any:
+    if mine is None or other is None:
+        return other if mine is None else mine
+    if name == "pins":
+        return (*mine, *(text for text in other if text not in mine))
+    if isinstance(mine, tuple):
+        return tuple(each for each in mine if each in other)
+    if name == "variants":
+        return mine | {key: tuple(x for x in mine.get(key, each) if x in each) for key, each in other.items()}
+    if name == "max_degrees":
+        return mine | {key: min(degree, mine.get(key, degree)) for key, degree in other.items()}
+    if mine != other:
+        raise UserError(
+            field=_option(name, name, mine),
+            found=_option(name, name, other),
+            expected="decisions that do not contradict each other",
+            hint="leave one out",
+        )
+    return mine
+
+
+def _option(field: str, key: str, value: Any) -> str:
+    values = value if isinstance(value, tuple) else (value,)
+    if field == "variants":
+        names = {each: text for text, each in variants()[key][1].pin.items()}
+        values = tuple(names.get(each, each) for each in values)
+    prefix = "max-" if field == "max_degrees" else ""
+    text = f"--{prefix}{_OPTIONS.get(key, key)}"
+    return text if value is True else f"{text} {','.join(str(each) for each in values)}"

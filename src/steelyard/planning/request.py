@@ -1,0 +1,401 @@
+"""All that planning is asked, as one value: the command line, Python and every command that plans again build one.
+
+| built by               | from                                                                    |
+|------------------------|-------------------------------------------------------------------------|
+| `make_request`         | what a user says: names, paths, texts with units, a module of their own |
+| `request_of_plan`      | a plan, with what takes the place of what it was made for               |
+| `dataclasses.replace`  | another request: see `steelyard.planning.variants`                      |
+
+`steelyard.planning.job.job_of` prices a request, `steelyard.planning.complete.complete` answers it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+
+from steelyard.cost.setting import ASSUMED_IMBALANCE
+from steelyard.errors import InvalidModelError, UserError, all_of
+from steelyard.hardware import Cluster, MixedCluster, parse_pools, with_network
+from steelyard.installed import require_training
+from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
+from steelyard.model.chain import ModelChain
+from steelyard.model.freeze import Freeze
+from steelyard.model.freezing import frozen_chain
+from steelyard.model.own import chain_of_own
+from steelyard.model.read import chain_from_config, load_model
+from steelyard.plan.cost_source import CostSource, ProfileFile
+from steelyard.plan.decisions import FREE, Decisions
+from steelyard.plan.plan import Plan, Precision
+from steelyard.planning.margin import check_margin
+from steelyard.planning.pins import pins_of
+from steelyard.planning.profile_file import GivenProfiles, pool_profiles, read_profile, recorded_profile
+from steelyard.profiles.profile import Profile
+from steelyard.search import TIME_LIMIT_S
+from steelyard.units import parse_bytes
+
+Objective = Literal["time", "devices"]
+"""The fastest plan, or the fewest devices that hold one and then the fastest."""
+MOST_IMBALANCE = 8.0
+"""Largest expert load imbalance that is planned for; above it the router needs fixing, not a plan."""
+NUM_ALTERNATIVES = 5
+NUM_FALLBACKS = 2
+
+
+class MeasuredProfile(NamedTuple):
+    """A measured profile, and the file it was read from, if any."""
+
+    profile: Profile
+    file: ProfileFile | None = None
+
+
+class Budget(NamedTuple):
+    """Bytes that one device may hold, and those that are left free beside them."""
+
+    num_bytes: int
+    margin_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """All that planning is asked; valid from birth. Raises `UserError` for what contradicts itself or is out of range.
+
+    ``global_batch`` counts samples of ``seq_len`` tokens; either may be None, and is then as large as fits.
+    """
+
+    chain: ModelChain
+    """The model, with what is frozen."""
+    own: Any = None
+    """The user's own module (`steelyard.modules.own_pieces.OwnModel`) where ``chain`` is of one."""
+    cluster: Cluster | MixedCluster
+    global_batch: int | None
+    seq_len: int | None
+    precision: Precision = "bf16"
+    memory_bytes: int | None = None
+    """Budget per device; None for all it has."""
+    memory_margin: float | None = None
+    """Fraction of the budget to leave free where a plan fits so; see `steelyard.planning.margin`."""
+    budgets: Mapping[str, Budget] = field(default_factory=dict)
+    """Budgets that are already known, by the name of the pool."""
+    profiles: Mapping[str, MeasuredProfile] = field(default_factory=dict)
+    """By the name of the pool; pools without one are traced and priced by the catalogue."""
+    calibration: tuple[Path, ...] = ()
+    """Measured runs whose median scales all predicted times."""
+    time_factor: float = 1.0
+    """A scale of all predicted times that is already known, from ``num_calibrating`` runs."""
+    num_calibrating: int = 0
+    imbalance: float = ASSUMED_IMBALANCE
+    """Load of the busiest expert rank relative to the mean."""
+    decisions: Decisions = FREE
+    objective: Objective = "time"
+    time_limit_s: float | None = TIME_LIMIT_S
+    """Of every search with the tables that it makes; None for no limit."""
+    num_alternatives: int = NUM_ALTERNATIVES
+    """Plans that lost to keep with their reasons."""
+    num_next_best: int = NUM_ALTERNATIVES - 1
+    """Whole plans of other pipeline configurations to keep, for `steelyard measure`."""
+    num_fallbacks: int = NUM_FALLBACKS
+    """Whole plans of less memory to keep, for `steelyard train` to go on with when memory runs out."""
+    tokens: int | None = None
+    """Tokens of the whole training, of which the plan says days and cost."""
+    price: float | None = None
+    """Of a device-hour."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+        _check_imbalance(self)
+        _check_precision(self)
+        if self.memory_margin is not None:
+            check_margin(self.memory_margin)
+        _check_what_is_free(self)
+        _check_pools(self)
+        pins_of(self.decisions, self.chain)
+        if self.price is not None and self.tokens is None:
+            raise UserError(
+                field="--price",
+                found="a price without tokens",
+                expected="--tokens beside it: their device-hours are what is paid",
+                hint="write for example --tokens 15T --price 2.5",
+            )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the devices are several pools of different devices."""
+        return isinstance(self.cluster, MixedCluster)
+
+
+class Elsewhere(TypedDict, total=False):
+    """What takes the place of what a plan was made for; what is None or missing is as the plan has it."""
+
+    cluster: str | Cluster | MixedCluster | None
+    network: str | None
+    memory: str | int | None
+    profile: GivenProfiles | None
+
+
+def make_request(
+    model: Any,
+    cluster: str | Cluster | MixedCluster,
+    *,
+    global_batch: int | Literal["max", "devices"],
+    seq_len: int | Literal["max"] | None = None,
+    network: str | None = None,
+    image_size: tuple[int, int] | None = None,
+    memory: str | int | None = None,
+    profile: GivenProfiles | None = None,
+    own: Any = None,
+    freeze: Sequence[str] = (),
+    **asked: Any,
+) -> PlanRequest:
+    """Return the request that a user's words describe; see `steelyard.planning.complete.find_plan`.
+
+    ``max`` asks for the most that fits, ``devices`` for one sample per device. ``asked`` are fields of `PlanRequest`.
+    Raises one `UserError` for all that is misspelt of model, cluster, memory and profile.
+    """
+
+    def read_chain() -> ModelChain:
+        if own is not None:
+            _check_no_image(own, image_size)
+            return chain_of_own(own.own, name=own.name)
+        if isinstance(model, ModelChain):
+            return model
+        if isinstance(model, Mapping):
+            return chain_from_config(model, name="model")
+        return load_model(model, image_size=image_size)
+
+    machines, chain, memory_bytes, given = all_of(
+        partial(_machines, cluster, network),
+        read_chain,
+        partial(_num_bytes, memory),
+        partial(_read_if_one, profile),
+    )
+    profiles = _profiles(given, machines)
+    chain = _with_frozen(chain, freeze, own)
+    batch = machines.num_devices if global_batch == "devices" else global_batch
+    return PlanRequest(
+        chain=chain,
+        own=own,
+        cluster=machines,
+        global_batch=None if batch == "max" else batch,
+        seq_len=None if seq_len == "max" else chain.known_seq_len(seq_len),
+        memory_bytes=memory_bytes,
+        profiles=profiles,
+        **asked,
+    )
+
+
+def request_of_plan(
+    plan: Plan, *, folder: Path | None = None, decisions: Decisions = FREE, **given: Unpack[Elsewhere]
+) -> PlanRequest:
+    """Return the request that a plan answers: on its cluster within its budget, or elsewhere with the memory there.
+
+    Times are scaled, and experts as unbalanced, as they were for the plan's prediction. On its own cluster a plan made
+    from a measured profile has that profile, whose file is also looked for in the plan's ``folder``; raises
+    `InvalidProfileError` where it is not there as it was, and `UserError` where a plan over pools gets one cluster.
+    """
+    cluster, network, memory = given.get("cluster"), given.get("network"), given.get("memory")
+    machines = _machines(plan.hardware_value() if cluster is None else cluster, network)
+    if plan.is_mixed != isinstance(machines, MixedCluster):
+        raise UserError(
+            field="--cluster",
+            found=f"{machines.name} for a plan over {plan.cluster}",
+            expected="the pools of the plan, or others of the same names" if plan.is_mixed else "one kind of device",
+            hint="leave --cluster out, or plan for this cluster",
+        )
+    profile, source = given.get("profile"), plan.prediction.profile if plan.prediction else None
+    is_own = cluster is None
+    if profile is None and is_own:
+        profile = {
+            name: recorded_profile(each, folder=folder) for name, each in _sources(plan, machines) if each.is_measured
+        }
+    factor = (1.0, 0) if source is None or plan.is_mixed else (source.time_factor, source.num_calibrating)
+    imbalance = ASSUMED_IMBALANCE if source is None or source.imbalance is None else source.imbalance
+    return PlanRequest(
+        chain=plan.chain(),
+        cluster=machines,
+        global_batch=plan.global_batch,
+        seq_len=plan.seq_len,
+        precision=plan.precision,
+        memory_bytes=_num_bytes(memory),
+        memory_margin=0.0,
+        budgets=_budgets(plan, machines) if is_own and memory is None else {},
+        profiles=_profiles(profile, machines),
+        time_factor=factor[0],
+        num_calibrating=factor[1],
+        imbalance=imbalance,
+        decisions=decisions,
+    )
+
+
+def _machines(cluster: str | Cluster | MixedCluster, network: str | None) -> Cluster | MixedCluster:
+    found = parse_pools(cluster) if isinstance(cluster, str) else cluster
+    return found if network is None else with_network(found, network)
+
+
+def _num_bytes(memory: str | int | None) -> int | None:
+    return parse_bytes(memory) if isinstance(memory, str) else memory
+
+
+def _with_frozen(chain: ModelChain, freeze: Sequence[str], own: Any) -> ModelChain:
+    """The chain with what ``freeze`` names frozen, and what a user's own module has without gradients."""
+    if chain.freeze is not None or (own is None and not freeze):
+        return chain
+    require_training("to find what is frozen the model is built")
+    found: Freeze | None = import_module(_FREEZING).find_freeze(chain, freeze, own)
+    return frozen_chain(chain, found)
+
+
+_FREEZING = "steelyard.modules.freezing"
+"""Needs torch."""
+
+
+def _read_if_one(profile: GivenProfiles | None) -> GivenProfiles | MeasuredProfile | None:
+    """The profile in a file, where one is named; a profile for each pool is read once the pools are known."""
+    if isinstance(profile, Path) or (isinstance(profile, str) and "=" not in profile):
+        return MeasuredProfile(*read_profile(profile))
+    return profile
+
+
+def _profiles(
+    given: GivenProfiles | MeasuredProfile | None, machines: Cluster | MixedCluster
+) -> dict[str, MeasuredProfile]:
+    """The profile of each pool that has one; raises `InvalidProfileError` for one that is of no pool."""
+    names = [pool.name for pool in machines.pools]
+    given = MeasuredProfile(given) if isinstance(given, Profile) else given
+    if isinstance(given, MeasuredProfile) and len(names) == 1:
+        return {names[0]: given}
+    paths = pool_profiles(given.profile if isinstance(given, MeasuredProfile) else given, names)
+    return {
+        name: MeasuredProfile(each) if isinstance(each, Profile) else MeasuredProfile(*read_profile(each))
+        for name, each in paths.items()
+    }
+
+
+def _sources(plan: Plan, machines: Cluster | MixedCluster) -> list[tuple[str, CostSource]]:
+    """Where the costs of a plan's prediction come from, by the name of the pool."""
+    if plan.prediction is None:
+        return []
+    if plan.is_mixed:
+        return [(use.name, use.profile) for use in plan.prediction.pools or ()]
+    return [(machines.name, plan.prediction.profile)]
+
+
+def _budgets(plan: Plan, machines: Cluster | MixedCluster) -> dict[str, Budget]:
+    """The budget of each pool that a plan was predicted within."""
+    prediction = plan.prediction
+    if prediction is None:
+        return {}
+    if plan.is_mixed:
+        return {use.name: Budget(use.budget_bytes, use.margin_bytes) for use in prediction.pools or ()}
+    return {machines.name: Budget(prediction.budget_bytes, prediction.margin_bytes)}
+
+
+def _check_no_image(own: Any, image_size: tuple[int, int] | None) -> None:
+    if image_size is not None:
+        raise UserError(
+            field="--image-size",
+            found=f"one for {own.own.module}, a module of your own",
+            expected="the images of its sample",
+            hint="leave the option out",
+        )
+
+
+def _check_sizes(request: PlanRequest) -> None:
+    batch, seq_len = request.global_batch, request.seq_len
+    for name, value, most in (("global_batch", batch, MOST_SAMPLES), ("seq_len", seq_len, MOST_TOKENS)):
+        if value is not None and not 1 <= value <= most:
+            raise UserError(
+                field=name, found=str(value), expected=f"1 to {most}", hint=f"give --{name.replace('_', '-')}"
+            )
+    if batch is not None and seq_len is not None and batch * seq_len > MOST_STEP_TOKENS:
+        raise UserError(
+            field="global_batch",
+            found=f"{batch} samples of {seq_len} tokens, {batch * seq_len} tokens a step",
+            expected=f"at most {MOST_STEP_TOKENS} tokens a step",
+            hint="give a smaller --global-batch",
+        )
+    if seq_len is not None:
+        request.chain.check_seq_len(seq_len)
+
+
+def _check_imbalance(request: PlanRequest) -> None:
+    chain, imbalance = request.chain, request.imbalance
+    if imbalance != ASSUMED_IMBALANCE and not any(kind.num_experts for kind in chain.kinds):
+        raise UserError(
+            field="imbalance",
+            found=f"{imbalance:g} for {chain.name}",
+            expected="a model with experts",
+            hint="leave it out: no routing is uneven here",
+        )
+    if not 1 <= imbalance <= MOST_IMBALANCE:
+        raise UserError(
+            field="imbalance",
+            found=f"{imbalance:g}",
+            expected=f"1 (every rank's experts get as many tokens) to {MOST_IMBALANCE:g}",
+            hint="give --imbalance what training reported, or leave it out",
+        )
+
+
+def _check_precision(request: PlanRequest) -> None:
+    module = request.chain.own
+    if module is not None and module.no_bf16 and request.precision == "bf16":
+        raise InvalidModelError(
+            field="precision",
+            found=f"bf16 for {module.module}, which fails on parameters in bf16: {module.no_bf16}",
+            expected="a module that computes in the type of its parameters",
+            hint="convert what the forward pass makes in fp32 (x.to(self.proj.weight.dtype)), or plan with fp32",
+        )
+
+
+def _check_what_is_free(request: PlanRequest) -> None:
+    """Raises `UserError` where more than one of length, batch and devices is free, or a length that is measured."""
+    is_fewest = request.objective == "devices"
+    if request.seq_len is not None:
+        if request.global_batch is None and is_fewest:
+            raise UserError(
+                field="--global-batch",
+                found="max with --objective devices",
+                expected="a number: with a free batch the fewest devices are those that hold a single sample",
+                hint="write for example --global-batch 64",
+            )
+        return
+    beside = {
+        "--global-batch max": request.global_batch is None,
+        "--objective devices": is_fewest,
+        "--profile": bool(request.profiles),
+    }
+    option = next((option for option, is_given in beside.items() if is_given), None)
+    if option is not None:
+        raise UserError(
+            field="--seq-len",
+            found=f"max with {option}",
+            expected="a number: one thing at a time can be as large as fits, and a profile is of one length",
+            hint="write for example --seq-len 8192",
+        )
+
+
+def _check_pools(request: PlanRequest) -> None:
+    """Raises `UserError` for the first thing that was asked for on several pools and that none goes with."""
+    asked = {
+        "--seq-len max": request.seq_len is None,
+        "--global-batch max": request.global_batch is None,
+        "--pin": bool(request.decisions.pins),
+        "--objective devices": request.objective == "devices",
+        "--calibrate": bool(request.calibration),
+        "--partition": request.decisions.stage_partition != "exact",
+    }
+    option = next((option for option, is_asked in asked.items() if is_asked), None)
+    if option is not None and request.is_mixed:
+        raise not_with_pools(option)
+
+
+def not_with_pools(option: str) -> UserError:
+    """Return the mistake of an option that does not go with several pools of devices."""
+    return UserError(
+        field=option.partition(" ")[0],
+        found=f"{option} with several pools of devices",
+        expected="a cluster or a plan of one kind of device",
+        hint="leave it out, or plan for one of the pools",
+    )

@@ -1,0 +1,288 @@
+"""What if: named functions from a request to a request, and the one place that solves them.
+
+| variant              | changes               | asks                                                        |
+|----------------------|-----------------------|-------------------------------------------------------------|
+| `baselines`          | decisions             | what DDP, FSDP and one strategy everywhere take             |
+| `without_techniques` | decisions             | what each technique that the plan uses is worth             |
+| `other_pipelines`    | decisions             | what other stages, microbatches and schedules take          |
+| `insisting`          | decisions             | what it costs to insist on a pin                            |
+| `within`             | budget                | what more or less memory is worth                           |
+| `on_cluster`         | cluster               | what fewer, more or other devices take                      |
+| `of_batch`, `of_length` | batch, length      | what another size takes                                     |
+
+A variant that only restricts is never faster than the free plan: it is searched in what is left of the tables of the
+free request, and what the search proves of those bounds it. Pins may ask for strategies that the free search leaves
+out since they are not worth it (`Kind.not_worth`): such a variant widens, and `Answer.widens` names them.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from steelyard.cost.memory_floor import Floors
+from steelyard.cost.predict import predict
+from steelyard.cost.setting import Job
+from steelyard.cost.tables import CostTables
+from steelyard.errors import UserError
+from steelyard.hardware import Cluster
+from steelyard.plan.choices import Rival
+from steelyard.plan.decisions import Decisions
+from steelyard.plan.kinds import KINDS, Kind, variants
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import Remat, Strategy
+from steelyard.planning.acceptance import Acceptance, accept
+from steelyard.planning.choose import device_bytes, ranks_all
+from steelyard.planning.job import job_of
+from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.problem import make_tables, pipeline_settings, space_options, stage_strategies
+from steelyard.planning.request import Budget, PlanRequest
+from steelyard.planning.uniform import uniform_tables
+from steelyard.schedules import SCHEDULES, PipelineConfig
+from steelyard.search import OnDemand, SpaceOptions, nearest_miss, refusal
+from steelyard.units import format_plural
+
+ANY_PLAN = "any plan"
+"""The name of the variant that changes nothing."""
+UNIFORM = "plain n-D"
+"""The name of the baseline that has all others in it: one strategy everywhere, cuts free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A named function from a request to a request."""
+
+    name: str
+    change: Callable[[PlanRequest], PlanRequest]
+
+
+def deciding(name: str, decisions: Decisions) -> Variant:
+    """Return the variant in which the user decides this as well; none that contradicts the request has a plan."""
+    return Variant(name=name, change=lambda request: replace(request, decisions=request.decisions.with_also(decisions)))
+
+
+FREE_CHOICE = Variant(name=ANY_PLAN, change=lambda request: request)
+
+
+def baselines() -> tuple[Variant, ...]:
+    """Return the ways to train that need no planner, by the names that their users give them."""
+    alone, found = Decisions(uniform=True, num_stages=1), []
+    for kind in KINDS.values():
+        if kind.plain_name:
+            others = (_without(each) for each in KINDS.values() if each is not kind)
+            found.append(deciding(kind.plain_name, alone.with_also(*others)))
+    return (*found, deciding(UNIFORM, Decisions(uniform=True)))
+
+
+def without_techniques(plan: Plan) -> tuple[Variant, ...]:
+    """Return, for each technique that a plan uses, the variant without it: a dimension, a variant of one, or remat."""
+    found = {f"without {kind}": _without(kind) for kind in reversed(KINDS.values()) if _uses(plan, kind)}
+    for key, (kind, variant) in variants().items():
+        if kind.is_level and any(each.variant(key) != variant.default for each in plan.strategies):
+            texts = [text.lstrip("+") for text in variant.texts.values() if text]
+            found[f"without {' or '.join(texts)}"] = Decisions(variants={key: (variant.default,)})
+    if any(each.remat is not Remat.NONE for each in plan.strategies):
+        found["without remat"] = Decisions(remats=(Remat.NONE,))
+    return tuple(deciding(name, decisions) for name, decisions in found.items())
+
+
+def _uses(plan: Plan, kind: Kind) -> bool:
+    return any(kind in strategy.kinds for strategy in plan.strategies)
+
+
+def _without(kind: Kind) -> Decisions:
+    if kind.is_level:
+        return Decisions(max_degrees={kind.name: 1})
+    return Decisions(variants={variant.key: (variant.default,) for variant in kind.variants})
+
+
+def other_pipelines(plan: Plan, searched: Iterable[PipelineConfig]) -> tuple[Variant, ...]:
+    """Return the variants of every other number of stages that is searched, of half and twice the microbatches, and of
+    every other schedule for the plan's own number of stages."""
+    pipelines = list(searched)
+    stages = sorted({each.num_stages for each in pipelines} - {plan.num_stages})
+    found = [deciding(format_plural(count, "stage"), Decisions(num_stages=count)) for count in stages]
+    counts = {each.num_microbatches for each in pipelines}
+    for count in (plan.num_microbatches // 2, plan.num_microbatches * 2):
+        if count in counts:
+            name = format_plural(count, "microbatch", "microbatches")
+            found.append(deciding(name, Decisions(num_microbatches=count)))
+    if plan.num_stages > 1:
+        here = {each.schedule for each in pipelines if each.num_stages == plan.num_stages}
+        others = [each for each in SCHEDULES.values() if each in here or each.why_not_everywhere]
+        found += [
+            deciding(each.name, Decisions(schedules=(each.name,), num_stages=plan.num_stages))
+            for each in others
+            if each != plan.pipeline.schedule
+        ]
+    return tuple(found)
+
+
+def insisting(pin: str) -> Variant:
+    """Return the variant in which layers, or the pipeline, must have what a pin asks for."""
+    return deciding(pin, Decisions(pins=(pin,)))
+
+
+def within(name: str, num_bytes: int, *, margin_bytes: int = 0) -> Variant:
+    """Return the variant with another budget per device."""
+
+    def change(request: PlanRequest) -> PlanRequest:
+        return replace(request, budgets={request.cluster.name: Budget(num_bytes, margin_bytes)})
+
+    return Variant(name=name, change=change)
+
+
+def on_cluster(name: str, cluster: Cluster) -> Variant:
+    """Return the variant on other devices."""
+    return Variant(name=name, change=lambda request: replace(request, cluster=cluster))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The fastest plan of a variant that fits, or how far the nearest one is from fitting."""
+
+    name: str
+    plan: Plan | None = None
+    """Without its prediction."""
+    step_s: float = math.inf
+    missing_bytes: int | None = None
+    """Of a device, None where a plan fits, or no memory would help."""
+    tables: tuple[OnDemand, ...] = ()
+    """What was searched, with the bounds that were proven."""
+    widens: tuple[Strategy, ...] = ()
+    """Strategies that the free search leaves out."""
+
+    def beside(self, step_s: float) -> Rival:
+        """Return the answer next to a plan whose step takes ``step_s``."""
+        if self.plan is None:
+            return Rival(name=self.name, missing_bytes=self.missing_bytes)
+        return Rival(
+            name=self.name,
+            step_time_s=self.step_s,
+            slowdown=self.step_s / step_s - 1,
+            setting=describe(self.plan.pipeline),
+            strategies=summarise(self.plan),
+        )
+
+
+class Study:
+    """Solves variants of one request on one pool, and shares its trace, prices and cost tables between them.
+
+    ``time_limit_s`` is of each search. ``tables`` saves making those of the request, bounded or not.
+    """
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        job: Job | None = None,
+        *,
+        tables: Sequence[OnDemand] | None = None,
+        floors: Floors | None = None,
+        time_limit_s: float | None,
+    ) -> None:
+        own = job_of(request) if job is None else job
+        assert isinstance(own, Job), "a study is of one pool"
+        self.request, self.job, self.time_limit_s = request, own, time_limit_s
+        self._tables = tuple(make_tables(own, request.decisions) if tables is None else tables)
+        self._floors = floors or Floors(own)
+        self._bounded = {own.budget_bytes: self._tables}
+        """The tables with what is proven of them within budgets: it holds within less."""
+        self._offered = {each.pipeline: each for each in self._tables}
+
+    @property
+    def pipelines(self) -> tuple[PipelineConfig, ...]:
+        """The pipeline configurations that the request lets the search choose from."""
+        return tuple(self._offered)
+
+    def least_bytes(self) -> int | None:
+        """Return the least memory that a plan takes by the cost tables; None where none is legal."""
+        misses = (nearest_miss(each.tables, 0) for each in self._tables)
+        return min((miss.needed_bytes for miss in misses if miss is not None), default=None)
+
+    def answer(self, variant: Variant) -> Answer:
+        """Return the best plan of a variant, as far as the time limit reaches."""
+        try:
+            request = variant.change(self.request)
+            job = self._job(request)
+            tables, widens = self._tables_of(request, job)
+        except UserError:  # it contradicts what was decided, or no pipeline is so
+            return Answer(name=variant.name)
+        if not tables:
+            return Answer(name=variant.name)
+        are_own = request.decisions == self.request.decisions and job.cluster == self.job.cluster
+        found = self._accepted(job, tables, are_own=are_own)
+        bounded = found.bounded(tables)
+        if are_own:
+            self._bounded[job.budget_bytes] = bounded
+        if not found.ranked:
+            miss = found.search.nearest_miss
+            missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else None
+            return Answer(name=variant.name, missing_bytes=missing, tables=bounded, widens=widens)
+        plans = [each.plan for each in (found.ranked if ranks_all(job) else found.ranked[:1])]
+        step_s, plan = min(((predict(each, job).step_time_s, each) for each in plans), key=lambda pair: pair[0])
+        return Answer(name=variant.name, plan=plan, step_s=step_s, tables=bounded, widens=widens)
+
+    def _accepted(self, job: Job, tables: Sequence[OnDemand], *, are_own: bool) -> Acceptance:
+        """What of these tables, the request's own or others, fits within the budget of a job."""
+        floors = self._floors if are_own else self._floors.of_others()
+        count = len(tables) if ranks_all(job) else 1
+        return accept(
+            job,
+            tables,
+            num_exact=count,
+            num_alternatives=count - 1,
+            time_limit_s=self.time_limit_s,
+            floors=floors,
+        )
+
+    def _job(self, request: PlanRequest) -> Job:
+        """The job of a variant, which shares the trace and the prices of the request's own where it may."""
+        mine, job = self.request, self.job
+        if (request.chain, request.seq_len, request.global_batch) != (mine.chain, mine.seq_len, mine.global_batch):
+            own = job_of(request)
+            assert isinstance(own, Job), "a study is of one pool"
+            return own
+        if request.cluster != mine.cluster:
+            assert isinstance(request.cluster, Cluster), "a study is of one pool"
+            job = replace(job, cluster=request.cluster)
+        budget = request.budgets.get(request.cluster.name)
+        return job if budget is None else job.within(budget.num_bytes, margin_bytes=budget.margin_bytes)
+
+    def _tables_of(self, request: PlanRequest, job: Job) -> tuple[list[OnDemand], tuple[Strategy, ...]]:
+        """The cost tables of a variant, and the strategies in them that the free search leaves out."""
+        decisions = request.decisions
+        if job.cluster != self.job.cluster or job.global_batch != self.job.global_batch:
+            return list(make_tables(job, decisions)), ()
+        roomier = [budget for budget in self._bounded if budget >= job.budget_bytes]
+        base = self._bounded[min(roomier)] if roomier else self._tables
+        if decisions == self.request.decisions:
+            return list(base), ()
+        if decisions.pins != self.request.decisions.pins:
+            return list(make_tables(job, decisions)), self._left_out(decisions)
+        wanted = {each.pipeline for each in pipeline_settings(job, decisions)}
+        known = [each for each in base if each.pipeline in wanted]
+        options = space_options(job, decisions)
+        tables = [each.narrowed(partial(_allowed, options=options)) for each in known]
+        if missing := wanted - {each.pipeline for each in known}:
+            tables += [each for each in make_tables(job, decisions) if each.pipeline in missing]
+        if decisions.uniform:
+            limit_s = math.inf if self.time_limit_s is None else self.time_limit_s
+            found = uniform_tables(job, tables, self._floors.of, deadline=time.monotonic() + limit_s)
+            tables = [OnDemand.of(each) for each in found]
+        return tables, ()
+
+    def _left_out(self, decisions: Decisions) -> tuple[Strategy, ...]:
+        """What these decisions offer and the request does not."""
+        sizes = sorted({self.job.cluster.num_devices // each.num_stages for each in self.pipelines})
+        free = {each for size in sizes for each in stage_strategies(self.job, size, self.request.decisions)}
+        offered = dict.fromkeys(each for size in sizes for each in stage_strategies(self.job, size, decisions))
+        return tuple(each for each in offered if each not in free)
+
+
+def _allowed(tables: CostTables, options: SpaceOptions) -> CostTables:
+    """The tables with only those strategies legal that these options offer."""
+    kept = np.array([refusal(strategy, options) is None for strategy in tables.strategies], dtype=bool)
+    return replace(tables, legal=tables.legal & kept)
