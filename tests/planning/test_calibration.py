@@ -8,14 +8,16 @@ import pytest
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.hardware import find_device, is_same_device, parse_cluster
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.calibration import InvalidRunError, calibrate, time_factors
 from steelyard.planning.choose import plan_job
-from steelyard.planning.price import job_of, with_price
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.job import job_of as job_of_request
+from steelyard.planning.price import with_price
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from tests.cost.examples import job, plan
+from tests.jobs import job_of
 
 FSDP = ", ".join(["fsdp8"] * 6)
 TP = ", ".join(["tp2-fsdp4"] * 6)
@@ -47,33 +49,37 @@ def record(folder: Path, of: Job, **changes: object) -> Path:
     return path
 
 
+def calibrated(of: Job, *paths: Path) -> Job:
+    return calibrate(of, paths, job_of_request)
+
+
 def priced(of: Job, text: str = FSDP) -> float:
     return predict(plan(of, text, num_microbatches=4), of).step_time_s
 
 
 def test_the_measured_plan_is_predicted_as_it_was_measured(tmp_path: Path) -> None:
-    assert priced(calibrate(job(), measured(tmp_path, job(), FSDP, 0.5))) == pytest.approx(0.5)
+    assert priced(calibrated(job(), measured(tmp_path, job(), FSDP, 0.5))) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("text", [FSDP, TP])
 def test_every_other_plan_is_scaled_alike(tmp_path: Path, text: str) -> None:
     of = job()
     factor = 0.5 / priced(of)
-    assert priced(calibrate(of, measured(tmp_path, of, FSDP, 0.5)), text) == pytest.approx(factor * priced(of, text))
+    assert priced(calibrated(of, measured(tmp_path, of, FSDP, 0.5)), text) == pytest.approx(factor * priced(of, text))
 
 
 def test_a_run_on_fewer_devices_calibrates_a_plan_for_more(tmp_path: Path) -> None:
     small, large = (job(parse_cluster(name)) for name in ("1x8xa100-80gb", "2x8xa100-80gb"))
     path = measured(tmp_path, small, FSDP, 2 * priced(small))
-    assert calibrate(large, path).time_factor == pytest.approx(2.0)
+    assert calibrated(large, path).time_factor == pytest.approx(2.0)
 
 
 def test_a_record_scales_by_measured_over_predicted(tmp_path: Path) -> None:
-    assert calibrate(job(), record(tmp_path, job())).time_factor == pytest.approx(1.5)
+    assert calibrated(job(), record(tmp_path, job())).time_factor == pytest.approx(1.5)
 
 
 def test_a_record_of_a_calibrated_plan_replaces_its_factor(tmp_path: Path) -> None:
-    assert calibrate(job(), record(tmp_path, job(), predicted_time_factor=2.0)).time_factor == pytest.approx(3.0)
+    assert calibrated(job(), record(tmp_path, job(), predicted_time_factor=2.0)).time_factor == pytest.approx(3.0)
 
 
 def three(folder: Path, of: Job, *seconds: float) -> list[Path]:
@@ -85,20 +91,20 @@ def three(folder: Path, of: Job, *seconds: float) -> list[Path]:
 
 
 def test_several_runs_scale_by_their_median_which_an_odd_one_does_not_move(tmp_path: Path) -> None:
-    of = calibrate(job(), *three(tmp_path, job(), 2.2, 2.6, 90.0))
+    of = calibrated(job(), *three(tmp_path, job(), 2.2, 2.6, 90.0))
     assert of.time_factor == pytest.approx(1.3)
     assert of.num_calibrating == 3
 
 
 def test_two_runs_scale_by_their_geometric_mean(tmp_path: Path) -> None:
-    assert calibrate(job(), *three(tmp_path, job(), 2.0, 8.0)).time_factor == pytest.approx(2.0)
+    assert calibrated(job(), *three(tmp_path, job(), 2.0, 8.0)).time_factor == pytest.approx(2.0)
 
 
 def test_runs_of_plans_and_records_go_together(tmp_path: Path) -> None:
     of = job()
     paths = [measured(tmp_path, of, FSDP, 3 * priced(of)), *three(tmp_path, of, 4.0, 40.0)]
-    assert [factor for _, factor in time_factors(of, paths)] == pytest.approx([3.0, 2.0, 20.0])
-    assert calibrate(of, *paths).time_factor == pytest.approx(3.0)
+    assert [factor for _, factor in time_factors(of, paths, job_of_request)] == pytest.approx([3.0, 2.0, 20.0])
+    assert calibrated(of, *paths).time_factor == pytest.approx(3.0)
 
 
 def test_one_of_several_that_is_of_another_model_or_device_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -110,18 +116,18 @@ def test_one_of_several_that_is_of_another_model_or_device_is_refused_by_its_nam
     ):
         bad.write_text(json.dumps(content | changes))
         with pytest.raises(InvalidRunError, match=message) as raised:
-            calibrate(job(), good, bad)
+            calibrated(job(), good, bad)
         assert str(bad) in raised.value.field
 
 
 def test_a_run_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     path = record(tmp_path, job())
     with pytest.raises(InvalidRunError, match="twice"):
-        calibrate(job(), path, path.parent / "." / path.name)
+        calibrated(job(), path, path.parent / "." / path.name)
 
 
 def test_a_plan_says_how_many_runs_its_times_rest_on_and_keeps_it_when_priced_again(tmp_path: Path) -> None:
-    of = calibrate(job(), *three(tmp_path, job(), 2.2, 2.6, 3.0))
+    of = calibrated(job(), *three(tmp_path, job(), 2.2, 2.6, 3.0))
     found = with_price(plan(of, FSDP, num_microbatches=4), of)
     assert found.prediction is not None
     assert "calibrated by 3 measured runs" in str(found.prediction.profile)
@@ -129,8 +135,8 @@ def test_a_plan_says_how_many_runs_its_times_rest_on_and_keeps_it_when_priced_ag
 
 
 def test_a_plan_says_by_what_its_times_were_scaled_and_keeps_it_when_priced_again(tmp_path: Path) -> None:
-    of = calibrate(job(), record(tmp_path, job()))
-    found = plan_job(of, PlanOptions(num_stages=1, num_microbatches=4, max_degrees={"tp": 1})).plan
+    of = calibrated(job(), record(tmp_path, job()))
+    found = plan_job(of, Decisions(num_stages=1, num_microbatches=4, max_degrees={"tp": 1})).plan
     assert found is not None
     assert found.prediction is not None
     assert found.prediction.time_factor == pytest.approx(1.5)
@@ -143,19 +149,19 @@ def test_a_plan_says_by_what_its_times_were_scaled_and_keeps_it_when_priced_agai
 def test_a_run_of_another_model_is_refused(tmp_path: Path) -> None:
     other = job(num_hidden_layers=8)
     with pytest.raises(InvalidRunError, match="another model"):
-        calibrate(other, measured(tmp_path, job(), FSDP, 0.5))
+        calibrated(other, measured(tmp_path, job(), FSDP, 0.5))
     with pytest.raises(InvalidRunError, match="another model"):
-        calibrate(other, record(tmp_path, job()))
+        calibrated(other, record(tmp_path, job()))
 
 
 def test_a_run_on_another_device_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRunError, match="a run on round"):
-        calibrate(job(), record(tmp_path, job(), device="NVIDIA A100-SXM4-80GB"))
+        calibrated(job(), record(tmp_path, job(), device="NVIDIA A100-SXM4-80GB"))
 
 
 def test_a_record_without_a_prediction_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRunError, match="had no prediction"):
-        calibrate(job(), record(tmp_path, job(), predicted_step_s=None))
+        calibrated(job(), record(tmp_path, job(), predicted_step_s=None))
 
 
 @pytest.mark.parametrize("text", ["version: 1\nplan: p\nstep_time_s: 0\n", "version: 1\nplan: p\n", "1", "a: [", ""])
@@ -163,12 +169,12 @@ def test_a_file_that_is_no_run_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(InvalidRunError):
-        calibrate(job(), path)
+        calibrated(job(), path)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRunError, match="--calibrate"):
-        calibrate(job(), tmp_path / "nowhere.json")
+        calibrated(job(), tmp_path / "nowhere.json")
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import pytest
 
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds import CP, DP
-from steelyard.planning.choose import find_plan, plan_job
-from steelyard.planning.job import make_job
-from steelyard.planning.pins import parse_pin
-from steelyard.planning.problem import PlanOptions, stage_strategies
+from steelyard.planning.choose import plan_job
+from steelyard.planning.complete import find_plan
+from steelyard.planning.problem import stage_strategies
 from steelyard.planning.why_not import pin_error
 from steelyard.search import SpaceOptions, enumerate_strategies
+from tests.jobs import make_job, request_of
 from tests.runtime.models import FAMILY_CONFIGS
 
 LLAMA: dict[str, Any] = FAMILY_CONFIGS["llama"] | {"num_key_value_heads": 2}
@@ -30,21 +31,16 @@ def job(config: dict[str, Any] = LLAMA, *, seq_len: int = 64, global_batch: int 
     )
 
 
-def asking(of: Job, *texts: str) -> PlanOptions:
-    pins = tuple(parse_pin(text, option="--pin", num_layers=of.chain.num_layers) for text in texts)
-    return PlanOptions(pins=pins)
-
-
 def why_not(of: Job, text: str) -> UserError:
-    options = asking(of, text)
-    assert plan_job(of, options).plan is None
-    return pin_error(of, options)
+    decisions = Decisions(pins=(text,))
+    assert plan_job(of, decisions).plan is None
+    return pin_error(request_of(of, decisions), of)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seq_len", "offered"), [(8192, False), (16384, True)])
 def test_it_is_searched_from_a_length_on(seq_len: int, offered: bool) -> None:
-    strategies = stage_strategies(job(seq_len=seq_len), 4, PlanOptions())
+    strategies = stage_strategies(job(seq_len=seq_len), 4, Decisions())
     assert any(CP in strategy.kinds for strategy in strategies) == offered
 
 
@@ -56,7 +52,7 @@ def test_a_rank_keeps_2048_tokens(seq_len: int, most: int) -> None:
 
 @pytest.mark.slow
 def test_ulysses_that_divides_no_blocks_heads_is_not_searched() -> None:
-    offered = stage_strategies(job(seq_len=16384), 4, PlanOptions())
+    offered = stage_strategies(job(seq_len=16384), 4, Decisions())
     found = {strategy.parallel for strategy in offered if strategy.variant("cp_method") == "ulysses"}
     assert found == {"dp2-cp2", "fsdp2-cp2"}
 
@@ -65,7 +61,7 @@ def test_ulysses_that_divides_no_blocks_heads_is_not_searched() -> None:
 @pytest.mark.parametrize("text", ["cp=2", "blocks: cp2-tp2+sp", "cp=2, cp_method=ulysses"])
 def test_a_pin_gets_it_for_short_sequences(text: str) -> None:
     of = job()
-    found = plan_job(of, asking(of, text)).plan
+    found = plan_job(of, Decisions(pins=(text,))).plan
     assert found is not None
     assert all(CP in strategy.kinds for strategy in found.strategies[1:-1])
 
@@ -103,5 +99,5 @@ def test_a_sequence_must_come_in_two_equal_pieces_for_each_rank() -> None:
 @pytest.mark.slow
 def test_tp_outside_it_is_refused_with_the_right_order() -> None:
     with pytest.raises(UserError) as raised:
-        asking(job(), "tp2-cp2")
+        request_of(job(), Decisions(pins=("tp2-cp2",)))
     assert raised.value.hint == "write the tp level last, as in cp2-tp4"

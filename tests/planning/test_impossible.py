@@ -1,31 +1,33 @@
 """Pins that no strategy can meet: one clear reason each, from the kind that is asked for."""
 
+from dataclasses import replace
+
 import pytest
 
 from steelyard.errors import UserError
-from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
+from steelyard.plan.decisions import Decisions
 from steelyard.planning import job
-from steelyard.planning.choose import find_plan
-from steelyard.planning.impossible import Request, impossible, refuse_impossible
+from steelyard.planning.complete import find_plan
+from steelyard.planning.impossible import impossible, refuse_impossible
 from steelyard.planning.pins import parse_pin
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.request import PlanRequest, make_request
 from tests.runtime.models import FAMILY_CONFIGS
 
 
-def make_request(name: str, seq_len: int = 32, **changes: object) -> Request:
+def asking(name: str, seq_len: int = 32, **changes: object) -> PlanRequest:
     """On 8 devices, 16 samples; nothing is traced."""
     chain = chain_from_config(FAMILY_CONFIGS[name] | changes, name=name)
-    return Request(chain=chain, num_devices=8, global_batch=16, seq_len=seq_len)
+    return make_request(chain, "1x8xh100-80gb", global_batch=16, seq_len=seq_len)
 
 
 @pytest.fixture(scope="module")
-def requests() -> dict[str, Request]:
+def requests() -> dict[str, PlanRequest]:
     return {
-        "mixtral": make_request("mixtral", num_local_experts=8, num_key_value_heads=2),
-        "llama": make_request("llama"),
-        "llama, 28 tokens": make_request("llama", seq_len=28),
-        "bert": make_request("bert"),
+        "mixtral": asking("mixtral", num_local_experts=8, num_key_value_heads=2),
+        "llama": asking("llama"),
+        "llama, 28 tokens": asking("llama", seq_len=28),
+        "bert": asking("bert"),
     }
 
 
@@ -51,7 +53,7 @@ def requests() -> dict[str, Request]:
     ],
 )
 def test_what_no_strategy_has_is_refused_with_the_reason_of_its_kind(
-    requests: dict[str, Request], name: str, pin: str, reason: str
+    requests: dict[str, PlanRequest], name: str, pin: str, reason: str
 ) -> None:
     request = requests[name]
     found = impossible(request, parse_pin(pin, option="--pin", num_layers=request.chain.num_layers))
@@ -59,7 +61,7 @@ def test_what_no_strategy_has_is_refused_with_the_reason_of_its_kind(
 
 
 @pytest.mark.parametrize("pin", ["ep=4", "ep=4, fsdp=2", "tp=2", "cp=2", "remat=full", "single", "sp=on", "zero=3"])
-def test_what_some_strategy_has_is_not(requests: dict[str, Request], pin: str) -> None:
+def test_what_some_strategy_has_is_not(requests: dict[str, PlanRequest], pin: str) -> None:
     assert impossible(requests["mixtral"], parse_pin(pin, option="--pin", num_layers=4)) == ()
 
 
@@ -69,15 +71,15 @@ def test_dp_inside_fsdp_is_an_error_that_says_how_to_write_both() -> None:
 
 
 def test_a_pin_that_no_strategy_has_is_refused_before_the_model_is_traced(
-    requests: dict[str, Request], monkeypatch: pytest.MonkeyPatch
+    requests: dict[str, PlanRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "cached_trace", pytest.fail)
     chain = requests["bert"].chain
-    options = PlanOptions(pins=(parse_pin("cp=2", option="--pin", num_layers=chain.num_layers),))
+    decisions = Decisions(pins=("cp=2",))
     with pytest.raises(UserError, match=r"--pin: found 'cp=2'.*\n.*only causal attention in one kernel"):
-        find_plan(chain, "1x8xh100-80gb", global_batch=16, seq_len=32, options=options)
+        find_plan(chain, "1x8xh100-80gb", global_batch=16, seq_len=32, decisions=decisions)
 
 
-def test_a_batch_that_is_searched_for_has_room_for_every_pin(requests: dict[str, Request]) -> None:
-    chain, cluster = requests["llama"].chain, parse_cluster("2x4xh100-80gb")
-    refuse_impossible([parse_pin("fsdp=8", option="--pin", num_layers=chain.num_layers)], chain, cluster, None, 32)
+def test_a_batch_that_is_searched_for_has_room_for_every_pin(requests: dict[str, PlanRequest]) -> None:
+    asked = replace(requests["llama"], global_batch=None, decisions=Decisions(pins=("fsdp=8",)))
+    refuse_impossible(asked)

@@ -16,7 +16,7 @@ from tests.schedules.examples import pipeline
 
 
 def pin(text: str) -> Pin:
-    return parse_pin(text, option="--pin", num_layers=10, with_settings=True)
+    return parse_pin(text, option="--pin", num_layers=10)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,9 @@ def test_a_mistake_in_a_pin_says_what_was_expected(text: str, hint: str) -> None
     assert hint in str(caught.value)
 
 
-def test_settings_are_pinned_only_where_that_is_allowed() -> None:
+def test_settings_of_the_pipeline_are_pinned() -> None:
     assert pin("stages=4").takes(pipeline(4, 8))
     assert not pin("stages=4").takes(pipeline(2, 8))
-    with pytest.raises(UserError, match="stages"):
-        parse_pin("stages=4", option="--pin", num_layers=10)
 
 
 def test_a_pinned_search_finds_the_best_of_all_plans_that_obey_the_pin() -> None:

@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 
-from steelyard.cli.plan import trial_lines
-from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.planning import length, trial
-from steelyard.planning.length import longest_sequence
-from steelyard.planning.problem import PlanOptions
-from steelyard.planning.trial import Trials
+from steelyard.planning import sizes
+from steelyard.planning.request import PlanRequest
+from steelyard.planning.sizes import Trials, longest_sequence
 from tests.cost.examples import job
 from tests.runtime.models import FAMILY_CONFIGS
 
@@ -24,23 +21,24 @@ OF = job()
 def find(monkeypatch: pytest.MonkeyPatch, fitting: int, chain: ModelChain = OF.chain, *, free: int = 10**9) -> Trials:
     """With devices on which ``fitting`` tokens fit, and no more; those above ``free`` take of the margin."""
 
-    def plan_job(of: Job, _options: PlanOptions, *, top: int) -> Any:
-        plan = (
-            SimpleNamespace(prediction=SimpleNamespace(tokens_per_s_per_device=1.0)) if of.seq_len <= fitting else None
-        )
-        reason = f"{of.seq_len - fitting} tokens too many, {top} shown"
-        return SimpleNamespace(job=of, plan=plan, miss_text=reason, has_margin=of.seq_len <= free)
+    def plan_request(request: PlanRequest, _job: None) -> Any:
+        length, top = request.seq_len, request.num_alternatives
+        assert length is not None
+        plan = SimpleNamespace(prediction=SimpleNamespace(tokens_per_s_per_device=1.0)) if length <= fitting else None
+        reason = f"{length - fitting} tokens too many, {top} shown"
+        return SimpleNamespace(job=replace(OF, seq_len=length), plan=plan, miss_text=reason, has_margin=length <= free)
 
-    monkeypatch.setattr(trial, "plan_job", plan_job)
-    return longest_sequence(lambda tokens: replace(OF, seq_len=tokens), chain, PlanOptions(), top=0)
+    monkeypatch.setattr(sizes, "plan_request", plan_request)
+    asked = PlanRequest(chain=chain, cluster=OF.cluster, global_batch=8, seq_len=None, num_alternatives=0)
+    return longest_sequence(asked)
 
 
 @pytest.mark.parametrize("fitting", [1024, 1500, 5000, 8192, 12345, 100_000, 131_072, 1_000_000])
 def test_the_length_found_fits_and_an_eighth_more_does_not(monkeypatch: pytest.MonkeyPatch, fitting: int) -> None:
     found = find(monkeypatch, fitting)
     taken = found.result.job.seq_len
-    assert taken % length.STEP_TOKENS == 0
-    assert taken <= fitting < taken + max(length.STEP_TOKENS, taken // 8)
+    assert taken % sizes.STEP_TOKENS == 0
+    assert taken <= fitting < taken + max(sizes.STEP_TOKENS, taken // 8)
 
 
 @pytest.mark.parametrize("fitting", [5000, 100_000])
@@ -55,7 +53,7 @@ def test_the_length_found_leaves_the_margin_free(monkeypatch: pytest.MonkeyPatch
     assert 50_000 - found.result.job.seq_len < 50_000 // 8
     assert found.result.has_margin
     assert "fit under pressure alone" in found.stopped
-    assert ", under pressure" in "".join(trial_lines(found, "{} tokens"))
+    assert ", under pressure" in "".join(found.lines("{} tokens"))
 
 
 def test_where_no_length_leaves_the_margin_free_one_is_taken_under_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +70,7 @@ def test_no_length_is_tried_twice_and_few_are(monkeypatch: pytest.MonkeyPatch) -
 def test_where_the_shortest_does_not_fit_the_nearest_miss_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find(monkeypatch, 100)
     assert found.result.plan is None
-    assert found.result.job.seq_len == length.STEP_TOKENS
+    assert found.result.job.seq_len == sizes.STEP_TOKENS
 
 
 def test_a_model_of_learned_positions_ends_at_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
