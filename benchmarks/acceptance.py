@@ -12,9 +12,11 @@ import time
 from dataclasses import dataclass, replace
 
 from steelyard.cost.build import usable_bytes
+from steelyard.plan.decisions import Decisions
 from steelyard.planning.acceptance import accept
-from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.job import job_of
+from steelyard.planning.problem import make_tables
+from steelyard.planning.request import make_request
 from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search import search
 from steelyard.units import GIB, format_seconds
@@ -55,16 +57,18 @@ PROBLEMS = {
 
 def show(problem: Problem) -> None:
     """A line for each budget."""
-    job = make_job(
-        problem.model,
-        problem.cluster,
-        global_batch=problem.global_batch,
-        seq_len=problem.seq_len,
-        precision="bf16",
-        memory=None,
-        profile=None,
+    job = job_of(
+        make_request(
+            problem.model,
+            problem.cluster,
+            global_batch=problem.global_batch,
+            seq_len=problem.seq_len,
+            precision="bf16",
+            memory=None,
+            profile=None,
+        )
     )
-    tables = make_tables(job, PlanOptions())
+    tables = make_tables(job, Decisions())
     print(f"{problem.model} on {problem.cluster}, {len(tables)} settings")
     search(tables, usable_bytes(job))
     for budget_gib in problem.budgets_gib:

@@ -50,9 +50,10 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.planning.job import make_job
+from steelyard.planning.job import job_of
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.price import with_price
+from steelyard.planning.request import make_request
 from steelyard.processes.group import process_group
 from steelyard.profiler.layers import build_short_chain, layer_meshes, measure_laps, times_of
 from steelyard.profiler.measure import current_device, measure
@@ -144,14 +145,16 @@ class Bench:
 
     def job(self, chain: ModelChain, profile: Profile | None, *, global_batch: int) -> Job:
         """A job on the device: by the profile, or by the catalogue where there is none."""
-        return make_job(
-            chain,
-            self.cluster,
-            global_batch=global_batch,
-            seq_len=self.sizes.seq_len,
-            precision="bf16",
-            memory=self.memory,
-            profile=profile or self.traces[chain.name],
+        return job_of(
+            make_request(
+                chain,
+                self.cluster,
+                global_batch=global_batch,
+                seq_len=self.sizes.seq_len,
+                precision="bf16",
+                memory=self.memory,
+                profile=profile or self.traces[chain.name],
+            )
         )
 
 

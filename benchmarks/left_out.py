@@ -19,13 +19,15 @@ from math import inf
 from steelyard.cost.build import KnownCosts, build_tables, usable_bytes
 from steelyard.cost.setting import Job
 from steelyard.hardware import parse_cluster
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds import DP
 from steelyard.plan.kinds.data import degree_of
 from steelyard.plan.kinds.kind import Divides
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions, pipeline_settings, space_options
+from steelyard.planning.job import job_of
+from steelyard.planning.problem import pipeline_settings, space_options
+from steelyard.planning.request import make_request
 from steelyard.profiles.profile import Affine, LayerProfile
 from steelyard.search import enumerate_strategies, search
 
@@ -51,23 +53,31 @@ MANY_NODES = [
 ]
 
 
-def job_of(model: str, cluster: str, share: float, seq_len: int, batch: int) -> Job:
+def job_within(model: str, cluster: str, share: float, seq_len: int, batch: int) -> Job:
     machines = parse_cluster(cluster)
     if machines.inter_link is not None:
         link = replace(machines.inter_link, bytes_per_s=share * machines.inter_link.bytes_per_s)
         machines = replace(machines, inter_link=link)
-    return make_job(model, machines, global_batch=batch, seq_len=seq_len, precision="bf16", memory=None, profile=None)
+    return job_of(
+        make_request(
+            model,
+            machines,
+            global_batch=batch,
+            seq_len=seq_len,
+            precision="bf16",
+        )
+    )
 
 
 def planned_s(job: Job) -> float:
     """Predicted seconds of a step of the best plan; infinite where nothing fits."""
-    plan = plan_job(job, PlanOptions(time_limit_s=TIME_LIMIT_S)).plan
+    plan = plan_job(job, time_limit_s=TIME_LIMIT_S).plan
     return inf if plan is None or plan.prediction is None else plan.prediction.step_time_s
 
 
 def searched_s(job: Job, *, every_group: bool) -> float:
     """The same by the tables; ``every_group`` offers hybrid sharding in groups of any 2ⁿ nodes."""
-    options = PlanOptions()
+    options = Decisions()
     space = space_options(job, options)
     if every_group:
         nodes = job.cluster.devices_per_node
@@ -113,7 +123,7 @@ def main(parts: list[str]) -> None:
     for part in parts or jobs:
         print(f"{part:<48} {'searched':>11} {'with more':>11} {'gain':>8}")
         for model, cluster, share, seq_len, batch in jobs[part]:
-            job = job_of(model, cluster, share, seq_len, batch)
+            job = job_within(model, cluster, share, seq_len, batch)
             links = "" if share == 1 else f" links × {share:g}"
             name = f"{model} {cluster}{links} {batch} × {seq_len}"
             if part == "ring":

@@ -32,14 +32,15 @@ from published_runs.rows import OPEN_RUNS, PublishedRun, read_runs
 from steelyard.cost.predict import predict
 from steelyard.hardware import Cluster, MixedCluster, hardware_file, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds import DP, TP
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import Level, Strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.job import make_job, make_pooled_job
+from steelyard.planning.job import job_of
 from steelyard.planning.pool_rivals import pool_rivals
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.request import make_request
 from steelyard.units import format_seconds
 
 NETWORK = "{name: 1 Gb/s between nodes, bandwidth_GBps: 0.117, latency_us: 30}"
@@ -137,11 +138,11 @@ def shown(cluster: str, model: str, seq_len: int, batch: int) -> Case:
 
 
 def compare(case: Case) -> None:
-    job = make_pooled_job(
-        case.model, case.cluster, global_batch=case.batch, seq_len=case.seq_len, precision=case.precision
+    job = job_of(
+        make_request(case.model, case.cluster, global_batch=case.batch, seq_len=case.seq_len, precision=case.precision)
     )
     started = time.process_time()
-    found = plan_job(job, PlanOptions())
+    found = plan_job(job)
     spent_s = time.process_time() - started
     if found.plan is None:
         print(f"{case.name}\n  nothing fits: {found.miss_text}")
@@ -150,7 +151,7 @@ def compare(case: Case) -> None:
     order = ", ".join(f"{each.name} × {each.num_stages} stages" for each in prediction.pools)
     print(f"{case.name}\n  {format_seconds(prediction.step_time_s)} a step: {order}")
     print(f"  {prediction.certificate}; searched in {spent_s:.1f} s of CPU")
-    for rival in pool_rivals(job, PlanOptions(), prediction.step_time_s):
+    for rival in pool_rivals(job, Decisions(), prediction.step_time_s):
         words = "does not fit" if rival.step_time_s is None else format_seconds(rival.step_time_s)
         slower = "" if rival.slowdown is None else f", {rival.slowdown:+.1%}"
         print(f"  {rival.name}: {words}{slower}")
@@ -195,8 +196,8 @@ def predicted_s(run: PublishedRun) -> float:
     plan, cluster = measured_plan(run)
     asked: dict[str, Any] = {"global_batch": plan.global_batch, "seq_len": plan.seq_len, "precision": "fp32"}
     if isinstance(cluster, MixedCluster):
-        return predict(plan, make_pooled_job(plan.chain(), cluster, **asked)).step_time_s
-    return predict(plan, make_job(plan.chain(), cluster, memory=None, profile=None, **asked)).step_time_s
+        return predict(plan, job_of(make_request(plan.chain(), cluster, **asked))).step_time_s
+    return predict(plan, job_of(make_request(plan.chain(), cluster, **asked))).step_time_s
 
 
 def calibrated_s(run: PublishedRun, rows: Sequence[PublishedRun], predictions_s: Mapping[str, float]) -> float:

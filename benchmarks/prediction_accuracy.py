@@ -37,9 +37,9 @@ from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.job import make_job
-from steelyard.planning.price import job_of, with_price
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.job import job_of
+from steelyard.planning.price import with_price
+from steelyard.planning.request import make_request, request_of_plan
 from steelyard.profiles.profile import Profile
 from steelyard.profiles.record import RunRecord
 from steelyard.units import format_bytes, format_seconds
@@ -151,7 +151,7 @@ def measure_profile(model: str, processes: int, seq_len: int, budget_s: float) -
 def named_plans(job: Job) -> list[tuple[str, Plan]]:
     """The plans by hand, and the searched one, which may be one of them."""
     named = [(case.name, build(job, case)) for case in CASES[job.cluster.num_devices]]
-    searched = plan_job(job, PlanOptions()).plan
+    searched = plan_job(job).plan
     if searched is None:
         return named
     same = [number for number, (_, plan) in enumerate(named) if runs_alike(plan, searched)]
@@ -201,17 +201,22 @@ def measure_rounds(processes: int, options: argparse.Namespace) -> list[list[Row
     for _ in range(options.rounds):
         profile = measure_profile(options.model, processes, options.seq_len, options.budget)
         if not plans:
-            job = make_job(
-                options.model,
-                f"1x{processes}xcpu",
-                global_batch=options.global_batch,
-                seq_len=options.seq_len,
-                precision="fp32",
-                memory=MEMORY,
-                profile=profile,
+            job = job_of(
+                make_request(
+                    options.model,
+                    f"1x{processes}xcpu",
+                    global_batch=options.global_batch,
+                    seq_len=options.seq_len,
+                    precision="fp32",
+                    memory=MEMORY,
+                    profile=profile,
+                )
             )
             plans = named_plans(job)
-        named = [(name, with_price(plan, job_of(plan, memory=MEMORY, profile=profile))) for name, plan in plans]
+        named = [
+            (name, with_price(plan, job_of(request_of_plan(plan, memory=MEMORY, profile=profile))))
+            for name, plan in plans
+        ]
         records = run_plans([plan for _, plan in named], processes, options.steps)
         rounds.append([row_of(name, plan, record) for (name, plan), record in zip(named, records, strict=True)])
     return rounds

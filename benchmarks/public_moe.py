@@ -46,15 +46,16 @@ from steelyard.cost.framework_kernels import job_under
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config, load_model
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Prediction, StagePrediction
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.job import make_job
+from steelyard.planning.job import job_of
 from steelyard.planning.plan_from_search import assemble_plan, describe, summarise
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.request import make_request
 from steelyard.report.check_table import ALLOWANCES
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.tracer.trace import trace
@@ -269,17 +270,19 @@ def show(run: PublicRun) -> None:
 
 def show_found(run: PublicRun) -> None:
     """A line: the best plan of the job of a run in our runtime, or with its way to send tokens, as far as we search."""
-    job = make_job(
-        run.model,
-        run.cluster,
-        global_batch=run.global_batch,
-        seq_len=run.seq_len,
-        precision="bf16",
-        memory=None,
-        profile=None,
-        imbalance=run.imbalance,
+    job = job_of(
+        make_request(
+            run.model,
+            run.cluster,
+            global_batch=run.global_batch,
+            seq_len=run.seq_len,
+            precision="bf16",
+            memory=None,
+            profile=None,
+            imbalance=run.imbalance,
+        )
     )
-    plan = plan_job(job_under(job, _sending(run)), PlanOptions()).plan
+    plan = plan_job(job_under(job, _sending(run)), Decisions()).plan
     assert plan is not None, "these jobs fit"
     assert plan.prediction is not None, "the plan is priced"
     found = plan.prediction

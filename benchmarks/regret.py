@@ -31,14 +31,15 @@ from steelyard.cost.setting import Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.job import make_job
+from steelyard.planning.job import job_of
 from steelyard.planning.price import with_price
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.request import make_request
 from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
@@ -142,13 +143,13 @@ def plans_of(name: str, profiles: Path | None) -> dict[str, dict[str, Plan]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
-        roomy = job_of(path, "4GiB", profile)
+        roomy = job_within(path, "4GiB", profile)
         uniforms = {text: with_price(plan, roomy) for text, plan in uniform_plans(roomy).items()}
         replicated = peak_bytes(uniforms["dp4, 1 microbatches, 1 stages"])
         found = {}
         for share in BUDGET_SHARES:
             budget = int(share * replicated)
-            searched = plan_job(job_of(path, f"{budget // 2**20}MiB", profile), PlanOptions()).plan
+            searched = plan_job(job_within(path, f"{budget // 2**20}MiB", profile), Decisions()).plan
             if searched is None:
                 print(f"{name}, {format_bytes(budget)}: nothing fits", flush=True)
                 continue
@@ -157,16 +158,18 @@ def plans_of(name: str, profiles: Path | None) -> dict[str, dict[str, Plan]]:
     return found
 
 
-def job_of(config: Path, memory: str, profile: Profile) -> Job:
+def job_within(config: Path, memory: str, profile: Profile) -> Job:
     """The planning job under a memory budget."""
-    return make_job(
-        str(config),
-        f"1x{PROCESSES}xcpu",
-        global_batch=GLOBAL_BATCH,
-        seq_len=SEQ_LEN,
-        precision="fp32",
-        memory=memory,
-        profile=profile,
+    return job_of(
+        make_request(
+            str(config),
+            f"1x{PROCESSES}xcpu",
+            global_batch=GLOBAL_BATCH,
+            seq_len=SEQ_LEN,
+            precision="fp32",
+            memory=memory,
+            profile=profile,
+        )
     )
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from steelyard.planning.choose import find_plan
+from steelyard.planning.complete import find_plan
 from steelyard.planning.elastic import fastest_on, replan
-from steelyard.planning.price import any_job_of
+from steelyard.planning.job import job_of
+from steelyard.planning.request import request_of_plan
 
 ROWS = (
     ("llama3-8b", "2x8xh100-80gb", 128, 8192, {"2x8xh100-80gb": (8, 7)}),
@@ -43,8 +44,9 @@ def main() -> None:
             timed(lambda plan=plan, hosts=hosts, pools=pools: replan(plan, hosts, folder, pools)) for _ in range(RUNS)
         ]
         in_order = {name: left[name] for name in plan.cluster.split("+")}
-        job = any_job_of(plan, folder=folder)
-        ahead_s, (ahead, _) = timed(lambda job=job, left=in_order: fastest_on(job, left, ()))
+        request = request_of_plan(plan, folder=folder)
+        job = job_of(request)
+        ahead_s, (ahead, _) = timed(lambda request=request, job=job, left=in_order: fastest_on(request, job, left))
         seconds, now = min(each for each, _ in runs), runs[0][1].plan
         print(
             f"{model}, {cluster}, {left}: ahead {ahead_s:.2f} s, step {ahead.prediction.step_time_s:.2f} s, "

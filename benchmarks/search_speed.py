@@ -27,11 +27,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds import level_kinds
-from steelyard.plan.kinds.cp import LEAST_TOKENS
 from steelyard.planning.acceptance import accept
-from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.job import job_of
+from steelyard.planning.problem import make_tables
+from steelyard.planning.request import make_request
 from steelyard.search import OnDemand, SearchResult, SpaceOptions, search
 from steelyard.units import format_seconds
 from tests.oracles import grid
@@ -79,15 +80,14 @@ def show(name: str, result: SearchResult, seconds: float) -> None:
     print(f"  {name}: {status}, {format_seconds(seconds)}, peak {peak_mib():.0f} MiB", flush=True)
 
 
-def full_space(seq_len: int) -> SpaceOptions:
-    """All kinds that take ranks of their own and are worth a search at this length, with every variant."""
+def full_space() -> SpaceOptions:
+    """All kinds that take ranks of their own and are worth a search, with every variant."""
     return SpaceOptions(
         kinds=level_kinds(),
         variants={},
         mixes_samples=True,
         max_degrees={"tp": 8},
         devices_per_node=8,
-        seq_len=seq_len,
     )
 
 
@@ -108,26 +108,18 @@ def small() -> None:
 
 
 def full() -> None:
-    """The two sizes again with all kinds of parallelism: the small one on sequences that are worth dividing, too."""
-    small_size, large_size = (LLAMA3_8B, 8, 64, 8), (LLAMA3_405B, 16384, 2048, 128)
-    for seq_len, (decoder, devices, batch, stages) in (
-        (8192, small_size),
-        (LEAST_TOKENS, small_size),
-        (8192, large_size),
-    ):
+    """The two sizes again with all kinds of parallelism."""
+    for decoder, devices, batch, stages in ((LLAMA3_8B, 8, 64, 8), (LLAMA3_405B, 16384, 2048, 128)):
         settings = decoder_settings(
             decoder,
             num_devices=devices,
             global_batch=batch,
             most_stages=stages,
             most_microbatches=batch,
-            space=full_space(seq_len),
+            space=full_space(),
         )
         most = max(len(each.strategies) for each in settings)
-        print(
-            f"{decoder.num_blocks} blocks, {seq_len} tokens, {devices:,} devices, "
-            f"{len(settings)} settings, up to {most} strategies"
-        )
+        print(f"{decoder.num_blocks} blocks, {devices:,} devices, {len(settings)} settings, up to {most} strategies")
         for budget_gb in (36, 80):
             result = search(settings, budget_gb * GB)
             seconds = statistics.median(
@@ -142,21 +134,21 @@ def jobs() -> None:
         print(f"{model}, {seq_len:,} tokens, batch {batch}, {cluster}")
         times: dict[str, list[float]] = {"tables and search": [], "tables and acceptance": [], "search alone": []}
         for _ in range(REPEATS):
-            job = make_job(
-                model,
-                cluster,
-                global_batch=batch,
-                seq_len=seq_len,
-                precision="bf16",
-                memory=None,
-                profile=None,
+            job = job_of(
+                make_request(
+                    model,
+                    cluster,
+                    global_batch=batch,
+                    seq_len=seq_len,
+                    precision="bf16",
+                )
             )
             made, found, results = [], [], []
             times["tables and search"].append(
-                cpu_s(lambda of=job, into=made: into.append(_with_tables(make_tables(of, PlanOptions()), of)))
+                cpu_s(lambda of=job, into=made: into.append(_with_tables(make_tables(of, Decisions()), of)))
             )
             times["tables and acceptance"].append(
-                cpu_s(lambda of=job, into=found: into.append(accept(of, make_tables(of, PlanOptions()))))
+                cpu_s(lambda of=job, into=found: into.append(accept(of, make_tables(of, Decisions()))))
             )
             times["search alone"].append(
                 cpu_s(lambda of=job, of_made=made[0], into=results: into.append(search(of_made, usable_bytes(of))))

@@ -33,13 +33,14 @@ from steelyard.hardware import MixedCluster
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import divisors
 from steelyard.planning.choose import plan_job
-from steelyard.planning.job import make_pooled_job
+from steelyard.planning.job import job_of
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.pool_rivals import even_plan
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.request import make_request
 from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
@@ -161,10 +162,12 @@ def _train(plan: Plan, cores: list[int], num_steps: int, written: Path) -> None:
 
 def planned(pools: tuple[Pool, ...], chain: ModelChain, profiles: dict[str, Profile]) -> dict[str, tuple[Plan, float]]:
     """The plans to compare with their predicted seconds a step; the first is the one that the search chooses."""
-    job = make_pooled_job(
-        chain, machines(pools), global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, precision="fp32", profile=profiles
+    job = job_of(
+        make_request(
+            chain, machines(pools), global_batch=GLOBAL_BATCH, seq_len=SEQ_LEN, precision="fp32", profile=profiles
+        )
     )
-    mixed, even = plan_job(job, PlanOptions()), even_plan(job, PlanOptions())
+    mixed, even = plan_job(job), even_plan(job, Decisions())
     if mixed.plan is None or mixed.cost is None or even is None:
         sys.exit("no plan fits")
     found = {
@@ -172,7 +175,7 @@ def planned(pools: tuple[Pool, ...], chain: ModelChain, profiles: dict[str, Prof
         "even cuts": (even, predict(even, job).step_time_s),
     }
     for pool in job.pools:
-        alone = plan_job(pool, PlanOptions(), top=0)
+        alone = plan_job(pool, top=0)
         if alone.plan is not None and alone.cost is not None:
             found[f"{pool.cluster.name} alone"] = alone.plan, alone.cost.step_time_s
     return found

@@ -38,26 +38,28 @@ from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
 from steelyard.export import TARGETS
 from steelyard.model.read import chain_from_config, load_model, model_names
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.planning.batch import grow_batch
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import plan_fewest_devices
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.fallbacks import with_fallbacks
 from steelyard.planning.framework_fit import plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
-from steelyard.planning.job import make_job
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.price import uniform_plan, with_price
-from steelyard.planning.problem import PlanOptions, make_tables, problem_of
+from steelyard.planning.problem import make_tables, problem_of
+from steelyard.planning.sizes import largest_batch
+from steelyard.planning.variants import Study
 from steelyard.planning.why_not import pin_error, why_not
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies
 from steelyard.search.problem import Problem, parse_problem, solve_problem
 from steelyard.search.tradeoff import sampled_frontier
+from tests.jobs import make_job, request_of
 from tests.problems.patterned import deep_settings
 from tests.problems.random_tables import random_tables
 from tests.problems.transformer import LLAMA3_8B, decoder_settings
@@ -156,15 +158,13 @@ def measured(model: str, batch: int, seq_len: int, memory: str) -> Job:
     return replace(job, profile=measured_profile(job))
 
 
-def _options(job: Job, *, remats: Sequence[str] = (), pins: Sequence[str] = (), **others: Any) -> PlanOptions:
-    options = PlanOptions(space="paper", **others)
-    if remats:
-        options = replace(options, remats=tuple(Remat(each) for each in remats))
-    return replace(options, pins=tuple(_pin(text, job) for text in pins))
+def _options(job: Job, *, remats: Sequence[str] = (), pins: Sequence[str] = (), **others: Any) -> Decisions:
+    chosen = {"remats": tuple(Remat(each) for each in remats)} if remats else {}
+    return Decisions(space="paper", pins=tuple(pins), **chosen, **others)
 
 
 def _pin(text: str, job: Job) -> Any:
-    return parse_pin(text, option="--pin", num_layers=job.chain.num_layers, with_settings=True)
+    return parse_pin(text, option="--pin", num_layers=job.chain.num_layers)
 
 
 def _plan(job: Job, stages: Sequence[str], microbatches: int, schedule: str = "1f1b", chunks: int = 1) -> Plan:
@@ -197,7 +197,9 @@ def planned(job: Callable[[], Job], **options: Any) -> Record:
     chosen = _options(of, **options)
     result = plan_job(of, chosen)
     record = outcome_record(result)
-    return record | error_record(pin_error(of, chosen)) if result.plan is None and chosen.pins else record
+    return (
+        record | error_record(pin_error(request_of(of, chosen), of)) if result.plan is None and chosen.pins else record
+    )
 
 
 def planned_with_fallbacks(job: Callable[[], Job]) -> Record:
@@ -217,7 +219,9 @@ def explained(job: Callable[[], Job], *, everything: bool = False) -> Record:
     of, options = job(), _options(job())
     plan = plan_job(of, options).plan
     assert plan is not None, "rivals are asked for where something fits"
-    return explanation_record(explain_plan(plan, of, options, everything=everything))
+    return explanation_record(
+        explain_plan(plan, Study(request_of(of, options), of, time_limit_s=None), everything=everything)
+    )
 
 
 def tabled(job: Callable[[], Job]) -> Record:
@@ -227,7 +231,10 @@ def tabled(job: Callable[[], Job]) -> Record:
 
 def traded_off(job: Callable[[], Job]) -> Record:
     """Time against memory and against devices."""
-    return trade_offs_record(find_trade_offs(job(), _options(job()), max_searches=9, price_per_device_hour=2.5))
+    of = job()
+    return trade_offs_record(
+        find_trade_offs(request_of(of, _options(of)), of, max_searches=9, price_per_device_hour=2.5)
+    )
 
 
 def fitted(job: Callable[[], Job], target: str) -> Record:
@@ -241,20 +248,20 @@ def fitted(job: Callable[[], Job], target: str) -> Record:
 
 def insisted(job: Callable[[], Job], pin: str) -> Record:
     """What it costs to insist on a pin."""
-    found = why_not(job(), _options(job()), _pin(pin, job()))
+    found = why_not(request_of(job(), _options(job())), job(), _pin(pin, job()))
     plan = plan_record(found.plan) if found.plan is not None else None
     return {"asked": found.asked, "plan": plan, "reasons": list(found.reasons)}
 
 
 def fewest(job: Callable[[], Job]) -> Record:
     """The fewest devices that do."""
-    found = plan_fewest_devices(job(), _options(job()), top=3)
+    found = plan_fewest_devices(request_of(job(), _options(job()), num_alternatives=3), job())
     return outcome_record(found.result) | {"tried": [list(each) for each in found.tried]}
 
 
 def grown(job: Callable[[], Job]) -> Record:
     """The global batch that is worth its size."""
-    found = grow_batch(job(), _options(job()), top=3)
+    found = largest_batch(request_of(job(), _options(job()), num_alternatives=3), job())
     trials = [[each.size, each.tokens_per_s] for each in found.tried]
     return outcome_record(found.result) | {"trials": trials, "stopped": found.stopped}
 

@@ -27,6 +27,7 @@ Progress = Callable[[str], None]
 
 def find_trade_offs(
     request: PlanRequest,
+    job: Job | None = None,
     *,
     max_searches: int,
     device_counts: Sequence[int] | None = None,
@@ -38,30 +39,30 @@ def find_trade_offs(
     ``device_counts`` defaults to a few around that of the request, or to its own alone where the profile was measured
     on this number. Raises `InvalidClusterError` for a count that whole nodes, or divisors of one, cannot give.
     """
-    job = job_of(request)
-    assert isinstance(job, Job), "offers compare pools"
+    own = job or job_of(request)
+    assert isinstance(own, Job), "offers compare pools"
     if device_counts is None:
-        measured = job.has_measured_links
-        device_counts = (job.cluster.num_devices,) if measured else doubled_counts(job.cluster)
-    jobs = [job_on(job, count) for count in sorted(set(device_counts))]
-    points, is_complete = memory_points(request, job, max_searches=max_searches, progress=progress)
+        measured = own.has_measured_links
+        device_counts = (own.cluster.num_devices,) if measured else doubled_counts(own.cluster)
+    jobs = [job_on(own, count) for count in sorted(set(device_counts))]
+    points, is_complete = memory_points(request, own, max_searches=max_searches, progress=progress)
     devices = []
     for each in jobs:
         progress(f"planning for {each.cluster.num_devices} devices")
         devices.append(device_point(each, request, price_per_device_hour))
     return TradeOffs(
-        model=job.chain.name,
-        cluster=job.cluster.name,
-        seq_len=job.seq_len,
-        global_batch=job.global_batch,
-        precision=job.precision,
-        budget_bytes=job.budget_bytes,
-        margin_bytes=job.margin_bytes,
+        model=own.chain.name,
+        cluster=own.cluster.name,
+        seq_len=own.seq_len,
+        global_batch=own.global_batch,
+        precision=own.precision,
+        budget_bytes=own.budget_bytes,
+        margin_bytes=own.margin_bytes,
         price_per_device_hour=price_per_device_hour,
         points=points,
         is_complete=is_complete,
         devices=tuple(devices),
-        profile=job.cost_source(),
+        profile=own.cost_source(),
     )
 
 

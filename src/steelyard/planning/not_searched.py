@@ -79,7 +79,7 @@ def _why_no_schedule(schedule: Schedule, decisions: Decisions) -> str:
 def strategies_not_searched(job: Job, devices_per_stage: int, decisions: Decisions) -> tuple[StrategyVerdict, ...]:
     """Every leaf of the whole tree for a stage that was not offered to the search, and why."""
     limits = space_options(job, decisions)
-    whole = SpaceOptions(kinds=level_kinds(), devices_per_node=job.cluster.devices_per_node, seq_len=job.seq_len)
+    whole = SpaceOptions(kinds=level_kinds(), devices_per_node=job.cluster.devices_per_node)
     never = (
         ("-".join(str(level) for level in levels), mixing(levels, limits))
         for levels in enumerate_levels(devices_per_stage, whole.kinds)
@@ -99,7 +99,6 @@ def not_offered(job: Job, devices_per_stage: int, decisions: Decisions) -> list[
         variants={},
         mixes_samples=True,
         aligned_only=False,
-        seq_len=job.seq_len,
         insists=lambda _strategy: True,
     )
     return [

@@ -169,7 +169,6 @@ def space_options(job: Job, decisions: Decisions) -> SpaceOptions:
         mixes_samples=decisions.space != "paper",
         max_degrees=decisions.max_degrees or {},
         devices_per_node=job.cluster.devices_per_node,
-        seq_len=job.seq_len,
         layers=job.chain.kinds,
         insists=(lambda strategy: any(pin.demands(strategy) for pin in pins)) if pins else None,
     )

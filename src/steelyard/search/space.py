@@ -55,7 +55,6 @@ class SpaceOptions:
     max_degrees: Mapping[str, int] = field(default_factory=dict)
     devices_per_node: int | None = None
     aligned_only: bool = True
-    seq_len: int = 0
     layers: tuple[LayerKind, ...] = ()
     """The kinds of layers that the strategies are for."""
     insists: Callable[[Strategy], bool] | None = None
@@ -120,7 +119,7 @@ def _refusals_of_levels(levels: Levels, options: SpaceOptions) -> Iterator[str |
     yield mixing(levels, options)
     if options.insists is None:
         for level in levels:
-            yield level.kind.not_worth(levels, options.devices_per_node, options.seq_len)
+            yield level.kind.not_worth(levels, options.devices_per_node)
 
 
 def _reach(levels: Levels, options: SpaceOptions) -> str | None:
@@ -180,5 +179,5 @@ def _refusals_of_leaf(strategy: Strategy, options: SpaceOptions) -> Iterator[str
         yield f"the levels of {strategy.parallel} are not runs of the stage mesh"
     if options.insists is None or not options.insists(strategy):
         for kind in strategy.kinds:
-            yield kind.not_worth(strategy.levels, options.devices_per_node, options.seq_len)
+            yield kind.not_worth(strategy.levels, options.devices_per_node)
             yield kind.not_worth_for(strategy, options.devices_per_node, options.layers)

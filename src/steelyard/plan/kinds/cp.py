@@ -39,11 +39,6 @@ METHOD = Variant(
 )
 """How attention sees the whole sequence."""
 
-LEAST_TOKENS = 16384
-"""Shorter sequences are not worth dividing while there are samples: the search leaves cp out unless a pin asks."""
-LEAST_PART = 2048
-"""Nor are smaller parts of a sequence worth a search: whatever its part, a rank gathers the keys and values of all."""
-
 
 def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
     kinds = [level.kind for level in levels]
@@ -89,13 +84,6 @@ def _head_degree(strategy: "Strategy") -> int:
 def _serves(chain: ModelChain) -> str:
     reasons = [kind.no_cp for kind in chain.kinds if kind.role is LayerRole.BLOCK]
     return next((reason for reason in reasons if reason), "")
-
-
-def _not_worth(levels: Levels, _devices_per_node: int | None, seq_len: int) -> str:
-    if seq_len < LEAST_TOKENS:
-        return f"cp is searched for sequences of {LEAST_TOKENS:,} tokens or more"
-    degree = next(level.degree for level in levels if level.kind is CP)
-    return "" if degree * LEAST_PART <= seq_len else f"cp is searched with {LEAST_PART:,} tokens or more on a rank"
 
 
 def _not_worth_for(strategy: "Strategy", _devices_per_node: int | None, layers: tuple[LayerKind, ...]) -> str:
@@ -154,7 +142,6 @@ CP = Kind(
     hue="brown",
     variants=(METHOD,),
     contradiction=_contradiction,
-    not_worth=_not_worth,
     not_worth_for=_not_worth_for,
     serves=_serves,
 )

@@ -30,7 +30,7 @@ def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradict
     )
 
 
-def _not_worth(levels: Levels, devices_per_node: int | None, _seq_len: int) -> str:
+def _not_worth(levels: Levels, devices_per_node: int | None) -> str:
     """Of all ways to shard in groups, those are searched whose groups take a node, or 4, 16, … of them.
 
     Twice the nodes hold half the states in each and send hardly more over their links, so a group between two of these

@@ -211,7 +211,7 @@ def needs_nothing(_load: Load) -> Working:
     return Working()
 
 
-def always_worth(_levels: Levels, _devices_per_node: int | None, _seq_len: int) -> str:
+def always_worth(_levels: Levels, _devices_per_node: int | None) -> str:
     """For kinds all of whose degrees are searched."""
     return ""
 
@@ -242,9 +242,9 @@ class Kind:
     """What its collectives keep and need while a layer works."""
     variants: tuple[Variant, ...] = ()
     contradiction: Callable[[Levels, Mapping[str, Value]], Contradiction | None] = nothing_contradicts
-    not_worth: Callable[[Levels, int | None, int], str] = always_worth
-    """Given levels, devices of a node and tokens of a sequence: why such levels are not searched unless a pin asks for
-    them; empty where they are."""
+    not_worth: Callable[[Levels, int | None], str] = always_worth
+    """Given levels and devices of a node: why such levels are not searched unless a pin asks for them; empty where they
+    are."""
     not_worth_for: Callable[["Strategy", int | None, tuple[LayerKind, ...]], str] = always_worth_for
     """The same of a strategy, given the kinds of layers that the model has."""
     serves: Callable[[ModelChain], str] = lambda _chain: ""
