@@ -18,20 +18,20 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Backend
 from steelyard.plan.certificate import Certificate
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning import acceptance, choose, walked_settings
 from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import PlanningResult, plan_job
-from steelyard.planning.job import make_job
-from steelyard.planning.pins import parse_pin
 from steelyard.planning.price import peak_bytes
-from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.problem import make_tables
 from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search.evaluate import evaluate
 from steelyard.search.partition import quick_bound_s
 from tests.cost.examples import cluster, job
 from tests.cost.test_memory_floor import plan_of
+from tests.jobs import make_job
 
 MIB = 2**20
 
@@ -43,15 +43,15 @@ def fullest_bytes(found: PlanningResult) -> int:
 
 def tightening(of: Job, count: int) -> list[Job]:
     """The job within budgets from about what the roomiest plan takes down to about what any plan needs."""
-    most = fullest_bytes(plan_job(of, PlanOptions()))
-    least = plan_job(replace(of, budget_bytes=most // 8), PlanOptions()).miss
+    most = fullest_bytes(plan_job(of, Decisions()))
+    least = plan_job(replace(of, budget_bytes=most // 8), Decisions()).miss
     assert least is not None
     needed = least.needed_bytes * of.budget_bytes // (of.budget_bytes - 1) * 108 // 100
     return [replace(of, budget_bytes=most - (most - needed) * step // count) for step in range(count + 1)]
 
 
 def test_a_plan_that_the_search_proves_and_the_simulator_confirms_is_optimal_without_a_gap() -> None:
-    found = plan_job(job(), PlanOptions())
+    found = plan_job(job(), Decisions())
     assert found.plan is not None
     assert found.plan.prediction is not None
     certificate = found.plan.prediction.certificate
@@ -63,7 +63,7 @@ def test_a_time_limit_ends_the_making_of_tables_and_leaves_a_gap() -> None:
     of = make_job(
         "llama3-8b", "2x8xh100-80gb", global_batch=64, seq_len=8192, precision="bf16", memory=None, profile=None
     )
-    whole, cut = (plan_job(of, PlanOptions(time_limit_s=limit_s)) for limit_s in (None, 0))
+    whole, cut = (plan_job(of, time_limit_s=limit_s) for limit_s in (None, 0))
     made = [each for each in cut.tables if each.is_made]
     assert 1 <= len(made) < len(cut.tables) == len(whole.tables)
     assert whole.plan is not None
@@ -78,8 +78,7 @@ def test_a_time_limit_ends_the_making_of_tables_and_leaves_a_gap() -> None:
 
 
 def test_nothing_fits_says_how_many_settings_the_time_was_too_short_for() -> None:
-    options = PlanOptions(time_limit_s=0)
-    found = plan_job(replace(job(), budget_bytes=MIB), options)
+    found = plan_job(replace(job(), budget_bytes=MIB), time_limit_s=0)
     count, num_settings = sum(not each.is_made for each in found.tables), len(found.tables)
     assert count > 0
     assert f"; {count} of {num_settings} pipeline settings were not searched before the time was up" in found.miss_text
@@ -89,7 +88,7 @@ def test_a_plan_that_the_simulator_prefers_says_among_how_many_and_its_gap_to_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The simulator is made to take longer for every plan of the pipeline setting that the search ranks first."""
-    first = plan_job(job(), PlanOptions()).plan
+    first = plan_job(job(), Decisions()).plan
     assert first is not None
 
     def slow_for_the_first(plan: Plan, of: Job) -> PlanCost:
@@ -98,7 +97,7 @@ def test_a_plan_that_the_simulator_prefers_says_among_how_many_and_its_gap_to_th
         return replace(found, step_time_s=found.step_time_s * 100) if is_first else found
 
     monkeypatch.setattr(choose, "predict", slow_for_the_first)
-    found = plan_job(job(), PlanOptions())
+    found = plan_job(job(), Decisions())
     assert found.plan is not None
     assert found.plan.prediction is not None
     certificate = found.plan.prediction.certificate
@@ -113,7 +112,7 @@ def test_a_plan_that_was_found_and_not_simulated_says_how_much_slower_it_is(monk
 
     monkeypatch.setattr(choose, "accept", of_several)
     monkeypatch.setattr(choose, "NUM_RESCORED", 1)
-    found = plan_job(job(), PlanOptions(), top=1).plan
+    found = plan_job(job(), Decisions(), top=1).plan
     assert found is not None
     assert found.prediction is not None
     reasons = [each.reason for each in found.prediction.alternatives if "not simulated" in each.reason]
@@ -123,7 +122,7 @@ def test_a_plan_that_was_found_and_not_simulated_says_how_much_slower_it_is(monk
 
 def test_a_plan_says_where_its_costs_come_from_and_what_carries_its_collectives() -> None:
     of = replace(job(), time_factor=1.25)
-    found = plan_job(of, PlanOptions()).plan
+    found = plan_job(of, Decisions()).plan
     assert found is not None
     assert found.prediction is not None
     assert found.prediction.profile == of.cost_source()
@@ -145,7 +144,7 @@ def test_a_profile_of_another_kind_of_device_is_refused() -> None:
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_a_chosen_plan_fits_as_reported(devices: int) -> None:
     for tight in tightening(job(cluster(1, devices), global_batch=16), 6):
-        found = plan_job(tight, PlanOptions())
+        found = plan_job(tight, Decisions())
         assert found.plan is None or fullest_bytes(found) <= tight.budget_bytes
 
 
@@ -154,7 +153,7 @@ def test_a_chosen_plan_fits_as_reported(devices: int) -> None:
 def test_more_memory_never_costs_time(devices: int) -> None:
     times = []
     for tight in tightening(job(cluster(1, devices), global_batch=16), 12):
-        found = plan_job(tight, PlanOptions())
+        found = plan_job(tight, Decisions())
         times += [] if found.plan is None else [found.search.ranked[0].score_s]
     assert len(times) > 3
     assert times == sorted(times)
@@ -163,7 +162,7 @@ def test_more_memory_never_costs_time(devices: int) -> None:
 @pytest.mark.slow
 def test_a_plan_made_for_another_budget_is_not_faster_than_the_bound_where_it_fits() -> None:
     jobs = tightening(job(cluster(1, 8), global_batch=64, num_hidden_layers=8), 10)
-    found = [(tight, accept(tight, make_tables(tight, PlanOptions()))) for tight in jobs]
+    found = [(tight, accept(tight, make_tables(tight, Decisions()))) for tight in jobs]
     for tight, here in found:
         for _, other in found:
             for each in other.ranked[:1]:
@@ -182,7 +181,7 @@ def test_no_plan_is_walked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         return memory_terms(parts, strategies, settings)
 
     monkeypatch.setattr(walked_settings, "memory_terms", counted)
-    assert accept(tight, make_tables(tight, PlanOptions())).ranked
+    assert accept(tight, make_tables(tight, Decisions())).ranked
     assert set(walked.values()) == {1}
 
 
@@ -201,7 +200,7 @@ def every_plan(of: Job, tables: CostTables) -> Iterator[tuple[float, int]]:
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (1, 2), (2, 2), (2, 4)])
 def test_no_plan_that_the_walk_accepts_is_faster_than_is_claimed(num_stages: int, num_microbatches: int) -> None:
     of = job(cluster(1, 2), global_batch=4, num_hidden_layers=1)
-    options = PlanOptions(
+    options = Decisions(
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         schedules=("1f1b",),
@@ -245,7 +244,7 @@ def test_no_random_plan_of_a_real_model_that_the_walk_accepts_is_faster_than_is_
     of = make_job(
         model, "1x4xa100-80gb", global_batch=8, seq_len=256, precision="bf16", memory="10000GiB", profile=None
     )
-    settings = [each.tables for each in make_tables(of, PlanOptions(num_microbatches=4, schedules=("1f1b", "gpipe")))]
+    settings = [each.tables for each in make_tables(of, Decisions(num_microbatches=4, schedules=("1f1b", "gpipe")))]
     roomy = accept(of, settings, num_alternatives=0).ranked[0]
     plans = [(roomy.outcome.score_s, walked_bytes(roomy.plan, of))]
     for _ in range(60):
@@ -269,19 +268,19 @@ def test_no_random_plan_of_a_real_model_that_the_walk_accepts_is_faster_than_is_
 
 
 def test_where_memory_does_not_bind_the_plan_is_proven() -> None:
-    found = plan_job(job(), PlanOptions())
+    found = plan_job(job(), Decisions())
     assert found.search.status == "optimal"
 
 
 @pytest.mark.slow
 def test_what_is_called_the_nearest_miss_is_enough() -> None:
     of = replace(job(), budget_bytes=1100 * MIB)
-    missed = plan_job(of, PlanOptions())
+    missed = plan_job(of, Decisions())
     assert missed.plan is None
     assert missed.miss is not None
     assert missed.miss.miss_bytes > 0
     enough = replace(of, budget_bytes=of.budget_bytes + -(-missed.miss.miss_bytes * 108 // 100) + 2)
-    found = plan_job(enough, PlanOptions())
+    found = plan_job(enough, Decisions())
     assert found.plan is not None
     assert peak_bytes(found.plan) <= enough.budget_bytes
     assert predict(found.plan, enough).fits
@@ -291,20 +290,15 @@ def test_what_is_called_the_nearest_miss_is_enough() -> None:
 @pytest.mark.parametrize(
     ("model", "machines", "seq_len", "options"),
     [
-        ("llama3-8b", "1x8xh100-80gb", 8192, PlanOptions()),
-        ("llama3-8b", "2x8xh100-80gb", 32768, PlanOptions()),
-        ("mixtral-8x7b", "2x8xa100-80gb", 4096, PlanOptions()),
-        ("t5-large", "1x8xa100-40gb", 512, PlanOptions()),
-        (
-            "llama3-8b",
-            "2x4xl4",
-            2048,
-            PlanOptions(pins=(parse_pin("blocks: remat=full", option="--pin", num_layers=34),)),
-        ),
+        ("llama3-8b", "1x8xh100-80gb", 8192, Decisions()),
+        ("llama3-8b", "2x8xh100-80gb", 32768, Decisions()),
+        ("mixtral-8x7b", "2x8xa100-80gb", 4096, Decisions()),
+        ("t5-large", "1x8xa100-40gb", 512, Decisions()),
+        ("llama3-8b", "2x4xl4", 2048, Decisions(pins=("blocks: remat=full",))),
     ],
 )
 def test_no_table_promises_less_than_what_is_known_before_it_is_made(
-    model: str, machines: str, seq_len: int, options: PlanOptions
+    model: str, machines: str, seq_len: int, options: Decisions
 ) -> None:
     of = make_job(model, machines, global_batch=64, seq_len=seq_len, precision="bf16", memory=None, profile=None)
     for each in make_tables(of, options):

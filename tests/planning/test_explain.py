@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 from steelyard.cost.predict import predict
+from steelyard.plan.decisions import Decisions
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan, plan_verdicts
-from steelyard.planning.problem import PlanOptions
 from steelyard.planning.report_search import search_for_report
+from steelyard.planning.variants import Study
 from tests.cost.examples import job, job_on_shared_cores, plan
+from tests.jobs import request_of
 
 TWO_CHUNKS = ("fsdp4, fsdp4, fsdp4", "fsdp4, fsdp4", "fsdp4, fsdp4", "fsdp4, fsdp4, fsdp4")
 
@@ -15,7 +17,7 @@ TWO_CHUNKS = ("fsdp4, fsdp4, fsdp4", "fsdp4, fsdp4", "fsdp4, fsdp4", "fsdp4, fsd
 def test_a_plan_in_chunks_has_a_verdict_on_every_strategy() -> None:
     of = job(global_batch=32, num_hidden_layers=8)
     in_chunks = plan(of, *TWO_CHUNKS, num_microbatches=4, num_chunks=2, schedule="interleaved-1f1b")
-    verdicts = plan_verdicts(in_chunks, of, PlanOptions())
+    verdicts = plan_verdicts(in_chunks, of, Decisions())
     assert {each.verdict for each in verdicts} >= {"undominated", "not offered"}
     assert {each.strategy for each in verdicts if each.kind == "block"} >= {"fsdp4", "dp4", "tp4"}
 
@@ -23,8 +25,8 @@ def test_a_plan_in_chunks_has_a_verdict_on_every_strategy() -> None:
 def test_a_plan_in_chunks_is_explained_with_everything() -> None:
     of = job(global_batch=32, num_hidden_layers=8)
     in_chunks = plan(of, *TWO_CHUNKS, num_microbatches=4, num_chunks=2, schedule="interleaved-1f1b")
-    options = PlanOptions(num_stages=2, num_microbatches=4, max_degrees={"tp": 1})
-    found = explain_plan(in_chunks, of, options, everything=True)
+    options = Decisions(num_stages=2, num_microbatches=4, max_degrees={"tp": 1})
+    found = explain_plan(in_chunks, Study(request_of(of, options), of, time_limit_s=None), everything=True)
     assert found.verdicts
     assert {"1f1b", "gpipe"} <= {rival.name for rival in found.rivals}
 
@@ -37,17 +39,19 @@ def test_an_explanation_says_where_a_plan_of_the_models_makers_is_not_read() -> 
         each.model_copy(update={"unread_plan": why} if each.name == "block" else {}) for each in of.chain.split.kinds
     ]
     told = replace(of, chain=replace(of.chain, split=of.chain.split.model_copy(update={"kinds": tuple(kinds)})))
-    options = PlanOptions(num_stages=1, num_microbatches=1, max_degrees={"tp": 1})
+    options = Decisions(num_stages=1, num_microbatches=1, max_degrees={"tp": 1})
     whole = plan(of, "fsdp8, fsdp8, fsdp8, fsdp8", num_microbatches=1)
-    assert not explain_plan(whole, of, options).notes
+    assert not explain_plan(whole, Study(request_of(of, options), of, time_limit_s=None)).notes
     expected = (f"How tp divides the block follows from its structure: {why}.",)
-    assert explain_plan(whole, told, options).notes == expected
-    assert search_for_report(whole, told, predict(whole, told), time_limit_s=0).explanation.notes == expected
+    assert explain_plan(whole, Study(request_of(told, options), told, time_limit_s=None)).notes == expected
+    request = request_of(told, options)
+    found = search_for_report(whole, request, told, predict(whole, told), time_limit_s=0)
+    assert found.explanation.notes == expected
 
 
 def test_where_processes_share_cores_the_simulator_ranks_rivals_as_it_ranks_plans() -> None:
     of = job_on_shared_cores()
-    by_hand, best = plan(of, "tp2, tp2, tp2, tp2, tp2, tp2", num_microbatches=4), plan_job(of, PlanOptions()).cost
-    rivals = {rival.name: rival for rival in explain_plan(by_hand, of, PlanOptions()).rivals}
+    by_hand, best = plan(of, "tp2, tp2, tp2, tp2, tp2, tp2", num_microbatches=4), plan_job(of, Decisions()).cost
+    rivals = {rival.name: rival for rival in explain_plan(by_hand, Study(request_of(of), of, time_limit_s=None)).rivals}
     assert best is not None
     assert rivals["any plan"].step_time_s == best.step_time_s

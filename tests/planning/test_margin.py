@@ -6,17 +6,16 @@ import pytest
 
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.margin import shortfall
 from steelyard.plan.words import headline
 from steelyard.planning.choose import PlanningResult, plan_job
 from steelyard.planning.explain import other_budgets, pricing_notes
-from steelyard.planning.job import make_job
 from steelyard.planning.margin import MARGIN, warnings_of, without_margin
-from steelyard.planning.price import job_of, peak_bytes, with_price
-from steelyard.planning.problem import PlanOptions
-from steelyard.planning.rivals import Contest, Floors
+from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.why_not import why_not_plan
 from steelyard.units import GIB, format_bytes
+from tests.jobs import job_of, make_job
 
 CONFIG = "llama3.2-1b"
 
@@ -36,7 +35,7 @@ def of(*, memory: str | None = None, margin: float | None = None) -> Job:
 
 @pytest.fixture(scope="module")
 def comfortable() -> PlanningResult:
-    return plan_job(of(), PlanOptions())
+    return plan_job(of(), Decisions())
 
 
 def test_by_default_a_part_of_a_gpu_is_left_free(comfortable: PlanningResult) -> None:
@@ -67,7 +66,7 @@ def test_a_share_that_is_none_is_an_error(share: float) -> None:
 
 
 def test_no_margin_is_never_slower(comfortable: PlanningResult) -> None:
-    full = plan_job(of(margin=0), PlanOptions())
+    full = plan_job(of(margin=0), Decisions())
     assert full.cost is not None
     assert comfortable.cost is not None
     assert full.cost.step_time_s <= comfortable.cost.step_time_s * (1 + 1e-9)
@@ -82,7 +81,7 @@ def test_the_first_lines_say_what_is_left_free(comfortable: PlanningResult) -> N
 def test_what_fits_without_the_margin_alone_is_taken_with_a_warning(comfortable: PlanningResult) -> None:
     """A device with a little more than what the plan of least memory takes, less than the margin on top of it."""
     job = of()
-    missed = plan_job(replace(job, budget_bytes=GIB, margin_bytes=0), PlanOptions())
+    missed = plan_job(replace(job, budget_bytes=GIB, margin_bytes=0), Decisions())
     assert missed.miss is not None
     least = int(missed.miss.needed_bytes * 1.09)
     device = replace(job.cluster.device, memory_bytes=int(least * 1.01))
@@ -92,7 +91,7 @@ def test_what_fits_without_the_margin_alone_is_taken_with_a_warning(comfortable:
         budget_bytes=int(least * 1.01 * (1 - MARGIN)),
         margin_bytes=int(least * 1.01) - int(least * 1.01 * (1 - MARGIN)),
     )
-    found = plan_job(tight, PlanOptions())
+    found = plan_job(tight, Decisions())
     assert found.plan is not None
     assert found.plan.prediction is not None
     assert found.job == without_margin(tight)
@@ -170,12 +169,5 @@ def test_a_plan_keeps_its_margin_and_explain_says_what_it_costs(comfortable: Pla
     assert comfortable.plan is not None
     again = job_of(comfortable.plan)
     assert (again.budget_bytes, again.margin_bytes) == (comfortable.job.budget_bytes, comfortable.job.margin_bytes)
-    assert comfortable.cost is not None
-    contest = Contest(
-        job=again,
-        tables=comfortable.tables,
-        step_s=comfortable.cost.step_time_s,
-        floors=Floors(again),
-    )
-    names = [rival.name for rival in other_budgets(contest)]
+    names = [variant.name for variant in other_budgets(again)]
     assert names == ["1.00 GiB more", "1.00 GiB less", "no margin (3.96 GiB more)"]

@@ -3,26 +3,25 @@
 import pytest
 
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, MixedCluster, parse_pools
+from steelyard.hardware import parse_pools
 from steelyard.plan.choices import DevicePoint
-from steelyard.planning.job import make_any_job
+from steelyard.plan.decisions import Decisions
 from steelyard.planning.offers import find_offers, parts_of
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.request import PlanRequest, make_request
 from steelyard.units import GIB
 
-OPTIONS = PlanOptions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)}, num_microbatches=8)
+OPTIONS = Decisions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)}, num_microbatches=8)
 MIXED = "1x2xh100-80gb+2x2xa100-80gb"
 PRICES = {"h100-80gb": 2.5, "a100-80gb": 1.1}
 
 
-def job_of(part: Cluster | MixedCluster, memory: int | None = None):
-    asked = {"global_batch": 16, "seq_len": 1024, "precision": "bf16", "memory": memory}
-    return make_any_job("tinyllama-1.1b", part, **asked)
+def asking(cluster: str, decisions: Decisions = OPTIONS, *, batch: int = 16, memory: int | None = None) -> PlanRequest:
+    return make_request("tinyllama-1.1b", cluster, global_batch=batch, seq_len=1024, memory=memory, decisions=decisions)
 
 
 @pytest.fixture(scope="module")
 def offers() -> tuple[DevicePoint, ...]:
-    return find_offers(job_of, parse_pools(MIXED), OPTIONS, prices=PRICES)
+    return find_offers(asking(MIXED), prices=PRICES)
 
 
 def test_a_cluster_has_parts_of_1_2_4_and_all_of_its_nodes():
@@ -45,7 +44,7 @@ def test_an_offer_costs_what_its_devices_cost_for_as_long_as_the_tokens_take(off
 
 def test_no_offer_pays_for_a_pool_that_its_plan_leaves_out():
     prices = {"h100-80gb": 2.5, "l4": 0.5}
-    found = find_offers(job_of, parse_pools("1x4xh100-80gb+1x1xl4"), OPTIONS, prices=prices)
+    found = find_offers(asking("1x4xh100-80gb+1x1xl4"), prices=prices)
     assert {each.cluster for each in found} == {"1x4xh100-80gb", "1x1xl4"}
 
 
@@ -64,9 +63,7 @@ def test_worth_having_is_what_no_other_offer_beats(offers):
 
 
 def test_the_cheapest_tokens_come_first_and_what_does_not_fit_last():
-    found = find_offers(
-        lambda part: job_of(part, 9 * GIB), parse_pools("4x1xa100-80gb"), OPTIONS, prices={"a100-80gb": 1}
-    )
+    found = find_offers(asking("4x1xa100-80gb", memory=9 * GIB), prices={"a100-80gb": 1})
     costs = [each.cost_per_billion_tokens for each in found]
     fitting = [cost for cost in costs if cost is not None]
     assert fitting == sorted(fitting) == costs[: len(fitting)]
@@ -77,27 +74,18 @@ def test_the_cheapest_tokens_come_first_and_what_does_not_fit_last():
 @pytest.mark.parametrize("prices", [{}, {"h100-80gb": 2.5}, {**PRICES, "l4": 0.3}])
 def test_each_kind_of_device_has_one_price(prices):
     with pytest.raises(UserError, match=r"--price: found .*\n  expected: a price for each of a100-80gb, h100-80gb"):
-        find_offers(job_of, parse_pools(MIXED), OPTIONS, prices=prices)
+        find_offers(asking(MIXED), prices=prices)
 
 
 def test_too_many_parts_are_an_error():
     with pytest.raises(UserError, match="at most 64"):
-        find_offers(
-            job_of,
-            parse_pools("8x8xh100-80gb+8x8xa100-80gb+8x8xl4"),
-            OPTIONS,
-            prices=PRICES | {"l4": 0.3},
-        )
+        find_offers(asking("8x8xh100-80gb+8x8xa100-80gb+8x8xl4"), prices=PRICES | {"l4": 0.3})
 
 
 @pytest.mark.slow
 def test_a_part_whose_devices_the_batch_cannot_be_divided_among_says_so():
-    def of_one_sample(part):
-        asked = {"global_batch": 1, "seq_len": 1024, "precision": "bf16", "memory": None}
-        return make_any_job("tinyllama-1.1b", part, **asked)
-
-    without_tp = PlanOptions(max_degrees={"tp": 1}, variants={"zero": (3,)})
-    found = find_offers(of_one_sample, parse_pools("4x8xh100-80gb+4x8xa100-80gb"), without_tp, prices=PRICES)
+    without_tp = Decisions(max_degrees={"tp": 1}, variants={"zero": (3,)})
+    found = find_offers(asking("4x8xh100-80gb+4x8xa100-80gb", without_tp, batch=1), prices=PRICES)
     largest = next(each for each in found if each.num_devices == 64)
     assert largest.step_time_s is None
     assert largest.reason == "no plan: a batch that some pipeline over these pools can divide among its ranks is needed"
