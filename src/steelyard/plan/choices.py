@@ -133,6 +133,8 @@ class WhyNot(PlanPart):
     plan: Plan | None = None
     reasons: tuple[str, ...] = ()
     """What stands in the way; empty where nothing does."""
+    beyond: str = ""
+    """What was searched for it that the search of the plan leaves out."""
 
 
 class Recut(PlanPart):

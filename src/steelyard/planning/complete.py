@@ -24,7 +24,7 @@ from steelyard.planning.devices import plan_fewest_devices
 from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.impossible import refuse_impossible
 from steelyard.planning.job import job_of
-from steelyard.planning.not_searched import samples_not_measured
+from steelyard.planning.not_searched import samples_not_measured, widened, widened_text
 from steelyard.planning.pool_rivals import pool_rivals
 from steelyard.planning.price import prediction_of
 from steelyard.planning.profile_file import GivenProfiles
@@ -158,6 +158,9 @@ def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
         result, notes = fewest.result, fewest.lines()
     else:
         result, notes = plan_request(request, job), _unmeasured(request, job)
+        free = request.decisions.model_copy(update={"pins": ()})
+        if request.decisions.pins and (beyond := widened_text(widened(job, free, request.decisions))):
+            notes.append(beyond)
     return replace(result, notes=(*notes, *_calibrated(request, job)))
 
 

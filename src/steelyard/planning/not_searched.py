@@ -10,7 +10,7 @@ from steelyard.plan.strategy import Strategy
 from steelyard.planning.problem import pipeline_settings, space_options, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule
 from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, refusal
-from steelyard.units import format_ranges
+from steelyard.units import format_plural, format_ranges
 
 
 def settings_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, ...]:
@@ -106,6 +106,23 @@ def not_offered(job: Job, devices_per_stage: int, decisions: Decisions) -> list[
         for strategy in enumerate_strategies(devices_per_stage, whole)
         if strategy not in offered
     ]
+
+
+def widened(job: Job, free: Decisions, decisions: Decisions) -> dict[Strategy, str]:
+    """Return the strategies that decisions offer and ``free`` ones leave out, with the reason why these do."""
+    limits = space_options(job, free)
+    sizes = sorted({setting.devices_per_stage for setting in pipeline_settings(job, decisions)})
+    offered = dict.fromkeys(each for size in sizes for each in stage_strategies(job, size, decisions))
+    return {each: reason for each in offered if (reason := refusal(each, limits))}
+
+
+def widened_text(found: dict[Strategy, str]) -> str:
+    """Return in words that a search went beyond the free one; empty where it did not."""
+    if not found:
+        return ""
+    examples = {reason: str(strategy) for strategy, reason in reversed(found.items())}
+    said = "; ".join(f"{strategy}: {reason}" for reason, strategy in reversed(examples.items()))
+    return f"also searched {format_plural(len(found), 'strategy', 'strategies')} that are left out otherwise ({said})"
 
 
 def _serves(strategy: Strategy, job: Job) -> str:

@@ -37,8 +37,9 @@ from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import device_bytes, ranks_all
 from steelyard.planning.job import job_of
+from steelyard.planning.not_searched import widened
 from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.problem import make_tables, pipeline_settings, space_options, stage_strategies
+from steelyard.planning.problem import make_tables, pipeline_settings, space_options
 from steelyard.planning.request import Budget, PlanRequest
 from steelyard.planning.uniform import uniform_tables
 from steelyard.schedules import SCHEDULES, PipelineConfig
@@ -261,7 +262,7 @@ class Study:
         if decisions == self.request.decisions:
             return list(base), ()
         if decisions.pins != self.request.decisions.pins:
-            return list(make_tables(job, decisions)), self._left_out(decisions)
+            return list(make_tables(job, decisions)), tuple(widened(job, self.request.decisions, decisions))
         wanted = {each.pipeline for each in pipeline_settings(job, decisions)}
         known = [each for each in base if each.pipeline in wanted]
         options = space_options(job, decisions)
@@ -273,13 +274,6 @@ class Study:
             found = uniform_tables(job, tables, self._floors.of, deadline=time.monotonic() + limit_s)
             tables = [OnDemand.of(each) for each in found]
         return tables, ()
-
-    def _left_out(self, decisions: Decisions) -> tuple[Strategy, ...]:
-        """What these decisions offer and the request does not."""
-        sizes = sorted({self.job.cluster.num_devices // each.num_stages for each in self.pipelines})
-        free = {each for size in sizes for each in stage_strategies(self.job, size, self.request.decisions)}
-        offered = dict.fromkeys(each for size in sizes for each in stage_strategies(self.job, size, decisions))
-        return tuple(each for each in offered if each not in free)
 
 
 def _allowed(tables: CostTables, options: SpaceOptions) -> CostTables:

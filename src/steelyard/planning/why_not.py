@@ -13,7 +13,7 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_request
 from steelyard.planning.impossible import SHOWN_REASONS, impossible, reasons_of, unmet
-from steelyard.planning.not_searched import not_offered
+from steelyard.planning.not_searched import not_offered, widened, widened_text
 from steelyard.planning.pins import Pin, pins_of
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import pipeline_settings, stage_strategies
@@ -31,7 +31,8 @@ def why_not(request: PlanRequest, job: Job, pin: Pin) -> WhyNot:
         return WhyNot(asked=pin.text, reasons=(_no_setting(job, request.decisions),))
     result = plan_request(pinned, job)
     if result.plan is not None:
-        return WhyNot(asked=pin.text, plan=result.plan)
+        beyond = widened_text(widened(job, request.decisions, pinned.decisions))
+        return WhyNot(asked=pin.text, plan=result.plan, beyond=beyond)
     if result.miss is not None:
         return WhyNot(asked=pin.text, reasons=(f"does not fit: {result.miss_text}",))
     return WhyNot(asked=pin.text, reasons=_forbidding(request, job, pin))

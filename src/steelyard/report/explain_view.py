@@ -31,6 +31,9 @@ SHOWN_ROWS = 14
 SMALL_SHARE = 0.01
 """Terms that take less than this share are drawn together."""
 
+SAME = 5e-4
+"""Step times that differ by less than this fraction are called the same."""
+
 
 def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = False) -> RenderableType:
     """The decision, where time and memory go, what binds, and the rivals; with ``everything`` all that lost too."""
@@ -92,10 +95,14 @@ def why_not_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
             Text(f"No plan has {asked.asked}:", style="bold"),
             *(Text(f"  {reason}") for reason in asked.reasons),
         )
+    lines = [Text(f"{asked.asked}: {reason}", style="bold") for reason in asked.reasons]
+    mine, theirs = (each.prediction.step_time_s if each.prediction else None for each in (plan, asked.plan))
+    if mine is not None and theirs is not None and theirs < mine * (1 - SAME) and not asked.reasons:
+        lines.append(Text(f"{asked.asked}: found a faster plan; --pin '{asked.asked}' takes it", style="bold"))
+    if asked.beyond:
+        lines.append(Text(f"{asked.asked}: {asked.beyond}"))
     compared = compare_view(plan, asked.plan, ("this plan", asked.asked))
-    if not asked.reasons:
-        return compared
-    return Group(*(Text(f"{asked.asked}: {reason}", style="bold") for reason in asked.reasons), compared)
+    return Group(*lines, compared) if lines else compared
 
 
 def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
