@@ -52,7 +52,7 @@ from steelyard.planning.pool_space import not_with_pools
 from steelyard.planning.problem import PlanOptions, Space, problem_of
 from steelyard.planning.profile_file import read_profile
 from steelyard.planning.rivals import with_baselines
-from steelyard.report.plan_table import missing_spare_lines, plan_view
+from steelyard.report.plan_table import plan_view
 from steelyard.schedules import SCHEDULES
 from steelyard.search import TIME_LIMIT_S, Partition
 from steelyard.units import format_bytes, format_count, format_plural, parse_bytes, parse_count
@@ -156,16 +156,6 @@ Fallbacks = Annotated[
         max=100,
     ),
 ]
-Spares = Annotated[
-    int,
-    typer.Option(
-        "--spares",
-        help="Plan ahead for so many lost nodes (devices, of one node) of each pool: what they cost, and for "
-        "`train --elastic`.",
-        min=0,
-        max=100,
-    ),
-]
 Tokens = Annotated[
     str | None, typer.Option("--tokens", help="Tokens of the whole training, as in 15T: how many days it takes.")
 ]
@@ -207,7 +197,6 @@ def plan(
     time_limit: TimeLimit = TIME_LIMIT_S,
     top: Top = TOP,
     fallbacks: Fallbacks = FALLBACKS,
-    spares: Spares = 0,
     tokens: Tokens = None,
     price: Price = None,
     problem: SaveProblem = None,
@@ -261,8 +250,7 @@ def plan(
         notes = [*_assumed_batch(global_batch, batch), *notes, *_factors(result.job, runs)]
         if result.plan is not None:
             num_others = (top - 1, fallbacks) if output is not None else (0, 0)
-            kept = _completed(result, options, num_others=num_others, num_spares=spares, show=show)
-            notes += missing_spare_lines(kept, spares)
+            kept = _completed(result, options, num_others=num_others, show=show)
             result = replace(result, plan=kept if whole is None else kept.with_training(whole, price=price))
         if problem is not None and isinstance(result.job, Job):
             from steelyard.search.problem import save_problem
@@ -356,19 +344,15 @@ def _completed(
     options: PlanOptions,
     *,
     num_others: tuple[int, int],
-    num_spares: int,
     show: Callable[[str], None],
 ) -> Plan:
-    """The plan that was found with what it is compared with, and with other plans: the next best, of less memory, and
-    for what is left after a loss.
-    """
+    """The plan that was found with what it is compared with, and others: the next best, and of less memory."""
     assert result.plan is not None, "asked for a plan that is there"
     if isinstance(result.job, PooledJob):
         from steelyard.planning.pool_rivals import with_pool_baselines
 
         show("searching each pool alone, and even cuts, to compare with")
-        plan = with_pool_baselines(result.plan, result.job, options)
-        return _with_spares(plan, result.job, num_spares, show)
+        return with_pool_baselines(result.plan, result.job, options)
     num_next_best, num_fallbacks = num_others
     show("searching the best plans of other pipeline settings")
     result = with_next_best(result, num_plans=num_next_best)
@@ -379,17 +363,7 @@ def _completed(
     plan = with_baselines(result.plan, result.job, tables, time_limit_s=limit_s, floors=result.floors)
     if num_fallbacks:
         show("searching plans of less memory")
-    plan = with_fallbacks(plan, result.job, options, num_fallbacks=num_fallbacks, tables=tables, floors=result.floors)
-    return _with_spares(plan, result.job, num_spares, show)
-
-
-def _with_spares(plan: Plan, job: AnyJob, num_spares: int, show: Callable[[str], None]) -> Plan:
-    if not num_spares:
-        return plan
-    from steelyard.planning.elastic import with_spares
-
-    show("searching plans for what is left after a loss")
-    return with_spares(plan, job, num_spares=num_spares)
+    return with_fallbacks(plan, result.job, options, num_fallbacks=num_fallbacks, tables=tables, floors=result.floors)
 
 
 def _print_plan(found: Plan, output: Path | None, top: int, *, builder: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Cluster, HardwareFile, MixedCluster, PoolsFile, cluster_of, parse_pools, pools_of
-from steelyard.limits import Count, Microbatches, Samples, Tokens
+from steelyard.limits import Microbatches, Samples, Tokens
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
 from steelyard.model.freezing import frozen_chain
@@ -57,20 +57,7 @@ class Fallback(PlanPart):
     prediction: Prediction | None = None
 
 
-class Spare(Fallback):
-    """The plan for what is left of the cluster when nodes are lost: the same model, batch and memory."""
-
-    num_left: Count
-    """Devices that are left, of which the plan takes all or a part."""
-    left: tuple[Count, ...] = ()
-    """Of a plan over several pools the devices that are left of each, in its order."""
-    takes_of: tuple[str, ...] = ()
-    """Of a plan over several pools the names of those that the pools of this plan are parts of, in its own order."""
-    cluster: str
-    hardware: HardwareFile | None = None
-
-
-OTHER_PLANS = ("fallbacks", "next_best", "spares")
+OTHER_PLANS = ("fallbacks", "next_best")
 """The fields of a plan that hold other plans of the same model."""
 
 
@@ -102,8 +89,6 @@ class Plan(PlanPart):
     """Most memory first."""
     next_best: tuple[Fallback, ...] = ()
     """The best plans found of other pipeline settings, fastest first, for `steelyard measure` to run beside it."""
-    spares: tuple[Spare, ...] = ()
-    """Most devices first."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -191,10 +176,6 @@ class Plan(PlanPart):
         alone = self.model_copy(update=dict.fromkeys(OTHER_PLANS, ()))
         return (alone, *(_plan_of(self, other) for other in self.next_best))
 
-    def spare_plan(self, spare: Spare) -> "Plan":
-        """The plan for a part of the cluster; raises `InvalidPlanError` if it contradicts itself."""
-        return _plan_of(self, spare)
-
     def with_training(self, tokens: int, *, price: float | None = None) -> "Plan":
         """The plan with what its prediction makes of a whole training; ``price`` is dollars for a device-hour."""
         assert self.prediction is not None, "days and money follow from a prediction"
@@ -263,9 +244,9 @@ class Plan(PlanPart):
 
 
 def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
-    """The plan with what its fallback or spare has instead, and no other plans."""
+    """The plan with what its fallback has instead, and no other plans."""
     own = {name: getattr(plan, name) for name in Plan.model_fields if name not in (*OTHER_PLANS, "training")}
-    return Plan(**own | {name: getattr(fallback, name) for name in type(fallback).model_fields if name in own})
+    return Plan(**own | {name: getattr(fallback, name) for name in Fallback.model_fields})
 
 
 def _check_config(plan: Plan, chain: ModelChain) -> None:
