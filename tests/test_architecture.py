@@ -17,7 +17,6 @@ PLANNER = ("cli", "cost", "export", "hardware", "model", "plan", "profiles", "re
 TORCH_FREE = ("steelyard.installed", "steelyard.units", "steelyard.planning", "steelyard.tracer.packaged")
 COPIED = SOURCE / "export" / "scripts"
 """What an export copies as it is, and nobody imports."""
-MOST_LINES_OF_AN_OVERRIDE = 30
 FILES_OF_ONE_MACHINE = re.compile(r"(?<![\w.~-])/(?:work|root|tmp)/")
 
 
@@ -25,17 +24,6 @@ def run_python(*arguments):
     """The finished process and all that it printed."""
     process = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     return process.returncode, process.stdout + process.stderr
-
-
-def num_code_lines(path):
-    """The lines of a module without imports, docstrings, comments and blank ones."""
-    text = path.read_text()
-    found = {number for number, line in enumerate(text.splitlines(), 1) if line.split("#")[0].strip()}
-    for node in ast.walk(ast.parse(text)):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
-            found -= set(range(node.lineno, node.end_lineno + 1))
-    return len(found)
 
 
 def module_name(path):
@@ -138,8 +126,3 @@ def test_every_public_name_of_the_planner_is_there(name):
 def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'find_plann'"):
         steelyard.find_plann  # noqa: B018
-
-
-@pytest.mark.parametrize("path", sorted((SOURCE / "modules" / "overrides").glob("*.py")), ids=lambda path: path.stem)
-def test_what_structure_cannot_tell_of_a_type_is_a_few_lines(path):
-    assert num_code_lines(path) <= MOST_LINES_OF_AN_OVERRIDE

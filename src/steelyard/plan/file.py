@@ -127,7 +127,10 @@ def _model_types(annotation: Any) -> list[Any]:
     return found
 
 
-_REMOVED_KEYS = {"spares": "remove the key: `steelyard train --elastic` plans when a node is lost"}
+_REMOVED_KEYS = {
+    "spares": "remove the key: `steelyard train --elastic` plans when a node is lost",
+    "gathered_entries": "remove the key, of a loss over pairs that is no longer planned",
+}
 _LINE_WIDTH = 110
 _SHOWN_WIDTH = 120
 _LENGTHS = {"too_short": "at least {min_length} in the list", "too_long": "at most {max_length} in the list"}

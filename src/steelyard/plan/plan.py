@@ -96,7 +96,7 @@ class Plan(PlanPart):
         _check_config(self, chain)
         chain.check_seq_len(self.seq_len)
         _check_ranks(self)
-        _check_batch(self, chain)
+        _check_batch(self)
         _check_coverage(self, chain)
         _check_strategies(self, chain)
         _check_prediction(self)
@@ -260,14 +260,7 @@ def _check_config(plan: Plan, chain: ModelChain) -> None:
         )
 
 
-def _check_batch(plan: Plan, chain: ModelChain) -> None:
-    if plan.num_microbatches > 1 and chain.why_one_microbatch:
-        raise InvalidPlanError(
-            field="num_microbatches",
-            found=str(plan.num_microbatches),
-            expected=f"1: {chain.why_one_microbatch}",
-            hint="change num_microbatches to 1",
-        )
+def _check_batch(plan: Plan) -> None:
     if plan.global_batch % plan.num_microbatches:
         raise InvalidPlanError(
             field="num_microbatches",

@@ -8,10 +8,10 @@ Source: Miao et al. 2022, Algorithm 1 (the outer loop over batch sizes).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from steelyard.cost.setting import Job
 from steelyard.planning.choose import PlanningResult
-from steelyard.planning.job import with_batch
 from steelyard.planning.problem import PlanOptions
 from steelyard.planning.trial import Trial, Trials, try_job
 
@@ -30,7 +30,7 @@ def grow_batch(job: Job, options: PlanOptions, *, top: int, progress: Callable[[
 
     def attempt(count: int) -> tuple[Trial, PlanningResult]:
         progress(f"planning for a global batch of {count}")
-        return try_job(with_batch(job, count), options, size=count, top=top)
+        return try_job(replace(job, global_batch=count), options, size=count, top=top)
 
     best, result = attempt(job.cluster.num_devices)
     trials = [best]

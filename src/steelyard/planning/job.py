@@ -58,7 +58,7 @@ def make_job(
     chain.check_seq_len(seq_len)
     _check_precision(chain, precision)
     options = {"seq_len": seq_len, "precision": precision, "degrees": divisors(machines.devices_per_node)}
-    traced = partial(cached_trace, chain, **options, batch=global_batch, own=own)
+    traced = partial(cached_trace, chain, **options, own=own)
     file = None
     if isinstance(profile, str | Path):
         profile, file = read_profile(profile)
@@ -161,15 +161,6 @@ def make_any_job(
     if isinstance(profile, Mapping):
         profile = pool_profiles(profile, [cluster.name])[cluster.name]
     return make_job(config, cluster, profile=profile, **asked)
-
-
-def with_batch(job: Job, global_batch: int) -> Job:
-    """The job with another global batch, traced for it where its loss compares all samples."""
-    if not job.chain.why_one_microbatch:
-        return replace(job, global_batch=global_batch)
-    degrees = divisors(job.cluster.devices_per_node)
-    options = {"seq_len": job.seq_len, "precision": job.precision, "degrees": degrees, "batch": global_batch}
-    return replace(job, global_batch=global_batch, profile=cached_trace(job.chain, **options))
 
 
 def planned_chain(

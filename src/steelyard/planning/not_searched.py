@@ -30,7 +30,7 @@ def settings_not_searched(job: Job, options: PlanOptions) -> tuple[NotSearched, 
     why_not_counts = {
         count: f"fixed at {options.num_microbatches}"
         if options.num_microbatches is not None
-        else job.chain.why_one_microbatch or f"does not divide the global batch of {batch}"
+        else f"does not divide the global batch of {batch}"
         for count in range(1, batch + 1)
         if count not in searched
     }

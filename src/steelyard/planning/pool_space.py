@@ -67,7 +67,7 @@ class PooledSpace:
         if options.pins or options.partition != "exact":
             raise not_with_pools("--pin" if options.pins else "--partition")
         self._job, self._options = job, options
-        counts = microbatch_counts(job.chain, job.global_batch)
+        counts = microbatch_counts(job.global_batch)
         self._known = [KnownCosts(counts) for _ in job.pools]
         self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
         self._stage_layers: dict[tuple[int, int, int, int, bool], _StageLayers] = {}
@@ -184,7 +184,7 @@ class PooledSpace:
         options = self._options
         if options.num_stages not in (None, num_stages):
             return
-        for count in microbatch_counts(self._job.chain, self._job.global_batch):
+        for count in microbatch_counts(self._job.global_batch):
             if options.num_microbatches not in (None, count):
                 continue
             for schedule in SCHEDULES.values():

@@ -11,7 +11,6 @@ from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
 from steelyard.limits import MOST_MICROBATCHES
-from steelyard.model.chain import ModelChain
 from steelyard.plan.kinds import KINDS, Value
 from steelyard.plan.strategy import Remat, Strategy, divisors
 from steelyard.planning.pins import Pin, pinned
@@ -117,11 +116,11 @@ def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
     """
     devices, layers = job.cluster.num_devices, job.chain.num_layers
     stages = [p for p in divisors(devices) if p <= layers]
-    counts = microbatch_counts(job.chain, job.global_batch)
+    counts = microbatch_counts(job.global_batch)
     if options.num_stages is not None:
         stages = _pinned("num_stages", options.num_stages, stages, f"a divisor of the {devices} devices")
     if options.num_microbatches is not None:
-        of_batch = job.chain.why_one_microbatch or f"a divisor of the batch of {job.global_batch}"
+        of_batch = f"a divisor of the batch of {job.global_batch}"
         counts = _pinned("num_microbatches", options.num_microbatches, counts, of_batch)
     schedules = [each for each in SCHEDULES.values() if each.name in options.schedules]
     found = settings_under([each for each in schedules if not each.takes_chunks], job, stages, counts)
@@ -134,10 +133,8 @@ def pipeline_settings(job: Job, options: PlanOptions) -> list[Setting]:
     ]
 
 
-def microbatch_counts(chain: ModelChain, global_batch: int) -> list[int]:
-    """Every number of microbatches that divides the batch; 1 where the loss is of the whole batch."""
-    if chain.why_one_microbatch:
-        return [1]
+def microbatch_counts(global_batch: int) -> list[int]:
+    """Every number of microbatches that divides the batch."""
     return [m for m in divisors(global_batch) if m <= MOST_MICROBATCHES]
 
 
