@@ -7,7 +7,7 @@ import pytest
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.plan.margin import shortfall
-from steelyard.plan.words import headline
+from steelyard.plan.plan import headline
 from steelyard.planning.choose import PlanningResult, plan_job
 from steelyard.planning.explain import other_budgets, pricing_notes
 from steelyard.planning.job import make_job

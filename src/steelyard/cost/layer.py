@@ -248,7 +248,7 @@ class _Sent:
             known = None if beyond is None else beyond._kinds[kind]
             if kind.divides is not Divides.SAMPLES:
                 load = load or layer_load(layer, strategy, setting)
-                self._kinds[kind] = _sent_by(kind, layer, load, setting, known)
+                self._kinds[kind] = _sent_by(kind, layer, strategy, load, setting, known)
             else:
                 self._kinds[kind] = known or _states_sent_by(kind, layer, strategy, setting)
 
@@ -280,15 +280,20 @@ class _Sent:
 
 def _states_sent_by(kind: Kind, layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> _SentByKind:
     def made() -> _SentByKind:
-        return _sent_by(kind, layer, layer_load(layer, strategy, setting), setting, None)
+        return _sent_by(kind, layer, strategy, layer_load(layer, strategy, setting), setting, None)
 
     return setting.job.once(layer, (kind, strategy, setting.devices_per_stage), made)
 
 
 def _sent_by(
-    kind: Kind, layer: LayerProfile, load: Load, setting: AnySetting, beyond: _SentByKind | None
+    kind: Kind,
+    layer: LayerProfile,
+    strategy: Strategy,
+    load: Load,
+    setting: AnySetting,
+    beyond: _SentByKind | None,
 ) -> _SentByKind:
-    job, strategy = setting.job, load.strategy
+    job = setting.job
     waits_for_last = kind.states is States.SHARDED and job.execution.keeps_whole_gradients(strategy)
     found = beyond.copy() if beyond else _SentByKind(waits=bool(kind.shape(strategy)))
     for each in kind.traffic(load):

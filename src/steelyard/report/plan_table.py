@@ -11,9 +11,9 @@ from steelyard.hardware import Cluster, MixedCluster
 from steelyard.plan.choices import Rival
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.margin import margin_text
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, headline, part_name
 from steelyard.plan.prediction import Alternative, Baseline, Prediction
-from steelyard.plan.words import SAME_SHARE, against, headline, layers_text, misfits, part_name
+from steelyard.plan.words import SAME_SHARE, against, layers_text, misfits
 from steelyard.report.tables import framed_table, number
 from steelyard.units import format_bytes, format_days, format_money, format_plural, format_seconds
 
