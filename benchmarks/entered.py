@@ -1,6 +1,6 @@
 """How much of the code one plan enters: files and named functions of the package that `steelyard plan` calls.
 
-What importing executes does not count, nor do bodies of classes, lambdas, comprehensions and methods that are generated.
+What importing executes does not count, nor do bodies of classes, lambdas, comprehensions and generated methods.
 
 Run: python benchmarks/entered.py [MODEL [OPTION ...]]   (default: llama3-8b on 8 A100, as in the README)
      python benchmarks/entered.py --list                 (also prints the files with the functions of each)

@@ -47,7 +47,6 @@ TASKS = {
 NEARLY = 0.9
 NUM_BLOCKS = 6
 COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers")
-COUNTS += ("num_layers_per_stack",)  # of hrm_text
 LIMIT_S = 120
 LIMIT_BYTES = 24 * 2**30
 DIVIDING = ("columns", "columns_entering", "columns_gathered", "rows", "rows_of_whole", "rows_partial", "own_experts")
@@ -73,7 +72,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "modernbert-decoder": {"pad_token_id": 0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
-    "prophetnet": {"disable_ngram_loss": True},
     "cpmant": {"pad_token_id": 0},
     "bamba": {"attn_layer_indices": [1, 4]},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8}},
@@ -84,8 +82,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_asr": {"pad_token_id": 0},
     "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
     "bert-generation": {"is_decoder": True},
-    "reformer": {"axial_pos_embds": False, "hash_seed": 0},
-    "ReformerModelWithLMHead": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 38},
     "gemma3n_text": {"num_kv_shared_layers": 1},

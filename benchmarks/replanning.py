@@ -1,7 +1,7 @@
 """CPU seconds of finding the plan for what is left after a loss, in a process that has planned before.
 
-``python benchmarks/replanning.py``: for each row the least of some runs while a run waits, once to the end as plans are
-made ahead, and the steps of both plans. It takes about a minute.
+``python benchmarks/replanning.py``: for each row the least of some runs while a run waits, one search to the end, and
+the steps of both plans. It takes about a minute.
 """
 
 import time
@@ -46,11 +46,11 @@ def main() -> None:
         in_order = {name: left[name] for name in plan.cluster.split("+")}
         request = request_of_plan(plan, folder=folder)
         job = job_of(request)
-        ahead_s, (ahead, _) = timed(lambda request=request, job=job, left=in_order: fastest_on(request, job, left))
+        whole_s, (whole, _) = timed(lambda request=request, job=job, left=in_order: fastest_on(request, job, left))
         seconds, now = min(each for each, _ in runs), runs[0][1].plan
         print(
-            f"{model}, {cluster}, {left}: ahead {ahead_s:.2f} s, step {ahead.prediction.step_time_s:.2f} s, "
-            f"{ahead.prediction.certificate}; now {seconds:.2f} s, step {now.prediction.step_time_s:.2f} s, "
+            f"{model}, {cluster}, {left}: to the end {whole_s:.2f} s, step {whole.prediction.step_time_s:.2f} s, "
+            f"{whole.prediction.certificate}; now {seconds:.2f} s, step {now.prediction.step_time_s:.2f} s, "
             f"{now.prediction.certificate}",
             flush=True,
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from steelyard.plan.plan import Plan  # noqa: E402
-from steelyard.plan.replanned import Replanned, Replanner  # noqa: E402
+from steelyard.plan.replanned import Replanned  # noqa: E402
 from steelyard.runtime.process import main  # noqa: E402
 
 
@@ -22,8 +22,5 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str])
     return replan(plan, hosts, folder, pools)
 
 
-REPLANNER = Replanner(replan=replan, ahead="steelyard.planning.ahead")
-
-
 if __name__ == "__main__":
-    main(replanner=REPLANNER)
+    main(replan=replan)

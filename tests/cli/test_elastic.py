@@ -1,4 +1,4 @@
-"""Lost and slow nodes as a user meets them: `plan --spares`, `train --elastic` and `explain --record`."""
+"""Lost and slow nodes as a user meets them: `train --elastic` and `explain --record`."""
 
 import json
 from pathlib import Path
@@ -31,31 +31,6 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def step_s(plan: Plan) -> float:
     assert plan.prediction is not None
     return plan.prediction.step_time_s
-
-
-@pytest.mark.slow
-def test_spares_say_what_a_lost_node_costs_and_are_kept_in_the_plan(run: Run, tmp_path: Path) -> None:
-    result = run("plan", *JOB, "--spares", 1, "-o", tmp_path / "plan.json")
-    assert result.exit_code == 0, result.output
-    plan = read_plan(tmp_path / "plan.json")
-    (spare,) = plan.spares
-    alone = run("plan", *JOB[:2], "1x4xa100-80gb", *JOB[3:], "--json")
-    assert step_s(plan.spare_plan(spare)) == json.loads(alone.stdout)["prediction"]["step_time_s"]
-    assert spare.cluster == "1x4xa100-80gb"
-    text = " ".join(result.stdout.split())
-    assert "With 1 node less: " in text
-    assert f"({step_s(plan.spare_plan(spare)) / step_s(plan) - 1:+.1%})" in text
-
-
-def test_a_loss_that_no_plan_survives_is_said(run: Run) -> None:
-    result = run("plan", *JOB, "--spares", 2)
-    assert result.exit_code == 0, result.output
-    assert "with 2 nodes less there is no plan that fits" in " ".join(result.output.split())
-
-
-def test_spares_are_in_the_json(run: Run) -> None:
-    content = json.loads(run("plan", *JOB, "--spares", 1, "--json").stdout)
-    assert [spare["num_left"] for spare in content["spares"]] == [4]
 
 
 def elastic_error(run: Run, path: Path, *options: object) -> str:

@@ -98,10 +98,6 @@ EXPERT_CONFIGS: dict[str, dict[str, Any]] = {
 """Whose experts are modules of their own, of which a rank's tokens may choose none."""
 
 PADDED_CONFIGS: dict[str, dict[str, Any]] = {
-    "longformer": {
-        **{**_SMALL, **_NO_DROPOUT, "max_position_embeddings": 130},
-        **{"attention_window": 64, "architectures": ["LongformerForMaskedLM"]},
-    },
     "pegasus_x": {
         **{**_STACKS, "max_position_embeddings": 128, "block_size": 64, "num_global_tokens": 8},
         "architectures": ["PegasusXForConditionalGeneration"],
@@ -109,13 +105,6 @@ PADDED_CONFIGS: dict[str, dict[str, Any]] = {
 }
 """Of a length that a window divides."""
 LENGTH_CONFIGS: dict[str, dict[str, Any]] = {
-    "prophetnet": {
-        **{"hidden_size": 64, "vocab_size": 128, "max_position_embeddings": 64, "num_buckets": 8, "ngram": 2},
-        **{"encoder_ffn_dim": 96, "num_encoder_layers": 1, "num_encoder_attention_heads": 4, "dropout": 0.0},
-        **{"decoder_ffn_dim": 96, "num_decoder_layers": 2, "num_decoder_attention_heads": 4, "pad_token_id": 0},
-        **{"attention_dropout": 0.0, "activation_dropout": 0.0},
-        "architectures": ["ProphetNetForConditionalGeneration"],
-    },
     "cpmant": {
         **{"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "dim_head": 16, "dim_ff": 96},
         **{"vocab_size": 128, "prompt_length": 8, "prompt_types": 4, "segment_types": 4, "pad_token_id": 0},
@@ -130,7 +119,6 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "hrm_text": {**_SMALL, "num_key_value_heads": 4, "num_layers_per_stack": 1, "L_cycles": 2, "head_dim": 16},
     "hy_v4": {
         **{**_SMALL, **_EXPERTS, **_LATENT, "num_hidden_layers": 3, "n_routed_experts": 4, "n_shared_experts": 1},
         **{"n_group": 1, "topk_group": 1, "index_topk": 8, "index_head_dim": 32, "index_n_heads": 4, "hc_mult": 3},
@@ -162,21 +150,9 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
         **{"moe_intermediate_size": 32, "layer_types": ["hybrid"] * 3},
     },
     "albert": {**_SMALL, **_NO_DROPOUT, "embedding_size": 32, "architectures": ["AlbertForMaskedLM"]},
-    "xlm": {
-        **{"emb_dim": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 128, "max_position_embeddings": 64},
-        **{"pad_token_id": 0, "pad_index": 0, "dropout": 0.0, "attention_dropout": 0.0, "causal": True},
-        "architectures": ["XLMWithLMHeadModel"],
-    },
-    "reformer": {
-        **{"hidden_size": 64, "num_attention_heads": 4, "attention_head_size": 16, "feed_forward_size": 96},
-        **{"attn_layers": ["local", "lsh"], "axial_pos_embds": False, "hash_seed": 0, "num_buckets": 4},
-        **{"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0, "vocab_size": 128},
-        **{"max_position_embeddings": 64, "architectures": ["ReformerForMaskedLM"]},
-    },
     "squeezebert": {
         **{**_SMALL, **_NO_DROPOUT, "embedding_size": 64, "architectures": ["SqueezeBertForMaskedLM"]},
     },
-    "ibert": {**_SMALL, **_NO_DROPOUT, "architectures": ["IBertForMaskedLM"]},
     "neomme": {
         **{**_SMALL, "num_hidden_layers": 3, "embedding_rank": 32, "head_dim": 16, "patch_size": 4},
         **{"sliding_window": 256, "architectures": ["NeoMMEForMaskedLM"]},
@@ -194,17 +170,7 @@ _TURNED = {
 _VISION_TOKENS = {
     f"{name}_token_id": 127 - n for n, name in enumerate(("image", "video", "vision_start", "vision_end"))
 }
-_TOWER = {"intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-_PAIRS = {
-    "text_config": {"hidden_size": 32, "vocab_size": 128, "max_position_embeddings": 64, **_TOWER},
-    "vision_config": {"hidden_size": 64, "image_size": 16, "patch_size": 8, **_TOWER},
-}
 FEATURE_CONFIGS: dict[str, dict[str, Any]] = {
-    "clip": {**_PAIRS, "projection_dim": 48, "architectures": ["CLIPModel"]},
-    "siglip": {
-        "text_config": {**_PAIRS["text_config"], "projection_size": 64, "bos_token_id": 1, "eos_token_id": 2},
-        "vision_config": _PAIRS["vision_config"],
-    },
     "whisper": {**_SPEECH, "num_mel_bins": 8, "begin_suppress_tokens": None},
     "llava": {
         "vision_config": {

@@ -174,6 +174,11 @@ def test_a_misspelt_required_key_is_named_rather_than_the_missing_one(path, wron
         read(changed(([*path, wrong], 1), ([*path, right], ...)))
 
 
+def test_a_key_of_a_removed_feature_is_said_to_be_removed():
+    with pytest.raises(InvalidPlanError, match=r"(?s)^spares: found the unknown key 'spares'.*remove the key: "):
+        read(changed((["spares"], [])))
+
+
 @pytest.mark.parametrize(
     ("path", "place"),
     [

@@ -1,6 +1,5 @@
 """The plan for what is left of a cluster."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,19 +10,15 @@ import pytest
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.plan.asked import Asked
-from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning import ahead, elastic
 from steelyard.planning.choose import NUM_RESCORED, NothingFitsError, PlanningResult, find_plan, plan_job
 from steelyard.planning.demands import demands_of
 from steelyard.planning.devices import plan_or_reason, with_shape
-from steelyard.planning.elastic import check_replannable, fastest_plan, replan, with_spares
+from steelyard.planning.elastic import check_replannable, fastest_plan, replan
 from steelyard.planning.job import make_job
 from steelyard.planning.pins import parse_pin
-from steelyard.planning.price import pooled_job_of
 from steelyard.planning.problem import PlanOptions, is_beaten, make_tables
 from steelyard.planning.walked_settings import LEAST_GAIN
-from steelyard.report.plan_table import missing_spare_lines, spare_lines
 from tests.runtime.models import make_plan
 
 HERE = Path()
@@ -163,27 +158,6 @@ def test_devices_that_hold_no_plan_are_an_error_that_says_what_to_do(job: Job) -
     assert "start again when devices are back" in str(raised.value)
 
 
-def test_a_plan_for_a_loss_is_used_without_a_search(plan: Plan, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = with_spares(plan, job, num_spares=1)
-    monkeypatch.setattr("steelyard.planning.elastic.any_job_of", None)
-    found = replan(ahead, (8, 8, 8), HERE)
-    assert found.taken == (8, 8, 8)
-    assert found.notice.startswith("32 → 24 devices, predicted ")
-    assert found.plan.stages == ahead.spares[0].stages
-
-
-def test_spares_survive_the_file(plan: Plan, job: Job, tmp_path: Path) -> None:
-    ahead = with_spares(plan, job, num_spares=2)
-    assert [spare.num_left for spare in ahead.spares] == [24, 16]
-    write_plan(ahead, tmp_path / "plan.json")
-    assert read_plan(tmp_path / "plan.json") == ahead
-
-
-def test_of_one_node_a_device_is_lost() -> None:
-    job = job_on("1x8xh100-80gb")
-    assert [spare.num_left for spare in with_spares(plan_of(job), job, num_spares=1).spares] == [7]
-
-
 def test_a_plan_whose_costs_are_not_known_is_refused_before_it_runs(plan: Plan) -> None:
     foreign = plan.model_copy(update={"cluster": "our-machines", "hardware": None, "prediction": None})
     with pytest.raises(UserError, match=r"--elastic: .*: found 'our-machines'"):
@@ -191,31 +165,7 @@ def test_a_plan_whose_costs_are_not_known_is_refused_before_it_runs(plan: Plan) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [(4, 4), (4,)])
-def test_plans_made_ahead_are_taken_and_no_slower_than_those_that_a_loss_would_find(
-    plan: Plan, hosts: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(elastic, "MOST_S", math.inf)
-    losses = [left for left in ((*hosts[:-1], hosts[-1] - 1), hosts[:-1]) if sum(left)]
-    searched = {left: replan(plan, left, HERE) for left in losses}
-    write_plan(plan, tmp_path / "plan.json")
-    monkeypatch.setattr("os.nice", lambda _increment: 0)
-    ahead.main([str(tmp_path / "plan.json"), str(tmp_path / "new" / "spares.json"), *map(str, hosts)])
-    known = read_plan(tmp_path / "new" / "spares.json")
-    assert known.model_copy(update={"spares": ()}) == plan
-    assert sum(hosts) in {each.num_left for each in known.spares}, "for when the run begins again"
-    monkeypatch.setattr(elastic, "fastest_on", None)
-    for left, found in searched.items():
-        again = replan(known, left, HERE)
-        assert step_s(again.plan) <= step_s(found.plan)
-        assert sum(again.taken) == again.plan.num_devices
-        assert again.notice.partition("(")[0].startswith("32 → ")
-
-
-@pytest.mark.slow
-def test_what_a_run_waits_for_is_not_searched_to_the_end_and_what_is_made_ahead_is(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_run_waits_for_is_not_searched_to_the_end(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[bool] = []
 
     def noted(*arguments: Any, to_the_end: bool, **options: Any) -> PlanningResult:
@@ -225,25 +175,6 @@ def test_what_a_run_waits_for_is_not_searched_to_the_end_and_what_is_made_ahead_
     monkeypatch.setattr("steelyard.planning.devices.plan_job", noted)
     replan(plan, (8, 8), HERE)
     assert set(ends) == {False}
-    ends.clear()
-    elastic.with_likely_losses(plan, (8,), HERE)
-    assert set(ends) == {True}
-
-
-def test_what_would_have_to_be_given_up_is_not_planned_ahead(job: Job) -> None:
-    pinned = plan_of(job, PlanOptions(num_stages=4))
-    kept = elastic.with_likely_losses(pinned, (1, 1), HERE).spares
-    assert all(pinned.spare_plan(each).pipeline.num_stages == 4 for each in kept)
-
-
-def test_a_plan_made_ahead_that_leaves_the_first_host_out_is_not_taken(plan: Plan) -> None:
-    """The first host holds the store of the rendezvous."""
-    best = elastic.fastest_plan(job_on("2x8xh100-80gb"), (4, 1), ())
-    assert best is not None
-    assert best[1] == (1, 4)
-    known = elastic._with_spare(plan, (best[0], {plan.cluster: best[1]}), {plan.cluster: (4, 1)})
-    assert replan(known, (4, 1), HERE).taken == (4, 0)
-    assert replan(known, (1, 4), HERE).taken[0] > 0
 
 
 POOLS = ("2x4xh100-80gb", "2x4xa100-80gb")
@@ -304,52 +235,3 @@ def test_a_host_of_no_pool_of_the_plan_is_refused(pooled: Plan, pools: Sequence[
 def test_a_pool_is_refused_where_the_plan_has_none(plan: Plan) -> None:
     with pytest.raises(UserError, match="expected: a plan over pools"):
         replan(plan, (8, 8, 8, 8), HERE, (POOLS[0],) * 4)
-
-
-@pytest.mark.slow
-def test_losses_of_each_pool_are_planned_ahead_and_taken_without_a_search(
-    pooled: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_plan(pooled, tmp_path / "plan.json")
-    monkeypatch.setattr("os.nice", lambda _increment: 0)
-    hosts = [f"4:{POOLS[place]}" for place in (0, 1, 0, 1)]
-    ahead.main([str(tmp_path / "plan.json"), str(tmp_path / "spares.json"), *hosts])
-    known = read_plan(tmp_path / "spares.json")
-    first = pooled.cluster.split("+").index(POOLS[0])
-    assert {(each.left[first], each.left[1 - first]) for each in known.spares} == {(7, 8), (4, 8), (8, 7), (8, 4)}
-    monkeypatch.setattr(elastic, "any_job_of", None)
-    for left, pools in {
-        (4, 4, 4): (POOLS[1], POOLS[0], POOLS[0]),
-        (4, 3, 4, 4): (POOLS[0], POOLS[1], POOLS[0], POOLS[1]),
-    }.items():
-        found = replan(known, left, HERE, pools)
-        assert sum(found.taken) == found.plan.num_devices
-        used = dict.fromkeys(pools[place] for place in found.order if found.taken[place])
-        sizes = [part.num_devices for part in found.plan.pools()]
-        assert [
-            sum(taken for taken, of in zip(found.taken, pools, strict=True) if of == name) for name in used
-        ] == sizes
-        assert all(taken <= there for taken, there in zip(found.taken, left, strict=True))
-
-
-@pytest.mark.slow
-def test_a_lost_node_of_each_pool_is_told_beforehand(pooled: Plan) -> None:
-    told = with_spares(pooled, pooled_job_of(pooled), num_spares=1)
-    assert len(told.spares) == 2
-    assert told.prediction is not None
-    lines = spare_lines(told, told.prediction)
-    assert [line.partition(" less: ")[0] for line in lines] == [
-        f"With 1 node of {name}" for name in pooled.cluster.split("+")
-    ]
-    assert missing_spare_lines(told, 1) == []
-
-
-@pytest.mark.slow
-def test_a_pool_that_is_lost_as_a_whole_leaves_the_others(pooled: Plan) -> None:
-    first, second = pooled.cluster.split("+")
-    told = with_spares(pooled, pooled_job_of(pooled), num_spares=3)
-    assert [each.left for each in told.spares] == [(4, 8), (0, 8), (8, 4), (8, 0)]
-    assert [told.spares[1].cluster, told.spares[3].cluster] == [second, first]
-    assert missing_spare_lines(told, 3) == [
-        f"with 3 nodes of {name} less there is no plan that fits" for name in (first, second)
-    ]

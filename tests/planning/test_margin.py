@@ -8,7 +8,7 @@ from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.margin import shortfall
-from steelyard.plan.words import headline
+from steelyard.plan.plan import headline
 from steelyard.planning.choose import PlanningResult, plan_job
 from steelyard.planning.explain import other_budgets, pricing_notes
 from steelyard.planning.margin import MARGIN, warnings_of, without_margin

@@ -7,8 +7,7 @@ over four processes in its cases of shared key-value heads.
 import pytest
 
 from steelyard.model.read import load_model
-from steelyard.plan.plan import Plan
-from steelyard.plan.words import headline
+from steelyard.plan.plan import Plan, headline
 from steelyard.planning.choose import find_plan
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.problem import PlanOptions

@@ -22,7 +22,7 @@ from steelyard.runtime import train
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.process import main
 from steelyard.runtime.stage import LayerLoop
-from steelyard.train import REPLANNER
+from steelyard.train import replan
 
 BAD_RANK = os.environ.get("BAD_RANK", "1")
 SMALL_FILE_BYTES = 20_000
@@ -164,4 +164,4 @@ if __name__ == "__main__":
         slow_down()
     if os.environ["RANK"] == BAD_RANK:
         plant(sys.argv[1])
-    main(sys.argv[2:], replanner=REPLANNER)
+    main(sys.argv[2:], replan=replan)

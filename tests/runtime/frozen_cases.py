@@ -73,14 +73,4 @@ CASES: dict[str, Case] = {
         "whisper", ("model.encoder",), "dp2, tp2, fsdp2, tp2, dp2", "tp2 remat=full, fsdp2"
     ),
     "whisper, decoder": _featured("whisper", ("model.decoder",), "fsdp4, dp4, tp2-dp2, fsdp2-tp2, tp4, fsdp4, dp4"),
-    "clip, tower of images": _case(
-        split_config("clip"),
-        ("vision_model",),
-        "fsdp2, dp2",
-        "tp2, fsdp2, dp2, fsdp2, fsdp2",
-        split=SPLITS["clip"],
-        num_microbatches=1,
-        seq_len=16,
-        schedule="gpipe",
-    ),
 }

@@ -16,15 +16,12 @@ import pytest
 from steelyard import find_plan
 from steelyard.errors import UserError
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.planning import ahead
 from steelyard.planning.problem import PlanOptions
-from steelyard.processes.failure import TORCHRUN_RANK_VARIABLE, RankFailedError
+from steelyard.processes.failure import RankFailedError
 from steelyard.processes.start import Elastic, run_processes
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime.checkpoint_folder import complete_checkpoints
-from steelyard.runtime.elastic import settled_plan, with_ahead
 from steelyard.runtime.options import TrainOptions
-from steelyard.train import REPLANNER
 from tests.processes.forking_agent import fork_ranks
 from tests.runtime.models import CONFIGS, make_plan
 from tests.runtime.test_launch import assert_gone
@@ -263,39 +260,6 @@ def test_a_pool_that_is_lost_and_comes_back_changes_no_loss(
     assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
     assert num_ranks(options) == 4
     assert_gone(tmp_path, within_s=10)
-
-
-def test_a_loss_that_was_planned_ahead_needs_no_search_and_the_next_is_planned_meanwhile(
-    plan_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spares = tmp_path / "checkpoints" / "spares.json"
-    monkeypatch.setattr("os.nice", lambda _increment: 0)
-    ahead.main([str(plan_path), str(spares), "2"])
-    monkeypatch.setattr("steelyard.planning.elastic.fastest_plan", None)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    of_one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", TORCHRUN_RANK_VARIABLE: ""}
-    for name, value in {**of_one, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}.items():
-        monkeypatch.setenv(name, value)
-    with settled_plan(plan_path, REPLANNER, folder=spares.parent, timeout_s=LIMIT_S) as mine:
-        assert mine is not None
-        assert mine[0].num_devices == 1
-        # of one device that is lost nothing is left; the plan for it alone is for when the run begins again
-        wait_for(lambda: [each.num_left for each in read_plan(spares).spares] == [1])
-    assert (spares.parent / "plan-1.json").exists()
-
-
-@pytest.mark.parametrize("damage", ["{", "{}"])
-def test_plans_made_ahead_for_another_plan_and_damaged_ones_are_not_taken(
-    plan_path: Path, tmp_path: Path, damage: str
-) -> None:
-    plan = read_plan(plan_path)
-    (tmp_path / "spares.json").write_text(damage)
-    assert with_ahead(plan, tmp_path) is plan
-    write_plan(plan.model_copy(update={"global_batch": 8}), tmp_path / "spares.json")
-    assert with_ahead(plan, tmp_path) is plan
-    assert with_ahead(plan, tmp_path / "none") is plan
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from steelyard.errors import InvalidCheckpointError, InvalidDataError, InvalidModelError
 from steelyard.model.chain import ModelChain
@@ -36,7 +36,6 @@ from steelyard.runtime.stored_weights import stored_parameters
 from steelyard.runtime.weights import INDEX_FILE, SINGLE_FILE, WeightFolder, export_weights, load_weights
 from tests.modules.split_configs import split_config
 from tests.runtime.family_cases import SPLITS
-from tests.runtime.feature_cases import SPLITS as FEATURE_SPLITS
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import one_process
 
@@ -137,23 +136,6 @@ def test_a_bias_of_the_logits_that_the_model_itself_holds_is_read(tmp_path: Path
     bias = torch.arange(128.0) if is_stored else torch.zeros(128)
     logits = state.head.run_alone(state.head, torch.zeros((2, 4, 64)), None)
     assert torch.equal(logits, bias.expand(2, 4, 128))
-
-
-@pytest.mark.parametrize(("name", "scale"), [("clip", 2.6592), ("siglip", 0.0)])
-def test_a_scale_that_the_model_itself_holds_begins_and_is_read_as_transformers_has_it(
-    tmp_path: Path, name: str, scale: float
-) -> None:
-    chain = chain_from_config(split_config(name), name=name, split=FEATURE_SPLITS[name])
-    assert build_model(chain, seed=1).logit_scale.item() == pytest.approx(scale)
-    saved = transformers.AutoModel.from_config(hub_config(chain))
-    nn.init.constant_(saved.logit_scale, 0.5)
-    saved.save_pretrained(tmp_path)
-    state = WholeState(chain)
-    assert load_weights(tmp_path, state, chain) == []  # type: ignore[arg-type]
-    expected = saved.state_dict()
-    assert all(torch.equal(value, expected[key].view_as(value)) for key, value in state.weights().items())
-    written = next(weights._gathered(state, torch.float32, build_meta_model(chain), keep=True))  # type: ignore[arg-type]
-    assert {key: each.shape for key, each in written.items()} == {key: expected[key].shape for key in written}
 
 
 @pytest.mark.parametrize("name", FAMILY_CONFIGS)

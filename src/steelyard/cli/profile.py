@@ -64,13 +64,6 @@ def profile(
 
     began_s, sizes = time.time(), parse_samples(samples, global_batch)
     chain = load_model(model)
-    if chain.why_one_microbatch:
-        raise UserError(
-            field="MODEL",
-            found=f"{chain.name}, of which {chain.why_one_microbatch}",
-            expected="a model whose layers take as long in any global batch",
-            hint="plan with the catalogue: without --profile",
-        )
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
     degrees = divisors(processes)
     traced = cached_trace(

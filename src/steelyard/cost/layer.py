@@ -8,8 +8,6 @@ $$t = \sum_\text{forward, backward} \big(c + \text{tp} + \text{exposed}(c, d)\bi
 and once a step: gradient all-reduce of replicated layers behind one backward pass, and the optimizer. On devices where
 communication has no stream of its own (CPU processes), exposed is $d$. Its bytes are in `steelyard.cost.layer_memory`.
 
-A head whose loss compares all samples gathers the features of all ranks and scatters their gradients (``pairs``).
-
 A head tied to the embedding is a layer like any other: the runtime gives it a matrix of its own, and once a step the
 two gradients are added (``tied``).
 
@@ -42,7 +40,7 @@ from steelyard.cost.layer_memory import LayerBytes, layer_bytes
 from steelyard.cost.setting import MASTER_BYTES, AnySetting, Job, Setting
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.kinds import Kind
-from steelyard.plan.kinds.data import data_levels, shard_levels
+from steelyard.plan.kinds.data import shard_levels
 from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traffic
 from steelyard.plan.shared import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
@@ -117,8 +115,6 @@ def layer_seconds(kind: LayerKind, strategy: Strategy, setting: AnySetting, know
         sent = _Sent(layer, strategy, setting, beyond=sent) if plain else sent
         backward["remat"] = _recomputation_s(layer, busiest, sent, setting, samples)
     _add_shards(backward, "backward", sent, setting)
-    if layer.gathered_entries:
-        backward["pairs"] = pairs_s(layer, strategy, setting)[1]
     once = _once_time(layer, sent, setting, forward, backward)
     return LayerSeconds(*(_scaled(terms, setting.job.time_factor) for terms in (forward, backward, once)))
 
@@ -130,19 +126,6 @@ def _scaled(terms: Terms, factor: float) -> Terms:
 def _in_numbers(terms: Terms) -> dict[str, float]:
     """Of one setting."""
     return {name: float(seconds) for name, seconds in terms.items()}
-
-
-def pairs_s(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> tuple[float, float]:
-    """Seconds to gather what a loss compares of the samples of all ranks, and to scatter the sums of its gradients.
-
-    Under remat the backward pass gathers it once more.
-    """
-    job = setting.job
-    group = levels_group(strategy, data_levels(strategy.levels), setting.devices_per_stage)
-    num_bytes = layer.gathered_entries * job.compute_bytes
-    gather_s = job.collective_s("all_gather", num_bytes, group)
-    again_s = 0.0 if strategy.remat is Remat.NONE else gather_s
-    return gather_s, again_s + job.collective_s("reduce_scatter", num_bytes, group)
 
 
 def exposed_s(compute_s: Amount, communication_s: Amount, slowdown: float) -> Amount:
@@ -184,8 +167,6 @@ def _passes(
     _add_host(forward, compute.forward_launch_s + lost_s * num_calls(layer.forward_collectives))
     _add_host(backward, compute.backward_launch_s + lost_s * num_calls(layer.backward_collectives))
     _add_shards(forward, "forward", sent, setting)
-    if layer.gathered_entries:
-        forward["pairs"] = pairs_s(layer, strategy, setting)[0]
     return Passes(forward, backward, sent)
 
 
@@ -267,7 +248,7 @@ class _Sent:
             known = None if beyond is None else beyond._kinds[kind]
             if kind.divides is not Divides.SAMPLES:
                 load = load or layer_load(layer, strategy, setting)
-                self._kinds[kind] = _sent_by(kind, layer, load, setting, known)
+                self._kinds[kind] = _sent_by(kind, layer, strategy, load, setting, known)
             else:
                 self._kinds[kind] = known or _states_sent_by(kind, layer, strategy, setting)
 
@@ -299,15 +280,20 @@ class _Sent:
 
 def _states_sent_by(kind: Kind, layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> _SentByKind:
     def made() -> _SentByKind:
-        return _sent_by(kind, layer, layer_load(layer, strategy, setting), setting, None)
+        return _sent_by(kind, layer, strategy, layer_load(layer, strategy, setting), setting, None)
 
     return setting.job.once(layer, (kind, strategy, setting.devices_per_stage), made)
 
 
 def _sent_by(
-    kind: Kind, layer: LayerProfile, load: Load, setting: AnySetting, beyond: _SentByKind | None
+    kind: Kind,
+    layer: LayerProfile,
+    strategy: Strategy,
+    load: Load,
+    setting: AnySetting,
+    beyond: _SentByKind | None,
 ) -> _SentByKind:
-    job, strategy = setting.job, load.strategy
+    job = setting.job
     waits_for_last = kind.states is States.SHARDED and job.execution.keeps_whole_gradients(strategy)
     found = beyond.copy() if beyond else _SentByKind(waits=bool(kind.shape(strategy)))
     for each in kind.traffic(load):

@@ -89,18 +89,13 @@ class Target:
     """What is not carried over where that is trained."""
 
 
-_PAIRS = "the loss over the pairs of all data ranks: the model compares the samples of each by themselves"
-
-
 def export_plan(target: Target, request: Request) -> Export:
     """The files of a target for a plan within its means; raises as `check_model`."""
     check_model(target, request.plan)
     draft = target.write(request)
     carried = (*draft.carried, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
     trains_other = request.plan.chain().trains_routers and not target.starts_steelyard
-    compares_others = request.plan.chain().why_one_microbatch and not target.starts_steelyard
     left_out = (*request.unsupported, *draft.left_out, *((target.routers,) if trains_other else ()))
-    left_out += (_PAIRS,) if compares_others else ()
     usage = draft.usage if target.starts_steelyard else (*draft.usage, *_allocator(request))
     lines = statement(target, request, carried, left_out, usage)
     return Export(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.config_values import ROUTER_LOSS
-from steelyard.model.family import BIDIRECTIONAL, Family, LayerKind, LayerRole, Layout, SharedWeight, Task
+from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
 from steelyard.model.freeze import Freeze
 from steelyard.model.split import TEXT_PART, ModelSplit, SplitFeatures
 
@@ -60,13 +60,6 @@ class ModelChain(Layout):
     def trains_routers(self) -> bool:
         """Whether the auxiliary loss of routers is trained beside the main one."""
         return self.config.get(ROUTER_LOSS) is True
-
-    @property
-    def why_one_microbatch(self) -> str:
-        """Why a step cannot come in several microbatches; empty where it can."""
-        if self.family.task is not Task.CONTRASTIVE:
-            return ""
-        return "the loss compares all samples of the global batch, of which a microbatch would have a part"
 
     @property
     def features(self) -> SplitFeatures | None:
@@ -247,8 +240,7 @@ class ModelChain(Layout):
 
     def is_causal(self, kind: LayerKind) -> bool:
         """Whether a token of a kind of block attends to none behind it; a decoder's, but for the encoder's output."""
-        beside_image = self.family.task in (Task.IMAGE_TEXT, Task.CONTRASTIVE)
-        of_text = beside_image and kind.hidden is None and kind.attention != BIDIRECTIONAL
+        of_text = self.family.task is Task.IMAGE_TEXT and kind.hidden is None
         return of_text or self.family.task is Task.CAUSAL_LM or kind.num_streams > 1
 
     def attention_words(self, seq_len: int) -> str:
@@ -289,10 +281,7 @@ class ModelChain(Layout):
         task, config = self.family.task, self.config
         planned = "" if task is Task.OWN else f"what is planned and trained is {task.auto_class}"
         if task is Task.IMAGE_CLASSIFICATION and "text_config" in config:
-            return (
-                f"{planned}: the tower for images with a classifier, without that for text: for both name the class "
-                "that has both in the config's architectures"
-            )
+            return f"{planned}: the tower for images with a classifier, without that for text"
         if task is Task.CAUSAL_LM and config.get("is_encoder_decoder") is True:
             return (
                 f"{planned}, the decoder alone: for both name the class with the encoder in the config's architectures"

@@ -27,8 +27,6 @@ QUERY_HEADS, KV_HEADS = "attention heads", "key-value heads"
 """Their names among the sizes that a tensor-parallel degree divides, or that divide it (`LayerKind.tp_shares`)."""
 
 
-BIDIRECTIONAL = "bidirectional_attention"
-"""The attention of blocks of text that belongs to an image, where a token sees those behind it, too."""
 BEGIN_WITH_THE_LAST = frozenset(("fsmt", "mbart", "plbart"))
 """Types whose decoders read the last token of the labels first."""
 NO_CP = "only causal attention in one kernel can be divided by tokens"
@@ -42,8 +40,6 @@ class Task(StrEnum):
     MASKED_LM = "masked-lm"
     SEQ2SEQ_LM = "seq2seq-lm"
     IMAGE_TEXT = "image-text-to-text"
-    CONTRASTIVE = "contrastive"
-    """Images and texts of one meaning: the loss compares every sample of a global batch with all others."""
     IMAGE_CLASSIFICATION = "image-classification"
     OWN = "own"
     """Whatever the loss of a user's own module says."""
@@ -61,7 +57,7 @@ class Task(StrEnum):
     @property
     def has_two_lists(self) -> bool:
         """Whether blocks are two lists, one behind the other, and the layer between them reads token ids."""
-        return self.has_decoder or self in (Task.IMAGE_TEXT, Task.CONTRASTIVE)
+        return self.has_decoder or self is Task.IMAGE_TEXT
 
     @property
     def reads_text(self) -> bool:
@@ -71,12 +67,7 @@ class Task(StrEnum):
     @property
     def reads_features(self) -> bool:
         """Whether samples hold something else beside them, which the first layer reads."""
-        return self in (Task.SPEECH_SEQ2SEQ, Task.IMAGE_TEXT, Task.CONTRASTIVE)
-
-    @property
-    def has_target_tokens(self) -> bool:
-        """Whether the loss is the mean over tokens, and not over samples."""
-        return self.reads_text and self is not Task.CONTRASTIVE
+        return self in (Task.SPEECH_SEQ2SEQ, Task.IMAGE_TEXT)
 
 
 _AUTO_CLASSES = {
@@ -86,7 +77,6 @@ _AUTO_CLASSES = {
     Task.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
     Task.SPEECH_SEQ2SEQ: "AutoModelForSpeechSeq2Seq",
     Task.IMAGE_TEXT: "AutoModelForImageTextToText",
-    Task.CONTRASTIVE: "AutoModelForZeroShotImageClassification",
 }
 """Samples are what `steelyard.modules.batch` says."""
 

@@ -15,6 +15,7 @@ from steelyard.errors import InvalidModelError, nearest
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import check_values, sizes_in
+from steelyard.model.not_planned import check_type
 from steelyard.model.sources import hub_names
 from steelyard.model.split import TEXT_PART, ModelSplit, family_of_split
 
@@ -111,6 +112,7 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
     if not isinstance(config, Mapping):
         raise InvalidModelError(field="config", found=type(config).__name__, expected="a JSON object")
     check_values(config)
+    check_type(config)
     identity = config_hash(config)
     model_type = str(config.get("model_type", ""))
     if split is None:

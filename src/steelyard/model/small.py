@@ -13,14 +13,13 @@ WIDTH_KEYS = (
     *("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "word_embed_proj_dim", "embedding_size"),
     *("attention_hidden_size", "emb_dim"),
 )
-_TOWER_KEYS = ("audio_hidden_size", "pooler_output_size", "projection_size", "out_hidden_size")
+_TOWER_KEYS = ("audio_hidden_size", "pooler_output_size", "out_hidden_size")
 """Widths that a config repeats: of a tower in another part, of what is pooled."""
 _PROJECTED_KEYS = ("embedding_size", "word_embed_proj_dim")
 """Widths of embeddings that are projected to the hidden state where they differ from it."""
 _HEAD_KEYS = (
     *("num_attention_heads", "n_head", "num_heads", "n_heads", "linear_num_value_heads", "linear_num_heads"),
     *("encoder_attention_heads", "decoder_attention_heads"),
-    *("num_encoder_attention_heads", "num_decoder_attention_heads"),
 )
 _KV_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_n_heads", "linear_num_key_heads", "n_head_kv")
 _HEAD_DIM_KEYS = (

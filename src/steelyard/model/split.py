@@ -188,15 +188,11 @@ class SplitFeatures(_Part):
     """The first tokens of a sample, so many, are that one."""
     grid: tuple[Count, Count, Count] | None = None
     """Frames, rows and columns of the patches of an image, which the model takes as one list of all samples'."""
-    end: int | None = None
-    """The token with which a text ends, where texts are read as they are; None where they are targets."""
 
     def words(self, seq_len: int) -> str:
         """What a sample holds."""
         read = f"a sample: {self.name} of {' × '.join(map(str, self.shape))}"
         read += f" ({' × '.join(map(str, self.grid[1:]))} patches)" if self.grid else ""
-        if self.end is not None:
-            return f"{read}, and the {seq_len} tokens of its text"
         if self.token is None:
             return f"{read} for the encoder, {seq_len} tokens for the decoder"
         return f"{read}; {seq_len} tokens, of which the first {self.places} are the image's and the others text"
@@ -493,23 +489,20 @@ class ModelSplit(_Part):
 
     def local_path(self, layer: int, path: str) -> str:
         """The path in a layer of what has this path in the model."""
-        modules = self.modules(layer)
-        for name, module in modules.items():
-            if module and (path == module or path.startswith(f"{module}.")):
+        for name, module in self.modules(layer).items():
+            if path == module or path.startswith(f"{module}."):
                 return name + path.removeprefix(module)
-        if "" in modules.values():
-            return f"{local_name('')}.{path}"
         raise AssertionError(f"layer {layer} does not hold {path}")
 
     def model_path(self, layer: int, path: str) -> str:
         """The path in the model of what has this path in a layer."""
         name, dot, rest = path.partition(".")
-        return (self.modules(layer)[name] + dot + rest).removeprefix(".")
+        return self.modules(layer)[name] + dot + rest
 
 
 def local_name(path: str) -> str:
-    """The name in its layer of the module at a path of the model; of the model itself as well."""
-    return path.replace(".", "__") or "model"
+    """The name in its layer of the module at a path of the model."""
+    return path.replace(".", "__")
 
 
 def family_of_split(split: ModelSplit) -> Family:

@@ -8,8 +8,6 @@
 | speech-seq2seq       | features of sound [N, ...]      | the target's token ids [N, S]                   |
 | image-text-to-text   | images [N, C, H, W]             | the next token at every place [N, S], `IGNORED` |
 |                      |                                 | at those whose next is a place of the image     |
-| contrastive          | images [N, C, H, W]             | images with texts, token ids [N, S], all of     |
-|                      |                                 | them with one another                           |
 | image-classification | images [N, C, H, W]             | classes [N]                                     |
 
 The loss is the mean over all labels that are not `IGNORED`. The embedding of a decoder reads the labels moved one place
@@ -35,12 +33,7 @@ def decoder_inputs(
     config: PreTrainedConfig,
     features: SplitFeatures | None = None,
 ) -> Tensor:
-    """The token ids [B, S] that a decoder, or what merges images and text, is given to predict ``labels_BS``.
-
-    A text that belongs to an image is read as it is.
-    """
-    if features and features.end is not None:
-        return labels_BS
+    """The token ids [B, S] that a decoder, or what merges images and text, is given to predict ``labels_BS``."""
     if features and features.token is not None:
         token = features.token
         shifted = torch.cat([torch.full_like(labels_BS[:, :1], token), labels_BS[:, :-1]], 1)
@@ -58,12 +51,7 @@ def decoder_inputs(
 
 
 def fitting_tokens(labels_BS: Tensor, features: SplitFeatures) -> Tensor:  # noqa: N803
-    """Labels [B, S] of which none is the token of a place of the image; before the text there is no target.
-
-    Texts that are read as they are end with the token that ends them.
-    """
-    if features.end is not None:
-        return torch.cat([labels_BS[:, :-1], torch.full_like(labels_BS[:, -1:], features.end)], 1)
+    """Labels [B, S] of which none is the token of a place of the image; before the text there is no target."""
     if features.token is None:
         return labels_BS
     found = labels_BS.masked_fill(labels_BS == features.token, features.token - 1 if features.token else 1)

@@ -138,16 +138,6 @@ def auto_class_of(config: PreTrainedConfig, task: Task) -> Any:
     return next((each for each in listed if type(config) in each._model_mapping), None)
 
 
-def table_of_tokens(model: PreTrainedModel) -> nn.Module:
-    """The module that looks tokens up; of a model of two towers, which names none, that of its text."""
-    try:
-        return model.get_input_embeddings()
-    except NotImplementedError:
-        text = model.config.get_text_config()
-        towers = (each for each in model.modules() if isinstance(each, PreTrainedModel) and each.config is text)
-        return next(each for each in towers if each is not model).get_input_embeddings()
-
-
 def _has_experts(config: PreTrainedConfig) -> bool:
     configs = {id(each): each for each in (config, config.get_text_config(decoder=True))}.values()
     return any(getattr(each, key, None) is not None for each in configs for key in _NUM_EXPERTS)
@@ -244,11 +234,10 @@ def materialize_layer(
         model.materialize(layer, device)
         return
     fresh: set[nn.Module] = set()
-    for path, module in layer_modules(model, chain, layer).items():
+    for module in layer_modules(model, chain, layer).values():
         if any(parameter.is_meta for parameter in module.parameters()):
             module.to_empty(device=device)
             _initialize(model, module, seed=seed, layer=layer)
-            _initialize_own(model, module, path)
             fresh.update(module.modules())
         else:
             module.to(device)
@@ -276,13 +265,6 @@ def materialize_layer(
                 _initialize_shared(model, owner, first, seed=seed, layer=first_layer)
 
 
-def _initialize_own(model: PreTrainedModel, module: nn.Module, path: str) -> None:
-    """Fills the parameters of the model itself, which ``module`` holds, where this is its path."""
-    if not path:
-        with _parameters_as_they_are(model, but=module):
-            model._init_weights(model)
-
-
 def materialize_module(model: PreTrainedModel, module: nn.Module, *, seed: int, device: torch.device) -> None:
     """Gives a module of a model memory on ``device`` and first weights that depend on the seed alone, in place."""
     module.to_empty(device=device)
@@ -303,11 +285,10 @@ def fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device
 
 
 @contextmanager
-def _parameters_as_they_are(module: nn.Module, but: nn.Module | None = None) -> Iterator[None]:
-    """Within it transformers fills no parameter of a module ``but`` those of another."""
-    left_out = {id(each) for each in but.parameters()} if but else set()
+def _parameters_as_they_are(module: nn.Module) -> Iterator[None]:
+    """Within it transformers fills no parameter of a module."""
     with ExitStack() as stack:
-        for parameter in (each for each in module.parameters() if id(each) not in left_out):
+        for parameter in module.parameters():
             stack.enter_context(mock.patch.object(parameter, "_is_hf_initialized", True, create=True))
         yield
 
@@ -346,8 +327,7 @@ def _fill_the_rest(module: nn.Module, config: PreTrainedConfig) -> None:
         if parameter.dim() > 1 and name != "bias":
             nn.init.normal_(parameter, std=getattr(config, "initializer_range", 0.02))
         else:
-            usual = 0.0 if name.endswith("bias") else 1.0
-            nn.init.constant_(parameter, getattr(config, f"{name}_init_value", usual))
+            nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
 
 def _parts_of_their_own(model: PreTrainedModel) -> dict[nn.Module, PreTrainedModel]:

@@ -18,8 +18,6 @@ from steelyard.model.split import SplitFeatures
 from steelyard.modules.failed_at import failed_at
 
 _SOUND = 30 * 16_000
-_FIRST_END = 2
-"""The end of a text in the first configs of CLIP, whose texts end with the highest of their tokens."""
 
 
 def _frames(config: Any) -> SplitFeatures:
@@ -50,27 +48,10 @@ def features_of(model: PreTrainedModel, task: Task) -> SplitFeatures:
     config = model.config
     if task is Task.IMAGE_TEXT:
         return _image_and_places(model)
-    if task is Task.CONTRASTIVE:
-        return _image_and_text(model)
     known = _FEATURES.get(config.model_type)
     if known is None:
         raise _unknown(config, f"sound (it is of {', '.join(_FEATURES)})")
     return known(config)
-
-
-def _image_and_text(model: PreTrainedModel) -> SplitFeatures:
-    """One image of the size that the config says; its text ends with the token that its config names.
-
-    Where that is none of the vocabulary, or the 2 of CLIP's first configs, texts end with the last token.
-    """
-    config, text = model.config, model.config.get_text_config()
-    vision = getattr(config, "vision_config", None)
-    size, end = getattr(vision, "image_size", None), getattr(text, "eos_token_id", None)
-    if not isinstance(size, int):
-        raise _unknown(config, "images (its config gives no vision_config.image_size)")
-    last = text.vocab_size - 1
-    end = end if isinstance(end, int) and _FIRST_END < end < last else last
-    return SplitFeatures(name="pixel_values", shape=(getattr(vision, "num_channels", 3), size, size), end=end)
 
 
 def _image_and_places(model: PreTrainedModel) -> SplitFeatures:

@@ -29,7 +29,6 @@ from steelyard.modules.context_attention import reads_mask
 from steelyard.modules.dropout import has_dropout
 from steelyard.modules.freezing import freeze_layer
 from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
-from steelyard.modules.pairs import Batch
 from steelyard.modules.pieces import split_run
 from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.modules.router_loss import RouterLoss, router_loss_of
@@ -111,8 +110,6 @@ class ChainLayer(nn.Module):
         """The places of what flows on beside the hidden state: in what flows in, then in what it makes."""
         self.divided_tokens: tuple[int, str] | None = None
         """Over how many ranks, and how, context parallelism divides tokens; None where it does not."""
-        self.batch = Batch()
-        """The samples with which the head of a model of pairs compares its own."""
         self.router_loss: RouterLoss | None = None
         """Of which the layer returns the statistics behind what flows on; None where no router of it is trained."""
         self.compute: Callable[[Flow, LayerContext], Flow] = self.run
@@ -193,7 +190,7 @@ class HeadLayer(ChainLayer):
 
 
 class LossLayer(HeadLayer):
-    """What flows out of the last block of a model that has a loss of its own to this rank's share of its mean."""
+    """What flows out of the last block of a user's own module to this rank's share of its mean loss."""
 
     def run(self, inputs: Flow, context: LayerContext) -> Tensor:
         """Runs what follows the blocks, the loss included."""
@@ -211,8 +208,7 @@ def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Re
     """Wraps the modules of one layer of the chain in the common calling convention."""
     kind = chain.kind_of(layer)
     run = split_run(model, chain.split, layer) if chain.split else model.run(layer)
-    has_own_loss = kind.role is LayerRole.HEAD and chain.family.task in (Task.OWN, Task.CONTRASTIVE)
-    layer_type = LossLayer if has_own_loss else _LAYERS[kind.role]
+    layer_type = LossLayer if chain.own and kind.role is LayerRole.HEAD else _LAYERS[kind.role]
     found = layer_type(named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
     freeze_layer(found, chain, layer)
     if chain.split and chain.split.streams and layer:

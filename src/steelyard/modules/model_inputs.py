@@ -62,14 +62,10 @@ def blank(read: Read, samples: int, tokens: int, device: torch.device) -> Tensor
 
 
 def forward_options(model: PreTrainedModel) -> dict[str, Any]:
-    """What the model's forward pass is told beside the token ids: to keep nothing, and to give logits alone.
-
-    A model of pairs gives its loss, too, which follows from the samples.
-    """
+    """What the model's forward pass is told beside the token ids: to keep nothing, and to give logits alone."""
     parameters = inspect.signature(type(model).forward).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     configs = (model.config, model.config.get_text_config(decoder=True))
     known = "use_cache" in parameters or (takes_any and any(hasattr(each, "use_cache") for each in configs))
     told = {"use_cache": known, ROUTER_LOSS: ROUTER_LOSS in parameters}
-    loss = {"return_loss": True} if "return_loss" in parameters else {}
-    return {name: False for name, is_known in told.items() if is_known} | loss
+    return {name: False for name, is_known in told.items() if is_known}

@@ -16,18 +16,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from steelyard.model.family import Context, Layer, LayerRole, Run, Task
+from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.split import BlockArguments, ModelSplit, local_name
 from steelyard.modules.block_inputs import EndsPerSample, PerSample
 from steelyard.modules.build import outside_buffers
 from steelyard.modules.called import called_at
 from steelyard.modules.known_values import KnownValues, has_values
 from steelyard.modules.model_inputs import blank, read_by
-from steelyard.modules.pairs import pair_loss
 from steelyard.modules.shell import Give, ReachedError, Shell, Stop, recording_stubs
-
-IMAGES = "image_embeds"
-"""What a pair of an image and its text calls the image, as the text's blocks pass it on to the head."""
 
 
 class CalledPiece:
@@ -102,7 +98,7 @@ class DecoderEmbeddingPiece(ShellPiece):
         self._encoder = split.encoder
         read = [split.streams[number].maker for number in split.read_by(split.between)]
         self._gives, self._features = [Give(split, layer) for layer in (split.between - 1, *read)], split.features
-        self._last, self._makes = self._gives[0], [split.streams[number] for number in split.made_by(split.between)]
+        self._makes = [split.streams[number] for number in split.made_by(split.between)]
         stubs = dict(zip((split.between - 1, *read), self._gives, strict=True))
         stubs |= {split.between + 1: Stop(split, split.between + 1)}
         super().__init__(model, split, split.encoder.between, stubs)
@@ -130,22 +126,6 @@ class DecoderEmbeddingPiece(ShellPiece):
             for give in self._gives:
                 give.hidden = None
         raise AssertionError("the model has run no block of its decoder")
-
-
-class PairEmbeddingPiece(DecoderEmbeddingPiece):
-    """What the last block of images returns to what the first of texts reads; beside it the features of the images."""
-
-    def __call__(self, _layer: nn.Module, hidden: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """The model's own features of images, and its text tower up to its first block."""
-        self._last.hidden = hidden
-        try:
-            images = self._shell.features("image", blank(self._features, 1, 0, hidden.device), hidden.dtype)
-            self._shell.features("text", context.decoder_ids, hidden.dtype)
-        except ReachedError as reached:
-            return reached.call.hidden(reached.arguments), images.contiguous()
-        finally:
-            self._last.hidden = None
-        raise AssertionError("the model has run no block of its texts")
 
 
 class CalledDecoderEmbedding:
@@ -189,24 +169,6 @@ class HeadPiece(ShellPiece):
         finally:
             self._last.hidden = None
         return outputs.logits
-
-
-class PairHeadPiece(ShellPiece):
-    """The state that the last block of texts returns, and the features of images, to the loss."""
-
-    def __init__(self, model: PreTrainedModel, split: ModelSplit) -> None:
-        last = len(split.layers) - 2
-        self._last = Give(split, last)
-        super().__init__(model, split, split.head, {last: self._last})
-
-    def __call__(self, layer: Layer, flow: tuple[Tensor, Tensor], context: Context) -> Tensor:
-        """This rank's share of the mean loss over all pairs of the global batch."""
-        self._last.hidden, images = flow
-        try:
-            texts = self._shell.features("text", context.labels_BS, images.dtype)
-        finally:
-            self._last.hidden = None
-        return pair_loss(layer.get_submodule(local_name("")), images, texts, layer.batch)
 
 
 class BlockPiece:
@@ -271,8 +233,6 @@ def split_run(model: PreTrainedModel, split: ModelSplit, layer: int) -> Run:
     role = split.kinds[split.layers[layer]].role
     if role is LayerRole.BLOCK:
         return BlockPiece(split, layer)
-    if split.task is Task.CONTRASTIVE and layer:
-        return PairHeadPiece(model, split) if role is LayerRole.HEAD else PairEmbeddingPiece(model, split)
     calls = split.head_calls if role is LayerRole.HEAD else () if layer else split.embedding_calls
     if calls:
         return CalledPiece(model, calls)

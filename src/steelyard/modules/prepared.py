@@ -1,12 +1,10 @@
 """What makes models ready to be taken apart, in place: what attributes of modules show, of models of any type.
 
 Blocks that read tables of the first one (T5) hold them themselves, and a first block that is never left out (BEiT) may
-be, at a rate of 0; what activations collect for quantization (I-BERT), and a cut of what is read between two blocks
-(Gemma 4), is left out. Routers that cast their weights within a forward pass (NLLB-MoE) leave them as they are, an
-embedding with a row of its own for one token (T5Gemma 2) chooses it place by place, and a Conv1D whose result is split
-in equal parts (GPT-2) stores these apart. What stacks add between blocks is in `steelyard.modules.deepstack`, experts
-that compute nothing in `steelyard.modules.experts`, and what no structure tells of some types in
-`steelyard.modules.overrides`.
+be, at a rate of 0; a cut of what is read between two blocks (Gemma 4) is left out. Routers that cast their weights
+within a forward pass (NLLB-MoE) leave them as they are, an embedding with a row of its own for one token (T5Gemma 2)
+chooses it place by place, and a Conv1D whose result is split in equal parts (GPT-2) stores these apart. What stacks add
+between blocks is in `steelyard.modules.deepstack`, experts that compute nothing in `steelyard.modules.experts`.
 `steelyard.modules.split_proof` proves all this equal to the unmodified model.
 
 Legend of shapes: B samples, S tokens, H hidden width.
@@ -23,7 +21,6 @@ from transformers.pytorch_utils import Conv1D
 from steelyard.modules.deepstack import add_features_in_blocks
 from steelyard.modules.experts import group_experts
 from steelyard.modules.forward_pass import replace_forward
-from steelyard.modules.overrides import OVERRIDES
 
 
 def _share_tables(blocks: Any) -> None:
@@ -55,13 +52,6 @@ def _keep_all_tokens(stack: Any) -> None:
     """
     if hasattr(stack, "_maybe_slice_kv_shared_inputs"):
         stack._maybe_slice_kv_shared_inputs = lambda *given, **_: given[:4]
-
-
-def _collect_no_ranges(activation: Any) -> None:
-    """Has one that is not quantized collect no ranges for it, which it does by values that steer the flow."""
-    if hasattr(activation, "act_range_momentum"):
-        activation.training = False
-        activation.train = lambda _mode=True: None
 
 
 class RouterLinear(nn.Linear):
@@ -119,27 +109,25 @@ def _store_apart(owner: Any) -> None:
                 module.register_parameter(name, apart)
 
 
-def _give_dims(model: nn.Module) -> None:
-    """Gives scalars among the parameters of the model itself the one dim that FSDP asks for; twice does no harm."""
-    for name, each in model.named_parameters(recurse=False):
-        if not each.ndim:
-            model.register_parameter(name, nn.Parameter(each.detach().view(1), requires_grad=each.requires_grad))
-            model._scalars = scalars_of(model) | {name}
-
-
-def scalars_of(model: nn.Module) -> frozenset[str]:
-    """The parameters of a model itself that are scalars in files."""
-    return getattr(model, "_scalars", frozenset())
-
-
 def stored_apart(model: nn.Module) -> dict[str, int]:
     """The modules whose matrices are stored apart, by their path in the model, and how many each has."""
     found = ((path, each) for path, each in model.named_modules() if isinstance(each, ApartConv1D))
     return {path: each.weight.shape[-2] for path, each in found}
 
 
+_OF_STAGES = ("donut-swin", "swin", "swinv2")
+"""Types whose blocks lie in a list of stages."""
+
+
+def _join_stages(model: Any) -> None:
+    """Gives a stack of stages one list of blocks and what merges patches behind each; its forward pass calls them."""
+    stack = getattr(model, model.base_model_prefix).encoder
+    parts = [each for stage in stack.layers for each in (*stage.blocks, stage.downsample) if each is not None]
+    stack.parts = nn.ModuleList(parts)
+
+
 CHANGES: tuple[Callable[[Any], None], ...] = (
-    *(_share_tables, _leave_out_alike, _keep_all_tokens, _collect_no_ranges, _keep_router_type, _choose_own_row),
+    *(_share_tables, _leave_out_alike, _keep_all_tokens, _keep_router_type, _choose_own_row),
     *(_store_apart, add_features_in_blocks, group_experts),
 )
 """What is done with every module that has the attributes for it; twice does no harm."""
@@ -147,9 +135,8 @@ CHANGES: tuple[Callable[[Any], None], ...] = (
 
 def prepare(model: Any, model_type: str) -> None:
     """Makes a model of a type ready to be taken apart, in place; twice does no harm."""
-    _give_dims(model)
     for module in list(model.modules()):
         for change in CHANGES:
             change(module)
-    if model_type in OVERRIDES:
-        OVERRIDES[model_type](model)
+    if model_type in _OF_STAGES:
+        _join_stages(model)

@@ -19,9 +19,6 @@ ENCODER_NO_SP = "two sequences flow along the decoder"
 LENGTH_NO_SP = "its states are of another length than the samples"
 
 
-PAIRS_NO_TP = "it compares images with texts, whose features are small"
-
-
 STREAM_NO_SP = "what its blocks share is not divided by tokens"
 
 
@@ -63,9 +60,7 @@ def divided_kinds(
             reasons.append(reason)
             of_own_plan += [reason] if is_own else []
         else:
-            is_of_pairs = split.task is Task.CONTRASTIVE and kind.role is LayerRole.HEAD
-            unknown = PAIRS_NO_TP if is_of_pairs else "no way is known to divide its modules"
-            why = "; ".join(dict.fromkeys(reasons)) or unknown
+            why = "; ".join(dict.fromkeys(reasons)) or "no way is known to divide its modules"
             found[kind.name] = kind.model_copy(update={"no_tp": why})
     return tuple(found[kind.name] for kind in split.kinds)
 

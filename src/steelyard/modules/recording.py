@@ -78,8 +78,6 @@ class Recording(Subject):
     decoder_ids: Tensor
     """The samples, where there is no encoder."""
     logits: Tensor
-    beside: Tensor | None
-    """What the head reads beside the result of the last block: of a pair the image."""
     modules: CalledModules
     keywords: Mapping[str, str | None]
     """Of every module called with a tensor, the name by which it is given its first; None where by place."""
@@ -179,8 +177,7 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
         samples=samples,
         tokens=tokens,
         decoder_ids=given[beside] if beside else samples,
-        logits=outputs.logits_per_text if task is Task.CONTRASTIVE else outputs.logits,
-        beside=outputs.image_embeds if task is Task.CONTRASTIVE else None,
+        logits=outputs.logits,
         modules=modules,
         keywords=keywords,
         named=named,

@@ -23,19 +23,15 @@ class _InTurn(nn.ModuleList):
         return self._modules[str((self.turn - 1) % len(self))]
 
 
-def copy_for_call(block: nn.Module) -> nn.Module:
-    """A copy of a block for one more call of it, which holds the modules in which the block has its parameters."""
-    return deepcopy(block, {id(each): each for each in block.modules() if each._parameters or not [*each.children()]})
-
-
 def repeat_blocks(model: nn.Module, numbers: Mapping[str, int]) -> None:
     """Gives the block that is alone in a list so many places, by the list's path, in place; twice does no harm."""
     for path, number in numbers.items():
         blocks: Any = model.get_submodule(path)
         if len(blocks) > 1 or number == 1:
             continue
+        kept = {id(each): each for each in blocks[0].modules() if each._parameters or not [*each.children()]}
         owner, _, name = path.rpartition(".")
-        setattr(model.get_submodule(owner), name, _InTurn(copy_for_call(blocks[0]) for _ in range(number)))
+        setattr(model.get_submodule(owner), name, _InTurn(deepcopy(blocks[0], dict(kept)) for _ in range(number)))
         model.get_submodule(owner).register_forward_pre_hook(partial(_begin, name))
 
 

@@ -7,7 +7,7 @@ A hole passes on values without meaning, of the right shape and type; a stub sta
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,27 +86,6 @@ class Shell:
         ``buffers`` in the place of its own, by their paths.
         """
         device = (ids if first is None else first).device
-        self._make_ready(dtype, device)
-        for path, buffer in buffers.items():
-            owner, _, name = path.rpartition(".")
-            self.model.get_submodule(owner)._buffers[name] = buffer
-        if self._ids and ids is None:
-            ids = blank(None, len(first), 1, device) if first.is_floating_point() else first
-        samples = given_samples(self._read, first)
-        samples |= {self._ids: ids} if self._ids else {}
-        with one_sequence_each(), without_values(samples.values(), self._token, self._first):
-            beside = {} if first is None else beside_features(self.model, self._read, ids)
-            return self.model(**samples, **beside, **self._options)
-
-    def features(self, of: Literal["image", "text"], samples: Tensor, dtype: torch.dtype) -> Tensor:
-        """The features [B, D] that a model of pairs makes of images or texts."""
-        self._make_ready(dtype, samples.device)
-        make = getattr(self.model, f"get_{of}_features")
-        given = given_samples(self._read, samples) if of == "image" else {self._ids: samples}
-        with one_sequence_each(), without_values([samples], self._token, self._first):
-            return make(**given).pooler_output
-
-    def _make_ready(self, dtype: torch.dtype, device: torch.device) -> None:
         self.fill(device)
         for hole in self._holes:
             hole.become(dtype, device)
@@ -119,6 +98,16 @@ class Shell:
         like = nn.Parameter(torch.empty((0,), dtype=dtype, device=device), requires_grad=False)
         for module in self._typed:
             module._parameters = {"_like": like}
+        for path, buffer in buffers.items():
+            owner, _, name = path.rpartition(".")
+            self.model.get_submodule(owner)._buffers[name] = buffer
+        if self._ids and ids is None:
+            ids = blank(None, len(first), 1, device) if first.is_floating_point() else first
+        samples = given_samples(self._read, first)
+        samples |= {self._ids: ids} if self._ids else {}
+        with one_sequence_each(), without_values(samples.values(), self._token, self._first):
+            beside = {} if first is None else beside_features(self.model, self._read, ids)
+            return self.model(**samples, **beside, **self._options)
 
     def fill(self, device: torch.device) -> None:
         """Gives the model its buffers on a device, where it does not have them."""
@@ -216,7 +205,7 @@ class _Hole(nn.Module):
         kept = {name: value for name, value in vars(module).items() if name not in vars(self)}
         self.__dict__.update(kept)
         self._modules = dict(module._modules)
-        self._width, self._is_quantized = _width(module), hasattr(module, "quant_mode")  # which returns a scale, too
+        self._width = _width(module)
         self._is_own = _is_leaf_of_a_model(module)
         self.dtype, self.device = torch.float32, torch.device("cpu")
         self._module = _Whole(module)
@@ -226,7 +215,7 @@ class _Hole(nn.Module):
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """A blank of the shape that the module would return."""
         tensors = [each for each in (*arguments, *named.values()) if isinstance(each, Tensor)]
-        if not tensors or self._is_quantized or (self._is_own and len(tensors) > 1):
+        if not tensors or (self._is_own and len(tensors) > 1):
             return self._as_made(*arguments, **named)
         given = tensors[0]
         if self._width is None:

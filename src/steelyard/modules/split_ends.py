@@ -50,7 +50,7 @@ def find_ends(seen: Recording, entering: Tensor) -> tuple[list[tuple[str, ...]],
     ends: list[list[str]] = [[] for _ in range(len(spans) + 1)]
     tied: list[str] = []
     holders = [path for path in outside if any(is_below(blocks, path) for blocks in seen.chains) or not path]
-    if "" in holders and seen.beside is None:
+    if "" in holders:
         raise seen.refusal("parameters of the model itself, which holds the blocks")
     for path in (path for path in outside if path not in holders):
         if path not in seen.called and held.issuperset(map(id, own_parameters(model, path))):
@@ -63,7 +63,7 @@ def find_ends(seen: Recording, entering: Tensor) -> tuple[list[tuple[str, ...]],
             raise seen.refusal(f"{path}, which is called between blocks")
         ends[where.pop()].append(_at_rest(seen, path))
     in_head = {id(each) for path in ends[-1] for each in model.get_submodule(path).parameters()}
-    leaving = [*pytree.tree_leaves(list(seen.chains.values())[-1][-1].outputs), seen.beside]
+    leaving = pytree.tree_leaves(list(seen.chains.values())[-1][-1].outputs)
     for path in tied:
         own = own_parameters(model, path)
         if in_head.isdisjoint(map(id, own)) and depends(seen.logits, own, leaving):

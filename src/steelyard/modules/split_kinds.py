@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedConfig
 
-from steelyard.model.family import BIDIRECTIONAL, LayerRole
+from steelyard.model.family import LayerRole
 from steelyard.model.split import BlockCall, SplitEncoder, SplitKind, SplitStream
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.known_values import values_of
@@ -43,9 +43,8 @@ def kinds_of_layers(
         given = {call.argument, call.number} | ({encoder.encoded} if encoder and path == blocks else set())
         modules, places = list(seen.blocks(path).values()), seen.places[path]
         passed = [each for one in seen.chains[path] for each in pytree.tree_leaves(one.outputs)]
-        own_streams = streams if seen.beside is None else []
         own_layers = range(len(layers), len(layers) + len(modules))
-        beside = [[one for one in own_streams if layer in (*one.readers, one.maker)] for layer in own_layers]
+        beside = [[one for one in streams if layer in (*one.readers, one.maker)] for layer in own_layers]
         keys = [
             (
                 *own,
@@ -58,8 +57,6 @@ def kinds_of_layers(
         ]
         first_of = [keys.index(key) for key in dict.fromkeys(keys)]
         attention = [_attention(config, places[number]) for number in first_of]
-        if seen.beside is not None and path == blocks and not seen.chains[path][0].names.get("is_causal"):
-            attention = [BIDIRECTIONAL for _ in attention]
         names = _names([modules[place] for place in first_of], attention)
         layers += [len(kinds) + first_of.index(keys.index(key)) for key in keys]
         kinds += [

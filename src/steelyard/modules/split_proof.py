@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError, first_line
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import KV_HEADS, Task
+from steelyard.model.family import KV_HEADS
 from steelyard.model.read import chain_from_config, config_hash
 from steelyard.model.small import small_config, structure_of, widths_of, with_entries, without_dropout
 from steelyard.model.split import ModelSplit, SplitEncoder
@@ -230,8 +230,7 @@ def _proof(found: Found, *, training: bool) -> tuple[ThreadedProof | None, str]:
         given |= {} if decoder_ids is None else {ids_beside(split.task): decoder_ids}
         given |= beside_features(whole, read_by(split), decoder_ids)
         try:
-            outputs = whole(**given, **forward_options(whole))
-            made = outputs.loss if split.task is Task.CONTRASTIVE else outputs.logits
+            made = whole(**given, **forward_options(whole)).logits
             expected = _results(whole, _as_in_parts(whole, parts, split), made, labels)
             expected |= {path: expected[path].view_as(each) for path, each in trained.items() if path in expected}
             pieces = _run_pieces(parts, chain, ids, decoder_ids, range(chain.num_layers))

@@ -22,7 +22,6 @@ from transformers.pytorch_utils import Conv1D
 
 from steelyard.model.family import KV_HEADS, QUERY_HEADS, LayerRole
 from steelyard.model.split import ModelSplit, SplitKind
-from steelyard.modules.build import table_of_tokens
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.paths import is_below, is_below_any
 
@@ -375,7 +374,7 @@ def _ends(model: PreTrainedModel, split: ModelSplit, kind: SplitKind, layer: int
 
 def _is_table(module: nn.Module, model: PreTrainedModel) -> bool:
     """Whether a module looks tokens up; encoder and decoder have one each, tied to that which the model names."""
-    return isinstance(module, nn.Embedding) and module.weight is table_of_tokens(model).weight
+    return isinstance(module, nn.Embedding) and module.weight is model.get_input_embeddings().weight
 
 
 def divided_sizes(model: PreTrainedModel, split: ModelSplit, kind: int, styles: Styles) -> tuple[tuple[str, int], ...]:

@@ -22,8 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole, Task
-from steelyard.model.split import BlockCall, ModelSplit, SplitEncoder, SplitFeatures, SplitStream, length_of, width_of
-from steelyard.modules.build import build_from_config, table_of_tokens
+from steelyard.model.split import BlockCall, ModelSplit, SplitEncoder, SplitFeatures, length_of, width_of
+from steelyard.modules.build import build_from_config
 from steelyard.modules.features import features_of
 from steelyard.modules.flows import (
     all_streams,
@@ -34,7 +34,6 @@ from steelyard.modules.flows import (
     streams_past_a_tower,
 )
 from steelyard.modules.paths import is_below, is_below_any
-from steelyard.modules.pieces import IMAGES
 from steelyard.modules.prepared import prepare
 from steelyard.modules.recording import TOKENS, Recording, Subject, argument_of, first_state, record_pass
 from steelyard.modules.split_ends import ends_by_use, find_ends, resting_modules, shared_parameters
@@ -103,9 +102,6 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
     encoder = _encoder_of(seen, calls, between[0]) if between else None
     streams = [] if read else all_streams(seen, first_call, keeps_results=keeps_results)
     streams = [*streams_past_a_tower(*seen.chains.values(), first_call)] if task is Task.IMAGE_TEXT else streams
-    if seen.beside is not None:
-        last, maker = sum(map(len, seen.chains.values())) + 2, len(seen.chains[first]) + 1
-        streams = [SplitStream(argument=IMAGES, maker=maker, readers=(last,), shape=tuple(seen.beside.shape[1:]))]
     lengths = {} if image else state_lengths(seen, calls)
     hidden = [first_call.hidden((seen.chains[first][0].places, seen.chains[first][0].names))]
     hidden += [each.result_of(one.outputs) for path, each in calls.items() for one in seen.chains[path]]
@@ -120,8 +116,7 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
         for path in seen.chains
         for number, place in enumerate(seen.blocks(path))
     }
-    text = config.get_text_config() if task is Task.CONTRASTIVE else config
-    positions = length_of(shapes[0]) if image else _most_positions(text)
+    positions = length_of(shapes[0]) if image else _most_positions(config)
     return ModelSplit(
         model_type=config.model_type,
         task=task,
@@ -134,10 +129,10 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
         layers=tuple(layers),
         call=call,
         embedding_calls=(seen.modules.between(seen.samples, hidden[0]) or ()) if not streams else (),
-        head_calls=(seen.modules.between(hidden[-1], seen.logits) or ()) if seen.beside is None else (),
+        head_calls=seen.modules.between(hidden[-1], seen.logits) or (),
         encoder=encoder,
         hidden_size=width_of(shapes[0]) if image else hidden[fixed].shape[-1],
-        vocab_size=seen.logits.shape[-1] if seen.beside is None else text.vocab_size,
+        vocab_size=seen.logits.shape[-1],
         max_seq_len=positions,
         multiple=1 if read or seen.tokens == TOKENS else seen.tokens,
         image=image,
@@ -238,5 +233,5 @@ def _image(config: PreTrainedConfig) -> tuple[int, int, int]:
 def _has_table(model: PreTrainedModel, embedding: Sequence[str], positions: int) -> bool:
     """Whether positions are looked up in a table, which no sequence may outgrow."""
     tables = [m for path in embedding for m in model.get_submodule(path).modules() if isinstance(m, nn.Embedding)]
-    ids = table_of_tokens(model)
+    ids = model.get_input_embeddings()
     return any(table is not ids and positions <= table.num_embeddings <= positions + 8 for table in tables)

@@ -182,12 +182,12 @@ def pieces_of(
             layer.entering, layer.past = chain.split.places(number, before)
     tokens = (ids if decoder_ids is None else decoder_ids).shape[1]
     side = side_inputs_of(layers, model, chain, ids.device)(tokens, torch.float32, ids.device)
-    return layers, LayerContext(side=side, config=model.config, decoder_ids=decoder_ids, labels_BS=decoder_ids)
+    return layers, LayerContext(side=side, config=model.config, decoder_ids=decoder_ids)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss of logits of every place; a loss, which the head of a model of pairs gives, is it already."""
-    return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten()) if logits.ndim else logits
+    """The mean loss of logits of every place."""
+    return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
 
 
 def parameters_by_path(model: PreTrainedModel, split: ModelSplit) -> dict[str, nn.Parameter]:
@@ -204,7 +204,7 @@ def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], chai
     """Where logits or gradients differ by more than ``tolerance`` of the largest entry; empty where they do not.
 
     Gradients that are all but zero, as those of a key's bias, are compared with a thousandth of the largest; those of a
-    single entry, as of a scale, where terms of all pairs cancel, with a hundredth.
+    single entry, as of a scale, where many terms cancel, with a hundredth.
     """
     wanted, sums = _joined(expected, chain), _joined(found, chain)
     largest = max(float(tensor.abs().max()) for path, tensor in wanted.items() if path != "logits")

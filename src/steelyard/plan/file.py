@@ -78,7 +78,7 @@ def _first_error(error: ValidationError, model: type[BaseModel], error_type: typ
             field=field,
             found=f"the unknown key {location[-1]!r}",
             expected="one of " + ", ".join(known),
-            hint=nearest(str(location[-1]), known),
+            hint=_REMOVED_KEYS.get(str(location[-1])) or nearest(str(location[-1]), known),
         )
     if detail["type"] == "missing":
         return error_type(field=field, found="nothing", expected="a value: this key is required", hint="add the key")
@@ -127,6 +127,10 @@ def _model_types(annotation: Any) -> list[Any]:
     return found
 
 
+_REMOVED_KEYS = {
+    "spares": "remove the key: `steelyard train --elastic` plans when a node is lost",
+    "gathered_entries": "remove the key, of a loss over pairs that is no longer planned",
+}
 _LINE_WIDTH = 110
 _SHOWN_WIDTH = 120
 _LENGTHS = {"too_short": "at least {min_length} in the list", "too_long": "at most {max_length} in the list"}

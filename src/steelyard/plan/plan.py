@@ -5,6 +5,7 @@ exists can be run by as many processes as it has ranks. ``prediction`` is absent
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, Literal, Self
 
@@ -12,7 +13,7 @@ from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Cluster, HardwareFile, MixedCluster, PoolsFile, cluster_of, parse_pools, pools_of
-from steelyard.limits import Count, Microbatches, Samples, Tokens
+from steelyard.limits import Microbatches, Samples, Tokens
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
 from steelyard.model.freezing import frozen_chain
@@ -27,9 +28,10 @@ from steelyard.plan.prediction import Prediction
 from steelyard.plan.stages import LayerRun, StagePart, StagePlan
 from steelyard.plan.strategy import Strategy
 from steelyard.plan.training import Training
-from steelyard.plan.words import plan_lines
+from steelyard.plan.words import baseline_line, layers_text
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
+from steelyard.units import format_bytes, format_plural, format_seconds
 
 Precision = Literal["fp32", "bf16"]
 
@@ -57,20 +59,7 @@ class Fallback(PlanPart):
     prediction: Prediction | None = None
 
 
-class Spare(Fallback):
-    """The plan for what is left of the cluster when nodes are lost: the same model, batch and memory."""
-
-    num_left: Count
-    """Devices that are left, of which the plan takes all or a part."""
-    left: tuple[Count, ...] = ()
-    """Of a plan over several pools the devices that are left of each, in its order."""
-    takes_of: tuple[str, ...] = ()
-    """Of a plan over several pools the names of those that the pools of this plan are parts of, in its own order."""
-    cluster: str
-    hardware: HardwareFile | None = None
-
-
-OTHER_PLANS = ("fallbacks", "next_best", "spares")
+OTHER_PLANS = ("fallbacks", "next_best")
 """The fields of a plan that hold other plans of the same model."""
 
 
@@ -102,8 +91,6 @@ class Plan(PlanPart):
     """Most memory first."""
     next_best: tuple[Fallback, ...] = ()
     """The best plans found of other pipeline settings, fastest first, for `steelyard measure` to run beside it."""
-    spares: tuple[Spare, ...] = ()
-    """Most devices first."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -111,7 +98,7 @@ class Plan(PlanPart):
         _check_config(self, chain)
         chain.check_seq_len(self.seq_len)
         _check_ranks(self)
-        _check_batch(self, chain)
+        _check_batch(self)
         _check_coverage(self, chain)
         _check_strategies(self, chain)
         _check_prediction(self)
@@ -191,10 +178,6 @@ class Plan(PlanPart):
         alone = self.model_copy(update=dict.fromkeys(OTHER_PLANS, ()))
         return (alone, *(_plan_of(self, other) for other in self.next_best))
 
-    def spare_plan(self, spare: Spare) -> "Plan":
-        """The plan for a part of the cluster; raises `InvalidPlanError` if it contradicts itself."""
-        return _plan_of(self, spare)
-
     def with_training(self, tokens: int, *, price: float | None = None) -> "Plan":
         """The plan with what its prediction makes of a whole training; ``price`` is dollars for a device-hour."""
         assert self.prediction is not None, "days and money follow from a prediction"
@@ -263,9 +246,9 @@ class Plan(PlanPart):
 
 
 def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
-    """The plan with what its fallback or spare has instead, and no other plans."""
+    """The plan with what its fallback has instead, and no other plans."""
     own = {name: getattr(plan, name) for name in Plan.model_fields if name not in (*OTHER_PLANS, "training")}
-    return Plan(**own | {name: getattr(fallback, name) for name in type(fallback).model_fields if name in own})
+    return Plan(**own | {name: getattr(fallback, name) for name in Fallback.model_fields})
 
 
 def _check_config(plan: Plan, chain: ModelChain) -> None:
@@ -279,14 +262,7 @@ def _check_config(plan: Plan, chain: ModelChain) -> None:
         )
 
 
-def _check_batch(plan: Plan, chain: ModelChain) -> None:
-    if plan.num_microbatches > 1 and chain.why_one_microbatch:
-        raise InvalidPlanError(
-            field="num_microbatches",
-            found=str(plan.num_microbatches),
-            expected=f"1: {chain.why_one_microbatch}",
-            hint="change num_microbatches to 1",
-        )
+def _check_batch(plan: Plan) -> None:
     if plan.global_batch % plan.num_microbatches:
         raise InvalidPlanError(
             field="num_microbatches",
@@ -448,3 +424,65 @@ def _valid_strategy(run: LayerRun, where: str) -> Strategy:
         return run.strategy
     except InvalidPlanError as error:
         raise InvalidPlanError(**error.parts() | {"field": f"{where}.{error.field}"}) from error
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """The decision, a line for every run of equal layers, and how sure it is that no plan is better."""
+    chain = plan.chain()
+    yield headline(plan)
+    for index, part in enumerate(plan.parts):
+        for run in part.runs:
+            ranks = f"ranks {part.ranks[0]}–{part.ranks[1]}"
+            yield f"stage {part_name(plan, index)}, {ranks}: {layers_text(chain, *run.layers)}: {run.strategy}"
+    if plan.prediction is not None:
+        yield f"{plan.prediction.certificate}; costs {plan.prediction.costs}"
+
+
+def headline(plan: Plan) -> str:
+    """The decision in one sentence."""
+    stages = format_plural(plan.num_stages, "stage") + (f" ({plan.schedule})" if plan.num_stages > 1 else "")
+    if plan.num_chunks > 1:
+        stages += f" of {format_plural(plan.num_chunks, 'chunk')}"
+    microbatches = format_plural(plan.num_microbatches, "microbatch", "microbatches")
+    text = (
+        f"{plan.model.name} on {plan.cluster}: {stages}, {microbatches} of "
+        f"{plan.microbatch_samples} × {plan.seq_len} tokens, {plan.precision}"
+    )
+    prediction, split = plan.prediction, plan.model.split
+    if split is not None and split.features is not None:
+        resting = f"all but {' and '.join(split.resting)}, which rest" if split.resting else "everything"
+        text += f"\n{split.features.words(plan.seq_len)}" + ("" if plan.model.frozen else f"\ntrained: {resting}")
+    if plan.model.frozen is not None:
+        text += f"\nfrozen: {plan.model.frozen}"
+    if (shared := plan.shared_heads(plan.chain())) is not None:
+        degree, name, size = shared
+        text += f"\ntp {degree} over {size} {name}: every rank holds the weights of all {size} and computes with one"
+    if prediction is None:
+        return text
+    compared = baseline_line(prediction)
+    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}{_counted(prediction)}"
+    return (
+        f"{text}\n{format_seconds(prediction.step_time_s)} a step, "
+        f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{mfu}, "
+        f"{_fullest(prediction)} per device"
+        + (f" ({prediction.margin_text})" if prediction.margin_text else "")
+        + f"\n{prediction.accuracy}"
+        + (f"\n{compared}" if compared else "")
+        + (f"\n{plan.training}" if plan.training else "")
+    )
+
+
+def _fullest(prediction: Prediction) -> str:
+    """The bytes of the device with least room left, and those of its budget."""
+    taken, budget = prediction.stages[prediction.fullest].total_bytes, prediction.stage_budgets()[prediction.fullest]
+    return f"{format_bytes(taken)} of {format_bytes(budget)}"
+
+
+def _counted(prediction: Prediction) -> str:
+    return f" ({prediction.mfu_attention} attention)" if prediction.mfu_attention else ""
+
+
+def part_name(plan: Plan, index: int) -> str:
+    """The number of the stage of a part of the pipeline and, interleaved, which chunk of it."""
+    chunk, stage = divmod(index, plan.num_stages)
+    return str(stage) if plan.num_chunks == 1 else f"{stage}, chunk {chunk}"

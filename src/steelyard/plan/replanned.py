@@ -20,15 +20,6 @@ class Replanned:
     """What it costs, for people; nothing where the plan is the one that was given."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replanner:
-    """How plans for other devices are found."""
-
-    replan: Callable[[Plan, Sequence[int], Path, Sequence[str]], Replanned]
-    """From a plan, the processes of each host, the folder of the plan's file and, where any is said, the pool of each
-    host to the plan for them.
-
-    Raises `UserError` where there is none."""
-    ahead: str
-    """The module that is run with the paths of a plan and of a file to write, and the processes of each host, behind a
-    colon the pool where there is one: writes the plan with those for the likeliest next losses among its spares."""
+Replan = Callable[[Plan, Sequence[int], Path, Sequence[str]], Replanned]
+"""From a plan, the processes of each host, the folder of the plan's file and, where any is said, the pool of each host
+to the plan for them; raises `UserError` where there is none."""

@@ -4,7 +4,7 @@ Model, global batch, sequence length, memory per device and the source of all co
 unequally while a plan is for equal nodes, so a candidate takes as many devices from each of as many hosts as have them.
 The fastest candidate is taken of those with at least half of the devices of the largest that has a plan: five devices
 often have a plan that is slower than that of four. What was asked of the plan is kept where any candidate can have it.
-A search that a run waits for is not taken to the end (`steelyard.planning.acceptance.accept`); what is made ahead is.
+A search that a run waits for is not taken to the end (`steelyard.planning.acceptance.accept`).
 
 Of a plan over pools of unlike devices every host says of which pool it is. A candidate takes so much of each pool that
 has hosts, and the search over pools decides which of these take part and in which order.
@@ -23,7 +23,7 @@ from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.plan.decisions import FREE
-from steelyard.plan.plan import Plan, Spare
+from steelyard.plan.plan import Plan
 from steelyard.plan.replanned import Replanned
 from steelyard.planning.choose import NothingFitsError, PlanningResult, plan_job
 from steelyard.planning.devices import plan_or_reason, with_shape
@@ -50,9 +50,9 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] 
     """The plan for hosts with so many processes each, and which of them take part.
 
     ``folder`` is that of the plan's file, beside which its profile may lie; ``pools`` names the pool of each host for a
-    plan over several. The plan itself where it has its devices, a plan that it holds for this loss, or else one that is
-    searched. Raises `NothingFitsError` where no part of the devices has a plan, and another `UserError` where the
-    plan's costs are not at hand or a host is of none of its pools.
+    plan over several. The plan itself where it has its devices, or else one that is searched. Raises
+    `NothingFitsError` where no part of the devices has a plan, and another `UserError` where the plan's costs are not
+    at hand or a host is of none of its pools.
     """
     for pool in pools or [""] * len(hosts):
         check_pool(plan, pool)
@@ -60,16 +60,14 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] 
     given_up: tuple[str, ...] = ()
     if all(sum(left[name]) == size for name, size in _sizes(plan).items()):
         return Replanned(plan=plan, taken=tuple(hosts), order=_in_order(pools, list(left)))
-    best = _made_before(plan, left)
+    request = request_of_plan(plan, folder=folder, decisions=plan.asked or FREE)
+    job = job_of(request)
+    best = fastest_on(request, job, left, to_the_end=False)
+    if best is None and plan.asked:
+        given_up = tuple(plan.asked.one_by_one())
+        best = fastest_on(replace(request, decisions=FREE), job, left, to_the_end=False)
     if best is None:
-        request = request_of_plan(plan, folder=folder, decisions=plan.asked or FREE)
-        job = job_of(request)
-        best = fastest_on(request, job, left, to_the_end=False)
-        if best is None and plan.asked:
-            given_up = tuple(plan.asked.one_by_one())
-            best = fastest_on(replace(request, decisions=FREE), job, left, to_the_end=False)
-        if best is None:
-            raise _nothing_fits(hosts, job)
+        raise _nothing_fits(hosts, job)
     found, shapes = best
     counts = {name: iter(each) for name, each in _taken_of(plan, left, shapes).items()}
     return Replanned(
@@ -188,26 +186,6 @@ def of_pools(job: PooledJob, names: Sequence[str]) -> AnyJob:
     return PooledJob(pools=tuple(pools), cluster=cluster) if isinstance(cluster, MixedCluster) else pools[0]
 
 
-def _made_before(plan: Plan, left: Left) -> tuple[Plan, dict[str, Shape]] | None:
-    """What the plan holds for what is left, with the part of each pool, where it does and where hosts have it.
-
-    Of one pool the first host has to take part.
-    """
-    for spare in plan.spares:
-        if (spare.left or (spare.num_left,)) != tuple(map(sum, left.values())):
-            continue
-        found = plan.spare_plan(spare)
-        names = spare.takes_of or (plan.cluster,)
-        shapes = {
-            name: (part.num_nodes, part.devices_per_node) for name, part in zip(names, found.pools(), strict=True)
-        }
-        taken = _taken_of(plan, left, shapes)
-        is_first = plan.is_mixed or taken[plan.cluster][0] > 0
-        if is_first and all(sum(taken[name]) == _num_devices(shape) for name, shape in shapes.items()):
-            return found, shapes
-    return None
-
-
 def fastest_plan(
     request: PlanRequest, job: Job, hosts: Sequence[int], *, to_the_end: bool = True
 ) -> tuple[Plan, Shape] | None:
@@ -297,56 +275,6 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def with_spares(plan: Plan, job: AnyJob, *, num_spares: int) -> Plan:
-    """The plan with those for one and more lost nodes of each of its pools, up to ``num_spares``; devices where a pool
-    has one node.
-
-    Fewer where what is left has no plan.
-    """
-    names = list(_sizes(plan))
-    if isinstance(job, PooledJob):
-        job = of_pools(job, names)
-    request = request_of_plan(plan, decisions=plan.asked or FREE)
-    for name in names:
-        for lost in range(1, num_spares + 1):
-            left = left_without(job, name, lost)
-            free = replace(request, decisions=FREE)
-            best = (fastest_on(request, job, left) or fastest_on(free, job, left)) if left else None
-            if best is None:
-                break
-            plan = _with_spare(plan, best, left)
-            if not left[name]:
-                break
-    return plan
-
-
-def with_likely_losses(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] = ()) -> Plan:
-    """The plan with those among its spares for one device less on a host, for one host less, of every pool, and for the
-    hosts as they are where some are lost already: it is taken when the run begins again.
-
-    Where what was asked of the plan would have to be given up there is none: what is given up is said when it is.
-    ``hosts``, ``folder`` and ``pools`` as in `replan`, which raises the same errors.
-    """
-    there = _left_of(plan, hosts, pools)
-    request = request_of_plan(plan, folder=folder, decisions=plan.asked or FREE)
-    job = job_of(request)
-    lost_before = [there] if sum(hosts) < plan.num_devices else []
-    for left in (*_likely_losses(there), *lost_before):
-        best = None if _made_before(plan, left) else fastest_on(request, job, left)
-        if best is not None:
-            plan = _with_spare(plan, best, left)
-    return plan
-
-
-def _likely_losses(there: Mapping[str, tuple[int, ...]]) -> Iterator[dict[str, tuple[int, ...]]]:
-    """What is left when a device of the last host of a pool is lost, and when the host is."""
-    for name, hosts in there.items():
-        if hosts and hosts[-1] > 1:
-            yield {**there, name: (*hosts[:-1], hosts[-1] - 1)}
-        if hosts and sum(map(len, there.values())) > 1:
-            yield {**there, name: tuple(hosts[:-1])}
-
-
 def left_without(job: AnyJob, name: str, lost: int) -> dict[str, tuple[int, ...]]:
     """What is left of each pool of a job when so many nodes of one are lost, as in `hosts_without`; empty where nothing
     is."""
@@ -373,17 +301,6 @@ def check_pool(plan: Plan, pool: str) -> None:
             expected=f"the pool that this host is of: {', '.join(names)}" if plan.is_mixed else "a plan over pools",
             hint="name on every host the pool of its devices" if plan.is_mixed else "leave --pool out",
         )
-
-
-def _with_spare(plan: Plan, best: tuple[Plan, Mapping[str, Shape]], left: Left) -> Plan:
-    """The plan with one more among its spares, for what is ``left``."""
-    found, shapes = best
-    prediction = found.prediction.model_copy(update={"alternatives": ()}) if found.prediction else None
-    own = {name: getattr(found, name) for name in Spare.model_fields if name in Plan.model_fields}
-    own |= {"prediction": prediction, "num_left": sum(map(sum, left.values()))}
-    if plan.is_mixed:
-        own |= {"left": tuple(map(sum, left.values())), "takes_of": tuple(shapes)}
-    return plan.model_copy(update={"spares": (*plan.spares, Spare(**own))})
 
 
 def check_replannable(plan: Plan, folder: Path, pool: str = "") -> None:

@@ -42,7 +42,6 @@ def _pool_job(request: PlanRequest, machines: Cluster) -> Job:
         seq_len=seq_len,
         precision=request.precision,
         degrees=divisors(machines.devices_per_node),
-        batch=batch,
         own=request.own,
     )
     given = request.profiles.get(machines.name)
@@ -68,20 +67,6 @@ def _pool_job(request: PlanRequest, machines: Cluster) -> Job:
     else:
         job = with_margin(job, request.memory_margin, is_asked=request.memory_bytes is not None)
     return with_assumed_links(job, traced) if job.assumes_links else job
-
-
-def with_batch(job: Job, global_batch: int) -> Job:
-    """Return the job with another global batch, traced for it where its loss compares all samples."""
-    if not job.chain.why_one_microbatch:
-        return replace(job, global_batch=global_batch)
-    profile = cached_trace(
-        job.chain,
-        seq_len=job.seq_len,
-        precision=job.precision,
-        degrees=divisors(job.cluster.devices_per_node),
-        batch=global_batch,
-    )
-    return replace(job, global_batch=global_batch, profile=profile)
 
 
 def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_len: int, precision: Precision) -> None:

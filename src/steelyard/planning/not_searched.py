@@ -31,7 +31,7 @@ def settings_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, 
     why_not_counts = {
         count: f"fixed at {decisions.num_microbatches}"
         if decisions.num_microbatches is not None
-        else job.chain.why_one_microbatch or f"does not divide the global batch of {batch}"
+        else f"does not divide the global batch of {batch}"
         for count in range(1, batch + 1)
         if count not in searched
     }

@@ -65,7 +65,7 @@ class PooledSpace:
 
     def __init__(self, job: PooledJob, decisions: Decisions) -> None:
         self._job, self._decisions = job, decisions
-        counts = microbatch_counts(job.chain, job.global_batch)
+        counts = microbatch_counts(job.global_batch)
         self._known = [KnownCosts(counts) for _ in job.pools]
         self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
         self._stage_layers: dict[tuple[int, int, int, int, bool], _StageLayers] = {}
@@ -182,7 +182,7 @@ class PooledSpace:
         decisions = self._decisions
         if decisions.num_stages not in (None, num_stages):
             return
-        for count in microbatch_counts(self._job.chain, self._job.global_batch):
+        for count in microbatch_counts(self._job.global_batch):
             if decisions.num_microbatches not in (None, count):
                 continue
             for schedule in SCHEDULES.values():

@@ -127,7 +127,7 @@ def uniform_plan(job: Job, strategy_text: str) -> Plan:
     layers = job.chain.num_layers
     part = StagePart(ranks=(0, job.cluster.num_devices - 1), runs=fold_runs(0, (strategy,) * layers))
     best: Plan | None = None
-    for count in microbatch_counts(job.chain, job.global_batch):
+    for count in microbatch_counts(job.global_batch):
         if (job.global_batch // count) % strategy.sample_degree:
             continue
         pipeline = PipelineConfig(num_stages=1, num_microbatches=count, schedule=USUAL)

@@ -10,7 +10,6 @@ from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
 from steelyard.limits import MOST_MICROBATCHES
-from steelyard.model.chain import ModelChain
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds import KINDS
 from steelyard.plan.strategy import Strategy, divisors
@@ -91,11 +90,11 @@ def pipeline_settings(job: Job, decisions: Decisions) -> list[Setting]:
     """
     devices, layers = job.cluster.num_devices, job.chain.num_layers
     stages = [p for p in divisors(devices) if p <= layers]
-    counts = microbatch_counts(job.chain, job.global_batch)
+    counts = microbatch_counts(job.global_batch)
     if decisions.num_stages is not None:
         stages = _pinned("num_stages", decisions.num_stages, stages, f"a divisor of the {devices} devices")
     if decisions.num_microbatches is not None:
-        of_batch = job.chain.why_one_microbatch or f"a divisor of the batch of {job.global_batch}"
+        of_batch = f"a divisor of the batch of {job.global_batch}"
         counts = _pinned("num_microbatches", decisions.num_microbatches, counts, of_batch)
     schedules = [each for each in SCHEDULES.values() if each.name in decisions.allowed_schedules]
     found = settings_under([each for each in schedules if not each.takes_chunks], job, stages, counts)
@@ -117,10 +116,8 @@ def _is_tried(pipeline: PipelineConfig, *, is_alone: bool) -> bool:
     return schedule.is_tried(pipeline)
 
 
-def microbatch_counts(chain: ModelChain, global_batch: int) -> list[int]:
-    """Every number of microbatches that divides the batch; 1 where the loss is of the whole batch."""
-    if chain.why_one_microbatch:
-        return [1]
+def microbatch_counts(global_batch: int) -> list[int]:
+    """Every number of microbatches that divides the batch."""
     return [m for m in divisors(global_batch) if m <= MOST_MICROBATCHES]
 
 

@@ -20,7 +20,6 @@ from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.planning.choose import PlanningResult, plan_request
 from steelyard.planning.impossible import refuse_impossible
-from steelyard.planning.job import with_batch
 from steelyard.planning.request import PlanRequest
 from steelyard.units import format_count
 
@@ -92,7 +91,7 @@ def largest_batch(request: PlanRequest, job: Job, *, progress: Callable[[str], N
 
     def attempt(count: int) -> tuple[Trial, PlanningResult]:
         progress(f"planning for a global batch of {count}")
-        return _try(replace(request, global_batch=count), count, with_batch(job, count))
+        return _try(replace(request, global_batch=count), count, replace(job, global_batch=count))
 
     best, result = attempt(job.cluster.num_devices)
     trials = [best]

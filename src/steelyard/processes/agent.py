@@ -14,22 +14,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed.run as torchrun
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import api as rendezvous
 from torch.distributed.launcher import api as launcher
 
-from steelyard.processes.failure import End, failures_folder, write_ends
+from steelyard.processes.failure import ends_of, failures_folder, write_ends
 from steelyard.processes.parent import PARENT_VARIABLE, end_process, watch_parent
 from steelyard.processes.port import free_port
-from steelyard.processes.start import END_S, RESTARTS_VARIABLE
+from steelyard.processes.start import RESTARTS_VARIABLE
 
-_MOST_WORDS_BYTES = 4096
 _MOST_PROCESSES = 1024
 
 
@@ -86,29 +84,6 @@ def _run(arguments: list[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     return 0
-
-
-def ends_of(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, End]:
-    """How the failed processes ended. torchrun kills those that do not end within `END_S` seconds of its asking."""
-    first_s = min(failure.timestamp for failure in failures.values())
-    return {
-        rank: End(
-            exit_code=failure.exitcode,
-            stood_still=failure.exitcode == -signal.SIGKILL and failure.timestamp - first_s >= END_S - 1,
-            last_words=_last_words(folder, failure.local_rank),
-        )
-        for rank, failure in failures.items()
-    }
-
-
-def _last_words(logs: Path, local_rank: int) -> str:
-    """The end of what a process wrote to stderr in its last attempt, where torchrun kept it in a file."""
-    attempts = sorted(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime_ns)
-    if not attempts:
-        return ""
-    with attempts[-1].open("rb") as stream:
-        stream.seek(max(0, attempts[-1].stat().st_size - _MOST_WORDS_BYTES))
-        return stream.read().decode(errors="replace").rstrip()
 
 
 if __name__ == "__main__":

@@ -5,18 +5,27 @@ A run that torchrun starts again has a folder inside for each attempt.
 
 import json
 import os
+import signal
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from steelyard.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 FAILURES_VARIABLE = "STEELYARD_FAILURES"
 """Environment variable that names the folder; absent where torchrun was started by hand."""
 AGENT_FILE = "agent.json"
 """How the failed processes ended by rank, as torchrun saw it."""
+END_S = 10.0
+"""Seconds that torchrun gives the other processes to end when one has failed, before it kills them."""
 _ATTEMPT = "attempt"
+_MOST_WORDS_BYTES = 4096
 TORCHRUN_RANK_VARIABLE = "STEELYARD_TORCHRUN_RANK"
 """Environment variable with the rank that torchrun gave, where another was given since."""
 RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
@@ -121,6 +130,29 @@ class End:
     """It did not end when torchrun asked it to, and was killed."""
     last_words: str = ""
     """The end of what it wrote to stderr; nothing of rank 0 of a host, which writes to the launcher's own."""
+
+
+def ends_of(failures: Mapping[int, "ProcessFailure"], folder: Path) -> dict[int, End]:
+    """How the failed processes ended. torchrun kills those that do not end within `END_S` seconds of its asking."""
+    first_s = min(failure.timestamp for failure in failures.values())
+    return {
+        rank: End(
+            exit_code=failure.exitcode,
+            stood_still=failure.exitcode == -signal.SIGKILL and failure.timestamp - first_s >= END_S - 1,
+            last_words=_last_words(folder, failure.local_rank),
+        )
+        for rank, failure in failures.items()
+    }
+
+
+def _last_words(logs: Path, local_rank: int) -> str:
+    """The end of what a process wrote to stderr in its last attempt, where torchrun kept it in a file."""
+    attempts = sorted(logs.glob(f"*/attempt_*/{local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime_ns)
+    if not attempts:
+        return ""
+    with attempts[-1].open("rb") as stream:
+        stream.seek(max(0, attempts[-1].stat().st_size - _MOST_WORDS_BYTES))
+        return stream.read().decode(errors="replace").rstrip()
 
 
 def write_ends(ends: dict[int, End], folder: Path) -> None:

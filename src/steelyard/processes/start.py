@@ -16,12 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard.errors import UserError
-from steelyard.processes.failure import FAILURES_VARIABLE, End, Failure, RankFailedError, read_ends, read_failures
+from steelyard.processes.failure import (
+    END_S,
+    FAILURES_VARIABLE,
+    End,
+    Failure,
+    RankFailedError,
+    read_ends,
+    read_failures,
+)
 from steelyard.processes.parent import PARENT_VARIABLE
 
 _AGENT = "steelyard.processes.agent"
-END_S = 10.0
-"""Seconds that torchrun gives the other processes to end when one has failed, before it kills them."""
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)
 """Errors that a process meets because another one is gone."""
 RESTARTS_VARIABLE = "STEELYARD_ELASTIC"

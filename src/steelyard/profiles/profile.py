@@ -151,8 +151,6 @@ class LayerProfile(ProfilePart):
     divided_experts: tuple["LayerProfile", "LayerProfile"] | None = None
     """The layer where ranks divide its routed experts: on a rank that computes as many pairs of a token and an expert
     as its own tokens have, and on one that computes twice as many. Absent where it has none."""
-    gathered_entries: float = Field(default=0.0, ge=0)
-    """Entries of features of all samples that a rank gathers in a forward pass, where its loss compares them."""
     times: tuple[MeasuredTime, ...] = ()
     """Fewest samples first, each number of samples once."""
 

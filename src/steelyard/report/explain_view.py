@@ -8,9 +8,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from steelyard.plan.choices import Explanation, NotSearched, Rival, SlowNode, StrategyVerdict, Verdict
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, headline
 from steelyard.plan.prediction import Prediction
-from steelyard.plan.words import headline
 from steelyard.report.compare_view import compare_view
 from steelyard.report.plan_table import (
     MAX_STAGE_COLUMNS,

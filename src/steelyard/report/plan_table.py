@@ -11,11 +11,11 @@ from steelyard.hardware import Cluster, MixedCluster
 from steelyard.plan.choices import Rival
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.margin import margin_text
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, headline, part_name
 from steelyard.plan.prediction import Alternative, Baseline, Prediction
-from steelyard.plan.words import SAME_SHARE, against, headline, layers_text, misfits, part_name
+from steelyard.plan.words import SAME_SHARE, against, layers_text, misfits
 from steelyard.report.tables import framed_table, number
-from steelyard.units import format_bytes, format_change, format_days, format_money, format_plural, format_seconds
+from steelyard.units import format_bytes, format_days, format_money, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
 MAX_STAGE_COLUMNS = 4
@@ -35,7 +35,6 @@ def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> Rend
             *pool_lines(plan.prediction),
             Text(f"{plan.prediction.certificate}; costs {plan.prediction.costs}", style="dim"),
             *(Text(line, style="dim") for line in link_lines(plan, plan.prediction)),
-            *(Text(line) for line in spare_lines(plan, plan.prediction)),
         ]
         if plan.prediction.alternatives and num_alternatives > 0:
             parts.append(alternative_table(plan.prediction, num_alternatives))
@@ -87,51 +86,6 @@ def _links(cluster: Cluster, source: CostSource | None) -> str:
     if is_measured or cluster.intra_link.needs_profile:
         return ""
     return "; ".join(f"{link.name} {where}, {link.rate_text(count)}" for link, where, count in links)
-
-
-def spare_lines(plan: Plan, prediction: Prediction) -> list[str]:
-    """What a step takes after each loss that was planned for."""
-    lines = []
-    for spare in plan.spares:
-        if spare.prediction is None:
-            continue
-        step_s, needed = spare.prediction.step_time_s, max(each.total_bytes for each in spare.prediction.stages)
-        change = step_s / prediction.step_time_s - 1
-        lines.append(
-            f"With {_loss(plan, spare.left or (spare.num_left,))} less: {format_seconds(step_s)} a step "
-            f"({format_change(change)}), {format_bytes(needed)} per device, on {spare.cluster}"
-        )
-    return lines
-
-
-def missing_spare_lines(plan: Plan, num_asked: int) -> list[str]:
-    """That a loss has no plan, where so many of each pool were asked for."""
-    known = {spare.left or (spare.num_left,) for spare in plan.spares}
-    lines = []
-    pools = plan.pools() if num_asked else ()
-    for pool in pools:
-        for lost in range(1, num_asked + 1):
-            left = [each.num_devices - lost * _unit(pool) * (each is pool) for each in pools]
-            if tuple(left) not in known:
-                lines.append(f"with {_loss(plan, left)} less there is no plan that fits")
-                break
-    return lines
-
-
-def _loss(plan: Plan, left: Sequence[int]) -> str:
-    """What is lost where so many devices of each pool are left: ``1 node``, ``2 devices of 1x8xh100-80gb``."""
-    losses = []
-    for pool, count in zip(plan.pools(), left, strict=True):
-        lost, of_pool = pool.num_devices - count, f" of {pool.name}" if plan.is_mixed else ""
-        are_nodes = pool.num_nodes > 1 and lost % _unit(pool) == 0
-        text = format_plural(lost // _unit(pool), "node") if are_nodes else format_plural(lost, "device")
-        losses += [text + of_pool] if lost else []
-    return " and ".join(losses)
-
-
-def _unit(pool: Cluster) -> int:
-    """The devices that are lost together: those of a node, where a pool has several."""
-    return pool.devices_per_node if pool.num_nodes > 1 else 1
 
 
 def gain_sentence(plan: Plan) -> str:

@@ -3,13 +3,10 @@
 Every process tells in the store of the rendezvous which host it is on, and of which pool of devices where the plan is
 over several; the first one finds the plan for as many hosts and devices, and all read it there. A plan takes the first
 processes of the first hosts, or of those of each pool: the others are spare, and wait.
-While all train, another process makes plans for the likeliest next losses, so that the next rendezvous need not search.
 """
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,19 +21,17 @@ from steelyard.errors import InvalidPlanError, UserError
 from steelyard.output import say
 from steelyard.plan.file import dump_json, parse_value, read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.plan.replanned import Replanner
+from steelyard.plan.replanned import Replan
 from steelyard.processes.failure import TORCHRUN_RANK_VARIABLE
 
 _ANSWER, _DONE = "plan", "done"
 """Keys in the store."""
-_AHEAD = "spares.json"
-"""File beside the checkpoints with the plans that were made ahead."""
 _MOST_DAYS = 365
 
 
 @contextmanager
 def settled_plan(
-    path: Path, replanner: Replanner, *, folder: Path | None, timeout_s: float, pool: str = ""
+    path: Path, replan: Replan, *, folder: Path | None, timeout_s: float, pool: str = ""
 ) -> Iterator[tuple[Plan, dist.Store] | None]:
     """The plan that this process takes part in and where its group meets, with its place in the environment.
 
@@ -49,7 +44,7 @@ def settled_plan(
     store.set(f"host/{rank}", json.dumps([os.environ["GROUP_RANK"], pool]))
     if rank == 0:
         told = [json.loads(store.get(f"host/{each}")) for each in range(world)]
-        store.set(_ANSWER, json.dumps(_answer(path, replanner, [host for host, _ in told], dict(told), folder)))
+        store.set(_ANSWER, json.dumps(_answer(path, replan, [host for host, _ in told], dict(told), folder)))
     answer = json.loads(store.get(_ANSWER))
     if answer["mistake"]:
         raise UserError(**answer["mistake"])
@@ -63,44 +58,16 @@ def settled_plan(
     os.environ["RANK"] = str(answer["ranks"].index(rank))
     os.environ["WORLD_SIZE"] = str(found.num_devices)
     os.environ["LOCAL_WORLD_SIZE"] = str(answer["taken"][os.environ["GROUP_RANK"]])
-    is_first = rank == answer["ranks"][0]
-    planner = _begin_ahead(path, replanner, answer["hosts"], folder) if is_first and folder is not None else None
-    try:
-        yield found, dist.PrefixStore("group", store)
-    finally:
-        if planner is not None:
-            planner.kill()
-            planner.wait()
-    if is_first:
+    yield found, dist.PrefixStore("group", store)
+    if rank == answer["ranks"][0]:
         store.set(_DONE, "")
         spare = [f"{_DONE}/{each}" for each in range(world) if each not in answer["ranks"]]
         if spare:
             store.wait(spare)
 
 
-def _begin_ahead(path: Path, replanner: Replanner, hosts: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
-    """Begins to make plans for the likeliest next losses; where that fails, a loss is answered by a search."""
-    return subprocess.Popen(
-        [sys.executable, "-m", replanner.ahead, str(path), str(folder / _AHEAD), *hosts],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def with_ahead(plan: Plan, folder: Path | None) -> Plan:
-    """The plan with what was made ahead of it."""
-    if folder is None or not (folder / _AHEAD).exists():
-        return plan
-    try:
-        ahead = read_plan(folder / _AHEAD)
-    except InvalidPlanError:  # of another version, or damaged: it is written anew
-        return plan
-    return ahead if ahead.model_copy(update={"spares": plan.spares}) == plan else plan
-
-
 def _answer(
-    path: Path, replanner: Replanner, hosts: Sequence[str], pools: Mapping[str, str], folder: Path | None
+    path: Path, replan: Replan, hosts: Sequence[str], pools: Mapping[str, str], folder: Path | None
 ) -> dict[str, Any]:
     """What every process needs to know, by the host of each and its pool; says what was found, and writes a plan that
     is new."""
@@ -108,9 +75,8 @@ def _answer(
     own_pools = [pools[host] for host in counts] if any(pools.values()) else []
     try:
         plan = read_plan(path)
-        known = with_ahead(plan, folder)
-        found = replanner.replan(known, tuple(counts.values()), path.parent, own_pools)
-        if found.plan is not known:
+        found = replan(plan, tuple(counts.values()), path.parent, own_pools)
+        if found.plan is not plan:
             plan = found.plan
             if folder is not None:
                 write_plan(plan, folder / f"plan-{plan.num_devices}.json")
@@ -129,5 +95,4 @@ def _answer(
         "plan": json.loads(dump_json(plan)),
         "ranks": ranks,
         "taken": taken,
-        "hosts": [f"{count}:{pools[host]}" for host, count in counts.items()],
     }

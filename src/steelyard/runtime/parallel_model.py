@@ -209,7 +209,7 @@ class ParallelModel:
     def _count_targets(self, labels_BS: Tensor | None) -> None:  # noqa: N803
         """Tells the parts how many targets the global batch has, where that is not the same for all batches."""
         task = self.chain.family.task
-        if task is Task.CAUSAL_LM or not task.has_target_tokens:
+        if task is Task.CAUSAL_LM or not task.reads_text:
             return
         count = torch.zeros((), device=self.device)
         if labels_BS is not None:

@@ -91,7 +91,7 @@ def samples_of_step(chain: ModelChain, *, num_samples: int, seq_len: int, step: 
         tokens = (first_N1 + stride_N1 * torch.arange(seq_len + 1)) % chain.vocab_size
         return Samples.of(_without_padding(tokens, chain))
     inputs, labels = random_samples(chain, num_samples, seq_len, generator)
-    if not chain.family.task.reads_text or chain.family.task in (Task.IMAGE_TEXT, Task.CONTRASTIVE):
+    if not chain.family.task.reads_text or chain.family.task is Task.IMAGE_TEXT:
         return Samples(inputs=inputs, labels=labels)
     return Samples(inputs=_without_padding(inputs, chain), labels=_without_padding(labels, chain))
 
@@ -170,8 +170,6 @@ def _backward(model: PreTrainedModel, chain: ModelChain, samples: Samples, count
         if chain.trains_routers:
             routers = outputs.aux_loss
             loss = loss + model.router_aux_loss_coef * routers
-    elif chain.family.task is Task.CONTRASTIVE:
-        loss = model(input_ids=samples.labels, **{chain.features.name: samples.inputs}, **options).loss
     elif chain.family.task is Task.IMAGE_TEXT:
         ids = decoder_inputs(samples.labels, model.config, chain.features)
         given = given_samples(chain.features, samples.inputs) | beside_features(model, chain.features, ids)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.plan.replanned import Replanner
+from steelyard.plan.replanned import Replan
 from steelyard.processes.group import host_ranks, local_rank, process_group, world_size
 from steelyard.processes.rank import run_rank
 from steelyard.runtime.checks import check_elastic, check_world_size
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-def main(arguments: Sequence[str] | None = None, *, replanner: Replanner | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, *, replan: Replan | None = None) -> None:
     """Runs this rank's part of a training run and ends the process: 0 done, 1 failed, 2 a mistake of the user.
 
-    ``replanner`` finds the plan of an elastic run for what is there.
+    ``replan`` finds the plan of an elastic run for what is there.
     """
     namespace = _parser().parse_args(arguments)
-    run_rank(lambda: _begin(namespace, replanner))
+    run_rank(lambda: _begin(namespace, replan))
 
 
-def _begin(namespace: argparse.Namespace, replanner: Replanner | None) -> None:
+def _begin(namespace: argparse.Namespace, replan: Replan | None) -> None:
     options = TrainOptions.from_namespace(namespace)
     check_elastic(options)
     num_processes = world_size()
-    if not options.elastic or replanner is None:
+    if not options.elastic or replan is None:
         plan = read_plan(namespace.plan)
         check_world_size(plan, num_processes)
         _train(plan, namespace.data, options)
@@ -43,7 +43,7 @@ def _begin(namespace: argparse.Namespace, replanner: Replanner | None) -> None:
 
     path = Path(namespace.plan)
     with settled_plan(
-        path, replanner, folder=options.checkpoint_dir, timeout_s=options.timeout_s, pool=options.pool or ""
+        path, replan, folder=options.checkpoint_dir, timeout_s=options.timeout_s, pool=options.pool or ""
     ) as mine:
         if mine is not None:
             _train(mine[0], namespace.data, options, store=mine[1])

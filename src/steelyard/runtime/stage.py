@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import Task
 from steelyard.modules.build import materialize_layer, prepare_model
 from steelyard.modules.dropout import seed_dropout
 from steelyard.modules.freezing import check_frozen
@@ -32,7 +31,6 @@ from steelyard.modules.layers import (
     tensors_of,
 )
 from steelyard.modules.own_pieces import OwnBatch
-from steelyard.modules.pairs import Batch
 from steelyard.modules.replicated import Replica, Replicas
 from steelyard.modules.router_loss import PartRouters, check_routers, router_loss_of
 from steelyard.plan.plan import Plan
@@ -273,8 +271,6 @@ def _build_chunk(
         layers[str(number)] = layer
         if layer.router_loss is not None:
             check_routers(layer, strategy)
-        if chain.family.task is Task.CONTRASTIVE:
-            layer.batch = Batch(mesh.data(strategy))
     routers = _routers(model, plan, index, mesh, device) if chain.trains_routers else None
     arriving = border(plan, index)[1] if index else None
     leaving = border(plan, index + 1)[0] if index + 1 < len(plan.parts) else None
@@ -297,7 +293,7 @@ def _build_chunk(
         side=side_inputs_of(layers.values(), model, chain, device),
         seq_len=plan.seq_len,
         dtype=activation_dtype(plan.precision),
-        num_tokens=plan.global_batch * (plan.seq_len if chain.family.task.has_target_tokens else 1),
+        num_tokens=plan.global_batch * (plan.seq_len if chain.family.task.reads_text else 1),
         routers=routers,
         has_backward=any(map(chain.has_backward, part.layers)),
     )

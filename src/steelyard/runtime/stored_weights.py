@@ -20,7 +20,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from transformers.core_model_loading import rename_source_key as renamed_key
 
 from steelyard.errors import InvalidModelError
-from steelyard.modules.prepared import scalars_of, stored_apart
+from steelyard.modules.prepared import stored_apart
 
 OpenTensor = Callable[[str], Any]
 """A stored tensor by its name, as safetensors' ``get_slice`` gives it."""
@@ -35,13 +35,9 @@ class StoredParameter:
     """The parameter has a dim more than its tensors: its first counts the entries."""
     apart: int = 1
     """So many matrices lie side by side in the last dim of a tensor; more than one lie in a dim of their own here."""
-    is_scalar: bool = False
-    """The tensor is a scalar, of which the parameter has a dim of one."""
 
     def shape(self, open_tensor: OpenTensor) -> tuple[int, ...]:
         """Shape of the whole parameter."""
-        if self.is_scalar:
-            return (*open_tensor(self.entries[0][0]).get_shape(), 1)
         pieces = [tuple(open_tensor(name).get_shape()) for name in self.entries[0]]
         joined = (sum(piece[0] for piece in pieces), *pieces[0][1:]) if len(pieces) > 1 else pieces[0]
         if self.apart > 1:
@@ -50,8 +46,6 @@ class StoredParameter:
 
     def read(self, open_tensor: OpenTensor, slices: tuple[slice, ...]) -> Tensor:
         """A part of the parameter; of the files nothing else is read."""
-        if self.is_scalar:
-            return open_tensor(self.entries[0][0])[()].view(1)[slices]
         if self.apart > 1:
             *others, parts, columns = slices
             width = self.shape(open_tensor)[-1]
@@ -99,13 +93,9 @@ def stored_parameters(model: PreTrainedModel, stored: Iterable[str]) -> dict[str
             )
         )
         found.setdefault(target, []).append((name, pattern))
-    apart, scalars = stored_apart(model), scalars_of(model)
+    apart = stored_apart(model)
     return {
-        target: replace(
-            _joined(target, pieces, converters),
-            apart=apart.get(target.rpartition(".")[0], 1),
-            is_scalar=target in scalars,
-        )
+        target: replace(_joined(target, pieces, converters), apart=apart.get(target.rpartition(".")[0], 1))
         for target, pieces in found.items()
     }
 

@@ -26,7 +26,7 @@ from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
 from steelyard.modules.kinds.data_parallel import activation_dtype
-from steelyard.modules.prepared import scalars_of, stored_apart
+from steelyard.modules.prepared import stored_apart
 from steelyard.modules.updates import local_part
 from steelyard.output import command
 from steelyard.plan.plan import Plan
@@ -262,7 +262,7 @@ def _gathered(state: RunState, dtype: torch.dtype, model: nn.Module, *, keep: bo
 
     The ``model``, on the meta device, says which are stored otherwise here.
     """
-    apart, scalars = stored_apart(model), scalars_of(model)
+    apart = stored_apart(model)
     tensors: dict[str, Tensor] = {}
     num_bytes = 0
     for name, parameter in state.weights().items():
@@ -272,7 +272,6 @@ def _gathered(state: RunState, dtype: torch.dtype, model: nn.Module, *, keep: bo
         num_bytes += whole.numel() * kept_dtype.itemsize
         if name.rpartition(".")[0] in apart:
             whole = whole.flatten(-2)
-        whole = whole.view(()) if name in scalars else whole
         if keep:
             tensors[name] = whole.to(device="cpu", dtype=kept_dtype, copy=True).contiguous()
         if num_bytes >= FILE_BYTES:

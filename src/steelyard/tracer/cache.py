@@ -26,20 +26,17 @@ def cached_trace(
     seq_len: int,
     precision: Precision,
     degrees: tuple[int, ...],
-    batch: int = 0,
     folder: Path | None = None,
     own: Any = None,
 ) -> Profile:
     """The traced profile from the cache folder or the package, traced and stored in the folder if it is new.
 
     ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
-    written, or a file in it that cannot be read, costs time and nothing else. ``batch`` are the samples of the global
-    batch, on which the trace depends where the loss compares all of them. ``own`` is a user's own module, where
+    written, or a file in it that cannot be read, costs time and nothing else. ``own`` is a user's own module, where
     the chain is of one (`steelyard.modules.own_pieces.OwnModel`). Raises `NotInstalledError` where the model has to be
     traced and torch is not there.
     """
-    batch = batch if chain.why_one_microbatch else 0
-    path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees, batch)}.json"
+    path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees)}.json"
     if path.is_file():
         try:
             return parse_file(path, Profile, InvalidProfileError, what="profile")
@@ -63,12 +60,12 @@ def cached_trace(
     require_training(f"{what} is neither packaged nor kept from before" + (f" (packaged: {there})" if there else ""))
     from steelyard.tracer.trace import trace
 
-    profile = trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own, batch=batch)
+    profile = trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
     keep(path, profile.model_dump_json())
     return profile
 
 
-def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[int, ...], batch: int) -> str:
+def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[int, ...]) -> str:
     entries: dict[str, Any] = {
         "config": chain.config_hash,
         "name": chain.name,
@@ -79,7 +76,6 @@ def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[i
         **{name: installed_version(name) for name in TRAINING},
         "attention": ATTENTION,
     }
-    entries |= {"batch": batch} if batch else {}
     for name, part in (("own", chain.own), ("split", chain.split), ("frozen", chain.freeze)):
         entries |= {name: part.model_dump_json()} if part else {}
     return digest(entries)

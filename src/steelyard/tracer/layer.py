@@ -34,7 +34,6 @@ from steelyard.modules.layers import (
     tensors_of,
 )
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
-from steelyard.modules.pairs import Batch
 from steelyard.modules.pieces import ShellPiece
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, Strategy
@@ -61,7 +60,6 @@ class Observation:
     input_bytes: int
     forward_transient_bytes: int
     backward_transient_bytes: int
-    gathered_entries: int
     recomputed: dict[Remat, "Recomputed"]
 
 
@@ -98,8 +96,6 @@ class LayerSetting:
     """Of one level at most, over the ranks of ``mesh``."""
     model: PreTrainedModel
     """The whole model on the meta device, made ready by `steelyard.modules.build.prepare_model`; it is not changed."""
-    batch: int = 0
-    """Samples of the global batch with which a layer compares its own, where it compares any."""
     exchanged: float | None = None
     """Where experts are divided over ranks, how many times the pairs of its tokens and their experts the rank computes;
     None where they are whole."""
@@ -130,7 +126,6 @@ def fake_layer(setting: LayerSetting) -> Iterator[ChainLayer]:
     layer = copy.deepcopy(build_layer(setting.model, setting.chain, setting.layer, Remat.NONE))
     with FakeTensorMode(allow_non_fake_inputs=False), ExitStack() as stack:
         make_fake(layer, setting.dtype)
-        layer.batch = Batch(num_samples=setting.batch)
         division = Division(model=setting.model, chain=setting.chain, strategy=setting.strategy, mesh=setting.mesh)
         for kind in setting.strategy.kinds:
             TWINS[kind.name].divide(layer, division)
@@ -155,26 +150,17 @@ def make_fake(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _observe_size(setting: LayerSetting, layer: ChainLayer, samples: int, side: SideInputs) -> Observation:
-    before = layer.batch.gathered_entries
     plain = run_layer(setting, layer, samples, side)
-    gathered = layer.batch.gathered_entries - before
     selective = None
     if setting.role is LayerRole.BLOCK:
         layer.remat = Remat.SELECTIVE
         selective = run_layer(setting, layer, samples, side)
         layer.remat = Remat.NONE
-    return observation(
-        layer, plain, selective, knows_frozen=setting.chain.freeze is not None, gathered_entries=gathered
-    )
+    return observation(layer, plain, selective, knows_frozen=setting.chain.freeze is not None)
 
 
 def observation(
-    module: nn.Module,
-    plain: "CountedLayer",
-    selective: "CountedLayer | None",
-    *,
-    knows_frozen: bool = False,
-    gathered_entries: int = 0,
+    module: nn.Module, plain: "CountedLayer", selective: "CountedLayer | None", *, knows_frozen: bool = False
 ) -> Observation:
     """What is seen in a run without remat and one with selective remat, for the layers that may take it.
 
@@ -203,7 +189,6 @@ def observation(
         input_bytes=plain.input_bytes,
         forward_transient_bytes=plain.forward_peak_bytes - plain.saved_bytes,
         backward_transient_bytes=plain.backward_peak_bytes - plain.saved_bytes,
-        gathered_entries=gathered_entries,
         recomputed=recomputed,
     )
 

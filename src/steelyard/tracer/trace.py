@@ -19,7 +19,7 @@ import transformers
 
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerKind, ModelChain
-from steelyard.model.family import KV_HEADS, QUERY_HEADS, LayerRole
+from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.plan import Precision
@@ -42,9 +42,6 @@ from steelyard.tracer.packaged import legal_shapes
 SIZES = (2, 8)
 """Samples per rank at which a layer is traced. Sequence parallelism scatters a single sample without a copy."""
 
-_MOST_RANKS, _FEW_RANKS = 32, 2
-"""Over so many ranks a global batch lies where a layer compares its samples with all of it: sizes as those above."""
-
 _Direction = Callable[[Observation], OpCounts]
 _Line = Callable[[Callable[[Observation], float]], Affine]
 
@@ -56,12 +53,10 @@ def trace(
     precision: Precision,
     degrees: Iterable[int],
     own: OwnModel | None = None,
-    batch: int = 0,
 ) -> Profile:
     """The traced profile of a model in every shape that kinds of parallelism give its layers at these degrees.
 
-    ``own`` is a user's own module, which a chain alone does not give; ``batch`` the samples of the global batch, where
-    the loss compares all of them.
+    ``own`` is a user's own module, which a chain alone does not give.
     A degree that does not divide a kind's sizes is left out for that kind. Raises `InvalidProfileError` when called in
     a process that already has a process group.
     """
@@ -73,7 +68,7 @@ def trace(
             hint="plan before torch.distributed is initialised, or in another process",
         )
     with _collector_paused():
-        layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}), own, batch)
+        layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}), own)
     return Profile(identity=_identity(chain, seq_len, precision), layers=tuple(layers))
 
 
@@ -90,7 +85,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _trace_layers(
-    chain: ModelChain, seq_len: int, precision: Precision, degrees: list[int], own: OwnModel | None, batch: int
+    chain: ModelChain, seq_len: int, precision: Precision, degrees: list[int], own: OwnModel | None
 ) -> list[LayerProfile]:
     model = build_meta_model(chain) if own is None else own.without_values()
     prepare_model(model, chain)
@@ -108,7 +103,6 @@ def _trace_layers(
                         mesh=mesh,
                         strategy=strategy,
                         model=model,
-                        batch=batch if kind.role is LayerRole.HEAD else 0,
                         seen=seen,
                     )
                     layers.append(_profile(setting, kind))
@@ -119,11 +113,9 @@ def _profile(setting: LayerSetting, kind: LayerKind) -> LayerProfile:
     """What is seen of a layer; of one with experts also where ranks divide them."""
     shape, served = setting.strategy.shape, _queries_of_a_key(kind, setting.strategy.tensor_degree)
 
-    def seen(of: LayerSetting, sizes: tuple[int, int] = SIZES) -> LayerProfile:
-        return layer_profile(kind.name, shape, observe(of, sizes), queries_of_a_key=served, sizes=sizes)
+    def seen(of: LayerSetting) -> LayerProfile:
+        return layer_profile(kind.name, shape, observe(of, SIZES), queries_of_a_key=served)
 
-    if setting.batch:
-        return seen(setting, (max(1, setting.batch // _MOST_RANKS), max(2, setting.batch // _FEW_RANKS)))
     layer = seen(setting)
     if not kind.num_experts:
         return layer
@@ -153,25 +145,17 @@ def _identity(chain: ModelChain, seq_len: int, precision: Precision) -> ProfileI
 
 
 def layer_profile(
-    kind: str,
-    shape: Shape,
-    observations: list[Observation],
-    *,
-    queries_of_a_key: float = 1.0,
-    sizes: tuple[int, int] = SIZES,
+    kind: str, shape: Shape, observations: list[Observation], *, queries_of_a_key: float = 1.0
 ) -> LayerProfile:
-    """The profile of a kind in a shape from one observation at each of these numbers of samples.
+    """The profile of a kind in a shape from one observation at each of `SIZES` samples.
 
     ``queries_of_a_key`` is how many query heads each key-value head serves.
     """
 
     def line(value: Callable[[Observation], float]) -> Affine:
         low, high = (value(observation) for observation in observations)
-        slope = (high - low) / (sizes[1] - sizes[0])
-        return Affine(constant=low - slope * sizes[0], per_sample=slope)
-
-    def work(direction: _Direction) -> Work:
-        return _work(direction, observations, line, sizes)
+        slope = (high - low) / (SIZES[1] - SIZES[0])
+        return Affine(constant=low - slope * SIZES[0], per_sample=slope)
 
     return LayerProfile(
         kind=kind,
@@ -181,9 +165,8 @@ def layer_profile(
         frozen_params=observations[0].frozen_params,
         frozen_expert_params=observations[0].frozen_expert_params,
         buffer_bytes=observations[0].buffer_bytes,
-        gathered_entries=observations[0].gathered_entries,
-        forward=work(lambda o: o.forward),
-        backward=work(lambda o: o.backward),
+        forward=_work(lambda o: o.forward, observations, line),
+        backward=_work(lambda o: o.backward, observations, line),
         forward_collectives=_collectives(lambda o: o.forward, observations, line),
         backward_collectives=_collectives(lambda o: o.backward, observations, line),
         saved_bytes=line(lambda o: o.saved_bytes),
@@ -193,7 +176,7 @@ def layer_profile(
         square_flop=line(lambda o: o.forward.square_flop),
         forward_transient_bytes=line(lambda o: o.forward_transient_bytes),
         backward_transient_bytes=line(lambda o: o.backward_transient_bytes),
-        recomputations=tuple(_recomputation(remat, observations, line, sizes) for remat in observations[0].recomputed),
+        recomputations=tuple(_recomputation(remat, observations, line) for remat in observations[0].recomputed),
     )
 
 
@@ -212,10 +195,10 @@ def _repeated_bytes(counts: OpCounts, queries_of_a_key: float) -> float:
     return counts.key_value_bytes * (1 - 1 / queries_of_a_key)
 
 
-def _recomputation(remat: Remat, observations: list[Observation], line: _Line, sizes: tuple[int, int]) -> Recomputation:
+def _recomputation(remat: Remat, observations: list[Observation], line: _Line) -> Recomputation:
     return Recomputation(
         remat=remat.value,
-        work=_work(lambda o: o.recomputed[remat].work, observations, line, sizes),
+        work=_work(lambda o: o.recomputed[remat].work, observations, line),
         collectives=_collectives(lambda o: o.recomputed[remat].work, observations, line),
         saved_bytes=line(lambda o: o.recomputed[remat].saved_bytes),
         forward_transient_bytes=line(lambda o: o.recomputed[remat].forward_transient_bytes),
@@ -223,7 +206,7 @@ def _recomputation(remat: Remat, observations: list[Observation], line: _Line, s
     )
 
 
-def _work(direction: _Direction, observations: list[Observation], line: _Line, sizes: tuple[int, int]) -> Work:
+def _work(direction: _Direction, observations: list[Observation], line: _Line) -> Work:
     return Work(
         matmul_flop=line(lambda o: direction(o).matmul_flop),
         attention_flop=line(lambda o: direction(o).attention_flop),
@@ -231,8 +214,8 @@ def _work(direction: _Direction, observations: list[Observation], line: _Line, s
         expert_weight_bytes=direction(observations[0]).expert_weight_bytes,
         memory_bytes=line(lambda o: direction(o).memory_bytes),
         num_kernels=direction(observations[0]).num_kernels,
-        products=folded_products(*(direction(o).products for o in observations), samples=sizes),
-        attention=folded_attention(direction(observations[0]).attention, samples=sizes[0]),
+        products=folded_products(*(direction(o).products for o in observations), samples=SIZES),
+        attention=folded_attention(direction(observations[0]).attention, samples=SIZES[0]),
     )
 
 

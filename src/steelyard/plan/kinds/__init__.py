@@ -5,6 +5,7 @@ To add one: its file here, its twin in `steelyard.modules.kinds`, and a line bel
 The order is that in which variants are written behind the levels of a strategy.
 """
 
+import copyreg
 from functools import lru_cache
 
 from steelyard.plan.kinds.cp import CP
@@ -16,6 +17,7 @@ from steelyard.plan.kinds.tp import TP
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (DP, FSDP, TP, CP, EP)}
 """By name. A test may add one of its own."""
+copyreg.pickle(Kind, lambda kind: (kind_named, (kind.name,)))  # each is one value, also in other processes and copies
 
 
 def kind_named(name: str) -> Kind:

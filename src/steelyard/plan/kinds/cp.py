@@ -11,7 +11,6 @@ Source: Llama 3 (Grattafiori et al. 2024, section 3.3.2) for gathering keys and 
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
@@ -25,14 +24,12 @@ from steelyard.plan.kinds.kind import (
     Load,
     Placed,
     States,
+    StrategyView,
     Traffic,
     Value,
     Variant,
     Working,
 )
-
-if TYPE_CHECKING:
-    from steelyard.plan.strategy import Strategy
 
 METHOD = Variant(
     key="cp_method", texts={"gather": "", "ulysses": "+ulysses"}, pin={"gather": "gather", "ulysses": "ulysses"}
@@ -58,7 +55,7 @@ def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradict
     return None
 
 
-def _illegal(kind: LayerKind, strategy: "Strategy", batch: Batch) -> str | None:
+def _illegal(kind: LayerKind, strategy: StrategyView, batch: Batch) -> str | None:
     degree = strategy.degree(CP)
     if kind.no_cp:
         return f"cp is not for the {kind.name} layers: {kind.no_cp}"
@@ -67,7 +64,7 @@ def _illegal(kind: LayerKind, strategy: "Strategy", batch: Batch) -> str | None:
     return _undivided_heads(kind, strategy)
 
 
-def _undivided_heads(kind: LayerKind, strategy: "Strategy") -> str | None:
+def _undivided_heads(kind: LayerKind, strategy: StrategyView) -> str | None:
     """Why ulysses cannot exchange the heads of a layer, or None where it can."""
     if strategy.variant("cp_method") == "ulysses" and kind.role is LayerRole.BLOCK:
         for name, size in kind.tp_divides:
@@ -77,7 +74,7 @@ def _undivided_heads(kind: LayerKind, strategy: "Strategy") -> str | None:
     return None
 
 
-def _head_degree(strategy: "Strategy") -> int:
+def _head_degree(strategy: StrategyView) -> int:
     return strategy.degree(CP) if strategy.variant("cp_method") == "ulysses" else 1
 
 
@@ -86,7 +83,7 @@ def _serves(chain: ModelChain) -> str:
     return next((reason for reason in reasons if reason), "")
 
 
-def _not_worth_for(strategy: "Strategy", _devices_per_node: int | None, layers: tuple[LayerKind, ...]) -> str:
+def _not_worth_for(strategy: StrategyView, _devices_per_node: int | None, layers: tuple[LayerKind, ...]) -> str:
     """Layers without attention are the same under both methods, so ulysses is of use only to blocks."""
     reasons = [_undivided_heads(kind, strategy) for kind in layers if kind.role is LayerRole.BLOCK]
     return next((each for each in reasons if each), "") if all(reasons) else ""
@@ -123,7 +120,7 @@ def _working(load: Load) -> Working:
     return Working(forward=2 * load.key_value_bytes, backward=3 * load.key_value_bytes)
 
 
-def _words(strategy: "Strategy") -> str:
+def _words(strategy: StrategyView) -> str:
     how = "sequence exchanged for heads" if strategy.variant("cp_method") == "ulysses" else "keys and values gathered"
     return f"tokens of every sequence over {strategy.degree(CP)} ranks, {how} for attention"
 

@@ -3,16 +3,12 @@
 from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
 
 from steelyard.model.chain import LayerKind
-from steelyard.plan.kinds.kind import Batch, Divides, Levels, Load, Over, States, Traffic
-
-if TYPE_CHECKING:
-    from steelyard.plan.strategy import Strategy
+from steelyard.plan.kinds.kind import Batch, Divides, Levels, Load, Over, States, StrategyView, Traffic
 
 
-def indivisible_samples(_kind: LayerKind, strategy: "Strategy", batch: Batch) -> str | None:
+def indivisible_samples(_kind: LayerKind, strategy: StrategyView, batch: Batch) -> str | None:
     """Why the samples of a microbatch cannot be divided over the ranks; nothing is ever rounded."""
     if batch.microbatch_samples % strategy.sample_degree == 0:
         return None

@@ -8,13 +8,9 @@ Source: Zhao et al. 2023 (PyTorch FSDP, arXiv 2304.11277), section 3.2.2, for hy
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from steelyard.plan.kinds.data import degree_of, indivisible_samples, shard_levels, summed_once
-from steelyard.plan.kinds.kind import Contradiction, Divides, Kind, Levels, Placed, States, Value
-
-if TYPE_CHECKING:
-    from steelyard.plan.strategy import Strategy
+from steelyard.plan.kinds.kind import Contradiction, Divides, Kind, Levels, Placed, States, StrategyView, Value
 
 
 def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
@@ -47,7 +43,7 @@ def _not_worth(levels: Levels, devices_per_node: int | None) -> str:
     return ""
 
 
-def _words(strategy: "Strategy") -> str:
+def _words(strategy: StrategyView) -> str:
     copies = "of the shards" if strategy.state_shards > 1 else "of the parameters"
     return f"samples over {strategy.degree(DP)} ranks, a copy {copies} on each"
 

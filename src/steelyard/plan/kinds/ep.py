@@ -11,7 +11,6 @@ Source: Lepikhin et al. 2020 (GShard); Liu et al. 2025 (MoE parallel folding, ar
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from steelyard.model.chain import LayerKind, ModelChain
 from steelyard.plan.kinds.data import data_levels, degree_of, shard_levels
@@ -24,13 +23,11 @@ from steelyard.plan.kinds.kind import (
     Load,
     Placed,
     States,
+    StrategyView,
     Traffic,
     Value,
     Variant,
 )
-
-if TYPE_CHECKING:
-    from steelyard.plan.strategy import Strategy
 
 MOST = 1024
 """The largest degree that can be written."""
@@ -63,7 +60,7 @@ def _contradiction(levels: Levels, variants: Mapping[str, Value]) -> Contradicti
     )
 
 
-def _illegal(kind: LayerKind, strategy: "Strategy", _batch: Batch) -> str | None:
+def _illegal(kind: LayerKind, strategy: StrategyView, _batch: Batch) -> str | None:
     degree = strategy.expert_degree
     if not kind.num_experts:
         return f"ep is for layers with experts, which the {kind.name} layers lack"
@@ -75,7 +72,7 @@ def _serves(chain: ModelChain) -> str:
     return "" if any(kind.num_experts for kind in chain.kinds) else "the model has no experts"
 
 
-def _not_worth_for(strategy: "Strategy", devices_per_node: int | None, layers: tuple[LayerKind, ...]) -> str:
+def _not_worth_for(strategy: StrategyView, devices_per_node: int | None, layers: tuple[LayerKind, ...]) -> str:
     """Of all degrees those are searched that leave a rank the fewest experts without leaving a node, and 4, 16, … times
     as many: within a node a larger degree sends hardly more, and each rank gathers less.
     """
@@ -109,7 +106,7 @@ def _traffic(load: Load) -> Iterator[Traffic]:
             )
 
 
-def _words(strategy: "Strategy") -> str:
+def _words(strategy: StrategyView) -> str:
     return f"experts over {strategy.expert_degree} of the data ranks, tokens sent to them and back"
 
 

@@ -7,13 +7,9 @@ Source: Rajbhandari et al. 2020 (ZeRO); `torch.distributed.fsdp.fully_shard`.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from steelyard.plan.kinds.data import indivisible_samples
-from steelyard.plan.kinds.kind import Divides, Kind, Load, Over, Placed, States, Traffic, Variant
-
-if TYPE_CHECKING:
-    from steelyard.plan.strategy import Strategy
+from steelyard.plan.kinds.kind import Divides, Kind, Load, Over, Placed, States, StrategyView, Traffic, Variant
 
 ZERO = Variant(key="zero", texts={3: "", 2: "zero2"}, pin={"2": 2, "3": 3}, of_papers=(3,))
 """The ZeRO stage: 2 keeps parameters gathered between forward and backward."""
@@ -32,7 +28,7 @@ def _of_states(over: Over, gathered: float, reduced: float, load: Load) -> Itera
     yield Traffic(phase="backward", collective="reduce_scatter", tensor_bytes=reduced, over=over, beside_compute=True)
 
 
-def _words(strategy: "Strategy") -> str:
+def _words(strategy: StrategyView) -> str:
     keeps = strategy.keeps_gathered
     kept = ", gathered once and kept until the backward pass (ZeRO-2)" if keeps else ""
     return f"parameters and samples over {strategy.degree(FSDP)} ranks{kept}"

@@ -25,13 +25,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from steelyard.model.chain import LayerKind, ModelChain
 from steelyard.units import Amount
-
-if TYPE_CHECKING:
-    from steelyard.plan.strategy import Strategy
 
 Value = bool | int | str
 """A value of a variant."""
@@ -103,7 +100,7 @@ class Load(NamedTuple):
     What grows with the samples may be of several microbatch sizes at once.
     """
 
-    strategy: "Strategy"
+    strategy: "StrategyView"
     parameter_bytes: float
     """Of all parameters that shards are gathered to, as they compute."""
     gradient_bytes: float
@@ -150,6 +147,38 @@ class Level:
 
 
 Levels = tuple[Level, ...]
+
+
+class StrategyView(Protocol):
+    """What kinds read of a strategy (`steelyard.plan.strategy.Strategy`, which is made of kinds)."""
+
+    @property
+    def levels(self) -> Levels: ...
+    @property
+    def parallel(self) -> str: ...
+    @property
+    def remat(self) -> str: ...
+    @property
+    def keeps_gathered(self) -> bool: ...
+    @property
+    def num_devices(self) -> int: ...
+    @property
+    def tensor_degree(self) -> int: ...
+    @property
+    def sample_degree(self) -> int: ...
+    @property
+    def sequence_degree(self) -> int: ...
+    @property
+    def head_degree(self) -> int: ...
+    @property
+    def expert_degree(self) -> int: ...
+    @property
+    def state_shards(self) -> int: ...
+    @property
+    def expert_state_shards(self) -> int: ...
+    def level(self, kind: "Kind", /) -> Level | None: ...
+    def degree(self, kind: "Kind", /) -> int: ...
+    def variant(self, key: str, /) -> Value: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +245,7 @@ def always_worth(_levels: Levels, _devices_per_node: int | None) -> str:
     return ""
 
 
-def always_worth_for(_strategy: "Strategy", _devices_per_node: int | None, _layers: tuple[LayerKind, ...]) -> str:
+def always_worth_for(_strategy: "StrategyView", _devices_per_node: int | None, _layers: tuple[LayerKind, ...]) -> str:
     """For kinds whose degrees are worth a search whatever the layers."""
     return ""
 
@@ -228,11 +257,11 @@ class Kind:
     name: str
     divides: Divides
     states: States
-    illegal: Callable[[LayerKind, "Strategy", Batch], str | None]
+    illegal: Callable[[LayerKind, "StrategyView", Batch], str | None]
     """Why a layer of a kind cannot be divided so under a strategy that uses this kind, or None where it can."""
     traffic: Callable[[Load], Iterator[Traffic]]
-    placement: Callable[["Strategy"], Placed]
-    words: Callable[["Strategy"], str]
+    placement: Callable[["StrategyView"], Placed]
+    words: Callable[["StrategyView"], str]
     """What the ranks do, ``samples over 8 ranks, a copy of the parameters on each``."""
     term: str
     """What its seconds in a prediction are spent on, in words."""
@@ -245,15 +274,15 @@ class Kind:
     not_worth: Callable[[Levels, int | None], str] = always_worth
     """Given levels and devices of a node: why such levels are not searched unless a pin asks for them; empty where they
     are."""
-    not_worth_for: Callable[["Strategy", int | None, tuple[LayerKind, ...]], str] = always_worth_for
+    not_worth_for: Callable[["StrategyView", int | None, tuple[LayerKind, ...]], str] = always_worth_for
     """The same of a strategy, given the kinds of layers that the model has."""
     serves: Callable[[ModelChain], str] = lambda _chain: ""
     """Why no layer of a model could be divided so, whatever the degree; empty where one could."""
-    shape: Callable[["Strategy"], Mapping[str, int]] = lambda _strategy: {}
+    shape: Callable[["StrategyView"], Mapping[str, int]] = lambda _strategy: {}
     """Degrees, by name, that change the shape of a layer on a rank."""
-    head_degree: Callable[["Strategy"], int] = lambda _strategy: 1
+    head_degree: Callable[["StrategyView"], int] = lambda _strategy: 1
     """Ways in which it divides the heads of attention."""
-    keeps_gathered: Callable[["Strategy"], bool] = lambda _strategy: False
+    keeps_gathered: Callable[["StrategyView"], bool] = lambda _strategy: False
     """Whether shards that were gathered for the forward pass stay so until the backward pass."""
     stays_in_node: bool = False
     """Whether its groups are kept inside a node, since they communicate inside every layer."""
@@ -274,8 +303,3 @@ class Kind:
 
     def __str__(self) -> str:
         return self.name
-
-    def __reduce__(self) -> tuple[Callable[[str], "Kind"], tuple[str]]:
-        from steelyard.plan.kinds import kind_named
-
-        return kind_named, (self.name,)

@@ -11,19 +11,15 @@ Source: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022, section 4.2,
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from steelyard.model.chain import LayerKind
-from steelyard.plan.kinds.kind import Batch, Divides, Kind, Load, Placed, States, Traffic, Variant
-
-if TYPE_CHECKING:
-    from steelyard.plan.strategy import Strategy
+from steelyard.plan.kinds.kind import Batch, Divides, Kind, Load, Placed, States, StrategyView, Traffic, Variant
 
 SP = Variant(key="sp", texts={False: "", True: "+sp"}, pin={"on": True, "off": False})
 """Sequence parallelism: the ranks divide the sequence outside the matrices."""
 
 
-def _illegal(kind: LayerKind, strategy: "Strategy", batch: Batch) -> str | None:
+def _illegal(kind: LayerKind, strategy: StrategyView, batch: Batch) -> str | None:
     degree, sp = strategy.degree(TP), strategy.variant("sp")
     if kind.no_tp:
         return f"tp is not for the {kind.name} layers: {kind.no_tp}"
@@ -43,12 +39,12 @@ def _traffic(load: Load) -> Iterator[Traffic]:
             yield Traffic(phase=phase, collective=collective, tensor_bytes=num_bytes, num_calls=count)
 
 
-def _shape(strategy: "Strategy") -> Mapping[str, int]:
+def _shape(strategy: StrategyView) -> Mapping[str, int]:
     degree = strategy.degree(TP)
     return {"tp": degree} | ({"sp": degree} if strategy.variant("sp") else {})
 
 
-def _words(strategy: "Strategy") -> str:
+def _words(strategy: StrategyView) -> str:
     where = "neighbouring" if strategy.levels[-1].kind is TP else "strided"
     extra = ", the sequence too (sp)" if strategy.variant("sp") else ""
     return f"every matrix over {strategy.degree(TP)} {where} ranks{extra}"

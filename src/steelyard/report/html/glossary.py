@@ -26,7 +26,6 @@ WORDS = {
     "pipeline buffers": "gradients that stages exchange, and what arrives ahead of the pass that needs it",
     "context": "process, libraries and communicators",
     "allocator slack": "what the allocator reserves beyond what it gives out",
-    "pairs": "features of all samples, gathered for the loss that compares them, and their gradients scattered",
     "imbalance": "waiting for the rank whose experts most tokens take",
 }
 

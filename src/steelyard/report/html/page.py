@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from steelyard.plan.words import headline
+from steelyard.plan.plan import headline
 from steelyard.report.html.assumptions import assumption_section
 from steelyard.report.html.bars import memory_section, time_section
 from steelyard.report.html.contents import ReportContents

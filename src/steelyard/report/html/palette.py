@@ -25,7 +25,6 @@ _TIME_COLOURS = {
     "waiting": "idle",
     "fixed": "grey",
     "imbalance": "pink hatched",
-    "pairs": "brown hatched",
 }
 MEMORY_COLOURS = {
     "parameters": "indigo",

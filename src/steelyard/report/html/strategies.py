@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.kinds import KINDS, Kind
 from steelyard.plan.kinds.kind import States
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, part_name
 from steelyard.plan.stages import StagePart
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.plan.words import layers_text, part_name
+from steelyard.plan.words import layers_text
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, folded, legend, section, table, tag
 from steelyard.report.html.palette import strategy_classes
