@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from steelyard.limits import MOST_DEVICES, DeviceCount, Microbatches
 from steelyard.plan.kinds import KINDS, variants
-from steelyard.plan.kinds.kind import Value
 from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat
 from steelyard.schedules.name import ScheduleName
@@ -22,7 +22,8 @@ def _keys_among(known: Callable[[], Collection[str]]) -> AfterValidator:
     return AfterValidator(check)
 
 
-Variants = Annotated[dict[str, tuple[Value, ...]], _keys_among(variants)]
+Degree = Annotated[int, Field(ge=0, le=MOST_DEVICES)]
+Variants = Annotated[dict[str, tuple[bool | Degree | str, ...]], _keys_among(variants)]
 
 
 class Asked(PlanPart):
@@ -30,12 +31,12 @@ class Asked(PlanPart):
 
     pins: tuple[str, ...] = ()
     """Each as it was written."""
-    num_stages: int | None = Field(default=None, ge=1)
-    num_microbatches: int | None = Field(default=None, ge=1)
+    num_stages: DeviceCount | None = None
+    num_microbatches: Microbatches | None = None
     schedules: tuple[ScheduleName, ...] | None = None
     remats: tuple[Remat, ...] | None = None
     variants: Variants | None = None
     """By the key of a variant of a kind, the values that may be used."""
-    max_degrees: Annotated[dict[str, int], _keys_among(lambda: KINDS)] | None = None
+    max_degrees: Annotated[dict[str, DeviceCount], _keys_among(lambda: KINDS)] | None = None
     """By the name of a kind."""
     space: Literal["paper"] | None = None
