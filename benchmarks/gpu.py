@@ -90,6 +90,8 @@ class Sizes:
     """Of the largest microbatch that is tried."""
     matmuls: tuple[int, ...]
     repetitions: int
+    layers_s: float
+    """The most seconds in which the layers of a model are profiled."""
 
 
 def full_sizes() -> Sizes:
@@ -104,6 +106,7 @@ def full_sizes() -> Sizes:
         most_samples=256,
         matmuls=(256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288),
         repetitions=20,
+        layers_s=60.0,
     )
 
 
@@ -122,6 +125,7 @@ def tiny_sizes() -> Sizes:
         most_samples=4,
         matmuls=(32, 48, 64, 96, 128, 192),
         repetitions=3,
+        layers_s=1.5,
     )
 
 
@@ -263,7 +267,7 @@ def measure_layers(bench: Bench) -> tuple[tuple[LayerRow, ...], dict[str, Profil
             precision="bf16",
             samples=bench.sizes.samples,
             trace=bench.traces[chain.name],
-            budget_s=min(60.0, bench.left_s() / 6),
+            budget_s=min(bench.sizes.layers_s, bench.left_s() / 6),
             progress=_say,
         )
         withheld = _measured_at_withheld(chain, bench)
@@ -289,7 +293,9 @@ def _measured_at_withheld(chain: ModelChain, bench: Bench) -> dict[str, tuple[Me
         device=device,
         mesh=layer_meshes(1, device.type),
     )
-    laps = measure_laps(short, (bench.sizes.withheld,), budget_s=min(20.0, bench.left_s() / 12), least=3)
+    laps = measure_laps(
+        short, (bench.sizes.withheld,), budget_s=min(bench.sizes.layers_s / 3, bench.left_s() / 12), least=3
+    )
     return times_of(short, [laps])
 
 

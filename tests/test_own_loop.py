@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from steelyard.plan.file import write_plan
-from tests.processes.warm import ROOT, run_warm
+from tests.processes.warm import HANG_LIMIT_S, ROOT, run_warm
 from tests.runtime.models import CONFIGS, make_plan
 
 EXAMPLE = ROOT / "examples" / "own_loop.py"
-HANG_LIMIT_S = 900
 
 
 def run_example(folder: Path, *stages: str) -> dict[int, float]:

@@ -40,6 +40,8 @@ _SUFFIX_BYTES = {
     "gib": GIB,
     "tib": 1024**4,
 }
+MOST_COUNT = 10**18
+"""Tokens of a training: more than there are, and few enough for 64 bits."""
 _SUFFIX_COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _QUANTITY = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*")
 
@@ -59,15 +61,15 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_count(text: str, *, field: str) -> int:
-    """The count in ``15T``, ``300B`` or ``1000000``, 1 or more; raises `UserError` for anything else."""
+    """The count in ``15T``, ``300B`` or ``1000000``, 1 to `MOST_COUNT`; raises `UserError` for anything else."""
     match = _QUANTITY.fullmatch(text)
     factor = _SUFFIX_COUNT.get(match.group(2).lower()) if match else None
     count = int(Fraction(match.group(1)) * factor) if match and factor else 0
-    if count < 1:
+    if not 1 <= count <= MOST_COUNT:
         raise UserError(
             field=field,
             found=repr(text),
-            expected="a number of 1 or more, alone or with K, M, B or T (10³, 10⁶, 10⁹, 10¹²)",
+            expected="a number from 1 to 10¹⁸, alone or with K, M, B or T (10³, 10⁶, 10⁹, 10¹²)",
             hint=f"write for example {field} 15T",
         )
     return count

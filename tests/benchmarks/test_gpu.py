@@ -16,6 +16,7 @@ from steelyard.cost.predict import predict_memory
 from steelyard.hardware import find_device
 from steelyard.plan.strategy import Remat
 from steelyard.units import GIB
+from tests.processes.warm import HANG_LIMIT_S
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
@@ -47,7 +48,8 @@ def test_without_a_gpu_it_says_so_and_fails(
 @pytest.mark.processes
 def test_every_part_runs_on_the_cpu_at_small_sizes(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--budget", "40", "--json", str(output)]
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--budget", str(HANG_LIMIT_S)]
+    command += ["--json", str(output)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     found = json.loads(output.read_text())

@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.damage.cases import make_case, whole_files
 from tests.damage.corpus import keep, kept
 from tests.damage.documents import whole
+from tests.damage.numbers import number_cases
 from tests.damage.run import FindingError, Runner, describe
 
 MOST_SHOWN = 20
@@ -23,12 +24,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
     parser.add_argument("--keep", type=Path, help="a folder for the cases that end badly")
     parser.add_argument("--kept", action="store_true", help="try what ended badly once, and nothing new")
+    parser.add_argument("--numbers", action="store_true", help="every whole number of every file, and nothing else")
     options = parser.parse_args()
     with multiprocessing.get_context("fork").Pool(1) as other:  # which imports torch where the split is not known yet
         documents = other.apply(whole)
     seeds = range(options.seed, options.seed + options.cases)
-    cases = kept() if options.kept else (make_case(seed, documents) for seed in seeds)
-    print("cases that are kept" if options.kept else f"seeds {seeds.start} to {seeds.stop - 1}", flush=True)
+    if options.kept or options.numbers:
+        cases, words = (kept(), "cases that are kept") if options.kept else (number_cases(documents), "every number")
+    else:
+        cases, words = (make_case(seed, documents) for seed in seeds), f"seeds {seeds.start} to {seeds.stop - 1}"
+    print(words, flush=True)
     outcomes: collections.Counter[str] = collections.Counter()
     found: collections.Counter[str] = collections.Counter()
     started_s = time.perf_counter()

@@ -8,10 +8,13 @@ from typing import Any
 import steelyard.modules  # noqa: F401  which splits the model
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
+from steelyard.modules.own_split import find_own_split
 from steelyard.planning.problem import PlanOptions, make_tables, problem_of
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.search.problem import Problem, save_problem
 from tests.cost import examples
+from tests.modules.own_models import CASES
+from tests.modules.split_configs import split_config
 
 CONFIG = examples.CONFIG | {
     "num_hidden_layers": 2,
@@ -37,6 +40,9 @@ CLUSTER: dict[str, Any] = {
     "intra_link": {"name": "intra", "bandwidth_GBps": 100, "latency_us": 1},
     "inter_link": {"name": "ethernet-100", "ports_per_node": 4},
 }
+SPLIT_TYPE = "speech_to_text"
+FROZEN = {"num_params": 10, "of_params": 1000, "parts": [{"layers": [0, 1]}]}
+ASKED = {"num_stages": 1, "num_microbatches": 1, "max_degrees": {"tp": 1}, "variants": {"zero": [3]}}
 
 
 def whole() -> dict[str, Any]:
@@ -72,15 +78,51 @@ def whole() -> dict[str, Any]:
         ],
         "prediction": _prediction(model),
     }
+    own = _own_split()
     return {
         "config": CONFIG,
         "cluster": CLUSTER,
         "profile": profile.model_dump(mode="json", exclude_none=True),
         "plan": plan,
         "other": plan | {"schedule": "interleaved-1f1b", "stages": _in_chunks()},
+        "split": _on_one_device(7, name="split", config=split_config(SPLIT_TYPE), split=_every_place(), frozen=FROZEN),
+        "own": _on_one_device(len(own["layers"]), name="own", own=own),
         "problem": _saved(problem),
         "record": _record(model),
         "run": {"version": 1, "plan": "plan.json", "step_time_s": 0.5},
+    }
+
+
+def _on_one_device(num_layers: int, **model: Any) -> dict[str, Any]:
+    """A plan by hand, and what was asked before it."""
+    fallback = {
+        "num_microbatches": 1,
+        "stages": [{"ranks": [0, 0], "runs": [{"layers": [0, num_layers - 1], "parallel": "single"}]}],
+    }
+    return {
+        **{"version": 1, "model": model, "cluster": "lab", "hardware": CLUSTER, "seq_len": 16, "global_batch": 4},
+        **{"precision": "fp32", "asked": ASKED, "fallbacks": [fallback], "next_best": [fallback], **fallback},
+    }
+
+
+def _own_split() -> dict[str, Any]:
+    """A module with skips, so that several tensors flow; and a parameter that its ends share."""
+    case = CASES["unet"]
+    found = find_own_split(case.module(), case.sample, loss=case.loss, blocks=case.blocks)
+    own = found.model.own.model_dump(mode="json", exclude_none=True)
+    return own | {"shared": [[[0, "model.x"], [len(own["layers"]) - 1, "model.x"]]]}
+
+
+def _every_place() -> dict[str, Any]:
+    """A split in which every number stands that may stand in one; no model splits so."""
+    split = json.loads((Path(__file__).parents[1] / "runtime" / f"{SPLIT_TYPE}_split.json").read_text())
+    call = {"argument": 0, "result": 1, "num_results": 2, "number": 3, "order": [1, 0, 2], "inner": [8, 8], "places": 6}
+    features = split["features"] | {"token": 2, "places": 3, "grid": [1, 6, 1], "end": 3}
+    past = {"argument": 1, "readers": [5], "shape": [0, 64], "most": [0, 64]}
+    return split | {
+        **{"call": call, "features": features, "called": [0, 1], "image": [3, 8, 8]},
+        "encoder": split["encoder"] | {"order": [0, 2, 1], "call": call},
+        "streams": [past | {"maker": 4, "result": 1}, past | {"maker": 1, "entry": ["k", 0]}],
     }
 
 

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.runtime.test_launch import HANG_LIMIT_S, ROOT, assert_gone
+from tests.processes.warm import HANG_LIMIT_S
+from tests.runtime.test_launch import assert_gone, started, wait_for
 
 FORK = """
 import os, sys, time
@@ -27,28 +26,22 @@ time.sleep(600)
     "work", ["time.sleep(600)", "import ctypes; ctypes.PyDLL(None).sleep(600)", "\n    while True: pass"]
 )
 def test_a_process_ends_with_its_parent(tmp_path: Path, work: str) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", FORK.replace("{work}", work), str(tmp_path)], cwd=ROOT)
-    wait_for(tmp_path, "*.pid", 1)
-    time.sleep(0.2)
-    parent.kill()
-    parent.wait()
-    assert_gone(tmp_path, within_s=HANG_LIMIT_S)
+    with started(FORK.replace("{work}", work), str(tmp_path)) as parent:
+        wait_for(tmp_path, "*.pid", 1)
+        time.sleep(0.2)
+        parent.kill()
+        parent.wait()
+        assert_gone(tmp_path, within_s=HANG_LIMIT_S)
 
 
 @pytest.mark.processes
 def test_ranks_end_with_torchrun_even_while_they_are_stuck_outside_python(tmp_path: Path) -> None:
     call = f"run_processes('tests.runtime.faulty', ['stuck', {str(tmp_path)!r}], num_processes=2)"
     script = f"from steelyard.processes.start import *\ntry: {call}\nexcept RankFailedError: pass"
-    launcher = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
-    wait_for(tmp_path, "misbehaves", 1)
-    rank = int(next(tmp_path.glob("*.pid")).stem)
-    torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(torchrun, signal.SIGKILL)
-    assert_gone(tmp_path, within_s=HANG_LIMIT_S)
-    assert launcher.wait(timeout=HANG_LIMIT_S) == 0
-
-
-def wait_for(folder: Path, pattern: str, count: int) -> None:
-    limit_s = time.monotonic() + HANG_LIMIT_S
-    while len(list(folder.glob(pattern))) < count and time.monotonic() < limit_s:
-        time.sleep(0.1)
+    with started(script) as launcher:
+        wait_for(tmp_path, "misbehaves", 1)
+        rank = int(next(tmp_path.glob("*.pid")).stem)
+        torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(torchrun, signal.SIGKILL)
+        assert_gone(tmp_path, within_s=HANG_LIMIT_S)
+        assert launcher.wait(timeout=HANG_LIMIT_S) == 0

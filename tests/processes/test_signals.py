@@ -16,11 +16,11 @@ import pytest
 
 from steelyard.plan.file import write_plan
 from tests.processes.forking_agent import PRELOAD, ROOT
+from tests.processes.warm import HANG_LIMIT_S
 from tests.runtime.models import CONFIGS, make_plan
 
 pytestmark = pytest.mark.processes
 
-HANG_LIMIT_S = 300
 COMMAND = """
 import signal
 from steelyard.processes import start

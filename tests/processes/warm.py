@@ -23,6 +23,8 @@ from typing import Any, Self
 from steelyard.processes.parent import PARENT_VARIABLE
 
 ROOT = Path(__file__).parents[2]
+HANG_LIMIT_S = 1200
+"""Far above what a loaded host takes: a hang, not a measure."""
 _IMPORTS = "tests.processes.warm_imports"
 _STDOUT, _STDERR = 1, 2
 _forks = multiprocessing.get_context("forkserver")

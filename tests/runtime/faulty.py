@@ -18,7 +18,7 @@ from steelyard.processes.rank import run_rank
 def work() -> None:
     fault, folder = sys.argv[1], Path(sys.argv[2])
     (folder / f"{os.getpid()}.pid").touch()
-    with process_group(timeout_s=300):
+    with process_group(timeout_s=3600):
         dist.barrier()
         if dist.get_rank() == 1:
             (folder / "misbehaves").touch()
@@ -37,8 +37,8 @@ def misbehave(fault: str) -> None:
         os.write(2, b"the library gives up\n")
         os._exit(3)
     if fault == "stuck":
-        ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock: no thread of Python's runs
-    time.sleep(600)
+        ctypes.PyDLL(None).sleep(7200)  # holds the interpreter's lock: no thread of Python's runs
+    time.sleep(7200)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,8 @@ import torch.distributed as dist
 
 from steelyard.processes.group import quiet_notices
 from steelyard.processes.parent import end_process, end_with_parent
-from tests.processes.warm import run_warm
+from tests.processes.warm import HANG_LIMIT_S, run_warm
 
-HANG_LIMIT_S = 1200
-"""Far above what a loaded host takes: a hang, not a measure."""
 _SHOWN_CHARACTERS = 6000
 
 

@@ -20,12 +20,12 @@ from steelyard.runtime import launch as launching
 from steelyard.runtime.checkpoint_folder import newest_intact
 from steelyard.runtime.options import TrainOptions
 from tests.processes.forking_agent import fork_ranks
+from tests.processes.warm import HANG_LIMIT_S
 from tests.runtime.models import CONFIGS, make_plan
 from tests.runtime.test_launch import ROOT, assert_gone
 
 pytestmark = pytest.mark.processes
 
-HANG_LIMIT_S = 300
 NUM_STEPS = 8
 CONFIG = {**CONFIGS["llama-tied"], "num_hidden_layers": 1}
 Train = Callable[..., RunRecord]

@@ -1,13 +1,13 @@
 """Whole runs as a user starts them: what they train and write, and how they end when something is wrong."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,11 +24,11 @@ from steelyard.runtime.checkpoint_folder import newest_intact, read_info
 from steelyard.runtime.launch import launch
 from steelyard.runtime.options import TrainOptions
 from tests.processes.forking_agent import fork_ranks
+from tests.processes.warm import HANG_LIMIT_S
 from tests.runtime.models import CONFIGS, make_plan
 
 pytestmark = pytest.mark.processes
 
-HANG_LIMIT_S = 120
 ROOT = Path(__file__).parents[2]
 
 
@@ -57,6 +57,24 @@ def pipeline_plan() -> Plan:
 def plan_file(folder: Path, plan: Plan) -> Path:
     write_plan(plan, folder / "plan.json")
     return folder / "plan.json"
+
+
+@contextmanager
+def started(script: str, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process of Python that runs a script, which is ended whatever becomes of the test."""
+    with subprocess.Popen([sys.executable, "-c", script, *arguments], cwd=ROOT) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(folder: Path, pattern: str, count: int) -> None:
+    """Waits until the folder has as many files."""
+    limit_s = time.monotonic() + HANG_LIMIT_S
+    while len(list(folder.glob(pattern))) < count:
+        assert time.monotonic() < limit_s, f"fewer than {count} files {pattern}"
+        time.sleep(0.1)
 
 
 def assert_gone(folder: Path, *, within_s: float = 0.0) -> None:
@@ -172,10 +190,8 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path) -> None:
 
 def test_no_process_stays_behind_when_the_launcher_is_killed(tmp_path: Path) -> None:
     call = f"run_processes('tests.runtime.faulty', ['sleep', {str(tmp_path)!r}], num_processes=2)"
-    launcher = subprocess.Popen([sys.executable, "-c", f"from steelyard.processes.start import *; {call}"])
-    limit_s = time.monotonic() + HANG_LIMIT_S
-    while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < limit_s:
-        time.sleep(0.1)
-    os.kill(launcher.pid, signal.SIGKILL)
-    launcher.wait()
-    assert_gone(tmp_path, within_s=HANG_LIMIT_S)
+    with started(f"from steelyard.processes.start import *; {call}") as launcher:
+        wait_for(tmp_path, "*.pid", 2)
+        launcher.kill()
+        launcher.wait()
+        assert_gone(tmp_path, within_s=HANG_LIMIT_S)

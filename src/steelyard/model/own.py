@@ -8,16 +8,17 @@ parameters a later layer reads: a hidden state, and beside it what conditions it
 
 import hashlib
 import re
+from itertools import pairwise
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
+from steelyard.model.places import Place, check_layers, check_place, wrong_split
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-Place = Annotated[int, Field(ge=0, lt=2**31)]
 Shape = tuple[Count, ...]
 """The shape of a tensor of one sample: without the dim of samples, which is the first."""
 
@@ -98,6 +99,31 @@ class OwnSplit(_Part):
     side_bytes: tuple[Count, Count] = (0, 0)
     """What blocks read beside what flows, in bytes: at all, and for each sample of a microbatch."""
 
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        check_layers("model.own", self.layers, [kind.role for kind in self.kinds], 1)
+        if len(self.layers) != self.num_blocks + 2:
+            expected = f"{self.num_blocks + 2}: embedding, blocks and head"
+            raise wrong_split("model.own.layers", f"{len(self.layers)} layers", expected)
+        for before, number in sorted({*pairwise(self.layers[:-1])}):
+            _check_flow(f"model.own.kinds[{number}]", self.kinds[number], range(len(self.kinds[before].shapes)))
+        blocks = range(self.num_blocks)
+        for block, _ in self.first_read:
+            check_place("model.own.first_read", block, blocks, "the blocks")
+        for how, block, place in self.last_made:
+            check_place("model.own.last_made", block, blocks, "the blocks")
+            made = range(len(self.kind(block + 1).makes))
+            if how == "made":
+                check_place("model.own.last_made", place, made, "the tensors that the block makes")
+        for layer in (layer for copies in self.shared for layer, _ in copies):
+            check_place("model.own.shared", layer, range(len(self.layers)), "the layers of the model")
+        ends = (self.first_read, self.kind(0)), (self.last_made, self.kind(self.num_blocks))
+        for name, (read, kind) in zip(("first_read", "last_made"), ends, strict=True):
+            if len(read) != len(kind.shapes):
+                expected = f"{len(kind.shapes)}, one for each tensor that flows"
+                raise wrong_split(f"model.own.{name}", f"{len(read)} entries", expected)
+        return self
+
     @property
     def num_blocks(self) -> int:
         """Blocks of the chain."""
@@ -143,6 +169,18 @@ class OwnSplit(_Part):
             sample_bytes=self.sample_bytes,
             side_bytes=self.side_bytes,
         )
+
+
+def _check_flow(field: str, kind: OwnKind, given: range) -> None:
+    """Whether a block reads of what flows in, and hands on what was given to it or what it made."""
+    for _, place in kind.reads:
+        check_place(f"{field}.reads", place, given, "the tensors that flow in")
+    for how, place in kind.goes_on:
+        made = range(len(kind.makes))
+        check_place(f"{field}.goes_on", place, given if how == "given" else made, "the tensors given, or made")
+    if len(kind.goes_on) != len(kind.shapes):
+        expected = f"{len(kind.shapes)}, one for each shape of what flows out"
+        raise wrong_split(f"{field}.goes_on", f"{len(kind.goes_on)} entries", expected)
 
 
 def chain_of_own(own: OwnSplit, *, name: str) -> ModelChain:

@@ -9,11 +9,12 @@ own forward pass with holes, and blocks are called as the model calls them (`ste
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
+from steelyard.model.places import Order, Place, Token, check_layers, check_place, wrong_split
 from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, patches_of, sizes_of
 
 TEXT_PART = "text_config"
@@ -41,7 +42,7 @@ class SplitKind(_Part):
     no_cp: str = ""
     unread_plan: str = ""
     """Why tp is supposed from structure: styles of the model's own plan that are not read, or why it is not proved."""
-    num_experts: int = 0
+    num_experts: Annotated[int, Field(ge=0, lt=2**53)] = 0
     attention: str = "full_attention"
     styles: dict[str, str] = {}
     """The style of the modules that tensor parallelism divides, by their path in the layer: as `Family.tp`."""
@@ -78,15 +79,15 @@ def _resized(shape: tuple[int, ...], width: int, before: int, patches: tuple[int
 class BlockCall(_Part):
     """How the model calls its blocks: where the hidden state goes in, and where it comes out."""
 
-    argument: int | str = 0
+    argument: Place | str = 0
     """Place or name of the hidden state among the arguments."""
-    result: int | str | None = None
+    result: Place | str | None = None
     """Place or name of the hidden state in what is returned; None where it is all."""
-    num_results: int | None = None
+    num_results: Place | None = None
     """How many things are returned; None where it is the hidden state alone."""
-    number: int | str | None = None
+    number: Place | str | None = None
     """Place or name of the argument that counts the blocks from 0; None where there is none."""
-    order: tuple[int, ...] = ()
+    order: Order = ()
     """The dims of the hidden state that are samples, tokens, and all others; empty where they stand in that order."""
     inner: tuple[Count, ...] = ()
     """The sizes of all others, where they are several."""
@@ -158,9 +159,9 @@ class SplitEncoder(_Part):
     call: BlockCall
     between: tuple[str, ...]
     """Paths of the modules called behind those and before the decoder's: its embedding, and the encoder's last norm."""
-    encoded: int | str | None = None
+    encoded: Place | str | None = None
     """Place or name of the encoder's output among the arguments of the decoder's blocks; None where they read none."""
-    order: tuple[int, ...] = ()
+    order: Order = ()
     """The order of its dims: as `BlockCall.order`."""
     shape: tuple[Count, ...] = ()
     """Of one sample of that output, where it does not follow from the number of tokens."""
@@ -182,7 +183,7 @@ class SplitFeatures(_Part):
     """What the model calls it."""
     shape: tuple[Count, ...]
     """Of one sample."""
-    token: int | None = None
+    token: Token | None = None
     """The token in whose places the first blocks' output stands among the token ids; None where it does not."""
     places: Annotated[int, Field(ge=0, lt=2**53)] = 0
     """The first tokens of a sample, so many, are that one."""
@@ -201,15 +202,15 @@ class SplitFeatures(_Part):
 class SplitStream(_Part):
     """What depends on parameters and flows past the hidden state to the blocks that read it."""
 
-    argument: int | str
+    argument: Place | str
     """Its place or name among the arguments of those blocks."""
-    entry: tuple[str, int] | None = None
+    entry: tuple[str, Place] | None = None
     """Where that is a mapping of tuples: its key and its place there."""
-    result: int | None = None
+    result: Place | None = None
     """Its place in what the block returns that makes it; None of its hidden state, and of what is in a mapping."""
-    maker: Annotated[int, Field(ge=0, lt=2**53)] = 0
+    maker: Place = 0
     """The layer that makes it: the embedding, or a block."""
-    readers: tuple[Count, ...]
+    readers: tuple[Place, ...]
     """The layers that read it."""
     shape: tuple[Annotated[int, Field(gt=-(2**53), lt=2**53)], ...]
     """Of one sample; 0 stands for its tokens, and -n for n more than these."""
@@ -265,14 +266,14 @@ class ModelSplit(_Part):
     """Paths in the model of the modules that hold the embedding's parameters."""
     blocks: str
     """Path of the list of blocks."""
-    called: tuple[Annotated[int, Field(ge=0, lt=2**53)], ...] = ()
+    called: tuple[Place, ...] = ()
     """The places in that list of the blocks that are called; empty where all are."""
     head: tuple[str, ...]
     """Paths of the modules that hold the head's parameters."""
     holders: tuple[str, ...] = ()
     """Of these the modules that hold blocks, too: of them the parameters alone that are their own."""
     kinds: tuple[SplitKind, ...]
-    layers: tuple[int, ...]
+    layers: tuple[Place, ...]
     """For each layer of the chain, embedding and head included, the number of its kind."""
     call: BlockCall
     embedding_calls: tuple[str, ...] = ()
@@ -294,7 +295,7 @@ class ModelSplit(_Part):
     multiple: Count = 1
     """What divides the length of every sequence, to a multiple of which the model would pad it."""
     learned_positions: bool
-    rotary_size: int
+    rotary_size: Annotated[int, Field(ge=0, lt=2**53)]
     rotary_by_attention: bool
     fused_attention: bool
     image: tuple[Count, Count, Count] | None = None
@@ -305,10 +306,34 @@ class ModelSplit(_Part):
     """Paths of what no sample trains, where token ids are read beside features: frozen, or read by nothing."""
     layerdrop: tuple[str, ...] = ()
     """Stacks that leave blocks out at random as they train in transformers: ``model.encoder: 0.05``."""
-    shared: tuple[tuple[tuple[int, str], ...], ...] = ()
+    shared: tuple[tuple[tuple[Place, str], ...], ...] = ()
     """Parameters that embeddings and the head share: for each copy its layer, and its path in the model."""
     encoder: SplitEncoder | None = None
     streams: tuple[SplitStream, ...] = ()
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        check_layers("model.split", self.layers, [kind.role for kind in self.kinds], 2 if self.encoder else 1)
+        layers = range(len(self.layers))
+        if self.called and len(self.called) != len(self.block_layers(self.blocks)):
+            expected = f"{len(self.block_layers(self.blocks))}, one for each block"
+            raise wrong_split("model.split.called", f"{len(self.called)} places", expected)
+        for number, copies in enumerate(self.shared):
+            where = f"model.split.shared[{number}]"
+            for layer, path in copies:
+                check_place(where, layer, layers, "the layers of the model")
+                if not any(
+                    path == each or path.startswith(f"{each}." * bool(each)) for each in self.modules(layer).values()
+                ):
+                    raise wrong_split(where, f"{path} in layer {layer}", "a path of what lies in the layer")
+        for number, stream in enumerate(self.streams):
+            where = f"model.split.streams[{number}]"
+            check_place(f"{where}.maker", stream.maker, layers[:-1], "the layers before the head")
+            for reader in stream.readers:
+                check_place(f"{where}.readers", reader, layers[stream.maker + 1 :], "the layers behind its maker")
+            if not stream.readers or len(stream.most) not in (0, len(stream.shape)):
+                raise wrong_split(where, "no readers, or more limits than sizes", "readers, and a limit for each size")
+        return self
 
     @property
     def between(self) -> int:

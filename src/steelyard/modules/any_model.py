@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from steelyard.errors import InvalidProfileError
+from steelyard.errors import InvalidProfileError, UserError
 from steelyard.installed import installed_version, require_training
 from steelyard.model.family import wrong_size
 from steelyard.model.packaged import packaged_split
@@ -70,7 +70,7 @@ def kept_split(config_hash: str, folder: Path | None) -> ModelSplit | None:
         return packaged
     try:
         return parse_file(path, ModelSplit, InvalidProfileError, what="split")
-    except InvalidProfileError as error:
+    except UserError as error:
         _logger.warning("split again, since the cached split cannot be read: %s", error)
         return None
 

@@ -59,7 +59,7 @@ def proved(found: FoundSplit) -> OwnModel:
         try:
             known = parse_file(path, OwnSplit, InvalidProfileError, what="split")
             return OwnModel(model.module, known, model.loss, model.sample)
-        except InvalidProfileError as error:
+        except UserError as error:
             _logger.warning("proved again, since what was kept cannot be read: %s", error)
     if dist.is_initialized():
         raise InvalidModelError(

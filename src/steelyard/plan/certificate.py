@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
-from steelyard.limits import Seconds
+from steelyard.limits import MOST_STEPS, Seconds
 from steelyard.plan.part import PlanPart
 from steelyard.units import format_seconds
 
@@ -28,7 +28,7 @@ class Certificate(PlanPart):
     where nothing is proven."""
     time_limit_s: Seconds | None = None
     """What the search might take, where that ended it before it proved its plan; absent where it ended by itself."""
-    num_simulated: int | None = Field(default=None, ge=2)
+    num_simulated: int | None = Field(default=None, ge=2, le=MOST_STEPS)
     """Plans among which the simulator chose; absent where it confirmed the search's best."""
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from steelyard.limits import Count
 from steelyard.plan.part import PlanPart
 from steelyard.profiles.profile import ProfileIdentity
 
@@ -43,7 +44,7 @@ class CostSource(ProfileIdentity):
 
     time_factor: float = Field(default=1.0, gt=0)
     """What all times were multiplied by after a measured run; 1 where there was none."""
-    num_calibrating: int = Field(default=0, ge=0)
+    num_calibrating: Count = 0
     """Measured runs that gave it; 0 also in plans that were written before they were counted."""
     rates: CatalogueRates | None = None
     """Absent where times were measured or the rates given, and in plans that were written before it was said."""

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from steelyard.errors import UserError
+from steelyard.limits import MOST_DEVICES, DeviceCount, Microbatches
 from steelyard.plan.kinds import KINDS, variants
-from steelyard.plan.kinds.kind import Value
 from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
@@ -28,7 +28,8 @@ def _keys_among(known: Callable[[], Collection[str]]) -> AfterValidator:
     return AfterValidator(check)
 
 
-Variants = Annotated[dict[str, tuple[Value, ...]], _keys_among(variants)]
+Degree = Annotated[int, Field(ge=0, le=MOST_DEVICES)]
+Variants = Annotated[dict[str, tuple[bool | Degree | str, ...]], _keys_among(variants)]
 
 _OPTIONS = {"num_stages": "stages", "num_microbatches": "microbatches", "schedules": "schedule", "remats": "remat"}
 """Command-line options whose names are not those of the fields."""
@@ -39,13 +40,13 @@ class Decisions(PlanPart):
 
     pins: tuple[str, ...] = ()
     """Requirements on layers, as written; `steelyard.planning.pins` reads them."""
-    num_stages: int | None = Field(default=None, ge=1)
-    num_microbatches: int | None = Field(default=None, ge=1)
+    num_stages: DeviceCount | None = None
+    num_microbatches: Microbatches | None = None
     schedules: tuple[ScheduleName, ...] | None = None
     remats: tuple[Remat, ...] | None = None
     variants: Variants | None = None
     """Allowed values by the key of a variant of a parallelism dimension."""
-    max_degrees: Annotated[dict[str, int], _keys_among(lambda: KINDS)] | None = None
+    max_degrees: Annotated[dict[str, DeviceCount], _keys_among(lambda: KINDS)] | None = None
     """Largest degree by the name of a parallelism dimension."""
     space: Space | None = None
     """All dimensions, or those of the papers and never two that divide samples in one layer."""

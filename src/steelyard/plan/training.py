@@ -5,7 +5,7 @@ from typing import Self
 from pydantic import Field
 
 from steelyard.plan.part import PlanPart
-from steelyard.units import format_count, format_days, format_money
+from steelyard.units import MOST_COUNT, format_count, format_days, format_money
 
 SECONDS_PER_HOUR = 3600
 HOURS_PER_DAY = 24
@@ -17,8 +17,8 @@ class Training(PlanPart):
     Not counted: what no step contains, such as start-up, evaluation, checkpoints, and devices that wait or fail.
     """
 
-    tokens: int = Field(ge=1)
-    steps: int = Field(ge=1)
+    tokens: int = Field(ge=1, le=MOST_COUNT)
+    steps: int = Field(ge=1, le=MOST_COUNT)
     days: float = Field(ge=0)
     device_hours: float = Field(ge=0)
     price_per_device_hour: float | None = Field(default=None, ge=0)

@@ -30,7 +30,7 @@ class RankRecord(RecordPart):
     stage: Count
     peak_bytes: Bytes
     memory_method: str
-    num_params: int
+    num_params: Bytes
     """Parameters this rank holds (its shards)."""
     busy_s: Seconds | None = None
     """Seconds of a step, the median, in which the rank worked and did not wait for another stage; absent in records

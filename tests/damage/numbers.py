@@ -1,0 +1,50 @@
+"""Every whole number of every file in turn, in whose place stands what no index may be; found by walking the files."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any
+
+from tests.damage.cases import COMMANDS, TARGETS, Case, file_name, file_text
+
+BEYOND = (-1, 2**63, 2**64)
+"""What no number of a file may be."""
+
+Place = tuple[str | int, ...]
+
+
+def places(value: Any, place: Place = ()) -> Iterator[Place]:
+    """The places of the whole numbers in the content of a file; of a list those in its first, second and last entry."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield place
+    items: Any = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list):
+        items = [(index, value[index]) for index in sorted({0, 1, len(value) - 1} & {*range(len(value))})]
+    for key, item in items:
+        yield from places(item, (*place, key))
+
+
+def changed(content: Any, place: Place, number: int) -> Any:
+    """The content with another number at a place."""
+    content = copy.deepcopy(content)
+    inner = content
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = number
+    return content
+
+
+def number_cases(whole: Mapping[str, Any]) -> Iterator[Case]:
+    """For every place cases with numbers out of place, each through another command that reads the file."""
+    numbers = count()
+    for sort, content in whole.items():
+        commands = [command for often, command, read in COMMANDS if sort in read.split() and often > 1]  # no searches
+        for place in places(content):
+            found = content
+            for key in place:
+                last, found = found, found[key]
+            for value in (*BEYOND, found + 1, len(last), 2**31):
+                seed = next(numbers)
+                arguments = commands[seed % len(commands)].replace("TARGET", TARGETS[seed % len(TARGETS)]).split(" ")
+                files = {file_name(sort): file_text(sort, changed(content, place, value))}
+                yield Case(seed=seed, arguments=arguments, files=files)
