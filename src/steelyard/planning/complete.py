@@ -26,7 +26,7 @@ from steelyard.planning.impossible import refuse_impossible
 from steelyard.planning.job import job_of
 from steelyard.planning.not_searched import samples_not_measured, widened, widened_text
 from steelyard.planning.pool_rivals import pool_rivals
-from steelyard.planning.price import prediction_of
+from steelyard.planning.price import peak_bytes, prediction_of
 from steelyard.planning.profile_file import GivenProfiles
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.planning.sizes import largest_batch, longest_sequence
@@ -186,9 +186,10 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
     solved = replace(request, cluster=job.cluster, global_batch=job.global_batch, seq_len=job.seq_len, objective="time")
     limit_s, tables = request.time_limit_s, result.bounded_tables
     study = Study(solved, job, tables=tables, floors=result.floors, time_limit_s=limit_s)
-    answers = [study.answer(each) for each in baselines()]
-    plan = _at_least_as_fast(result.plan, answers, job)
-    plan = _with_baselines(plan, [each.beside(_step_s(plan)) for each in answers])
+    found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
+    best, *others = study.reconciled([found, *(study.answer(each) for each in baselines())])
+    plan = _at_least_as_fast(result.plan, best, job)
+    plan = _with_baselines(plan, [each.beside(_step_s(plan)) for each in others])
     if request.num_fallbacks:
         progress("searching plans of less memory")
         plan = with_fallbacks(
@@ -207,12 +208,11 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def _at_least_as_fast(plan: Plan, answers: Sequence[Answer], job: Job) -> Plan:
-    """The plan, or the fastest of these answers to restrictions of its request if that is faster: it is as allowed.
+def _at_least_as_fast(plan: Plan, best: Answer, job: Job) -> Plan:
+    """The plan, or the best answer to a restriction of its request if that is faster: it is as allowed.
 
     So it is where a time limit or an open gap let the search of the whole space end before.
     """
-    best = min(answers, key=lambda each: each.step_s)
     if best.plan is None or best.step_s >= _step_s(plan) or plan.prediction is None:
         return plan
     bound_s = min(plan.prediction.lower_bound_s, best.step_s)

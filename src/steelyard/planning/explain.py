@@ -32,6 +32,7 @@ from steelyard.units import GIB, format_bytes, format_seconds
 SMALL_BUDGET_BYTES = 16 * GIB
 """Below this a sixteenth of the budget takes the place of one GiB."""
 BUDGETS = "more and less memory"
+UNLIMITED = "unlimited memory"
 SAME = 5e-4
 """Step times that differ by less than this fraction are called the same."""
 
@@ -67,23 +68,23 @@ def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) ->
     """
     assert priced.prediction is not None, "rivals are compared with its prediction"
     step_s, left_out = priced.prediction.step_time_s, []
-    binds = ""
-    budgets: tuple[Rival, ...] = ()
-    rivals: list[Rival] = []
+    answers = [study.of(priced, step_s, peak_bytes(priced))]
     if time.process_time() <= deadline:
-        best = study.answer(FREE_CHOICE).beside(step_s)
-        rivals.append(best)
-        binds = what_binds(study, step_s, best)
+        answers += [study.answer(FREE_CHOICE), study.answer(within(UNLIMITED, MOST_BYTES))]
     for variant in (*baselines(), *without_techniques(priced), *other_pipelines(priced, study.pipelines)):
         if time.process_time() > deadline:
             left_out.append(variant.name)
         else:
-            rivals.append(study.answer(variant).beside(step_s))
+            answers.append(study.answer(variant))
+    num_rivals = len(answers)
     if time.process_time() > deadline:
         left_out.append(BUDGETS)
     else:
-        budgets = tuple(study.answer(each).beside(step_s) for each in other_budgets(study.job))
-    shown = tuple(rival for rival in rivals if is_worth_showing(rival))
+        answers += [study.answer(each) for each in other_budgets(study.job)]
+    _, *others = (each.beside(step_s) for each in study.reconciled(answers))
+    rivals, budgets = others[: num_rivals - 1], tuple(others[num_rivals - 1 :])
+    binds = what_binds(step_s, *rivals[:2]) if rivals and rivals[1:] else ""
+    shown = tuple(each for each in rivals if each.name != UNLIMITED and is_worth_showing(each))
     return Explanation(binds=binds, rivals=shown, budgets=budgets), tuple(left_out)
 
 
@@ -115,9 +116,11 @@ def other_budgets(job: Job) -> tuple[Variant, ...]:
     return tuple(found)
 
 
-def what_binds(study: Study, step_s: float, best: Rival) -> str:
-    """Return what a plan faster than ``best`` would need, in a sentence; ``step_s`` is what the plan takes."""
-    free = study.answer(within("unlimited memory", MOST_BYTES)).beside(step_s)
+def what_binds(step_s: float, best: Rival, free: Rival) -> str:
+    """Return what a plan faster than ``best`` would need, in a sentence.
+
+    ``step_s`` is what the plan takes, ``free`` the best plan with unlimited memory.
+    """
     if best.step_time_s is None or free.step_time_s is None:
         return "Memory binds: the search finds no plan that fits."
     gain = 1 - free.step_time_s / step_s

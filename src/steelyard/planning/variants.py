@@ -146,13 +146,14 @@ class Answer:
     """The fastest plan of a variant that fits, or how far the nearest one is from fitting."""
 
     name: str
+    request: PlanRequest | None = None
+    """What was asked; None where it contradicts itself or no pipeline is so."""
+    budget_bytes: int = 0
     plan: Plan | None = None
     """Without its prediction."""
     step_s: float = math.inf
     missing_bytes: int | None = None
     """Of a device, None where a plan fits, or no memory would help."""
-    tables: tuple[OnDemand, ...] = ()
-    """What was searched, with the bounds that were proven."""
     widens: tuple[Strategy, ...] = ()
     """Strategies that the free search leaves out."""
 
@@ -167,6 +168,10 @@ class Answer:
             setting=describe(self.plan.pipeline),
             strategies=summarise(self.plan),
         )
+
+
+_OF_JOB = ("chain", "cluster", "global_batch", "seq_len", "precision")
+"""Fields of a request without which no plan of another one can be its own."""
 
 
 class Study:
@@ -203,6 +208,10 @@ class Study:
         misses = (nearest_miss(each.tables, 0) for each in self._tables)
         return min((miss.needed_bytes for miss in misses if miss is not None), default=None)
 
+    def of(self, plan: Plan, step_s: float, peak_bytes: int) -> Answer:
+        """Return a plan that is known as an answer to the request itself."""
+        return Answer(name=ANY_PLAN, request=self.request, budget_bytes=peak_bytes, plan=plan, step_s=step_s)
+
     def answer(self, variant: Variant) -> Answer:
         """Return the best plan of a variant, as far as the time limit reaches."""
         try:
@@ -211,8 +220,9 @@ class Study:
             tables, widens = self._tables_of(request, job)
         except UserError:  # it contradicts what was decided, or no pipeline is so
             return Answer(name=variant.name)
+        answer = Answer(name=variant.name, request=request, budget_bytes=job.budget_bytes, widens=widens)
         if not tables:
-            return Answer(name=variant.name)
+            return answer
         are_own = request.decisions == self.request.decisions and job.cluster == self.job.cluster
         found = self._accepted(job, tables, are_own=are_own)
         bounded = found.bounded(tables)
@@ -221,10 +231,42 @@ class Study:
         if not found.ranked:
             miss = found.search.nearest_miss
             missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else None
-            return Answer(name=variant.name, missing_bytes=missing, tables=bounded, widens=widens)
+            return replace(answer, missing_bytes=missing)
         plans = [each.plan for each in (found.ranked if ranks_all(job) else found.ranked[:1])]
         step_s, plan = min(((predict(each, job).step_time_s, each) for each in plans), key=lambda pair: pair[0])
-        return Answer(name=variant.name, plan=plan, step_s=step_s, tables=bounded, widens=widens)
+        return replace(answer, plan=plan, step_s=step_s)
+
+    def reconciled(self, answers: Sequence[Answer]) -> tuple[Answer, ...]:
+        """Return the answers, each with the fastest plan of all of them that it allows.
+
+        Searches end with gaps and time limits, and the simulator ranks what their sums found: without this a plan
+        could be slower than another that meets its restriction as well.
+        """
+        return tuple(self._best_of(each, answers) for each in answers)
+
+    def _best_of(self, answer: Answer, answers: Sequence[Answer]) -> Answer:
+        allowed = (each for each in answers if each.step_s < answer.step_s and self._allows(answer, each))
+        best = min(allowed, key=lambda each: each.step_s, default=answer)
+        return replace(answer, plan=best.plan, step_s=best.step_s, missing_bytes=best.missing_bytes)
+
+    def _allows(self, answer: Answer, other: Answer) -> bool:
+        """Whether a variant allows the plan that was found for another one."""
+        mine, theirs, plan = answer.request, other.request, other.plan
+        if mine is None or theirs is None or plan is None or other.budget_bytes > answer.budget_bytes:
+            return False
+        decisions = mine.decisions
+        has_other_job = any(getattr(mine, name) != getattr(theirs, name) for name in _OF_JOB)
+        has_other_pins = not {*decisions.pins} <= {*theirs.decisions.pins}
+        if has_other_job or has_other_pins or (decisions.uniform and not theirs.decisions.uniform):
+            return False
+        is_scheduled = plan.num_stages == 1 or plan.schedule in decisions.allowed_schedules
+        options = space_options(self.job, decisions)
+        return (
+            is_scheduled
+            and decisions.num_stages in (None, plan.num_stages)
+            and decisions.num_microbatches in (None, plan.num_microbatches)
+            and all(refusal(strategy, options) is None for strategy in set(plan.strategies))
+        )
 
     def _accepted(self, job: Job, tables: Sequence[OnDemand], *, are_own: bool) -> Acceptance:
         """What of these tables, the request's own or others, fits within the budget of a job."""
