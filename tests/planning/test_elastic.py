@@ -10,20 +10,18 @@ import pytest
 
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
-from steelyard.plan.asked import Asked
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning import ahead, elastic
-from steelyard.planning.choose import NUM_RESCORED, NothingFitsError, PlanningResult, find_plan, plan_job
-from steelyard.planning.demands import demands_of
+from steelyard.planning.choose import NothingFitsError, PlanningResult, plan_job
+from steelyard.planning.complete import find_plan
 from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.elastic import check_replannable, fastest_plan, replan, with_spares
-from steelyard.planning.job import make_job
-from steelyard.planning.pins import parse_pin
-from steelyard.planning.price import pooled_job_of
-from steelyard.planning.problem import PlanOptions, is_beaten, make_tables
+from steelyard.planning.problem import is_beaten, make_tables
 from steelyard.planning.walked_settings import LEAST_GAIN
 from steelyard.report.plan_table import missing_spare_lines, spare_lines
+from tests.jobs import job_of, make_job, request_of
 from tests.runtime.models import make_plan
 
 HERE = Path()
@@ -34,8 +32,8 @@ def job_on(cluster: str, *, model: str = "llama3-8b") -> Job:
     return make_job(model, cluster, global_batch=BATCH, seq_len=2048, precision="bf16", memory=None, profile=None)
 
 
-def plan_of(job: Job, options: PlanOptions | None = None) -> Plan:
-    plan = plan_job(job, options or PlanOptions()).plan
+def plan_of(job: Job, options: Decisions | None = None) -> Plan:
+    plan = plan_job(job, options or Decisions()).plan
     assert plan is not None
     return plan
 
@@ -90,7 +88,7 @@ def test_as_many_devices_take_part_as_the_plan_has(plan: Plan, hosts: Sequence[i
 
 @pytest.mark.slow
 def test_more_devices_left_never_cost_time(job: Job) -> None:
-    times = [fastest_plan(job, (8,) * count, ()) for count in (1, 2, 3, 4)]
+    times = [fastest_plan(request_of(job), job, (8,) * count) for count in (1, 2, 3, 4)]
     steps = [step_s(each[0]) for each in times if each is not None]
     assert len(steps) == len(times)
     assert steps == sorted(steps, reverse=True)
@@ -105,31 +103,31 @@ def test_fewer_devices_that_cannot_be_faster_are_not_searched(job: Job, monkeypa
 
     monkeypatch.setattr("steelyard.planning.devices.plan_job", counted)
     monkeypatch.setattr("steelyard.planning.elastic.MOST_S", 1000.0)
-    best = fastest_plan(job, (8, 8), ())
+    best = fastest_plan(request_of(job), job, (8, 8))
     assert best is not None
     assert (best[1], searched) == ((2, 8), [16])
 
 
 def test_where_processes_share_cores_nothing_shows_without_a_search(job: Job) -> None:
     shared = replace(job, profile=job.profile.model_copy(update={"busy_speeds": (1.0,) * 32}))
-    assert is_beaten(job, make_tables(job, PlanOptions()), 1e-6)
-    assert not is_beaten(shared, make_tables(shared, PlanOptions()), 1e-6)
+    assert is_beaten(job, make_tables(job, Decisions()), 1e-6)
+    assert not is_beaten(shared, make_tables(shared, Decisions()), 1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "pinned"), [(5, None), (6, None), (7, 4)])
 def test_no_part_of_the_devices_that_was_not_searched_has_a_faster_plan(num_devices: int, pinned: int | None) -> None:
-    options = PlanOptions(num_microbatches=pinned)
     job = replace(job_on("1x8xh100-80gb"), global_batch=16)
+    request = request_of(job, Decisions(num_microbatches=pinned))
     plans = [
-        plan_or_reason(replace(job, cluster=with_shape(job.cluster, 1, count)), options, top=NUM_RESCORED)
+        plan_or_reason(replace(job, cluster=with_shape(job.cluster, 1, count)), request)
         for count in range(num_devices, 0, -1)
     ]
     steps = [step_s(each.plan) for each in plans if not isinstance(each, str) and each.plan is not None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("steelyard.planning.elastic.MOST_S", 1000.0)
         patch.setattr("steelyard.planning.elastic.LEAST_SHARE", 0.0)
-        best = fastest_plan(job, (num_devices,), demands_of(Asked(num_microbatches=pinned), num_layers=34))
+        best = fastest_plan(request, job, (num_devices,))
     assert best is not None
     assert step_s(best[0]) == min(steps)
 
@@ -143,15 +141,15 @@ def test_the_notice_says_what_the_loss_costs(plan: Plan) -> None:
 
 @pytest.mark.slow
 def test_what_was_asked_is_kept_where_what_is_left_can_have_it(job: Job) -> None:
-    asked = plan_of(job, PlanOptions(pins=(parse_pin("blocks 0-31: remat=full", option="--pin", num_layers=34),)))
+    asked = plan_of(job, Decisions(pins=("blocks 0-31: remat=full",)))
     found = replan(asked, (8, 8), HERE)
     assert {str(strategy.remat) for strategy in found.plan.strategies[1:33]} == {"full"}
     assert "given up" not in found.notice
 
 
 def test_what_was_asked_is_given_up_where_nothing_that_is_left_can_have_it(job: Job) -> None:
-    asked = plan_of(job, PlanOptions(num_stages=32))
-    assert asked.asked == Asked(num_stages=32)
+    asked = plan_of(job, Decisions(num_stages=32))
+    assert asked.asked == Decisions(num_stages=32)
     assert "given up: --stages 32" in replan(asked, (8, 8), HERE).notice
 
 
@@ -165,7 +163,7 @@ def test_devices_that_hold_no_plan_are_an_error_that_says_what_to_do(job: Job) -
 
 def test_a_plan_for_a_loss_is_used_without_a_search(plan: Plan, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = with_spares(plan, job, num_spares=1)
-    monkeypatch.setattr("steelyard.planning.elastic.any_job_of", None)
+    monkeypatch.setattr("steelyard.planning.elastic.job_of", None)
     found = replan(ahead, (8, 8, 8), HERE)
     assert found.taken == (8, 8, 8)
     assert found.notice.startswith("32 → 24 devices, predicted ")
@@ -231,14 +229,15 @@ def test_what_a_run_waits_for_is_not_searched_to_the_end_and_what_is_made_ahead_
 
 
 def test_what_would_have_to_be_given_up_is_not_planned_ahead(job: Job) -> None:
-    pinned = plan_of(job, PlanOptions(num_stages=4))
+    pinned = plan_of(job, Decisions(num_stages=4))
     kept = elastic.with_likely_losses(pinned, (1, 1), HERE).spares
     assert all(pinned.spare_plan(each).pipeline.num_stages == 4 for each in kept)
 
 
 def test_a_plan_made_ahead_that_leaves_the_first_host_out_is_not_taken(plan: Plan) -> None:
     """The first host holds the store of the rendezvous."""
-    best = elastic.fastest_plan(job_on("2x8xh100-80gb"), (4, 1), ())
+    job = job_on("2x8xh100-80gb")
+    best = fastest_plan(request_of(job), job, (4, 1))
     assert best is not None
     assert best[1] == (1, 4)
     known = elastic._with_spare(plan, (best[0], {plan.cluster: best[1]}), {plan.cluster: (4, 1)})
@@ -317,7 +316,7 @@ def test_losses_of_each_pool_are_planned_ahead_and_taken_without_a_search(
     known = read_plan(tmp_path / "spares.json")
     first = pooled.cluster.split("+").index(POOLS[0])
     assert {(each.left[first], each.left[1 - first]) for each in known.spares} == {(7, 8), (4, 8), (8, 7), (8, 4)}
-    monkeypatch.setattr(elastic, "any_job_of", None)
+    monkeypatch.setattr(elastic, "job_of", None)
     for left, pools in {
         (4, 4, 4): (POOLS[1], POOLS[0], POOLS[0]),
         (4, 3, 4, 4): (POOLS[0], POOLS[1], POOLS[0], POOLS[1]),
@@ -334,7 +333,7 @@ def test_losses_of_each_pool_are_planned_ahead_and_taken_without_a_search(
 
 @pytest.mark.slow
 def test_a_lost_node_of_each_pool_is_told_beforehand(pooled: Plan) -> None:
-    told = with_spares(pooled, pooled_job_of(pooled), num_spares=1)
+    told = with_spares(pooled, job_of(pooled), num_spares=1)
     assert len(told.spares) == 2
     assert told.prediction is not None
     lines = spare_lines(told, told.prediction)
@@ -347,7 +346,7 @@ def test_a_lost_node_of_each_pool_is_told_beforehand(pooled: Plan) -> None:
 @pytest.mark.slow
 def test_a_pool_that_is_lost_as_a_whole_leaves_the_others(pooled: Plan) -> None:
     first, second = pooled.cluster.split("+")
-    told = with_spares(pooled, pooled_job_of(pooled), num_spares=3)
+    told = with_spares(pooled, job_of(pooled), num_spares=3)
     assert [each.left for each in told.spares] == [(4, 8), (0, 8), (8, 4), (8, 0)]
     assert [told.spares[1].cluster, told.spares[3].cluster] == [second, first]
     assert missing_spare_lines(told, 3) == [
