@@ -9,16 +9,15 @@ import pytest
 
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
-from steelyard.plan.asked import Asked
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
-from steelyard.planning.choose import NUM_RESCORED, NothingFitsError, PlanningResult, find_plan, plan_job
-from steelyard.planning.demands import demands_of
+from steelyard.planning.choose import NothingFitsError, PlanningResult, plan_job
+from steelyard.planning.complete import find_plan
 from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.elastic import check_replannable, fastest_plan, replan
-from steelyard.planning.job import make_job
-from steelyard.planning.pins import parse_pin
-from steelyard.planning.problem import PlanOptions, is_beaten, make_tables
+from steelyard.planning.problem import is_beaten, make_tables
 from steelyard.planning.walked_settings import LEAST_GAIN
+from tests.jobs import make_job, request_of
 from tests.runtime.models import make_plan
 
 HERE = Path()
@@ -29,8 +28,8 @@ def job_on(cluster: str, *, model: str = "llama3-8b") -> Job:
     return make_job(model, cluster, global_batch=BATCH, seq_len=2048, precision="bf16", memory=None, profile=None)
 
 
-def plan_of(job: Job, options: PlanOptions | None = None) -> Plan:
-    plan = plan_job(job, options or PlanOptions()).plan
+def plan_of(job: Job, options: Decisions | None = None) -> Plan:
+    plan = plan_job(job, options or Decisions()).plan
     assert plan is not None
     return plan
 
@@ -85,7 +84,7 @@ def test_as_many_devices_take_part_as_the_plan_has(plan: Plan, hosts: Sequence[i
 
 @pytest.mark.slow
 def test_more_devices_left_never_cost_time(job: Job) -> None:
-    times = [fastest_plan(job, (8,) * count, ()) for count in (1, 2, 3, 4)]
+    times = [fastest_plan(request_of(job), job, (8,) * count) for count in (1, 2, 3, 4)]
     steps = [step_s(each[0]) for each in times if each is not None]
     assert len(steps) == len(times)
     assert steps == sorted(steps, reverse=True)
@@ -100,31 +99,31 @@ def test_fewer_devices_that_cannot_be_faster_are_not_searched(job: Job, monkeypa
 
     monkeypatch.setattr("steelyard.planning.devices.plan_job", counted)
     monkeypatch.setattr("steelyard.planning.elastic.MOST_S", 1000.0)
-    best = fastest_plan(job, (8, 8), ())
+    best = fastest_plan(request_of(job), job, (8, 8))
     assert best is not None
     assert (best[1], searched) == ((2, 8), [16])
 
 
 def test_where_processes_share_cores_nothing_shows_without_a_search(job: Job) -> None:
     shared = replace(job, profile=job.profile.model_copy(update={"busy_speeds": (1.0,) * 32}))
-    assert is_beaten(job, make_tables(job, PlanOptions()), 1e-6)
-    assert not is_beaten(shared, make_tables(shared, PlanOptions()), 1e-6)
+    assert is_beaten(job, make_tables(job, Decisions()), 1e-6)
+    assert not is_beaten(shared, make_tables(shared, Decisions()), 1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "pinned"), [(5, None), (6, None), (7, 4)])
 def test_no_part_of_the_devices_that_was_not_searched_has_a_faster_plan(num_devices: int, pinned: int | None) -> None:
-    options = PlanOptions(num_microbatches=pinned)
     job = replace(job_on("1x8xh100-80gb"), global_batch=16)
+    request = request_of(job, Decisions(num_microbatches=pinned))
     plans = [
-        plan_or_reason(replace(job, cluster=with_shape(job.cluster, 1, count)), options, top=NUM_RESCORED)
+        plan_or_reason(replace(job, cluster=with_shape(job.cluster, 1, count)), request)
         for count in range(num_devices, 0, -1)
     ]
     steps = [step_s(each.plan) for each in plans if not isinstance(each, str) and each.plan is not None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("steelyard.planning.elastic.MOST_S", 1000.0)
         patch.setattr("steelyard.planning.elastic.LEAST_SHARE", 0.0)
-        best = fastest_plan(job, (num_devices,), demands_of(Asked(num_microbatches=pinned), num_layers=34))
+        best = fastest_plan(request, job, (num_devices,))
     assert best is not None
     assert step_s(best[0]) == min(steps)
 
@@ -138,15 +137,15 @@ def test_the_notice_says_what_the_loss_costs(plan: Plan) -> None:
 
 @pytest.mark.slow
 def test_what_was_asked_is_kept_where_what_is_left_can_have_it(job: Job) -> None:
-    asked = plan_of(job, PlanOptions(pins=(parse_pin("blocks 0-31: remat=full", option="--pin", num_layers=34),)))
+    asked = plan_of(job, Decisions(pins=("blocks 0-31: remat=full",)))
     found = replan(asked, (8, 8), HERE)
     assert {str(strategy.remat) for strategy in found.plan.strategies[1:33]} == {"full"}
     assert "given up" not in found.notice
 
 
 def test_what_was_asked_is_given_up_where_nothing_that_is_left_can_have_it(job: Job) -> None:
-    asked = plan_of(job, PlanOptions(num_stages=32))
-    assert asked.asked == Asked(num_stages=32)
+    asked = plan_of(job, Decisions(num_stages=32))
+    assert asked.asked == Decisions(num_stages=32)
     assert "given up: --stages 32" in replan(asked, (8, 8), HERE).notice
 
 

@@ -10,13 +10,14 @@ from steelyard.export import TARGETS
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
 from steelyard.plan.capabilities import unsupported
-from steelyard.planning.choose import find_plan, plan_job
+from steelyard.plan.decisions import Decisions
+from steelyard.planning.choose import plan_job
+from steelyard.planning.complete import find_plan
 from steelyard.planning.framework_fit import plan_for_framework
-from steelyard.planning.job import make_job
 from steelyard.planning.not_searched import not_offered
-from steelyard.planning.pins import parse_pin
-from steelyard.planning.problem import PlanOptions, stage_strategies
+from steelyard.planning.problem import stage_strategies
 from steelyard.tracer.trace import trace
+from tests.jobs import make_job
 from tests.runtime.models import FAMILY_CONFIGS
 
 CONFIG = FAMILY_CONFIGS["mixtral"] | {"num_local_experts": 8, "hidden_size": 256, "intermediate_size": 4096}
@@ -39,21 +40,20 @@ def job() -> Job:
 
 @pytest.mark.slow
 def test_groups_of_a_node_are_offered_and_others_are_not_worth_a_search(job: Job) -> None:
-    degrees = {each.expert_degree for each in stage_strategies(job, 8, PlanOptions()) if each.tensor_degree == 1}
+    degrees = {each.expert_degree for each in stage_strategies(job, 8, Decisions()) if each.tensor_degree == 1}
     assert degrees == {1, 4}
-    reasons = {str(strategy): why for strategy, why in not_offered(job, 8, PlanOptions())}
+    reasons = {str(strategy): why for strategy, why in not_offered(job, 8, Decisions())}
     assert reasons["fsdp8 ep2"].startswith("ep is searched with groups of 4 ranks, as many as a node allows")
 
 
 @pytest.mark.slow
 def test_a_pin_offers_what_is_not_worth_a_search(job: Job) -> None:
-    pins = (parse_pin("ep=2", option="--pin", num_layers=CHAIN.num_layers),)
-    assert {each.expert_degree for each in stage_strategies(job, 8, PlanOptions(pins=pins))} == {1, 2, 4}
+    pinned = Decisions(pins=("ep=2",))
+    assert {each.expert_degree for each in stage_strategies(job, 8, pinned)} == {1, 2, 4}
 
 
 def test_a_pin_of_all_layers_is_for_those_with_experts(job: Job) -> None:
-    pins = (parse_pin("ep=4", option="--pin", num_layers=CHAIN.num_layers),)
-    found = plan_job(job, PlanOptions(pins=pins)).plan
+    found = plan_job(job, Decisions(pins=("ep=4",))).plan
     assert found is not None
     kinds = [CHAIN.kind_of(layer) for layer in range(CHAIN.num_layers)]
     degrees = [strategy.expert_degree for strategy in found.strategies]
@@ -61,11 +61,11 @@ def test_a_pin_of_all_layers_is_for_those_with_experts(job: Job) -> None:
 
 
 def test_the_space_of_the_papers_divides_no_experts(job: Job) -> None:
-    assert {each.expert_degree for each in stage_strategies(job, 8, PlanOptions(space="paper"))} == {1}
+    assert {each.expert_degree for each in stage_strategies(job, 8, Decisions(space="paper"))} == {1}
 
 
 def test_a_plan_says_the_imbalance_it_assumes(job: Job) -> None:
-    found = plan_job(replace(job, imbalance=1.5), PlanOptions()).plan
+    found = plan_job(replace(job, imbalance=1.5), Decisions()).plan
     assert found is not None
     assert found.prediction is not None
     assert "imbalance of divided experts assumed: 1.5" in str(found.prediction.profile)
@@ -92,8 +92,8 @@ def test_an_imbalance_of_a_model_without_experts_is_an_error() -> None:
 
 @pytest.mark.slow
 def test_the_imbalance_that_a_caller_gives_is_the_one_that_a_plan_assumes(job: Job) -> None:
-    options = PlanOptions(pins=(parse_pin("ep=4", option="--pin", num_layers=CHAIN.num_layers),))
-    asked = {"global_batch": 32, "seq_len": 32, "profile": job.profile, "options": options}
+    decisions = Decisions(pins=("ep=4",))
+    asked = {"global_batch": 32, "seq_len": 32, "profile": job.profile, "decisions": decisions}
     found = find_plan(CHAIN, "2x4xh100-80gb", imbalance=1.5, **asked)
     assert found.prediction is not None
     assert found.prediction.profile.imbalance == 1.5
@@ -102,7 +102,7 @@ def test_the_imbalance_that_a_caller_gives_is_the_one_that_a_plan_assumes(job: J
 @pytest.mark.slow
 @pytest.mark.parametrize("pin", ["ep=4", "blocks 0-0: ep=4"])
 def test_a_framework_of_one_strategy_divides_experts_where_that_is_asked_for(job: Job, pin: str) -> None:
-    wanted = plan_job(job, PlanOptions(pins=(parse_pin(pin, option="--pin", num_layers=CHAIN.num_layers),))).plan
+    wanted = plan_job(job, Decisions(pins=(pin,))).plan
     assert wanted is not None
     target = TARGETS["megatron"]
     fitted = plan_for_framework(wanted, job, target.capabilities, framework="megatron", execution=target.execution)

@@ -8,13 +8,12 @@ import pytest
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.export import TARGETS
-from steelyard.plan.asked import Asked
 from steelyard.plan.capabilities import Capabilities, first_blocks_recomputed, kinds_of, unsupported
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.choose import NothingFitsError, plan_job
-from steelyard.planning.demands import demands_of, narrowed
 from steelyard.planning.framework_fit import (
     FittedPlan,
     plan_for_framework,
@@ -23,7 +22,6 @@ from steelyard.planning.framework_fit import (
 )
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import PlanOptions
 from tests.cost.examples import PARAMS, SEQ_LEN, chain, cluster, profile
 from tests.schedules.examples import pipeline
 
@@ -85,7 +83,7 @@ def test_no_plan_of_one_strategy_is_faster() -> None:
 
 def test_the_slowdown_is_relative_to_the_wanted_plan() -> None:
     job = small_job()
-    wanted = plan_job(job, PlanOptions()).plan
+    wanted = plan_job(job, Decisions()).plan
     assert wanted is not None
     assert wanted.prediction is not None
     fitted = plan_for_framework(wanted, job, DP_ONLY, framework="dp")
@@ -156,8 +154,7 @@ def fit(plan: Plan, job: Job, name: str) -> FittedPlan:
 
 def best(job: Job, **asked: object) -> Plan:
     """The best plan under what a user asked for."""
-    demands = demands_of(Asked(**asked), num_layers=job.chain.num_layers)
-    found = plan_job(job, narrowed(PlanOptions(), demands)).plan
+    found = plan_job(job, Decisions.model_validate(asked)).plan
     assert found is not None
     return found
 
@@ -220,7 +217,7 @@ def test_what_leaves_nothing_that_fits_is_given_up_with_what_it_misses() -> None
     roomy = small_job(global_batch=8)
     least = first_recomputed(roomy, 4)
     job = replace(roomy, budget_bytes=peak_bytes(least) + 1000)
-    asked = Asked(pins=("dp=8",), remats=(Remat.NONE,), num_microbatches=1)
+    asked = Decisions(pins=("dp=8",), remats=(Remat.NONE,), num_microbatches=1)
     mixed = one_stage(job, *MIXED).model_copy(update={"asked": asked})
     fitted = plan_for_framework(mixed, job, DP_ONLY, framework="dp")
     assert len(fitted.given_up) == 1

@@ -18,9 +18,10 @@ from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.freezing import check_frozen, find_freeze
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning.job import make_job, planned_chain
+from steelyard.planning.request import make_request
 from steelyard.report.plan_table import plan_view
 from tests.cost.examples import CONFIG, measured_profile
+from tests.jobs import make_job
 from tests.modules.own_models import CASES
 from tests.modules.split_configs import split_config
 from tests.runtime.feature_cases import SPLITS
@@ -111,7 +112,7 @@ def test_what_no_sample_trains_is_nothing_left() -> None:
 def test_a_tied_matrix_is_frozen_in_both_places() -> None:
     chain = chain_from_config(CONFIG | {"tie_word_embeddings": True}, name="small")
     assert {*find_freeze(chain, ["lm_head"]).parts} == {*find_freeze(chain, ["model.embed_tokens"]).parts}  # type: ignore[union-attr]
-    frozen = planned_chain(chain, freeze=["lm_head"])
+    frozen = make_request(chain, "1x1xa100-80gb", global_batch=1, seq_len=32, freeze=["lm_head"]).chain
     assert frozen.shared == chain.shared
     assert (frozen.summed, frozen.sums_tied) == ((), False)
 
@@ -120,7 +121,7 @@ def test_a_measured_profile_is_of_a_model_that_is_trained_whole() -> None:
     whole = _chain()
     given: dict[str, Any] = {"global_batch": 4, "seq_len": 32, "precision": "bf16", "memory": "1GiB"}
     with pytest.raises(InvalidProfileError, match="measured with everything trained"):
-        make_job(planned_chain(whole, freeze=FROZEN), "1x4xcpu", profile=measured_profile(whole), **given)
+        make_job(whole, "1x4xcpu", freeze=FROZEN, profile=measured_profile(whole), **given)
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

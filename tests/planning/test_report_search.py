@@ -5,12 +5,13 @@ import pytest
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import PlanStudy
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import BUDGETS
-from steelyard.planning.problem import PlanOptions
 from steelyard.planning.report_search import search_for_report
 from tests.cost.examples import cluster, job, job_on_shared_cores, plan
+from tests.jobs import request_of
 
 ENOUGH_S = 600.0
 
@@ -20,7 +21,7 @@ def searched() -> tuple[Job, Plan, PlanCost]:
     """A job whose memory binds, and its best plan."""
     roomy = job(cluster(1, 4), global_batch=16)
     tight = Job(**{name: getattr(roomy, name) for name in Job.__dataclass_fields__} | {"budget_bytes": 1_163_000_000})
-    result = plan_job(tight, PlanOptions())
+    result = plan_job(tight, Decisions())
     assert result.plan is not None, result.miss_text
     return tight, result.plan, predict(result.plan, tight)
 
@@ -28,12 +29,12 @@ def searched() -> tuple[Job, Plan, PlanCost]:
 @pytest.fixture(scope="module")
 def study(searched: tuple[Job, Plan, PlanCost]) -> PlanStudy:
     of, best, cost = searched
-    return search_for_report(best, of, cost)
+    return search_for_report(best, request_of(of), of, cost)
 
 
 def test_without_time_nothing_is_searched(searched: tuple[Job, Plan, PlanCost]) -> None:
     of, best, cost = searched
-    found = search_for_report(best, of, cost, time_limit_s=0)
+    found = search_for_report(best, request_of(of), of, cost, time_limit_s=0)
     assert not found.points
     assert not found.explanation.rivals
     assert not found.scope
@@ -41,7 +42,7 @@ def test_without_time_nothing_is_searched(searched: tuple[Job, Plan, PlanCost]) 
 
 def test_hardly_any_time_names_what_was_left_out(searched: tuple[Job, Plan, PlanCost]) -> None:
     of, best, cost = searched
-    found = search_for_report(best, of, cost, time_limit_s=1e-9)
+    found = search_for_report(best, request_of(of), of, cost, time_limit_s=1e-9)
     assert BUDGETS in found.left_out
     assert not found.explanation.rivals
 
@@ -75,7 +76,7 @@ def test_a_search_may_be_kept_to_the_pipeline_setting_of_the_plan(
     searched: tuple[Job, Plan, PlanCost], study: PlanStudy
 ) -> None:
     of, best, cost = searched
-    own = search_for_report(best, of, cost, time_limit_s=ENOUGH_S, everywhere=False)
+    own = search_for_report(best, request_of(of), of, cost, time_limit_s=ENOUGH_S, everywhere=False)
     assert {(point.num_stages, point.num_microbatches) for point in own.points} == {
         (best.num_stages, best.num_microbatches)
     }
@@ -85,7 +86,7 @@ def test_a_search_may_be_kept_to_the_pipeline_setting_of_the_plan(
 def test_a_slow_plan_by_hand_has_a_faster_one_in_its_own_setting() -> None:
     of = job(cluster(1, 4), global_batch=16)
     by_hand = plan(of, ", ".join(["fsdp4 remat=full"] * 6), num_microbatches=4)
-    found = search_for_report(by_hand, of, predict(by_hand, of), time_limit_s=ENOUGH_S)
+    found = search_for_report(by_hand, request_of(of), of, predict(by_hand, of), time_limit_s=ENOUGH_S)
     best = found.explanation.rivals[0]
     assert best.name == "any plan"
     assert best.slowdown is not None
@@ -94,7 +95,7 @@ def test_a_slow_plan_by_hand_has_a_faster_one_in_its_own_setting() -> None:
 
 def test_where_processes_share_cores_the_frontier_has_the_plan_that_the_planner_finds() -> None:
     of = job_on_shared_cores()
-    by_hand, best = plan(of, "tp2, tp2, tp2, tp2, tp2, tp2", num_microbatches=4), plan_job(of, PlanOptions()).cost
-    found = search_for_report(by_hand, of, predict(by_hand, of))
+    by_hand, best = plan(of, "tp2, tp2, tp2, tp2, tp2, tp2", num_microbatches=4), plan_job(of, Decisions()).cost
+    found = search_for_report(by_hand, request_of(of), of, predict(by_hand, of))
     assert best is not None
     assert min(point.step_time_s for point in found.points) == best.step_time_s

@@ -9,18 +9,21 @@ from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerRole
+from steelyard.plan.choices import Rival
+from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import Prediction
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.plan.words import baseline_line
 from steelyard.planning import acceptance, walked_search
+from steelyard.planning import complete as complete_requests
 from steelyard.planning.choose import plan_job
-from steelyard.planning.job import make_job
-from steelyard.planning.pins import parse_pin
 from steelyard.planning.plan_from_search import assemble_plan
-from steelyard.planning.problem import PlanOptions, make_tables
-from steelyard.planning.rivals import with_baselines
+from steelyard.planning.problem import make_tables
+from steelyard.planning.variants import UNIFORM, Study, baselines
 from tests.cost.examples import cluster, job
+from tests.jobs import make_job, request_of
 from tests.schedules.examples import pipeline
 
 SINGLE_STAGE = {"plain DDP": ("dp8",), "plain FSDP": ("fsdp8", "fsdp8 zero2")}
@@ -44,17 +47,28 @@ def every_plan(of: Job, texts: tuple[str, ...]) -> Iterator[Plan]:
                 yield assemble_plan(of, pipeline(1, count), (stage,))
 
 
-def compared(of: Job, options: PlanOptions = PlanOptions()) -> Plan:  # noqa: B008
-    result = plan_job(of, options)
+def compared(of: Job, decisions: Decisions = FREE) -> tuple[Prediction, list[Rival]]:
+    """What the search finds, and the plain plans beside it."""
+    result = plan_job(of, decisions)
     assert result.plan is not None
-    return with_baselines(result.plan, of, result.bounded_tables)
+    assert result.plan.prediction is not None
+    study = Study(request_of(of, decisions), of, tables=result.bounded_tables, floors=result.floors, time_limit_s=None)
+    return result.plan.prediction, plain(study, result.plan.prediction.step_time_s)
+
+
+def plain(study: Study, step_s: float = 1.0) -> list[Rival]:
+    return [study.answer(each).beside(step_s) for each in baselines()]
+
+
+def times(rivals: list[Rival]) -> list[float]:
+    return [each.step_time_s for each in rivals if each.step_time_s is not None]
 
 
 @pytest.mark.slow
 def test_what_a_search_knows_of_its_tables_changes_no_plain_plan() -> None:
-    of, options = tight(0.3), PlanOptions()
-    found = compared(of, options)
-    assert with_baselines(found, of, make_tables(of, options)) == found
+    of = tight(0.3)
+    prediction, found = compared(of)
+    assert plain(Study(request_of(of), of, time_limit_s=None), prediction.step_time_s) == found
 
 
 def tight(share: float, **changes: int) -> Job:
@@ -73,22 +87,20 @@ def fullest_bytes(plan: Plan, of: Job) -> int:
 @pytest.mark.parametrize("name", SINGLE_STAGE)
 def test_a_plain_plan_is_the_fastest_of_its_kind_that_fits(name: str, share: float) -> None:
     of = tight(share)
-    prediction = compared(of).prediction
-    assert prediction is not None
+    _, found = compared(of)
     costs = [predict(plan, of) for plan in every_plan(of, SINGLE_STAGE[name])]
     fastest = min((cost.step_time_s for cost in costs if cost.fits), default=None)
-    (mine,) = (each for each in prediction.baselines if each.name == name)
+    (mine,) = (each for each in found if each.name == name)
     assert mine.step_time_s == pytest.approx(fastest) if fastest else mine.step_time_s is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "vocab_size"), [(1.0, 256), (0.3, 256), (0.0, 256), (1.0, 257), (0.3, 257)])
 def test_plain_n_d_is_the_fastest_of_all_strategies_that_all_blocks_share(share: float, vocab_size: int) -> None:
-    of, options = tight(share, vocab_size=vocab_size), PlanOptions(num_stages=1)
+    of, options = tight(share, vocab_size=vocab_size), Decisions(num_stages=1)
     offered = {str(replace(each, remat=Remat.NONE)) for each in make_tables(of, options)[0].tables.strategies}
-    found = compared(of, options).prediction
-    assert found is not None
-    mine = next(each for each in found.baselines if each.name == "plain n-D")
+    _, found = compared(of, options)
+    mine = next(each for each in found if each.name == UNIFORM)
     costs = []
     for text in sorted(offered):
         try:
@@ -102,15 +114,17 @@ def test_plain_n_d_is_the_fastest_of_all_strategies_that_all_blocks_share(share:
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.25, 0.1, 0.05])
 def test_no_plain_plan_is_faster_than_the_plan(share: float) -> None:
-    prediction = compared(tight(share)).prediction
-    assert prediction is not None
-    times = [each.step_time_s for each in prediction.baselines if each.step_time_s is not None]
-    assert times
-    assert min(times) >= prediction.step_time_s * (1 - 1e-9)
+    prediction, found = compared(tight(share))
+    assert times(found)
+    assert min(times(found)) >= prediction.step_time_s * (1 - 1e-9)
 
 
-def test_the_first_lines_name_the_best_plain_plan_and_what_is_gained() -> None:
-    prediction = compared(tight(0.1)).prediction
+def test_the_first_lines_name_the_best_plain_plan_and_what_is_gained(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = tight(0.1)
+    monkeypatch.setattr(complete_requests, "job_of", lambda _: of)
+    plan = complete_requests.complete(request_of(of, num_next_best=0, num_fallbacks=0)).plan
+    assert plan is not None
+    prediction = plan.prediction
     assert prediction is not None
     fitting = [each for each in prediction.baselines if each.step_time_s is not None]
     best = min(fitting, key=lambda each: each.step_time_s)
@@ -120,37 +134,29 @@ def test_the_first_lines_name_the_best_plain_plan_and_what_is_gained() -> None:
 
 
 def test_a_vocabulary_that_tp_does_not_divide_leaves_plain_plans_with_tp() -> None:
-    pin = parse_pin("blocks: tp=4", option="--pin", num_layers=6)
-    found = compared(job(cluster(), global_batch=8, vocab_size=257), PlanOptions(pins=(pin,))).prediction
-    assert found is not None
-    last = found.baselines[-1]
-    assert (last.name, last.missing_bytes) == ("plain n-D", None)
+    _, found = compared(job(cluster(), global_batch=8, vocab_size=257), Decisions(pins=("blocks: tp=4",)))
+    last = found[-1]
+    assert (last.name, last.missing_bytes) == (UNIFORM, None)
     assert "tp4" in str(last.strategies)
 
 
 def test_plain_plans_that_do_not_fit_say_what_they_lack() -> None:
-    prediction = compared(tight(0.0)).prediction
-    assert prediction is not None
-    assert all((each.step_time_s is None) == (each.missing_bytes is not None) for each in prediction.baselines)
+    _, found = compared(tight(0.0))
+    assert all((each.step_time_s is None) == (each.missing_bytes is not None) for each in found)
 
 
 def test_a_gap_that_memory_leaves_is_not_blamed_on_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in (acceptance, walked_search):
         monkeypatch.setattr(each, "search_all_states", lambda _: None)  # which closes it
-    prediction = compared(tight(0.1)).prediction
-    assert prediction is not None
+    prediction, _ = compared(tight(0.1))
     assert (prediction.certificate.status, prediction.certificate.time_limit_s) == ("gap", None)
 
 
 def test_a_comparison_without_time_names_the_first_that_fits_of_each_kind() -> None:
-    of, options = tight(1.0), PlanOptions()
-    tables = make_tables(of, options)
-    found = plan_job(of, options).plan
-    assert found is not None
-    whole, cut = (with_baselines(found, of, tables, time_limit_s=limit_s).prediction for limit_s in (None, 0))
-    assert whole is not None
-    assert cut is not None
-    for best, first in zip(whole.baselines, cut.baselines, strict=True):
+    of = tight(1.0)
+    tables = make_tables(of, FREE)
+    whole, cut = (plain(Study(request_of(of), of, tables=tables, time_limit_s=limit_s)) for limit_s in (None, 0))
+    for best, first in zip(whole, cut, strict=True):
         assert (best.step_time_s is None) == (first.step_time_s is None)
         assert best.step_time_s is None or best.step_time_s <= (first.step_time_s or 0) * (1 + 1e-9)
 
@@ -158,20 +164,16 @@ def test_a_comparison_without_time_names_the_first_that_fits_of_each_kind() -> N
 @pytest.mark.parametrize("shape", [(1, 8), (2, 4)])
 def test_no_plain_plan_of_a_model_with_tied_embeddings_is_faster(shape: tuple[int, int]) -> None:
     of = job(cluster(*shape), global_batch=64, tie_word_embeddings=True, vocab_size=131072)
-    found = compared(of)
-    assert found.prediction is not None
-    assert found.prediction.certificate.status == "optimal"
-    known = [each.step_time_s for each in found.prediction.baselines if each.step_time_s is not None]
-    assert known
-    assert found.prediction.step_time_s <= min(known) * (1 + 1e-9)
+    prediction, found = compared(of)
+    assert prediction.certificate.status == "optimal"
+    assert times(found)
+    assert prediction.step_time_s <= min(times(found)) * (1 + 1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["bert-large", "gpt2-xl", "gemma-2b", "llama3.2-1b", "olmoe-1b-7b"])
 def test_no_plain_plan_of_a_packaged_model_of_short_sequences_is_faster(model: str) -> None:
     of = make_job(model, "1x8xa100-80gb", global_batch=64, seq_len=512, precision="bf16", memory=None, profile=None)
-    found = compared(of)
-    assert found.prediction is not None
-    known = [each.step_time_s for each in found.prediction.baselines if each.step_time_s is not None]
-    assert known
-    assert found.prediction.step_time_s <= min(known) * (1 + 1e-6)
+    prediction, found = compared(of)
+    assert times(found)
+    assert prediction.step_time_s <= min(times(found)) * (1 + 1e-6)

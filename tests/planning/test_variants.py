@@ -1,0 +1,201 @@
+"""What if: a variant that only restricts is never faster than the free plan, and none is faster than what is chosen."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from steelyard.cost.setting import Job
+from steelyard.plan.decisions import FREE, Decisions
+from steelyard.plan.strategy import Remat
+from steelyard.planning import complete as complete_requests
+from steelyard.planning.choose import PlanningResult, plan_request
+from steelyard.planning.explain import SAME
+from steelyard.planning.request import PlanRequest
+from steelyard.planning.variants import (
+    FREE_CHOICE,
+    Answer,
+    Study,
+    Variant,
+    baselines,
+    deciding,
+    insisting,
+    other_pipelines,
+    within,
+    without_techniques,
+)
+from tests.cost.examples import cluster, job
+from tests.jobs import request_of
+
+NOT_THERE = 1e-9
+NO_FASTER = 1 - SAME
+"""The search ranks by its sums, the simulator tells the seconds: they may order plans that take the same otherwise."""
+TIGHT = 1_163_000_000
+JOBS: dict[str, Job] = {
+    "roomy": job(cluster(1, 4), global_batch=16),
+    "tight": replace(job(cluster(1, 4), global_batch=16), budget_bytes=TIGHT),
+    "tied": replace(job(cluster(1, 4), global_batch=8, tie_word_embeddings=True), budget_bytes=TIGHT),
+    "slow links": job(cluster(2, 2, inter_bytes_per_s=1e8), global_batch=8),
+}
+
+
+class Bank:
+    """A study of each job, and its free plan."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[Study, Answer]] = {}
+
+    def of(self, name: str) -> tuple[Study, Answer]:
+        if name not in self._found:
+            study = Study(request_of(JOBS[name]), JOBS[name], time_limit_s=None)
+            self._found[name] = study, study.answer(FREE_CHOICE)
+        return self._found[name]
+
+
+@pytest.fixture(scope="module")
+def bank() -> Bank:
+    return Bank()
+
+
+def restricting(study: Study, free: Answer) -> list[Variant]:
+    """All named variants of a request that leave less to choose from."""
+    assert free.plan is not None
+    budget = study.job.budget_bytes
+    less = [within(f"{share:.1%} of the memory", int(share * budget)) for share in (0.999, 0.99, 0.5)]
+    return [*baselines(), *without_techniques(free.plan), *other_pipelines(free.plan, study.pipelines), *less]
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_no_named_variant_that_restricts_is_faster(name: str, bank: Bank) -> None:
+    study, free = bank.of(name)
+    variants = restricting(study, free)
+    assert len({each.name for each in variants}) == len(variants) > 6
+    for variant in variants:
+        answer = study.answer(variant)
+        assert answer.step_s >= free.step_s * NO_FASTER, variant.name
+        assert (answer.plan is None) == math.isinf(answer.step_s)
+
+
+CHOICES = st.fixed_dictionaries(
+    {},
+    optional={
+        "num_stages": st.sampled_from([1, 2, 4]),
+        "num_microbatches": st.sampled_from([1, 2, 4, 8]),
+        "schedules": st.sampled_from([("1f1b",), ("gpipe",), ("1f1b", "gpipe")]),
+        "remats": st.sampled_from([(Remat.NONE,), (Remat.FULL,), (Remat.NONE, Remat.SELECTIVE)]),
+        "variants": st.sampled_from([{"zero": (2,)}, {"zero": (3,)}, {"sp": (False,)}, {"sp": (True,), "zero": (3,)}]),
+        "max_degrees": st.sampled_from([{"tp": 1}, {"tp": 2}, {"fsdp": 1}, {"fsdp": 2, "dp": 1}, {"dp": 1}]),
+        "space": st.just("paper"),
+        "uniform": st.just(True),
+    },
+)
+
+
+@pytest.mark.parametrize("name", ["tight", "slow links"])
+def test_no_variant_at_random_that_restricts_is_faster(name: str, bank: Bank) -> None:
+    study, free = bank.of(name)
+
+    @given(CHOICES, CHOICES)
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    def hold(mine: dict[str, Any], other: dict[str, Any]) -> None:
+        first = study.answer(deciding("first", Decisions(**mine)))
+        assert first.step_s >= free.step_s * NO_FASTER
+        assert first.widens == ()
+        if {"num_stages", "num_microbatches"} & mine.keys() & other.keys():
+            return  # together they may contradict each other
+        both = study.answer(deciding("both", Decisions(**mine).with_also(Decisions(**other))))
+        assert both.step_s >= first.step_s * NO_FASTER
+
+    hold()
+
+
+def test_what_is_already_decided_is_the_whole_request(bank: Bank) -> None:
+    study, free = bank.of("tight")
+    assert study.answer(deciding("nothing", FREE)).step_s == free.step_s
+
+
+@pytest.mark.parametrize(
+    ("decided", "asked"),
+    [
+        (Decisions(num_stages=2), Decisions(num_stages=4)),
+        (Decisions(num_microbatches=2), Decisions(num_microbatches=4)),
+        (Decisions(remats=(Remat.NONE,)), Decisions(remats=(Remat.FULL,))),
+        (Decisions(schedules=("1f1b",), num_stages=2), Decisions(schedules=("gpipe",))),
+        (FREE, Decisions(num_stages=3)),
+        (FREE, Decisions(num_microbatches=5)),
+    ],
+)
+def test_a_variant_that_contradicts_the_request_or_the_job_has_no_plan(decided: Decisions, asked: Decisions) -> None:
+    of = JOBS["roomy"]
+    answer = Study(request_of(of, decided), of, time_limit_s=None).answer(deciding("other", asked))
+    assert (answer.plan, answer.step_s, answer.missing_bytes) == (None, math.inf, None)
+    beside = answer.beside(1.0)
+    assert (beside.name, beside.step_time_s, beside.slowdown) == ("other", None, None)
+
+
+def test_a_pin_widens_by_what_the_free_search_leaves_out() -> None:
+    """Hybrid sharding is searched with groups of one node, or of four."""
+    of = job(cluster(4, 2), global_batch=8)
+    study = Study(request_of(of, Decisions(num_stages=1, num_microbatches=1)), of, time_limit_s=None)
+    answer = study.answer(insisting("dp2-fsdp4"))
+    assert {strategy.parallel for strategy in answer.widens} == {"dp2-fsdp4"}
+    assert answer.plan is not None
+    assert study.answer(insisting("dp4-fsdp2")).widens == ()
+
+
+@pytest.mark.parametrize("pin", ["tp=2", "blocks 0-1: remat=full", "stages=2"])
+def test_a_pin_that_widens_nothing_is_no_faster(pin: str, bank: Bank) -> None:
+    study, free = bank.of("tight")
+    answer = study.answer(insisting(pin))
+    if not answer.widens:
+        assert answer.step_s >= free.step_s * NO_FASTER
+
+
+def test_more_memory_is_no_slower(bank: Bank) -> None:
+    study, free = bank.of("tight")
+    assert study.answer(within("more", 2 * TIGHT)).step_s <= free.step_s * (1 + NOT_THERE)
+
+
+def complete_with(monkeypatch: pytest.MonkeyPatch, of: Job, **asked: Any) -> PlanningResult:
+    monkeypatch.setattr(complete_requests, "job_of", lambda _: of)
+    return complete_requests.complete(request_of(of, num_next_best=0, num_fallbacks=0, **asked))
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("time_limit_s", [0.0, None])
+def test_no_baseline_is_faster_than_the_plan_that_is_chosen(
+    name: str, time_limit_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = complete_with(monkeypatch, JOBS[name], time_limit_s=time_limit_s).plan
+    assert plan is not None
+    assert plan.prediction is not None
+    assert [each.name for each in plan.prediction.baselines] == [each.name for each in baselines()]
+    times = [each.step_time_s for each in plan.prediction.baselines if each.step_time_s is not None]
+    assert plan.prediction.step_time_s <= min(times)
+    assert plan.prediction.lower_bound_s <= plan.prediction.step_time_s * (1 + NOT_THERE)
+
+
+def test_a_baseline_that_the_search_missed_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that ends early, at a plan in four stages that recomputes everything."""
+
+    def ended_early(request: PlanRequest, of: Job) -> PlanningResult:
+        whole = plan_request(request, of)
+        assert whole.plan is not None
+        slow = plan_request(replace(request, decisions=Decisions(num_stages=4, remats=(Remat.FULL,))), of).plan
+        assert slow is not None
+        return replace(whole, plan=slow.model_copy(update={"asked": None}))
+
+    of = JOBS["roomy"]
+    monkeypatch.setattr(complete_requests, "plan_request", ended_early)
+    plan = complete_with(monkeypatch, of).plan
+    assert plan is not None
+    prediction = plan.prediction
+    assert prediction is not None
+    best = min(prediction.baselines, key=lambda each: each.step_time_s or math.inf)
+    assert best.step_time_s == prediction.step_time_s
+    assert plan.num_stages < 4
+    assert prediction.certificate.status == "gap"
+    assert prediction.certificate.gap == pytest.approx(1 - prediction.lower_bound_s / prediction.step_time_s)
