@@ -278,7 +278,8 @@ def _named_machines(
         named.append(partial(parse_bytes, memory))
     if profile is not None and "=" not in profile and "+" not in cluster:  # of several pools each has one
         named.append(partial(read_profile, profile))
-    machines, *_ = all_of(partial(pools_with, cluster, network), *named)
+    found: list[Any] = all_of(partial(pools_with, cluster, network), *named)
+    machines: Cluster | MixedCluster = found[0]
     return machines
 
 

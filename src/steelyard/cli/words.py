@@ -73,7 +73,8 @@ def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[
 
 def check_precision(text: str) -> Precision:
     """The precision that a user named; raises `UserError` for another one."""
-    return check_choice("--precision", text, Precision)
+    found: Precision = check_choice("--precision", text, Precision)
+    return found
 
 
 def check_choice(option: str, text: str, choices: Any) -> Any:

@@ -47,7 +47,7 @@ def measured_over_catalogue(job: Job) -> float:
 
 def _both_ways_s(layer: LayerProfile, samples: float, job: Job) -> float:
     found = compute_time(layer, samples, job)
-    return max(found.forward_s, found.forward_launch_s) + max(found.backward_s, found.backward_launch_s)
+    return float(max(found.forward_s, found.forward_launch_s) + max(found.backward_s, found.backward_launch_s))
 
 
 def slowed(rates: Efficiency, factor: float) -> Efficiency:

@@ -56,7 +56,8 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] 
     """
     for pool in pools or [""] * len(hosts):
         check_pool(plan, pool)
-    left, given_up = _left_of(plan, hosts, pools), ()
+    left = _left_of(plan, hosts, pools)
+    given_up: Sequence[Demand] = ()
     if all(sum(left[name]) == size for name, size in _sizes(plan).items()):
         return Replanned(plan=plan, taken=tuple(hosts), order=_in_order(pools, list(left)))
     job = any_job_of(plan, folder=folder)

@@ -44,6 +44,7 @@ def with_fallbacks(
     for share in MEMORY_SHARES:
         budget = math.floor(share * peak_bytes(plan))
         result = _fastest_within(budget, job, options, tuple(tables), floors)
+        assert isinstance(result.job, Job), "as was given"
         less, job, tables = result.plan, result.job, result.bounded_tables
         if less is None or peak_bytes(less) >= peak_bytes(found[-1] if found else plan):
             break

@@ -80,6 +80,7 @@ def plan_for_framework(
     demands = demands_of(plan.asked, num_layers=job.chain.num_layers)
     itself = None if reasons else with_price(plan, theirs)
     is_settled = itself is not None and (execution == OURS or plan.prediction is None)
+    given_up: tuple[str, ...]
     if itself is not None and is_settled:
         kept, given_up, priced = demands, (), [itself]
     else:

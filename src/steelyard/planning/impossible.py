@@ -15,7 +15,7 @@ from steelyard.model.chain import LayerKind, ModelChain
 from steelyard.plan.kinds import Kind, kind_named, level_kinds, variants
 from steelyard.plan.kinds.kind import Batch, Divides, Level
 from steelyard.plan.legality import illegal_reason
-from steelyard.plan.strategy import Strategy, parse_parallel
+from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 from steelyard.planning.pins import Pin
 
 SHOWN_REASONS = 3
@@ -135,7 +135,7 @@ def _smallest(wanted: Wanted) -> Strategy | None:
             levels.append(Level(kind=samples, degree=int(value)))
     for order in permutations(levels):
         try:
-            return Strategy.of(order, **chosen)
+            return Strategy.of(order, Remat.NONE, **chosen)
         except InvalidPlanError:
             continue
     return None

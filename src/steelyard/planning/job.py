@@ -57,8 +57,8 @@ def make_job(
     _check_imbalance(chain, imbalance)
     chain.check_seq_len(seq_len)
     _check_precision(chain, precision)
-    options = {"seq_len": seq_len, "precision": precision, "degrees": divisors(machines.devices_per_node)}
-    traced = partial(cached_trace, chain, **options, own=own)
+    degrees = divisors(machines.devices_per_node)
+    traced = partial(cached_trace, chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
     file = None
     if isinstance(profile, str | Path):
         profile, file = read_profile(profile)

@@ -65,8 +65,8 @@ def make_tables(job: Job, options: PlanOptions) -> tuple[OnDemand, ...]:
             offered[size] = stage_strategies(job, size, options)
         place = size, pipeline.num_microbatches
         if place not in computed_s:
-            least_s = least_times_s(_ways(offered[size]), setting)
-            computed_s[place] = sum(least_s[kind] for kind in job.chain.layers)
+            of_kinds_s = least_times_s(_ways(offered[size]), setting)
+            computed_s[place] = sum(of_kinds_s[kind] for kind in job.chain.layers)
         bubble = (1 - 1 / pipeline.num_stages) / pipeline.num_chunks
         least_s = computed_s[place] * (pipeline.num_microbatches / pipeline.num_stages + bubble) * (1 - ROUNDING)
         make = partial(_made, setting, offered[size], known, options.pins)

@@ -91,8 +91,8 @@ class Contest:
 
 def rival_of(name: str, plan: Plan, own_s: float, step_s: float) -> Rival:
     """A plan whose step takes ``own_s`` next to one whose step takes ``step_s``."""
-    how = {"setting": describe(plan.pipeline), "strategies": summarise(plan)}
-    return Rival(name=name, step_time_s=own_s, slowdown=own_s / step_s - 1, **how)
+    slowdown, setting = own_s / step_s - 1, describe(plan.pipeline)
+    return Rival(name=name, step_time_s=own_s, slowdown=slowdown, setting=setting, strategies=summarise(plan))
 
 
 def beside_baselines(plan: Plan, prediction: Prediction, rivals: Iterable[Rival]) -> Plan:
