@@ -117,7 +117,7 @@ def test_every_file_is_formatted():
     assert code == 0, output
 
 
-def test_the_planner_is_strictly_typed():
+def test_everything_is_strictly_typed():
     code, output = run_python("-m", "mypy")
     assert code == 0, output
 

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from steelyard.planning.batch import LEAST_GAIN
 
 from steelyard.plan.choices import TradeOffs
 from steelyard.plan.file import read_plan
-from steelyard.planning.batch import LEAST_GAIN
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import device_counts, job_on, with_devices
 from steelyard.planning.job import make_job

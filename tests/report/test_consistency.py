@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steelyard.planning.rivals import Contest
 
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.pools import usable_of
@@ -19,7 +20,6 @@ from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.price import with_price
 from steelyard.planning.problem import PlanOptions, make_tables
-from steelyard.planning.rivals import Contest
 from steelyard.report.compare_view import fullest_terms, step_terms
 from steelyard.report.html.bars import stage_seconds
 from steelyard.report.html.contents import ReportContents

@@ -88,6 +88,7 @@ def demo(
     record = launch(folder / "plan.json", sysconfig.get_path("stdlib"), options, stdout_to_stderr=as_json)
     assert record is not None, "a run that ends well writes the record it was asked for"
 
+    assert record is not None, "asked for one"
     console.rule("4. Compare", align="left")
     first, last = record.steps[0].loss, record.steps[-1].loss
     console.print(f"loss {first:.3f} → {last:.3f} in {len(record.steps)} steps, {record.tokens_per_s:,.0f} tokens/s")

@@ -212,5 +212,5 @@ def _by_torch(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tens
 def _by_torch_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Gradients:
     with torch.enable_grad():
         inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        output = _by_torch(*inputs, scores)
+        output = _by_torch(inputs[0], inputs[1], inputs[2], scores)
     return Gradients(*torch.autograd.grad(output, inputs, gradient))

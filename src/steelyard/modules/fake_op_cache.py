@@ -92,7 +92,7 @@ class FakeOpCache(Generic[Note]):
             results = tuple(_describe(each, tensors) for each in outs)
         except _NotPlainError:
             return
-        is_new = [type(result) is _Made and result.view_of is None for result in results]
+        is_new = [isinstance(result, _Made) and result.view_of is None for result in results]
         storages = {each.untyped_storage()._cdata for each, new in zip(outs, is_new, strict=True) if new}
         if len(storages) == sum(is_new):
             self._found[key] = CachedOp(results=results, container=container, note=note)
@@ -107,7 +107,7 @@ def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Look | Non
     """How a call looks; None where its result does not follow from that."""
     if not _UNTOLD.isdisjoint(func.tags):
         return None
-    key: list[Hashable] = [func, torch.get_default_dtype()]
+    key: list[Any] = [func, torch.get_default_dtype()]
     tensors: list[FakeTensor] = []
     known = _look_at(args, key, tensors)
     if known and kwargs:
@@ -116,7 +116,7 @@ def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Look | Non
     return (tuple(key), tensors) if known and tensors else None
 
 
-def _look_at(arguments: Iterable[Any], key: list[Hashable], tensors: list[FakeTensor]) -> bool:
+def _look_at(arguments: Iterable[Any], key: list[Any], tensors: list[FakeTensor]) -> bool:
     """Whether how the arguments look says all that matters of them; it is added to ``key``."""
     for argument in arguments:
         kind = type(argument)
@@ -181,10 +181,10 @@ def _describe(out: Any, tensors: list[FakeTensor]) -> _Result:
     return made
 
 
-def _make(result: _Result, tensors: list[FakeTensor]) -> FakeTensor | None:
+def _make(result: _Result, tensors: list[FakeTensor]) -> Any:
     if result is None:
         return None
-    if type(result) is _Same:
+    if isinstance(result, _Same):
         return tensors[result.argument]
     mode = tensors[0].fake_mode
     with no_dispatch():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -179,7 +180,8 @@ _Where = tuple[int | str, tuple[str, int] | None]
 
 def _given(call: Call, *, written: bool = False) -> Iterator[tuple[_Where, Tensor]]:
     """What depends on parameters among the arguments of a block: itself, and what it reads, or writes, in mappings."""
-    for name, value in (*enumerate(call.places), *call.names.items()):
+    given: list[tuple[int | str, Any]] = [*enumerate(call.places), *call.names.items()]
+    for name, value in given:
         if isinstance(value, Tensor) and not written:
             yield (name, None), value
         elif isinstance(value, Watched):
@@ -195,7 +197,7 @@ def _streams(calls: Sequence[Call], how: BlockCall, *, keeps_results: bool) -> I
     whole numbers that one of them returns, as the places of tokens that it has chosen.
     """
     returned = {id(leaf) for each in calls for leaf in pytree.tree_leaves(each.outputs)}
-    makers = {
+    makers: dict[int, tuple[int, int | None]] = {
         id(value): (place, None) for place, call in enumerate(calls, 1) for _, value in _given(call, written=True)
     }
     if keeps_results:

@@ -67,8 +67,10 @@ def freeze_layer(layer: nn.Module, chain: ModelChain, number: int) -> None:
 
     Of a user's own module, whose layers at the ends share it, parameters of the layer's own take their place.
     """
+    if chain.freeze is None:
+        return
     made: dict[int, nn.Parameter] = {}
-    for path, owner in layer.named_modules() if chain.freeze else ():
+    for path, owner in layer.named_modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if not chain.freeze.holds(number, f"{path}.{name}"):
                 continue
@@ -107,7 +109,9 @@ def check_frozen(model: Any, chain: ModelChain) -> None:
 
 def freeze_model(model: nn.Module, chain: ModelChain) -> None:
     """Freezes in place what a plan freezes of a whole model of transformers."""
-    for each in _named_parameters(model, chain) if chain.freeze else ():
+    if chain.freeze is None:
+        return
+    for each in _named_parameters(model, chain):
         if chain.freeze.holds(each.layer, each.local):
             each.parameter.requires_grad_(False)
 

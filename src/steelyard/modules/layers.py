@@ -11,7 +11,7 @@ follows from its split; what all blocks share (positions, mask) is computed once
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.modules.router_loss import RouterLoss, router_loss_of
 from steelyard.plan.strategy import Remat
 
-Flow = Tensor | tuple[Tensor, ...]
+Flow: TypeAlias = Tensor | tuple[Tensor, ...]
 """What flows between layers."""
 
 
@@ -184,6 +184,7 @@ class HeadLayer(ChainLayer):
 
     def run(self, inputs: Flow, context: LayerContext) -> Tensor:
         """Projects and takes the cross entropy in fp32, as `transformers` does."""
+        assert context.labels_BS is not None, "what a head is trained on"
         logits = self.run_alone(self, inputs, context).float()
         loss = functional.cross_entropy(logits.flatten(0, -2), context.labels_BS.flatten(), reduction="sum")
         return (loss.to_local() if isinstance(loss, DTensor) else loss) / context.num_targets

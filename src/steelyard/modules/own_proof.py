@@ -9,6 +9,7 @@ threads, give what one gives: all that flows out, and the gradients of what flow
 import copy
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -225,10 +226,10 @@ def _divided(found: FoundSplit, number: int) -> OwnKind:
         )
     called = {p.removeprefix(f"{path}."): keyword for p, keyword in found.keywords.items() if p.startswith(f"{path}.")}
     reasons: list[str] = []
-    proof = None
+    proof: _BlockProof | None = None
     for styles in block_suppositions(block, called):
         proof = proof or _BlockProof(_with_values(model), number, layer)
-        reason = on_two_ranks(lambda mesh, styles=styles, proof=proof: proof(mesh, styles))
+        reason = on_two_ranks(partial(proof, styles=styles))
         if not reason:
             return kind.model_copy(
                 update={"styles": dict(styles), "no_tp": "", "tp_divides": tuple(_sizes(block, styles))}

@@ -219,7 +219,7 @@ def _split_of(seen: Seen, other: Seen, sample: Any, *, has_loss: bool) -> OwnSpl
         embedding=embedding,
         head=head,
         first_read=tuple((block, place) for _, block, place in flows[0]),
-        last_made=tuple((how, block, place) for how, block, place in flows[-1]),
+        last_made=tuple(("given" if how == "given" else "made", block, place) for how, block, place in flows[-1]),
         shared=shared,
         shared_entries=max((_entries(model, copies) for copies in shared), default=0),
     )

@@ -196,8 +196,8 @@ class BlockPiece:
         if self._encoder:
             return found, beside[0].view_as(beside[0])
         made = (each.made(names, outputs, found).contiguous() for each in self._makes)
-        beside = tuple(each.view_as(each) if each is found else each for each in made)
-        return (found, *beside) if beside else found
+        leaving = tuple(each.view_as(each) if each is found else each for each in made)
+        return (found, *leaving) if leaving else found
 
     def _arguments(self, side: BlockArguments, hidden: Tensor, beside: Sequence[Tensor]) -> BlockArguments:
         """All that the block is given."""
@@ -215,7 +215,7 @@ class BlockPiece:
             if stream.entry is None:
                 places, names = stream.reads.with_hidden((places, names), value)
             else:
-                mapping, key = names[stream.argument], stream.entry[0]
+                mapping, key = names[str(stream.argument)], stream.entry[0]
                 mapping[key] = (*mapping.get(key, ()), value)
         return places, names
 
@@ -240,5 +240,5 @@ def split_run(model: PreTrainedModel, split: ModelSplit, layer: int) -> Run:
         return HeadPiece(model, split)
     if not layer:
         return EmbeddingPiece(model, split)
-    steps = split.encoder and split.encoder.between_calls
+    steps = split.encoder.between_calls if split.encoder else None
     return DecoderEmbeddingPiece(model, split) if steps is None else CalledDecoderEmbedding(model, steps)

@@ -30,7 +30,7 @@ def _share_tables(blocks: Any) -> None:
     for path, first in blocks[0].named_modules():
         tables = {name: each for name, each in first._modules.items() if name.endswith("relative_attention_bias")}
         for block in blocks[1:] if tables else ():
-            attention = dict(block.named_modules()).get(path)
+            attention: Any = dict(block.named_modules()).get(path)
             if type(attention) is type(first) and vars(attention).get("has_relative_attention_bias") is False:
                 attention.has_relative_attention_bias = True
                 attention._modules |= tables

@@ -85,7 +85,8 @@ class Shell:
         What else reads ``ids`` reads where there are none the same, or one token beside features. The model has
         ``buffers`` in the place of its own, by their paths.
         """
-        device = (ids if first is None else first).device
+        read: Any = ids if first is None else first
+        device = read.device
         self.fill(device)
         for hole in self._holes:
             hole.become(dtype, device)
@@ -101,7 +102,7 @@ class Shell:
         for path, buffer in buffers.items():
             owner, _, name = path.rpartition(".")
             self.model.get_submodule(owner)._buffers[name] = buffer
-        if self._ids and ids is None:
+        if self._ids and ids is None and first is not None:
             ids = blank(None, len(first), 1, device) if first.is_floating_point() else first
         samples = given_samples(self._read, first)
         samples |= {self._ids: ids} if self._ids else {}

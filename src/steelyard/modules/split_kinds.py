@@ -118,7 +118,7 @@ def _key(
     return tuple(given)
 
 
-def _signatures(blocks: Sequence[nn.Module], places: Sequence[int]) -> list[tuple[Hashable, ...]]:
+def _signatures(blocks: Sequence[nn.Module], places: Sequence[int]) -> list[tuple[tuple[Any, ...], ...]]:
     """The structure of each block, without the numbers that say where it, or what it holds, stands among all."""
     found = [signature(each, places=True) for each in blocks]
     seen: dict[Hashable, dict[int, int]] = {}
@@ -127,7 +127,7 @@ def _signatures(blocks: Sequence[nn.Module], places: Sequence[int]) -> list[tupl
             seen.setdefault(part[:2], {})[block] = part[2]
     counting = {name for name, values in seen.items() if _is_counting(values)}
 
-    def without_places(parts: tuple[Hashable, ...], block: int) -> tuple[Hashable, ...]:
+    def without_places(parts: tuple[tuple[Any, ...], ...], block: int) -> tuple[tuple[Any, ...], ...]:
         return tuple(p for p in parts if not (_is_index(p) and (p[2] == block or p[:2] in counting)))
 
     return [without_places(parts, block) for block, parts in zip(places, found, strict=False)]

@@ -65,11 +65,11 @@ def split_and_structure(
     try:
         return _split_and_structure(full, folder)
     except InvalidModelError as error:
-        text = text_of(full) if isinstance(error.__cause__, ImportError) else None
-        if text is None:
+        cause = error.__cause__
+        if not isinstance(cause, ImportError) or (text := text_of(full)) is None:
             raise
         split, structure, small = _split_and_structure(text, folder)
-        lacking, *_ = first_line(error.__cause__).split(". ")  # behind which it says how to install that
+        lacking, *_ = first_line(cause).split(". ")  # behind which it says how to install that
         return split.model_copy(update={"text_alone": lacking}), structure, small
 
 
@@ -265,11 +265,12 @@ def _samples(chain: ModelChain, config: PreTrainedConfig, length: int, seed: int
     if chain.features:
         inputs = torch.randn((_SAMPLES, *chain.features.shape), generator=torch.Generator().manual_seed(seed))
         return inputs, fitting_tokens(ids, chain.features)
-    return ids, ids.flip(1) if chain.split.encoder else ids
+    return ids, ids.flip(1) if chain.split and chain.split.encoder else ids
 
 
 def _is_chain(chain: ModelChain, layers: Sequence[int]) -> bool:
     """Whether what flows out of each of these layers can flow into the next of them."""
+    assert chain.split is not None, "it is a split that is proved"
     if any(each.result is not None for each in chain.split.streams):
         return False
     alike = (chain.state_shapes(before, 1) == chain.state_shapes(after - 1, 1) for before, after in pairwise(layers))

@@ -101,7 +101,9 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
         embedding, between[0] = ends_by_use(seen, entering, embedding, between[0])
     encoder = _encoder_of(seen, calls, between[0]) if between else None
     streams = [] if read else all_streams(seen, first_call, keeps_results=keeps_results)
-    streams = [*streams_past_a_tower(*seen.chains.values(), first_call)] if task is Task.IMAGE_TEXT else streams
+    if task is Task.IMAGE_TEXT:
+        tower, of_text = seen.chains.values()
+        streams = [*streams_past_a_tower(tower, of_text, first_call)]
     lengths = {} if image else state_lengths(seen, calls)
     hidden = [first_call.hidden((seen.chains[first][0].places, seen.chains[first][0].names))]
     hidden += [each.result_of(one.outputs) for path, each in calls.items() for one in seen.chains[path]]

@@ -5,7 +5,8 @@ same shapes and types, and the same settings (whatever numbers, texts and switch
 only say where a layer stands.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +15,7 @@ _PLACES = frozenset({"layer_idx", "layer_type", "sliding_window", "is_sliding", 
 _INTERNAL = frozenset({"training", "call_super_init", "dump_patches", "gradient_checkpointing", "drop_prob"})
 
 
-def signature(module: nn.Module, *, places: bool = False) -> tuple[Hashable, ...]:
+def signature(module: nn.Module, *, places: bool = False) -> tuple[tuple[Any, ...], ...]:
     """Equal for modules that do the same work on inputs of the same shape.
 
     ``places`` tells apart what only says where a layer stands or what it attends to.
@@ -22,7 +23,7 @@ def signature(module: nn.Module, *, places: bool = False) -> tuple[Hashable, ...
     return tuple(_parts(module, _INTERNAL if places else _PLACES | _INTERNAL))
 
 
-def _parts(module: nn.Module, left_out: frozenset[str]) -> Iterator[Hashable]:
+def _parts(module: nn.Module, left_out: frozenset[str]) -> Iterator[tuple[Any, ...]]:
     for path, owner in module.named_modules():
         yield path, type(owner).__module__, type(owner).__qualname__
         for name, value in sorted(vars(owner).items()):

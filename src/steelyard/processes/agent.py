@@ -63,12 +63,12 @@ def main(start_process: Callable[..., Any] = start_in_this_session) -> None:
         "1"  # else processes meet the addresses of those before a restart
     )
     rendezvous.get_free_port = free_port
-    SubprocessHandler._popen = start_process  # type: ignore[method-assign]
-    torchrun.DefaultLogsSpecs = QuietLogs  # type: ignore[misc]
+    SubprocessHandler._popen = start_process
+    torchrun.DefaultLogsSpecs = QuietLogs
     if RESTARTS_VARIABLE in os.environ:
         from steelyard.processes.elastic import ElasticAgent
 
-        launcher.LocalElasticAgent = ElasticAgent  # type: ignore[misc]
+        launcher.LocalElasticAgent = ElasticAgent
     end_process(_run(sys.argv[1:]))
 
 

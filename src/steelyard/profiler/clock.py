@@ -19,7 +19,7 @@ class Stopwatch:
     def mark(self) -> None:
         """Ends the lap before and begins the next."""
         if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._events.append(event)
         else:

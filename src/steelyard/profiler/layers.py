@@ -197,7 +197,7 @@ def times_of(short: ShortChain, rounds: Sequence[Laps]) -> dict[str, tuple[Measu
     times = {key: _times_by_kind(short, [row for each in rounds for row in each[key]], key[1]) for key in rounds[0]}
     counts = sorted({count for count, _ in times})
     plain = {count: times[count, Remat.NONE] for count in counts}
-    added = {
+    added: dict[Remat, float] = {
         remat: _added_share({kind: plain[count][kind] for kind in slower}, slower)
         for (count, remat), slower in times.items()
         if remat is not Remat.NONE and slower

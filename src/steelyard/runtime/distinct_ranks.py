@@ -80,7 +80,8 @@ def _cut_of_experts(shape: tuple[int, ...], strategy: Strategy) -> int | None:
 def _uneven_shares(layers: dict[tuple[int, Strategy], None], dims: dict[int, _Dims], place: int) -> Iterator[int]:
     """Entries of each dim that does not divide evenly which the rank at ``place`` in its stage holds."""
     for kind, strategy in layers:
-        for own in sorted({_cut_of_experts(shape, strategy) for shape in dims[kind].experts} - {None}):
+        cuts = {_cut_of_experts(shape, strategy) for shape in dims[kind].experts}
+        for own in sorted(each for each in cuts if each is not None):
             chunk = -(-own // strategy.expert_state_shards)
             yield min(max(own - chunk * _shard_of(strategy, strategy.expert_state_axes[1], place), 0), chunk)
         for whole in sorted(dims[kind].first):

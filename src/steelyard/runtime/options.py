@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -27,7 +28,12 @@ def parse_yes(text: str) -> bool:
 
 
 def _option(
-    default: Any, help_text: str, kind: type = float, *, least: float | None = None, most: float = MOST_STEPS
+    default: Any,
+    help_text: str,
+    kind: Callable[[str], Any] = float,
+    *,
+    least: float | None = None,
+    most: float = MOST_STEPS,
 ) -> Any:
     return field(default=default, metadata={"help": help_text, "kind": kind, "least": least, "most": most})
 

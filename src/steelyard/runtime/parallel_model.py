@@ -190,6 +190,7 @@ class ParallelModel:
     def _deal_out(self, read: Callable[[list[int]], Any]) -> None:
         """Gives every layer of a user's own module the samples that this rank has there, microbatch by microbatch."""
         own, count = self.chain.own, self.plan.num_microbatches
+        assert own is not None, "asked for a user's own module alone"
         found: dict[tuple[int, ...], Any] = {}
         for chunk in self.chunks:
             chunk.batches = [{} for _ in range(count)]

@@ -51,6 +51,8 @@ class PipelinePart(PipelineStage):
     the step ends.
     """
 
+    device: torch.device
+
     def __init__(
         self,
         module: nn.Module,

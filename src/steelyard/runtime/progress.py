@@ -121,12 +121,15 @@ def model_flop_utilisation(plan: Plan, step_s: float) -> float | None:
 def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_done: int) -> Iterator[Step]:
     """Passes the steps on and reports each; ``num_done`` steps were trained by an earlier run, which this continues."""
     task = plan.chain().family.task
-    words = {"counts_tokens": task.reads_text, "samples": "samples" if task is Task.OWN else "images"}
+    samples = "samples" if task is Task.OWN else "images"
     with ExitStack() as stack:
         sinks = [stack.enter_context(sink) for sink in _sinks(options, resumes=num_done > 0)]
         for number, step in enumerate(steps, start=num_done + 1):
             metrics = step_metrics(number, step, plan)
-            _show(metrics.line(options.steps, **words), is_last=number == options.steps)
+            _show(
+                metrics.line(options.steps, counts_tokens=task.reads_text, samples=samples),
+                is_last=number == options.steps,
+            )
             for sink in sinks:
                 sink(metrics)
             yield step

@@ -81,7 +81,8 @@ class LayerLoop(nn.Module):
 
         ``dropout_seed`` is of this step and microbatch.
         """
-        hidden, current, statistics = inputs, self._incoming, []
+        hidden, current = inputs, self._incoming
+        statistics: list[Tensor] = []
         for (name, layer), wanted, share in zip(
             self.layers.items(), self._placements, self._dropout_shares, strict=True
         ):
@@ -145,7 +146,7 @@ class StageModule(nn.Module):
         self._backwards_to_go = 0
         self._dropout_seed: tuple[int, ...] = ()
         self._forwards_done = 0
-        self.batches: list[Mapping[int, OwnBatch]] = []
+        self.batches: list[dict[int, OwnBatch]] = []
         """For every microbatch of a step, what layers of a user's own module read; set before the step."""
 
     @property

@@ -182,11 +182,11 @@ class OpCounter(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         looks = look(func, args, kwargs)
-        seen = self._seen.find(looks[0]) if looks is not None else None
+        seen, tensors = (None, []) if looks is None else (self._seen.find(looks[0]), looks[1])
         if _is_bookkeeping(func):
-            return seen.again(looks[1]) if seen is not None else func(*args, **kwargs)
+            return seen.again(tensors) if seen is not None else func(*args, **kwargs)
         if seen is not None:
-            out, effect = seen.again(looks[1]), seen.note
+            out, effect = seen.again(tensors), seen.note
         else:
             out, effect = self._run(func, args, kwargs, looks)
         self.counts.add(effect)
@@ -314,10 +314,6 @@ _FILLING_OPERATIONS = {aten.new_zeros, aten.new_ones, aten.new_full, aten.zeros_
 """Operations that are given a tensor for its shape or type alone, and read nothing of it."""
 
 
-def _is_causal(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an attention kernel computes one half of the square alone."""
-
-
 def _seen_products(packet: Any, args: tuple[Any, ...], out: Any) -> tuple[SeenProduct, ...]:
     """The shapes of what an operation multiplies: none of a convolution."""
     if packet is torch.ops.steelyard.grouped_mm:
@@ -357,6 +353,7 @@ def _seen_attention(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _is_causal(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an attention kernel computes one half of the square alone."""
     position = _ATTENTION_CAUSAL_ARGUMENT[packet]
     return bool(kwargs.get("is_causal", args[position] if len(args) > position else False))
 

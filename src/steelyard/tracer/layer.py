@@ -235,14 +235,14 @@ def side_inputs(setting: LayerSetting, layer: ChainLayer) -> SideInputs:
 def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int, side: SideInputs) -> CountedLayer:
     """Runs a `fake_layer` once forward and backward, with its `side_inputs`."""
     context, flow = _inputs(setting, samples, side)
-    reads_labels = setting.role is LayerRole.HEAD and context.labels_BS is not None
+    labels = context.labels_BS if setting.role is LayerRole.HEAD else None
     beside = [each for part in getattr(layer.run_alone, "beside", ()) for each in part.buffers()]
     return count_passes(
         layer,
         lambda: tensors_of(layer(flow, context)),
         inputs=tensors_of(flow),
         constants=[*side.tensors(), *_samples_of(setting, context), *beside],
-        label_bytes=context.labels_BS.nbytes if reads_labels else 0,
+        label_bytes=0 if labels is None else labels.nbytes,
         all_inputs=not setting.chain.kind_of(setting.layer).needs_gradient,
         seen=setting.seen,
     )
@@ -329,10 +329,9 @@ def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[Laye
     if setting.layer == 0:
         return context, first.to(setting.dtype) if first.is_floating_point() else first
     parts = setting.strategy.sequence_degree
-    shapes = (
+    shapes = [
         (shape[0] // parts, *shape[1:]) if parts > 1 else shape for shape in chain.read_shapes(setting.layer, seq_len)
-    )
-    shapes = tuple(shapes)
+    ]
     types = chain.read_types(setting.layer)
     needed = chain.kind_of(setting.layer).needs_gradient or tuple(not whole for whole in types)
     streams = (

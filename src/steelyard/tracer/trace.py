@@ -24,9 +24,10 @@ from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
+from steelyard.profiles.part import Affine
 from steelyard.profiles.profile import (
-    Affine,
     CollectiveCount,
+    CollectiveKind,
     LayerProfile,
     Profile,
     ProfileIdentity,
@@ -197,7 +198,7 @@ def _repeated_bytes(counts: OpCounts, queries_of_a_key: float) -> float:
 
 def _recomputation(remat: Remat, observations: list[Observation], line: _Line) -> Recomputation:
     return Recomputation(
-        remat=remat.value,
+        remat="full" if remat is Remat.FULL else "selective",
         work=_work(lambda o: o.recomputed[remat].work, observations, line),
         collectives=_collectives(lambda o: o.recomputed[remat].work, observations, line),
         saved_bytes=line(lambda o: o.recomputed[remat].saved_bytes),
@@ -220,11 +221,10 @@ def _work(direction: _Direction, observations: list[Observation], line: _Line) -
 
 
 def _collectives(direction: _Direction, observations: list[Observation], line: _Line) -> tuple[CollectiveCount, ...]:
+    def num_bytes(kind: CollectiveKind) -> Affine:
+        return line(lambda o: sum(direction(o).collectives[kind]))
+
     return tuple(
-        CollectiveCount(
-            kind=kind,
-            count=len(calls),
-            tensor_bytes=line(lambda o, kind=kind: sum(direction(o).collectives[kind])),
-        )
+        CollectiveCount(kind=kind, count=len(calls), tensor_bytes=num_bytes(kind))
         for kind, calls in sorted(direction(observations[0]).collectives.items())
     )

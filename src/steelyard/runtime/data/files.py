@@ -22,7 +22,11 @@ from steelyard.errors import InvalidDataError
 TOKEN_SUFFIXES = (".npy", ".bin")
 NUM_BYTE_TOKENS = 256
 _MOST_UINT16_TOKENS = 1 << 16
-_NAMED_TYPES = {".uint8": np.dtype("<u1"), ".uint16": np.dtype("<u2"), ".uint32": np.dtype("<u4")}
+_NAMED_TYPES: dict[str, np.dtype[np.integer]] = {
+    ".uint8": np.dtype("<u1"),
+    ".uint16": np.dtype("<u2"),
+    ".uint32": np.dtype("<u4"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
