@@ -1,10 +1,11 @@
 # make demo   set-up, then the whole product on CPU processes: profile, plan, train, compare
-# make test   set-up, then everything that CI checks
-# make quick  the part of the tests that starts no processes and whose tests take less than a second each
+# make lint   set-up, then format, lint, strict types, and the layers of imports
+# make test   set-up, then all tests but those of every night: of many types of models a sample stands for all
+# make quick  the part of these that starts no processes and whose tests take less than a second each
 # make traces  how packaged models split, and their traces: what is missing or out of date
 # make gpu    the cost model against one GPU, ten minutes or less; fails where there is none
 # make fuzz   CASES damaged files and commands (100,000), from SEED (by the clock); those that end badly are kept
-# make nightly  make fuzz, then the quick tests with other examples than make test, and more of them
+# make nightly  make fuzz, the types of models that make test leaves out, and the quick tests with other examples
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,19 +16,28 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # tests/conftest.py, long ones first; xdist's own puts files of few tests last, which are the long ones.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
+# torchtitan with what reading its configuration takes; it depends on far more, which no test of ours needs.
+TORCHTITAN := torchtitan tyro spmd_types docstring-parser typeguard shtab
+
 CASES ?= 100000
 SEED ?= $(shell date +%s)
 
-.PHONY: demo test quick traces gpu fuzz nightly clean
+.PHONY: demo lint test quick traces gpu fuzz nightly clean
 
 demo: $(VENV)/installed
 	$(BIN)/steelyard demo
 
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(WORKERS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not nightly"
 
 quick: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(WORKERS) -m "not processes and not slow"
+	$(BIN)/python -m pytest $(WORKERS) -m "not processes and not slow and not nightly"
 
 traces: $(VENV)/installed
 	$(BIN)/python -m steelyard.tracer.package --jobs 2
@@ -39,7 +49,8 @@ fuzz: $(VENV)/installed-dev
 	$(BIN)/python -m tests.damage --cases $(CASES) --seed $(SEED) --keep .damage
 
 nightly: fuzz
-	$(BIN)/python -m pytest $(WORKERS) -m "not processes and not slow" --hypothesis-profile nightly
+	$(BIN)/python -m pytest $(WORKERS) -m nightly
+	$(BIN)/python -m pytest $(WORKERS) -m "not processes and not slow and not nightly" --hypothesis-profile nightly
 
 # torch goes first and alone: pip then takes the one build that the constraints name.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -50,6 +61,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) --editable ".[dev]"
+	$(PIP) --no-deps $(TORCHTITAN)
 	touch $@
 
 clean:

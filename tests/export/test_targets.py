@@ -24,6 +24,7 @@ from steelyard.plan.file import parse_value
 from steelyard.plan.plan import InvalidPlanError, Plan, PlanModel
 from steelyard.plan.strategy import parse_strategy
 from tests.export.examples import divided_experts, exported, mixed, text_of, uneven_pipeline, uniform
+from tests.processes.warm import HANG_LIMIT_S
 
 KNOWN = Path(__file__).parent / "known"
 FSDP = uniform("fsdp8", devices=8, remat="full")
@@ -473,7 +474,11 @@ def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(text_of(FSDP, "deepspeed", ".json"))
     finished = subprocess.run(
-        [sys.executable, "-c", DEEPSPEED_CHECK, str(path)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", DEEPSPEED_CHECK, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_LIMIT_S,
     )
     assert "3 4 2" in finished.stdout.splitlines(), finished.stderr
 

@@ -16,10 +16,11 @@ from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import parse_strategy
 from tests.runtime.family_chain import chain_of, length_of, loss_of_chain, loss_of_model
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
+from tests.sample import FAMILIES, sampled
 
 pytestmark = pytest.mark.slow
 
-families = pytest.mark.parametrize("name", FAMILY_CONFIGS)
+families = pytest.mark.parametrize("name", sampled(FAMILY_CONFIGS, FAMILIES))
 
 
 @families
@@ -48,7 +49,7 @@ def test_the_layers_hold_every_parameter_once_and_shared_ones_once_more_for_each
     assert held == whole + copies
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILY_CONFIGS if name != "swin"])
+@pytest.mark.parametrize("name", sampled([name for name in FAMILY_CONFIGS if name != "swin"], FAMILIES))
 def test_the_declared_kinds_are_those_of_the_structure(name):
     """Which blocks of Swin shift their windows a forward pass decides."""
     chain = chain_of(name)
@@ -94,7 +95,7 @@ KEYS_WITH_DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", KEYS_WITH_DEFAULTS)
+@pytest.mark.parametrize("name", sampled(KEYS_WITH_DEFAULTS, ("mistral", "qwen3_moe", "gemma3_text")))
 def test_a_config_without_key_value_heads_has_those_that_transformers_takes(name):
     key, expected = KEYS_WITH_DEFAULTS[name]
     config = {**FAMILY_CONFIGS[name], "num_attention_heads": 32, "hidden_size": 64}

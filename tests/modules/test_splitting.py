@@ -40,6 +40,7 @@ from steelyard.tracer.trace import trace
 from tests.modules.split_configs import OTHERWISE_CONFIGS, SPLIT_CONFIGS, split_config
 from tests.runtime.family_cases import SPLITS
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
+from tests.sample import TYPES, sampled
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def split_of(model_type: str) -> ModelSplit:
     return _found[model_type]
 
 
-@pytest.mark.parametrize("model_type", SPLIT_CONFIGS)
+@pytest.mark.parametrize("model_type", sampled(SPLIT_CONFIGS, TYPES))
 def test_a_type_without_a_family_splits_into_pieces_that_are_the_whole(model_type: str) -> None:
     split = split_of(model_type)
     assert len(split.layers) == 4
@@ -174,7 +175,7 @@ def test_why_a_kind_cannot_be_divided_is_kept(monkeypatch: pytest.MonkeyPatch) -
     assert "raises" in split_model("stablelm", config).kinds[1].no_tp
 
 
-@pytest.mark.parametrize("model_type", SPLIT_CONFIGS)
+@pytest.mark.parametrize("model_type", sampled(SPLIT_CONFIGS, TYPES))
 def test_every_kind_of_block_is_divided_between_two_ranks(model_type: str) -> None:
     assert [kind.no_tp for kind in split_of(model_type).kinds[1:-1] if kind.no_tp] == []
 

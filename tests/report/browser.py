@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.processes.warm import HANG_LIMIT_S
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
 MISSING = "no chromium and chromedriver on this machine"
@@ -27,7 +29,6 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
 )
-START_S = 30.0
 
 
 class Browser:
@@ -59,7 +60,7 @@ class Browser:
             self._request("DELETE", self._session, None)
         finally:
             self._process.terminate()
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=HANG_LIMIT_S)
 
     def open(
         self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False, script: bool = True
@@ -93,7 +94,7 @@ class Browser:
         path.write_bytes(base64.b64decode(found["data"]))
 
     def _wait_for_driver(self) -> None:
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + HANG_LIMIT_S
         while True:
             try:
                 self._request("GET", "/status", None)
@@ -101,6 +102,7 @@ class Browser:
             except OSError:
                 if time.monotonic() > deadline:
                     self._process.kill()
+                    self._process.wait()
                     raise
                 time.sleep(0.1)
 
@@ -111,7 +113,7 @@ class Browser:
         data = None if content is None else json.dumps(content).encode()
         request = urllib.request.Request(self._address + path, data=data, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=HANG_LIMIT_S) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             raise AssertionError(error.read().decode()) from error

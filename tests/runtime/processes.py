@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -32,9 +32,9 @@ def run_ranks(function: str, num_processes: int, folder: Path) -> Any:
     return run_module("tests.runtime.processes", function, num_processes, result=folder / "result.json")
 
 
-def run_parity(cases: str, result: Path) -> dict[str, dict[str, Any]]:
-    """What `tests.runtime.worker` finds for a module of cases, by the name of the case."""
-    found: dict[str, dict[str, Any]] = run_module("tests.runtime.worker", cases, result=result)
+def run_parity(cases: str, result: Path, names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """What `tests.runtime.worker` finds for a module of cases, all of them or those of these names."""
+    found: dict[str, dict[str, Any]] = run_module("tests.runtime.worker", cases, json.dumps(names), result=result)
     return found
 
 

@@ -9,16 +9,27 @@ from tests.runtime.cases import CASES as CASES_OF_EIGHT
 from tests.runtime.family_cases import CASES, SPLITS
 from tests.runtime.models import FAMILY_CONFIGS
 from tests.runtime.processes import run_parity
+from tests.sample import asked, sampled
 
 pytestmark = pytest.mark.processes
 
 EXACT = [name for name, case in CASES.items() if case.precision == "fp32"]
+NIGHTLY = {
+    *("qwen2, two stages", "gpt_neox, two stages", "deepseek_v3, two stages", "vit, two stages"),
+    *("gpt2, two stages", "gemma2, two stages", "mixtral, two stages", "bert, two stages", "t5, two stages"),
+    *("swin, two stages", "cohere2 without a family, two stages", "shared key-value heads, two stages"),
+    *("qwen3, one stage", "mistral with a sliding window, one stage", "gemma, one stage"),
+    *("bart without a family, one stage"),
+}
+"""Their models stay under another division, gemma as gemma2: those of two stages in one, or in two in bf16."""
+SAMPLE = [name for name in CASES if name not in NIGHTLY]
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run_parity("tests.runtime.family_cases", tmp_path_factory.mktemp("families") / "result.json")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    result = tmp_path_factory.mktemp("families") / "result.json"
+    return run_parity("tests.runtime.family_cases", result, asked(request))
 
 
 def test_every_family_is_compared_and_models_without_one() -> None:
@@ -26,26 +37,26 @@ def test_every_family_is_compared_and_models_without_one() -> None:
     assert compared == {config["model_type"] for config in FAMILY_CONFIGS.values()} | {*SPLITS}
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", sampled(EXACT, SAMPLE))
 def test_losses_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
     found = results[name]
     assert found["losses"] == pytest.approx(found["expected_losses"], rel=LOSS_TOLERANCE)
     assert found["same_loss_on_all_ranks"]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", sampled(EXACT, SAMPLE))
 def test_gradients_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
     assert results[name]["gradient_error"] < GRADIENT_TOLERANCE, results[name]["gradient_tensor"]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", sampled(EXACT, SAMPLE))
 def test_norms_and_weights_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
     found = results[name]
     assert found["norms"] == pytest.approx(found["expected_norms"], rel=LOSS_TOLERANCE)
     assert found["weight_error"] < GRADIENT_TOLERANCE
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, SAMPLE))
 def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[str, Any]], name: str) -> None:
     assert results[name]["strategies"] == [str(strategy) for strategy in CASES[name].plan.strategies]
 

@@ -14,6 +14,7 @@ from steelyard.processes.start import run_processes
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime.options import TrainOptions
 from tests.processes.forking_agent import fork_ranks
+from tests.processes.warm import HANG_LIMIT_S
 from tests.runtime.models import CONFIGS, make_plan
 
 pytestmark = pytest.mark.processes
@@ -28,7 +29,9 @@ def run(folder: Path, patch: pytest.MonkeyPatch, faults: str, plan: Plan | None 
         plan = make_plan(SMALL, "fsdp2, fsdp2, tp2, fsdp2", num_devices=2, global_batch=4, num_microbatches=2)
     write_plan(plan, folder / "plan.json")
     np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 5_000).astype(np.uint16))
-    options = TrainOptions(steps=12, slow_share=3.0, slow_steps=4, record=folder / "record.json", timeout_s=60, **more)
+    options = TrainOptions(
+        steps=12, slow_share=3.0, slow_steps=4, record=folder / "record.json", timeout_s=HANG_LIMIT_S, **more
+    )
     arguments = [faults, str(folder / "plan.json"), "--data", str(folder / "tokens.npy"), *options.arguments()]
     run_processes("tests.runtime.faulty_train", arguments, num_processes=plan.num_devices)
     return RunRecord.model_validate_json((folder / "record.json").read_text())

@@ -38,6 +38,7 @@ from tests.modules.split_configs import split_config
 from tests.runtime.family_cases import SPLITS
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import one_process
+from tests.sample import FAMILIES, sampled
 
 SOME = "model.layers.0.mlp.up_proj.weight"
 
@@ -102,7 +103,7 @@ def test_every_parameter_is_read(saved: Path, path: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+@pytest.mark.parametrize("name", sampled(FAMILY_CONFIGS, FAMILIES))
 def test_transformers_own_files_are_read_for_every_family(tmp_path: Path, name: str) -> None:
     chain = chain_from_config(FAMILY_CONFIGS[name], name=name)
     saved = getattr(transformers, chain.family.task.auto_class).from_config(hub_config(chain))

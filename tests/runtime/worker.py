@@ -1,7 +1,7 @@
 """Processes that run every case of a module of cases and write what they found as JSON.
 
-``python -m tests.runtime.worker MODULE RESULT.json``. One process trains the unmodified model without a plan first; the
-others compare with what it wrote.
+``python -m tests.runtime.worker MODULE NAMES RESULT.json`` with a JSON list of the names of some cases, or of none for
+all. One process trains the unmodified model without a plan first; the others compare with what it wrote.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -111,9 +111,10 @@ def run_rank(rank: int, folder: Path, cases: Cases) -> None:
 # processes
 
 
-def main(module: str, result: Path) -> None:
+def main(module: str, names: Sequence[str], result: Path) -> None:
     torch.set_num_threads(1)
     cases: Cases = importlib.import_module(module).CASES
+    cases = {name: case for name, case in cases.items() if name in names} if names else cases
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         import_models(cases)
@@ -140,4 +141,4 @@ def _batches(cases: Cases) -> Iterator[Cases]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]))

@@ -9,13 +9,14 @@ from steelyard.modules.build import build_meta_model, layer_modules, prepare_mod
 from steelyard.tracer.trace import trace
 from tests.runtime.family_chain import chain_of, length_of
 from tests.runtime.models import FAMILY_CONFIGS
+from tests.sample import FAMILIES, sampled
 from tests.shapes import tp_shape
 from tests.tracer.traces import DIVIDED
 from tests.tracer.traces import traced_family as traced
 
 pytestmark = pytest.mark.slow
 
-families = pytest.mark.parametrize("name", FAMILY_CONFIGS)
+families = pytest.mark.parametrize("name", sampled(FAMILY_CONFIGS, FAMILIES))
 
 
 @cache

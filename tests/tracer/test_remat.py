@@ -12,7 +12,7 @@ from steelyard.profiles.profile import LayerProfile, Recomputation
 from steelyard.tracer.layer import LayerSetting, fake_layer, fake_world, observe, run_layer, side_inputs
 from tests.shapes import tp_shape
 from tests.tracer.examples import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SEQ_LEN
-from tests.tracer.traces import FAMILIES, traced
+from tests.tracer.traces import FAMILIES, known, traced
 
 SETTINGS = [(family, tp, sp) for family in FAMILIES for tp, sp in ((1, False), (2, False), (2, True))]
 settings = pytest.mark.parametrize(("family", "tp", "sp"), SETTINGS)
@@ -101,7 +101,7 @@ def test_selective_is_for_blocks(kind: str) -> None:
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
 def test_full_is_what_a_real_checkpoint_repeats_and_bounds_what_it_holds(kind: str, tp: int, sp: bool) -> None:
     """The tracer derives full remat from the run without remat; here the layer is run under it."""
-    chain = FAMILIES["llama"]
+    chain = known("llama")
     index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[kind]
     with fake_world(tp) as mesh:
         model = build_meta_model(chain)
@@ -126,7 +126,7 @@ def test_full_is_what_a_real_checkpoint_repeats_and_bounds_what_it_holds(kind: s
 def test_under_selective_a_real_block_computes_the_same_gradients() -> None:
     """On real tensors: what is computed again is what was there."""
     torch.manual_seed(0)
-    chain = FAMILIES["llama"]
+    chain = known("llama")
     model = build_model(chain, seed=0)
     side = side_inputs_of([build_layer(model, chain, 1, Remat.NONE)], model, chain, torch.device("cpu"))
     context = LayerContext(side=side(SEQ_LEN, torch.float32, torch.device("cpu")), config=model.config)

@@ -21,7 +21,7 @@ from steelyard.tracer.layer import LayerSetting, fake_world, observe
 from steelyard.tracer.trace import trace
 from tests.shapes import tp_shape
 from tests.tracer.examples import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SEQ_LEN, VOCAB, llama
-from tests.tracer.traces import FAMILIES, traced
+from tests.tracer.traces import FAMILIES, known, traced
 
 families = pytest.mark.parametrize("family", FAMILIES)
 KINDS = ("embedding", "block", "head")
@@ -38,7 +38,7 @@ def layer(family: str, kind: str, tp: int = 1, *, sp: bool = False, precision: P
 
 @cache
 def real_params(family: str) -> dict[str, int]:
-    chain = FAMILIES[family]
+    chain = known(family)
     model = build_model(chain, seed=0)
     return {
         chain.kind_of(index).name: sum(
@@ -124,7 +124,7 @@ def test_tp_divides_the_matrices_and_keeps_the_norms_whole(tp: int, kind: str) -
 @sequence_parallel
 def test_a_trace_is_affine_in_the_samples(family: str, kind: str, sp: bool) -> None:
     """The line through 2 and 8 samples meets a third size: exactly, or from above where it is of a maximum."""
-    chain = FAMILIES[family]
+    chain = known(family)
     index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[kind]
     with fake_world(2) as mesh:
         model = build_meta_model(chain)
@@ -211,7 +211,7 @@ def test_tracing_inside_a_process_group_is_an_error() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         with pytest.raises(InvalidProfileError, match="process group"):
-            trace(FAMILIES["llama"], seq_len=SEQ_LEN, precision="bf16", degrees=[1])
+            trace(known("llama"), seq_len=SEQ_LEN, precision="bf16", degrees=[1])
     finally:
         dist.destroy_process_group()
 
@@ -269,7 +269,7 @@ def test_full_remat_keeps_the_hidden_state_alone() -> None:
 @families
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_saved_bytes_are_the_storages_that_a_real_layer_packs(family: str, precision: Precision) -> None:
-    block, context, inputs = _real_block(FAMILIES[family], precision)
+    block, context, inputs = _real_block(known(family), precision)
     ignored = {tensor.untyped_storage()._cdata for tensor in _constants(block, context)}
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -291,7 +291,7 @@ def test_saved_bytes_are_the_storages_that_a_real_layer_packs(family: str, preci
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_working_memory_is_that_of_a_real_layer(family: str, precision: Precision) -> None:
     """The peak of live storages beyond saved ones, parameters and gradients, seen while real tensors are computed."""
-    block, context, inputs = _real_block(FAMILIES[family], precision)
+    block, context, inputs = _real_block(known(family), precision)
     counter = OpCounter()
     counter.ignore(_constants(block, context))
     counter.watch([inputs])

@@ -15,6 +15,7 @@ from steelyard.modules.layers import build_layer
 from steelyard.plan.strategy import Remat
 from tests.runtime.models import FAMILY_CONFIGS
 from tests.runtime.processes import one_process
+from tests.sample import FAMILIES, sampled
 
 CAUSAL = (
     *("llama", "qwen2", "qwen3", "gemma", "mistral", "gpt_neox", "gpt2", "gemma3_text", "mixtral", "qwen3_moe"),
@@ -30,7 +31,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", sampled(CAUSAL, FAMILIES))
 def test_every_layer_of_a_causal_family_can_be_under_cp(mesh: DeviceMesh, name: str) -> None:
     chain = chain_from_config(FAMILY_CONFIGS[name], name=name)
     model = build_meta_model(chain)
@@ -49,7 +50,7 @@ def test_only_ulysses_reads_the_mask_of_the_whole_sequence(mesh: DeviceMesh, met
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NOT_CAUSAL)
+@pytest.mark.parametrize("name", sampled(NOT_CAUSAL, FAMILIES))
 def test_every_layer_of_another_family_is_refused(mesh: DeviceMesh, name: str) -> None:
     chain = chain_from_config(FAMILY_CONFIGS[name], name=name)
     model = build_meta_model(chain)

@@ -1,0 +1,31 @@
+"""Of many like cases those that `make test` tries; the others are marked for `make nightly`, which tries them all.
+
+A sample is chosen by structure: whatever a case that is left out has, one that stays has, too.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+FAMILIES = ("llama", "gpt_neox", "gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "bert", "vit", "t5", "swin")
+"""Of `tests.runtime.models.FAMILY_CONFIGS`: heads that share keys, one matrix for queries and keys, transposed ones and
+a table of positions, windows and a tied head, experts, latent attention, no mask, images, an encoder, and stages."""
+TYPES = (
+    *("qwen3_next", "opt", "rembert", "granite", "bloom", "cohere2", "biogpt", "helium", "glm4", "apertus", "xglm"),
+    *("phi3", "olmo2", "starcoder2", "stablelm", "mamba", "qwen2_moe", "deepseek_v2", "gpt_oss"),
+)
+"""Of `tests.modules.split_configs.SPLIT_CONFIGS`: the first line has every field, style, operation and reason that the
+splits of all have; the second is split for other tests anyway, or has experts or attention of its own kind."""
+
+
+def sampled(names: Iterable[str], sample: Collection[str]) -> list[Any]:
+    """The names as parameters of a test."""
+    return [name if name in sample else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
+def asked(request: pytest.FixtureRequest, parameter: str = "name") -> list[str]:
+    """The values of a parameter in the tests of the module that are to run: what a launch for all of them must try."""
+    items = [item for item in request.session.items if item.path == request.path]
+    given = [getattr(item, "callspec").params for item in items if hasattr(item, "callspec")]  # noqa: B009
+    return list(dict.fromkeys(params[parameter] for params in given if parameter in params))
