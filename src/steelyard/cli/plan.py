@@ -45,11 +45,11 @@ from steelyard.cli.plan_options import (
     WhichSpace,
     ZeroStages,
     decisions_of,
+    runs_of,
 )
 from steelyard.cli.progress import progress
 from steelyard.cli.words import check_choice, check_precision, parse_image_size, parse_size
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
-from steelyard.errors import UserError
 from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.output import command
 from steelyard.plan.file import write_plan
@@ -109,7 +109,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits. No GPU needed."""
-    runs = _runs(calibrate_by, context.args)
+    runs = runs_of(calibrate_by, context.args)
     decisions = decisions_of(
         max_tp=max_tp,
         stages=stages,
@@ -168,18 +168,6 @@ def plan(
         print_json(result.plan)
     else:
         _print_plan(result.plan, output, top, builder=("--builder", model) if own else ())
-
-
-def _runs(named: Sequence[Path] | None, words: Sequence[str]) -> tuple[Path, ...]:
-    """The runs of ``--calibrate a b c``; raises `UserError` for words that belong to nothing."""
-    if words and not named:
-        raise UserError(
-            field="plan",
-            found=f"{' '.join(words)!r} behind the model",
-            expected="one model, and options",
-            hint="runs stand after --calibrate, as in --calibrate first.json second.json",
-        )
-    return (*(named or ()), *map(Path, words))
 
 
 def _assumed_batch(request: PlanRequest) -> list[str]:

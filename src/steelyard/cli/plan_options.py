@@ -1,5 +1,6 @@
 """Options of ``steelyard plan`` alone, and the decisions that they add up to."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from steelyard.cli.options import tried
 from steelyard.cli.words import check_choice, check_choices
+from steelyard.errors import UserError
 from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_PRICE
 from steelyard.plan.decisions import Decisions, Partition, Space
 from steelyard.plan.strategy import Remat
@@ -145,3 +147,15 @@ def decisions_of(
         space=None if chosen_space == "full" else chosen_space,
         partition=None if chosen_partition == "exact" else chosen_partition,
     )
+
+
+def runs_of(named: Sequence[Path] | None, words: Sequence[str]) -> tuple[Path, ...]:
+    """Return the runs of ``--calibrate a b c``; raises `UserError` for words that belong to nothing."""
+    if words and not named:
+        raise UserError(
+            field="plan",
+            found=f"{' '.join(words)!r} behind the model",
+            expected="one model, and options",
+            hint="runs stand after --calibrate, as in --calibrate first.json second.json",
+        )
+    return (*(named or ()), *map(Path, words))
