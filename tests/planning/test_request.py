@@ -98,6 +98,14 @@ OTHERWISE = {
 """What `find_plan` has no argument for."""
 
 
+SLOW = ("uneven experts", "the longest sequence")
+"""Those whose model is traced for seconds."""
+
+
+def cases(asked: dict[str, Asked]) -> list[Any]:
+    return [pytest.param(each, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, each in asked.items()]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of models, of a measured profile and of a measured run."""
@@ -141,7 +149,7 @@ def called(asked: Asked, folder: Path) -> dict[str, Any]:
     return {name: at(folder, value) for name, value in asked.called.items()}
 
 
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("asked", cases(ASKED))
 def test_the_shell_and_python_get_the_same_file(asked: Asked, folder: Path, tmp_path: Path) -> None:
     plan = find_plan(
         at(folder, asked.model), asked.cluster, global_batch=8, seq_len=asked.seq_len, **called(asked, folder)
@@ -151,7 +159,7 @@ def test_the_shell_and_python_get_the_same_file(asked: Asked, folder: Path, tmp_
     assert written == (tmp_path / "called.json").read_bytes()
 
 
-@pytest.mark.parametrize("asked", OTHERWISE.values(), ids=OTHERWISE)
+@pytest.mark.parametrize("asked", cases(OTHERWISE))
 def test_the_shell_and_a_request_get_the_same_file(asked: Asked, folder: Path, tmp_path: Path) -> None:
     request = make_request(at(folder, asked.model), asked.cluster, **{"seq_len": 32} | called(asked, folder))
     plan = complete(request).plan
