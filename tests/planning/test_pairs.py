@@ -13,13 +13,14 @@ from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import dump_json, parse_value
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import with_batch
 from steelyard.planning.not_searched import settings_not_searched
-from steelyard.planning.problem import PlanOptions, pipeline_settings
+from steelyard.planning.problem import pipeline_settings
 from steelyard.tracer.trace import trace
 from tests.modules.split_configs import split_config
 from tests.runtime.feature_cases import CASES, SPLITS
@@ -44,7 +45,7 @@ def job() -> Job:
 
 
 def _setting(job: Job) -> Setting:
-    (found,) = [each for each in pipeline_settings(job, PlanOptions()) if each.pipeline.num_stages == 1]
+    (found,) = [each for each in pipeline_settings(job, Decisions()) if each.pipeline.num_stages == 1]
     return found
 
 
@@ -66,10 +67,10 @@ def test_texts_attend_as_the_model_has_it_and_images_to_all_places(name: str, is
 
 @pytest.mark.slow
 def test_a_step_comes_in_one_microbatch_and_the_reason_is_said(job: Job) -> None:
-    assert {each.pipeline.num_microbatches for each in pipeline_settings(job, PlanOptions())} == {1}
+    assert {each.pipeline.num_microbatches for each in pipeline_settings(job, Decisions())} == {1}
     with pytest.raises(UserError, match="the loss compares all samples of the global batch"):
-        pipeline_settings(job, PlanOptions(num_microbatches=2))
-    reasons = {each.reason for each in settings_not_searched(job, PlanOptions()) if each.what == "microbatches"}
+        pipeline_settings(job, Decisions(num_microbatches=2))
+    reasons = {each.reason for each in settings_not_searched(job, Decisions()) if each.what == "microbatches"}
     assert any("compares all samples" in reason for reason in reasons)
 
 
@@ -105,14 +106,14 @@ def test_logits_of_a_rank_grow_with_the_global_batch(job: Job) -> None:
 
 
 def test_a_plan_is_found_and_read_again(job: Job) -> None:
-    plan = plan_job(job, PlanOptions()).plan
+    plan = plan_job(job, Decisions()).plan
     assert plan is not None
     assert plan.num_microbatches == 1
     assert parse_value(json.loads(dump_json(plan)), Plan, InvalidPlanError, what="plan") == plan
 
 
 def test_an_export_says_that_the_loss_over_all_ranks_is_not_carried_over(job: Job) -> None:
-    plan = plan_job(job, PlanOptions()).plan
+    plan = plan_job(job, Decisions()).plan
     found = {
         name: export_plan(TARGETS[name], Request(plan=plan, headline="", unsupported=(), cluster=job.cluster)).left_out
         for name in ("accelerate", "torchrun")
