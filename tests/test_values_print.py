@@ -3,7 +3,8 @@
 import pytest
 
 from steelyard.cost.build import build_tables
-from steelyard.planning.problem import PlanOptions, stage_strategies
+from steelyard.plan.decisions import Decisions
+from steelyard.planning.problem import stage_strategies
 from tests.cost.examples import chain, cluster, job, measured_profile, plan, profile, setting
 from tests.profiles.test_record import RECORD
 
@@ -36,7 +37,7 @@ def test_values_print_in_a_line(value: object, holds: str) -> None:
 
 def test_tables_print_their_setting_and_sizes() -> None:
     where = setting()
-    strategies = stage_strategies(where.job, where.devices_per_stage, PlanOptions())
+    strategies = stage_strategies(where.job, where.devices_per_stage, Decisions())
     tables = build_tables(where, strategies)
     assert f"{len(tables.layers)} layers of 3 kinds (" in str(tables)
     assert f"{len(tables.strategies)} strategies" in str(tables)

@@ -8,9 +8,9 @@ import pytest
 
 from steelyard.errors import UserError
 from steelyard.limits import MOST_BYTES, MOST_DEVICES, MOST_LAYERS, MOST_SAMPLES
-from steelyard.planning.job import make_job
 from tests.cli.conftest import Run, user_error
 from tests.damage.documents import whole
+from tests.jobs import make_job
 
 JOB = ("--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
 WHOLE = whole()

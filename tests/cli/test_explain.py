@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from steelyard.cli.app import app
 from steelyard.plan.choices import Explanation
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.planning.price import job_of
-from steelyard.planning.problem import PlanOptions, pipeline_settings
+from steelyard.planning.problem import pipeline_settings
 from tests.cli.conftest import Run, user_error
 from tests.export.examples import uniform
+from tests.jobs import job_of
 
 JOB = ("llama3.2-1b", "--cluster", "1x4xa100-80gb", "--seq-len", 2048, "--global-batch", 16)
 TIGHT = "14GiB"
@@ -96,7 +97,7 @@ def test_all_lists_every_strategy_and_every_setting_with_a_reason(
     assert never["stages", "3"] == "does not divide the 4 devices"
     assert never["microbatches", "3, 5–7, 9–15"] == "does not divide the global batch of 16"
     alternatives = read_plan(plan_path).prediction.alternatives  # type: ignore[union-attr]
-    assert len(alternatives) == len(pipeline_settings(job_of(read_plan(plan_path)), PlanOptions())) - 1
+    assert len(alternatives) == len(pipeline_settings(job_of(read_plan(plan_path)), Decisions())) - 1
     assert all(each.reason for each in alternatives)
     output = run("explain", plan_path, "--all").stdout
     for expected in ("Never searched", "What lost", "dominated", "Predicted, per stage"):

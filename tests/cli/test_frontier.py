@@ -9,12 +9,13 @@ import pytest
 from steelyard.planning.batch import LEAST_GAIN
 
 from steelyard.plan.choices import TradeOffs
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import device_counts, job_on, with_devices
-from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.sizes import LEAST_GAIN
 from tests.cli.conftest import Run, user_error
+from tests.jobs import make_job
 
 SMALL = ("llama3.2-1b", "--cluster", "1x4xa100-80gb", "--seq-len", 2048)
 JOB = (*SMALL, "--global-batch", 16)
@@ -131,9 +132,7 @@ def test_fewest_devices_is_the_smallest_count_of_all_that_holds_a_plan(run: Run,
             profile=None,
         )
         holding = [
-            count
-            for count in device_counts(job.cluster)
-            if plan_job(job_on(job, count), PlanOptions()).plan is not None
+            count for count in device_counts(job.cluster) if plan_job(job_on(job, count), Decisions()).plan is not None
         ]
         cluster = ("--cluster", "2x4xa100-80gb", *JOB[3:])
         arguments = ("llama3.2-1b", *cluster, "--memory", memory, "--objective", "devices", "-o", tmp_path / "p.json")
@@ -200,7 +199,7 @@ def test_the_largest_batch_is_doubled_while_that_gains_and_says_why_it_stops(run
             memory=None,
             profile=None,
         )
-        prediction = plan_job(job, PlanOptions()).plan.prediction  # type: ignore[union-attr]
+        prediction = plan_job(job, Decisions()).plan.prediction  # type: ignore[union-attr]
         assert prediction is not None
         speeds.append(prediction.tokens_per_s_per_device)
     gains = [later / earlier - 1 for earlier, later in itertools.pairwise(speeds)]

@@ -6,12 +6,13 @@ from shlex import quote
 
 import pytest
 
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Fallback, Plan
 from steelyard.planning.choose import plan_job
 from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.price import peak_bytes
-from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.problem import make_tables
 from steelyard.processes.failure import RankFailedError
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.runtime import trials as trying
@@ -151,10 +152,10 @@ def test_where_every_run_fails_nothing_is_written(run: Run, tmp_path: Path, laun
 @pytest.mark.slow
 def test_the_fastest_keeps_the_fallbacks_that_take_less_memory(run: Run, tmp_path: Path, launched: list[Plan]) -> None:
     job = examples.job()
-    tables = make_tables(job, PlanOptions())
-    result = with_next_best(plan_job(job, PlanOptions(), tables=tables), num_plans=3)
+    tables = make_tables(job, Decisions())
+    result = with_next_best(plan_job(job, Decisions(), tables=tables), num_plans=3)
     assert result.plan is not None
-    plan = with_fallbacks(result.plan, job, PlanOptions(), num_fallbacks=3, tables=tables)
+    plan = with_fallbacks(result.plan, job, Decisions(), num_fallbacks=3, tables=tables)
     write_plan(plan, tmp_path / "plan.json")
     run("measure", tmp_path / "plan.json", "--alternatives")
     best = read_plan(tmp_path / "plan.best.json")

@@ -11,7 +11,7 @@ import pytest
 
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.file import dump_json, read_plan
-from steelyard.planning.choose import find_plan
+from steelyard.planning.complete import find_plan
 from steelyard.planning.price import peak_bytes
 from tests.cli.conftest import Run, user_error
 from tests.cost.examples import chain, measured_profile
@@ -20,9 +20,10 @@ from tests.modules.split_configs import split_config
 JOB = ("--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
 SMALL = ("llama3.2-1b", *JOB)
 USED_BY_PLAN = {
-    *("acceptance", "assumed_links", "choose", "demands", "fallbacks", "impossible", "job", "least_walked", "margin"),
-    *("not_searched", "pins", "plain", "plan_from_search", "pool_search", "pool_space", "price", "problem"),
-    *("profile_file", "refine", "restrictions", "rivals", "walked_search", "walked_settings"),
+    *("acceptance", "assumed_links", "choose", "complete", "devices", "fallbacks", "impossible", "job", "least_walked"),
+    *("margin", "not_searched", "pins", "plan_from_search", "pool_rivals", "pool_search", "pool_space", "price"),
+    *("problem", "profile_file", "refine", "request", "restrictions", "sizes", "uniform", "variants", "walked_search"),
+    *("walked_settings", "why_not"),
 }
 """Modules of the planner that a plan on one pool needs: each that it does not need takes a part of its second."""
 

@@ -9,10 +9,11 @@ from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_load import refusal
 from steelyard.cost.setting import Job
 from steelyard.hardware import parse_cluster
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.strategy import Remat
-from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions, stage_strategies
+from steelyard.planning.problem import stage_strategies
 from tests.cost.examples import chain, job, measured_profile, setting
+from tests.jobs import make_job
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -37,7 +38,7 @@ def test_settings_priced_together_cost_what_each_does_alone(of) -> None:
     own, known = of(), KnownCosts(COUNTS)
     for count in COUNTS:
         where = setting(own, num_microbatches=count)
-        strategies = stage_strategies(own, where.devices_per_stage, PlanOptions())
+        strategies = stage_strategies(own, where.devices_per_stage, Decisions())
         costs = known.of(where, strategies)
         time_s = costs.time_s(range(len(own.chain.kinds)), where)
         allowed = [[refusal(kind, each, where) is None for each in strategies] for kind in own.chain.kinds]

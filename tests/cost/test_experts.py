@@ -14,11 +14,11 @@ from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
 from steelyard.plan.kinds.ep import EP
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
-from steelyard.planning.job import make_job
 from steelyard.profiles.profile import LayerProfile, Work
 from steelyard.schedules import USUAL, PipelineConfig
 from steelyard.tracer.trace import trace
 from tests.cost.examples import as_measured
+from tests.jobs import make_job
 from tests.runtime.models import FAMILY_CONFIGS
 
 CONFIG = FAMILY_CONFIGS["mixtral"] | {"num_local_experts": 8}

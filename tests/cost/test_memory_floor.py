@@ -20,10 +20,11 @@ from steelyard.cost.predict import predict_memory
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.stage_memory import hidden_bytes, part_layers
 from steelyard.cost.tables import CostTables
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.planning.plan_from_search import assemble_plan
-from steelyard.planning.problem import PlanOptions, stage_strategies
+from steelyard.planning.problem import stage_strategies
 from steelyard.schedules import PipelineConfig
 from steelyard.search.evaluate import evaluate
 from tests.cost.examples import cluster, job
@@ -65,7 +66,7 @@ class Drawn:
 def drawn_plans(of: Job, where: Setting, count: int) -> Iterator[Drawn]:
     """Plans of a setting: runs of equal layers of random length, or every layer for itself."""
     rng = random.Random(seed(where.pipeline))
-    tables = build_tables(where, stage_strategies(of, where.devices_per_stage, PlanOptions()))
+    tables = build_tables(where, stage_strategies(of, where.devices_per_stage, Decisions()))
     for number in range(count):
         boundaries = _cuts(tables, rng)
         strategies: list[int] = []
@@ -116,7 +117,7 @@ def walked_bytes(drawn: Drawn, of: Job) -> list[int]:
 def test_no_walk_is_below_a_floor_whatever_the_blocks_and_the_ends_are(count: int) -> None:
     of = job(cluster(1, 8), global_batch=16 * count, num_hidden_layers=4)
     where = Setting(job=of, pipeline=pipeline(1, count, "1f1b", 1))
-    tables = build_tables(where, stage_strategies(of, where.devices_per_stage, PlanOptions()))
+    tables = build_tables(where, stage_strategies(of, where.devices_per_stage, Decisions()))
     floors, cuts = floor_tables(tables, of), (0, len(tables.layers))
     for block, end in product(*(np.flatnonzero(tables.legal[kind]).tolist() for kind in tables.layers[1:6:4])):
         chosen = (end, block, block, block, block, end)
@@ -182,7 +183,7 @@ def test_with_gradients_that_stay_whole_floors_and_walks_keep_their_order(settin
 def alike_plans(of: Job, where: Setting) -> Iterator[Drawn]:
     """Plans of a setting with one parallelism in all layers, the rest of each layer's strategy drawn at random."""
     rng = random.Random(seed(where.pipeline))
-    tables = build_tables(where, stage_strategies(of, where.devices_per_stage, PlanOptions()))
+    tables = build_tables(where, stage_strategies(of, where.devices_per_stage, Decisions()))
     for parallel in sorted({str(strategy.without_remat()) for strategy in tables.strategies}):
         own = [index for index, each in enumerate(tables.strategies) if str(each.without_remat()) == parallel]
         legal = [[index for index in own if tables.legal[kind, index]] for kind in tables.layers]

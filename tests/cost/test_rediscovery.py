@@ -6,18 +6,18 @@ import pytest
 
 from steelyard.cost.setting import Job
 from steelyard.model.read import load_model
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions
 from steelyard.tracer.cache import cached_trace
 from steelyard.units import GIB
+from tests.jobs import make_job
 
 pytestmark = pytest.mark.slow
 
 MODEL, SEQ_LEN = "llama3.2-1b", 1024
-OPTIONS = PlanOptions(num_stages=1, num_microbatches=8)
+OPTIONS = Decisions(num_stages=1, num_microbatches=8)
 """Eight microbatches: sharded parameters are gathered in each, replicated gradients are reduced once."""
 
 

@@ -11,11 +11,12 @@ from steelyard.cost.layer import KnownPasses, LayerCost, layer_cost, layer_secon
 from steelyard.cost.layer_load import refusal
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import InvalidProfileError
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions, pipeline_settings, stage_strategies
+from steelyard.planning.problem import pipeline_settings, stage_strategies
 from steelyard.profiles.profile import LayerProfile, MeasuredTime
 from tests.cost.examples import SEQ_LEN, job, setting
+from tests.jobs import make_job
 from tests.shapes import tp_shape
 
 STRATEGIES = ("dp8", "fsdp8", "fsdp8 zero2", "tp8", "tp8+sp", "fsdp4-tp2", "dp2-tp4+sp", "tp2-fsdp4")
@@ -52,8 +53,8 @@ def test_less_is_kept_the_more_is_computed_again(text: str) -> None:
 @pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b"])
 def test_costs_of_choices_made_together_are_those_of_each_alone(model: str) -> None:
     of = make_job(model, "2x8xh100-80gb", global_batch=16, seq_len=4096, precision="bf16", memory=None, profile=None)
-    where = next(iter(pipeline_settings(of, PlanOptions())))
-    offered = stage_strategies(of, where.devices_per_stage, PlanOptions())
+    where = next(iter(pipeline_settings(of, Decisions())))
+    offered = stage_strategies(of, where.devices_per_stage, Decisions())
     for kind in of.chain.kinds:
         known: KnownPasses = {}
         legal = [strategy for strategy in offered if refusal(kind, strategy, where) is None]

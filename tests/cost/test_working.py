@@ -63,12 +63,12 @@ def test_of_one_stage_they_are_the_walk_of_most_plans(count: int) -> None:
 
 
 def test_those_of_pools_are_those_of_each_pool_side_by_side() -> None:
+    from steelyard.plan.decisions import Decisions
     from steelyard.planning.pool_space import PooledSpace
-    from steelyard.planning.problem import PlanOptions
     from tests.planning.test_pools import pooled
 
     of = pooled("1x4xh100-80gb+1x4xa100-40gb")
-    space = PooledSpace(of, PlanOptions())
+    space = PooledSpace(of, Decisions())
     for setting in list(space.settings())[::7]:
         tables = space.tables(setting)
         assert tables.pools is not None

@@ -9,7 +9,8 @@ import steelyard.modules  # noqa: F401  which splits the model
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.own_split import find_own_split
-from steelyard.planning.problem import PlanOptions, make_tables, problem_of
+from steelyard.plan.decisions import Decisions
+from steelyard.planning.problem import make_tables, problem_of
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.search.problem import Problem, save_problem
 from tests.cost import examples
@@ -53,7 +54,7 @@ def whole() -> dict[str, Any]:
     profile = profile.model_copy(
         update={"layers": tuple(each for each in profile.layers if sum(each.degrees.values()) <= 4)}
     )
-    problem = problem_of(job, make_tables(job, PlanOptions(num_stages=2, num_microbatches=2)))
+    problem = problem_of(job, make_tables(job, Decisions(num_stages=2, num_microbatches=2)))
     plan = {
         "version": 1,
         "model": {"name": "small", "config": CONFIG},

@@ -14,7 +14,7 @@ from steelyard.errors import InvalidModelError
 from steelyard.modules.own_builder import Built, own_model
 from steelyard.modules.own_identity import check_same_module
 from steelyard.modules.own_split import find_own_split
-from steelyard.planning.problem import PlanOptions
+from steelyard.plan.decisions import Decisions
 from tests.modules.own_models import CASES, NanoBlock, NanoGPT, TitanLlama, TwoTowers, UNet
 
 
@@ -248,7 +248,7 @@ def test_a_stage_of_blocks_without_parameters_is_planned() -> None:
         nn.Linear(8, 32), NanoBlock(), nn.ReLU(), nn.ReLU(), nn.ReLU(), NanoBlock(), nn.Linear(32, 3)
     )
     asked: Any = {"sample": SAMPLE, "loss": functional.mse_loss, "global_batch": 16}
-    plan = steelyard.find_plan(module, "1x4xa100-80gb", **asked, options=PlanOptions(num_stages=4))
+    plan = steelyard.find_plan(module, "1x4xa100-80gb", **asked, decisions=Decisions(num_stages=4))
     assert plan.num_stages == 4
 
 

@@ -3,10 +3,11 @@
 import pytest
 
 from steelyard.cost.predict import predict_memory
+from steelyard.plan.decisions import Decisions
 from steelyard.planning import acceptance, walked_search
 from steelyard.planning.acceptance import accept
-from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.problem import make_tables
+from tests.jobs import make_job
 
 
 @pytest.mark.slow
@@ -20,7 +21,7 @@ def test_layers_as_they_work_give_faster_plans_that_fit_and_a_smaller_gap(monkey
         memory="18GiB",
         profile=None,
     )
-    tables = make_tables(job, PlanOptions())
+    tables = make_tables(job, Decisions())
     found = accept(job, tables)
     best = found.ranked[0]
     assert all(sum(terms.values()) <= job.budget_bytes for terms in predict_memory(best.plan, job))
@@ -41,7 +42,7 @@ def test_the_fastest_plan_of_one_stage_is_told_from_all_others_that_fit(monkeypa
         memory="30GiB",
         profile=None,
     )
-    tables = make_tables(job, PlanOptions(num_stages=1))
+    tables = make_tables(job, Decisions(num_stages=1))
     found = accept(job, tables).search
     assert found.status == "optimal"
     for each in (acceptance, walked_search):

@@ -11,14 +11,15 @@ from steelyard.cost.efficiency import Efficiency, efficiency_of
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster
+from steelyard.plan.decisions import Decisions
 from steelyard.planning.assumed_links import measured_over_catalogue, slowed, with_assumed_links
-from steelyard.planning.choose import find_plan, plan_job
+from steelyard.planning.choose import plan_job
+from steelyard.planning.complete import find_plan
 from steelyard.planning.devices import job_on
-from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions
 from steelyard.profiles.profile import Profile
 from steelyard.report.plan_table import link_lines
 from tests.cost import examples
+from tests.jobs import make_job
 
 LINKED = """
 version: 1
@@ -59,7 +60,7 @@ def cpu_cluster(tmp_path: Path) -> str:
 
 
 def test_one_process_is_enough_to_plan_for_four_whose_links_a_file_states(cpu_cluster: str) -> None:
-    plan = plan_job(made(cpu_cluster, of_one_device()), PlanOptions()).plan
+    plan = plan_job(made(cpu_cluster, of_one_device()), Decisions()).plan
     assert plan is not None
     assert plan.prediction is not None
     assert plan.num_devices == 4
@@ -71,7 +72,7 @@ def test_one_process_is_enough_to_plan_for_four_whose_links_a_file_states(cpu_cl
 
 def test_a_slower_link_makes_the_plan_slower(tmp_path: Path, cpu_cluster: str) -> None:
     (tmp_path / "slow.yaml").write_text(LINKED.replace("bandwidth_GBps: 2", "bandwidth_GBps: 0.01"))
-    options = PlanOptions(num_stages=1)
+    options = Decisions(num_stages=1)
     fast, slow = (plan_job(made(name, of_one_device()), options) for name in (cpu_cluster, str(tmp_path / "slow.yaml")))
     assert fast.cost is not None
     assert slow.cost is not None
@@ -79,14 +80,14 @@ def test_a_slower_link_makes_the_plan_slower(tmp_path: Path, cpu_cluster: str) -
 
 
 def test_no_shape_is_planned_that_was_neither_measured_nor_has_rates(cpu_cluster: str) -> None:
-    plan = plan_job(made(cpu_cluster, of_one_device()), PlanOptions()).plan
+    plan = plan_job(made(cpu_cluster, of_one_device()), Decisions()).plan
     assert plan is not None
     assert not any(strategy.shape for strategy in plan.strategies)
 
 
 def test_links_whose_rates_nobody_knows_are_an_error() -> None:
     with pytest.raises(InvalidProfileError, match="not in the catalogue"):
-        plan_job(made("1x4xcpu", of_one_device()), PlanOptions())
+        plan_job(made("1x4xcpu", of_one_device()), Decisions())
 
 
 def test_on_gpus_layers_stay_as_measured_and_those_in_other_shapes_come_from_the_trace() -> None:

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from steelyard.hardware import Cluster, parse_cluster, with_network
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import with_devices
-from steelyard.planning.problem import PlanOptions
 from tests.cost.examples import cluster, job
 
 
 def planned(machines: Cluster) -> Plan:
-    found = plan_job(job(machines), PlanOptions(num_stages=1)).plan
+    found = plan_job(job(machines), Decisions(num_stages=1)).plan
     assert found is not None
     return found
 

@@ -7,12 +7,11 @@ import pytest
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.kinds import CP, DP
+from steelyard.plan.kinds import CP
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import find_plan
 from steelyard.planning.problem import stage_strategies
 from steelyard.planning.why_not import pin_error
-from steelyard.search import SpaceOptions, enumerate_strategies
 from tests.jobs import make_job, request_of
 from tests.runtime.models import FAMILY_CONFIGS
 
@@ -38,16 +37,10 @@ def why_not(of: Job, text: str) -> UserError:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seq_len", "offered"), [(8192, False), (16384, True)])
-def test_it_is_searched_from_a_length_on(seq_len: int, offered: bool) -> None:
+@pytest.mark.parametrize("seq_len", [64, 16384])
+def test_it_is_searched_whatever_the_length(seq_len: int) -> None:
     strategies = stage_strategies(job(seq_len=seq_len), 4, Decisions())
-    assert any(CP in strategy.kinds for strategy in strategies) == offered
-
-
-@pytest.mark.parametrize(("seq_len", "most"), [(16384, 8), (32768, 16)])
-def test_a_rank_keeps_2048_tokens(seq_len: int, most: int) -> None:
-    offered = enumerate_strategies(32, SpaceOptions(kinds=(DP, CP), variants={}, seq_len=seq_len))
-    assert max(strategy.token_degree for strategy in offered) == most
+    assert {strategy.token_degree for strategy in strategies} == {1, 2, 4}
 
 
 @pytest.mark.slow

@@ -10,15 +10,16 @@ from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import plan_job
 from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.price import peak_bytes
-from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.problem import make_tables
 from tests.cost import examples
 
-OPTIONS = PlanOptions(num_stages=1)
+OPTIONS = Decisions(num_stages=1)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_a_plan_whose_fallback_leaves_layers_out_is_refused(plan: Plan) -> None:
 
 
 def test_as_many_next_best_plans_are_kept_as_asked_for_each_of_another_setting_that_fits(job: Job) -> None:
-    result = plan_job(job, PlanOptions(), top=1)
+    result = plan_job(job, Decisions(), top=1)
     kept = with_next_best(result, num_plans=12).plan
     assert kept is not None
     contenders = kept.contenders()
@@ -108,7 +109,7 @@ def test_as_many_next_best_plans_are_kept_as_asked_for_each_of_another_setting_t
 
 
 def test_a_next_best_plan_costs_what_it_predicts_and_survives_the_file(job: Job, tmp_path: Path) -> None:
-    kept = with_next_best(plan_job(job, PlanOptions()), num_plans=2).plan
+    kept = with_next_best(plan_job(job, Decisions()), num_plans=2).plan
     assert kept is not None
     write_plan(kept, tmp_path / "plan.json")
     for each in read_plan(tmp_path / "plan.json").contenders():
@@ -117,13 +118,13 @@ def test_a_next_best_plan_costs_what_it_predicts_and_survives_the_file(job: Job,
 
 
 def test_no_next_best_plan_is_kept_where_none_is_asked_for(job: Job) -> None:
-    kept = with_next_best(plan_job(job, PlanOptions()), num_plans=-1).plan
+    kept = with_next_best(plan_job(job, Decisions()), num_plans=-1).plan
     assert kept is not None
     assert kept.next_best == ()
 
 
 def test_a_next_best_plan_that_contradicts_the_model_is_an_error(job: Job) -> None:
-    kept = with_next_best(plan_job(job, PlanOptions()), num_plans=1).plan
+    kept = with_next_best(plan_job(job, Decisions()), num_plans=1).plan
     assert kept is not None
     content = kept.model_dump(mode="json")
     content["next_best"][0]["num_microbatches"] = 7

@@ -8,16 +8,17 @@ from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.model.read import load_model
+from steelyard.plan.decisions import Decisions, Space
 from steelyard.plan.kinds import DP
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, parse_strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.job import make_job
 from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import parse_pin
-from steelyard.planning.problem import PlanOptions, Space, stage_strategies
+from steelyard.planning.problem import stage_strategies
 from steelyard.tracer.cache import cached_trace
 from tests.cost.examples import cluster, job
+from tests.jobs import make_job
 
 SEQ_LEN = 4096
 
@@ -44,7 +45,7 @@ def with_links(machines: Cluster, share: float) -> Cluster:
 
 
 def planned(of: Job, space: Space = "full") -> Plan:
-    found = plan_job(of, PlanOptions(space=space, num_stages=1)).plan
+    found = plan_job(of, Decisions(space=space, num_stages=1)).plan
     assert found is not None
     return found
 
@@ -71,7 +72,7 @@ def test_over_a_thousand_gpus_states_are_sharded_in_groups(llama: Job) -> None:
 def test_over_slow_links_between_nodes_it_is_found_among_all_pipelines(llama: Job) -> None:
     machines = with_links(parse_cluster("128x8xa100-80gb"), 0.2)
     of = replace(llama, cluster=machines, global_batch=4096)
-    found, without = (plan_job(of, PlanOptions(space=space)).plan for space in ("full", "paper"))
+    found, without = (plan_job(of, Decisions(space=space)).plan for space in ("full", "paper"))
     assert found is not None
     assert without is not None
     assert all(is_hybrid(strategy) for strategy in found.strategies)
@@ -89,10 +90,9 @@ def test_the_full_space_is_never_slower_than_the_papers(llama: Job, nodes: int, 
 
 
 def offered(*pins: str) -> set[str]:
-    """The levels of strategies for a stage of 16 nodes of 8."""
-    of = job(cluster(16, 8), global_batch=1024)
-    texts = tuple(parse_pin(text, option="--pin", num_layers=of.chain.num_layers) for text in pins)
-    return {each.parallel for each in stage_strategies(of, 128, PlanOptions(pins=texts)) if is_hybrid(each)}
+    """The levels of strategies without cp for a stage of 16 nodes of 8."""
+    of, decisions = job(cluster(16, 8), global_batch=1024), Decisions(pins=pins, max_degrees={"cp": 1})
+    return {each.parallel for each in stage_strategies(of, 128, decisions) if is_hybrid(each)}
 
 
 def test_groups_of_one_node_and_of_four_are_searched_with_tp_inside() -> None:
@@ -111,7 +111,7 @@ def test_a_pin_offers_other_groups(pin: str, more: str) -> None:
 @pytest.mark.slow
 def test_what_is_not_searched_says_which_groups_are() -> None:
     of = job(cluster(16, 8), global_batch=1024)
-    reasons = dict(not_offered(of, 128, PlanOptions()))
+    reasons = dict(not_offered(of, 128, Decisions()))
     assert reasons[parse_strategy("dp8-fsdp16")].startswith("hybrid sharding is searched with groups of one node")
 
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,25 +15,32 @@ from steelyard.errors import UserError
 from steelyard.hardware import find_network, parse_cluster, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.hardware.values import MixedCluster
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.planning import pool_search
 from steelyard.planning.acceptance import accept
-from steelyard.planning.choose import find_plan, plan_job
-from steelyard.planning.job import make_job, make_pooled_job
+from steelyard.planning.choose import plan_job
+from steelyard.planning.complete import find_plan
 from steelyard.planning.plan_from_search import bare_plan
-from steelyard.planning.pool_rivals import even_plan, explain_pools, with_pool_baselines
+from steelyard.planning.pool_rivals import even_plan, explain_pools, pool_rivals
 from steelyard.planning.pool_search import search_pools
 from steelyard.planning.pool_space import LEVELS, PooledSetting, PooledSpace
-from steelyard.planning.price import job_or_reason, pooled_job_of, with_price
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.price import priced_or_reason, with_price
 from steelyard.planning.profile_file import read_profile
+from steelyard.planning.request import request_of_plan
 from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search import search
 from steelyard.search.evaluate import evaluate
 from tests.cost.examples import SEQ_LEN, chain, measured_profile
+from tests.jobs import job_of, make_job, make_pooled_job
 
 GIB = 2**30
-OPTIONS = PlanOptions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)})
+OPTIONS = Decisions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)})
+
+
+def narrower(**more):
+    """What `OPTIONS` decide, and more."""
+    return OPTIONS.with_also(Decisions(**more))
 
 
 GPT2 = {"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_positions": 1024, "vocab_size": 5_000}
@@ -72,7 +80,7 @@ def every_setting(space: PooledSpace) -> list[PooledSetting]:
 )
 def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory):
     job = pooled(cluster, memory=memory)
-    options = replace(OPTIONS, num_microbatches=4)
+    options = narrower(num_microbatches=4)
     space = PooledSpace(job, options)
     every = accept(job, [space.tables(each) for each in every_setting(space)], num_alternatives=0)
     found = search_pools(job, PooledSpace(job, options))
@@ -85,7 +93,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory
 @pytest.mark.parametrize("model", ["tinyllama-1.1b", {**GPT2, "n_layer": 10}])
 def test_no_plan_of_a_setting_is_faster_than_its_bounds(model, memory):
     job = pooled("1x2xh100-80gb+1x4xa100-40gb", memory=memory, model=model)
-    space = PooledSpace(job, replace(OPTIONS, num_microbatches=8))
+    space = PooledSpace(job, narrower(num_microbatches=8))
     settings = [each for each in every_setting(space) if len(each.placement.pools) == 2]
     assert settings
     for setting in settings:
@@ -112,7 +120,7 @@ def test_floors_shared_between_pipelines_are_those_of_each(model):
 
 
 def test_the_bound_by_times_is_the_same_for_every_order():
-    space = PooledSpace(pooled("1x2xh100-80gb+1x4xa100-40gb+1x2xl4"), replace(OPTIONS, num_microbatches=8))
+    space = PooledSpace(pooled("1x2xh100-80gb+1x4xa100-40gb+1x2xl4"), narrower(num_microbatches=8))
     settings = [each for each in space.settings() if len(each.placement.pools) == 3]
     assert settings
     for setting in settings:
@@ -149,7 +157,7 @@ def test_a_plan_that_takes_longer_in_simulation_meets_more_rivals(monkeypatch):
 
 def test_the_walk_lies_between_the_floors_and_the_tables():
     job = pooled("1x2xh100-80gb+1x4xa100-40gb")
-    space, floors = PooledSpace(job, replace(OPTIONS, num_microbatches=4)), PooledFloors(job)
+    space, floors = PooledSpace(job, narrower(num_microbatches=4)), PooledFloors(job)
     for setting in every_setting(space):
         tables = space.tables(setting)
         outcome = search([tables], usable_of(job)).best
@@ -164,7 +172,7 @@ def test_the_walk_lies_between_the_floors_and_the_tables():
 
 def test_times_of_the_search_are_those_of_the_prediction():
     job = pooled("1x2xh100-80gb+1x4xa100-40gb")
-    space = PooledSpace(job, replace(OPTIONS, num_microbatches=4))
+    space = PooledSpace(job, narrower(num_microbatches=4))
     settings = [each for each in every_setting(space) if len(each.placement.pools) == 2]
     for setting in settings:
         outcome = search([space.tables(setting)], usable_of(job)).best
@@ -182,7 +190,7 @@ def test_pools_of_equal_devices_are_no_worse_than_one_cluster_cut_between_them(b
     halves = MixedCluster(
         pools=(replace(half, name="left"), replace(half, name="right")), links=(whole.inter_link,) * 2
     )
-    options = replace(OPTIONS, num_stages=2, schedules=("1f1b", "gpipe"))
+    options = narrower(num_stages=2, schedules=("1f1b", "gpipe"))
     one = plan_job(alone("2x4xa100-80gb", batch=batch), options).plan
     two = plan_job(pooled(halves, batch=batch), options).plan
     assert one.prediction.certificate.is_optimal
@@ -230,7 +238,7 @@ def test_the_nearest_miss_is_that_of_the_setting_that_misses_least(memory):
 
 def test_a_slower_link_between_pools_never_makes_the_plan_faster():
     pools = parse_pools("1x2xh100-80gb+1x2xa100-80gb")
-    options, steps = replace(OPTIONS, num_stages=2), []
+    options, steps = narrower(num_stages=2), []
     for name in ("infiniband-hdr", "ethernet-10"):
         links = tuple(find_network(name, devices_per_node=2) for _ in pools.pools)
         steps.append(plan_job(pooled(replace(pools, links=links)), options).plan.prediction.step_time_s)
@@ -239,14 +247,13 @@ def test_a_slower_link_between_pools_never_makes_the_plan_faster():
 
 def test_a_plan_over_pools_is_compared_with_each_of_them_and_with_even_cuts():
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32)
-    plan = with_pool_baselines(plan_job(job, OPTIONS).plan, job, OPTIONS)
-    names = [each.name for each in plan.prediction.baselines]
+    plan = plan_job(job, OPTIONS).plan
+    rivals = pool_rivals(job, OPTIONS, plan.prediction.step_time_s)
+    names = [each.name for each in rivals]
     assert names == ["1x2xh100-80gb alone", "1x2xa100-80gb alone", "even cuts over all pools"]
-    assert all(each.step_time_s >= plan.prediction.step_time_s for each in plan.prediction.baselines)
-    rivals = explain_pools(plan, pooled_job_of(plan), OPTIONS).rivals
-    assert [each.step_time_s for each in rivals] == [
-        pytest.approx(each.step_time_s) for each in plan.prediction.baselines
-    ]
+    assert all(each.step_time_s >= plan.prediction.step_time_s for each in rivals)
+    again = explain_pools(plan, job_of(plan), OPTIONS).rivals
+    assert [each.step_time_s for each in again] == [pytest.approx(each.step_time_s) for each in rivals]
 
 
 def test_even_cuts_give_all_stages_as_many_devices_and_layers():
@@ -259,8 +266,8 @@ def test_even_cuts_give_all_stages_as_many_devices_and_layers():
 def test_the_job_of_a_plan_keeps_the_budgets_that_it_was_made_for():
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", memory="20GiB", batch=32)
     plan = plan_job(job, OPTIONS).plan
-    assert predict(plan, pooled_job_of(plan)).step_time_s == pytest.approx(plan.prediction.step_time_s)
-    assert {pool.budget_bytes for pool in pooled_job_of(plan).pools} == {20 * GIB}
+    assert predict(plan, job_of(plan)).step_time_s == pytest.approx(plan.prediction.step_time_s)
+    assert {pool.budget_bytes for pool in job_of(plan).pools} == {20 * GIB}
 
 
 def test_a_plan_over_pools_that_is_priced_again_trains_its_tokens_at_the_new_speed():
@@ -274,20 +281,20 @@ def test_a_plan_over_pools_that_is_priced_again_trains_its_tokens_at_the_new_spe
 
 
 def test_a_plan_whose_pools_are_not_there_is_named():
-    plan = plan_job(pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32), replace(OPTIONS, num_stages=2)).plan
+    plan = plan_job(pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32), narrower(num_stages=2)).plan
     with pytest.raises(UserError, match=r"^cluster: found the pool '1x2x(h|a)100-80gb'\n.*one of 1x2xl4, 1x4xa100"):
-        pooled_job_of(plan, cluster="1x2xl4+1x4xa100-80gb")
+        priced_or_reason(plan, Path("plan.json"), cluster="1x2xl4+1x4xa100-80gb")
     with pytest.raises(UserError, match=r"^--cluster: found 1x4xa100-80gb for a plan over"):
-        pooled_job_of(plan, cluster="1x4xa100-80gb")
+        request_of_plan(plan, cluster="1x4xa100-80gb")
 
 
 def test_other_partitions_are_refused():
     with pytest.raises(UserError, match=r"^--partition: found --partition with several pools"):
-        PooledSpace(pooled("1x2xh100-80gb+1x2xa100-80gb"), replace(OPTIONS, partition="bmw"))
+        pooled("1x2xh100-80gb+1x2xa100-80gb", decisions=narrower(partition="bmw"))
 
 
 def test_python_takes_pools_as_the_command_line_does():
-    asked = {"global_batch": 16, "seq_len": 256, "options": replace(OPTIONS, num_stages=2)}
+    asked = {"global_batch": 16, "seq_len": 256, "decisions": narrower(num_stages=2)}
     plan = find_plan("tinyllama-1.1b", "1x2xh100-80gb+1x2xa100-80gb", **asked)
     assert len(plan.stage_pools()) == 2
     with pytest.raises(UserError, match=r"^--profile: found 'profile.json'\n.*POOL=FILE"):
@@ -358,28 +365,28 @@ def test_each_pool_is_priced_by_its_own_measured_profile_and_the_slow_one_gets_f
     cluster, paths = profiled
     text = ",".join(f"{name}={path}" for name, path in paths.items())
     job = make_pooled_job(MODEL, cluster, profile=text, **ASKED)
-    plan = plan_job(job, replace(OPTIONS, num_stages=2, num_microbatches=4)).plan
+    plan = plan_job(job, narrower(num_stages=2, num_microbatches=4)).plan
     layers = dict(
         zip((pool.name for pool in plan.stage_pools()), map(len, (s.layers for s in plan.parts)), strict=True)
     )
     assert layers["quick"] > 2 * layers["slow"]
     files = {use.name: use.profile.file.path for use in plan.prediction.pools}
     assert files == {name: str(path) for name, path in paths.items()}
-    again = pooled_job_of(plan)
+    again = job_of(plan)
     assert predict(plan, again).step_time_s == pytest.approx(plan.prediction.step_time_s)
     swapped = dict(zip(paths, reversed(paths.values()), strict=True))
-    assert predict(plan, pooled_job_of(plan, profile=swapped)).step_time_s > plan.prediction.step_time_s
+    assert predict(plan, job_of(plan, profile=swapped)).step_time_s > plan.prediction.step_time_s
 
 
 def test_a_plan_over_pools_finds_its_profiles_beside_its_file_and_says_where_one_is_gone(profiled, tmp_path):
     cluster, paths = profiled
     job = make_pooled_job(MODEL, cluster, profile=paths, **ASKED)
-    plan = plan_job(job, replace(OPTIONS, num_stages=2, num_microbatches=4)).plan
+    plan = plan_job(job, narrower(num_stages=2, num_microbatches=4)).plan
     moved = [path.rename(tmp_path / path.name) for path in paths.values()]
     try:
-        found = job_or_reason(plan, tmp_path / "plan.json")
+        _, found = priced_or_reason(plan, tmp_path / "plan.json")
         assert predict(plan, found).step_time_s == pytest.approx(plan.prediction.step_time_s)
-        assert job_or_reason(plan, tmp_path / "elsewhere" / "plan.json").startswith("no file ")
+        assert priced_or_reason(plan, tmp_path / "elsewhere" / "plan.json").startswith("no file ")
     finally:
         for path, old in zip(moved, paths.values(), strict=True):
             path.rename(old)
@@ -403,7 +410,7 @@ def test_a_link_between_pools_whose_rate_is_known_is_not_priced_by_what_was_meas
     steps = []
     for each in (cluster, slow_link):
         job = make_pooled_job(MODEL, each, profile=paths, **ASKED)
-        plan = even_plan(job, replace(OPTIONS, num_stages=2))
+        plan = even_plan(job, narrower(num_stages=2))
         steps.append(predict(plan, job).step_time_s)
     assert steps[1] > 10 * steps[0]
 
@@ -412,7 +419,7 @@ def test_processes_of_a_pool_that_share_cores_are_faster_while_others_of_theirs_
     cluster, paths = profiled
     profiles = {name: read_profile(path)[0] for name, path in paths.items()}
     shared = profiles | {"slow": profiles["slow"].model_copy(update={"busy_speeds": (2.0, 1.0)})}
-    options = replace(OPTIONS, num_stages=4, num_microbatches=2)
+    options = narrower(num_stages=4, num_microbatches=2)
     steps = []
     for each in (profiles, shared):
         job = make_pooled_job(MODEL, cluster, profile=each, **ASKED)
@@ -423,13 +430,13 @@ def test_processes_of_a_pool_that_share_cores_are_faster_while_others_of_theirs_
 
 
 def test_a_number_of_stages_that_one_pool_alone_cannot_have_is_searched_over_both():
-    plan = plan_job(pooled("1x2xh100-80gb+1x1xa100-80gb", batch=8), replace(OPTIONS, num_stages=2)).plan
+    plan = plan_job(pooled("1x2xh100-80gb+1x1xa100-80gb", batch=8), narrower(num_stages=2)).plan
     assert plan.num_stages == 2
 
 
 def test_a_plan_over_pools_that_are_described_in_full_is_read_back_from_its_file(profiled, tmp_path):
     cluster, paths = profiled
     job = make_pooled_job(MODEL, cluster, profile=paths, **ASKED)
-    plan = plan_job(job, replace(OPTIONS, num_stages=2)).plan
+    plan = plan_job(job, narrower(num_stages=2)).plan
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan

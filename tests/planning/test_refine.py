@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 
 from steelyard.cost.predict import predict_memory
 from steelyard.cost.tables import CostTables
+from steelyard.plan.decisions import Decisions
 from steelyard.planning import refine, walked_search
 from steelyard.planning.acceptance import accept
-from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.problem import make_tables
 from steelyard.planning.refine import refined
 from steelyard.search.evaluate import Solution, evaluate
+from tests.jobs import make_job
 from tests.problems.random_tables import random_tables
 
 
@@ -102,7 +103,7 @@ def test_a_plan_with_a_gap_is_refined_and_fits(monkeypatch: pytest.MonkeyPatch) 
         memory="40GiB",
         profile=None,
     )
-    tables = make_tables(job, PlanOptions())
+    tables = make_tables(job, Decisions())
     found = accept(job, tables)
     best = found.ranked[0]
     assert all(sum(terms.values()) <= job.budget_bytes for terms in predict_memory(best.plan, job))

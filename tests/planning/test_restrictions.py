@@ -2,11 +2,12 @@
 
 import pytest
 
+from steelyard.plan.decisions import Decisions
 from steelyard.planning import acceptance, walked_search
 from steelyard.planning.acceptance import accept
-from steelyard.planning.job import make_job
-from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.problem import make_tables
 from steelyard.planning.restrictions import means_of, restricted
+from tests.jobs import make_job
 
 
 @pytest.mark.slow
@@ -23,7 +24,7 @@ def test_no_plan_without_a_means_of_the_best_one_is_faster(monkeypatch: pytest.M
         memory_margin=0.05,
         profile=None,
     )
-    tables = [each.tables for each in make_tables(job, PlanOptions())]
+    tables = [each.tables for each in make_tables(job, Decisions())]
     found = accept(job, tables)
     best = found.ranked[0]
     assert found.search.status != "optimal", "this job is here for its gap"

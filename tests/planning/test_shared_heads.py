@@ -7,10 +7,9 @@ over four processes in its cases of shared key-value heads.
 import pytest
 
 from steelyard.model.read import load_model
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan, headline
-from steelyard.planning.choose import find_plan
-from steelyard.planning.pins import parse_pin
-from steelyard.planning.problem import PlanOptions
+from steelyard.planning.complete import find_plan
 from steelyard.tracer.cache import cached_trace
 
 MODEL = "qwen2.5-1.5b"
@@ -20,10 +19,8 @@ SAID = "tp 4 over 2 key-value heads: every rank holds the weights of all 2 and c
 
 
 def pinned(degree: int) -> Plan:
-    chain = load_model(MODEL)
-    pin = parse_pin(f"tp={degree}", option="--pin", num_layers=chain.num_layers)
-    options = PlanOptions(pins=(pin,), num_stages=1)
-    return find_plan(MODEL, "1x8xa100-80gb", global_batch=16, seq_len=SEQ_LEN, options=options)
+    decisions = Decisions(pins=(f"tp={degree}",), num_stages=1)
+    return find_plan(MODEL, "1x8xa100-80gb", global_batch=16, seq_len=SEQ_LEN, decisions=decisions)
 
 
 @pytest.mark.parametrize(("degree", "says"), [(2, False), (4, True)])

@@ -4,16 +4,15 @@ import time
 
 import pytest
 
+from steelyard.plan.decisions import Decisions
 from steelyard.planning.choose import plan_job
-from steelyard.planning.job import make_job
-from steelyard.planning.pins import parse_pin
-from steelyard.planning.problem import PlanOptions
 from steelyard.processes.failure import RankFailedError
 from steelyard.profiler import launch
 from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.merge import merge_profiles
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.trace import trace
+from tests.jobs import make_job
 from tests.processes.forking_agent import fork_ranks
 from tests.profiler.examples import CONFIG, SEQ_LEN, empty_trace, tiny_chain
 from tests.shapes import tp_shape
@@ -86,7 +85,7 @@ def test_a_cpu_reserves_nothing_beside_what_tensors_hold(profile):
 def test_a_plan_with_context_parallelism_is_priced_from_it(profile, text, sent):
     """Each of two ranks has half of the one sample; in both passes of both blocks it waits for the other."""
     of = make_job(CONFIG, "1x2xcpu", global_batch=1, seq_len=SEQ_LEN, precision="fp32", memory="1GiB", profile=profile)
-    found = plan_job(of, PlanOptions(pins=(parse_pin(text, option="--pin", num_layers=4),))).plan
+    found = plan_job(of, Decisions(pins=(text,))).plan
     assert {each.token_degree for each in found.strategies} == {2}
     halves = [profile.layer(kind, {}).time_s(0.5) for kind in ("embedding", "block", "block", "head")]
     (stage,) = found.prediction.stages

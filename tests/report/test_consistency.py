@@ -6,26 +6,28 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steelyard.planning.rivals import Contest
 
 from steelyard.cost.memory_floor import Floors
 from steelyard.cost.pools import usable_of
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, PlanStudy
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import device_bytes, plan_job
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.plan_from_search import describe
 from steelyard.planning.price import with_price
-from steelyard.planning.problem import PlanOptions, make_tables
+from steelyard.planning.problem import make_tables
+from steelyard.planning.variants import FREE_CHOICE, Study
 from steelyard.report.compare_view import fullest_terms, step_terms
 from steelyard.report.html.bars import stage_seconds
 from steelyard.report.html.contents import ReportContents
-from steelyard.search import nearest_miss
+from steelyard.search import OnDemand, nearest_miss
 from steelyard.units import format_bytes
 from tests.cost.examples import cluster, job, plan
+from tests.jobs import request_of
 
 SLOW, FAST = 1e6, 100e9
 """Bytes/s between nodes: with the first, handing over takes longer than the work that may hide it."""
@@ -88,13 +90,18 @@ def tight(share: float) -> Job:
     return replace(of, budget_bytes=int(1_160_700_000 + share * 1_000_000))
 
 
+def studied(of: Job, *tables: OnDemand) -> Study:
+    """The variants of a job, in all of its pipeline settings or in these alone."""
+    return Study(request_of(of), of, tables=tables or None, time_limit_s=None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
 def test_less_time_is_less_than_this_plan_takes(share: float) -> None:
     of = tight(share)
     by_hand = with_price(plan(of, ", ".join(["fsdp4 remat=full"] * 6), num_microbatches=4), of)
     assert by_hand.prediction is not None
-    said = explain_plan(by_hand, of, PlanOptions())
+    said = explain_plan(by_hand, studied(of))
     found = re.search(r"would take (\S+) (\S+), (\S+)% less", said.binds)
     assert found is not None, said.binds
     units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
@@ -106,10 +113,10 @@ def test_less_time_is_less_than_this_plan_takes(share: float) -> None:
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
 def test_how_much_slower_a_rival_is_agrees_with_both_step_times(share: float) -> None:
     of = tight(share)
-    best = plan_job(of, PlanOptions()).plan
+    best = plan_job(of, Decisions()).plan
     assert best is not None
     assert best.prediction is not None
-    said = explain_plan(best, of, PlanOptions())
+    said = explain_plan(best, studied(of))
     timed = [each for each in (*said.rivals, *said.budgets) if each.step_time_s is not None]
     assert timed
     for each in timed:
@@ -121,30 +128,29 @@ def test_how_much_slower_a_rival_is_agrees_with_both_step_times(share: float) ->
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
 def test_a_candidate_is_no_faster_where_it_is_searched_to_the_end_than_its_step_says(share: float) -> None:
     of = tight(share)
-    result = plan_job(of, PlanOptions())
+    result = plan_job(of, Decisions())
     assert result.plan is not None
     assert result.plan.prediction is not None
     timed = [each for each in result.plan.prediction.alternatives if each.step_time_s is not None]
-    settings = make_tables(of, PlanOptions())
-    contest = Contest(job=of, tables=settings, step_s=1.0, floors=Floors(of))
+    settings = make_tables(of, Decisions())
     for each in timed:
         tables = next(one for one in settings if describe(one.pipeline) == each.description)
-        mine = contest.rival("", [tables])
-        assert mine.step_time_s is not None
+        mine = studied(of, tables).answer(FREE_CHOICE)
+        assert mine.plan is not None
         assert each.step_time_s is not None
         assert ("at most" in each.reason) == each.is_bound
         if not each.is_bound:
-            assert mine.step_time_s == pytest.approx(each.step_time_s, rel=1e-9)
+            assert mine.step_s == pytest.approx(each.step_time_s, rel=1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.7])
 def test_the_chosen_row_of_a_frontier_is_the_plan_and_no_row_is_dominated(share: float) -> None:
     of = tight(share)
-    best = plan_job(of, PlanOptions()).plan
+    best = plan_job(of, Decisions()).plan
     assert best is not None
     assert best.prediction is not None
-    points = find_trade_offs(of, PlanOptions(), max_searches=8, device_counts=(4,)).points
+    points = find_trade_offs(request_of(of), of, max_searches=8, device_counts=(4,)).points
     assert [point.step_time_s for point in points if point.is_chosen] == [best.prediction.step_time_s]
     for point in points:
         assert not any(
@@ -156,17 +162,16 @@ def test_the_chosen_row_of_a_frontier_is_the_plan_and_no_row_is_dominated(share:
 
 def test_what_a_candidate_misses_or_more_is_no_more_than_its_nearest_plan_does() -> None:
     of = tight(0.1)
-    best = plan_job(of, PlanOptions()).plan
+    best = plan_job(of, Decisions()).plan
     assert best is not None
     assert best.prediction is not None
     said = {each.description: each.reason for each in best.prediction.alternatives if "does not fit" in each.reason}
     assert said
     assert all(re.match(r"does not fit: misses \S+ \S+ or more; ", reason) for reason in said.values())
-    settings = make_tables(of, PlanOptions())
-    contest = Contest(job=of, tables=settings, step_s=1.0, floors=Floors(of))
+    settings = make_tables(of, Decisions())
     for tables in settings:
         if describe(tables.pipeline) in said:
-            missing = contest.rival("", [tables]).missing_bytes
+            missing = studied(of, tables).answer(FREE_CHOICE).missing_bytes
             least = nearest_miss(Floors(of).of(tables.tables)[0], usable_of(of) + 1)
             assert missing is not None
             assert least is not None
@@ -178,7 +183,7 @@ def test_what_a_candidate_misses_or_more_is_no_more_than_its_nearest_plan_does()
 
 def test_a_setting_without_a_legal_strategy_is_called_so() -> None:
     of = job(cluster(1, 8), global_batch=16)
-    best = plan_job(of, PlanOptions(max_degrees={"tp": 2})).plan
+    best = plan_job(of, Decisions(max_degrees={"tp": 2, "cp": 1})).plan
     assert best is not None
     assert best.prediction is not None
     reasons = {each.description: each.reason for each in best.prediction.alternatives}

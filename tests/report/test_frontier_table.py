@@ -8,15 +8,15 @@ from steelyard.hardware import parse_cluster
 from steelyard.plan.choices import TradeOffs
 from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.margin import with_margin
-from steelyard.planning.problem import PlanOptions
 from steelyard.report.frontier_table import frontier_view
 from tests.cost.examples import job
+from tests.jobs import request_of
 
 
 def test_a_frontier_of_assumed_rates_says_so() -> None:
     of = job(parse_cluster("1x2xmi300x"), global_batch=4)
     console = Console(record=True, width=200)
-    console.print(frontier_view(find_trade_offs(of, PlanOptions(), max_searches=3, device_counts=(2,))))
+    console.print(frontier_view(find_trade_offs(request_of(of), of, max_searches=3, device_counts=(2,))))
     assert "assumed for amd" in console.export_text()
 
 
@@ -28,7 +28,7 @@ def shown(found: TradeOffs) -> str:
 
 def test_a_frontier_says_what_is_left_free_and_what_takes_of_it() -> None:
     of = with_margin(job(parse_cluster("1x2xa100-80gb"), global_batch=4), 0.5, is_asked=False)
-    found = find_trade_offs(of, PlanOptions(), max_searches=3, device_counts=(2,))
+    found = find_trade_offs(request_of(of), of, max_searches=3, device_counts=(2,))
     assert (found.budget_bytes, found.device_bytes) == (of.budget_bytes, of.budget_bytes + of.margin_bytes)
     chosen = next(point for point in found.points if point.is_chosen)
     between = replace_memory(found, of.budget_bytes + 1, is_chosen=False)
@@ -48,6 +48,6 @@ def replace_memory(found: TradeOffs, num_bytes: int, *, is_chosen: bool) -> Trad
 
 def test_a_frontier_without_a_margin_speaks_of_the_budget_alone() -> None:
     of = replace(job(parse_cluster("1x2xa100-80gb"), global_batch=4), margin_bytes=0)
-    text = shown(find_trade_offs(of, PlanOptions(), max_searches=3, device_counts=(2,)))
+    text = shown(find_trade_offs(request_of(of), of, max_searches=3, device_counts=(2,)))
     assert "(here 80.0 GiB per device)" in text
     assert "pressure" not in text

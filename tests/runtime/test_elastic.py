@@ -15,8 +15,8 @@ import pytest
 
 from steelyard import find_plan
 from steelyard.errors import UserError
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.planning.problem import PlanOptions
 from steelyard.processes.failure import RankFailedError
 from steelyard.processes.start import Elastic, run_processes
 from steelyard.profiles.record import RunRecord
@@ -40,7 +40,7 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
     config = {**CONFIGS["llama-tied"], "num_hidden_layers": 1}
     plan = find_plan(
-        config, "1x4xh100-80gb", global_batch=4, seq_len=64, precision="fp32", options=PlanOptions(num_stages=1)
+        config, "1x4xh100-80gb", global_batch=4, seq_len=64, precision="fp32", decisions=Decisions(num_stages=1)
     )
     write_plan(plan, folder / "plan.json")
     np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 5_000).astype(np.uint16))

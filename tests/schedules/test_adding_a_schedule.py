@@ -8,6 +8,7 @@ from steelyard.cost.build import build_tables
 from steelyard.cost.predict import predict, predict_memory
 from steelyard.cost.simulator import StageTimes
 from steelyard.errors import UserError
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
@@ -15,10 +16,12 @@ from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.not_searched import settings_not_searched
 from steelyard.planning.plan_from_search import describe
-from steelyard.planning.problem import PlanOptions, make_tables, pipeline_settings, problem_of
+from steelyard.planning.problem import make_tables, pipeline_settings, problem_of
+from steelyard.planning.variants import Study
 from steelyard.schedules import SCHEDULES, Pass, PassOrder, Phase, PipelineConfig, Schedule, find_schedule
 from steelyard.search.problem import load_problem, save_problem
 from tests.cost.examples import job, plan, setting, simulated
+from tests.jobs import request_of
 
 STAGES = ("fsdp4, dp4, fsdp4", "fsdp4, fsdp4, fsdp4")
 
@@ -71,7 +74,7 @@ def test_its_memory_is_walked() -> None:
 
 
 def planned() -> Plan:
-    found = plan_job(job(), PlanOptions(schedules=(NAME,), num_stages=2)).plan
+    found = plan_job(job(), Decisions(schedules=(NAME,), num_stages=2)).plan
     assert found is not None
     return found
 
@@ -88,14 +91,16 @@ def test_it_is_said_of_a_setting() -> None:
 
 
 def test_a_plan_under_it_is_explained() -> None:
-    options = PlanOptions(num_stages=2, num_microbatches=4, max_degrees={"tp": 1})
-    found = explain_plan(planned(), job(), options, everything=True)
+    options = Decisions(num_stages=2, num_microbatches=4, max_degrees={"tp": 1})
+    found = explain_plan(planned(), Study(request_of(job(), options), job(), time_limit_s=None), everything=True)
     assert found.verdicts
     assert "1f1b" in {rival.name for rival in found.rivals}
 
 
 def test_it_is_a_rival_of_a_plan_under_another() -> None:
-    found = explain_plan(plan(job(), *STAGES, num_microbatches=4), job(), PlanOptions(num_stages=2, num_microbatches=4))
+    request = request_of(job(), Decisions(num_stages=2, num_microbatches=4))
+    study = Study(request, job(), time_limit_s=None)
+    found = explain_plan(plan(job(), *STAGES, num_microbatches=4), study)
     assert NAME in {rival.name for rival in found.rivals}
 
 
@@ -106,18 +111,18 @@ def test_a_plan_under_it_is_written_and_read(tmp_path: Path) -> None:
 
 
 def test_a_problem_under_it_is_written_and_read(tmp_path: Path) -> None:
-    problem = problem_of(job(), make_tables(job(), PlanOptions(schedules=(NAME,), num_stages=2, num_microbatches=8)))
+    problem = problem_of(job(), make_tables(job(), Decisions(schedules=(NAME,), num_stages=2, num_microbatches=8)))
     save_problem(tmp_path / "problem.json", problem)
     (tables,) = load_problem(tmp_path / "problem.json").settings
     assert tables.pipeline == problem.settings[0].pipeline
 
 
 def test_it_is_searched_where_nothing_is_said() -> None:
-    assert NAME in {each.pipeline.schedule.name for each in pipeline_settings(job(), PlanOptions())}
+    assert NAME in {each.pipeline.schedule.name for each in pipeline_settings(job(), Decisions())}
 
 
 def test_that_it_was_left_out_is_said() -> None:
-    found = settings_not_searched(job(), PlanOptions(schedules=("1f1b",)))
+    found = settings_not_searched(job(), Decisions(schedules=("1f1b",)))
     assert (NAME, "left out by --schedule") in {(each.values, each.reason) for each in found}
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from steelyard.plan.decisions import Decisions
 from steelyard.planning.choose import plan_job
-from steelyard.planning.problem import PlanOptions
 from steelyard.search import kernels
 from tests.cost.examples import cluster, job
 from tests.planning.test_choose import tightening
@@ -62,10 +62,10 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in kernels.SIGNATURES:
             patch.setattr(kernels, name, recorded(name, getattr(kernels, name)))
-        plan_job(job(), PlanOptions())
+        plan_job(job(), Decisions())
         for batch, num_blocks in ((64, 8), (16, 6)):  # of the second the gap stays open until all plans are told apart
             of = job(cluster(1, 8), global_batch=batch, num_hidden_layers=num_blocks)
-            plan_job(tightening(of, 10)[-1], PlanOptions())
+            plan_job(tightening(of, 10)[-1], Decisions())
     return found
 
 

@@ -18,7 +18,6 @@ from steelyard.plan.choices import Rival
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.prediction import Baseline
-from steelyard.planning.calibration import time_factors
 from steelyard.planning.choose import NothingFitsError, PlanningResult, plan_request
 from steelyard.planning.devices import plan_fewest_devices
 from steelyard.planning.fallbacks import with_fallbacks, with_next_best
@@ -173,6 +172,8 @@ def _calibrated(request: PlanRequest, job: Job) -> list[str]:
     """A line for what several runs calibrate by."""
     if len(request.calibration) < 2:
         return []
+    from steelyard.planning.calibration import time_factors
+
     factors = time_factors(job, request.calibration, job_of)
     return [f"calibrated by the median of {', '.join(f'{path.name} × {factor:.3f}' for path, factor in factors)}"]
 

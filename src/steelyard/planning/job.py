@@ -11,7 +11,6 @@ from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
 from steelyard.planning.assumed_links import with_assumed_links
-from steelyard.planning.calibration import calibrate
 from steelyard.planning.margin import with_margin
 from steelyard.planning.request import MeasuredProfile, PlanRequest
 from steelyard.profiles.profile import Profile
@@ -28,7 +27,11 @@ def job_of(request: PlanRequest) -> AnyJob:
         pools = tuple(replace(_pool_job(request, pool), outer_link=link) for pool, link in links)
         return PooledJob(pools=pools, cluster=request.cluster)
     job = _pool_job(request, request.cluster)
-    return calibrate(job, request.calibration, job_of) if request.calibration else job
+    if not request.calibration:
+        return job
+    from steelyard.planning.calibration import calibrate
+
+    return calibrate(job, request.calibration, job_of)
 
 
 def _pool_job(request: PlanRequest, machines: Cluster) -> Job:

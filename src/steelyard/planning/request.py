@@ -169,7 +169,7 @@ def make_request(
         partial(_machines, cluster, network),
         read_chain,
         partial(_num_bytes, memory),
-        partial(_read_if_one, profile),
+        partial(_read_if_one, profile, cluster),
     )
     profiles = _profiles(given, machines)
     chain = _with_frozen(chain, freeze, own)
@@ -251,9 +251,12 @@ _FREEZING = "steelyard.modules.freezing"
 """Needs torch."""
 
 
-def _read_if_one(profile: GivenProfiles | None) -> GivenProfiles | MeasuredProfile | None:
-    """The profile in a file, where one is named; a profile for each pool is read once the pools are known."""
-    if isinstance(profile, Path) or (isinstance(profile, str) and "=" not in profile):
+def _read_if_one(
+    profile: GivenProfiles | None, cluster: str | Cluster | MixedCluster
+) -> GivenProfiles | MeasuredProfile | None:
+    """The profile in a file, where one is named; those of several pools are read once these are known."""
+    is_mixed = "+" in cluster if isinstance(cluster, str) else isinstance(cluster, MixedCluster)
+    if not is_mixed and (isinstance(profile, Path) or (isinstance(profile, str) and "=" not in profile)):
         return MeasuredProfile(*read_profile(profile))
     return profile
 

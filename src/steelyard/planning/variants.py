@@ -8,10 +8,11 @@
 | `insisting`          | decisions             | what it costs to insist on a pin                            |
 | `within`             | budget                | what more or less memory is worth                           |
 | `on_cluster`         | cluster               | what fewer, more or other devices take                      |
-| `of_batch`, `of_length` | batch, length      | what another size takes                                     |
 
-A variant that only restricts is never faster than the free plan: it is searched in what is left of the tables of the
-free request, and what the search proves of those bounds it. Pins may ask for strategies that the free search leaves
+A variant that only restricts is never faster than the free plan by the sums of the search: it is searched in what is
+left of the tables of the free request, and what the search proves of those bounds it. The simulator, time limits and
+gaps may turn two plans round; so where several answers stand beside each other each gets the fastest plan of all that
+it allows (`Study.reconciled`). Pins may ask for strategies that the free search leaves
 out since they are not worth it (`Kind.not_worth`): such a variant widens, and `Answer.widens` names them.
 """
 

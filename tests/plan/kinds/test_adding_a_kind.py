@@ -15,6 +15,7 @@ from steelyard.modules.kinds import TWINS, Division, Twin
 from steelyard.modules.layers import build_layer
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.choices import Explanation, PlanStudy
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.kinds import DP, FSDP, KINDS, TP
 from steelyard.plan.kinds.data import indivisible_samples
@@ -39,7 +40,8 @@ from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import parse_pin
-from steelyard.planning.problem import PlanOptions, make_tables, problem_of
+from steelyard.planning.problem import make_tables, problem_of
+from steelyard.planning.variants import Study
 from steelyard.report.html import ReportContents, report_page
 from steelyard.runtime.mesh import PlanMesh
 from steelyard.runtime.sharding import shard_layer
@@ -47,6 +49,7 @@ from steelyard.search import SpaceOptions, enumerate_strategies
 from steelyard.search.problem import load_problem, save_problem
 from steelyard.tracer.layer import LayerSetting, fake_layer, fake_world
 from tests.cost.examples import SEQ_LEN, chain, cluster, job, plan, setting
+from tests.jobs import request_of
 
 NAME = "rp"
 ORDER = Variant(
@@ -96,8 +99,7 @@ SLOW = cluster(1, 4, intra_bytes_per_s=1e9)
 
 def planned(pin: str = "rp=2", **changes: int) -> Plan:
     of = job(SLOW, **changes)
-    pins = (parse_pin(pin, option="--pin", num_layers=of.chain.num_layers),)
-    found = plan_job(of, PlanOptions(num_stages=1, num_microbatches=2, pins=pins)).plan
+    found = plan_job(of, Decisions(num_stages=1, num_microbatches=2, pins=(pin,))).plan
     assert found is not None
     return found
 
@@ -122,7 +124,7 @@ def test_a_largest_degree_holds_for_it() -> None:
 
 
 def test_the_papers_space_leaves_it_out() -> None:
-    left_out = {str(strategy): reason for strategy, reason in not_offered(job(SLOW), 4, PlanOptions(space="paper"))}
+    left_out = {str(strategy): reason for strategy, reason in not_offered(job(SLOW), 4, Decisions(space="paper"))}
     assert left_out["rp4"] == "rp is left out of the search"
 
 
@@ -175,12 +177,12 @@ def test_a_pinned_plan_has_it_on_every_layer() -> None:
 
 
 def test_it_is_searched_where_nothing_is_said() -> None:
-    tables = make_tables(job(SLOW), PlanOptions(num_stages=1, num_microbatches=2))[0].tables
+    tables = make_tables(job(SLOW), Decisions(num_stages=1, num_microbatches=2))[0].tables
     assert {2, 4} <= {strategy.degree(RP) for strategy in tables.strategies}
 
 
 def test_one_of_its_variants_may_be_left_out() -> None:
-    options = PlanOptions(num_stages=1, num_microbatches=2, variants={"rp_order": ("tree",)})
+    options = Decisions(num_stages=1, num_microbatches=2, variants={"rp_order": ("tree",)})
     tables = make_tables(job(SLOW), options)[0].tables
     assert {strategy.variant("rp_order") for strategy in tables.strategies if strategy.degree(RP) > 1} == {"tree"}
 
@@ -193,7 +195,7 @@ def test_a_plan_with_it_is_written_and_read(tmp_path: Path) -> None:
 
 
 def test_a_problem_with_it_is_written_and_read(tmp_path: Path) -> None:
-    problem = problem_of(job(SLOW), make_tables(job(SLOW), PlanOptions(num_stages=1, num_microbatches=2)))
+    problem = problem_of(job(SLOW), make_tables(job(SLOW), Decisions(num_stages=1, num_microbatches=2)))
     save_problem(tmp_path / "problem.json", problem)
     (tables,) = load_problem(tmp_path / "problem.json").settings
     assert tables.strategies == problem.settings[0].strategies
@@ -222,7 +224,9 @@ def test_a_pin_of_an_unknown_value_lists_the_known_ones() -> None:
 
 
 def explained(found: Plan) -> Explanation:
-    return explain_plan(found, job(SLOW), PlanOptions(num_stages=1, num_microbatches=2))
+    of = job(SLOW)
+    request = request_of(of, Decisions(num_stages=1, num_microbatches=2))
+    return explain_plan(found, Study(request, of, time_limit_s=None))
 
 
 def test_what_a_plan_would_be_without_it_is_among_its_rivals() -> None:

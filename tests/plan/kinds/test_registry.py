@@ -149,8 +149,8 @@ def test_every_kind_serves_a_model_with_experts(kind: Kind) -> None:
 
 
 @uses
-def test_every_example_is_worth_a_search_for_long_sequences(kind: Kind, text: str) -> None:
-    assert kind.not_worth(parse_strategy(text).levels, None, 10**6) == ""
+def test_every_example_is_worth_a_search(kind: Kind, text: str) -> None:
+    assert kind.not_worth(parse_strategy(text).levels, None) == ""
 
 
 @kinds

@@ -1,0 +1,248 @@
+"""One request, whoever asks: the same file from the shell and from Python, and one clear error for a contradiction."""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from steelyard.cli.app import app
+from steelyard.errors import CombinedError, UserError
+from steelyard.model.read import chain_from_config
+from steelyard.plan.decisions import Decisions
+from steelyard.plan.file import dump_json, write_plan
+from steelyard.plan.strategy import Remat
+from steelyard.planning.complete import complete, find_plan
+from steelyard.planning.request import PlanRequest, make_request
+from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
+from tests.cost.examples import CONFIG, chain, measured_profile
+from tests.runtime.models import FAMILY_CONFIGS
+
+SMALL = "{folder}/small.json"
+ONE = "1x2xa100-80gb"
+POOLS = "1x1xh100-80gb+1x1xa100-80gb"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What one types, and what one calls: the rest is a batch of 8 samples of 32 tokens."""
+
+    words: tuple[object, ...] = ()
+    called: dict[str, Any] = field(default_factory=dict)
+    model: str = SMALL
+    cluster: str = ONE
+    seq_len: int = 32
+
+
+def deciding(*words: object, cluster: str = ONE, **decisions: Any) -> Asked:
+    return Asked(words=words, called={"decisions": Decisions(**decisions)}, cluster=cluster)
+
+
+ASKED = {
+    "nothing more": Asked(),
+    "a packaged model": Asked(model="llama-demo", seq_len=128),
+    "an encoder": Asked(model="{folder}/bert.json"),
+    "several nodes": Asked(cluster="2x1xh100-80gb"),
+    "pools": deciding("--microbatches", 4, cluster=POOLS, num_microbatches=4),
+    "pools within memory": Asked(words=("--memory", "1300MiB"), called={"memory": "1300MiB"}, cluster=POOLS),
+    "memory": Asked(words=("--memory", "1200MiB"), called={"memory": "1200MiB"}),
+    "a margin": Asked(words=("--memory-margin", 0.3), called={"memory_margin": 0.3}),
+    "precision": Asked(words=("--precision", "fp32"), called={"precision": "fp32"}),
+    "pins": deciding("--pin", "blocks 0-1: tp=2", "--pin", "remat=full", pins=("blocks 0-1: tp=2", "remat=full")),
+    "stages and microbatches": deciding("--stages", 2, "--microbatches", 4, num_stages=2, num_microbatches=4),
+    "schedules": deciding("--schedule", "gpipe,1f1b", schedules=("gpipe", "1f1b")),
+    "remat": deciding("--remat", "none,full", remats=(Remat.NONE, Remat.FULL)),
+    "zero": deciding("--zero", "2", variants={"zero": (2,)}),
+    "a largest degree": deciding("--max-tp", 1, max_degrees={"tp": 1}),
+    "the papers' space": deciding("--space", "paper", space="paper"),
+    "other cuts": deciding("--partition", "even", partition="even"),
+    "one strategy": deciding("--uniform", uniform=True),
+    "something frozen": Asked(words=("--freeze", "model.embed_tokens"), called={"freeze": "model.embed_tokens"}),
+    "uneven experts": Asked(model="{folder}/mixtral.json", words=("--imbalance", 1.5), called={"imbalance": 1.5}),
+    "a measured run": Asked(
+        words=("--calibrate", "{folder}/record.json"), called={"calibration": ("{folder}/record.json",)}
+    ),
+    "a measured profile": Asked(
+        words=("--profile", "{folder}/profile.json", "--memory", "1GiB", "--precision", "fp32"),
+        called={"profile": "{folder}/profile.json", "memory": "1GiB", "precision": "fp32"},
+        cluster="1x4xcpu",
+    ),
+}
+OTHERWISE = {
+    "the largest batch": Asked(words=("--global-batch", "max"), called={"global_batch": "max"}),
+    "a sample for each device": Asked(words=(), called={"global_batch": "devices"}),
+    "the longest sequence": Asked(
+        model="{folder}/gpt2.json",
+        words=("--global-batch", 8, "--seq-len", "max"),
+        called={"global_batch": 8, "seq_len": "max"},
+    ),
+    "the fewest devices": Asked(
+        words=("--global-batch", 8, "--objective", "devices"), called={"global_batch": 8, "objective": "devices"}
+    ),
+    "another network": Asked(
+        words=("--global-batch", 8, "--network", "ethernet-10"),
+        called={"global_batch": 8, "network": "ethernet-10"},
+        cluster="2x1xa100-80gb",
+    ),
+    "days and costs": Asked(
+        words=("--global-batch", 8, "--tokens", "15T", "--price", 2.5),
+        called={"global_batch": 8, "tokens": 15 * 10**12, "price": 2.5},
+    ),
+    "fewer plans beside it": Asked(
+        words=("--global-batch", 8, "--top", 2, "--fallbacks", 0),
+        called={"global_batch": 8, "num_alternatives": 2, "num_next_best": 1, "num_fallbacks": 0},
+    ),
+}
+"""What `find_plan` has no argument for."""
+
+
+SLOW = ("uneven experts", "the longest sequence")
+"""Those whose model is traced for seconds."""
+
+
+def cases(asked: dict[str, Asked]) -> list[Any]:
+    return [pytest.param(each, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, each in asked.items()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of models, of a measured profile and of a measured run."""
+    made = tmp_path_factory.mktemp("asked")
+    configs = {"small": CONFIG, **{name: FAMILY_CONFIGS[name] for name in ("bert", "gpt2", "mixtral")}}
+    for name, config in configs.items():
+        (made / f"{name}.json").write_text(json.dumps(config))
+    (made / "profile.json").write_text(dump_json(measured_profile(chain())))
+    record = RunRecord(
+        model_name="small",
+        config_hash=chain().config_hash,
+        device="NVIDIA A100-SXM4-80GB",
+        num_devices=4,
+        strategies=(),
+        num_warmup_steps=1,
+        median_step_s=3.0,
+        tokens_per_s=1.0,
+        steps=(StepRecord(step=1, loss=1.0, time_s=3.0, grad_norm=1.0),),
+        ranks=(RankRecord(rank=0, stage=0, peak_bytes=1, memory_method="test", num_params=1),),
+        predicted_step_s=2.0,
+    )
+    (made / "record.json").write_text(dump_json(record))
+    return made
+
+
+def at(folder: Path, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(at(folder, each) for each in value)
+    return value.format(folder=folder) if isinstance(value, str) else value
+
+
+def typed(asked: Asked, folder: Path, path: Path, *more: object) -> bytes:
+    """The file that the command writes."""
+    words = [asked.model, "--cluster", asked.cluster, *asked.words, *more, "-o", path]
+    result = CliRunner().invoke(app, ["plan", *(str(at(folder, each)) for each in words)])
+    assert result.exit_code == 0, result.exception or result.output
+    return path.read_bytes()
+
+
+def called(asked: Asked, folder: Path) -> dict[str, Any]:
+    return {name: at(folder, value) for name, value in asked.called.items()}
+
+
+@pytest.mark.parametrize("asked", cases(ASKED))
+def test_the_shell_and_python_get_the_same_file(asked: Asked, folder: Path, tmp_path: Path) -> None:
+    plan = find_plan(
+        at(folder, asked.model), asked.cluster, global_batch=8, seq_len=asked.seq_len, **called(asked, folder)
+    )
+    write_plan(plan, tmp_path / "called.json")
+    written = typed(asked, folder, tmp_path / "typed.json", "--global-batch", 8, "--seq-len", asked.seq_len)
+    assert written == (tmp_path / "called.json").read_bytes()
+
+
+@pytest.mark.parametrize("asked", cases(OTHERWISE))
+def test_the_shell_and_a_request_get_the_same_file(asked: Asked, folder: Path, tmp_path: Path) -> None:
+    request = make_request(at(folder, asked.model), asked.cluster, **{"seq_len": 32} | called(asked, folder))
+    plan = complete(request).plan
+    assert plan is not None
+    write_plan(plan, tmp_path / "called.json")
+    words = () if "--seq-len" in asked.words else ("--seq-len", 32)
+    assert typed(asked, folder, tmp_path / "typed.json", *words) == (tmp_path / "called.json").read_bytes()
+
+
+# contradictions
+
+
+def request(**changes: Any) -> PlanRequest:
+    asked: dict[str, Any] = {"model": chain(), "cluster": "1x8xa100-80gb", "global_batch": 16, "seq_len": 32}
+    return make_request(**asked | changes)
+
+
+MIXTRAL = chain_from_config(FAMILY_CONFIGS["mixtral"], name="mixtral")
+GPT2 = chain_from_config(FAMILY_CONFIGS["gpt2"] | {"n_positions": 64}, name="gpt2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "text"),
+    [
+        ({"global_batch": 0}, "global_batch", "1 to 262144"),
+        ({"seq_len": 2**24 + 1}, "seq_len", "1 to 16777216"),
+        ({"global_batch": 2**18, "seq_len": 2**24}, "global_batch", "tokens a step"),
+        ({"model": GPT2, "seq_len": 65}, "seq_len", "64 or less"),
+        ({"imbalance": 1.5}, "imbalance", "a model with experts"),
+        ({"model": MIXTRAL, "imbalance": 0.5}, "imbalance", "1 (every rank's experts get as many tokens) to 8"),
+        ({"model": MIXTRAL, "imbalance": 9.0}, "imbalance", "to 8"),
+        ({"memory_margin": 0.95}, "memory_margin", "from 0 to 0.9"),
+        ({"global_batch": "max", "objective": "devices"}, "--global-batch", "max with --objective devices"),
+        ({"seq_len": "max", "global_batch": "max"}, "--seq-len", "max with --global-batch max"),
+        ({"seq_len": "max", "objective": "devices"}, "--seq-len", "max with --objective devices"),
+        ({"seq_len": "max", "profile": measured_profile(chain())}, "--seq-len", "max with --profile"),
+        ({"cluster": POOLS, "seq_len": "max"}, "--seq-len", "several pools"),
+        ({"cluster": POOLS, "global_batch": "max"}, "--global-batch", "several pools"),
+        ({"cluster": POOLS, "objective": "devices"}, "--objective", "several pools"),
+        ({"cluster": POOLS, "calibration": (Path("run.json"),)}, "--calibrate", "several pools"),
+        ({"cluster": POOLS, "decisions": Decisions(pins=("tp=2",))}, "--pin", "several pools"),
+        ({"cluster": POOLS, "decisions": Decisions(partition="even")}, "--partition", "several pools"),
+        ({"decisions": Decisions(pins=("blocks 0-40: tp=2",))}, "--pin", "blocks 0-40"),
+        ({"price": 2.5}, "--price", "a price without tokens"),
+    ],
+)
+def test_a_contradiction_is_one_clear_error(changes: dict[str, Any], field: str, text: str) -> None:
+    with pytest.raises(UserError) as raised:
+        request(**changes)
+    assert not isinstance(raised.value, CombinedError)
+    assert raised.value.field == field
+    assert text in str(raised.value)
+    assert raised.value.hint
+
+
+def test_a_module_that_cannot_compute_in_bf16_is_planned_in_fp32_alone() -> None:
+    from steelyard.modules.own_builder import Built, own_model
+    from tests.modules.own_models import CASES
+
+    case = CASES["nanogpt"]
+    own = own_model(Built(module=case.module(), sample=case.sample, loss=case.loss, blocks=None))
+    told = request(model="nanogpt", own=own, seq_len=None).chain
+    failing = replace(told, own=told.own.model_copy(update={"no_bf16": "expected Float"}))  # type: ignore[union-attr]
+    with pytest.raises(UserError, match=r"precision: found bf16 .*expected Float\n.*\n.*plan with fp32"):
+        request(model=failing, seq_len=None)
+    assert request(model=failing, seq_len=None, precision="fp32").precision == "fp32"
+
+
+def test_another_request_is_checked_as_the_first_was() -> None:
+    with pytest.raises(UserError, match="global_batch: found 0"):
+        replace(request(), global_batch=0)
+
+
+def test_what_is_misspelt_is_reported_together() -> None:
+    with pytest.raises(CombinedError) as raised:
+        request(model="llama-dem", cluster="1x8xa100-80g", memory="20 sacks", profile="nowhere.json")
+    told = str(raised.value)
+    assert len(raised.value.errors) == told.count(": found ") == 4
+    for text in ("llama-demo", "a100-80gb", "20 sacks", "nowhere.json"):
+        assert text in told
+
+
+def test_one_thing_that_is_misspelt_is_an_error_of_its_own_kind() -> None:
+    with pytest.raises(UserError, match="a100-80gb") as raised:
+        request(cluster="1x8xa100-80g")
+    assert not isinstance(raised.value, CombinedError)
