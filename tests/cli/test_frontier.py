@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from steelyard.planning.batch import LEAST_GAIN
 
 from steelyard.plan.choices import TradeOffs
 from steelyard.plan.decisions import Decisions

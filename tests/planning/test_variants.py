@@ -14,6 +14,7 @@ from steelyard.plan.strategy import Remat
 from steelyard.planning import complete as complete_requests
 from steelyard.planning.choose import PlanningResult, plan_request
 from steelyard.planning.explain import SAME
+from steelyard.planning.not_searched import widened, widened_text
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import (
     FREE_CHOICE,
@@ -103,7 +104,6 @@ def test_no_variant_at_random_that_restricts_is_faster(name: str, bank: Bank) ->
     def hold(mine: dict[str, Any], other: dict[str, Any]) -> None:
         first = study.answer(deciding("first", Decisions(**mine)))
         assert first.step_s >= free.step_s * NO_FASTER
-        assert first.widens == ()
         if {"num_stages", "num_microbatches"} & mine.keys() & other.keys():
             return  # together they may contradict each other
         both = study.answer(deciding("both", Decisions(**mine).with_also(Decisions(**other))))
@@ -140,18 +140,30 @@ def test_a_pin_widens_by_what_the_free_search_leaves_out() -> None:
     """Hybrid sharding is searched with groups of one node, or of four."""
     of = job(cluster(4, 2), global_batch=8)
     study = Study(request_of(of, Decisions(num_stages=1, num_microbatches=1)), of, time_limit_s=None)
-    answer = study.answer(insisting("dp2-fsdp4"))
-    assert {strategy.parallel for strategy in answer.widens} == {"dp2-fsdp4"}
-    assert answer.plan is not None
-    assert study.answer(insisting("dp4-fsdp2")).widens == ()
+    free = study.request.decisions
+    beyond = widened(of, free, insisting("dp2-fsdp4").change(study.request).decisions)
+    assert {strategy.parallel for strategy in beyond} == {"dp2-fsdp4"}
+    assert "hybrid sharding is searched with groups of one node" in widened_text(beyond)
+    assert study.answer(insisting("dp2-fsdp4")).plan is not None
+    assert widened(of, free, insisting("dp4-fsdp2").change(study.request).decisions) == {}
 
 
 @pytest.mark.parametrize("pin", ["tp=2", "blocks 0-1: remat=full", "stages=2"])
 def test_a_pin_that_widens_nothing_is_no_faster(pin: str, bank: Bank) -> None:
     study, free = bank.of("tight")
-    answer = study.answer(insisting(pin))
-    if not answer.widens:
-        assert answer.step_s >= free.step_s * NO_FASTER
+    assert widened(study.job, study.request.decisions, insisting(pin).change(study.request).decisions) == {}
+    assert study.answer(insisting(pin)).step_s >= free.step_s * NO_FASTER
+
+
+def test_every_answer_gets_the_fastest_plan_that_it_allows(bank: Bank) -> None:
+    study, free = bank.of("tight")
+    slower = replace(free, name="slower", step_s=2 * free.step_s)
+    assert free.plan is not None
+    found = study.answer(deciding("as it is", Decisions(num_stages=free.plan.num_stages)))
+    kept, mended = study.reconciled([found, replace(slower, request=found.request)])
+    assert (kept, mended.step_s, mended.plan) == (found, found.step_s, found.plan)
+    other = study.answer(deciding("without fsdp", Decisions(max_degrees={"fsdp": 1})))
+    assert other.plan is None or study.reconciled([other, free])[0].step_s >= min(other.step_s, free.step_s)
 
 
 def test_more_memory_is_no_slower(bank: Bank) -> None:

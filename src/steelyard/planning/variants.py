@@ -7,13 +7,15 @@
 | `other_pipelines`    | decisions             | what other stages, microbatches and schedules take          |
 | `insisting`          | decisions             | what it costs to insist on a pin                            |
 | `within`             | budget                | what more or less memory is worth                           |
-| `on_cluster`         | cluster               | what fewer, more or other devices take                      |
 
 A variant that only restricts is never faster than the free plan by the sums of the search: it is searched in what is
 left of the tables of the free request, and what the search proves of those bounds it. The simulator, time limits and
 gaps may turn two plans round; so where several answers stand beside each other each gets the fastest plan of all that
-it allows (`Study.reconciled`). Pins may ask for strategies that the free search leaves
-out since they are not worth it (`Kind.not_worth`): such a variant widens, and `Answer.widens` names them.
+it allows (`Study.reconciled`). Pins may ask for strategies that the free search leaves out since they are not worth it
+(`Kind.not_worth`): such a variant widens, and `steelyard.planning.not_searched.widened` names them.
+
+A `Study` answers variants of decisions and budget. Other sizes and devices have tables of their own: see
+`steelyard.planning.sizes` and `steelyard.planning.devices`.
 """
 
 import math
@@ -29,16 +31,14 @@ from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster
 from steelyard.plan.choices import Rival
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds import KINDS, Kind, variants
 from steelyard.plan.plan import Plan
-from steelyard.plan.strategy import Remat, Strategy
+from steelyard.plan.strategy import Remat
 from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import device_bytes, ranks_all
 from steelyard.planning.job import job_of
-from steelyard.planning.not_searched import widened
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import make_tables, pipeline_settings, space_options
 from steelyard.planning.request import Budget, PlanRequest
@@ -137,11 +137,6 @@ def within(name: str, num_bytes: int, *, margin_bytes: int = 0) -> Variant:
     return Variant(name=name, change=change)
 
 
-def on_cluster(name: str, cluster: Cluster) -> Variant:
-    """Return the variant on other devices."""
-    return Variant(name=name, change=lambda request: replace(request, cluster=cluster))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The fastest plan of a variant that fits, or how far the nearest one is from fitting."""
@@ -150,13 +145,14 @@ class Answer:
     request: PlanRequest | None = None
     """What was asked; None where it contradicts itself or no pipeline is so."""
     budget_bytes: int = 0
+    """Of a device, as asked."""
+    held_bytes: int = 0
+    """What a device of the plan holds at most."""
     plan: Plan | None = None
     """Without its prediction."""
     step_s: float = math.inf
     missing_bytes: int | None = None
     """Of a device, None where a plan fits, or no memory would help."""
-    widens: tuple[Strategy, ...] = ()
-    """Strategies that the free search leaves out."""
 
     def beside(self, step_s: float) -> Rival:
         """Return the answer next to a plan whose step takes ``step_s``."""
@@ -171,12 +167,9 @@ class Answer:
         )
 
 
-_OF_JOB = ("chain", "cluster", "global_batch", "seq_len", "precision")
-"""Fields of a request without which no plan of another one can be its own."""
-
-
 class Study:
-    """Solves variants of one request on one pool, and shares its trace, prices and cost tables between them.
+    """Solves variants of one request on one pool that change its decisions or its budget, and shares its trace, prices
+    and cost tables between them.
 
     ``time_limit_s`` is of each search. ``tables`` saves making those of the request, bounded or not.
     """
@@ -211,20 +204,27 @@ class Study:
 
     def of(self, plan: Plan, step_s: float, peak_bytes: int) -> Answer:
         """Return a plan that is known as an answer to the request itself."""
-        return Answer(name=ANY_PLAN, request=self.request, budget_bytes=peak_bytes, plan=plan, step_s=step_s)
+        return Answer(
+            name=ANY_PLAN,
+            request=self.request,
+            budget_bytes=self.job.budget_bytes,
+            held_bytes=peak_bytes,
+            plan=plan,
+            step_s=step_s,
+        )
 
     def answer(self, variant: Variant) -> Answer:
         """Return the best plan of a variant, as far as the time limit reaches."""
         try:
             request = variant.change(self.request)
             job = self._job(request)
-            tables, widens = self._tables_of(request, job)
+            tables = self._tables_of(request, job)
         except UserError:  # it contradicts what was decided, or no pipeline is so
             return Answer(name=variant.name)
-        answer = Answer(name=variant.name, request=request, budget_bytes=job.budget_bytes, widens=widens)
+        answer = Answer(name=variant.name, request=request, budget_bytes=job.budget_bytes)
         if not tables:
             return answer
-        are_own = request.decisions == self.request.decisions and job.cluster == self.job.cluster
+        are_own = request.decisions == self.request.decisions
         found = self._accepted(job, tables, are_own=are_own)
         bounded = found.bounded(tables)
         if are_own:
@@ -235,7 +235,7 @@ class Study:
             return replace(answer, missing_bytes=missing)
         plans = [each.plan for each in (found.ranked if ranks_all(job) else found.ranked[:1])]
         step_s, plan = min(((predict(each, job).step_time_s, each) for each in plans), key=lambda pair: pair[0])
-        return replace(answer, plan=plan, step_s=step_s)
+        return replace(answer, plan=plan, step_s=step_s, held_bytes=job.budget_bytes)
 
     def reconciled(self, answers: Sequence[Answer]) -> tuple[Answer, ...]:
         """Return the answers, each with the fastest plan of all of them that it allows.
@@ -248,17 +248,22 @@ class Study:
     def _best_of(self, answer: Answer, answers: Sequence[Answer]) -> Answer:
         allowed = (each for each in answers if each.step_s < answer.step_s and self._allows(answer, each))
         best = min(allowed, key=lambda each: each.step_s, default=answer)
-        return replace(answer, plan=best.plan, step_s=best.step_s, missing_bytes=best.missing_bytes)
+        return replace(
+            answer,
+            plan=best.plan,
+            step_s=best.step_s,
+            held_bytes=best.held_bytes,
+            missing_bytes=best.missing_bytes,
+        )
 
     def _allows(self, answer: Answer, other: Answer) -> bool:
         """Whether a variant allows the plan that was found for another one."""
         mine, theirs, plan = answer.request, other.request, other.plan
-        if mine is None or theirs is None or plan is None or other.budget_bytes > answer.budget_bytes:
+        if mine is None or theirs is None or plan is None or other.held_bytes > answer.budget_bytes:
             return False
         decisions = mine.decisions
-        has_other_job = any(getattr(mine, name) != getattr(theirs, name) for name in _OF_JOB)
         has_other_pins = not {*decisions.pins} <= {*theirs.decisions.pins}
-        if has_other_job or has_other_pins or (decisions.uniform and not theirs.decisions.uniform):
+        if has_other_pins or (decisions.uniform and not theirs.decisions.uniform):
             return False
         is_scheduled = plan.num_stages == 1 or plan.schedule in decisions.allowed_schedules
         options = space_options(self.job, decisions)
@@ -283,29 +288,19 @@ class Study:
         )
 
     def _job(self, request: PlanRequest) -> Job:
-        """The job of a variant, which shares the trace and the prices of the request's own where it may."""
-        mine, job = self.request, self.job
-        if (request.chain, request.seq_len, request.global_batch) != (mine.chain, mine.seq_len, mine.global_batch):
-            own = job_of(request)
-            assert isinstance(own, Job), "a study is of one pool"
-            return own
-        if request.cluster != mine.cluster:
-            assert isinstance(request.cluster, Cluster), "a study is of one pool"
-            job = replace(job, cluster=request.cluster)
+        """The job of a variant: the request's own within another budget."""
         budget = request.budgets.get(request.cluster.name)
-        return job if budget is None else job.within(budget.num_bytes, margin_bytes=budget.margin_bytes)
+        return self.job if budget is None else self.job.within(budget.num_bytes, margin_bytes=budget.margin_bytes)
 
-    def _tables_of(self, request: PlanRequest, job: Job) -> tuple[list[OnDemand], tuple[Strategy, ...]]:
-        """The cost tables of a variant, and the strategies in them that the free search leaves out."""
+    def _tables_of(self, request: PlanRequest, job: Job) -> list[OnDemand]:
+        """The cost tables of a variant: what it leaves of those of the request, and what it adds to them."""
         decisions = request.decisions
-        if job.cluster != self.job.cluster or job.global_batch != self.job.global_batch:
-            return list(make_tables(job, decisions)), ()
         roomier = [budget for budget in self._bounded if budget >= job.budget_bytes]
         base = self._bounded[min(roomier)] if roomier else self._tables
         if decisions == self.request.decisions:
-            return list(base), ()
+            return list(base)
         if decisions.pins != self.request.decisions.pins:
-            return list(make_tables(job, decisions)), tuple(widened(job, self.request.decisions, decisions))
+            return list(make_tables(job, decisions))
         wanted = {each.pipeline for each in pipeline_settings(job, decisions)}
         known = [each for each in base if each.pipeline in wanted]
         options = space_options(job, decisions)
@@ -316,7 +311,7 @@ class Study:
             limit_s = math.inf if self.time_limit_s is None else self.time_limit_s
             found = uniform_tables(job, tables, self._floors.of, deadline=time.monotonic() + limit_s)
             tables = [OnDemand.of(each) for each in found]
-        return tables, ()
+        return tables
 
 
 def _allowed(tables: CostTables, options: SpaceOptions) -> CostTables:
