@@ -51,6 +51,7 @@ def test_a_pin_offers_what_is_not_worth_a_search(job: Job) -> None:
     assert {each.expert_degree for each in stage_strategies(job, 8, PlanOptions(pins=pins))} == {1, 2, 4}
 
 
+@pytest.mark.slow
 def test_a_pin_of_all_layers_is_for_those_with_experts(job: Job) -> None:
     pins = (parse_pin("ep=4", option="--pin", num_layers=CHAIN.num_layers),)
     found = plan_job(job, PlanOptions(pins=pins)).plan
