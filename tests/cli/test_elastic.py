@@ -35,6 +35,7 @@ def step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
+@pytest.mark.slow
 def test_spares_say_what_a_lost_node_costs_and_are_kept_in_the_plan(run: Run, tmp_path: Path) -> None:
     result = run("plan", *JOB, "--spares", 1, "-o", tmp_path / "plan.json")
     assert result.exit_code == 0, result.output
@@ -63,6 +64,7 @@ def elastic_error(run: Run, path: Path, *options: object) -> str:
     return str(user_error(run("train", path, "--data", "text.txt", "--elastic", *options)))
 
 
+@pytest.mark.slow
 def test_an_elastic_run_needs_checkpoints(run: Run, plan_path: Path) -> None:
     assert "--elastic: found no --checkpoint-dir" in elastic_error(run, plan_path)
 
@@ -131,6 +133,7 @@ def record(plan: Plan, folder: Path, *, slow: int | None = None, **changes: Any)
     return folder / "record.json"
 
 
+@pytest.mark.slow
 def test_explain_names_a_slow_rank_and_what_planning_without_its_node_gains(
     run: Run, plan_path: Path, tmp_path: Path
 ) -> None:
@@ -148,6 +151,7 @@ def test_explain_names_a_slow_rank_and_what_planning_without_its_node_gains(
     assert "the best plan without its node takes" in text
 
 
+@pytest.mark.slow
 def test_explain_tells_what_a_plan_with_fewer_layers_on_the_slow_node_gains(
     run: Run, plan_path: Path, tmp_path: Path
 ) -> None:
@@ -206,6 +210,7 @@ def test_a_pool_without_an_elastic_run_is_refused(run: Run, pooled_path: Path) -
     assert "--pool: found '1x2xa100-80gb'\n  expected: --elastic with it" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 3])
 def test_explain_names_the_pool_of_a_slow_rank_and_plans_around_its_node(
     run: Run, pooled_path: Path, tmp_path: Path, slow: int
@@ -226,6 +231,7 @@ def test_explain_names_the_pool_of_a_slow_rank_and_plans_around_its_node(
     assert "the best plan without its device takes" in text
 
 
+@pytest.mark.slow
 def test_explain_cuts_a_plan_over_pools_for_a_slow_node_of_one(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     asked = ("--seq-len", 2048, "--global-batch", 64)
@@ -264,6 +270,7 @@ def test_explain_says_that_a_run_was_even(run: Run, plan_path: Path, tmp_path: P
     assert any("computed for longer than predicted" in note for note in explanation["notes"])
 
 
+@pytest.mark.slow
 def test_a_record_of_another_plan_is_refused(run: Run, plan_path: Path, tmp_path: Path) -> None:
     path = record(read_plan(plan_path), tmp_path, config_hash="another")
     assert "expected: one of this plan" in str(user_error(run("explain", plan_path, "--record", path)))
@@ -279,6 +286,7 @@ def test_a_record_from_before_own_work_was_measured_is_refused(run: Run, plan_pa
     assert "found a record from before" in str(user_error(run("explain", plan_path, "--record", path)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [3, 2, 1])
 def test_a_plan_of_a_measured_profile_is_found_again_for_fewer_processes(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
