@@ -18,6 +18,8 @@ from steelyard.plan.strategy import Remat
 from steelyard.units import GIB
 from tests.processes.warm import HANG_LIMIT_S
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
@@ -72,7 +74,6 @@ def test_every_part_runs_on_the_cpu_at_small_sizes(tmp_path: Path) -> None:
         assert shown in process.stdout
 
 
-@pytest.mark.slow
 def test_the_largest_microbatch_fits_and_one_sample_more_does_not(bench: Bench) -> None:
     sizes = gpu.replace(bench.sizes, most_samples=4096)
     small = gpu.replace(bench, sizes=sizes, memory=int(1.3 * GIB))
@@ -88,7 +89,6 @@ def test_the_largest_microbatch_fits_and_one_sample_more_does_not(bench: Bench) 
     assert not fits(largest + 1)
 
 
-@pytest.mark.slow
 def test_where_nothing_fits_there_is_no_largest(bench: Bench) -> None:
     assert largest_samples(gpu.replace(bench, memory=2**20), None) == 0
 

@@ -156,6 +156,7 @@ def test_a_missing_plan_is_a_mistake(run: Run, tmp_path: Path) -> None:
     assert "no file" in error.found
 
 
+@pytest.mark.slow
 def test_a_strategy_that_the_model_does_not_allow_is_a_mistake(run: Run, tmp_path: Path) -> None:
     plan = make_plan("llama-tied", "tp2, tp2, tp2, tp2", num_devices=2, num_microbatches=2, global_batch=8)
     odd = {"name": "odd", "config": CONFIGS["llama-tied"] | {"num_attention_heads": 1, "num_key_value_heads": 1}}

@@ -16,6 +16,8 @@ from tests.cli.conftest import Run, user_error
 from tests.cost.examples import CONFIG, SEQ_LEN, chain, measured_profile
 from tests.runtime.models import make_plan
 
+pytestmark = pytest.mark.slow
+
 JOB = ("llama3.2-1b", "--cluster", "2x4xa100-80gb", "--seq-len", 2048, "--global-batch", 16)
 
 

@@ -80,6 +80,7 @@ def test_a_rival_that_does_not_fit_says_by_how_many_bytes(explained: Explanation
         assert (rival.step_time_s is None) != (rival.missing_bytes is None)
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower_and_less_never_faster(explained: Explanation) -> None:
     more, less = explained.budgets
     assert more.step_time_s is not None

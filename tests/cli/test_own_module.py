@@ -14,6 +14,8 @@ from tests.cli.conftest import Run, user_error
 from tests.processes.forking_agent import fork_ranks
 from tests.runtime.models import make_plan
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT / 'examples' / 'diffusion.py'}:build_model"
 JOB = ("--cluster", "1x4xa100-80gb", "--global-batch", 16)
@@ -31,14 +33,12 @@ def _plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_planning_says_that_the_file_is_run_and_how_to_go_on(run: Run, tmp_path: Path) -> None:
     result = run("plan", EXAMPLE, *JOB, "-o", tmp_path / "plan.json")
     assert "diffusion.py, which builds the module" in result.stderr
     assert "--builder" in result.stdout
 
 
-@pytest.mark.slow
 def test_the_plan_holds_the_split_and_no_config_and_no_path_of_the_file(plan_file: Path) -> None:
     plan = read_plan(plan_file)
     assert plan.model.config is None
@@ -57,7 +57,6 @@ def test_a_plan_is_read_without_the_module(
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.slow
 def test_check_fits_with_the_builder_within_what_was_predicted(run: Run, plan_file: Path) -> None:
     result = run("check", plan_file, "--builder", EXAMPLE, "--processes", 1, "--json")
     assert result.exit_code == 0, result.output

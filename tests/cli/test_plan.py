@@ -369,6 +369,7 @@ def test_a_size_of_images_is_one_or_two_numbers(run: Run, size: str) -> None:
     assert user_error(run("plan", "llama3-8b", *job)).field == "--image-size"
 
 
+@pytest.mark.slow
 def test_planning_imports_nothing_that_only_other_commands_and_options_need(tmp_path: Path) -> None:
     script = (
         "import sys\n"

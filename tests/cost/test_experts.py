@@ -81,6 +81,7 @@ def test_full_remat_exchanges_again_and_selective_remat_does_not(setting: Settin
     assert ("recomputation", "experts") not in selective
 
 
+@pytest.mark.slow
 def test_an_imbalance_sends_as_many_times_more(setting: Setting) -> None:
     even, more = sent("fsdp8 ep4", setting), sent("fsdp8 ep4", uneven(setting, 1.5))
     assert more["backward", "experts"] == 1.5 * even["backward", "experts"]

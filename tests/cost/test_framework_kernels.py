@@ -90,6 +90,7 @@ def test_fused_kernels_move_as_much_less_as_the_closed_form_says(traced: Job, ki
         assert now.per_sample >= 0
 
 
+@pytest.mark.slow
 def test_torchtitan_repeats_three_of_seven_products(traced: Job) -> None:
     def selective(job: Job) -> Work:
         return layer_of(job, "block", 1, False).recomputation("selective").work  # type: ignore[arg-type]

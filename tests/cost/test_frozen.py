@@ -118,6 +118,7 @@ def test_no_gradient_is_sent_to_a_stage_of_which_nothing_is_trained() -> None:
     assert sent == [{"activation", "gradient"}, {"activation"}]
 
 
+@pytest.mark.slow
 def test_a_switch_behind_what_is_frozen_has_no_way_back() -> None:
     strategies = (parse_strategy("dp4"), parse_strategy("tp4"))
     whole, part = (_job(each, "bf16", "1x4xa100-80gb") for each in (None, "the first layers"))

@@ -96,6 +96,7 @@ def test_the_names_of_files_are_plain_words(target: str) -> None:
     assert all(set(name) <= SAFE for name, _ in files_of(plan, target, HOSTILE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_statement_stays_a_comment(target: str) -> None:
     plan = mixed() if target == "pytorch" else uniform("fsdp8", devices=8)

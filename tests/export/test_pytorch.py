@@ -24,6 +24,8 @@ from tests.export.script_cases import CASES, FOLDER, NUM_RANKS, NUM_STEPS, conte
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import one_process, run_ranks
 
+pytestmark = pytest.mark.slow
+
 TOLERANCES = {"fp32": 5e-5, "bf16": 2e-2}
 """Relative, of losses and of the norms of gradients: sums are taken in another order."""
 ODD_TEXT = "a'b\"c''' + str(__import__('os')) + '''\n$(touch made)\n\"\"\"; import os #\\"
@@ -84,7 +86,6 @@ def test_a_config_keeps_its_nulls() -> None:
     assert content["plan"]["model"]["config"]["sliding_window"] is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("to", ["pytorch", "torchrun", "slurm", "kubeflow"])
 def test_no_text_of_a_plan_becomes_code(to: str) -> None:
     odd = mixed(model={"name": ODD_TEXT, "config": TINY | {"note": ODD_TEXT, ODD_TEXT: [ODD_TEXT]}})
@@ -96,7 +97,6 @@ def test_no_text_of_a_plan_becomes_code(to: str) -> None:
             assert code == [line for line in expected.splitlines() if not line.startswith(("# ", "#SBATCH --job-name"))]
 
 
-@pytest.mark.slow
 def test_what_a_config_holds_arrives_as_it_is() -> None:
     odd = mixed(model={"name": ODD_TEXT, "config": TINY | {"note": ODD_TEXT}})
     model = content_of(odd)["plan"]["model"]

@@ -20,6 +20,8 @@ from steelyard.modules.build import (
 )
 from tests.runtime.models import CONFIGS
 
+pytestmark = pytest.mark.slow
+
 
 def tiny(name: str) -> ModelChain:
     return chain_from_config({**CONFIGS[name], "num_hidden_layers": 1}, name=name)
@@ -83,7 +85,6 @@ def test_buffers_are_filled_beside_weights_that_stay() -> None:
     assert torch.equal(embeddings.position_embedding.weight, before)
 
 
-@pytest.mark.slow
 def test_what_a_model_fills_in_its_blocks_is_filled_in_a_layer_made_alone() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_ssm": 64, "mamba_n_heads": 4}

@@ -17,6 +17,8 @@ from steelyard.modules.own_split import find_own_split
 from steelyard.plan.decisions import Decisions
 from tests.modules.own_models import CASES, NanoBlock, NanoGPT, TitanLlama, TwoTowers, UNet
 
+pytestmark = pytest.mark.slow
+
 
 def split_of(name: str) -> Any:
     case = CASES[name]
@@ -46,7 +48,6 @@ def test_a_rotary_table_is_given_to_blocks_and_does_not_flow() -> None:
     assert not own.kinds[1].reads_samples
 
 
-@pytest.mark.slow
 def test_attention_and_mlp_of_plain_matrices_take_tensor_parallelism() -> None:
     for name in ("titan", "dit"):
         kind = split_of(name).kinds[1]
@@ -242,7 +243,6 @@ def test_what_a_module_asks_of_its_blocks_is_known_where_they_are_not() -> None:
     assert own.no_bf16 == ""
 
 
-@pytest.mark.slow
 def test_a_stage_of_blocks_without_parameters_is_planned() -> None:
     module = nn.Sequential(
         nn.Linear(8, 32), NanoBlock(), nn.ReLU(), nn.ReLU(), nn.ReLU(), NanoBlock(), nn.Linear(32, 3)

@@ -20,6 +20,7 @@ def write(tmp_path, text):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
     [

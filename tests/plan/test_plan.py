@@ -168,6 +168,7 @@ def test_sp_that_does_not_divide_the_sequence_is_named():
         read(changed((["seq_len"], 63)))
 
 
+@pytest.mark.slow
 def test_levels_across_the_mesh_are_named():
     config = {**CONFIG, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}
     content = one_stage("dp2-tp3", devices=6, model={"name": "tiny", "config": config})

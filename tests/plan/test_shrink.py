@@ -9,8 +9,9 @@ from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
 from tests.modules.split_configs import split_config
-from tests.runtime.family_cases import CASES
+from tests.runtime.family_cases import CASES, SAMPLE
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
+from tests.sample import sampled
 
 
 def shape(plan: Plan) -> list[list[tuple[str, str]]]:
@@ -22,7 +23,8 @@ def shape(plan: Plan) -> list[list[tuple[str, str]]]:
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sampled(CASES, SAMPLE))
 def test_stages_keep_their_kinds_and_strategies(name: str) -> None:
     plan = CASES[name].plan
     small = shrunk_plan(plan)
@@ -32,7 +34,8 @@ def test_stages_keep_their_kinds_and_strategies(name: str) -> None:
     assert [part.ranks for part in small.parts] == [part.ranks for part in plan.parts]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sampled(CASES, SAMPLE))
 def test_a_plan_that_is_small_stays_so_when_shrunk_again(name: str) -> None:
     once = shrunk_plan(CASES[name].plan)
     assert shrunk_plan(once) == once

@@ -52,6 +52,7 @@ def test_a_pin_offers_what_is_not_worth_a_search(job: Job) -> None:
     assert {each.expert_degree for each in stage_strategies(job, 8, pinned)} == {1, 2, 4}
 
 
+@pytest.mark.slow
 def test_a_pin_of_all_layers_is_for_those_with_experts(job: Job) -> None:
     found = plan_job(job, Decisions(pins=("ep=4",))).plan
     assert found is not None

@@ -65,6 +65,7 @@ def test_a_plan_says_what_is_frozen(plan: Plan) -> None:
     assert f"frozen: {what}" in console.export_text()
 
 
+@pytest.mark.slow
 def test_layers_keep_their_names(plan: Plan) -> None:
     chain = plan.chain()
     assert [chain.layer_name(layer) for layer in range(3)] == ["embedding", "block 0", "block 1"]

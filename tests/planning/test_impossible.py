@@ -60,6 +60,7 @@ def test_what_no_strategy_has_is_refused_with_the_reason_of_its_kind(
     assert [each.removeprefix("for the block layers: ") for each in found] == [reason]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pin", ["ep=4", "ep=4, fsdp=2", "tp=2", "cp=2", "remat=full", "single", "sp=on", "zero=3"])
 def test_what_some_strategy_has_is_not(requests: dict[str, PlanRequest], pin: str) -> None:
     assert impossible(requests["mixtral"], parse_pin(pin, option="--pin", num_layers=4)) == ()

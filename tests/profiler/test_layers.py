@@ -11,6 +11,7 @@ from tests.runtime.family_cases import SPLITS
 from tests.runtime.processes import one_process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1], ids=["with the embedding", "blocks alone"])
 def test_layers_that_read_what_others_made_are_timed(first: int) -> None:
     chain = chain_from_config(split_config("gemma4_text"), name="gemma4", split=SPLITS["gemma4_text"])

@@ -17,6 +17,8 @@ from tests.modules.own_models import BLOCKS, CASES, NanoBlock
 from tests.runtime.models import CONFIGS, make_plan
 from tests.runtime.processes import one_process
 
+pytestmark = pytest.mark.slow
+
 DROPPING = {**CONFIGS["gpt_neox"], "hidden_dropout": 0.2, "attention_dropout": 0.2}
 SAME = torch.randint(0, 256, (1, 33), generator=torch.Generator().manual_seed(0))
 
@@ -50,17 +52,14 @@ def gradients(model: ParallelModel) -> list[torch.Tensor]:
     return [parameter.grad.to_local() for parameter in model.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.slow
 def test_two_runs_are_the_same_to_the_bit() -> None:
     assert losses() == losses()
 
 
-@pytest.mark.slow
 def test_every_step_drops_other_entries() -> None:
     assert len(set(losses(num_steps=3))) == 3
 
 
-@pytest.mark.slow
 def test_every_seed_drops_other_entries() -> None:
     assert losses(seed=0) != losses(seed=1)
 
@@ -93,7 +92,6 @@ def test_the_generators_of_the_users_loop_are_left_as_they_were() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", IN_THE_EMBEDDING)
 def test_what_an_embedding_drops_depends_on_no_generator_of_the_users(where: str) -> None:
     found = []

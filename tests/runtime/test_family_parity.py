@@ -6,7 +6,7 @@ import pytest
 
 from steelyard.plan.parity import TOLERANCES
 from tests.runtime.cases import CASES as CASES_OF_EIGHT
-from tests.runtime.family_cases import CASES, SPLITS
+from tests.runtime.family_cases import CASES, SAMPLE, SPLITS
 from tests.runtime.models import FAMILY_CONFIGS
 from tests.runtime.processes import run_parity
 from tests.sample import asked, sampled
@@ -14,15 +14,6 @@ from tests.sample import asked, sampled
 pytestmark = pytest.mark.processes
 
 EXACT = [name for name, case in CASES.items() if case.precision == "fp32"]
-NIGHTLY = {
-    *("qwen2, two stages", "gpt_neox, two stages", "deepseek_v3, two stages", "vit, two stages"),
-    *("gpt2, two stages", "gemma2, two stages", "mixtral, two stages", "bert, two stages", "t5, two stages"),
-    *("swin, two stages", "cohere2 without a family, two stages", "shared key-value heads, two stages"),
-    *("qwen3, one stage", "mistral with a sliding window, one stage", "gemma, one stage"),
-    *("bart without a family, one stage"),
-}
-"""Their models stay under another division, gemma as gemma2: those of two stages in one, or in two in bf16."""
-SAMPLE = [name for name in CASES if name not in NIGHTLY]
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
 
 

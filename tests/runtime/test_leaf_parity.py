@@ -39,6 +39,7 @@ def test_every_order_and_degree_of_eight_devices_is_in_a_plan_and_what_comes_wit
     assert {(each.variant("sp"), each.variant("zero")) for each in some} == set(product((False, True), (2, 3)))
 
 
+@pytest.mark.slow
 def test_every_pipeline_degree_meets_every_schedule() -> None:
     met = {(case.plan.num_stages, case.plan.schedule) for case in CASES.values() if case.plan.num_stages > 1}
     assert len(met) == 3 * 3

@@ -161,6 +161,7 @@ _TEXT: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_text_alone_of_a_model_whose_tower_is_of_a_package_that_is_missing_is_planned_and_read(tmp_path: Path) -> None:
     config = {"model_type": "gemma3n", "text_config": _TEXT}
     split = split_model("gemma3n", config)

@@ -41,6 +41,7 @@ def test_a_packaged_trace_of_every_structure_equals_a_fresh_one() -> None:
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_model_has_a_packaged_trace_that_holds(precision: Precision) -> None:
     assert [name for name in model_names() if not packaged_lengths(load_model(name), precision)] == []

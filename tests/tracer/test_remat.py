@@ -51,6 +51,7 @@ def test_selective_repeats_no_matrix_product_and_no_attention(family: str, tp: i
     assert work.matmul_flop.at(SAMPLES) == work.attention_flop.at(SAMPLES) == work.matmul_bytes.at(SAMPLES) == 0
 
 
+@pytest.mark.slow
 @settings
 def test_selective_repeats_no_more_traffic_than_the_forward_pass_makes(family: str, tp: int, sp: bool) -> None:
     again, forward = under("selective", family, tp, sp).work, layer(family, tp, sp).forward

@@ -40,6 +40,7 @@ def test_every_layer_of_a_causal_family_can_be_under_cp(mesh: DeviceMesh, name: 
         apply_context_parallel(build_layer(model, chain, index, Remat.NONE), mesh, "gather")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "reads"), [("gather", False), ("ulysses", True)])
 def test_only_ulysses_reads_the_mask_of_the_whole_sequence(mesh: DeviceMesh, method: str, reads: bool) -> None:
     chain = chain_from_config(FAMILY_CONFIGS["mistral"], name="mistral")

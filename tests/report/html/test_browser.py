@@ -9,7 +9,7 @@ from steelyard.report.html import frontier_page, report_page
 from tests.report.browser import CHROMIUM, DRIVER, MISSING, Browser
 from tests.report.html.examples import measured, pipelined, single, trade_offs
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=MISSING)
+pytestmark = [pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=MISSING), pytest.mark.slow]
 
 LINES_OVER = """
 return [...document.querySelectorAll("main *")]
