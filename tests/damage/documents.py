@@ -118,7 +118,7 @@ def _every_place() -> dict[str, Any]:
     """A split in which every number stands that may stand in one; no model splits so."""
     split = json.loads((Path(__file__).parents[1] / "runtime" / f"{SPLIT_TYPE}_split.json").read_text())
     call = {"argument": 0, "result": 1, "num_results": 2, "number": 3, "order": [1, 0, 2], "inner": [8, 8], "places": 6}
-    features = split["features"] | {"token": 2, "places": 3, "grid": [1, 6, 1], "end": 3}
+    features = split["features"] | {"token": 2, "places": 3, "grid": [1, 6, 1]}
     past = {"argument": 1, "readers": [5], "shape": [0, 64], "most": [0, 64]}
     return split | {
         **{"call": call, "features": features, "called": [0, 1], "image": [3, 8, 8]},
