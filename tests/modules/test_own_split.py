@@ -20,7 +20,7 @@ from tests.modules.own_models import CASES, NanoBlock, NanoGPT, TitanLlama, TwoT
 
 def split_of(name: str) -> Any:
     case = CASES[name]
-    return own_model(Built(module=case.module(), sample=case.sample, loss=case.loss, blocks=case.blocks)).own
+    return own_model(Built(module=case.module(), sample=case.sample, loss=case.loss, blocks=case.blocks)).split
 
 
 def error_of(module: nn.Module, sample: Any, loss: Any = functional.mse_loss, blocks: Any = None) -> str:
@@ -237,7 +237,7 @@ class Stock(nn.Module):
 
 
 def test_what_a_module_asks_of_its_blocks_is_known_where_they_are_not() -> None:
-    own = own_model(Built(module=Stock(), sample=SAMPLE, loss=functional.mse_loss)).own
+    own = own_model(Built(module=Stock(), sample=SAMPLE, loss=functional.mse_loss)).split
     assert own.blocks == tuple(f"encoder.layers.{number}" for number in range(3))
     assert own.no_bf16 == ""
 
@@ -264,5 +264,5 @@ def test_a_module_on_the_meta_device_splits_alike() -> None:
     case = CASES["titan"]
     with torch.device("meta"):
         module = case.build()
-    found = find_own_split(module, case.sample, loss=case.loss, blocks=None).model.own
-    assert found.kinds == find_own_split(case.module(), case.sample, loss=case.loss, blocks=None).model.own.kinds
+    found = find_own_split(module, case.sample, loss=case.loss, blocks=None).model.split
+    assert found.kinds == find_own_split(case.module(), case.sample, loss=case.loss, blocks=None).model.split.kinds

@@ -36,7 +36,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_PRICE, MOST_SAMPLES, MOST_TOKENS
 from steelyard.model.chain import ModelChain
-from steelyard.model.own import BUILDER, chain_of_own
+from steelyard.model.own import BUILDER
 from steelyard.model.read import load_config, load_model
 from steelyard.output import command
 from steelyard.plan.file import write_plan
@@ -301,11 +301,11 @@ def _chain(model: str, own: Any, image: tuple[int, int] | None) -> ModelChain:
     if image is not None:
         raise UserError(
             field="--image-size",
-            found=f"one for {own.own.module}, a module of your own",
+            found=f"one for {own.split.module}, a module of your own",
             expected="the images of its sample",
             hint="leave the option out",
         )
-    return chain_of_own(own.own, name=own.name)
+    return own.chain
 
 
 def _parse_pins(texts: Sequence[str] | None, chain: ModelChain) -> tuple[Pin, ...]:

@@ -69,6 +69,11 @@ class Task(StrEnum):
         return self not in (Task.IMAGE_CLASSIFICATION, Task.OWN)
 
     @property
+    def samples(self) -> str:
+        """The plural of what a sample is, where it is no text."""
+        return "samples" if self is Task.OWN else "images"
+
+    @property
     def reads_features(self) -> bool:
         """Whether samples hold something else beside them, which the first layer reads."""
         return self in (Task.SPEECH_SEQ2SEQ, Task.IMAGE_TEXT, Task.CONTRASTIVE)
@@ -87,6 +92,7 @@ _AUTO_CLASSES = {
     Task.SPEECH_SEQ2SEQ: "AutoModelForSpeechSeq2Seq",
     Task.IMAGE_TEXT: "AutoModelForImageTextToText",
     Task.CONTRASTIVE: "AutoModelForZeroShotImageClassification",
+    Task.OWN: "",
 }
 """Samples are what `steelyard.modules.batch` says."""
 

@@ -28,7 +28,6 @@ class BlockInputs:
         self, model: PreTrainedModel, chain: ModelChain, kinds: Collection[str], *, makes_masks: bool = True
     ) -> None:
         split = chain.split
-        assert split is not None
         first_of = {chain.kind_of(layer).name: layer for layer in reversed(range(chain.num_layers))}
         layers = sorted(first_of[name] for name in kinds)
         stubs = recording_stubs(split, layers)

@@ -210,18 +210,17 @@ _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {
 def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Remat) -> ChainLayer:
     """Wraps the modules of one layer of the chain in the common calling convention."""
     kind = chain.kind_of(layer)
-    run = split_run(model, chain.split, layer) if chain.split else model.run(layer)
+    run = model.run(layer) if chain.split.module else split_run(model, chain.split, layer)
     has_own_loss = kind.role is LayerRole.HEAD and chain.family.task in (Task.OWN, Task.CONTRASTIVE)
     layer_type = LossLayer if has_own_loss else _LAYERS[kind.role]
     found = layer_type(named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
     freeze_layer(found, chain, layer)
-    if chain.split and chain.split.streams and layer:
+    if chain.split.streams and layer:
         found.entering, found.past = chain.split.places(layer, layer - 1)
     if chain.trains_routers and kind.role is LayerRole.BLOCK:
         loss = router_loss_of(model)
         found.router_loss = loss if loss.has_routers(found) else None
-    outside = outside_buffers(model, chain.split, layer) if chain.split else {}
-    for path, buffer in outside.items():
+    for path, buffer in outside_buffers(model, chain.split, layer).items():
         found.register_buffer(local_name(path), buffer)
     return found
 
@@ -240,7 +239,7 @@ def side_inputs_of(
     layers: Iterable[ChainLayer], model: PreTrainedModel, chain: ModelChain, device: torch.device
 ) -> "SideInputSource":
     """What makes the `SideInputs` that the blocks among these layers read."""
-    if chain.own:
+    if chain.split.module:
         return OwnSideInputs(model, device)
     blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
     makes_masks = any(reads_mask(block) for block in blocks)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidModelError, first_line, nearest
-from steelyard.model.own import BUILDER
+from steelyard.model.own import BUILDER, OwnSplit
 from steelyard.modules.own_identity import refuse_compiled
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.modules.own_proof import proved
@@ -82,12 +82,12 @@ def build(builder: str) -> Built:
 
 def build_planned(builder: str, plan: Plan) -> OwnModel:
     """What a builder builds, for a plan that was made for it; raises `InvalidModelError` for another module."""
-    own = plan.chain().own
-    if own is None:
+    split = plan.chain().split
+    if not isinstance(split, OwnSplit):
         raise _wrong(builder, f"none: {plan.model.name} is a model of transformers", "leave --builder out")
     built = build(builder)
-    model = planned_module(built.module, own, built.loss)
-    return OwnModel(model.module, own, built.loss, built.sample)
+    model = planned_module(built.module, split, built.loss)
+    return OwnModel(model.module, split, built.loss, built.sample)
 
 
 def _checked(found: Any, name: str) -> Built:

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from steelyard.errors import InvalidModelError
+from steelyard.model.chain import ModelChain
 from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.own import OwnKind, OwnSplit
+from steelyard.model.read import chain_of_own
 from steelyard.model.split import BlockArguments
 from steelyard.modules.own_shell import HINT, META, Blanks, SeenError, Swapped, move_module, run_shell, shell_of
 
@@ -31,8 +33,8 @@ class OwnModel:
     ``sample`` is what is read for some samples, where that is known.
     """
 
-    def __init__(self, module: nn.Module, own: OwnSplit, loss: Loss | None, sample: Any = None) -> None:
-        self.module, self.own, self.loss, self.sample = module, own, loss, sample
+    def __init__(self, module: nn.Module, split: OwnSplit, loss: Loss | None, sample: Any = None) -> None:
+        self.module, self.split, self.loss, self.sample = module, split, loss, sample
         self.config = None
         self._layers: dict[int, dict[str, nn.Module]] = {}
         self._holders: dict[int, int] = {}
@@ -43,6 +45,11 @@ class OwnModel:
         """The class of the module."""
         return type(self.module).__name__
 
+    @property
+    def chain(self) -> ModelChain:
+        """Its chain of layers."""
+        return chain_of_own(self.split, name=self.name)
+
     def layer(self, number: int) -> dict[str, nn.Module]:
         """The modules of a layer of the chain. Of a parameter that layers share, each but the first has a copy."""
         if number not in self._layers:
@@ -50,7 +57,7 @@ class OwnModel:
         return self._layers[number]
 
     def _made(self, number: int) -> dict[str, nn.Module]:
-        own = self.own
+        own = self.split
         if 0 < number <= own.num_blocks:
             return {"block": self.module.get_submodule(own.blocks[number - 1])}
         made = shell_of(self.module, own, keep=own.head if number else own.embedding)
@@ -65,24 +72,29 @@ class OwnModel:
 
     def run(self, number: int) -> Run:
         """How a layer runs."""
-        role = self.own.kind(number).role
+        role = self.split.kind(number).role
         if role is LayerRole.BLOCK:
-            return _Block(number, self.own.kind(number))
-        return _Embedding(self.own) if role is LayerRole.EMBEDDING else _Head(self.own, self.loss)
+            return _Block(number, self.split.kind(number))
+        return _Embedding(self.split) if role is LayerRole.EMBEDDING else _Head(self.split, self.loss)
 
     def arguments(self, device: torch.device) -> "Arguments":
         """What gives blocks on a device what they read beside what flows."""
-        return Arguments(self.module, self.own, device)
+        return Arguments(self.module, self.split, device)
 
     def without_values(self) -> "OwnModel":
         """The same of a module on the meta device."""
-        return OwnModel(meta_copy(self.module), self.own, self.loss, self.sample)
+        return OwnModel(meta_copy(self.module), self.split, self.loss, self.sample)
 
     def blank_samples(self, count: int) -> Any:
         """What is read for so many samples, all of it zero."""
         return pytree.tree_map_only(
             Tensor, lambda each: torch.zeros((count, *each.shape[1:]), dtype=each.dtype, device="cpu"), self.sample
         )
+
+    def blank_batch(self, count: int, arguments: "Arguments", dtype: torch.dtype) -> "OwnBatch":
+        """The same as a batch on the CPU."""
+        read = self.blank_samples(count)
+        return OwnBatch(read, self.split, arguments, dtype=dtype, device=torch.device("cpu"))
 
 
 def meta_copy(module: nn.Module) -> nn.Module:

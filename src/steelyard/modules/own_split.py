@@ -373,7 +373,7 @@ def name_of_leaf(path: Sequence[Any]) -> str:
 
 def _with_samples_read(model: OwnModel, sample: Any) -> OwnSplit:
     """The split with what each kind of block needs of the samples: nothing where its arguments have values without."""
-    own = model.own
+    own = model.split
     arguments = model.arguments(torch.device("cpu"))
     blank = pytree.tree_map_only(Tensor, lambda each: torch.empty_like(each, device=META), sample)
     inputs = blank[0] if own.has_loss else blank

@@ -24,9 +24,9 @@ from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config, config_hash
 from steelyard.model.small import small_config, structure_of, widths_of, with_entries, without_dropout
 from steelyard.model.split import ModelSplit, SplitEncoder
-from steelyard.modules.any_model import keep_split, kept_split
 from steelyard.modules.batch import decoder_inputs, fitting_tokens, random_samples
 from steelyard.modules.build import build_from_config, full_config, materialize_module, prepare_model, read_hub_config
+from steelyard.modules.kept_splits import keep_split, kept_split
 from steelyard.modules.known_values import plain_token
 from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.model_inputs import beside_features, forward_options, given_samples, ids_beside, read_by

@@ -15,7 +15,6 @@ from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job, Setting
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, MixedCluster, parse_pools
-from steelyard.model.own import chain_of_own
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.prediction import Alternative
@@ -110,7 +109,7 @@ def find_plan(
         from steelyard.modules.own_builder import Built, own_model
 
         own = own_model(Built(module=config, sample=sample, loss=loss, blocks=blocks))
-        config = chain_of_own(own.own, name=own.name)
+        config = own.chain
     config = planned_chain(config, freeze=(freeze,) if isinstance(freeze, str) else freeze, own=own)
     machines = parse_pools(cluster) if isinstance(cluster, str) else cluster
     seq_len = config.known_seq_len(seq_len)

@@ -112,10 +112,10 @@ def _check_imbalance(chain: ModelChain, imbalance: float) -> None:
 
 
 def _check_precision(chain: ModelChain, precision: Precision) -> None:
-    if chain.own is not None and chain.own.no_bf16 and precision == "bf16":
+    if chain.split.no_bf16 and precision == "bf16":
         raise InvalidModelError(
             field="precision",
-            found=f"bf16 for {chain.own.module}, which fails on parameters in bf16: {chain.own.no_bf16}",
+            found=f"bf16 for {chain.split.module}, which fails on parameters in bf16: {chain.split.no_bf16}",
             expected="a module that computes in the type of its parameters",
             hint="convert what the forward pass makes in fp32 (x.to(self.proj.weight.dtype)), or plan with fp32",
         )

@@ -112,7 +112,7 @@ class ParallelModel:
         Gradients are added to ``.grad``. Of a user's own module it returns what the ``sample`` of `find_plan` was, for
         these samples; it is called on every process, and must return the same for a sample wherever it is called.
         """
-        if self.chain.own is not None:
+        if self.chain.split.module:
             self._deal_out(read)
             read = _numbers
         inputs, labels = self.input_samples(), self.label_samples()
@@ -189,7 +189,7 @@ class ParallelModel:
 
     def _deal_out(self, read: Callable[[list[int]], Any]) -> None:
         """Gives every layer of a user's own module the samples that this rank has there, microbatch by microbatch."""
-        own, count = self.chain.own, self.plan.num_microbatches
+        split, count = self.chain.split, self.plan.num_microbatches
         found: dict[tuple[int, ...], Any] = {}
         for chunk in self.chunks:
             chunk.batches = [{} for _ in range(count)]
@@ -198,11 +198,11 @@ class ParallelModel:
                 samples = tuple(self._samples(self.plan.strategies[int(name)]))
                 if samples not in found:
                     found[samples] = read(list(samples))
-                    check_read(found[samples], own, len(samples))
+                    check_read(found[samples], split, len(samples))
                 if samples not in dealt:
                     parts = parts_of(found[samples], count)
                     options = {"dtype": chunk.dtype, "device": self.device}
-                    dealt[samples] = [OwnBatch(part, own, chunk.side.arguments, **options) for part in parts]
+                    dealt[samples] = [OwnBatch(part, split, chunk.side.arguments, **options) for part in parts]
                 for batches, batch in zip(chunk.batches, dealt[samples], strict=True):
                     batches[int(name)] = batch
 
@@ -361,8 +361,8 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     """
     check_world_size(plan, dist.get_world_size())
     chain = plan.chain()
-    if chain.own is not None:
-        return parallelize_checked(planned_module(model, chain.own, loss), plan, seed)
+    if chain.split.module:
+        return parallelize_checked(planned_module(model, chain.split, loss), plan, seed)
     refuse_compiled(model)
     check_same_model(getattr(model, "config", None), chain)
     return parallelize_checked(model, plan, seed)
