@@ -69,11 +69,6 @@ class Task(StrEnum):
         return self not in (Task.IMAGE_CLASSIFICATION, Task.OWN)
 
     @property
-    def samples(self) -> str:
-        """The plural of what a sample is, where it is no text."""
-        return "samples" if self is Task.OWN else "images"
-
-    @property
     def reads_features(self) -> bool:
         """Whether samples hold something else beside them, which the first layer reads."""
         return self in (Task.SPEECH_SEQ2SEQ, Task.IMAGE_TEXT, Task.CONTRASTIVE)

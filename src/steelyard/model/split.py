@@ -268,12 +268,6 @@ class SplitLayers(SplitPart):
     if TYPE_CHECKING:
 
         @property
-        def kinds(self) -> tuple[SplitKind, ...]: ...  # noqa: D102
-
-        @property
-        def layers(self) -> tuple[int, ...]: ...  # noqa: D102
-
-        @property
         def streams(self) -> tuple[SplitStream, ...]: ...  # noqa: D102
 
         def modules(self, layer: int) -> Mapping[str, str]: ...  # noqa: D102

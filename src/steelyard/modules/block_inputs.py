@@ -18,7 +18,8 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.split import BlockArguments
 from steelyard.modules.known_values import known_of, plain_token, with_first
 from steelyard.modules.model_inputs import blank, first_tokens, read_by
-from steelyard.modules.shell import ReachedError, Shell, recording_stubs
+from steelyard.modules.shell import Shell, recording_stubs
+from steelyard.modules.stubbed import ReachedError
 
 
 class BlockInputs:

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidModelError, first_line, nearest
 from steelyard.model.own import BUILDER, OwnSplit
+from steelyard.modules.blanks import HINT
 from steelyard.modules.own_identity import refuse_compiled
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.modules.own_proof import proved
 from steelyard.modules.own_read import planned_module
-from steelyard.modules.own_shell import HINT
 from steelyard.modules.own_split import find_own_split
 from steelyard.plan.plan import Plan
 

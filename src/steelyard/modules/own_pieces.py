@@ -22,7 +22,9 @@ from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.own import OwnKind, OwnSplit
 from steelyard.model.read import chain_of_own
 from steelyard.model.split import BlockArguments
-from steelyard.modules.own_shell import HINT, META, Blanks, SeenError, Swapped, move_module, run_shell, shell_of
+from steelyard.modules.blanks import HINT, META, Blank, Blanks
+from steelyard.modules.own_shell import OwnShell, Swapped, move_module
+from steelyard.modules.stubbed import ReachedError
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -37,8 +39,6 @@ class OwnModel:
         self.module, self.split, self.loss, self.sample = module, split, loss, sample
         self.config = None
         self._layers: dict[int, dict[str, nn.Module]] = {}
-        self._holders: dict[int, int] = {}
-        """For each parameter, by identity, the layer that has it."""
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class OwnModel:
         own = self.split
         if 0 < number <= own.num_blocks:
             return {"block": self.module.get_submodule(own.blocks[number - 1])}
-        made = shell_of(self.module, own, keep=own.head if number else own.embedding)
+        made = OwnShell(self.module, own, keep=own.head if number else own.embedding).model
         for path in (path for copies in own.shared for layer, path in copies[1:] if layer == number):
             _replace(made, made.get_parameter(path.partition(".")[2]))
         return {"model": made}
@@ -147,8 +147,8 @@ class Arguments:
 
     def __init__(self, module: nn.Module, own: OwnSplit, device: torch.device) -> None:
         self._own, self._device = own, device
-        self._shell = shell_of(module, own, keep=())
-        move_module(self._shell, device)
+        self._shell = OwnShell(module, own, keep=())
+        move_module(self._shell.model, device)
         self._kept: dict[int, dict[int, BlockArguments]] = {}
         self._reads_samples = any(kind.reads_samples for kind in own.kinds if kind.role is LayerRole.BLOCK)
 
@@ -171,17 +171,17 @@ class Arguments:
         def at(block: int, given: BlockArguments) -> None:
             found[block] = given
             if block == self._own.num_blocks - 1:
-                raise SeenError
+                raise ReachedError
 
         with Blanks():
-            run_shell(self._shell, inputs, num_samples, dtype, at)
+            self._shell.run(inputs, num_samples, dtype, at)
         return found
 
     def _check(self, block: int, given: BlockArguments) -> None:
         kind = self._own.kind(block + 1)
         flows = {leaf for leaf, _ in kind.reads}
         for place, leaf in enumerate(pytree.tree_leaves(given)):
-            if isinstance(leaf, Tensor) and leaf.device == META != self._device and place not in flows:
+            if isinstance(leaf, Blank) and place not in flows:
                 raise InvalidModelError(
                     field=self._own.blocks[block],
                     found=f"an argument of shape {tuple(leaf.shape)} that depends on parameters, and has no gradient",
@@ -207,12 +207,12 @@ class _Embedding:
                 if first == block:
                     found[place] = leaves[leaf]
             if all(each is not None for each in found):
-                raise SeenError
+                raise ReachedError
             if block == 0:
                 blanks.enter_context(Blanks())
 
         with blanks:
-            run_shell(layer.model, batch.inputs, batch.num_samples, batch.dtype, at)
+            _shell(layer).run(batch.inputs, batch.num_samples, batch.dtype, at)
         return _flow(found, batch.dtype)
 
 
@@ -273,9 +273,21 @@ class _Head:
 
         with ExitStack() as after, ExitStack() as blanks:
             blanks.enter_context(Blanks())
-            outputs = run_shell(layer.model, batch.inputs, batch.num_samples, batch.dtype, at, made)
+            outputs = _shell(layer).run(batch.inputs, batch.num_samples, batch.dtype, at, made)
             loss = loss_of(outputs, batch.targets, self._loss)
+        if isinstance(loss, Blank):
+            raise InvalidModelError(
+                field="forward",
+                found="a loss of what is made before the blocks of parameters, and has no gradient",
+                expected="what depends on parameters to reach the part after the blocks with its gradients",
+                hint=HINT,
+            )
         return loss.float() * (batch.num_samples / context.num_targets)
+
+
+def _shell(layer: Layer) -> OwnShell:
+    """The stubbed module that a layer at an end is."""
+    return layer.model.__dict__["shell"]
 
 
 def loss_of(outputs: Any, targets: Any, loss: Loss | None) -> Tensor:

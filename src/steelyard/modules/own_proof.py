@@ -23,11 +23,12 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnKind, OwnSplit
 from steelyard.model.read import chain_of_own
+from steelyard.modules.blanks import HINT
 from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, LayerContext, SideInputs, build_layer, tensors_of
 from steelyard.modules.own_pieces import OwnBatch, OwnModel, loss_of
 from steelyard.modules.own_read import parts_of
-from steelyard.modules.own_shell import HINT, call_arguments
+from steelyard.modules.own_shell import call_arguments
 from steelyard.modules.own_split import FoundSplit, check_sample
 from steelyard.modules.split_tp import Styles, block_suppositions, divided_rows
 from steelyard.modules.two_ranks import difference, on_two_ranks

@@ -24,7 +24,8 @@ from steelyard.modules.called import called_at
 from steelyard.modules.known_values import KnownValues, has_values
 from steelyard.modules.model_inputs import blank, read_by
 from steelyard.modules.pairs import pair_loss
-from steelyard.modules.shell import Give, ReachedError, Shell, Stop, recording_stubs
+from steelyard.modules.shell import Give, Shell, recording_stubs
+from steelyard.modules.stubbed import ReachedError
 
 IMAGES = "image_embeds"
 """What a pair of an image and its text calls the image, as the text's blocks pass it on to the head."""
@@ -104,7 +105,9 @@ class DecoderEmbeddingPiece(ShellPiece):
         self._gives, self._features = [Give(split, layer) for layer in (split.between - 1, *read)], split.features
         self._last, self._makes = self._gives[0], [split.streams[number] for number in split.made_by(split.between)]
         stubs = dict(zip((split.between - 1, *read), self._gives, strict=True))
-        stubs |= {split.between + 1: Stop(split, split.between + 1)}
+        records = recording_stubs(split, {split.between + 1})
+        self._call, self._first = split.call_of(split.between + 1), records[split.between + 1]
+        stubs |= records
         super().__init__(model, split, split.encoder.between, stubs)
 
     def __call__(
@@ -114,22 +117,22 @@ class DecoderEmbeddingPiece(ShellPiece):
         states = flow if isinstance(flow, tuple) else (flow,)
         for give, state in zip(self._gives, states, strict=False):
             give.hidden = state
+        hidden = states[0]
+        samples, tokens = hidden.shape[:2]
+        one = self._features is not None and self._features.grid is None
+        first = blank(self._features, 1 if one else samples, tokens, hidden.device)
         try:
-            hidden = states[0]
-            samples, tokens = hidden.shape[:2]
-            one = self._features is not None and self._features.grid is None
-            first = blank(self._features, 1 if one else samples, tokens, hidden.device)
-            self._shell(first, hidden.dtype, context.decoder_ids)
-        except ReachedError as reached:
-            entering, (_, names) = reached.call.hidden(reached.arguments), reached.arguments
-            if self._encoder.encoded is not None:
-                return entering, self._encoder.reads.hidden(reached.arguments)
-            made = tuple(each.made(names, None).contiguous() for each in self._makes)
-            return (entering, *made) if made else entering
+            with suppress(ReachedError):
+                self._shell(first, hidden.dtype, context.decoder_ids)
         finally:
             for give in self._gives:
                 give.hidden = None
-        raise AssertionError("the model has run no block of its decoder")
+        given = self._first.take()
+        entering = self._call.hidden(given)
+        if self._encoder.encoded is not None:
+            return entering, self._encoder.reads.hidden(given)
+        made = tuple(each.made(given[1], None).contiguous() for each in self._makes)
+        return (entering, *made) if made else entering
 
 
 class PairEmbeddingPiece(DecoderEmbeddingPiece):
@@ -140,12 +143,11 @@ class PairEmbeddingPiece(DecoderEmbeddingPiece):
         self._last.hidden = hidden
         try:
             images = self._shell.features("image", blank(self._features, 1, 0, hidden.device), hidden.dtype)
-            self._shell.features("text", context.decoder_ids, hidden.dtype)
-        except ReachedError as reached:
-            return reached.call.hidden(reached.arguments), images.contiguous()
+            with suppress(ReachedError):
+                self._shell.features("text", context.decoder_ids, hidden.dtype)
         finally:
             self._last.hidden = None
-        raise AssertionError("the model has run no block of its texts")
+        return self._call.hidden(self._first.take()), images.contiguous()
 
 
 class CalledDecoderEmbedding:

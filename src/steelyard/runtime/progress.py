@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from steelyard.model.family import Task
 from steelyard.output import explained, say
 from steelyard.plan.plan import Plan
 from steelyard.profiles.slowness import SlowRank
@@ -120,7 +121,7 @@ def model_flop_utilisation(plan: Plan, step_s: float) -> float | None:
 def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_done: int) -> Iterator[Step]:
     """Passes the steps on and reports each; ``num_done`` steps were trained by an earlier run, which this continues."""
     task = plan.chain().family.task
-    words = {"counts_tokens": task.reads_text, "samples": task.samples}
+    words = {"counts_tokens": task.reads_text, "samples": "images" if task is Task.IMAGE_CLASSIFICATION else "samples"}
     with ExitStack() as stack:
         sinks = [stack.enter_context(sink) for sink in _sinks(options, resumes=num_done > 0)]
         for number, step in enumerate(steps, start=num_done + 1):
