@@ -252,11 +252,11 @@ def test_a_stage_of_blocks_without_parameters_is_planned() -> None:
     assert plan.num_stages == 4
 
 
-def test_a_model_of_transformers_is_to_be_planned_by_its_config() -> None:
+def test_a_model_of_transformers_that_is_refused_is_to_be_planned_by_its_config() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=64)
     )
-    error = error_of(model, CASES["nanogpt"].sample, lambda outputs, _targets: outputs.logits.mean())
+    error = error_of(model, CASES["nanogpt"].sample, lambda outputs, _targets: outputs.logits.sum())
     assert "plan the config of a model of transformers" in error
 
 

@@ -2,7 +2,7 @@
 
 The split is found from the real modules (`steelyard.modules.splitting`, with torch), travels in the plan file beside
 the config, and is kept with the traces; so reading a plan or planning again needs no torch. How layers run is not said
-here: the embedding and the head are the model's own forward pass with holes, and blocks are called as the model calls
+here: the embedding and the head are the model's own forward pass, stubbed, and blocks are called as the model calls
 them (`steelyard.modules.pieces`).
 """
 

@@ -1,6 +1,6 @@
 """What blocks are given beside the hidden state: masks, positions, rotary embeddings.
 
-One more forward pass with holes for everything that has parameters shows it, of each kind of block; it depends on no
+One more forward pass with blanks for all parameters shows it, of each kind of block; it depends on no
 parameter.
 """
 
@@ -56,7 +56,7 @@ class BlockInputs:
     ) -> dict[str, BlockArguments]:
         ids = with_first(torch.full((samples, tokens), self._token, device=device), *self._first)
         with suppress(ReachedError):
-            self._shell(blank(self._read, samples, tokens, device) if self._read else ids, dtype, ids)
+            self._shell(blank(self._read, samples, tokens, device, dtype) if self._read else ids, dtype, ids)
         return {name: record.take_sides() for name, record in self._records.items()}
 
 

@@ -1,8 +1,8 @@
-"""How the layers of a split model run: embedding and head are the model's own forward pass with holes.
+"""How the layers of a split model run: embedding and head are the model's own forward pass, stubbed.
 
 Where all that the model does there is to call modules one after another, they are just that. Else the embedding runs
-the model up to its first block, the head from the result of its last block on; what both skip has holes in its place
-(`steelyard.modules.shell`). Blocks are called as the model calls them (`steelyard.modules.block_inputs`).
+the model up to its first block, the head from the result of its last block on; what both skip costs nothing
+(`steelyard.modules.stubbed`). Blocks are called as the model calls them (`steelyard.modules.block_inputs`).
 """
 
 import copy
@@ -120,7 +120,7 @@ class DecoderEmbeddingPiece(ShellPiece):
         hidden = states[0]
         samples, tokens = hidden.shape[:2]
         one = self._features is not None and self._features.grid is None
-        first = blank(self._features, 1 if one else samples, tokens, hidden.device)
+        first = blank(self._features, 1 if one else samples, tokens, hidden.device, hidden.dtype)
         try:
             with suppress(ReachedError):
                 self._shell(first, hidden.dtype, context.decoder_ids)
@@ -142,7 +142,9 @@ class PairEmbeddingPiece(DecoderEmbeddingPiece):
         """The model's own features of images, and its text tower up to its first block."""
         self._last.hidden = hidden
         try:
-            images = self._shell.features("image", blank(self._features, 1, 0, hidden.device), hidden.dtype)
+            images = self._shell.features(
+                "image", blank(self._features, 1, 0, hidden.device, hidden.dtype), hidden.dtype
+            )
             with suppress(ReachedError):
                 self._shell.features("text", context.decoder_ids, hidden.dtype)
         finally:
@@ -186,7 +188,7 @@ class HeadPiece(ShellPiece):
         try:
             ids = blank(None, samples, tokens, hidden.device)
             reads_ids_alone = self._features is not None and self._features.token is not None
-            first = None if reads_ids_alone else blank(self._read, samples, tokens, hidden.device)
+            first = None if reads_ids_alone else blank(self._read, samples, tokens, hidden.device, hidden.dtype)
             outputs = self._shell(first, hidden.dtype, ids if self._features else None, buffers)
         finally:
             self._last.hidden = None

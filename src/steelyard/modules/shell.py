@@ -132,7 +132,7 @@ class Shell(StubbedModel):
             found._forward_hooks = copy.copy(module._forward_hooks)
         if _is_constant(module):
             self._constants.append(found)
-        if found._buffers and {*module._parameters} <= {*found._parameters, *found._buffers}:
+        if found._buffers:
             self._filled.append((part, found))
         if isinstance(module, PreTrainedModel) and not found._parameters:  # is of the type of its first parameter
             self._typed.append(found)
