@@ -1,6 +1,7 @@
 """A stubbed model of transformers: what it reads, its masks, its buffers, and the stubs of its blocks."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -130,6 +131,11 @@ class Shell(StubbedModel):
         if self._records_outputs:  # by hooks
             found.__dict__.pop("_output_capturing_hooks_installed", None)
             found._forward_hooks = copy.copy(module._forward_hooks)
+        if not {*module._parameters} <= {
+            *found._parameters,
+            *found._buffers,
+        }:  # hooks divide its work
+            found.__dict__ |= {name: OrderedDict() for name in vars(found) if name.startswith(_HOOKS)}
         if _is_constant(module):
             self._constants.append(found)
         if found._buffers:
@@ -157,6 +163,10 @@ class Shell(StubbedModel):
                 if self._records_outputs:
                     stub.__class__ = type(type(block).__name__, (type(stub), type(block)), {})
                 yield block, stub
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""How the attributes of a module begin that hold what is called before and after its forward pass."""
 
 
 def _is_constant(module: nn.Module) -> bool:
