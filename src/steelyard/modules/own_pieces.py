@@ -142,6 +142,13 @@ class OwnBatch:
         return self._found[block]
 
 
+def parts_of(value: Any, count: int) -> Iterator[Any]:
+    """What was read, in so many equal parts of the samples."""
+    total = next(each.shape[0] for each in pytree.tree_leaves(value) if isinstance(each, Tensor))
+    for first in range(0, total, total // count):
+        yield pytree.tree_map_only(Tensor, lambda each, first=first: each[first : first + total // count], value)
+
+
 class Arguments:
     """What blocks are given, by their number, for the inputs of some samples."""
 

@@ -26,8 +26,7 @@ from steelyard.model.read import chain_of_own
 from steelyard.modules.blanks import HINT
 from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, LayerContext, SideInputs, build_layer, tensors_of
-from steelyard.modules.own_pieces import OwnBatch, OwnModel, loss_of
-from steelyard.modules.own_read import parts_of
+from steelyard.modules.own_pieces import OwnBatch, OwnModel, loss_of, parts_of
 from steelyard.modules.own_shell import call_arguments
 from steelyard.modules.own_split import FoundSplit, check_sample
 from steelyard.modules.split_tp import Styles, block_suppositions, divided_rows
