@@ -9,6 +9,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from steelyard.cli.app import app
+from steelyard.model.own import OwnSplit
 from steelyard.plan.file import read_plan, write_plan
 from tests.cli.conftest import Run, user_error
 from tests.processes.forking_agent import fork_ranks
@@ -42,8 +43,8 @@ def test_planning_says_that_the_file_is_run_and_how_to_go_on(run: Run, tmp_path:
 def test_the_plan_holds_the_split_and_no_config_and_no_path_of_the_file(plan_file: Path) -> None:
     plan = read_plan(plan_file)
     assert plan.model.config is None
-    assert plan.model.own is not None
-    assert plan.model.own.blocks == tuple(f"blocks.{number}" for number in range(4))
+    assert isinstance(plan.model.split, OwnSplit)
+    assert plan.model.split.blocks == tuple(f"blocks.{number}" for number in range(4))
     assert "diffusion.py" not in plan_file.read_text(encoding="utf-8")
 
 
@@ -122,9 +123,9 @@ def test_train_builds_the_module_in_every_process_and_resumes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fork_ranks(monkeypatch)
-    own = read_plan(plan_file).model.own
+    own = read_plan(plan_file).model.split
     sizes = {"num_devices": 2, "global_batch": 16, "num_microbatches": 2, "seq_len": 16}
-    write_plan(make_plan(None, "dp2, fsdp2, tp2, fsdp2 zero2, dp2, dp2", own=own, **sizes), tmp_path / "cpu.json")
+    write_plan(make_plan(None, "dp2, fsdp2, tp2, fsdp2 zero2, dp2, dp2", split=own, **sizes), tmp_path / "cpu.json")
     save_samples(tmp_path / "samples.safetensors")
     job = ("train", tmp_path / "cpu.json", "--builder", EXAMPLE, "--data", tmp_path / "samples.safetensors")
     first = run(*job, "--steps", 3, "--checkpoint-dir", tmp_path / "kept", "--json")

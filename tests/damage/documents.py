@@ -87,7 +87,7 @@ def whole() -> dict[str, Any]:
         "plan": plan,
         "other": plan | {"schedule": "interleaved-1f1b", "stages": _in_chunks()},
         "split": _on_one_device(7, name="split", config=split_config(SPLIT_TYPE), split=_every_place(), frozen=FROZEN),
-        "own": _on_one_device(len(own["layers"]), name="own", own=own),
+        "own": _on_one_device(len(own["layers"]), name="own", split=own),
         "problem": _saved(problem),
         "record": _record(model),
         "run": {"version": 1, "plan": "plan.json", "step_time_s": 0.5},
@@ -110,7 +110,7 @@ def _own_split() -> dict[str, Any]:
     """A module with skips, so that several tensors flow; and a parameter that its ends share."""
     case = CASES["unet"]
     found = find_own_split(case.module(), case.sample, loss=case.loss, blocks=case.blocks)
-    own = found.model.own.model_dump(mode="json", exclude_none=True)
+    own = found.model.split.model_dump(mode="json", exclude_none=True)
     return own | {"shared": [[[0, "model.x"], [len(own["layers"]) - 1, "model.x"]]]}
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 def split_of(name: str) -> Any:
     case = CASES[name]
-    return own_model(Built(module=case.module(), sample=case.sample, loss=case.loss, blocks=case.blocks)).own
+    return own_model(Built(module=case.module(), sample=case.sample, loss=case.loss, blocks=case.blocks)).split
 
 
 def error_of(module: nn.Module, sample: Any, loss: Any = functional.mse_loss, blocks: Any = None) -> str:
@@ -238,7 +238,7 @@ class Stock(nn.Module):
 
 
 def test_what_a_module_asks_of_its_blocks_is_known_where_they_are_not() -> None:
-    own = own_model(Built(module=Stock(), sample=SAMPLE, loss=functional.mse_loss)).own
+    own = own_model(Built(module=Stock(), sample=SAMPLE, loss=functional.mse_loss)).split
     assert own.blocks == tuple(f"encoder.layers.{number}" for number in range(3))
     assert own.no_bf16 == ""
 
@@ -252,11 +252,11 @@ def test_a_stage_of_blocks_without_parameters_is_planned() -> None:
     assert plan.num_stages == 4
 
 
-def test_a_model_of_transformers_is_to_be_planned_by_its_config() -> None:
+def test_a_model_of_transformers_that_is_refused_is_to_be_planned_by_its_config() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=64)
     )
-    error = error_of(model, CASES["nanogpt"].sample, lambda outputs, _targets: outputs.logits.mean())
+    error = error_of(model, CASES["nanogpt"].sample, lambda outputs, _targets: outputs.logits.sum())
     assert "plan the config of a model of transformers" in error
 
 
@@ -264,5 +264,5 @@ def test_a_module_on_the_meta_device_splits_alike() -> None:
     case = CASES["titan"]
     with torch.device("meta"):
         module = case.build()
-    found = find_own_split(module, case.sample, loss=case.loss, blocks=None).model.own
-    assert found.kinds == find_own_split(case.module(), case.sample, loss=case.loss, blocks=None).model.own.kinds
+    found = find_own_split(module, case.sample, loss=case.loss, blocks=None).model.split
+    assert found.kinds == find_own_split(case.module(), case.sample, loss=case.loss, blocks=None).model.split.kinds

@@ -222,7 +222,7 @@ def test_a_module_that_cannot_compute_in_bf16_is_planned_in_fp32_alone() -> None
     case = CASES["nanogpt"]
     own = own_model(Built(module=case.module(), sample=case.sample, loss=case.loss, blocks=None))
     told = request(model="nanogpt", own=own, seq_len=None).chain
-    failing = replace(told, own=told.own.model_copy(update={"no_bf16": "expected Float"}))  # type: ignore[union-attr]
+    failing = replace(told, split=told.split.model_copy(update={"no_bf16": "expected Float"}))
     with pytest.raises(UserError, match=r"precision: found bf16 .*expected Float\n.*\n.*plan with fp32"):
         request(model=failing, seq_len=None)
     assert request(model=failing, seq_len=None, precision="fp32").precision == "fp32"

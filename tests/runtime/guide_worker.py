@@ -30,7 +30,7 @@ DIFFUSION = _example()
 
 def _split() -> Any:
     module, sample, loss = DIFFUSION.build_model()
-    return own_model(Built(module=module, sample=sample, loss=loss)).own
+    return own_model(Built(module=module, sample=sample, loss=loss)).split
 
 
 SPLIT = _split()
@@ -58,6 +58,6 @@ def everything() -> dict[str, Any]:
     found = []
     for stages in (FIRST, SECOND):
         sizes = {"seq_len": SPLIT.seq_len, "global_batch": BATCH, "num_microbatches": 2, "num_devices": 4}
-        plan = make_plan(None, *stages, own=SPLIT, **sizes)
+        plan = make_plan(None, *stages, split=SPLIT, **sizes)
         found += DIFFUSION.train(plan, Path(folder[0]) / "checkpoint", num_steps=STEPS)
     return {"found": found, "expected": alone(2 * STEPS)}

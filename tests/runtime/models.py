@@ -3,8 +3,7 @@
 from typing import Any
 
 import steelyard.modules  # noqa: F401  which splits them
-from steelyard.model.own import OwnSplit
-from steelyard.model.split import ModelSplit
+from steelyard.model.own import Split
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
@@ -113,8 +112,7 @@ def make_plan(
     precision: str = "fp32",
     num_devices: int = 8,
     num_chunks: int = 1,
-    split: ModelSplit | None = None,
-    own: OwnSplit | None = None,
+    split: Split | None = None,
     sizes: tuple[int, ...] | None = None,
 ) -> Plan:
     """A plan whose stages are given as strategies separated by commas, one per layer; all alike without ``sizes``.
@@ -136,7 +134,6 @@ def make_plan(
                 "name": "test",
                 "config": CONFIGS[config] if isinstance(config, str) else config,
                 "split": split and split.model_dump(mode="json"),
-                "own": own and own.model_dump(mode="json"),
             },
             "cluster": "test",
             "seq_len": seq_len,

@@ -36,7 +36,7 @@ PAIRS = [
 ]
 
 SPLITS = {
-    name: own_model(Built(module=case.module(), sample=case.sample, loss=case.loss, blocks=case.blocks)).own
+    name: own_model(Built(module=case.module(), sample=case.sample, loss=case.loss, blocks=case.blocks)).split
     for name, case in CASES.items()
 }
 """Found before the ranks begin: a proof has ranks of its own."""
@@ -45,7 +45,7 @@ SPLITS = {
 def plan_of(name: str, layout: str, *, precision: str = "fp32") -> Plan:
     own = SPLITS[name]
     sizes = {"global_batch": BATCH, "num_microbatches": 2, "seq_len": own.seq_len, "num_devices": 4}
-    return make_plan(None, *LAYOUTS[layout], own=own, precision=precision, **sizes)
+    return make_plan(None, *LAYOUTS[layout], split=own, precision=precision, **sizes)
 
 
 def samples_of(case: Case, indices: list[int], step: int) -> Any:

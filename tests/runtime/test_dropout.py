@@ -122,9 +122,11 @@ class Noisy(NanoBlock):
 
 def test_what_a_module_of_ones_own_draws_depends_on_no_generator_of_the_users() -> None:
     case = CASES["nanogpt"]
-    own = own_model(Built(module=_noisy(), sample=case.sample)).own
+    own = own_model(Built(module=_noisy(), sample=case.sample)).split
     strategies = ", ".join(["single"] * len(own.layers))
-    plan = make_plan(None, strategies, own=own, num_devices=1, global_batch=4, num_microbatches=1, seq_len=own.seq_len)
+    plan = make_plan(
+        None, strategies, split=own, num_devices=1, global_batch=4, num_microbatches=1, seq_len=own.seq_len
+    )
     found = []
     for seed in (1, 2):
         module = _noisy()

@@ -16,7 +16,7 @@ from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import BEGIN_WITH_THE_LAST, LayerKind, LayerRole, Task
-from steelyard.model.split import BlockCall
+from steelyard.model.split import BlockCall, ModelSplit
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import OTHER_PLANS, Plan
 from steelyard.units import format_plural
@@ -125,7 +125,7 @@ def _why_not(chain: ModelChain) -> str:
     What is done around blocks, and what they read beside the hidden state, is the model's own forward pass there, too.
     """
     split, task = chain.split, chain.family.task
-    if split is None:
+    if not isinstance(split, ModelSplit):
         return ", which is no model of transformers"
     is_block = [chain.kind_of(layer).role is LayerRole.BLOCK for layer in range(chain.num_layers)]
     calls = [split.call_of(layer) for layer in range(chain.num_layers) if is_block[layer]]
@@ -194,7 +194,7 @@ def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
 def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:
     """What the script must know of the model beside its config; paths are those of modules and parameters."""
     split = chain.split
-    assert split is not None, "it was checked"
+    assert isinstance(split, ModelSplit), "it was checked"
     layers = range(chain.num_layers)
     calls = {chain.kind_of(layer): split.call_of(layer).num_results or 0 for layer in layers}
     return {

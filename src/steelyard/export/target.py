@@ -111,11 +111,11 @@ def export_plan(target: Target, request: Request) -> Export:
 
 def check_model(target: Target, plan: Plan) -> None:
     """Raises `UserError` where a target cannot train the model of a plan as the plan does."""
-    own, frozen = plan.model.own, plan.model.frozen
-    if own is not None:
+    module, frozen = plan.chain().split.module, plan.model.frozen
+    if module:
         raise UserError(
             field="--to",
-            found=f"{target.name} for {own.module}, a module of your own",
+            found=f"{target.name} for {module}, a module of your own",
             expected="a model of transformers, which other frameworks know by its config",
             hint="train it with steelyard.parallelize (docs/your-own-model.md)",
         )

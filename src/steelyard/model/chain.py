@@ -9,16 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
 from steelyard.model.freeze import Freeze
+from steelyard.model.own import Split
 from steelyard.model.split import TEXT_PART, ModelSplit, SplitFeatures
-
-if TYPE_CHECKING:
-    from steelyard.model.own import OwnSplit
 
 __all__ = ["LayerKind", "LayerRole", "ModelChain", "SharedWeight"]
 
@@ -27,7 +25,10 @@ _USUAL_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChain(Layout):
-    """The layers of a model in order. ``config`` is the Hugging Face config as read; ``config_hash`` identifies it."""
+    """The layers of a model in order. ``config`` is the Hugging Face config as read, empty of a user's own module.
+
+    ``config_hash`` identifies it, or the structure of the module.
+    """
 
     name: str
     family: Family
@@ -35,10 +36,8 @@ class ModelChain(Layout):
     config_hash: str
     sizes: Mapping[str, int]
     """The sizes that were read from the config, by key."""
-    split: ModelSplit | None = None
-    """How the model splits by its structure; None of a user's own module."""
-    own: "OwnSplit | None" = None
-    """What is known of a user's own module, which has no config."""
+    split: Split
+    """How the model splits by its structure."""
     freeze: Freeze | None = None
     """What is not trained; made so by `steelyard.model.freezing.frozen_chain`."""
 
@@ -64,7 +63,7 @@ class ModelChain(Layout):
     @property
     def features(self) -> SplitFeatures | None:
         """What the first layer reads, where samples hold it beside the token ids of a later one."""
-        return self.split.features if self.split else None
+        return self.split.features
 
     @property
     def num_layers(self) -> int:
@@ -88,47 +87,44 @@ class ModelChain(Layout):
 
     def state_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of the hidden states that flow out of a layer, for one sample of ``seq_len`` tokens."""
-        if self.own is not None:
-            return self.own.kind(layer).shapes
-        if self.split is not None and self.split.kind(layer).shape:
-            return (self.split.kind(layer).shape,)
+        fixed = self.split.fixed_shapes(layer)
+        if fixed is not None:
+            return fixed
         encoded = (self._encoded_shape(seq_len),) * (self.kind_of(layer).num_streams - 1)
         return (self.hidden_shape(layer, seq_len), *encoded)
 
     def _encoded_shape(self, seq_len: int) -> tuple[int, ...]:
         """The shape of an encoder's output, for one sample."""
-        encoder = self.split.encoder if self.split else None
+        encoder = self.split.encoder
         return encoder.shape if encoder and encoder.shape else (seq_len, self.hidden_size)
 
     def flow_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of all that flows out of a layer: beside hidden states what layers behind it read."""
-        past = self.split.past(layer) if self.split else ()
-        return (*self.state_shapes(layer, seq_len), *self._streams(past, seq_len))
+        return (*self.state_shapes(layer, seq_len), *self._streams(self.split.past(layer), seq_len))
 
     def read_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of what a layer behind the first reads of all that flows into it."""
-        read = self.split.read_by(layer) if self.split else ()
-        return (*self.state_shapes(layer - 1, seq_len), *self._streams(read, seq_len))
+        return (*self.state_shapes(layer - 1, seq_len), *self._streams(self.split.read_by(layer), seq_len))
 
     def flow_needs_gradient(self, layer: int) -> tuple[bool, ...]:
         """For each tensor of `flow_shapes` whether it depends on what is trained."""
-        return self._needs_gradient(layer, self.split.past(layer) if self.split else ())
+        return self._needs_gradient(layer, self.split.past(layer))
 
     def read_needs_gradient(self, layer: int) -> tuple[bool, ...]:
         """The same of `read_shapes`."""
-        return self._needs_gradient(layer - 1, self.split.read_by(layer) if self.split else ())
+        return self._needs_gradient(layer - 1, self.split.read_by(layer))
 
     def flow_types(self, layer: int) -> tuple[str, ...]:
         """For each tensor of `flow_shapes` the type of the whole numbers that it holds; empty for states."""
-        return self._types(layer, self.split.past(layer) if self.split else ())
+        return self._types(layer, self.split.past(layer))
 
     def read_types(self, layer: int) -> tuple[str, ...]:
         """The same of `read_shapes`."""
-        return self._types(layer - 1, self.split.read_by(layer) if self.split else ())
+        return self._types(layer - 1, self.split.read_by(layer))
 
     def _types(self, layer: int, streams: Iterable[int]) -> tuple[str, ...]:
         states = len(self.state_shapes(layer, 1))
-        return ("",) * states + tuple(self.split.streams[number].whole for number in streams if self.split)
+        return ("",) * states + tuple(self.split.streams[number].whole for number in streams)
 
     def has_backward(self, layer: int) -> bool:
         """Whether a layer has a backward pass: not where neither it nor what it reads is trained."""
@@ -138,10 +134,11 @@ class ModelChain(Layout):
 
     def _needs_gradient(self, layer: int, streams: Iterable[int]) -> tuple[bool, ...]:
         """Of the states that flow out of a layer, and of these streams."""
-        states = [self._is_trained_up_to(layer)] * (len(self.own.kind(layer).shapes) if self.own else 1)
+        fixed = self.split.fixed_shapes(layer)
+        states = [self._is_trained_up_to(layer)] * (1 if fixed is None else len(fixed))
         if self.kind_of(layer).num_streams > 1:
             states.append(self._is_encoder_trained())
-        read = [self.split.streams[number] for number in streams] if self.split else []
+        read = [self.split.streams[number] for number in streams]
         return (*states, *(not each.whole and self._is_trained_up_to(each.maker) for each in read))
 
     def _is_trained_up_to(self, layer: int) -> bool:
@@ -151,8 +148,8 @@ class ModelChain(Layout):
     def _is_encoder_trained(self) -> bool:
         """Whether an encoder's output depends on what is trained; yes where it is not known what makes it."""
         split, freeze = self.split, self.freeze
-        assert split is not None, "a chain with an encoder is split by its structure"
-        assert split.encoder is not None, "as well"
+        assert isinstance(split, ModelSplit), "a user's own module has no encoder"
+        assert split.encoder is not None, "asked for a chain with one"
         between, calls = split.between, split.encoder.between_calls
         if freeze is None or self._is_trained_up_to(between - 1):
             return True
@@ -163,15 +160,11 @@ class ModelChain(Layout):
 
     def num_made(self, layer: int, seq_len: int) -> int:
         """Entries of what a layer makes, for one sample of ``seq_len`` tokens."""
-        return self._num_states(layer, seq_len) + self._num_entries(
-            self.split.made_by(layer) if self.split else (), seq_len
-        )
+        return self._num_states(layer, seq_len) + self._num_entries(self.split.made_by(layer), seq_len)
 
     def num_flowing(self, layer: int, seq_len: int) -> int:
         """Entries of all that flows out of a layer, for one sample of ``seq_len`` tokens."""
-        return self._num_states(layer, seq_len) + self._num_entries(
-            self.split.past(layer) if self.split else (), seq_len
-        )
+        return self._num_states(layer, seq_len) + self._num_entries(self.split.past(layer), seq_len)
 
     def _num_states(self, layer: int, seq_len: int) -> int:
         encoded = prod(self._encoded_shape(seq_len)) * (self.kind_of(layer).num_streams - 1)
@@ -186,8 +179,6 @@ class ModelChain(Layout):
 
     def most_past(self, seq_len: int) -> int:
         """The most entries that flow between two layers beside hidden states, for one sample."""
-        if not self.split:
-            return 0
         return max(self._num_entries(self.split.past(layer), seq_len) for layer in range(self.num_layers - 1))
 
     def num_read_behind(self, layers: Sequence[int], seq_len: int) -> Iterator[tuple[int, int]]:
@@ -196,7 +187,7 @@ class ModelChain(Layout):
         So is what flows past all of them counted. Its gradients wait until all of these layers have worked.
         """
         split = self.split
-        if split is None or not split.streams:
+        if not split.streams:
             return
         read = {*split.past(layers[-1])} & {*(split.past(layers[0] - 1) if layers[0] else ())}
         for place in reversed(range(len(layers))):
@@ -205,10 +196,10 @@ class ModelChain(Layout):
             read.update(split.read_by(layers[place]))
 
     def _num_entries(self, streams: Iterable[int], seq_len: int) -> int:
-        return sum(self.split.streams[number].entries(seq_len) for number in streams) if self.split else 0
+        return sum(self.split.streams[number].entries(seq_len) for number in streams)
 
     def _streams(self, numbers: Iterable[int], seq_len: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(self.split.streams[number].of_tokens(seq_len) for number in numbers) if self.split else ()
+        return tuple(self.split.streams[number].of_tokens(seq_len) for number in numbers)
 
     def window(self, kind: LayerKind) -> int | None:
         """The most tokens that a token of a kind of block attends to, its own among them; None for all before it.
@@ -223,7 +214,7 @@ class ModelChain(Layout):
         ):
             return None
         slides = {each.attention for each in self.kinds} - {"full_attention"}
-        return window if kind.attention in slides or (self.split is not None and not slides) else None
+        return window if kind.attention in slides or not slides else None
 
     def attended_share(self, kind: LayerKind, seq_len: int) -> float:
         """The pairs of tokens of a sample that attention of a kind of block relates, over all pairs.
@@ -248,7 +239,7 @@ class ModelChain(Layout):
 
         Empty for a user's own module, whose FLOP count as they are traced.
         """
-        if self.own is not None:
+        if self.family.task is Task.OWN:
             return ""
         words = []
         for kind in self.kinds:
@@ -279,14 +270,14 @@ class ModelChain(Layout):
     def left_out(self) -> str:
         """What of the model its task leaves out, where the config has several parts; empty where that is nothing."""
         task, config = self.family.task, self.config
-        planned = "" if task is Task.OWN else f"what is planned and trained is {task.auto_class}"
+        planned = f"what is planned and trained is {task.auto_class}"
         if task is Task.IMAGE_CLASSIFICATION and "text_config" in config:
             return f"{planned}: the tower for images with a classifier, without that for text"
         if task is Task.CAUSAL_LM and config.get("is_encoder_decoder") is True:
             return (
                 f"{planned}, the decoder alone: for both name the class with the encoder in the config's architectures"
             )
-        if self.split and self.split.text_alone:
+        if self.split.text_alone:
             return (
                 f"{planned} of the {TEXT_PART} alone, without what the model has for images or sound, since "
                 f"{self.split.text_alone}"
@@ -297,7 +288,7 @@ class ModelChain(Layout):
 
     def _runs_all_blocks(self) -> str:
         """That blocks run in every step which the model leaves out at random as it trains; empty where it does not."""
-        if self.split is None or not self.split.layerdrop:
+        if not self.split.layerdrop:
             return ""
         return f"every block runs in every step: layerdrop ({', '.join(self.split.layerdrop)}) is not carried out"
 
@@ -331,17 +322,14 @@ class ModelChain(Layout):
     def check_seq_len(self, seq_len: int) -> None:
         """Raises `InvalidModelError` if the model cannot read sequences of this length."""
         longest, places = self.max_seq_len, self.features.places if self.features else 0
-        if self.own is not None:
-            if seq_len == longest:
-                return
-            expected, hint = f"{longest}, the length of its sample", "leave --seq-len out, or plan with another sample"
-        elif not self.family.task.reads_text and seq_len != longest:
-            expected, hint = f"{longest}, the patches of an image", f"give --seq-len {longest}"
+        if not self.family.task.reads_text and seq_len != longest:
+            what = "length of its sample" if self.family.task is Task.OWN else "patches of an image"
+            expected, hint = f"{longest}, the {what}", f"give --seq-len {longest}, or leave it out"
         elif self.learned_positions and seq_len > longest:
             expected, hint = f"{longest} or less, the positions that the model knows", "give a shorter --seq-len"
         elif seq_len <= places:
             expected, hint = f"more than {places}, the tokens of an image", f"give --seq-len {2 * places}"
-        elif self.split is not None and seq_len % self.split.multiple:
+        elif seq_len % self.split.multiple:
             expected = f"a multiple of {self.split.multiple}, to which the model pads what it reads"
             hint = f"give --seq-len {-(-seq_len // self.split.multiple) * self.split.multiple}"
         else:

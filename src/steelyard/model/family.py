@@ -77,6 +77,7 @@ _AUTO_CLASSES = {
     Task.IMAGE_CLASSIFICATION: "AutoModelForImageClassification",
     Task.SPEECH_SEQ2SEQ: "AutoModelForSpeechSeq2Seq",
     Task.IMAGE_TEXT: "AutoModelForImageTextToText",
+    Task.OWN: "",
 }
 """Samples are what `steelyard.modules.batch` says."""
 

@@ -1,22 +1,32 @@
 """A user's own module, as the planner must know it: what travels in the plan file where there is no config.
 
-It is found by running the module once without values (`steelyard.modules.own_split`, with torch). From it
-`chain_of_own` makes the chain: the embedding is all that the module does before its first block, the head all that it
-does after the last one, the loss included. What flows from layer to layer is whatever tensors that depend on
-parameters a later layer reads: a hidden state, and beside it what conditions it, or what a skip carries on.
+It is found by running the module once without values (`steelyard.modules.own_split`, with torch). The embedding is
+all that the module does before its first block, the head all that it does after the last one, the loss included. What
+flows from layer to layer is whatever tensors that depend on parameters a later layer reads: a hidden state, and beside
+it what conditions it, or what a skip carries on.
 """
 
 import hashlib
 import re
+from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from steelyard.model.chain import ModelChain
-from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
+from steelyard.model.family import Layout, SharedWeight, Task
 from steelyard.model.places import Place, check_layers, check_place, wrong_split
+from steelyard.model.split import (
+    ModelSplit,
+    SplitEncoder,
+    SplitFeatures,
+    SplitKind,
+    SplitLayers,
+    SplitPart,
+    SplitStream,
+    layer_kind,
+)
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Shape = tuple[Count, ...]
@@ -24,15 +34,9 @@ Shape = tuple[Count, ...]
 
 BUILDER = re.compile(r"(?P<file>.+\.py):(?P<function>\w+)")
 """How the function is named that builds a user's own module."""
-NO_CP = "that every rank may compute its own tokens alone is not known of a module of one's own"
-NO_END_TP = "what stands before and after the blocks of a module of one's own is not divided"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-
-
-class OwnInput(_Part):
+class OwnInput(SplitPart):
     """A tensor of a sample, by its path in what is read."""
 
     path: str
@@ -41,11 +45,12 @@ class OwnInput(_Part):
     num_bytes: Count
 
 
-class OwnKind(_Part):
+class OwnKind(SplitKind):
     """One kind of layers: what it is given, what it makes of it, and what goes on."""
 
-    name: str
-    role: LayerRole
+    no_tp: str = "what stands before and after the blocks of a module of one's own is not divided"
+    no_sp: str = "that norms may see a part of the sequence is not known of a module of one's own"
+    no_cp: str = "that every rank may compute its own tokens alone is not known of a module of one's own"
     fingerprint: str
     """Of the structure of its modules; see `steelyard.modules.own_identity`."""
     reads: tuple[tuple[Place, Place], ...] = ()
@@ -60,15 +65,23 @@ class OwnKind(_Part):
     """The shapes of what flows out."""
     reads_samples: bool = True
     """Whether it needs the samples themselves, and not only what flows."""
-    tp_divides: tuple[tuple[str, Count], ...] = ()
-    no_tp: str = NO_END_TP
-    styles: dict[str, str] = {}
-    """The style of the modules that tensor parallelism divides, by their path in the layer: as `Family.tp`."""
 
 
-class OwnSplit(_Part):
+class OwnSplit(SplitLayers):
     """How a module splits into embedding, blocks and head."""
 
+    task: ClassVar[Task] = Task.OWN
+    fused_attention: ClassVar[bool] = True
+    rotary_by_attention: ClassVar[bool] = False
+    text_alone: ClassVar[str] = ""
+    encoder: ClassVar[SplitEncoder | None] = None
+    features: ClassVar[SplitFeatures | None] = None
+    streams: ClassVar[tuple[SplitStream, ...]] = ()
+    layerdrop: ClassVar[tuple[str, ...]] = ()
+    holders: ClassVar[tuple[str, ...]] = ()
+    multiple: ClassVar[int] = 1
+    resting: ClassVar[tuple[str, ...]] = ()
+    """What models of transformers have besides: as in `ModelSplit`."""
     module: str
     """The class of the module."""
     num_params: Count
@@ -101,28 +114,39 @@ class OwnSplit(_Part):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        check_layers("model.own", self.layers, [kind.role for kind in self.kinds], 1)
+        check_layers("model.split", self.layers, [kind.role for kind in self.kinds], 1)
         if len(self.layers) != self.num_blocks + 2:
             expected = f"{self.num_blocks + 2}: embedding, blocks and head"
-            raise wrong_split("model.own.layers", f"{len(self.layers)} layers", expected)
+            raise wrong_split("model.split.layers", f"{len(self.layers)} layers", expected)
         for before, number in sorted({*pairwise(self.layers[:-1])}):
-            _check_flow(f"model.own.kinds[{number}]", self.kinds[number], range(len(self.kinds[before].shapes)))
+            _check_flow(f"model.split.kinds[{number}]", self.kinds[number], range(len(self.kinds[before].shapes)))
         blocks = range(self.num_blocks)
         for block, _ in self.first_read:
-            check_place("model.own.first_read", block, blocks, "the blocks")
+            check_place("model.split.first_read", block, blocks, "the blocks")
         for how, block, place in self.last_made:
-            check_place("model.own.last_made", block, blocks, "the blocks")
+            check_place("model.split.last_made", block, blocks, "the blocks")
             made = range(len(self.kind(block + 1).makes))
             if how == "made":
-                check_place("model.own.last_made", place, made, "the tensors that the block makes")
+                check_place("model.split.last_made", place, made, "the tensors that the block makes")
         for layer in (layer for copies in self.shared for layer, _ in copies):
-            check_place("model.own.shared", layer, range(len(self.layers)), "the layers of the model")
+            check_place("model.split.shared", layer, range(len(self.layers)), "the layers of the model")
         ends = (self.first_read, self.kind(0)), (self.last_made, self.kind(self.num_blocks))
         for name, (read, kind) in zip(("first_read", "last_made"), ends, strict=True):
             if len(read) != len(kind.shapes):
                 expected = f"{len(kind.shapes)}, one for each tensor that flows"
-                raise wrong_split(f"model.own.{name}", f"{len(read)} entries", expected)
+                raise wrong_split(f"model.split.{name}", f"{len(read)} entries", expected)
         return self
+
+    @property
+    def model_type(self) -> str:
+        """The class of the module."""
+        return self.module
+
+    @property
+    def structure(self) -> str:
+        """Identity of the structure of the module, whatever it is planned with."""
+        parts = [self.num_params, self.blocks, *(self.kind(layer).fingerprint for layer in range(len(self.layers)))]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @property
     def num_blocks(self) -> int:
@@ -138,10 +162,13 @@ class OwnSplit(_Part):
         """The kind of a layer of the chain."""
         return self.kinds[self.layers[layer]]
 
-    def path(self, layer: int, local: str) -> str:
-        """The path in the module of what has the path ``local`` in a layer."""
-        rest = local.partition(".")[2]
-        return f"{self.blocks[layer - 1]}.{rest}" if 0 < layer <= self.num_blocks else rest
+    def modules(self, layer: int) -> Mapping[str, str]:
+        """The path of a block, or of the module itself, by its name in a layer."""
+        return {"block": self.blocks[layer - 1]} if 0 < layer <= self.num_blocks else {"model": ""}
+
+    def fixed_shapes(self, layer: int) -> tuple[Shape, ...]:
+        """As `ModelSplit.fixed_shapes`."""
+        return self.kind(layer).shapes
 
     def layout(self) -> Layout:
         """The chain of layers."""
@@ -149,15 +176,7 @@ class OwnSplit(_Part):
         widest = max(1, *widths)
         return Layout(
             kinds=tuple(
-                LayerKind(
-                    name=kind.name,
-                    role=kind.role,
-                    tp_divides=kind.tp_divides,
-                    no_tp=kind.no_tp,
-                    no_sp="that norms may see a part of the sequence is not known of a module of one's own",
-                    no_cp=NO_CP,
-                    hidden=(self.seq_len, max(1, width)),
-                )
+                layer_kind(kind, hidden=(self.seq_len, max(1, width)))
                 for kind, width in zip(self.kinds, widths, strict=True)
             ),
             layers=self.layers,
@@ -183,21 +202,13 @@ def _check_flow(field: str, kind: OwnKind, given: range) -> None:
         raise wrong_split(f"{field}.goes_on", f"{len(kind.goes_on)} entries", expected)
 
 
-def chain_of_own(own: OwnSplit, *, name: str) -> ModelChain:
-    """The chain of a module of one's own; `ModelChain.config_hash` is of its structure, whatever it is planned with."""
-    structure = [own.num_params, own.blocks, *(own.kind(layer).fingerprint for layer in range(len(own.layers)))]
-    family = Family(
-        model_type=own.module,
-        task=Task.OWN,
-        modules=lambda _layer: {},
-        tp={kind.name: dict(kind.styles) for kind in own.kinds},
-    )
-    return ModelChain(
-        **own.layout().fields(),
-        name=name,
-        family=family,
-        config={},
-        config_hash=hashlib.sha256(repr(structure).encode()).hexdigest()[:16],
-        sizes={},
-        own=own,
-    )
+def _class_of(value: Any) -> str:
+    is_own = isinstance(value, OwnSplit) or (isinstance(value, dict) and "module" in value)
+    return (OwnSplit if is_own else ModelSplit).__name__
+
+
+Split = Annotated[
+    Annotated[ModelSplit, Tag(ModelSplit.__name__)] | Annotated[OwnSplit, Tag(OwnSplit.__name__)],
+    Discriminator(_class_of),
+]
+"""How a model splits: one of transformers, which its config builds, or a user's own module, which has none."""

@@ -15,9 +15,11 @@ from steelyard.errors import InvalidModelError, nearest
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import check_values, sizes_in
+from steelyard.model.family import Family
 from steelyard.model.not_planned import check_type
+from steelyard.model.own import OwnSplit, Split
 from steelyard.model.sources import hub_names
-from steelyard.model.split import TEXT_PART, ModelSplit, family_of_split
+from steelyard.model.split import TEXT_PART, ModelSplit
 
 
 @cache
@@ -121,11 +123,35 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
             raise _unknown(model_type)
     if split.text_alone and model_type != split.model_type:
         return chain_from_config(_text_of(config, split), name=name, split=split)
+    return _chain_of(split, name, dict(config), identity)
+
+
+def chain_of_own(own: OwnSplit, *, name: str) -> ModelChain:
+    """The chain of a user's own module."""
+    return _chain_of(own, name, {}, own.structure)
+
+
+def planned_model(name: str, config: Mapping[str, Any] | None, split: Split | None) -> ModelChain:
+    """The chain of what a plan says of its model: a packaged one where it says its name alone."""
+    if isinstance(split, OwnSplit):
+        return chain_of_own(split, name=name)
+    return load_model(name) if config is None else chain_from_config(config, name=name, split=split)
+
+
+def _chain_of(split: Split, name: str, config: dict[str, Any], identity: str) -> ModelChain:
+    family = Family(
+        model_type=split.model_type,
+        task=split.task,
+        modules=split.modules,
+        tp={kind.name: dict(kind.styles) for kind in split.kinds},
+        rotary_by_attention=split.rotary_by_attention,
+        fused_attention=split.fused_attention,
+    )
     return ModelChain(
         **split.layout().fields(),
         name=name,
-        family=family_of_split(split),
-        config=dict(config),
+        family=family,
+        config=config,
         config_hash=identity,
         sizes=sizes_in(config),
         split=split,

@@ -1,19 +1,19 @@
 """A model of transformers, split by its structure: what the planner must know of it, as data.
 
 The split is found from the real modules (`steelyard.modules.splitting`, with torch), travels in the plan file beside
-the config, and is kept with the traces; so reading a plan or planning again needs no torch. From it `family_of_split`
-makes the `Family` of this one model. How its layers run is not said here: the embedding and the head are the model's
-own forward pass with holes, and blocks are called as the model calls them (`steelyard.modules.pieces`).
+the config, and is kept with the traces; so reading a plan or planning again needs no torch. How layers run is not said
+here: the embedding and the head are the model's own forward pass, stubbed, and blocks are called as the model calls
+them (`steelyard.modules.pieces`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from math import prod
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
+from steelyard.model.family import LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
 from steelyard.model.places import Order, Place, Token, check_layers, check_place, wrong_split
 from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, patches_of, sizes_of
 
@@ -26,11 +26,13 @@ SPLIT_VERSION = 8
 Count = Annotated[int, Field(ge=1, lt=2**53)]
 
 
-class _Part(BaseModel):
+class SplitPart(BaseModel):
+    """A part of a split; methods of splits of any model."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
-class SplitKind(_Part):
+class SplitKind(SplitPart):
     """One kind of layers; see the fields of the same names of `LayerKind`."""
 
     name: str
@@ -56,6 +58,11 @@ class SplitKind(_Part):
 _OF_LAYER_KIND = tuple(each.name for each in fields(LayerKind) if each.name in SplitKind.model_fields)
 
 
+def layer_kind(kind: SplitKind, *, hidden: tuple[int, int] | None, num_streams: int = 1) -> LayerKind:
+    """A kind of layers of the chain."""
+    return LayerKind(**{name: getattr(kind, name) for name in _OF_LAYER_KIND}, hidden=hidden, num_streams=num_streams)
+
+
 def length_of(shape: tuple[int, ...]) -> int:
     """The places of a hidden state [S, H] or [H, rows, columns]."""
     return shape[0] if len(shape) == 2 else prod(shape[1:])
@@ -76,7 +83,7 @@ def _resized(shape: tuple[int, ...], width: int, before: int, patches: tuple[int
     return (shape[0] * width // before, *shape[1:]) if shape else ()
 
 
-class BlockCall(_Part):
+class BlockCall(SplitPart):
     """How the model calls its blocks: where the hidden state goes in, and where it comes out."""
 
     argument: Place | str = 0
@@ -151,7 +158,7 @@ def _with(values: tuple[Any, ...], place: int, value: Any) -> tuple[Any, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
-class SplitEncoder(_Part):
+class SplitEncoder(SplitPart):
     """Of a model of two lists of blocks the first: an encoder that the decoder's blocks read, or a tower for images."""
 
     blocks: str
@@ -176,7 +183,7 @@ class SplitEncoder(_Part):
         return BlockCall(argument=self.encoded, order=self.order)
 
 
-class SplitFeatures(_Part):
+class SplitFeatures(SplitPart):
     """Of a model whose samples hold more than token ids: what the first layer reads."""
 
     name: str
@@ -199,7 +206,7 @@ class SplitFeatures(_Part):
         return f"{read}; {seq_len} tokens, of which the first {self.places} are the image's and the others text"
 
 
-class SplitStream(_Part):
+class SplitStream(SplitPart):
     """What depends on parameters and flows past the hidden state to the blocks that read it."""
 
     argument: Place | str
@@ -252,12 +259,44 @@ class SplitStream(_Part):
         return self.model_copy(update={"shape": tuple(sizes.get(size, size) for size in self.shape)})
 
 
-class ModelSplit(_Part):
-    """How one model splits into a chain: embedding, blocks, head.
+class SplitLayers(SplitPart):
+    """What any split tells of its layers: one of a model of transformers, and one of a user's own module."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def streams(self) -> tuple[SplitStream, ...]: ...  # noqa: D102
+
+        def modules(self, layer: int) -> Mapping[str, str]: ...  # noqa: D102
+
+    def read_by(self, layer: int) -> tuple[int, ...]:
+        """The streams, by their number, that a layer reads."""
+        return tuple(number for number, each in enumerate(self.streams) if layer in each.readers)
+
+    def made_by(self, layer: int) -> tuple[int, ...]:
+        """The streams that a layer makes."""
+        return tuple(number for number, each in enumerate(self.streams) if layer == each.maker)
+
+    def past(self, layer: int) -> tuple[int, ...]:
+        """The streams that flow out of a layer beside its hidden state: those that layers behind it read."""
+        return tuple(n for n, each in enumerate(self.streams) if each.maker <= layer < max(each.readers))
+
+    def model_path(self, layer: int, path: str) -> str:
+        """The path in the model of what has this path in a layer."""
+        name, dot, rest = path.partition(".")
+        return (self.modules(layer)[name] + dot + rest).removeprefix(".")
+
+
+class ModelSplit(SplitLayers):
+    """How one model of transformers splits into a chain: embedding, blocks, head.
 
     With an encoder: its embedding and blocks, the decoder's embedding, of the role of embeddings too, and its blocks.
     """
 
+    module: ClassVar[str] = ""
+    inputs: ClassVar[tuple[str, ...]] = ()
+    no_bf16: ClassVar[str] = ""
+    """What only a user's own module has: as in `steelyard.model.own.OwnSplit`."""
     model_type: str
     task: Task
     text_alone: str = ""
@@ -395,17 +434,10 @@ class ModelSplit(_Part):
         encoder = self.encoder if layer > self.between else None
         return encoder if encoder and encoder.encoded is not None else None
 
-    def read_by(self, layer: int) -> tuple[int, ...]:
-        """The streams, by their number, that a layer reads."""
-        return tuple(number for number, each in enumerate(self.streams) if layer in each.readers)
-
-    def made_by(self, layer: int) -> tuple[int, ...]:
-        """The streams that a layer makes."""
-        return tuple(number for number, each in enumerate(self.streams) if layer == each.maker)
-
-    def past(self, layer: int) -> tuple[int, ...]:
-        """The streams that flow out of a layer beside its hidden state: those that layers behind it read."""
-        return tuple(n for n, each in enumerate(self.streams) if each.maker <= layer < max(each.readers))
+    def fixed_shapes(self, layer: int) -> tuple[tuple[int, ...], ...] | None:
+        """The shapes of one sample of the states that flow out of a layer; None where they follow from its tokens."""
+        shape = self.kind(layer).shape
+        return (shape,) if shape else None
 
     def places(self, layer: int, before: int) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
         """The places of what a layer reads in what flows out of the layer ``before``, and of what flows on.
@@ -478,8 +510,8 @@ class ModelSplit(_Part):
         """The chain of layers."""
         return Layout(
             kinds=tuple(
-                LayerKind(
-                    **{name: getattr(kind, name) for name in _OF_LAYER_KIND},
+                layer_kind(
+                    kind,
                     hidden=(length_of(kind.shape), width_of(kind.shape)) if kind.shape else None,
                     num_streams=self.num_streams(self.layers.index(number)),
                 )
@@ -519,24 +551,7 @@ class ModelSplit(_Part):
                 return name + path.removeprefix(module)
         raise AssertionError(f"layer {layer} does not hold {path}")
 
-    def model_path(self, layer: int, path: str) -> str:
-        """The path in the model of what has this path in a layer."""
-        name, dot, rest = path.partition(".")
-        return self.modules(layer)[name] + dot + rest
-
 
 def local_name(path: str) -> str:
     """The name in its layer of the module at a path of the model."""
     return path.replace(".", "__")
-
-
-def family_of_split(split: ModelSplit) -> Family:
-    """The family of this one model."""
-    return Family(
-        model_type=split.model_type,
-        task=split.task,
-        modules=split.modules,
-        tp={kind.name: dict(kind.styles) for kind in split.kinds},
-        rotary_by_attention=split.rotary_by_attention,
-        fused_attention=split.fused_attention,
-    )

@@ -4,27 +4,23 @@ Imports torch and transformers only where a model is not known yet.
 """
 
 import json
-import logging
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from steelyard.errors import InvalidProfileError, UserError
-from steelyard.installed import installed_version, require_training
+from steelyard.installed import require_training
 from steelyard.model.family import wrong_size
-from steelyard.model.packaged import packaged_split
 from steelyard.model.read import config_hash
 from steelyard.model.small import WIDTH_KEYS
-from steelyard.model.split import SPLIT_VERSION, ModelSplit
-from steelyard.plan.cache import default_folder, digest, keep
-from steelyard.plan.file import parse_file
+from steelyard.model.split import ModelSplit
+from steelyard.modules.kept_splits import keep_split, kept_split
+from steelyard.plan.cache import default_folder
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Where a type knows them, under these names or its own, what a config must give: else they are another's."""
 _INSTEAD = {"hidden_size": WIDTH_KEYS, "num_hidden_layers": ("depths",)}
 """What a config may give in the place of one of these, from which it follows."""
-_logger = logging.getLogger(__name__)
 
 
 def split_of(config: Mapping[str, Any]) -> ModelSplit | None:
@@ -60,30 +56,6 @@ def found_once(content: str, folder: Path) -> ModelSplit | None:
     split = split_model(model_type, config, folder)
     keep_split(config_hash(config), split, folder)
     return split
-
-
-def kept_split(config_hash: str, folder: Path | None) -> ModelSplit | None:
-    """How the model of a config splits, or a small model, as comes in the package or is kept in a folder."""
-    packaged = packaged_split(config_hash)
-    path = packaged is None and folder and _path(config_hash, folder)
-    if not path or not path.is_file():
-        return packaged
-    try:
-        return parse_file(path, ModelSplit, InvalidProfileError, what="split")
-    except UserError as error:
-        _logger.warning("split again, since the cached split cannot be read: %s", error)
-        return None
-
-
-def keep_split(config_hash: str, split: ModelSplit, folder: Path | None) -> None:
-    """Keeps how a model splits in a folder, where there is one."""
-    if folder is not None:
-        keep(_path(config_hash, folder), split.model_dump_json())
-
-
-def _path(config_hash: str, folder: Path) -> Path:
-    version = installed_version("transformers")
-    return folder / f"split-{digest({'config': config_hash, 'split': SPLIT_VERSION, 'transformers': version})}.json"
 
 
 def _types_of_transformers() -> Collection[str]:

@@ -70,7 +70,7 @@ def blank_samples(chain: ModelChain, num_samples: int, seq_len: int) -> tuple[Te
 
     Of a user's own module the numbers of samples, which stand for what it reads.
     """
-    if chain.own is not None:
+    if chain.split.module:
         return torch.zeros(num_samples, dtype=torch.long), torch.zeros(num_samples, dtype=torch.long)
     if chain.family.task is Task.IMAGE_CLASSIFICATION:
         assert chain.image is not None

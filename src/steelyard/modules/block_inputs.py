@@ -1,6 +1,6 @@
 """What blocks are given beside the hidden state: masks, positions, rotary embeddings.
 
-One more forward pass with holes for everything that has parameters shows it, of each kind of block; it depends on no
+One more forward pass with blanks for all parameters shows it, of each kind of block; it depends on no
 parameter.
 """
 
@@ -15,10 +15,11 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
-from steelyard.model.split import BlockArguments
+from steelyard.model.split import BlockArguments, ModelSplit
 from steelyard.modules.known_values import known_of, plain_token, with_first
 from steelyard.modules.model_inputs import blank, first_tokens, read_by
-from steelyard.modules.shell import ReachedError, Shell, recording_stubs
+from steelyard.modules.shell import Shell, recording_stubs
+from steelyard.modules.stubbed import ReachedError
 
 
 class BlockInputs:
@@ -28,7 +29,7 @@ class BlockInputs:
         self, model: PreTrainedModel, chain: ModelChain, kinds: Collection[str], *, makes_masks: bool = True
     ) -> None:
         split = chain.split
-        assert split is not None
+        assert isinstance(split, ModelSplit), "a user's own module has blocks of its own"
         first_of = {chain.kind_of(layer).name: layer for layer in reversed(range(chain.num_layers))}
         layers = sorted(first_of[name] for name in kinds)
         stubs = recording_stubs(split, layers)
@@ -56,7 +57,7 @@ class BlockInputs:
     ) -> dict[str, BlockArguments]:
         ids = with_first(torch.full((samples, tokens), self._token, device=device), *self._first)
         with suppress(ReachedError):
-            self._shell(blank(self._read, samples, tokens, device) if self._read else ids, dtype, ids)
+            self._shell(blank(self._read, samples, tokens, device, dtype) if self._read else ids, dtype, ids)
         return {name: record.take_sides() for name, record in self._records.items()}
 
 

@@ -24,6 +24,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES, remap_legacy_l
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole, Task
+from steelyard.model.own import OwnSplit, Split
 from steelyard.model.split import ModelSplit
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
@@ -88,10 +89,10 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
 
     Raises `InvalidModelError` for a user's own module, which only the user can build.
     """
-    if chain.own:
+    if chain.split.module:
         raise InvalidModelError(
             field="model",
-            found=f"a plan for {chain.own.module}, which is not of transformers",
+            found=f"a plan for {chain.split.module}, which is not of transformers",
             expected="the function that builds it",
             hint="add --builder FILE.py:FUNCTION, with the file that you planned with (it is run)",
         )
@@ -102,8 +103,9 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
 
 def _prepare(model: PreTrainedModel, chain: ModelChain) -> None:
     prepare(model, chain.family.model_type)
-    if chain.split:
-        repeat_blocks(model, {path: len(chain.split.block_layers(path)) for path in chain.split.lists})
+    split = chain.split
+    assert isinstance(split, ModelSplit), "of a config"
+    repeat_blocks(model, {path: len(split.block_layers(path)) for path in split.lists})
 
 
 def build_from_config(
@@ -145,7 +147,7 @@ def _has_experts(config: PreTrainedConfig) -> bool:
 
 def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
     """Makes a model ready to be taken apart into layers, in place: every layer holds all that it computes with."""
-    if chain.own:
+    if chain.split.module:
         return
     _prepare(model, chain)
     if _has_experts(model.config):
@@ -182,7 +184,7 @@ def _owner(model: PreTrainedModel, chain: ModelChain, layer: int, path: str) -> 
 
 def named_layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, nn.Module]:
     """The modules that make up one layer of the chain, by their names in the layer."""
-    if chain.own:
+    if chain.split.module:
         return model.layer(layer)
     paths = chain.family.modules(layer)
     return {name: _module_at(model, chain, path) for name, path in paths.items()}
@@ -190,7 +192,7 @@ def named_layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -
 
 def layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, nn.Module]:
     """The modules of the Hugging Face model that make up one layer of the chain, by their path in the model."""
-    if chain.own:
+    if chain.split.module:
         return model.layer(layer)
     return {path: _module_at(model, chain, path) for path in chain.family.modules(layer).values()}
 
@@ -198,19 +200,19 @@ def layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict
 def _module_at(model: PreTrainedModel, chain: ModelChain, path: str) -> nn.Module:
     """The module at a path; in the place of one that holds blocks a module of its own parameters alone."""
     module = model.get_submodule(path)
-    if chain.split is None or path not in chain.split.holders:
+    if path not in chain.split.holders:
         return module
     own = nn.Module()
     own._parameters = module._parameters  # the same dictionary: who replaces a parameter replaces it in both
     return own
 
 
-def outside_buffers(model: PreTrainedModel, split: ModelSplit, layer: int) -> dict[str, Tensor]:
+def outside_buffers(model: PreTrainedModel, split: Split, layer: int) -> dict[str, Tensor]:
     """By its path, what a model saves beside parameters in no module of a layer, as a bias of logits: of the head.
 
     Whole numbers, as those of places, follow from the config.
     """
-    if layer < len(split.layers) - 1:
+    if isinstance(split, OwnSplit) or layer < len(split.layers) - 1:
         return {}
     inside = tuple(f"{path}." for path in split.paths if path not in split.holders)
     return {
@@ -230,7 +232,7 @@ def materialize_layer(
 
     Modules that already have memory (loaded weights) are moved and keep their values.
     """
-    if chain.own:
+    if chain.split.module:
         model.materialize(layer, device)
         return
     fresh: set[nn.Module] = set()
@@ -241,8 +243,7 @@ def materialize_layer(
             fresh.update(module.modules())
         else:
             module.to(device)
-    outside = outside_buffers(model, chain.split, layer) if chain.split else {}
-    for path, buffer in outside.items():
+    for path, buffer in outside_buffers(model, chain.split, layer).items():
         owner, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
         if buffer.is_meta:
             fill_buffers(model, owner, device)
@@ -351,10 +352,9 @@ def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "c
     model = build_meta_model(chain)
     for layer in range(chain.num_layers):
         materialize_layer(model, chain, layer, seed=seed, device=torch.device(device))
-    if chain.split:
-        for module in model.modules():
-            if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-                fill_buffers(_parts_of_their_own(model).get(module, model), module, torch.device(device))
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            fill_buffers(_parts_of_their_own(model).get(module, model), module, torch.device(device))
     for target, source in _tied_names(model):
         if model.get_parameter(source).is_meta:
             parent, _, name = source.rpartition(".")

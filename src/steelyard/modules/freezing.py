@@ -49,7 +49,7 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
             frozen |= {*shared.copies}
     if not frozen:
         return None
-    resting = chain.split.resting if chain.split else ()
+    resting = chain.split.resting
     if all((each.layer, each.local) in frozen or any(_matches(each.path, path) for path in resting) for each in named):
         raise nothing_left(chain.name)
     again = {copy for shared in chain.shared for copy in shared.copies[1:]}
@@ -74,12 +74,12 @@ def freeze_layer(layer: nn.Module, chain: ModelChain, number: int) -> None:
         for name, parameter in list(owner.named_parameters(recurse=False)):
             if not chain.freeze.holds(number, f"{path}.{name}"):
                 continue
-            if chain.own is None:
-                parameter.requires_grad_(False)
-                owner.__dict__[BY_PLAN] = True
-            else:
+            if chain.split.module:
                 frozen = made.setdefault(id(parameter), nn.Parameter(parameter.detach(), requires_grad=False))
                 owner.register_parameter(name, frozen)
+            else:
+                parameter.requires_grad_(False)
+                owner.__dict__[BY_PLAN] = True
 
 
 def check_frozen(model: Any, chain: ModelChain) -> None:
@@ -92,7 +92,7 @@ def check_frozen(model: Any, chain: ModelChain) -> None:
         for each in _named_parameters(model, chain)
         if not each.parameter.requires_grad and not (chain.freeze and chain.freeze.holds(each.layer, each.local))
     }
-    if chain.own:
+    if chain.split.module:
         ends = (0, chain.num_layers - 1)
         frozen = {path: layer for path, layer in frozen.items() if chain.freeze or layer not in ends}
     elif frozen:
@@ -122,12 +122,10 @@ BY_PLAN = "_frozen_by_plan"
 
 def _named_parameters(model: Any, chain: ModelChain) -> Iterator[_Named]:
     for layer in range(chain.num_layers):
-        paths = {} if chain.own else chain.family.modules(layer)
         for local, module in named_layer_modules(model, chain, layer).items():
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 inside = f"{local}.{name}"
-                path = chain.own.path(layer, inside) if chain.own else f"{paths[local]}.{name}"
-                yield _Named(layer, inside, path.removeprefix("."), parameter)
+                yield _Named(layer, inside, chain.split.model_path(layer, inside), parameter)
 
 
 def _matches(path: str, pattern: str) -> bool:

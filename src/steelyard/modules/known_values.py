@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from steelyard.modules.blanks import Blank
+
 _FILLED = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
 """Functions that read of tensors the shape and the type alone."""
 _AS = frozenset(("type_as", "view_as", "expand_as", "reshape_as"))
@@ -104,8 +106,8 @@ def _number(func: Any, args: Any, name: str) -> Any:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor is neither a meta nor a fake one."""
-    return not (tensor.is_meta or is_fake(tensor))
+    """Whether a tensor is neither a meta nor a fake one, nor a blank."""
+    return not (tensor.is_meta or isinstance(tensor, Blank) or is_fake(tensor))
 
 
 def is_known(tensor: Tensor) -> bool:

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
 from steelyard.model.family import Family, Run, Task
-from steelyard.model.split import BlockArguments, local_name
+from steelyard.model.split import BlockArguments, ModelSplit, local_name
 from steelyard.modules.block_inputs import BlockInputs, tensors_in
 from steelyard.modules.build import named_layer_modules, outside_buffers
 from steelyard.modules.context_attention import reads_mask
@@ -207,18 +207,17 @@ _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {
 
 def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Remat) -> ChainLayer:
     """Wraps the modules of one layer of the chain in the common calling convention."""
-    kind = chain.kind_of(layer)
-    run = split_run(model, chain.split, layer) if chain.split else model.run(layer)
-    layer_type = LossLayer if chain.own and kind.role is LayerRole.HEAD else _LAYERS[kind.role]
+    kind, split = chain.kind_of(layer), chain.split
+    run = split_run(model, split, layer) if isinstance(split, ModelSplit) else model.run(layer)
+    layer_type = LossLayer if split.module and kind.role is LayerRole.HEAD else _LAYERS[kind.role]
     found = layer_type(named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
     freeze_layer(found, chain, layer)
-    if chain.split and chain.split.streams and layer:
-        found.entering, found.past = chain.split.places(layer, layer - 1)
+    if isinstance(split, ModelSplit) and split.streams and layer:
+        found.entering, found.past = split.places(layer, layer - 1)
     if chain.trains_routers and kind.role is LayerRole.BLOCK:
         loss = router_loss_of(model)
         found.router_loss = loss if loss.has_routers(found) else None
-    outside = outside_buffers(model, chain.split, layer) if chain.split else {}
-    for path, buffer in outside.items():
+    for path, buffer in outside_buffers(model, split, layer).items():
         found.register_buffer(local_name(path), buffer)
     return found
 
@@ -237,7 +236,7 @@ def side_inputs_of(
     layers: Iterable[ChainLayer], model: PreTrainedModel, chain: ModelChain, device: torch.device
 ) -> "SideInputSource":
     """What makes the `SideInputs` that the blocks among these layers read."""
-    if chain.own:
+    if chain.split.module:
         return OwnSideInputs(model, device)
     blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
     makes_masks = any(reads_mask(block) for block in blocks)

@@ -54,10 +54,11 @@ def beside_features(model: nn.Module, read: Read, ids: Tensor | None) -> dict[st
     return {name: each for name, each in found.items() if name in known}
 
 
-def blank(read: Read, samples: int, tokens: int, device: torch.device) -> Tensor:
-    """What the first layer reads, of zeros: token ids [B, S], images [B, C, H, W], or features."""
+def blank(read: Read, samples: int, tokens: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What the first layer reads, of zeros: token ids [B, S], images [B, C, H, W], or features, both of ``dtype``."""
     if read:
-        return torch.zeros((samples, *(read.shape if isinstance(read, SplitFeatures) else read)), device=device)
+        shape = read.shape if isinstance(read, SplitFeatures) else read
+        return torch.zeros((samples, *shape), dtype=dtype, device=device)
     return torch.zeros((samples, tokens), dtype=torch.long, device=device)
 
 

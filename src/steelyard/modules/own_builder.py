@@ -1,5 +1,7 @@
 """A user's own module, given to `find_plan` or built by a function that the user names on the command line.
 
+What is given for a plan of it is checked against what was planned.
+
 ``FILE.py:FUNCTION`` names the function. It is called without arguments and returns ``(module, sample)``, where the
 module returns its loss, or ``(module, sample, loss)``; ``sample`` and ``loss`` are as for `steelyard.find_plan`. The
 file is run: only one that stands on the command line is, and never one that a plan file names.
@@ -14,17 +16,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from steelyard.errors import InvalidModelError, first_line, nearest
-from steelyard.model.own import BUILDER
-from steelyard.modules.own_identity import refuse_compiled
-from steelyard.modules.own_pieces import OwnModel
+from steelyard.errors import InvalidDataError, InvalidModelError, first_line, nearest
+from steelyard.model.own import BUILDER, OwnSplit
+from steelyard.modules.blanks import HINT
+from steelyard.modules.own_identity import check_same_module, refuse_compiled
+from steelyard.modules.own_pieces import Loss, OwnModel
 from steelyard.modules.own_proof import proved
-from steelyard.modules.own_read import planned_module
-from steelyard.modules.own_shell import HINT
-from steelyard.modules.own_split import find_own_split
+from steelyard.modules.own_split import find_own_split, name_of_leaf
 from steelyard.plan.plan import Plan
 
 _WITH_LOSS = 3
@@ -82,12 +84,62 @@ def build(builder: str) -> Built:
 
 def build_planned(builder: str, plan: Plan) -> OwnModel:
     """What a builder builds, for a plan that was made for it; raises `InvalidModelError` for another module."""
-    own = plan.chain().own
-    if own is None:
+    split = plan.chain().split
+    if not isinstance(split, OwnSplit):
         raise _wrong(builder, f"none: {plan.model.name} is a model of transformers", "leave --builder out")
     built = build(builder)
-    model = planned_module(built.module, own, built.loss)
-    return OwnModel(model.module, own, built.loss, built.sample)
+    model = planned_module(built.module, split, built.loss)
+    return OwnModel(model.module, split, built.loss, built.sample)
+
+
+def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None) -> OwnModel:
+    """The module of a plan, ready to be taken apart; raises `InvalidModelError` if it is another one."""
+    if (loss is not None) != own.has_loss:
+        raise InvalidModelError(
+            field="loss",
+            found="a loss function" if loss is not None else "no loss function",
+            expected="the one that was planned with"
+            if own.has_loss
+            else "none: the module returns its loss, as planned",
+            hint="give parallelize what find_plan was given",
+        )
+    check_same_module(module, own)
+    for path, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise InvalidModelError(
+                field=path,
+                found="a parameter on the meta device, without values",
+                expected="a module with its first weights, the same on every process",
+                hint="build it on the CPU: torch.manual_seed(0), then your class",
+            )
+    return OwnModel(module, own, loss)
+
+
+def check_read(value: Any, own: OwnSplit, num_samples: int) -> None:
+    """Raises `InvalidDataError` unless what was read is what was planned, for so many samples."""
+    leaves = pytree.tree_leaves_with_path(value)
+    found = {name_of_leaf(path): each for path, each in leaves if isinstance(each, Tensor)}
+    wanted = {each.path: each for each in own.inputs}
+    if own.has_loss and not (isinstance(value, tuple | list) and len(value) == 2):
+        raise _bad_read(f"a {type(value).__name__}", "a pair: the inputs, and the targets")
+    if found.keys() != wanted.keys():
+        raise _bad_read(f"tensors {', '.join(found) or 'none'}", f"tensors {', '.join(wanted)}")
+    for path, each in wanted.items():
+        shape, dtype = tuple(found[path].shape), str(found[path].dtype).removeprefix("torch.")
+        if (shape, dtype) != ((num_samples, *each.shape), each.dtype):
+            raise _bad_read(
+                f"{path} of {dtype} and shape {list(shape)}",
+                f"{path} of {each.dtype} and shape {[num_samples, *each.shape]}, the {num_samples} samples asked for",
+            )
+
+
+def _bad_read(found: str, expected: str) -> InvalidDataError:
+    return InvalidDataError(
+        field="read",
+        found=found,
+        expected=expected,
+        hint="return what sample= of find_plan was, for the samples asked for",
+    )
 
 
 def _checked(found: Any, name: str) -> Built:

@@ -17,10 +17,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from steelyard.errors import InvalidModelError
+from steelyard.model.chain import ModelChain
 from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.own import OwnKind, OwnSplit
+from steelyard.model.read import chain_of_own
 from steelyard.model.split import BlockArguments
-from steelyard.modules.own_shell import HINT, META, Blanks, SeenError, Swapped, move_module, run_shell, shell_of
+from steelyard.modules.blanks import HINT, META, Blank, Blanks
+from steelyard.modules.own_shell import OwnShell, Swapped, move_module
+from steelyard.modules.stubbed import ReachedError
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -31,17 +35,20 @@ class OwnModel:
     ``sample`` is what is read for some samples, where that is known.
     """
 
-    def __init__(self, module: nn.Module, own: OwnSplit, loss: Loss | None, sample: Any = None) -> None:
-        self.module, self.own, self.loss, self.sample = module, own, loss, sample
+    def __init__(self, module: nn.Module, split: OwnSplit, loss: Loss | None, sample: Any = None) -> None:
+        self.module, self.split, self.loss, self.sample = module, split, loss, sample
         self.config = None
         self._layers: dict[int, dict[str, nn.Module]] = {}
-        self._holders: dict[int, int] = {}
-        """For each parameter, by identity, the layer that has it."""
 
     @property
     def name(self) -> str:
         """The class of the module."""
         return type(self.module).__name__
+
+    @property
+    def chain(self) -> ModelChain:
+        """Its chain of layers."""
+        return chain_of_own(self.split, name=self.name)
 
     def layer(self, number: int) -> dict[str, nn.Module]:
         """The modules of a layer of the chain. Of a parameter that layers share, each but the first has a copy."""
@@ -50,10 +57,10 @@ class OwnModel:
         return self._layers[number]
 
     def _made(self, number: int) -> dict[str, nn.Module]:
-        own = self.own
+        own = self.split
         if 0 < number <= own.num_blocks:
             return {"block": self.module.get_submodule(own.blocks[number - 1])}
-        made = shell_of(self.module, own, keep=own.head if number else own.embedding)
+        made = OwnShell(self.module, own, keep=own.head if number else own.embedding).model
         for path in (path for copies in own.shared for layer, path in copies[1:] if layer == number):
             _replace(made, made.get_parameter(path.partition(".")[2]))
         return {"model": made}
@@ -65,24 +72,29 @@ class OwnModel:
 
     def run(self, number: int) -> Run:
         """How a layer runs."""
-        role = self.own.kind(number).role
+        role = self.split.kind(number).role
         if role is LayerRole.BLOCK:
-            return _Block(number, self.own.kind(number))
-        return _Embedding(self.own) if role is LayerRole.EMBEDDING else _Head(self.own, self.loss)
+            return _Block(number, self.split.kind(number))
+        return _Embedding(self.split) if role is LayerRole.EMBEDDING else _Head(self.split, self.loss)
 
     def arguments(self, device: torch.device) -> "Arguments":
         """What gives blocks on a device what they read beside what flows."""
-        return Arguments(self.module, self.own, device)
+        return Arguments(self.module, self.split, device)
 
     def without_values(self) -> "OwnModel":
         """The same of a module on the meta device."""
-        return OwnModel(meta_copy(self.module), self.own, self.loss, self.sample)
+        return OwnModel(meta_copy(self.module), self.split, self.loss, self.sample)
 
     def blank_samples(self, count: int) -> Any:
         """What is read for so many samples, all of it zero."""
         return pytree.tree_map_only(
             Tensor, lambda each: torch.zeros((count, *each.shape[1:]), dtype=each.dtype, device="cpu"), self.sample
         )
+
+    def blank_batch(self, count: int, arguments: "Arguments", dtype: torch.dtype) -> "OwnBatch":
+        """The same as a batch on the CPU."""
+        read = self.blank_samples(count)
+        return OwnBatch(read, self.split, arguments, dtype=dtype, device=torch.device("cpu"))
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
@@ -130,13 +142,20 @@ class OwnBatch:
         return self._found[block]
 
 
+def parts_of(value: Any, count: int) -> Iterator[Any]:
+    """What was read, in so many equal parts of the samples."""
+    total = next(each.shape[0] for each in pytree.tree_leaves(value) if isinstance(each, Tensor))
+    for first in range(0, total, total // count):
+        yield pytree.tree_map_only(Tensor, lambda each, first=first: each[first : first + total // count], value)
+
+
 class Arguments:
     """What blocks are given, by their number, for the inputs of some samples."""
 
     def __init__(self, module: nn.Module, own: OwnSplit, device: torch.device) -> None:
         self._own, self._device = own, device
-        self._shell = shell_of(module, own, keep=())
-        move_module(self._shell, device)
+        self._shell = OwnShell(module, own, keep=())
+        move_module(self._shell.model, device)
         self._kept: dict[int, dict[int, BlockArguments]] = {}
         self._reads_samples = any(kind.reads_samples for kind in own.kinds if kind.role is LayerRole.BLOCK)
 
@@ -159,17 +178,17 @@ class Arguments:
         def at(block: int, given: BlockArguments) -> None:
             found[block] = given
             if block == self._own.num_blocks - 1:
-                raise SeenError
+                raise ReachedError
 
         with Blanks():
-            run_shell(self._shell, inputs, num_samples, dtype, at)
+            self._shell.run(inputs, num_samples, dtype, at)
         return found
 
     def _check(self, block: int, given: BlockArguments) -> None:
         kind = self._own.kind(block + 1)
         flows = {leaf for leaf, _ in kind.reads}
         for place, leaf in enumerate(pytree.tree_leaves(given)):
-            if isinstance(leaf, Tensor) and leaf.device == META != self._device and place not in flows:
+            if isinstance(leaf, Blank) and place not in flows:
                 raise InvalidModelError(
                     field=self._own.blocks[block],
                     found=f"an argument of shape {tuple(leaf.shape)} that depends on parameters, and has no gradient",
@@ -195,12 +214,12 @@ class _Embedding:
                 if first == block:
                     found[place] = leaves[leaf]
             if all(each is not None for each in found):
-                raise SeenError
+                raise ReachedError
             if block == 0:
                 blanks.enter_context(Blanks())
 
         with blanks:
-            run_shell(layer.model, batch.inputs, batch.num_samples, batch.dtype, at)
+            _shell(layer).run(batch.inputs, batch.num_samples, batch.dtype, at)
         return _flow(found, batch.dtype)
 
 
@@ -261,9 +280,21 @@ class _Head:
 
         with ExitStack() as after, ExitStack() as blanks:
             blanks.enter_context(Blanks())
-            outputs = run_shell(layer.model, batch.inputs, batch.num_samples, batch.dtype, at, made)
+            outputs = _shell(layer).run(batch.inputs, batch.num_samples, batch.dtype, at, made)
             loss = loss_of(outputs, batch.targets, self._loss)
+        if isinstance(loss, Blank):
+            raise InvalidModelError(
+                field="forward",
+                found="a loss of what is made before the blocks of parameters, and has no gradient",
+                expected="what depends on parameters to reach the part after the blocks with its gradients",
+                hint=HINT,
+            )
         return loss.float() * (batch.num_samples / context.num_targets)
+
+
+def _shell(layer: Layer) -> OwnShell:
+    """The stubbed module that a layer at an end is."""
+    return layer.model.__dict__["shell"]
 
 
 def loss_of(outputs: Any, targets: Any, loss: Loss | None) -> Tensor:

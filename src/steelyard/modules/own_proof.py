@@ -22,12 +22,13 @@ from torch.utils import _pytree as pytree
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, first_line
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole
-from steelyard.model.own import OwnKind, OwnSplit, chain_of_own
+from steelyard.model.own import OwnKind, OwnSplit
+from steelyard.model.read import chain_of_own
+from steelyard.modules.blanks import HINT
 from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, LayerContext, SideInputs, build_layer, tensors_of
-from steelyard.modules.own_pieces import OwnBatch, OwnModel, loss_of
-from steelyard.modules.own_read import parts_of
-from steelyard.modules.own_shell import HINT, call_arguments
+from steelyard.modules.own_pieces import OwnBatch, OwnModel, loss_of, parts_of
+from steelyard.modules.own_shell import call_arguments
 from steelyard.modules.own_split import FoundSplit, check_sample
 from steelyard.modules.split_tp import Styles, block_suppositions, divided_rows
 from steelyard.modules.two_ranks import difference, on_two_ranks
@@ -54,7 +55,7 @@ def proved(found: FoundSplit) -> OwnModel:
     Raises `InvalidModelError` where the layers do not give what the module gives.
     """
     model = found.model
-    key = {"own": model.own.model_dump_json(), "version": OWN_VERSION, "torch": torch.__version__}
+    key = {"own": model.split.model_dump_json(), "version": OWN_VERSION, "torch": torch.__version__}
     path = default_folder() / f"own-{digest(key)}.json"
     if path.is_file():
         try:
@@ -69,13 +70,13 @@ def proved(found: FoundSplit) -> OwnModel:
             expected="a process without one: a proof has ranks of its own",
             hint="plan before torch.distributed is initialised, or in another process, and read the plan from its file",
         )
-    own = model.own.model_copy(update={"kinds": _proved_kinds(found), "no_bf16": _bf16_fault(model)})
+    own = model.split.model_copy(update={"kinds": _proved_kinds(found), "no_bf16": _bf16_fault(model)})
     keep(path, own.model_dump_json())
     return OwnModel(model.module, own, model.loss, model.sample)
 
 
 def _proved_kinds(found: FoundSplit) -> tuple[OwnKind, ...]:
-    own = found.model.own
+    own = found.model.split
     if own.num_params > MOST_PARAMS:
         _logger.warning("%s has %d parameters, too many to be proved in numbers", own.module, own.num_params)
     else:
@@ -90,7 +91,7 @@ def _with_values(model: OwnModel) -> OwnModel:
     module = _filled(model.module)
     generator = torch.Generator().manual_seed(1)
     sample = pytree.tree_map_only(Tensor, lambda each: _sample_values(each, generator), model.sample)
-    return OwnModel(module, model.own, model.loss, sample)
+    return OwnModel(module, model.split, model.loss, sample)
 
 
 def _filled(module: nn.Module) -> nn.Module:
@@ -119,9 +120,9 @@ def _sample_values(each: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _check_pieces(model: OwnModel) -> None:
-    own, module = model.own, model.module
+    own, module = model.split, model.module
     expected = _whole_results(model)
-    chain = chain_of_own(own, name=own.module)
+    chain = model.chain
     module.zero_grad()
     layers = [build_layer(model, chain, number, Remat.NONE) for number in range(chain.num_layers)]
     flow = _run_layers(model, layers, torch.float32)
@@ -131,7 +132,7 @@ def _check_pieces(model: OwnModel) -> None:
     for number, layer in enumerate(layers):
         for path, parameter in layer.named_parameters():
             if parameter.grad is not None:
-                name = own.path(*first_of.get((number, path), (number, path)))
+                name = own.model_path(*first_of.get((number, path), (number, path)))
                 found[name] = found[name] + parameter.grad if name in found else parameter.grad
     wrong = difference(expected, found, chain, TOLERANCE)
     if wrong:
@@ -145,7 +146,7 @@ def _check_pieces(model: OwnModel) -> None:
 
 def _run_layers(model: OwnModel, layers: Sequence[ChainLayer], dtype: torch.dtype) -> Tensor:
     """The loss of the sample, by one layer after another."""
-    batch = OwnBatch(model.sample, model.own, model.arguments(_CPU), dtype=dtype, device=_CPU)
+    batch = OwnBatch(model.sample, model.split, model.arguments(_CPU), dtype=dtype, device=_CPU)
     flow: Any = torch.zeros(batch.num_samples)
     for number, layer in enumerate(layers):
         flow = layer.run_alone(layer, flow, _context(number, batch))
@@ -154,12 +155,12 @@ def _run_layers(model: OwnModel, layers: Sequence[ChainLayer], dtype: torch.dtyp
 
 def _bf16_fault(model: OwnModel) -> str:
     """Why the layers cannot compute on parameters in bf16, as under FSDP's mixed precision; empty where they can."""
-    if model.own.num_params > MOST_PARAMS:
+    if model.split.num_params > MOST_PARAMS:
         return ""
     filled = _with_values(model)
     for parameter in filled.module.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    chain = chain_of_own(model.own, name=model.own.module)
+    chain = model.chain
     layers = [build_layer(filled, chain, number, Remat.NONE) for number in range(chain.num_layers)]
     try:
         _run_layers(filled, layers, torch.bfloat16)
@@ -178,13 +179,13 @@ def _whole_results(model: OwnModel) -> dict[str, Tensor]:
     except Exception as error:
         raise InvalidModelError(
             field="sample",
-            found=f"{model.own.module} fails on it: {type(error).__name__}: {first_line(error)[:200]}",
+            found=f"{model.split.module} fails on it: {type(error).__name__}: {first_line(error)[:200]}",
             expected="samples that the module trains on",
             hint="try loss(model(*inputs), targets).backward() on them",
         ) from error
     loss = loss.detach()
     gradients = {path: each.grad.clone() for path, each in model.module.named_parameters() if each.grad is not None}
-    count = check_sample(model.sample, has_loss=model.own.has_loss)
+    count = check_sample(model.sample, has_loss=model.split.has_loss)
     with torch.no_grad():
         each = [_loss_of_part(model, part) for part in parts_of(model.sample, count)]
     mean = sum(each, start=torch.zeros(())) / count
@@ -199,7 +200,7 @@ def _whole_results(model: OwnModel) -> dict[str, Tensor]:
 
 
 def _loss(model: OwnModel, read: Any) -> Tensor:
-    inputs, targets = read if model.own.has_loss else (read, None)
+    inputs, targets = read if model.split.has_loss else (read, None)
     places, names = call_arguments(inputs)
     return loss_of(model.module(*places, **names), targets, model.loss)
 
@@ -216,9 +217,9 @@ def _context(number: int, batch: OwnBatch) -> LayerContext:
 
 def _divided(found: FoundSplit, number: int) -> OwnKind:
     """A kind of block with its proved styles, or the reason why there are none."""
-    model, kind = found.model, found.model.own.kinds[number]
-    layer = model.own.layers.index(number)
-    path = model.own.blocks[layer - 1]
+    model, kind = found.model, found.model.split.kinds[number]
+    layer = model.split.layers.index(number)
+    path = model.split.blocks[layer - 1]
     block = model.module.get_submodule(path)
     if sum(parameter.numel() for parameter in block.parameters()) > MOST_PARAMS:
         return kind.model_copy(
@@ -255,14 +256,14 @@ class _BlockProof:
 
     def __init__(self, model: OwnModel, number: int, layer: int) -> None:
         self._model, self._number, self._layer = model, number, layer
-        batch = OwnBatch(model.sample, model.own, model.arguments(_CPU), dtype=torch.float32, device=_CPU)
+        batch = OwnBatch(model.sample, model.split, model.arguments(_CPU), dtype=torch.float32, device=_CPU)
         batch.arguments(layer - 1)
         self._context = _context(layer, batch)
         generator = torch.Generator().manual_seed(2)
-        shapes = model.own.kind(layer - 1).shapes
+        shapes = model.split.kind(layer - 1).shapes
         self._flow = [torch.randn((batch.num_samples, *shape), generator=generator) for shape in shapes]
         self._outgoing = [
-            torch.randn((batch.num_samples, *shape), generator=generator) for shape in model.own.kinds[number].shapes
+            torch.randn((batch.num_samples, *shape), generator=generator) for shape in model.split.kinds[number].shapes
         ]
         self._expected = self._results(build_layer(model, self._chain({}), layer, Remat.NONE))
 
@@ -274,7 +275,7 @@ class _BlockProof:
         return difference(self._expected, self._results(layer), chain, TP_TOLERANCE)
 
     def _chain(self, styles: Styles) -> ModelChain:
-        own = self._model.own
+        own = self._model.split
         kinds = list(own.kinds)
         kinds[self._number] = kinds[self._number].model_copy(update={"styles": dict(styles), "no_tp": ""})
         return chain_of_own(own.model_copy(update={"kinds": tuple(kinds)}), name=own.module)

@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnInput, OwnKind, OwnSplit
+from steelyard.modules.blanks import HINT, Blank, blank_of
 from steelyard.modules.own_identity import digest_of, fingerprint_of_block, fingerprint_of_rest
 from steelyard.modules.own_pieces import Loss, OwnModel, meta_copy, returned_tensors
 from steelyard.modules.own_recording import Origin, Seen, record, refused
-from steelyard.modules.own_shell import HINT, META
 from steelyard.modules.paths import is_below, outermost
 
 _BEFORE = -1
@@ -373,9 +373,10 @@ def name_of_leaf(path: Sequence[Any]) -> str:
 
 def _with_samples_read(model: OwnModel, sample: Any) -> OwnSplit:
     """The split with what each kind of block needs of the samples: nothing where its arguments have values without."""
-    own = model.own
-    arguments = model.arguments(torch.device("cpu"))
-    blank = pytree.tree_map_only(Tensor, lambda each: torch.empty_like(each, device=META), sample)
+    own = model.split
+    cpu = torch.device("cpu")
+    arguments = model.arguments(cpu)
+    blank = pytree.tree_map_only(Tensor, lambda each: blank_of(each.shape, each.dtype, cpu), sample)
     inputs = blank[0] if own.has_loss else blank
     num_samples = check_sample(sample, has_loss=own.has_loss)
     needs: set[int] = set()
@@ -387,7 +388,7 @@ def _with_samples_read(model: OwnModel, sample: Any) -> OwnSplit:
         for place, leaf in enumerate(pytree.tree_leaves(given)):
             if not isinstance(leaf, Tensor) or place in flows:
                 continue
-            if leaf.device == META:
+            if isinstance(leaf, Blank):
                 needs.add(own.layers[block + 1])
             is_of_samples = leaf.dim() > 0 and leaf.shape[0] == num_samples
             sizes[id(leaf)] = (0, leaf.nbytes // num_samples) if is_of_samples else (leaf.nbytes, 0)

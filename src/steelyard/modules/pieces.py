@@ -1,8 +1,8 @@
-"""How the layers of a split model run: embedding and head are the model's own forward pass with holes.
+"""How the layers of a split model run: embedding and head are the model's own forward pass, stubbed.
 
 Where all that the model does there is to call modules one after another, they are just that. Else the embedding runs
-the model up to its first block, the head from the result of its last block on; what both skip has holes in its place
-(`steelyard.modules.shell`). Blocks are called as the model calls them (`steelyard.modules.block_inputs`).
+the model up to its first block, the head from the result of its last block on; what both skip costs nothing
+(`steelyard.modules.stubbed`). Blocks are called as the model calls them (`steelyard.modules.block_inputs`).
 """
 
 import copy
@@ -23,7 +23,8 @@ from steelyard.modules.build import outside_buffers
 from steelyard.modules.called import called_at
 from steelyard.modules.known_values import KnownValues, has_values
 from steelyard.modules.model_inputs import blank, read_by
-from steelyard.modules.shell import Give, ReachedError, Shell, Stop, recording_stubs
+from steelyard.modules.shell import Give, Shell, recording_stubs
+from steelyard.modules.stubbed import ReachedError
 
 
 class CalledPiece:
@@ -100,7 +101,9 @@ class DecoderEmbeddingPiece(ShellPiece):
         self._gives, self._features = [Give(split, layer) for layer in (split.between - 1, *read)], split.features
         self._makes = [split.streams[number] for number in split.made_by(split.between)]
         stubs = dict(zip((split.between - 1, *read), self._gives, strict=True))
-        stubs |= {split.between + 1: Stop(split, split.between + 1)}
+        records = recording_stubs(split, {split.between + 1})
+        self._call, self._first = split.call_of(split.between + 1), records[split.between + 1]
+        stubs |= records
         super().__init__(model, split, split.encoder.between, stubs)
 
     def __call__(
@@ -110,22 +113,22 @@ class DecoderEmbeddingPiece(ShellPiece):
         states = flow if isinstance(flow, tuple) else (flow,)
         for give, state in zip(self._gives, states, strict=False):
             give.hidden = state
+        hidden = states[0]
+        samples, tokens = hidden.shape[:2]
+        one = self._features is not None and self._features.grid is None
+        first = blank(self._features, 1 if one else samples, tokens, hidden.device, hidden.dtype)
         try:
-            hidden = states[0]
-            samples, tokens = hidden.shape[:2]
-            one = self._features is not None and self._features.grid is None
-            first = blank(self._features, 1 if one else samples, tokens, hidden.device)
-            self._shell(first, hidden.dtype, context.decoder_ids)
-        except ReachedError as reached:
-            entering, (_, names) = reached.call.hidden(reached.arguments), reached.arguments
-            if self._encoder.encoded is not None:
-                return entering, self._encoder.reads.hidden(reached.arguments)
-            made = tuple(each.made(names, None).contiguous() for each in self._makes)
-            return (entering, *made) if made else entering
+            with suppress(ReachedError):
+                self._shell(first, hidden.dtype, context.decoder_ids)
         finally:
             for give in self._gives:
                 give.hidden = None
-        raise AssertionError("the model has run no block of its decoder")
+        given = self._first.take()
+        entering = self._call.hidden(given)
+        if self._encoder.encoded is not None:
+            return entering, self._encoder.reads.hidden(given)
+        made = tuple(each.made(given[1], None).contiguous() for each in self._makes)
+        return (entering, *made) if made else entering
 
 
 class CalledDecoderEmbedding:
@@ -164,7 +167,7 @@ class HeadPiece(ShellPiece):
         try:
             ids = blank(None, samples, tokens, hidden.device)
             reads_ids_alone = self._features is not None and self._features.token is not None
-            first = None if reads_ids_alone else blank(self._read, samples, tokens, hidden.device)
+            first = None if reads_ids_alone else blank(self._read, samples, tokens, hidden.device, hidden.dtype)
             outputs = self._shell(first, hidden.dtype, ids if self._features else None, buffers)
         finally:
             self._last.hidden = None

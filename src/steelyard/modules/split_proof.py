@@ -24,9 +24,9 @@ from steelyard.model.family import KV_HEADS
 from steelyard.model.read import chain_from_config, config_hash
 from steelyard.model.small import small_config, structure_of, widths_of, with_entries, without_dropout
 from steelyard.model.split import ModelSplit, SplitEncoder
-from steelyard.modules.any_model import keep_split, kept_split
 from steelyard.modules.batch import decoder_inputs, fitting_tokens, random_samples
 from steelyard.modules.build import build_from_config, full_config, materialize_module, prepare_model, read_hub_config
+from steelyard.modules.kept_splits import keep_split, kept_split
 from steelyard.modules.known_values import plain_token
 from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.model_inputs import beside_features, forward_options, given_samples, ids_beside, read_by
@@ -265,12 +265,11 @@ def _samples(chain: ModelChain, config: PreTrainedConfig, length: int, seed: int
     if chain.features:
         inputs = torch.randn((_SAMPLES, *chain.features.shape), generator=torch.Generator().manual_seed(seed))
         return inputs, fitting_tokens(ids, chain.features)
-    return ids, ids.flip(1) if chain.split and chain.split.encoder else ids
+    return ids, ids.flip(1) if chain.split.encoder else ids
 
 
 def _is_chain(chain: ModelChain, layers: Sequence[int]) -> bool:
     """Whether what flows out of each of these layers can flow into the next of them."""
-    assert chain.split is not None, "it is a split that is proved"
     if any(each.result is not None for each in chain.split.streams):
         return False
     alike = (chain.state_shapes(before, 1) == chain.state_shapes(after - 1, 1) for before, after in pairwise(layers))

@@ -65,8 +65,7 @@ class ThreadedProof:
 
     def __call__(self, styles: Mapping[str, Styles], sp: bool) -> str:
         """Why the styles by kind do not hold; empty where they do."""
-        split = self.chain.split
-        assert split is not None
+        split = self._split
         kinds = tuple(
             kind.model_copy(update=self._dividing(number, styles[kind.name])) if kind.name in styles else kind
             for number, kind in enumerate(split.kinds)
@@ -80,9 +79,13 @@ class ThreadedProof:
         """Why ranks may not compute layers of these kinds for their own tokens each; empty where they may."""
         return on_two_ranks(lambda mesh: self._compared(self.chain, mesh, frozenset(), by_tokens=kinds))
 
+    @property
+    def _split(self) -> ModelSplit:
+        assert isinstance(self.chain.split, ModelSplit), "a user's own module is proved block by block"
+        return self.chain.split
+
     def _dividing(self, kind: int, styles: Styles) -> dict[str, object]:
-        assert self.chain.split is not None
-        sizes = divided_sizes(self.model, self.chain.split, kind, styles)
+        sizes = divided_sizes(self.model, self._split, kind, styles)
         return {"styles": dict(styles), "no_tp": "", "tp_divides": sizes, "tp_shares": (KV_HEADS,)}
 
     def _compared(
@@ -94,10 +97,9 @@ class ThreadedProof:
         sp: bool = False,
         by_tokens: Collection[str] = (),
     ) -> str:
-        model, split = _copy_of(self.model), chain.split
-        assert split is not None
+        model = _copy_of(self.model)
         layers, context = pieces_of(model, chain, self.numbers, self.ids, self.decoder_ids)
-        paths = {id(parameter): path for path, parameter in parameters_by_path(model, split).items()}
+        paths = {id(parameter): path for path, parameter in parameters_by_path(model, self._split).items()}
         places = [(layer, name, paths[id(each)]) for layer in layers for name, each in layer.named_parameters()]
         flow: Flow = self.ids
         for layer in layers:
@@ -177,9 +179,10 @@ def pieces_of(
     """Some layers of a split model, and what a forward pass through them carries along for token ids [B, S]."""
     numbers = list(numbers)
     layers = [build_layer(model, chain, number, Remat.NONE) for number in numbers]
-    if chain.split and chain.split.streams:
+    split = chain.split
+    if isinstance(split, ModelSplit) and split.streams:
         for layer, (before, number) in zip(layers[1:], pairwise(numbers), strict=True):
-            layer.entering, layer.past = chain.split.places(number, before)
+            layer.entering, layer.past = split.places(number, before)
     tokens = (ids if decoder_ids is None else decoder_ids).shape[1]
     side = side_inputs_of(layers, model, chain, ids.device)(tokens, torch.float32, ids.device)
     return layers, LayerContext(side=side, config=model.config, decoder_ids=decoder_ids)
@@ -222,7 +225,7 @@ def difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], chai
 def _joined(results: Mapping[str, Tensor], chain: ModelChain) -> dict[str, Tensor]:
     """With the gradients of all copies of a shared parameter added up."""
     sums = dict(results)
-    for copies in chain.split.shared if chain.split else ():
+    for copies in chain.split.shared:
         given = [sums.pop(path) for _, path in copies if path in sums]
         sums |= {copies[0][1]: sum(given[1:], start=given[0])} if given else {}
     return sums

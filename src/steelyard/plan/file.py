@@ -1,6 +1,7 @@
 """Reads and writes versioned files: a mistake becomes one error that names the key, what was found and expected."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,7 @@ def _first_error(error: ValidationError, model: type[BaseModel], error_type: typ
     details = error.errors()
     detail = next((entry for entry in details if entry["type"] == "extra_forbidden"), details[0])
     location = detail["loc"]
-    field = _dotted(location) or "file"
+    field = _dotted(part for part in location if part not in _CLASSES) or "file"
     if detail["type"] == "extra_forbidden":
         known = _known_keys(model, location[:-1])
         return error_type(
@@ -96,7 +97,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= _SHOWN_WIDTH else text[:_SHOWN_WIDTH] + "…"
 
 
-def _dotted(location: tuple[int | str, ...]) -> str:
+_CLASSES = ("ModelSplit", "OwnSplit")
+"""What stands in the location of a mistake below a value that may be of several classes: which one it is read as."""
+
+
+def _dotted(location: Iterable[int | str]) -> str:
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
@@ -105,18 +110,14 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 def _known_keys(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
     """Keys that the part of the file at ``location`` may have."""
-    current: Any = model
-    for part in location:
-        if isinstance(part, int):
-            continue
-        field = current.model_fields[part]
-        current = next(
-            (kind for kind in _model_types(field.annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)),
-            None,
-        )
-        if current is None:
-            return []
-    return list(current.model_fields)
+    current: list[type[BaseModel]] = [model]
+    for part in (each for each in location if isinstance(each, str)):
+        if part in _CLASSES:
+            current = [each for each in current if each.__name__ == part]
+        elif current:
+            types = _model_types(current[0].model_fields[part].annotation)
+            current = [each for each in types if isinstance(each, type) and issubclass(each, BaseModel)]
+    return list(current[0].model_fields) if current else []
 
 
 def _model_types(annotation: Any) -> list[Any]:

@@ -17,9 +17,8 @@ from steelyard.limits import Microbatches, Samples, Tokens
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
 from steelyard.model.freezing import frozen_chain
-from steelyard.model.own import OwnSplit, chain_of_own
-from steelyard.model.read import chain_from_config, load_model
-from steelyard.model.split import ModelSplit
+from steelyard.model.own import Split
+from steelyard.model.read import planned_model
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds.kind import Batch
 from steelyard.plan.legality import illegal_reason
@@ -42,10 +41,8 @@ class PlanModel(PlanPart):
     name: str
     config: dict[str, Any] | None = None
     config_hash: str | None = None
-    split: ModelSplit | None = None
-    """How the model splits by its structure; where it is not said it is found."""
-    own: OwnSplit | None = None
-    """What is known of a user's own module, which has no config."""
+    split: Split | None = None
+    """How the model splits by its structure; where it is not said it is found. A user's own module has no config."""
     frozen: Freeze | None = None
     """What is not trained; absent where all is."""
 
@@ -113,13 +110,7 @@ class Plan(PlanPart):
     def chain(self) -> ModelChain:
         """The model of the plan as a chain; raises `InvalidModelError` if its config is not known."""
         model = self.model
-        if model.own is not None:
-            chain = chain_of_own(model.own, name=model.name)
-        elif model.config is None:
-            chain = load_model(model.name)
-        else:
-            chain = chain_from_config(model.config, name=model.name, split=model.split)
-        return frozen_chain(chain, model.frozen)
+        return frozen_chain(planned_model(model.name, model.config, model.split), model.frozen)
 
     def shared_heads(self, chain: ModelChain) -> tuple[int, str, int] | None:
         """A tp degree, and the name and number of what its ranks, being more, hold alike; None where nothing is so."""

@@ -21,6 +21,7 @@ from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.freeze import Freeze
 from steelyard.model.read import chain_from_config
 from steelyard.model.small import multiple, small_config, with_entries, without_dropout
+from steelyard.model.split import ModelSplit
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 
@@ -41,10 +42,10 @@ _DROPOUT = {
 def shrunk_plan(plan: Plan) -> Plan:
     """The plan at small width; raises `InvalidModelError` or `InvalidPlanError` where it cannot be made smaller."""
     chain = plan.chain()
-    if chain.own is not None:
+    if chain.split.module:
         raise InvalidModelError(
             field="model",
-            found=f"a plan for {chain.own.module}, a module of your own",
+            found=f"a plan for {chain.split.module}, a module of your own",
             expected="a model whose config gives it at small width",
             hint="compare your own training loop with one process (docs/your-own-model.md shows how)",
         )
@@ -68,7 +69,7 @@ def shrunk_plan(plan: Plan) -> Plan:
     if plan.num_microbatches >= 2 * plan.num_stages and plan.num_chunks > 1:
         microbatches = 2 * plan.num_stages
     degree = math.lcm(*(2 * each.token_degree * each.tensor_degree for each in plan.strategies))
-    degree = math.lcm(degree, small.split.multiple if small.split else 1)
+    degree = math.lcm(degree, small.split.multiple)
     least = _LEAST_SEQUENCE + (small.features.places if small.features else 0)
     return Plan(
         model=PlanModel(name=chain.name, config=config, split=small.split, frozen=_frozen(chain, kept)),
@@ -91,7 +92,7 @@ def _small_chain(
     chain: ModelChain, blocks: Mapping[str, Any], kept: list[int], degree: int, expert_degree: int
 ) -> ModelChain:
     """The model at small width with the kept layers; ``blocks`` is what its config says of them."""
-    assert chain.split is not None, "of the user's own module there is no plan at small width"
+    assert isinstance(chain.split, ModelSplit), "of the user's own module there is no plan at small width"
     heads = dict(_divided(chain)).get(KV_HEADS)
     given = ({} if heads is None or "num_attention_heads" not in chain.config else {"num_key_value_heads": heads}) | {
         **chain.config
@@ -117,7 +118,7 @@ def config_of_blocks(chain: ModelChain, kept: list[int], *, is_compared: bool = 
     be compared with what was expected (``is_compared``).
     """
     split = chain.split
-    assert split is not None, "of the user's own module there is no plan at small width"
+    assert isinstance(split, ModelSplit), "of the user's own module there is no plan at small width"
     if split.encoder or len({kind.shape for kind in split.kinds}) > 1:
         return (_config_of_stacks if split.encoder else _depths)(chain, kept)
     places = _blocks(chain, kept)
@@ -169,7 +170,7 @@ _NUMBERS_OF_STACKS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_
 def _config_of_stacks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
     """What the config says of the blocks of an encoder and its decoder; None where each stack is not of one kind."""
     split = chain.split
-    assert split is not None
+    assert isinstance(split, ModelSplit)
     stacks = [range(1, split.between), range(split.between + 1, chain.num_layers - 1)]
     if chain.family.task is Task.IMAGE_TEXT:
         return _config_of_parts(chain, kept, stacks)
@@ -195,7 +196,7 @@ def _config_of_parts(chain: ModelChain, kept: list[int], stacks: Sequence[range]
     Blocks of the tower that nothing reads are kept.
     """
     split = chain.split
-    assert split is not None
+    assert isinstance(split, ModelSplit)
     assert split.encoder is not None
     unread = sum(path.startswith(f"{split.encoder.blocks}.") for path in split.encoder.between)
     read = chain.config.get("vision_feature_layer")

@@ -137,10 +137,9 @@ def what_binds(step_s: float, best: Rival, free: Rival) -> str:
 
 def supposed_notes(job: Job) -> tuple[str, ...]:
     """The kinds of layers whose tp follows from their structure, and why not from their model's own plan."""
-    kinds = job.chain.split.kinds if job.chain.split else ()
     return tuple(
         f"How tp divides the {kind.name} follows from its structure: {kind.unread_plan}."
-        for kind in kinds
+        for kind in job.chain.split.kinds
         if kind.unread_plan
     )
 

@@ -47,10 +47,9 @@ def assemble_plan(
     return Plan(
         model=PlanModel(
             name=chain.name,
-            config=None if chain.own else dict(chain.config),
+            config=dict(chain.config) or None,
             config_hash=chain.config_hash,
             split=chain.split,
-            own=chain.own,
             frozen=chain.freeze,
         ),
         cluster=cluster.name,

@@ -24,7 +24,6 @@ from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
 from steelyard.model.freezing import frozen_chain
-from steelyard.model.own import chain_of_own
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.cost_source import CostSource, ProfileFile
 from steelyard.plan.decisions import FREE, Decisions
@@ -158,7 +157,8 @@ def make_request(
     def read_chain() -> ModelChain:
         if own is not None:
             _check_no_image(own, image_size)
-            return chain_of_own(own.own, name=own.name)
+            chain: ModelChain = own.chain
+            return chain
         if isinstance(model, ModelChain):
             return model
         if isinstance(model, Mapping):
@@ -299,7 +299,7 @@ def _check_no_image(own: Any, image_size: tuple[int, int] | None) -> None:
     if image_size is not None:
         raise UserError(
             field="--image-size",
-            found=f"one for {own.own.module}, a module of your own",
+            found=f"one for {own.split.module}, a module of your own",
             expected="the images of its sample",
             hint="leave the option out",
         )
@@ -342,11 +342,11 @@ def _check_imbalance(request: PlanRequest) -> None:
 
 
 def _check_precision(request: PlanRequest) -> None:
-    module = request.chain.own
-    if module is not None and module.no_bf16 and request.precision == "bf16":
+    split = request.chain.split
+    if split.no_bf16 and request.precision == "bf16":
         raise InvalidModelError(
             field="precision",
-            found=f"bf16 for {module.module}, which fails on parameters in bf16: {module.no_bf16}",
+            found=f"bf16 for {split.module}, which fails on parameters in bf16: {split.no_bf16}",
             expected="a module that computes in the type of its parameters",
             hint="convert what the forward pass makes in fp32 (x.to(self.proj.weight.dtype)), or plan with fp32",
         )

@@ -49,14 +49,16 @@ def check_elastic(options: TrainOptions) -> None:
 
 def check_builder(plan: Plan, builder: str | None) -> None:
     """Raises `InvalidPlanError` unless a builder is given where the plan is for a user's own module, and only there."""
-    own = plan.chain().own
-    if (own is None) == (builder is None):
+    module = plan.chain().split.module
+    if bool(module) == (builder is not None):
         return
     raise InvalidPlanError(
         field="--builder",
-        found=f"nothing, and a plan for {own.module}" if own else f"{builder!r}, and a plan for {plan.model.name}",
-        expected="the function that builds it: what a plan file holds is never run" if own else "none: it has a config",
-        hint="add --builder FILE.py:FUNCTION, as planned with; the file is run" if own else "leave --builder out",
+        found=f"nothing, and a plan for {module}" if module else f"{builder!r}, and a plan for {plan.model.name}",
+        expected="the function that builds it: what a plan file holds is never run"
+        if module
+        else "none: it has a config",
+        hint="add --builder FILE.py:FUNCTION, as planned with; the file is run" if module else "leave --builder out",
     )
 
 

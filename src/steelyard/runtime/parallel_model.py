@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
+from steelyard.model.own import OwnSplit
 from steelyard.modules.batch import IGNORED, blank_samples, decoder_inputs
 from steelyard.modules.build import build_meta_model
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, as_flow
+from steelyard.modules.own_builder import check_read, planned_module
 from steelyard.modules.own_identity import refuse_compiled
-from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel
-from steelyard.modules.own_read import check_read, parts_of, planned_module
+from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel, parts_of
 from steelyard.modules.router_loss import PartRouters
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
@@ -112,7 +113,7 @@ class ParallelModel:
         Gradients are added to ``.grad``. Of a user's own module it returns what the ``sample`` of `find_plan` was, for
         these samples; it is called on every process, and must return the same for a sample wherever it is called.
         """
-        if self.chain.own is not None:
+        if self.chain.split.module:
             self._deal_out(read)
             read = _numbers
         inputs, labels = self.input_samples(), self.label_samples()
@@ -189,8 +190,8 @@ class ParallelModel:
 
     def _deal_out(self, read: Callable[[list[int]], Any]) -> None:
         """Gives every layer of a user's own module the samples that this rank has there, microbatch by microbatch."""
-        own, count = self.chain.own, self.plan.num_microbatches
-        assert own is not None, "asked for a user's own module alone"
+        split, count = self.chain.split, self.plan.num_microbatches
+        assert isinstance(split, OwnSplit), "asked for a user's own module alone"
         found: dict[tuple[int, ...], Any] = {}
         for chunk in self.chunks:
             chunk.batches = [{} for _ in range(count)]
@@ -199,11 +200,11 @@ class ParallelModel:
                 samples = tuple(self._samples(self.plan.strategies[int(name)]))
                 if samples not in found:
                     found[samples] = read(list(samples))
-                    check_read(found[samples], own, len(samples))
+                    check_read(found[samples], split, len(samples))
                 if samples not in dealt:
                     parts = parts_of(found[samples], count)
                     options = {"dtype": chunk.dtype, "device": self.device}
-                    dealt[samples] = [OwnBatch(part, own, chunk.side.arguments, **options) for part in parts]
+                    dealt[samples] = [OwnBatch(part, split, chunk.side.arguments, **options) for part in parts]
                 for batches, batch in zip(chunk.batches, dealt[samples], strict=True):
                     batches[int(name)] = batch
 
@@ -362,8 +363,8 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     """
     check_world_size(plan, dist.get_world_size())
     chain = plan.chain()
-    if chain.own is not None:
-        return parallelize_checked(planned_module(model, chain.own, loss), plan, seed)
+    if isinstance(chain.split, OwnSplit):
+        return parallelize_checked(planned_module(model, chain.split, loss), plan, seed)
     refuse_compiled(model)
     check_same_model(getattr(model, "config", None), chain)
     return parallelize_checked(model, plan, seed)

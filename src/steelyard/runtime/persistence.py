@@ -177,10 +177,10 @@ class Persistence:
 def _check_hub_folders(options: TrainOptions, chain: ModelChain) -> None:
     """Raises `UserError` where a user's own module is to be read or written as `transformers` does."""
     for name, given in (("--init", options.init), ("--export-hf", options.export_hf)):
-        if given is not None and chain.own is not None:
+        if given is not None and chain.split.module:
             raise UserError(
                 field=name,
-                found=f"{given} for {chain.own.module}",
+                found=f"{given} for {chain.split.module}",
                 expected="no folder of transformers for a module that is none of its models",
                 hint="load first weights in the builder; read the trained ones from a checkpoint (--checkpoint-dir)",
             )

@@ -74,8 +74,8 @@ def own_names(own: OwnSplit, layers: Mapping[str, nn.Module]) -> ParameterNames:
         parameters = {path for path, _ in layer.named_parameters()}
         for path, _ in saved_tensors(layer):
             number, first = first_of.get((int(name), path), (int(name), path))
-            by_path[f"{name}.{path}"] = own.path(number, first)
-            repeats = int(name) == last and (path not in parameters or own.path(last, path) in own.embedding)
+            by_path[f"{name}.{path}"] = own.model_path(number, first)
+            repeats = int(name) == last and (path not in parameters or own.model_path(last, path) in own.embedding)
             is_copy = (int(name), path) in first_of or repeats
             copy_of_path[f"{name}.{path}"] = int(is_copy)
     return ParameterNames(by_path=by_path, copy_of_path=copy_of_path)
@@ -103,8 +103,8 @@ class RunState:
     @cached_property
     def names(self) -> ParameterNames:
         """The names of the parameters; a run that reads and writes nothing need not find them."""
-        own = self._model.chain.own
-        return parameter_names(self._model.chain) if own is None else own_names(own, self._model.layers)
+        chain, split = self._model.chain, self._model.chain.split
+        return own_names(split, self._model.layers) if isinstance(split, OwnSplit) else parameter_names(chain)
 
     def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
         """What this rank saves by its name in the unmodified model: of matrices that layers share, one copy."""

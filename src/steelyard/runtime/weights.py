@@ -106,7 +106,7 @@ class WeightFolder:
 def check_weights(path: Path, chain: ModelChain) -> None:
     """Raises `InvalidCheckpointError` unless the folder holds weights and a config that agrees with the chain's."""
     config = _config_at(path)
-    if chain.split and chain.split.text_alone:
+    if chain.split.text_alone:
         config = config.get_text_config()
     found, expected = config.to_dict(), hub_config(chain).to_dict()
     for key in ("model_type", *expected):

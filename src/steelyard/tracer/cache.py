@@ -42,10 +42,10 @@ def cached_trace(
             return parse_file(path, Profile, InvalidProfileError, what="profile")
         except InvalidProfileError as error:
             _logger.warning("traced again, since the cached trace cannot be read: %s", error)
-    if chain.own is not None and own is None:
+    if chain.split.module and own is None:
         raise InvalidProfileError(
             field="trace",
-            found=f"no trace of {chain.own.module} with this torch on this machine",
+            found=f"no trace of {chain.split.module} with this torch on this machine",
             expected="one that planning has left here, or the module itself",
             hint="plan again with the module; a prediction in the plan stands without",
         )
@@ -76,6 +76,6 @@ def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[i
         **{name: installed_version(name) for name in TRAINING},
         "attention": ATTENTION,
     }
-    for name, part in (("own", chain.own), ("split", chain.split), ("frozen", chain.freeze)):
+    for name, part in (("split", chain.split), ("frozen", chain.freeze)):
         entries |= {name: part.model_dump_json()} if part else {}
     return digest(entries)

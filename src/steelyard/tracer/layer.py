@@ -33,7 +33,7 @@ from steelyard.modules.layers import (
     side_inputs_of,
     tensors_of,
 )
-from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
+from steelyard.modules.own_pieces import tensors_of_batch
 from steelyard.modules.pieces import ShellPiece
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, Strategy
@@ -314,9 +314,8 @@ def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[Laye
     """The context of a forward pass, and what flows into the layer."""
     chain, seq_len, model = setting.chain, setting.seq_len, setting.model
     batch = None
-    if chain.own is not None:
-        read, device = model.blank_samples(samples), torch.device("cpu")
-        batch = {setting.layer: OwnBatch(read, chain.own, side.of_samples, dtype=setting.dtype, device=device)}
+    if chain.split.module:
+        batch = {setting.layer: model.blank_batch(samples, side.of_samples, setting.dtype)}
     first, labels = blank_samples(chain, samples, seq_len)
     context = LayerContext(
         side=side,

@@ -18,7 +18,7 @@ class OwnData:
     """Samples in an order that the seed decides: rows of a safetensors file, or of the module's own sample."""
 
     def __init__(self, path: Path, model: OwnModel, *, seed: int) -> None:
-        own = model.own
+        own = model.split
         self._leaves, self._tree = pytree.tree_flatten(model.sample)
         if str(path) == SYNTHETIC:
             tensors: list[Any] = [each for each in self._leaves if isinstance(each, Tensor)]
