@@ -33,7 +33,7 @@ from steelyard.modules.layers import (
     side_inputs_of,
     tensors_of,
 )
-from steelyard.modules.own_pieces import tensors_of_batch
+from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.modules.pairs import Batch
 from steelyard.modules.pieces import ShellPiece
 from steelyard.plan.plan import Precision
@@ -330,7 +330,8 @@ def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[Laye
     chain, seq_len, model = setting.chain, setting.seq_len, setting.model
     batch = None
     if chain.split.module:
-        batch = {setting.layer: model.blank_batch(samples, side.of_samples, setting.dtype)}
+        read, device = model.blank_samples(samples), torch.device("cpu")
+        batch = {setting.layer: OwnBatch(read, chain.split, side.of_samples, dtype=setting.dtype, device=device)}
     first, labels = blank_samples(chain, samples, seq_len)
     context = LayerContext(
         side=side,
