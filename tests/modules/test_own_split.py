@@ -161,6 +161,21 @@ def test_what_does_not_split_is_named(module: Callable[[], nn.Module], words: tu
     assert all(each in error for each in words), error
 
 
+class Gated(Stack):
+    """What follows the blocks reads what is made of parameters before them, without gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.stem(x)
+        gate = (h.detach().mean(-1, keepdim=True) > 0).float()
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h * gate)
+
+
+def test_what_is_read_past_the_blocks_without_gradient_is_refused() -> None:
+    assert "a loss of what is made before the blocks of parameters" in error_of(Gated(), SAMPLE)
+
+
 def test_a_tensor_that_is_an_attribute_is_named() -> None:
     module = Stack()
     module.table = torch.zeros(3)

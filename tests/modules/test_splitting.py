@@ -511,7 +511,7 @@ def test_a_part_of_a_model_whose_class_says_how_it_is_filled_is_filled_so() -> N
 _TEXT = {"text_config": {**split_config("phi3"), "model_type": "qwen2"}}
 
 
-def test_positions_that_are_made_of_sizes_alone_have_holes_in_their_place() -> None:
+def test_positions_that_are_made_of_sizes_alone_are_blank_where_they_are_not_kept() -> None:
     assert len(split_of("blenderbot-small").layers) == 7
 
 

@@ -91,11 +91,6 @@ class OwnModel:
             Tensor, lambda each: torch.zeros((count, *each.shape[1:]), dtype=each.dtype, device="cpu"), self.sample
         )
 
-    def blank_batch(self, count: int, arguments: "Arguments", dtype: torch.dtype) -> "OwnBatch":
-        """The same as a batch on the CPU."""
-        read = self.blank_samples(count)
-        return OwnBatch(read, self.split, arguments, dtype=dtype, device=torch.device("cpu"))
-
 
 def meta_copy(module: nn.Module) -> nn.Module:
     """A copy of a module on the meta device, made without copying a value."""

@@ -38,7 +38,7 @@ from steelyard.plan.strategy import Remat
 
 _logger = logging.getLogger(__name__)
 
-OWN_VERSION = 4
+OWN_VERSION = 5
 """Raised whenever modules are split or proved differently."""
 MOST_PARAMS = 2**28
 """Of a module, or for tensor parallelism of a block, that is proved in numbers."""

@@ -121,10 +121,9 @@ class Shell(StubbedModel):
         if self._records_outputs:  # by hooks
             found.__dict__.pop("_output_capturing_hooks_installed", None)
             found._forward_hooks = copy.copy(module._forward_hooks)
-        if not {*module._parameters} <= {
-            *found._parameters,
-            *found._buffers,
-        }:  # hooks divide its work
+        if {*module._parameters} == {*found._parameters}:
+            found._parameters = module._parameters  # the same dictionary: who replaces a parameter replaces it in both
+        elif not _is_constant(module):  # whose parameters are blank: hooks would divide its work
             found.__dict__ |= {name: OrderedDict() for name in vars(found) if name.startswith(_HOOKS)}
         if _is_constant(module):
             self._constants.append(found)

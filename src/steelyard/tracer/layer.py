@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.own import OwnSplit
 from steelyard.modules.batch import blank_samples, decoder_inputs
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.kinds import TWINS, Division, exchange_alone
@@ -33,7 +34,7 @@ from steelyard.modules.layers import (
     side_inputs_of,
     tensors_of,
 )
-from steelyard.modules.own_pieces import tensors_of_batch
+from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.modules.pieces import ShellPiece
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, Strategy
@@ -314,8 +315,9 @@ def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[Laye
     """The context of a forward pass, and what flows into the layer."""
     chain, seq_len, model = setting.chain, setting.seq_len, setting.model
     batch = None
-    if chain.split.module:
-        batch = {setting.layer: model.blank_batch(samples, side.of_samples, setting.dtype)}
+    if isinstance(chain.split, OwnSplit):
+        read, device = model.blank_samples(samples), torch.device("cpu")
+        batch = {setting.layer: OwnBatch(read, chain.split, side.of_samples, dtype=setting.dtype, device=device)}
     first, labels = blank_samples(chain, samples, seq_len)
     context = LayerContext(
         side=side,
