@@ -126,15 +126,10 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
     return _chain_of(split, name, dict(config), identity)
 
 
-def chain_of_own(own: OwnSplit, *, name: str) -> ModelChain:
-    """The chain of a user's own module."""
-    return _chain_of(own, name, {}, own.structure)
-
-
 def planned_model(name: str, config: Mapping[str, Any] | None, split: Split | None) -> ModelChain:
     """The chain of what a plan says of its model: a packaged one where it says its name alone."""
     if isinstance(split, OwnSplit):
-        return chain_of_own(split, name=name)
+        return _chain_of(split, name, {}, split.structure)
     return load_model(name) if config is None else chain_from_config(config, name=name, split=split)
 
 

@@ -294,7 +294,6 @@ class ModelSplit(SplitLayers):
     """
 
     module: ClassVar[str] = ""
-    inputs: ClassVar[tuple[str, ...]] = ()
     no_bf16: ClassVar[str] = ""
     """What only a user's own module has: as in `steelyard.model.own.OwnSplit`."""
     model_type: str

@@ -17,7 +17,7 @@ from steelyard.errors import InvalidModelError
 
 HINT = "docs/your-own-model.md says what a module must be like"
 META = torch.device("meta")
-_FILLED = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
+FILLED = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
 """Operations that read of a tensor its shape and type alone."""
 
 
@@ -62,7 +62,7 @@ def _of_blanks(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     (first, *_) = (each for each in given if isinstance(each, Blank))
     name = func._schema.name.partition("::")[2]
-    if name in _FILLED and isinstance(args[0], Blank):
+    if name in FILLED and isinstance(args[0], Blank):
         like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
         return func(like, *args[1:], **kwargs)
     for argument, value in zip(func._schema.arguments, args, strict=False):

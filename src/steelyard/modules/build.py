@@ -192,8 +192,6 @@ def named_layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -
 
 def layer_modules(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, nn.Module]:
     """The modules of the Hugging Face model that make up one layer of the chain, by their path in the model."""
-    if chain.split.module:
-        return model.layer(layer)
     return {path: _module_at(model, chain, path) for path in chain.family.modules(layer).values()}
 
 

@@ -21,10 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from steelyard.modules.blanks import Blank
+from steelyard.modules.blanks import FILLED, Blank
 
-_FILLED = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
-"""Functions that read of tensors the shape and the type alone."""
 _AS = frozenset(("type_as", "view_as", "expand_as", "reshape_as"))
 """Functions that read so much of their second tensor."""
 _CHOICES = frozenset(("topk", "max", "min", "sort"))
@@ -54,7 +52,7 @@ class KnownValues(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__"):
             args = self._with_places(args)
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        read = () if name in _FILLED else tensors[:1] if name in _AS else tensors
+        read = () if name in FILLED else tensors[:1] if name in _AS else tensors
         value = _later(func, args, kwargs, name) if name not in _UNKNOWN and all(map(is_known, read)) else None
         if name in _NUMBERS and not has_values(tensors[0]):
             self.asked = True

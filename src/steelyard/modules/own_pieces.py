@@ -20,7 +20,7 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.own import OwnKind, OwnSplit
-from steelyard.model.read import chain_of_own
+from steelyard.model.read import planned_model
 from steelyard.model.split import BlockArguments
 from steelyard.modules.blanks import HINT, META, Blank, Blanks
 from steelyard.modules.own_shell import OwnShell, Swapped, move_module
@@ -48,7 +48,7 @@ class OwnModel:
     @property
     def chain(self) -> ModelChain:
         """Its chain of layers."""
-        return chain_of_own(self.split, name=self.name)
+        return planned_model(self.name, None, self.split)
 
     def layer(self, number: int) -> dict[str, nn.Module]:
         """The modules of a layer of the chain. Of a parameter that layers share, each but the first has a copy."""
@@ -214,7 +214,7 @@ class _Embedding:
                 blanks.enter_context(Blanks())
 
         with blanks:
-            _shell(layer).run(batch.inputs, batch.num_samples, batch.dtype, at)
+            layer.model.shell.run(batch.inputs, batch.num_samples, batch.dtype, at)
         return _flow(found, batch.dtype)
 
 
@@ -275,7 +275,7 @@ class _Head:
 
         with ExitStack() as after, ExitStack() as blanks:
             blanks.enter_context(Blanks())
-            outputs = _shell(layer).run(batch.inputs, batch.num_samples, batch.dtype, at, made)
+            outputs = layer.model.shell.run(batch.inputs, batch.num_samples, batch.dtype, at, made)
             loss = loss_of(outputs, batch.targets, self._loss)
         if isinstance(loss, Blank):
             raise InvalidModelError(
@@ -285,11 +285,6 @@ class _Head:
                 hint=HINT,
             )
         return loss.float() * (batch.num_samples / context.num_targets)
-
-
-def _shell(layer: Layer) -> OwnShell:
-    """The stubbed module that a layer at an end is."""
-    return layer.model.__dict__["shell"]
 
 
 def loss_of(outputs: Any, targets: Any, loss: Loss | None) -> Tensor:

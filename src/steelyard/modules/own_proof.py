@@ -23,7 +23,7 @@ from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, 
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnKind, OwnSplit
-from steelyard.model.read import chain_of_own
+from steelyard.model.read import planned_model
 from steelyard.modules.blanks import HINT
 from steelyard.modules.kinds.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, LayerContext, SideInputs, build_layer, tensors_of
@@ -278,7 +278,7 @@ class _BlockProof:
         own = self._model.split
         kinds = list(own.kinds)
         kinds[self._number] = kinds[self._number].model_copy(update={"styles": dict(styles), "no_tp": ""})
-        return chain_of_own(own.model_copy(update={"kinds": tuple(kinds)}), name=own.module)
+        return planned_model(own.module, None, own.model_copy(update={"kinds": tuple(kinds)}))
 
     def _results(self, layer: ChainLayer) -> dict[str, Tensor]:
         flow = [each.clone().requires_grad_() for each in self._flow]

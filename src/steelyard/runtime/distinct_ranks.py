@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from steelyard.model.chain import ModelChain
-from steelyard.modules.build import build_meta_model, layer_modules
+from steelyard.modules.build import build_meta_model, named_layer_modules
 from steelyard.modules.experts import even_dim, routed_experts
 from steelyard.modules.own_builder import build_planned
 from steelyard.plan.plan import Plan
@@ -61,7 +61,7 @@ def _dims(chain: ModelChain, model: Any) -> dict[int, _Dims]:
     dims: dict[int, _Dims] = {}
     for layer in range(chain.num_layers):
         if chain.layers[layer] not in dims:
-            modules = layer_modules(model, chain, layer).values()
+            modules = named_layer_modules(model, chain, layer).values()
             found = [each for module in modules for each in routed_experts(module)]
             experts = {parameter for each in found for parameter in each.parameters()}
             others = {p for module in modules for p in module.parameters()} - experts
