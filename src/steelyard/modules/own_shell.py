@@ -15,6 +15,9 @@ from steelyard.modules.blanks import blank_of
 from steelyard.modules.paths import is_below_any
 from steelyard.modules.stubbed import Fate, ReachedError, Stub, StubbedModel
 
+At = Callable[[int, BlockArguments], None]
+Made = Callable[[int, list[Tensor]], list[Tensor]]
+
 
 def call_arguments(inputs: Any) -> BlockArguments:
     """What is given by place and by name, of the inputs that a sample has: a tensor, a tuple, or a dictionary."""
@@ -83,8 +86,8 @@ class OwnShell(StubbedModel):
         inputs: Any,
         num_samples: int,
         dtype: torch.dtype,
-        at: Callable[[int, BlockArguments], None],
-        made: Callable[[int, list[Tensor]], list[Tensor]] = lambda _block, tensors: tensors,
+        at: At,
+        made: Made = lambda _block, tensors: tensors,
     ) -> Any:
         """What the module returns; None where ``at``, which sees what each block is given, ends the pass.
 
