@@ -24,8 +24,7 @@ MAY_NAME = {
     "export/scripts/train_plan.py": "stands alone, without this package",
     "export/torchtitan.py": LANGUAGE,
     "export/uniform.py": "has the degrees of one strategy by the names that frameworks give them",
-    "model/own.py": "has, as data, how the blocks of a user's own module are divided",
-    "model/split.py": "has, as data, why the layers of a model without a family cannot be divided",
+    "model/read.py": "makes a chain of data that say how layers are divided",
     "modules/context_attention.py": "has the methods of attention over divided tokens, by name",
     "modules/own_proof.py": "proves how the blocks of a user's own module divide",
     "modules/two_ranks.py": "proves on two ranks how the modules of a split model divide",
@@ -38,6 +37,8 @@ THEIRS = "uses what torch, transformers or a config call so"
 MAY_HOLD = {
     "cli/frontier.py": "--max-tp, the short form of a largest degree",
     "model/family.py": DATA,
+    "model/own.py": DATA,
+    "model/split.py": DATA,
     "modules/own_split.py": DATA,
     "modules/proved_kinds.py": DATA,
     "modules/split_kinds.py": DATA,
