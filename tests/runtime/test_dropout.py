@@ -27,8 +27,8 @@ GPT = {
     **{"model_type": "openai-gpt", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 256},
     **{"embd_pdrop": 0.2, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
 }
-IN_THE_EMBEDDING = {"called": {**DROPPING, "attention_dropout": 0.0}, "with holes": GPT}
-"""Of models whose embedding is modules called one after another, and the model itself with holes."""
+IN_THE_EMBEDDING = {"called": {**DROPPING, "attention_dropout": 0.0}, "stubbed": GPT}
+"""Of models whose embedding is modules called one after another, and the model itself, stubbed."""
 
 
 def one_device_plan(config: dict[str, Any], remat: str) -> Plan:
