@@ -39,6 +39,7 @@ def _pool_job(request: PlanRequest, machines: Cluster) -> Job:
     chain, seq_len, batch = request.chain, request.seq_len, request.global_batch
     assert seq_len is not None and batch is not None, "what is as large as fits is tried size by size"  # noqa: PT018
     budgeted = machines if request.memory_bytes is None else machines.with_memory(request.memory_bytes)
+    budget = request.budgets.get(machines.name)
     traced = partial(
         cached_trace,
         chain,
@@ -58,15 +59,14 @@ def _pool_job(request: PlanRequest, machines: Cluster) -> Job:
         seq_len=seq_len,
         global_batch=batch,
         precision=request.precision,
-        budget_bytes=budgeted.device.known_memory_bytes(),
+        budget_bytes=budget.num_bytes if budget else budgeted.device.known_memory_bytes(),
         time_factor=request.time_factor,
         num_calibrating=request.num_calibrating,
         imbalance=request.imbalance,
         profile_file=known.file,
     )
-    if machines.name in request.budgets:
-        budget = request.budgets[machines.name]
-        job = job.within(budget.num_bytes, margin_bytes=budget.margin_bytes)
+    if budget is not None:
+        job = replace(job, margin_bytes=budget.margin_bytes)
     else:
         job = with_margin(job, request.memory_margin, is_asked=request.memory_bytes is not None)
     return with_assumed_links(job, traced) if job.assumes_links else job

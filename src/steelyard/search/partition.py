@@ -22,6 +22,7 @@ Not modelled: what `CostTables` leaves out; the schedule's exact time comes from
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -237,8 +238,9 @@ def _search_upwards(
                 return SettingResult(status="feasible", solution=best, lower_bound_s=lower)
             if width < WIDEST:
                 width *= 8
-                wider = first_plan(setting, best.boundaries, width, best.step_s)
-                best = min(best, wider or best, key=lambda plan: plan.step_s)
+                with suppress(TooManyStatesError):
+                    wider = first_plan(setting, best.boundaries, width, best.step_s)
+                    best = min(best, wider or best, key=lambda plan: plan.step_s)
             aim, refused = aim / 2, target
             continue
         if target >= min(best.step_s, cutoff_s):
