@@ -25,6 +25,7 @@ from steelyard.cli.options import (
     TimeLimit,
     built_module,
     check_page,
+    most_tp,
     print_json,
     tried,
 )
@@ -101,7 +102,7 @@ def frontier(
             precision=check_precision(precision),
             memory_margin=memory_margin,
             imbalance=imbalance,
-            decisions=Decisions(max_degrees=None if max_tp is None else {"tp": max_tp}),
+            decisions=Decisions(max_degrees=most_tp(max_tp)),
             time_limit_s=time_limit,
         )
         if isinstance(prices, dict) or request.is_mixed:

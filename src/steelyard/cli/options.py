@@ -139,6 +139,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=not is_unicode, default=content))
 
 
+def most_tp(degree: int | None) -> dict[str, int] | None:
+    """Return the largest degrees that ``--max-tp`` allows."""
+    return None if degree is None else {"tp": degree}
+
+
 def check_page(path: Path) -> None:
     """Raises `UserError` unless ``--output`` names a page."""
     if path.suffix.lower() != ".html":

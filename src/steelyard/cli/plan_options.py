@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import tried
+from steelyard.cli.options import most_tp, tried
 from steelyard.cli.words import check_choice, check_choices
 from steelyard.errors import UserError
 from steelyard.limits import MOST_LAYERS, MOST_MICROBATCHES, MOST_PRICE
@@ -142,7 +142,7 @@ def decisions_of(
         schedules=None if schedule is None else check_choices("--schedule", schedule, schedules),
         remats=None if remat is None else check_choices("--remat", remat, remats),
         variants=None if zero is None else {"zero": check_choices("--zero", zero, {"2": 2, "3": 3})},
-        max_degrees=None if max_tp is None else {"tp": max_tp},
+        max_degrees=most_tp(max_tp),
         uniform=True if uniform else None,
         space=None if chosen_space == "full" else chosen_space,
         partition=None if chosen_partition == "exact" else chosen_partition,

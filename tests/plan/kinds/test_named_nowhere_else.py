@@ -15,6 +15,7 @@ LANGUAGE = "speaks a framework's own language"
 MAY_NAME = {
     "cli/options.py": "--max-tp, the short form of a largest degree",
     "cli/plan.py": "--zero, the short form of a variant",
+    "cli/plan_options.py": "--zero, the short form of a variant",
     "cost/execution.py": "optimizers of other frameworks have ZeRO stages of their own",
     "cost/framework_kernels.py": "changes traces of tensor parallelism into those of other frameworks' kernels",
     "export/deepspeed.py": LANGUAGE,
@@ -36,6 +37,7 @@ DATA = "has or reads, as data, how and why not the layers of a model divide (`La
 THEIRS = "uses what torch, transformers or a config call so"
 MAY_HOLD = {
     "cli/frontier.py": "--max-tp, the short form of a largest degree",
+    "cli/plan_options.py": "--max-tp, the short form of a largest degree",
     "model/family.py": DATA,
     "model/own.py": DATA,
     "model/split.py": DATA,
