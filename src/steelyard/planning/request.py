@@ -221,7 +221,7 @@ def request_of_plan(
         memory_bytes=_num_bytes(memory),
         memory_margin=0.0,
         budgets=_budgets(plan, machines) if is_own and memory is None else {},
-        profiles=_profiles(profile, machines),
+        profiles=_profiles(_read_if_one(profile, machines), machines),
         time_factor=factor[0],
         num_calibrating=factor[1],
         imbalance=imbalance,
