@@ -202,6 +202,7 @@ GPT2 = chain_from_config(FAMILY_CONFIGS["gpt2"] | {"n_positions": 64}, name="gpt
         ({"cluster": POOLS, "calibration": (Path("run.json"),)}, "--calibrate", "several pools"),
         ({"cluster": POOLS, "decisions": Decisions(pins=("tp=2",))}, "--pin", "several pools"),
         ({"cluster": POOLS, "decisions": Decisions(partition="even")}, "--partition", "several pools"),
+        ({"cluster": POOLS, "decisions": Decisions(uniform=True)}, "--uniform", "several pools"),
         ({"decisions": Decisions(pins=("blocks 0-40: tp=2",))}, "--pin", "blocks 0-40"),
         ({"price": 2.5}, "--price", "a price without tokens"),
     ],

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from steelyard.cost.setting import Job
+from steelyard.errors import UserError
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.strategy import Remat
 from steelyard.planning import complete as complete_requests
@@ -211,3 +212,31 @@ def test_a_baseline_that_the_search_missed_is_chosen(monkeypatch: pytest.MonkeyP
     assert plan.num_stages < 4
     assert prediction.certificate.status == "gap"
     assert prediction.certificate.gap == pytest.approx(1 - prediction.lower_bound_s / prediction.step_time_s)
+
+
+def test_a_uniform_plan_is_the_baseline_of_that_name_and_has_fallbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each budget has uniform plans of its own: the fallbacks are not taken from those that fit the whole memory."""
+    of = JOBS["roomy"]
+    monkeypatch.setattr(complete_requests, "job_of", lambda _: of)
+    free, uniform = (
+        complete_requests.complete(request_of(of, decisions, num_next_best=0, num_fallbacks=2)).plan
+        for decisions in (FREE, Decisions(uniform=True))
+    )
+    assert free is not None
+    assert free.prediction is not None
+    assert uniform is not None
+    assert uniform.prediction is not None
+    named = {each.name: each.step_time_s for each in free.prediction.baselines}
+    assert uniform.prediction.step_time_s == pytest.approx(named["plain n-D"])
+    blocks = uniform.strategies[1:-1]
+    assert len(set(blocks)) == 1
+    assert uniform.fallbacks
+    assert all(len(set(uniform.fallback_plan(place).strategies[1:-1])) == 1 for place in range(len(uniform.fallbacks)))
+
+
+def test_a_uniform_plan_that_pins_leave_no_strategy_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = JOBS["roomy"]
+    monkeypatch.setattr(complete_requests, "job_of", lambda _: of)
+    pinned = Decisions(uniform=True, pins=("blocks 0-0: tp=2", "blocks 1-1: tp=1"))
+    with pytest.raises(UserError, match="--uniform: found no strategy"):
+        complete_requests.complete(request_of(of, pinned))

@@ -54,7 +54,7 @@ class PlanningResult:
     has_margin: bool = True
     """False for a plan that takes of the margin of the job, since none leaves it free."""
     bounded_tables: tuple[OnDemand, ...] = ()
-    """`tables` with their bounds, for further searches within the budget of the job or less."""
+    """The cost tables with their bounds, for further searches within the budget of the job or less."""
     notes: tuple[str, ...] = ()
     """What was assumed, tried or left out on the way."""
 
@@ -102,8 +102,6 @@ def plan_job(
     """
     if isinstance(job, Job):
         floors, tables = floors or Floors(job), tables or make_tables(job, decisions)
-        if decisions.uniform:
-            tables = tuple(OnDemand.of(each) for each in uniform_tables(job, tables, floors.of))
     plan_within = partial(
         _plan_within,
         decisions=decisions,
@@ -136,7 +134,9 @@ def _plan_within(
     to_the_end: bool,
 ) -> PlanningResult:
     """As `plan_job`, within the budget of the job."""
-    started = time.monotonic()
+    started, given = time.monotonic(), tables
+    if decisions.uniform and isinstance(job, Job):
+        tables = _uniform(job, tables, floors or Floors(job))
     num_rescored = len(tables) if ranks_all(job) else max(top, NUM_RESCORED if to_the_end else 1)
     if isinstance(job, PooledJob):
         space = PooledSpace(job, decisions)
@@ -162,7 +162,7 @@ def _plan_within(
         miss=found.search.nearest_miss,
         miss_text="",
         floors=floors,
-        bounded_tables=found.bounded(tables) if tables else (),
+        bounded_tables=found.bounded(tables) if tables is given and tables else given,
     )
     if not found.ranked:
         return replace(result, miss_text=_miss_text(job, found) + _not_searched_text(tables))
@@ -188,6 +188,19 @@ def _plan_within(
         miss=None,
         others=tuple((candidates[index].plan, costs[index]) for index in others),
     )
+
+
+def _uniform(job: Job, tables: tuple[OnDemand, ...], floors: Floors) -> tuple[OnDemand, ...]:
+    """The tables of the uniform plans within the budget of a job; raises `UserError` where no strategy is legal."""
+    found = uniform_tables(job, tables, floors.of)
+    if not found:
+        raise UserError(
+            field="--uniform",
+            found=f"no strategy that every layer of {job.chain.name} can have with what else is asked",
+            expected="decisions that leave one strategy for all layers",
+            hint="leave --uniform out, or what else is decided",
+        )
+    return tuple(map(OnDemand.of, found))
 
 
 def ranks_all(job: AnyJob) -> bool:

@@ -388,6 +388,7 @@ def _check_pools(request: PlanRequest) -> None:
         "--objective devices": request.objective == "devices",
         "--calibrate": bool(request.calibration),
         "--partition": request.decisions.stage_partition != "exact",
+        "--uniform": bool(request.decisions.uniform),
     }
     option = next((option for option, is_asked in asked.items() if is_asked), None)
     if option is not None and request.is_mixed:

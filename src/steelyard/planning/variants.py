@@ -38,7 +38,6 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.acceptance import Acceptance, accept
 from steelyard.planning.choose import device_bytes, ranks_all
-from steelyard.planning.job import job_of
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.problem import make_tables, pipeline_settings, space_options
 from steelyard.planning.request import Budget, PlanRequest
@@ -171,31 +170,29 @@ class Study:
     """Solves variants of one request on one pool that change its decisions or its budget, and shares its trace, prices
     and cost tables between them.
 
-    ``time_limit_s`` is of each search. ``tables`` saves making those of the request, bounded or not.
+    ``job`` is that of the request, ``time_limit_s`` is of each search. ``tables`` saves making those of the request,
+    bounded or not.
     """
 
     def __init__(
         self,
         request: PlanRequest,
-        job: Job | None = None,
+        job: Job,
         *,
         tables: Sequence[OnDemand] | None = None,
         floors: Floors | None = None,
         time_limit_s: float | None,
     ) -> None:
-        own = job_of(request) if job is None else job
-        assert isinstance(own, Job), "a study is of one pool"
-        self.request, self.job, self.time_limit_s = request, own, time_limit_s
-        self._tables = tuple(make_tables(own, request.decisions) if tables is None else tables)
-        self._floors = floors or Floors(own)
-        self._bounded = {own.budget_bytes: self._tables}
+        self.request, self.job, self.time_limit_s = request, job, time_limit_s
+        self._tables = tuple(make_tables(job, request.decisions) if tables is None else tables)
+        self._floors = floors or Floors(job)
+        self._bounded = {job.budget_bytes: self._tables}
         """The tables with what is proven of them within budgets: it holds within less."""
-        self._offered = {each.pipeline: each for each in self._tables}
 
     @property
     def pipelines(self) -> tuple[PipelineConfig, ...]:
         """The pipeline configurations that the request lets the search choose from."""
-        return tuple(self._offered)
+        return tuple(each.pipeline for each in self._tables)
 
     def least_bytes(self) -> int | None:
         """Return the least memory that a plan takes by the cost tables; None where none is legal."""
@@ -224,7 +221,7 @@ class Study:
         answer = Answer(name=variant.name, request=request, budget_bytes=job.budget_bytes)
         if not tables:
             return answer
-        are_own = request.decisions == self.request.decisions
+        are_own = request.decisions == self.request.decisions and not request.decisions.uniform
         found = self._accepted(job, tables, are_own=are_own)
         bounded = found.bounded(tables)
         if are_own:
@@ -298,20 +295,21 @@ class Study:
         roomier = [budget for budget in self._bounded if budget >= job.budget_bytes]
         base = self._bounded[min(roomier)] if roomier else self._tables
         if decisions == self.request.decisions:
-            return list(base)
-        if decisions.pins != self.request.decisions.pins:
-            return list(make_tables(job, decisions))
-        wanted = {each.pipeline for each in pipeline_settings(job, decisions)}
-        known = [each for each in base if each.pipeline in wanted]
-        options = space_options(job, decisions)
-        tables = [each.narrowed(partial(_allowed, options=options)) for each in known]
-        if missing := wanted - {each.pipeline for each in known}:
-            tables += [each for each in make_tables(job, decisions) if each.pipeline in missing]
-        if decisions.uniform:
-            limit_s = math.inf if self.time_limit_s is None else self.time_limit_s
-            found = uniform_tables(job, tables, self._floors.of, deadline=time.monotonic() + limit_s)
-            tables = [OnDemand.of(each) for each in found]
-        return tables
+            tables = list(base)
+        elif decisions.pins != self.request.decisions.pins:
+            tables = list(make_tables(job, decisions))
+        else:
+            wanted = {each.pipeline for each in pipeline_settings(job, decisions)}
+            known = [each for each in base if each.pipeline in wanted]
+            options = space_options(job, decisions)
+            tables = [each.narrowed(partial(_allowed, options=options)) for each in known]
+            if missing := wanted - {each.pipeline for each in known}:
+                tables += [each for each in make_tables(job, decisions) if each.pipeline in missing]
+        if not decisions.uniform:
+            return tables
+        limit_s = math.inf if self.time_limit_s is None else self.time_limit_s
+        found = uniform_tables(job, tables, self._floors.of, deadline=time.monotonic() + limit_s)
+        return [OnDemand.of(each) for each in found]
 
 
 def _allowed(tables: CostTables, options: SpaceOptions) -> CostTables:
