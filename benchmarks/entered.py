@@ -1,4 +1,4 @@
-"""How much of the code one plan enters: files and named functions of the package that `steelyard plan` calls.
+"""Count the files and named functions of the package that one `steelyard plan` enters.
 
 What importing executes does not count, nor do bodies of classes, lambdas, comprehensions and generated methods.
 

@@ -129,7 +129,7 @@ def frontier(
 
 
 def _offers(request: PlanRequest, prices: Mapping[str, float] | float | None, show: Callable[[str], None]) -> TradeOffs:
-    """What parts of the cluster take and cost."""
+    """Step times and costs on parts of the cluster."""
     if isinstance(prices, float):
         raise UserError(
             field="--price",

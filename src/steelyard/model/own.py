@@ -167,7 +167,7 @@ class OwnSplit(SplitLayers):
         return {"block": self.blocks[layer - 1]} if 0 < layer <= self.num_blocks else {"model": ""}
 
     def fixed_shapes(self, layer: int) -> tuple[Shape, ...]:
-        """As `ModelSplit.fixed_shapes`."""
+        """Shapes as `ModelSplit.fixed_shapes` has them."""
         return self.kind(layer).shapes
 
     def layout(self) -> Layout:

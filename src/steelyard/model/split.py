@@ -260,7 +260,7 @@ class SplitStream(SplitPart):
 
 
 class SplitLayers(SplitPart):
-    """What any split tells of its layers: one of a model of transformers, and one of a user's own module."""
+    """Questions that every split answers, of a model of transformers and of a user's own module."""
 
     if TYPE_CHECKING:
 
@@ -288,7 +288,7 @@ class SplitLayers(SplitPart):
 
 
 class ModelSplit(SplitLayers):
-    """How one model of transformers splits into a chain: embedding, blocks, head.
+    """The split of one model of transformers into a chain: embedding, blocks, head.
 
     With an encoder: its embedding and blocks, the decoder's embedding, of the role of embeddings too, and its blocks.
     """

@@ -14,7 +14,7 @@ _logger = logging.getLogger(__name__)
 
 
 def kept_split(config_hash: str, folder: Path | None) -> ModelSplit | None:
-    """How the model of a config splits, or a small model, as comes in the package or is kept in a folder."""
+    """Return the split of a config's model, or of a small model, from the package or a folder; None if not kept."""
     packaged = packaged_split(config_hash)
     path = packaged is None and folder and _path(config_hash, folder)
     if not path or not path.is_file():

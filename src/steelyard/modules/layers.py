@@ -191,7 +191,7 @@ class HeadLayer(ChainLayer):
 
 
 class LossLayer(HeadLayer):
-    """What flows out of the last block of a user's own module to this rank's share of its mean loss."""
+    """The last layer of a user's own module: from the blocks' output to this rank's share of its mean loss."""
 
     def run(self, inputs: Flow, context: LayerContext) -> Tensor:
         """Runs what follows the blocks, the loss included."""

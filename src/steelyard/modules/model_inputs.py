@@ -55,7 +55,7 @@ def beside_features(model: nn.Module, read: Read, ids: Tensor | None) -> dict[st
 
 
 def blank(read: Read, samples: int, tokens: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What the first layer reads, of zeros: token ids [B, S], images [B, C, H, W], or features, both of ``dtype``."""
+    """Make the first layer's input of zeros: token ids [B, S], images [B, C, H, W], or features, both of ``dtype``."""
     if read:
         shape = read.shape if isinstance(read, SplitFeatures) else read
         return torch.zeros((samples, *shape), dtype=dtype, device=device)

@@ -5,6 +5,7 @@ depends on it costs nothing and can pass for no value.
 """
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -48,7 +49,7 @@ class Stub(nn.Module):
             return getattr(self.stands_for.model, name)
 
 
-class StubbedModel:
+class StubbedModel(ABC):
     """A copy of a model around what it keeps; its blocks are stubs, wherever they stand."""
 
     model: nn.Module
@@ -58,13 +59,13 @@ class StubbedModel:
         self._blanked: list[tuple[nn.Module, str, torch.Size]] = []
         self._blank_for: tuple[torch.dtype, torch.device] | None = None
 
+    @abstractmethod
     def fate(self, module: nn.Module, path: str, name: str) -> Fate:
         """What becomes of a parameter of a module at a path."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_whole(self, path: str) -> bool:
         """Whether the module at a path is kept as it is."""
-        raise NotImplementedError
 
     def copied(self, module: nn.Module, path: str = "") -> nn.Module:
         """The copy of a module."""

@@ -80,10 +80,8 @@ def plan_for_framework(
     demands = plan.asked.one_by_one() if plan.asked else {}
     itself = None if reasons else with_price(plan, theirs)
     is_settled = itself is not None and (execution == OURS or plan.prediction is None)
-    given_up: tuple[str, ...]
     if itself is not None and is_settled:
-        settled: Kept = tuple(demands), (), [itself]
-        kept, given_up, priced = settled
+        kept, given_up, priced = tuple(demands), tuple[str, ...](), [itself]
     else:
         kept, given_up, priced = _best_under(means, demands)
         if itself is not None and peak_bytes(itself) <= job.budget_bytes:

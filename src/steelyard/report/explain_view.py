@@ -10,6 +10,7 @@ from rich.text import Text
 from steelyard.plan.choices import Explanation, NotSearched, Rival, SlowNode, StrategyVerdict, Verdict
 from steelyard.plan.plan import Plan, headline
 from steelyard.plan.prediction import Prediction
+from steelyard.plan.words import SAME_SHARE
 from steelyard.report.compare_view import compare_view
 from steelyard.report.plan_table import (
     MAX_STAGE_COLUMNS,
@@ -29,9 +30,6 @@ SHOWN_ROWS = 14
 """Of the table of strategies; one of more is drawn together, so that an explanation stays a screenful."""
 SMALL_SHARE = 0.01
 """Terms that take less than this share are drawn together."""
-
-SAME = 5e-4
-"""Step times that differ by less than this fraction are called the same."""
 
 
 def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = False) -> RenderableType:
@@ -96,7 +94,7 @@ def why_not_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
         )
     lines = [Text(f"{asked.asked}: {reason}", style="bold") for reason in asked.reasons]
     mine, theirs = (each.prediction.step_time_s if each.prediction else None for each in (plan, asked.plan))
-    if mine is not None and theirs is not None and theirs < mine * (1 - SAME) and not asked.reasons:
+    if mine is not None and theirs is not None and theirs < mine * (1 - SAME_SHARE) and not asked.reasons:
         lines.append(Text(f"{asked.asked}: found a faster plan; --pin '{asked.asked}' takes it", style="bold"))
     if asked.beyond:
         lines.append(Text(f"{asked.asked}: {asked.beyond}"))
