@@ -84,7 +84,7 @@ def test_too_many_parts_are_an_error():
 
 @pytest.mark.slow
 def test_a_part_whose_devices_the_batch_cannot_be_divided_among_says_so():
-    without_tp = Decisions(max_degrees={"tp": 1}, variants={"zero": (3,)})
+    without_tp = Decisions(max_degrees={"tp": 1, "cp": 1}, variants={"zero": (3,)})
     found = find_offers(asking("4x8xh100-80gb+4x8xa100-80gb", without_tp, batch=1), prices=PRICES)
     largest = next(each for each in found if each.num_devices == 64)
     assert largest.step_time_s is None

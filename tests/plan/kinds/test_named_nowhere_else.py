@@ -37,7 +37,6 @@ DATA = "has or reads, as data, how and why not the layers of a model divide (`La
 THEIRS = "uses what torch, transformers or a config call so"
 MAY_HOLD = {
     "cli/frontier.py": "--max-tp, the short form of a largest degree",
-    "cli/plan_options.py": "--max-tp, the short form of a largest degree",
     "model/family.py": DATA,
     "model/own.py": DATA,
     "model/split.py": DATA,
