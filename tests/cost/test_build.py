@@ -7,6 +7,7 @@ from steelyard.cost.build import KnownCosts
 from steelyard.cost.execution import MEGATRON_CORE
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_load import refusal
+from steelyard.cost.memory import layer_bytes
 from steelyard.cost.setting import Job
 from steelyard.hardware import parse_cluster
 from steelyard.plan.decisions import Decisions
@@ -46,6 +47,8 @@ def test_settings_priced_together_cost_what_each_does_alone(of) -> None:
         for row, column in np.argwhere(costs.legal).tolist():
             cost = layer_cost(own.chain.kinds[row], strategies[column], where)
             assert time_s[row, column] == cost.microbatch_s + sum(cost.once_s.values()) / count
-            held = sum(cost.static_bytes.values()), cost.activation_bytes, cost.transient_bytes
-            assert tuple(costs.num_bytes[:, row, column]) == held
+            own_bytes = layer_bytes(own.chain.kinds[row], strategies[column], where)
+            assert costs.rows.terms[:5, row, column].sum() == sum(own_bytes.static_bytes.values())
+            assert costs.rows.terms[5, row, column] == own_bytes.activation_bytes
+            assert costs.rows.works[row, column] == own_bytes.transient_bytes
     assert any(each.remat is not Remat.NONE for each in strategies)

@@ -128,7 +128,7 @@ def test_folding_keeps_the_work_of_a_step():
     of = job(global_batch=32, num_hidden_layers=8)
     setting = Setting(job=of, pipeline=pipeline(2, 4))
     plain = build_tables(setting, (parse_strategy("dp4"),))
-    both = folded(plain, pipeline(2, 4, "interleaved-1f1b", 2), overhead_bytes=0, round_trip_s=0.0)
+    both = folded(plain, pipeline(2, 4, "interleaved-1f1b", 2), round_trip_s=0.0)
     work = [sum(each.time_s[kind, 0] for kind in each.layers) * each.pipeline.num_passes for each in (plain, both)]
     assert work[0] == pytest.approx(work[1])
     states = [sum(int(each.static_bytes[kind, 0]) for kind in each.layers) for each in (plain, both)]

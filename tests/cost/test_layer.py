@@ -7,21 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.cost.build import (
-    CUDA_CONTEXT_BYTES,
-    PIPELINE_CHANNEL_BYTES,
-    build_tables,
-    context_bytes,
-    overhead_bytes,
-    usable_bytes,
-)
+from steelyard.cost.build import build_tables, usable_bytes
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import optimizer_s, step_overhead_s
 from steelyard.cost.efficiency import efficiency_of
 from steelyard.cost.execution import OURS, TORCHTITAN, Execution, StateBytes
 from steelyard.cost.layer import LayerCost, exposed_s, layer_cost
 from steelyard.cost.layer_load import levels_group
-from steelyard.cost.layer_memory import pipeline_buffer_bytes
+from steelyard.cost.memory import (
+    CUDA_CONTEXT_BYTES,
+    PIPELINE_CHANNEL_BYTES,
+    LayerBytes,
+    context_bytes,
+    layer_bytes,
+)
 from steelyard.cost.setting import COMPUTE_BYTES, MASTER_BYTES, Setting
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.strategy import parse_strategy
@@ -40,15 +39,20 @@ def block(text: str, where: Setting | None = None) -> LayerCost:
     return layer_cost(where.job.chain.kinds[1], parse_strategy(text), where)
 
 
+def held(text: str, where: Setting | None = None) -> LayerBytes:
+    where = where or setting()
+    return layer_bytes(where.job.chain.kinds[1], parse_strategy(text), where)
+
+
 # constants
 
 
 def test_one_parameter_takes_sixteen_bytes_of_states_and_a_copy_to_compute_with() -> None:
-    assert sum(block("dp8").static_bytes.values()) == (16 + 2) * BLOCK
+    assert sum(held("dp8").static_bytes.values()) == (16 + 2) * BLOCK
 
 
 def test_fsdp_divides_all_states_and_keeps_no_copy() -> None:
-    assert block("fsdp8").static_bytes == {
+    assert held("fsdp8").static_bytes == {
         "parameters": 4 * BLOCK // 8,
         "gradients": 4 * BLOCK // 8,
         "optimizer": 8 * BLOCK // 8,
@@ -56,13 +60,13 @@ def test_fsdp_divides_all_states_and_keeps_no_copy() -> None:
 
 
 def test_zero_2_keeps_a_copy_of_the_whole_layer_between_forward_and_backward() -> None:
-    extra = sum(block("fsdp8 zero2").static_bytes.values()) - sum(block("fsdp8").static_bytes.values())
+    extra = sum(held("fsdp8 zero2").static_bytes.values()) - sum(held("fsdp8").static_bytes.values())
     assert extra == 2 * BLOCK
 
 
 @pytest.mark.parametrize(("text", "copies"), [("dp8", 0), ("fsdp8", 0), ("fsdp8 zero2", 4)])
 def test_a_replicated_layer_computes_on_its_own_parameters_in_fp32(text: str, copies: int) -> None:
-    found = block(text, setting(job(precision="fp32"))).static_bytes
+    found = held(text, setting(job(precision="fp32"))).static_bytes
     assert found.get("gathered parameters", 0) == copies * BLOCK
 
 
@@ -141,7 +145,7 @@ def test_a_zero_1_framework_scatters_gradients_and_gathers_parameters_once_a_ste
 def test_a_zero_1_framework_shards_the_optimizer_alone() -> None:
     states = StateBytes(parameters=2, gradients=4, optimizer=12, zero=1)
     of = replace(job(), execution=Execution(states=states))
-    assert block("dp8", setting(of)).static_bytes == {
+    assert held("dp8", setting(of)).static_bytes == {
         "parameters": 2 * BLOCK,
         "gradients": 4 * BLOCK,
         "optimizer": 12 * BLOCK // 8,
@@ -201,7 +205,7 @@ def test_a_tied_model_pays_for_the_exchange_of_its_gradients_in_embedding_and_he
 
 def test_a_tied_head_takes_the_memory_of_an_untied_one() -> None:
     tied, untied = (setting(job(tie_word_embeddings=tie)) for tie in (True, False))
-    costs = [layer_cost(where.job.chain.kinds[2], parse_strategy("fsdp8"), where) for where in (tied, untied)]
+    costs = [layer_bytes(where.job.chain.kinds[2], parse_strategy("fsdp8"), where) for where in (tied, untied)]
     assert costs[0].static_bytes == costs[1].static_bytes
     assert costs[0].transient_bytes == costs[1].transient_bytes
 
@@ -246,84 +250,88 @@ def test_a_faster_link_never_slows_a_layer_down(text: str, factor: float) -> Non
 def test_full_remat_keeps_the_input_alone() -> None:
     where = setting()
     samples = 64 // 8
-    assert block("dp8 remat=full", where).activation_bytes == samples * SEQ_LEN * 64 * 2
-    assert block("dp8", where).activation_bytes == 64 + 10 * samples * SEQ_LEN * 64 * 2
+    assert held("dp8 remat=full", where).activation_bytes == samples * SEQ_LEN * 64 * 2
+    assert held("dp8", where).activation_bytes == 64 + 10 * samples * SEQ_LEN * 64 * 2
 
 
 def test_what_full_remat_recomputes_is_in_the_working_set() -> None:
-    kept, recomputed = block("fsdp8"), block("fsdp8 remat=full")
+    kept, recomputed = held("fsdp8"), held("fsdp8 remat=full")
     difference = recomputed.transient_bytes - kept.transient_bytes
     assert difference == kept.activation_bytes - recomputed.activation_bytes
 
 
-def test_the_working_set_of_fsdp_holds_two_copies_the_gradients_and_a_reduction_buffer() -> None:
-    where = setting(job(global_batch=8))
+def test_the_working_set_of_fsdp_holds_a_copy_and_gradients_beside_a_copy_and_a_reduction_buffer() -> None:
+    where = setting(job(global_batch=8), num_microbatches=8)
     activations = 4 * 2 * SEQ_LEN * 64
-    assert block("fsdp8", where).transient_bytes == (2 + 2 + 2 + 4) * BLOCK + activations
+    assert held("fsdp8", where).transient_bytes == max((2 + 2) * BLOCK + activations, 3 * 2 * BLOCK)
+    tables = build_tables(setting(num_microbatches=8), (parse_strategy("fsdp8"), parse_strategy("fsdp8 zero2")))
+    assert tables.buffer_of[1].tolist() == [(2 + 4) * BLOCK, 4 * BLOCK]
 
 
 def test_the_working_set_of_dp_holds_new_gradients_and_a_reduction_buffer_at_least() -> None:
-    assert block("dp8", setting(job(global_batch=8))).transient_bytes >= (2 + 4) * BLOCK
+    assert held("dp8", setting(job(global_batch=8))).transient_bytes >= (2 + 4) * BLOCK
 
 
-def test_tensor_parallel_ranks_without_sp_have_copies_of_the_pipelines_buffers() -> None:
-    where = setting(num_stages=2, num_microbatches=4)
-    buffers = pipeline_buffer_bytes(where)
-    single = setting(job(cluster(1, 4), global_batch=64), num_microbatches=4)
-    piped, whole = (build_tables(each, (parse_strategy("tp4"),)).transient_bytes for each in (where, single))
-    assert (piped - whole).tolist() == [[3 * buffers]] * len(piped)
-
-
-@pytest.mark.parametrize(("num_stages", "held"), [(2, 2 + 1), (4, 4 + 1)])
-def test_stages_hold_their_outputs_in_flight_and_a_gradient_however_many_microbatches(
-    num_stages: int, held: int
-) -> None:
-    few, many = (setting(num_stages=num_stages, num_microbatches=count) for count in (8, 64))
-    for where in (few, many):
-        assert pipeline_buffer_bytes(where) == held * where.activation_bytes // (8 // num_stages)
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_stages_hold_what_they_sent_in_flight_and_a_gradient_each_way(num_stages: int) -> None:
+    """However many microbatches there are; ranks of tp without sp hold all of it each."""
+    for text, copies in (("dp8", 1), ("tp8", 8)):
+        where = setting(num_stages=num_stages, num_microbatches=8)
+        strategy = parse_strategy(text.replace("8", str(8 // num_stages)))
+        share = where.activation_bytes * (copies // num_stages or 1) // (8 // num_stages)
+        tables = build_tables(where, (strategy,))
+        last = tables.last_kinds[1]
+        assert (tables.activation_bytes[last] - tables.activation_bytes[1]).tolist() == [share]
+        assert (tables.static_bytes[last] - tables.static_bytes[1]).tolist() == [share]
+        assert tables.received is not None
+        assert tables.received.num_bytes(1, num_stages - 1).tolist() == [[share]]
 
 
 def test_the_stages_of_torch_have_a_buffer_for_every_microbatch() -> None:
-    theirs = replace(job(), execution=TORCHTITAN)
-    two, four = (setting(theirs, num_stages=count, num_microbatches=4) for count in (2, 4))
-    assert pipeline_buffer_bytes(two) == (4 + 2) * two.activation_bytes // 4
-    assert pipeline_buffer_bytes(four) == 8 * four.activation_bytes // 2
+    where = setting(replace(job(), execution=TORCHTITAN), num_stages=2, num_microbatches=8)
+    tables, share = build_tables(where, (parse_strategy("dp4"),)), where.activation_bytes // 4
+    assert (tables.static_bytes[tables.last_kinds[1]] - tables.static_bytes[1]).tolist() == [8 * share]
+    assert tables.received is not None
+    assert tables.received.num_bytes(1, 1).tolist() == [[(8 - 1 + 1) * share]]
 
 
 class TestWholeGradients:
     """Frameworks that reduce the gradients of shards in the last backward pass of a step alone."""
 
-    def of(self, text: str, where: str, num_microbatches: int) -> LayerCost:
+    def where(self, where: str, num_microbatches: int) -> Setting:
         theirs = replace(job(cluster(1, 8)), execution=Execution(whole_gradients=where))
-        return block(text, setting(theirs, num_microbatches=num_microbatches))
+        return setting(theirs, num_microbatches=num_microbatches)
 
     def test_they_stay_whole_and_are_sent_once_a_step(self) -> None:
-        ours, theirs = (self.of("fsdp8", where, 4) for where in ("never", "always"))
-        assert theirs.static_bytes["gradients"] > ours.static_bytes["gradients"] * 3
+        own, other = (self.where(where, 4) for where in ("never", "always"))
+        kept = [held("fsdp8", each).static_bytes["gradients"] for each in (own, other)]
+        assert kept[1] > kept[0] * 3
+        ours, theirs = (block("fsdp8", each) for each in (own, other))
         assert theirs.microbatch_s < ours.microbatch_s
         assert "fsdp" not in ours.once_s
         assert 0 < theirs.once_s["fsdp"] < ours.microbatch_s - theirs.microbatch_s, "half the bytes, in bf16"
 
     def test_one_microbatch_keeps_what_it_always_did(self) -> None:
-        ours, theirs = (self.of("fsdp8", where, 1) for where in ("never", "always"))
+        ours, theirs = (held("fsdp8", self.where(where, 1)) for where in ("never", "always"))
         assert theirs.static_bytes == ours.static_bytes
 
     @pytest.mark.parametrize(("text", "where"), [("dp8", "always"), ("fsdp4-tp2", "without tp")])
     def test_other_layers_are_as_they_are_here(self, text: str, where: str) -> None:
-        assert self.of(text, where, 4) == self.of(text, "never", 4)
+        for of in (block, held):
+            assert of(text, self.where(where, 4)) == of(text, self.where("never", 4))
 
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 4), ("gpipe", 8)])
 def test_every_microbatch_in_flight_has_positions_and_rotary_embeddings(schedule: str, in_flight: int) -> None:
     where = setting(num_stages=4, num_microbatches=8, schedule=schedule)
-    shared = overhead_bytes(where) - context_bytes(where) - pipeline_buffer_bytes(where)
+    shared = build_tables(where, (parse_strategy("dp2"),)).overhead_of(0) - context_bytes(where)
     rotary = 2 * 8 * 2  # cosines and sines of a head of 8, in bf16
     assert shared == in_flight * SEQ_LEN * (8 + rotary)
 
 
 @given(texts, st.sampled_from([1, 2, 4, 8]), st.sampled_from(["fp32", "bf16"]))
 def test_no_term_of_memory_is_negative(text: str, num_microbatches: int, precision: str) -> None:
-    cost = block(text, setting(job(precision=precision), num_microbatches=num_microbatches))
+    cost = held(text, setting(job(precision=precision), num_microbatches=num_microbatches))
     assert all(value > 0 for value in cost.static_bytes.values())
     assert cost.activation_bytes > 0
     assert cost.transient_bytes > 0
@@ -332,8 +340,9 @@ def test_no_term_of_memory_is_negative(text: str, num_microbatches: int, precisi
 @given(texts)
 def test_more_samples_never_take_less_memory_or_time(text: str) -> None:
     small, large = (block(text, setting(num_microbatches=count)) for count in (8, 2))
-    assert large.activation_bytes >= small.activation_bytes
-    assert large.transient_bytes >= small.transient_bytes
+    few, many = (held(text, setting(num_microbatches=count)) for count in (8, 2))
+    assert many.activation_bytes >= few.activation_bytes
+    assert many.transient_bytes >= few.transient_bytes
     assert large.microbatch_s >= small.microbatch_s * (1 - 1e-12)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
-from steelyard.cost.build import CUDA_CONTEXT_BYTES
+from steelyard.cost.memory import CUDA_CONTEXT_BYTES
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.plan.plan import Plan, Precision

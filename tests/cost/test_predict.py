@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from steelyard.cost.build import CUDA_CONTEXT_BYTES, PIPELINE_CHANNEL_BYTES, build_tables, slack_fraction
+from steelyard.cost.build import build_tables, slack_fraction
+from steelyard.cost.memory import CUDA_CONTEXT_BYTES, PIPELINE_CHANNEL_BYTES
 from steelyard.cost.predict import model_flop_utilisation, predict, predict_memory
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError, UserError

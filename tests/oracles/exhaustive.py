@@ -27,8 +27,12 @@ def stage_seconds_and_bytes(
     pools = tables.pools
     received_s = tables.transfer_s if pools is None else pools.transfer_s[stage]
     seconds = np.full(len(choices), received_s if stage > 0 else 0.0)
-    num_bytes = np.full(len(choices), tables.overhead_bytes if pools is None else pools.overhead_bytes[stage])
-    transient = np.zeros(len(choices), dtype=np.int64)
+    in_flight = tables.pipeline.in_flight(stage)
+    total = np.full(len(choices), tables.overhead_of(stage))
+    if stage > 0 and tables.received is not None:
+        before, first = choices[:, layers.start - 1], choices[:, layers.start]
+        total += tables.received.num_bytes(stage, in_flight)[before, first]
+    held, freed, works, sizes = [], [], [], []
     for layer in layers:
         kind, strategy = tables.layers[layer], choices[:, layer]
         seconds += tables.time_s[kind, strategy]
@@ -38,10 +42,25 @@ def stage_seconds_and_bytes(
             if layer in side.readers:
                 seconds += side.seconds[choices[:, side.source], strategy]
         kind = tables.last_kinds[kind] if tables.last_kinds and layer == layers[-1] else kind
-        num_bytes += tables.static_bytes[kind, strategy]
-        num_bytes += tables.pipeline.in_flight(stage) * tables.activation_bytes[kind, strategy]
-        transient = np.maximum(transient, tables.transient_bytes[kind, strategy])
-    return seconds, num_bytes + transient
+        held.append(tables.static_of(in_flight)[kind, strategy] + in_flight * tables.activation_bytes[kind, strategy])
+        freed.append(tables.freed_of(in_flight)[kind, strategy])
+        works.append(tables.transient_bytes[kind, strategy])
+        sizes.append(tables.buffer_of[kind, strategy])
+    return seconds, total + sum(held) + most_at_once(tables, freed, works, sizes)
+
+
+def most_at_once(
+    tables: CostTables, freed: list[np.ndarray], works: list[np.ndarray], sizes: list[np.ndarray]
+) -> np.ndarray:
+    """The most of all layers of a stage: each with its work and buffers when all behind it have freed what they do."""
+    inner, last, alone = tables.waiting
+    if len(works) == 1:
+        return works[0] + alone * sizes[0] // 6
+    most = works[-1] + last * np.maximum.reduce(sizes[:-1]) // 6
+    for place, own in enumerate(works[:-1]):
+        gone = np.sum(freed[place + 1 :], axis=0)
+        most = np.maximum(most, own - gone + inner * np.maximum.reduce(sizes) // 6)
+    return most
 
 
 def all_plans(tables: CostTables) -> Iterator[tuple[float, int]]:

@@ -15,8 +15,8 @@ from steelyard.planning.choose import NothingFitsError, PlanningResult, plan_job
 from steelyard.planning.complete import find_plan
 from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.elastic import check_replannable, fastest_plan, replan
+from steelyard.planning.pool_search import LEAST_GAIN
 from steelyard.planning.problem import is_beaten, make_tables
-from steelyard.planning.walked_settings import LEAST_GAIN
 from tests.jobs import make_job, request_of
 from tests.runtime.models import make_plan
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError
@@ -40,14 +39,6 @@ def test_each_fallback_takes_less_memory_than_the_one_before(plan: Plan) -> None
     assert len(taken) > 1
     assert sorted(taken, reverse=True) == taken
     assert len(set(taken)) == len(taken)
-
-
-def test_floors_that_were_made_before_change_no_fallback(plan: Plan, job: Job) -> None:
-    tables, floors = make_tables(job, OPTIONS), Floors(job)
-    found = plan_job(job, OPTIONS, tables=tables, floors=floors).plan
-    assert found is not None
-    again = with_fallbacks(found, job, OPTIONS, num_fallbacks=2, tables=tables, floors=floors)
-    assert again.fallbacks == plan.fallbacks
 
 
 def test_what_a_search_knows_of_its_tables_changes_no_fallback(plan: Plan, job: Job) -> None:

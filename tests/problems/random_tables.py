@@ -1,8 +1,10 @@
 """Random small cost tables: zeros, ties, illegal strategies, switch classes and infeasible budgets on purpose."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from steelyard.cost.tables import CostTables
+from steelyard.cost.tables import CostTables, Received
 from steelyard.plan.kinds import DP
 from steelyard.plan.strategy import Level, Strategy
 from tests.schedules.examples import pipeline
@@ -22,8 +24,12 @@ def random_tables(
     num_stages: int | None = None,
     max_plans: int = 3000,
     interleaved: bool = False,
+    frees: bool = False,
 ) -> CostTables:
-    """Tables of at most about ``max_plans`` plans, in one of several styles drawn at random."""
+    """Tables of at most about ``max_plans`` plans, in one of several styles drawn at random.
+
+    With ``frees`` layers free what they hold, leave buffers, are others at the end of a stage, and receive.
+    """
     kinds = num_kinds or int(rng.integers(1, 4))
     strategies = num_strategies or int(rng.integers(1, 5))
     stages = num_stages or int(rng.integers(1, 4))
@@ -49,7 +55,7 @@ def random_tables(
     microbatches, chunks = int(rng.choice([1, 2, 3, 8])), 1
     if interleaved and stages > 1:
         schedule, microbatches, chunks = "interleaved-1f1b", stages * int(rng.integers(1, 4)), int(rng.integers(2, 5))
-    return CostTables(
+    tables = CostTables(
         pipeline=pipeline(stages, microbatches, schedule, chunks),
         kinds=tuple(f"kind{index}" for index in range(kinds)),
         layers=tuple(int(kind) for kind in rng.integers(0, kinds, layers)),
@@ -62,6 +68,43 @@ def random_tables(
         switch_s=switch,
         transfer_s=float(rng.choice([0.0, 0.5])),
         overhead_bytes=int(rng.integers(0, 3)),
+    )
+    return freeing(rng, tables, scale) if frees else tables
+
+
+def freeing(rng: np.random.Generator, tables: CostTables, scale: int) -> CostTables:
+    """The tables with bytes that are freed, left and received."""
+    shape = tables.legal.shape
+
+    def freed(static: np.ndarray, activation: np.ndarray) -> np.ndarray:
+        most = static + activation
+        return (most * rng.random(shape)).astype(np.int64) - scale * rng.integers(0, 3, shape) * rng.integers(0, 2)
+
+    def sized(most: int) -> np.ndarray:
+        return rng.integers(0, most, shape) * scale
+
+    static, activation, count = sized(8), sized(3), len(tables.strategies)
+    several = replace(
+        tables,
+        freed_bytes=freed(tables.static_bytes, tables.activation_bytes),
+        buffer_bytes=sized(3) * int(rng.integers(0, 2)),
+        waiting=((6, 6, 0), (6, 2, 0), (6, 6, 4), (12, 6, 3))[int(rng.integers(4))],
+        stage_overheads=tuple(int(each) for each in rng.integers(0, 3, tables.pipeline.num_stages)),
+        received=Received(
+            hidden_bytes=rng.integers(0, 4, count) * scale,
+            layouts=rng.integers(0, 2, count),
+            kept=tuple(int(each) for each in rng.integers(0, 3, tables.pipeline.num_stages)),
+            is_apart=np.zeros((count, count), dtype=bool),
+        ),
+    )
+    if rng.random() < 0.2:
+        return several
+    return several.with_last_kinds(
+        static_bytes=static,
+        activation_bytes=activation,
+        freed_bytes=freed(static, activation),
+        transient_bytes=sized(8),
+        buffer_bytes=sized(3) * int(rng.integers(0, 2)),
     )
 
 

@@ -71,7 +71,7 @@ def test_last_layers_of_a_stage_pay_for_side_inputs_like_any_other() -> None:
         rng = np.random.default_rng(seed)
         plain = random_tables(rng, max_plans=60)
         more = int(rng.integers(0, 8))
-        last = plain.with_last_kinds(plain.static_bytes + more, plain.activation_bytes)
+        last = plain.with_last_kinds(static_bytes=plain.static_bytes + more)
         tables = with_side_inputs(rng, last)
         plans = list(exhaustive.all_plans(tables))
         budget = random_budget(rng, plans)

@@ -10,25 +10,15 @@ from numpy.typing import NDArray
 from steelyard.cost.communication import crossing_s, send_recv_s
 from steelyard.cost.compute import compute_time
 from steelyard.cost.fold import folded
-from steelyard.cost.inputs import side_bytes
 from steelyard.cost.layer import KnownPasses, layer_seconds, tied_s
-from steelyard.cost.layer_load import held_params, legal_counts, rank_samples, unmeasured_reason
-from steelyard.cost.layer_memory import pipeline_buffer_bytes
-from steelyard.cost.layer_row import LayerRow
-from steelyard.cost.setting import MASTER_BYTES, Job, Setting, Settings
+from steelyard.cost.layer_load import legal_counts, rank_samples, unmeasured_reason
+from steelyard.cost.memory import LayerRows, layer_rows, with_memory
+from steelyard.cost.setting import Job, Setting, Settings
 from steelyard.cost.switching import Switches
 from steelyard.cost.tables import CostTables, SideInput
 from steelyard.hardware import Link
-from steelyard.limits import MOST_BYTES
-from steelyard.model.chain import LayerRole
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import USUAL
-from steelyard.units import MIB
-
-CUDA_CONTEXT_BYTES = 1024 * MIB
-"""Context and libraries of a GPU process and its NCCL buffers: 0.5 to 1 GiB on current drivers."""
-PIPELINE_CHANNEL_BYTES = 1024 * MIB
-"""Buffers of the NCCL channels to the stages before and behind: about 0.5 GiB for each neighbour."""
 
 
 class _StageCosts:
@@ -43,28 +33,11 @@ class _StageCosts:
         self.legal = np.array([legal_counts(kind, strategies, settings) for kind in self._kinds])
         """[K, S, M]"""
         self._seconds: dict[int, NDArray[np.float64]] = {}
-        self._bytes: dict[bool, NDArray[np.int64]] = {}
-        self.num_copies = np.array([strategy.hidden.copies for strategy in strategies], dtype=np.int64)
-        """[S] ranks with the same part of what flows between two layers."""
 
     @cached_property
     def switches(self) -> Switches:
         """Seconds of redistributions."""
         return Switches(self.strategies, self._settings)
-
-    @cached_property
-    def most_sharded_params(self) -> NDArray[np.int64]:
-        """[S] parameters that a rank computes with of the largest block; 0 where states are not sharded."""
-        job, found = self._settings.job, np.zeros(len(self.strategies), dtype=np.int64)
-        for s, strategy in enumerate(self.strategies):
-            if strategy.state_shards > 1:
-                profiles = [
-                    job.profile.layer(kind.name, strategy.shape)
-                    for kind in job.chain.kinds
-                    if kind.role is LayerRole.BLOCK
-                ]
-                found[s] = max((held_params(layer, strategy) for layer in profiles if layer is not None), default=0)
-        return found
 
     def seconds(self, k: int) -> NDArray[np.float64]:
         """[2, S, M] of a microbatch, and once a step without those of tied matrices."""
@@ -78,20 +51,6 @@ class _StageCosts:
             priced = layer_seconds(self._kinds[k], self.strategies[s], settings, passes)
             found[0, s, legal], found[1, s, legal] = priced.microbatch_s, sum(priced.once.values())
         return found
-
-    def num_bytes(self, has_several: bool) -> NDArray[np.int64]:
-        """[3, K, S, M] static, of activations and transient, in settings of several microbatches or in those of one."""
-        if has_several not in self._bytes:
-            these = (self._settings.num_microbatches > 1) == has_several
-            settings, found = self._settings.select(these), np.zeros((3, *self.legal.shape), dtype=np.int64)
-            for k, kind in enumerate(self._kinds):
-                columns = np.flatnonzero((self.legal[k] & these).any(axis=1))
-                if len(columns):
-                    chosen = [self.strategies[column] for column in columns.tolist()]
-                    priced = LayerRow.of(kind, chosen, settings).table_bytes(settings)
-                    found[:, k, columns[:, None], np.flatnonzero(these)] = priced
-            self._bytes[has_several] = np.where(self.legal, found, 0)
-        return self._bytes[has_several]
 
 
 class LayerCosts:
@@ -111,9 +70,9 @@ class LayerCosts:
         return self.stage.switches.table(self._place)
 
     @cached_property
-    def num_bytes(self) -> NDArray[np.int64]:
-        """[3, K, S] static, of activations and transient."""
-        return self.stage.num_bytes(self._setting.has_several)[..., self._place]
+    def rows(self) -> LayerRows:
+        """Bytes of layers."""
+        return layer_rows(self._setting, self.strategies, self.legal)
 
     def time_s(self, kinds: Sequence[int], setting: Setting, *, alike: bool = False) -> NDArray[np.float64]:
         """[len(kinds), S] in a setting: tied matrices alone depend on how far apart its stages are.
@@ -167,10 +126,9 @@ def build_tables(
     """
     job, pipeline = setting.job, setting.pipeline
     costs = (known or KnownCosts()).of(setting, strategies)
-    buffers = _buffer_bytes(setting, costs.stage)
     has_chunks = pipeline.num_chunks > 1
     sides = () if has_chunks or pooled else _tied_inputs(setting, strategies, costs.legal)
-    static, activation, transient = costs.num_bytes
+    nothing = np.zeros(costs.legal.shape, dtype=np.int64)
     tables = CostTables(
         pipeline=replace(pipeline, num_chunks=1, schedule=USUAL) if has_chunks else pipeline,
         kinds=tuple(kind.name for kind in job.chain.kinds),
@@ -178,22 +136,18 @@ def build_tables(
         strategies=strategies,
         legal=costs.legal,
         time_s=costs.time_s(range(len(job.chain.kinds)), setting, alike=bool(sides)),
-        static_bytes=static,
-        activation_bytes=activation,
-        transient_bytes=np.where(costs.legal, np.minimum(transient + buffers, MOST_BYTES), 0),
+        static_bytes=nothing,
+        activation_bytes=nothing,
+        transient_bytes=nothing,
         switch_s=costs.switch_s,
         transfer_s=transfer_s(setting),
-        overhead_bytes=overhead_bytes(setting),
+        overhead_bytes=0,
         side_inputs=sides,
     )
+    tables = with_memory(tables, setting, costs.rows)
     if not has_chunks:
         return tables
-    return folded(
-        tables,
-        pipeline,
-        overhead_bytes=overhead_bytes(setting),
-        round_trip_s=transfer_s(setting, pipeline.num_stages - 1),
-    )
+    return folded(tables, pipeline, round_trip_s=transfer_s(setting, pipeline.num_stages - 1))
 
 
 def _tied_inputs(setting: Setting, strategies: tuple[Strategy, ...], legal: NDArray[np.bool_]) -> tuple[SideInput, ...]:
@@ -241,22 +195,6 @@ def least_times_s(strategies: Sequence[Strategy], setting: Setting) -> list[floa
     return least
 
 
-def _buffer_bytes(setting: Setting, stage: _StageCosts) -> NDArray[np.int64]:
-    """[S] what a schedule adds to the working set of any layer.
-
-    Counted there, a stage has it once, whichever of its layers lie at a cut: what the pipeline's buffers take beyond
-    `pipeline_buffer_bytes`, where all ranks of tp without sp have a copy; and the buffers of the last reductions that
-    the other chunks of a stage hold, which are cut and sharded alike. These are as large as those of the largest block;
-    with what FSDP gathers ahead of such a block for the chunk at work, whose head may be smaller, and for one that
-    waits.
-    """
-    copies = (stage.num_copies - 1) * pipeline_buffer_bytes(setting)
-    if setting.pipeline.num_chunks == 1 or setting.job.execution.keeps_own_buffers:
-        return copies
-    each_bytes = (setting.pipeline.num_chunks - 1) * MASTER_BYTES + 2 * setting.job.compute_bytes
-    return copies + each_bytes * stage.most_sharded_params
-
-
 def transfer_s(setting: Setting, stages_apart: int = 1) -> float:
     """Seconds to hand a microbatch's activation to another stage and its gradient back, on one rank.
 
@@ -292,30 +230,6 @@ def border_s(before: Setting, after: Setting) -> float:
 
 def _outer_link(job: Job) -> Link:
     return job.outer_link or job.cluster.inter_link or job.cluster.intra_link
-
-
-def overhead_bytes(setting: Setting) -> int:
-    """Bytes of a device that no layer accounts for: process context, what the pipeline keeps beside activations, and
-    what the layers of the microbatches in flight share.
-    """
-    found = context_bytes(setting) + pipeline_buffer_bytes(setting) + shared_input_bytes(setting)
-    return min(found, MOST_BYTES)
-
-
-def shared_input_bytes(setting: Setting) -> int:
-    """Positions, rotary embeddings and masks of all microbatches in flight on the first stage."""
-    if setting.job.execution.keeps_own_buffers:
-        return 0
-    job, key = setting.job, ("side", setting.microbatch_samples)
-    each = job.once(job.chain, key, lambda: side_bytes(set(job.chain.kinds), setting))
-    return setting.pipeline.passes(0).peak_bytes([each] * setting.pipeline.num_chunks)
-
-
-def context_bytes(setting: Setting) -> int:
-    """Bytes of the process and its communicators on a GPU; a CPU has none of its own."""
-    if not setting.job.cluster.device.is_gpu:
-        return 0
-    return CUDA_CONTEXT_BYTES + (PIPELINE_CHANNEL_BYTES if setting.pipeline.num_stages > 1 else 0)
 
 
 def usable_bytes(job: Job) -> int:

@@ -61,7 +61,7 @@ class StateBytes:
 class Fsdp2States:
     """States as PyTorch's FSDP2 and optimizers keep them in the allocator's memory, as the runtime uses them.
 
-    What they take follows from FSDP2's own order of work: `steelyard.cost.layer` and `steelyard.cost.stage_memory`.
+    What they take follows from FSDP2's own order of work: `steelyard.cost.layer` and `steelyard.cost.memory`.
     """
 
     kept_apart: ClassVar[tuple[str, ...]] = ()

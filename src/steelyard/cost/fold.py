@@ -44,10 +44,10 @@ def why_not_folded(layers: Sequence[int], *, num_stages: int, num_chunks: int) -
     return None
 
 
-def folded(tables: CostTables, pipeline: PipelineConfig, *, overhead_bytes: int, round_trip_s: float) -> CostTables:
+def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float) -> CostTables:
     """The tables of the same stages and microbatches, in chunks under another schedule (see `why_not_folded`).
 
-    ``overhead_bytes`` are those under this schedule, ``round_trip_s`` the hand-over from the last stage to the first.
+    ``round_trip_s`` is the hand-over from the last stage to the first.
     """
     num_chunks = pipeline.num_chunks
     first, last = tables.layers[0], tables.layers[-1]
@@ -66,7 +66,6 @@ def folded(tables: CostTables, pipeline: PipelineConfig, *, overhead_bytes: int,
         time_s=time_s,
         static_bytes=tables.static_bytes * copies,
         activation_bytes=_of_the_ends(tables, pipeline, alone),
-        overhead_bytes=overhead_bytes,
     )
 
 

@@ -6,7 +6,7 @@ $$t = \sum_\text{forward, backward} \big(c + \text{tp} + \text{exposed}(c, d)\bi
 \text{exposed}(c, d) = \kappa \min(c, d) + \max(c, d) - \min(c, d) - c$$
 
 and once a step: gradient all-reduce of replicated layers behind one backward pass, and the optimizer. On devices where
-communication has no stream of its own (CPU processes), exposed is $d$. Its bytes are in `steelyard.cost.layer_memory`.
+communication has no stream of its own (CPU processes), exposed is $d$. Its bytes are in `steelyard.cost.memory`.
 
 A head tied to the embedding is a layer like any other: the runtime gives it a matrix of its own, and once a step the
 two gradients are added (``tied``).
@@ -36,7 +36,6 @@ from steelyard.cost.layer_load import (
     rank_samples,
     traffic_group,
 )
-from steelyard.cost.layer_memory import LayerBytes, layer_bytes
 from steelyard.cost.setting import MASTER_BYTES, AnySetting, Job, Setting
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.kinds import Kind
@@ -49,8 +48,8 @@ from steelyard.units import Amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCost(LayerBytes):
-    """Seconds and bytes of one layer on one rank. ``forward_s`` and ``backward_s`` are of one microbatch."""
+class LayerCost:
+    """Seconds of one layer on one rank. ``forward_s`` and ``backward_s`` are of one microbatch."""
 
     forward_s: dict[str, float]
     backward_s: dict[str, float]
@@ -69,15 +68,7 @@ def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerCo
     once = _in_numbers(seconds.once)
     if setting.job.chain.sums_tied and kind.role is not LayerRole.BLOCK:
         once["tied"] = setting.job.time_factor * tied_s(kind, strategy, setting)
-    held = layer_bytes(kind, strategy, setting)
-    return LayerCost(
-        forward_s=_in_numbers(seconds.forward),
-        backward_s=_in_numbers(seconds.backward),
-        once_s=once,
-        static_bytes=held.static_bytes,
-        activation_bytes=held.activation_bytes,
-        transient_bytes=held.transient_bytes,
-    )
+    return LayerCost(forward_s=_in_numbers(seconds.forward), backward_s=_in_numbers(seconds.backward), once_s=once)
 
 
 Terms = dict[str, Amount]

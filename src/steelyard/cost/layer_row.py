@@ -1,4 +1,4 @@
-"""Bytes of a kind of layer under several strategies at once, as `steelyard.cost.layer_memory` has them of one."""
+"""Bytes of a kind of layer under several strategies at once, by `steelyard.cost.layer_memory`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,20 +11,15 @@ from numpy.typing import NDArray
 from steelyard.cost.inputs import sample_bytes
 from steelyard.cost.layer_load import layer_profile, rank_samples
 from steelyard.cost.layer_memory import (
-    BesideWork,
     LayerStates,
-    beside_work,
     layer_states,
     needs_more,
     recomputed_inputs,
-    static_bytes,
-    transient_bytes,
     work_bytes,
     work_lines,
     work_needed,
 )
 from steelyard.cost.setting import AnySetting, Strategies
-from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerKind
 from steelyard.plan.strategy import Strategy
 
@@ -32,11 +27,12 @@ IntTable = NDArray[np.int64]
 
 
 class RowWork(NamedTuple):
-    """[S, M] what grows with the samples, as in `LayerMemory`."""
+    """[S, M] what grows with the samples, of one microbatch."""
 
     saved: IntTable
     input: IntTable
     reducing: IntTable
+    """What is left of the layer's work when the last of its gradients is made, beside the gradient of its input."""
     forward: IntTable
     backward: IntTable
     read: IntTable
@@ -51,9 +47,6 @@ class LayerRow:
     chosen: Sequence[Strategy]
     numbers: Strategies
     states: list[LayerStates]
-    static: IntTable
-    """Without samples."""
-    beside: BesideWork
     lines: NDArray[np.float64]
     """[2, 4, S, 1] as in `work_bytes`."""
     inputs: IntTable
@@ -67,14 +60,12 @@ class LayerRow:
         once, has_several = setting.job.once, setting.has_several
         cells = [once(kind, (each, has_several), partial(_cell, kind, each, setting)) for each in chosen]
         numbers = np.array([each.numbers for each in cells]).T[..., None]
-        static, forward, backward, reduction, inputs, needs, *degrees = numbers
+        inputs, needs, *degrees = numbers
         return cls(
             kind=kind,
             chosen=chosen,
             numbers=Strategies(*degrees),
             states=[each.states for each in cells],
-            static=static,
-            beside=BesideWork(forward, backward, reduction),
             lines=np.array([each.lines for each in cells]).T.reshape(2, 4, -1, 1),
             inputs=inputs,
             needy=np.flatnonzero(needs).tolist(),
@@ -93,13 +84,6 @@ class LayerRow:
         read = np.broadcast_to(sample_bytes(self.kind, self.numbers, setting), samples.shape).astype(np.int64)
         return RowWork(saved, entered, self.inputs * entered, forward, backward, read)
 
-    def table_bytes(self, setting: AnySetting) -> IntTable:
-        """[3, S, M] static, of activations and transient, as in `CostTables`."""
-        work = self.work(setting)
-        transient = transient_bytes(self.beside, work.forward, work.backward, work.input + work.reducing)
-        found: IntTable = np.minimum([self.static + work.read, work.saved, np.asarray(transient)], MOST_BYTES)
-        return found
-
 
 class _Cell(NamedTuple):
     """What no number of samples changes of a kind under a strategy."""
@@ -107,18 +91,12 @@ class _Cell(NamedTuple):
     states: LayerStates
     lines: tuple[float, ...]
     numbers: tuple[int, ...]
-    """Static bytes, `BesideWork`, `recomputed_inputs`, `needs_more`, and what `Strategies` has."""
+    """`recomputed_inputs`, `needs_more`, and what `Strategies` has."""
 
 
 def _cell(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> _Cell:
     once, states = setting.job.once, layer_states(kind, strategy, setting)
     layer = layer_profile(kind, strategy, setting)
     degrees = strategy.sample_degree, strategy.token_degree, strategy.sequence_degree
-    held = once(states, strategy.data_degree, partial(_held, kind, strategy, setting))
     lines = once(layer, strategy.remat, partial(work_lines, layer, strategy.remat))
-    return _Cell(states, lines, (*held, recomputed_inputs(strategy), needs_more(strategy), *degrees))
-
-
-def _held(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> tuple[int, ...]:
-    held = sum(static_bytes(kind, strategy, setting).values()), *beside_work(kind, strategy, setting)
-    return tuple(min(int(num_bytes), MOST_BYTES) for num_bytes in held)
+    return _Cell(states, lines, (recomputed_inputs(strategy), needs_more(strategy), *degrees))

@@ -1,8 +1,8 @@
 r"""A job on unlike pools of devices: whose costs each stage has, and the tables of its pools joined into one search.
 
 Every stage lies in one pool. Its layers cost what they would on a cluster of that pool alone, so the tables of a
-pipeline are those of its pools side by side (`CostTables.pools`), and so are the floors of its memory. What only the
-border of two stages of unlike sizes has is (between stages of equal size $r$ is that within the one that receives)
+pipeline are those of its pools side by side (`CostTables.pools`). What only the border of two stages of unlike sizes
+has is (between stages of equal size $r$ is that within the one that receives)
 
 $$c = 2 \Big(\max(\ell_a, \ell_b) + \frac{A}{\min(G_a w_a, G_b w_b)}\Big), \qquad r = g_a(s_a) + g_b(s_b)$$
 
@@ -22,20 +22,19 @@ Not modelled: the exchange of a tied matrix goes over the links of each stage's 
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.build import KnownCosts, border_s, build_tables, usable_bytes
 from steelyard.cost.execution import Execution
-from steelyard.cost.memory_floor import floor_likeness, floor_tables
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.switching import border_table
-from steelyard.cost.tables import CostTables, Pools
-from steelyard.cost.working import WorkingBytes, joined_bytes, working_bytes
+from steelyard.cost.tables import CostTables, Pools, Received
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.model.chain import ModelChain
@@ -162,7 +161,7 @@ def pooled_tables(
         of_strategies=np.repeat(np.arange(len(parts)), [len(part.strategies) for part in parts]),
         of_stages=of_stages,
         transfer_s=tuple(transfer_s),
-        overhead_bytes=tuple(parts[pool].overhead_bytes + spared[pool] for pool in of_stages),
+        overhead_bytes=tuple(parts[pool].overhead_of(stage) + spared[pool] for stage, pool in enumerate(of_stages)),
         order=placement.pools,
         parts=parts,
     )
@@ -175,7 +174,8 @@ def _switches(parts: Sequence[CostTables], settings: Sequence[Setting], row: int
     if row == column:
         return parts[row].switch_s
     if column - row == 1:
-        return border_table(before, after, settings[row], settings[column])
+        found = border_table(before, after, settings[row], settings[column])
+        return np.concatenate([found] * (len(parts[row].kinds) // len(found)))
     return np.zeros((len(parts[row].kinds), len(before), len(after)))
 
 
@@ -189,11 +189,18 @@ def _joined(
         kinds=first.kinds,
         layers=first.layers,
         strategies=tuple(strategy for part in parts for strategy in part.strategies),
-        legal=np.concatenate([part.legal for part in parts], axis=1),
-        time_s=np.concatenate([part.time_s for part in parts], axis=1),
-        static_bytes=np.concatenate([part.static_bytes for part in parts], axis=1),
-        activation_bytes=np.concatenate([part.activation_bytes for part in parts], axis=1),
-        transient_bytes=np.concatenate([part.transient_bytes for part in parts], axis=1),
+        legal=_beside(parts, "legal"),
+        time_s=_beside(parts, "time_s"),
+        static_bytes=_beside(parts, "static_bytes"),
+        activation_bytes=_beside(parts, "activation_bytes"),
+        transient_bytes=_beside(parts, "transient_bytes"),
+        freed_bytes=None if first.freed_bytes is None else _beside(parts, "freed_bytes"),
+        buffer_bytes=None if first.buffer_bytes is None else _beside(parts, "buffer_bytes"),
+        waiting=first.waiting,
+        stage_bytes={
+            count: np.concatenate([part.stage_bytes[count] for part in parts], axis=1) for count in first.stage_bytes
+        },
+        received=_received(parts, pools),
         switch_s=switch_s,
         transfer_s=min(pools.transfer_s[1:], default=0.0),
         overhead_bytes=min(pools.overhead_bytes),
@@ -202,60 +209,19 @@ def _joined(
     )
 
 
-class PooledFloors:
-    """The floors of joined tables, as `Floors` has those of a single pool: the floors of the pools, joined."""
-
-    def __init__(self, job: PooledJob) -> None:
-        self._job = job
-        self._made: dict[CostTables, tuple[CostTables, ...]] = {}
-        self._parts: dict[tuple[int, ...], tuple[CostTables, ...]] = {}
-
-    def of(self, tables: CostTables) -> tuple[CostTables, ...]:
-        """As `floor_tables` makes them of each pool."""
-        if tables not in self._made:
-            pools = tables.pools
-            assert pools is not None, "tables of a job of several pools are joined"
-            floors = [self.of_part(place, part) for place, part in zip(pools.order, pools.parts, strict=True)]
-            self._made[tables] = tuple(_floor(tables, pools, each) for each in zip(*floors, strict=True))
-        return self._made[tables]
-
-    def working(self, tables: CostTables) -> WorkingBytes | None:
-        """As `working_bytes` makes them of each pool, joined."""
-        pools = tables.pools
-        assert pools is not None, "tables of a job of several pools are joined"
-        found = [
-            working_bytes(part, self._job.pools[place]) for place, part in zip(pools.order, pools.parts, strict=True)
-        ]
-        parts = [each for each in found if each is not None]
-        if len(parts) < len(found):
-            return None
-        overheads = [
-            num_bytes - pools.parts[pool].overhead_bytes + parts[pool].overhead_bytes[0]
-            for num_bytes, pool in zip(pools.overhead_bytes, pools.of_stages, strict=True)
-        ]
-        return joined_bytes(parts, overheads)
-
-    def of_part(self, place: int, tables: CostTables) -> tuple[CostTables, ...]:
-        """As `floor_tables` makes them of one pool, for one of all pipelines in which they are the same."""
-        pipeline, job = tables.pipeline, self._job.pools[place]
-        if pipeline.num_chunks > 1 or not tables.strategies:
-            return floor_tables(tables, job)
-        apart = pipeline.num_stages if job.chain.sums_tied else 0
-        key = (place, tables.strategies[0].num_devices, apart, *floor_likeness(pipeline))
-        if key not in self._parts:
-            self._parts[key] = floor_tables(tables, job)
-        return self._parts[key]
+def _beside(parts: Sequence[CostTables], name: str) -> NDArray[Any]:
+    return np.concatenate([getattr(part, name) for part in parts], axis=1)
 
 
-def _floor(tables: CostTables, pools: Pools, parts: tuple[CostTables, ...]) -> CostTables:
-    overheads = tuple(
-        num_bytes - pools.parts[pool].overhead_bytes + parts[pool].overhead_bytes
-        for num_bytes, pool in zip(pools.overhead_bytes, pools.of_stages, strict=True)
+def _received(parts: Sequence[CostTables], pools: Pools) -> Received | None:
+    """What stages receive; from another pool in even parts."""
+    own = [part.received for part in parts if part.received is not None]
+    if len(own) < len(parts):
+        return None
+    starts = np.cumsum([0, *(each.layouts.max(initial=-1) + 1 for each in own)])
+    return Received(
+        hidden_bytes=np.concatenate([each.hidden_bytes for each in own]),
+        layouts=np.concatenate([each.layouts + start for each, start in zip(own, starts, strict=False)]),
+        kept=own[0].kept,
+        is_apart=pools.of_strategies[:, None] != pools.of_strategies,
     )
-    first, own = parts[0], replace(pools, overhead_bytes=overheads, parts=parts)
-    source = np.zeros(len(first.kinds), dtype=np.int64)
-    source[list(first.layers)] = tables.layers
-    if first.last_kinds:
-        used = list(dict.fromkeys(first.layers))
-        source[[first.last_kinds[kind] for kind in used]] = source[used]
-    return _joined(tables.pipeline, parts, own, tables.switch_s[source])

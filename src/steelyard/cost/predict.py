@@ -1,8 +1,7 @@
 """Predicts a plan: step time by the simulator, memory as an upper bound, each term by its name.
 
-The terms of time are those that the search added up (`steelyard.cost.layer`). Those of memory are the walk's
-(`steelyard.cost.stage_memory`), which is the one definition of what a plan takes; the search adds up bounds of it
-(`steelyard.cost.layer_memory` from above, `steelyard.cost.memory_floor` from below).
+The terms of time are those that the search added up (`steelyard.cost.layer`), and so are those of memory
+(`steelyard.cost.memory`): the search and the prediction of a plan agree.
 """
 
 from collections import Counter
@@ -10,15 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from steelyard.cost.build import border_s, context_bytes, slack_fraction, transfer_s
+from steelyard.cost.build import border_s, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
-from steelyard.cost.execution import StateBytes
 from steelyard.cost.layer import LayerCost, layer_cost, tied_s
-from steelyard.cost.layer_memory import LayerBytes, layer_bytes
+from steelyard.cost.memory import context_bytes, plan_memory
 from steelyard.cost.pools import AnyJob, PooledJob, stage_settings
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
-from steelyard.cost.stage_memory import part_layers, stage_terms, tied_bytes
 from steelyard.cost.switching import border_table, switch_table
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerKind
@@ -131,7 +128,12 @@ def memory_terms(
 
     ``parts`` are the layers of each part of the pipeline, ``strategies`` those of all layers, ``settings`` one a stage.
     """
-    return tuple(_memory_terms(parts, strategies, stage, setting) for stage, setting in enumerate(settings))
+    found = []
+    for tensors, setting in zip(plan_memory(parts, strategies, settings), settings, strict=True):
+        terms = tensors | {"context": context_bytes(setting)}
+        terms["allocator slack"] = int(slack_fraction(setting.job) * _slackened_bytes(terms, setting.job))
+        found.append({name: num_bytes for name, num_bytes in terms.items() if num_bytes})
+    return tuple(found)
 
 
 def _settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
@@ -318,87 +320,9 @@ def _time_terms(chunks: list[_PartCost], setting: Setting, timeline: Timeline, s
     return {name: seconds for name, seconds in terms.items() if seconds}
 
 
-def _memory_terms(
-    parts: Sequence[range], strategies: Sequence[Strategy], stage: int, setting: Setting
-) -> dict[str, int]:
-    """Bytes on one rank by term; they add up to the upper bound that is held against the budget.
-
-    The job remembers them: plans of a search have stages in common.
-    """
-    mine = parts[stage :: setting.pipeline.num_stages]
-    held = tuple((part[0], tuple(strategies[max(0, part[0] - 1) : part[-1] + 1])) for part in mine)
-    tied = tuple(strategies[layer] for shared in setting.job.chain.summed for layer, _ in shared.copies)
-    key = stage, setting.pipeline, setting.devices_per_stage, held, tied
-    if key not in setting.job.known_stages:
-        setting.job.known_stages[key] = _stage_terms(parts, strategies, stage, setting)
-    return dict(setting.job.known_stages[key])
-
-
-def _stage_terms(
-    parts: Sequence[range], strategies: Sequence[Strategy], stage: int, setting: Setting
-) -> dict[str, int]:
-    if not setting.job.execution.keeps_own_buffers:
-        places = range(stage, len(parts), setting.pipeline.num_stages)
-        mine = [part_layers(parts, strategies, place, setting) for place in places]
-        tensors = stage_terms(mine, stage, setting, tied=tied_bytes(parts, strategies, stage, setting))
-    else:
-        tensors = _framework_terms(parts, strategies, stage, setting)
-    tensors["optimizer step"] = _step_excess_bytes(tensors, strategies[parts[stage][0]], setting)
-    terms = tensors | {"context": context_bytes(setting)}
-    terms["allocator slack"] = int(slack_fraction(setting.job) * _slackened_bytes(terms, setting.job))
-    return {name: num_bytes for name, num_bytes in terms.items() if num_bytes}
-
-
 def _slackened_bytes(terms: Mapping[str, int], job: Job) -> int:
     """Bytes that the allocator's slack is a part of: of states in buffers of their own there is none."""
     return sum(num_bytes for name, num_bytes in terms.items() if name not in job.execution.states.kept_apart)
-
-
-def _framework_terms(
-    parts: Sequence[range], strategies: Sequence[Strategy], stage: int, setting: Setting
-) -> dict[str, int]:
-    """The bound for a framework with states of its own: what all layers hold at most, and the largest working set."""
-    pipeline = setting.pipeline
-    order = pipeline.passes(stage)
-    chain = setting.job.chain
-    chunks = [
-        [layer_bytes(chain.kind_of(layer), strategies[layer], setting) for layer in part]
-        for part in parts[stage :: pipeline.num_stages]
-    ]
-    costs = [cost for chunk in chunks for cost in chunk]
-    terms: Counter[str] = Counter()
-    for cost in costs:
-        terms.update(cost.static_bytes)
-    terms["activations"] = order.peak_bytes([sum(cost.activation_bytes for cost in chunk) for chunk in chunks])
-    terms["working set"] += max(cost.transient_bytes for cost in costs)
-    in_flight = order.peak_bytes([1] * pipeline.num_chunks)
-    terms.update(_border_terms(terms, costs, in_flight, strategies[parts[stage][0]], setting))
-    return dict(terms)
-
-
-def _border_terms(
-    terms: Mapping[str, int], costs: list[LayerBytes], in_flight: int, strategy: Strategy, setting: Setting
-) -> dict[str, int]:
-    """What a framework with states of its own keeps at the borders of a stage, and gradients that it adds up late.
-
-    When those are all made, the activations of their microbatch are freed: the larger of the two counts.
-    ``strategy`` is that of the stage's first layer.
-    """
-    execution = setting.job.execution
-    sent = setting.activation_bytes // (strategy.sample_degree * strategy.sequence_degree)
-    kept = execution.kept_transfers * in_flight * sent if setting.pipeline.num_stages > 1 else 0
-    made = 0
-    if execution.accumulates_late and isinstance(execution.states, StateBytes):
-        made = terms["parameters"] * setting.job.compute_bytes // execution.states.parameters
-        made = max(0, made - sum(cost.activation_bytes for cost in costs) - max(cost.transient_bytes for cost in costs))
-    buckets = execution.bucket_bytes if strategy.data_degree > 1 else 0
-    return {"pipeline buffers": kept, "working set": made, "collective buffers": buckets}
-
-
-def _step_excess_bytes(terms: Mapping[str, int], strategy: Strategy, setting: Setting) -> int:
-    """What the optimizer's step takes beyond what the passes have freed by then; ``strategy`` as in `_border_terms`."""
-    step = setting.job.execution.step_bytes(terms.get("parameters", 0), strategy.data_degree)
-    return max(0, step - terms.get("activations", 0) - terms.get("working set", 0))
 
 
 def _stage_times(part: _PartCost) -> StageTimes:

@@ -132,15 +132,10 @@ class Job:
             self._collectives[kind, group] = known
         return lambda tensor_bytes: known(tensor_bytes) if tensor_bytes else 0.0
 
-    @cached_property
-    def known_stages(self) -> dict[Hashable, dict[str, int]]:
-        """Bytes by term of stages that were walked, by what they depend on beside the job."""
-        return {}
-
     def within(self, budget_bytes: int, *, margin_bytes: int = 0) -> "Job":
         """The same job with another budget, which shares what is known of its costs: none depends on the budget."""
         found = replace(self, budget_bytes=budget_bytes, margin_bytes=margin_bytes)
-        for name in ("_layers", "_made", "_collectives", "_collective_seconds", "known_stages"):
+        for name in ("_layers", "_made", "_collectives", "_collective_seconds"):
             found.__dict__[name] = getattr(self, name)
         return found
 

@@ -6,7 +6,10 @@ the step time that the search minimises and the memory that it bounds are
 $$T = \sum_i t_i + (mv-1)\,\max_i t_i, \qquad
 t_i = c_i + \sum_{l \in i} \Big(t(k_l, s_l) + r(k_l, s_{l-1}, s_l) + \sum_{v:\, l \in R_v} d_v(s_{o_v}, s_l)\Big)$$
 
-$$M_i = o + \sum_{l \in i} \big(a(k_l, s_l) + n_i\, b(k_l, s_l)\big) + \max_{l \in i} u(k_l, s_l) \le M$$
+$$M_i = o_i + \sum_{l \in i} \big(a(k_l, s_l) + n_i\, b(k_l, s_l)\big) + U_i \le M$$
+
+with $U_i = \max_{l \in i} u(k_l, s_l)$ where nothing is freed and no buffers wait, and else as `steelyard.cost.memory`
+defines it.
 
 The first layer of the model has no $r$; the first layer of a later stage pays $r$ from the last layer of the stage
 before it, since the receiver redistributes. A side input $v$ is a value that layers $R_v$ read besides the output of
@@ -28,7 +31,7 @@ without a layer, so the stages with the first and the last layer, which no other
 | $u$    | `transient_bytes`    | bytes | largest short-lived memory while the layer runs                           |
 | $n_i$  | `pipeline`           | –     | passes in flight on stage i: min(m, P − i) for 1F1B, m for GPipe          |
 | $v$    | `pipeline`           | –     | parts of the model on every stage                                         |
-| $o$    | `overhead_bytes`     | bytes | per device, whatever the layers: context, buffers                         |
+| $o_i$  | `overhead_of`        | bytes | per device, whatever the layers: context, buffers                         |
 
 Source: Miao et al. 2022, Eq. 1; Wang et al. 2023 (Galvatron-BMW, arXiv 2307.02031), Eqs. 3–8.
 Where the stages lie in unlike pools of devices (`Pools`), each strategy is one of a pool, and a stage takes those of
@@ -41,15 +44,18 @@ Not modelled: overlap of a switch with compute; memory of side inputs beyond wha
 import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from steelyard.errors import InvalidProblemError
 from steelyard.limits import MOST_BYTES
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import PipelineConfig, names_of
+
+LAST = ", last"
+"""Ends the name of a kind of layers that are the last of a stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,6 +89,48 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Received:
+    """Activations that stages receive, in bytes of a microbatch on one rank."""
+
+    hidden_bytes: NDArray[np.int64]
+    """[S] of what a layer of a strategy hands on"""
+    layouts: NDArray[np.int64]
+    """[S] numbers, the same for strategies with the same layout of it; those of unlike pools differ"""
+    kept: tuple[int, ...]
+    """[P] how many of them a stage holds whatever the layout"""
+    is_apart: NDArray[np.bool_]
+    """[S, S] whether it arrives in even parts, which are those of the receiver"""
+
+    def num_bytes(self, stage: int, in_flight: int) -> NDArray[np.int64]:
+        """[S, S] what a stage holds of the stage before, by the strategies on both sides of the cut.
+
+        Where the layout changes, that of every microbatch in flight beside what the first layer saves.
+        """
+        arriving = np.where(self.is_apart, self.hidden_bytes, self.hidden_bytes[:, None])
+        is_new = self.is_apart | (self.layouts[:, None] != self.layouts)
+        found: NDArray[np.int64] = arriving * (self.kept[stage] + in_flight * is_new)
+        return found
+
+    def told_apart(
+        self, legal: NDArray[np.bool_], switch: NDArray[np.float64]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+        """The tables [T, S] and [T, S, S] with one more, which tells senders of unlike layouts or bytes apart."""
+        pairs = np.stack([self.layouts, self.hidden_bytes], axis=1)
+        numbers = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1).astype(np.float64)
+        more = np.repeat(numbers[:, None], len(numbers), axis=1)
+        return np.concatenate([legal, np.ones_like(legal[:1])]), np.concatenate([switch, more[None]])
+
+    def select(self, columns: Sequence[int]) -> Self:
+        """Those of these strategies alone."""
+        return replace(
+            self,
+            hidden_bytes=self.hidden_bytes[columns],
+            layouts=self.layouts[columns],
+            is_apart=self.is_apart[np.ix_(columns, columns)],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostTables:
     """Costs of one pipeline setting; arrays are over K layer kinds and S strategies, see the module for the symbols."""
 
@@ -111,6 +159,16 @@ class CostTables:
     """[K] the kind whose bytes a layer of each kind takes where it is the last of its stage; itself where empty."""
     stage_bytes: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
     """[K, S] static bytes beside those of every stage, by the passes in flight on the stages that hold them."""
+    freed_bytes: NDArray[np.int64] | None = None
+    """[K, S] of those held what is gone once the layer has worked; what it leaves counts against it; none where None"""
+    buffer_bytes: NDArray[np.int64] | None = None
+    """[K, S] what a sharded layer has beside others that work; none where None"""
+    waiting: tuple[int, int, int] = (6, 6, 0)
+    """Of the largest of these how much inner layers, the last one, and a layer that is alone find, in sixths."""
+    stage_overheads: tuple[int, ...] = ()
+    """[P] bytes of a device that its layers do not share, where stages differ without pools"""
+    received: Received | None = None
+    """What stages hold of those before, where that depends on strategies."""
     pools: Pools | None = None
     """Where stages lie in unlike pools; ``transfer_s`` and ``overhead_bytes`` are then the least of all stages."""
 
@@ -148,6 +206,58 @@ class CostTables:
         layers = f"{len(self.layers)} layers of {len(self.kinds)} kinds ({', '.join(self.kinds)}), {count} strategies"
         return f"{shape.num_stages} stages, {shape.num_microbatches} microbatches, {shape.schedule}: {layers}"
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is freed and no buffers wait: then a stage's short-lived bytes are the most of any layer."""
+        return self.freed_bytes is None and self.buffer_bytes is None
+
+    @property
+    def are_last(self) -> NDArray[np.bool_]:
+        """[K] whether layers of a kind may be the last of a stage."""
+        found = np.full(len(self.kinds), not self.last_kinds)
+        found[list(self.last_kinds)] = True
+        return found
+
+    @property
+    def buffer_of(self) -> NDArray[np.int64]:
+        """[K, S] the bytes of buffers."""
+        return np.zeros_like(self.static_bytes) if self.buffer_bytes is None else self.buffer_bytes
+
+    @property
+    def buffers(self) -> NDArray[np.int64]:
+        """The different sizes of buffers of legal strategies, and 0, rising."""
+        return np.unique(np.append(self.buffer_of, 0))
+
+    def freed_of(self, in_flight: int) -> NDArray[np.int64]:
+        """[K, S] bytes that are gone once a layer has worked, on stages with so many passes in flight."""
+        if self.freed_bytes is None:
+            return np.zeros_like(self.static_bytes)
+        return self.freed_bytes + self.stage_bytes.get(in_flight, 0)
+
+    def moments_of(self, kinds: Sequence[int], strategies: ArrayLike, in_flight: int) -> NDArray[np.int64]:
+        """[..., layers] what these layers of a stage take beside all that they hold, as each of them works.
+
+        For ``strategies`` [..., layers]; as `steelyard.cost.memory` defines it.
+        """
+        chosen, own = np.asarray(strategies), list(kinds)
+        works, freed, sizes = (
+            table[own, chosen] for table in (self.transient_bytes, self.freed_of(in_flight), self.buffer_of)
+        )
+        inner, last, alone = self.waiting
+        if len(own) == 1:
+            only: NDArray[np.int64] = works + alone * sizes // 6
+            return only
+        gone = freed[..., ::-1].cumsum(axis=-1)[..., ::-1]
+        found: NDArray[np.int64] = works.copy()
+        found[..., :-1] += inner * sizes.max(axis=-1, keepdims=True) // 6 - gone[..., 1:]
+        found[..., -1] += last * sizes[..., :-1].max(axis=-1) // 6
+        return found
+
+    def transient_of(self, kinds: Sequence[int], strategies: ArrayLike, in_flight: int) -> NDArray[np.int64]:
+        """[...] the most of these."""
+        found: NDArray[np.int64] = self.moments_of(kinds, strategies, in_flight).max(axis=-1)
+        return found
+
     def static_of(self, in_flight: int) -> NDArray[np.int64]:
         """[K, S] static bytes on stages with so many passes in flight."""
         return self.static_bytes + self.stage_bytes.get(in_flight, 0)
@@ -161,18 +271,30 @@ class CostTables:
         fits = self.activation_bytes <= room // in_flight
         return static + np.where(fits, in_flight * np.where(fits, self.activation_bytes, 0), room)
 
-    def with_last_kinds(
-        self, static_bytes: NDArray[np.int64], activation_bytes: NDArray[np.int64], *, apart: Container[int] = ()
-    ) -> "CostTables":
-        """The tables with these bytes [K, S] for the last layer of every stage, but for the kinds ``apart``."""
+    def with_last_kinds(self, *, apart: Container[int] = (), **tables: NDArray[np.int64]) -> "CostTables":
+        """The tables with these [K, S] for the last layer of every stage, but for the kinds ``apart``, always last."""
         num_kinds = len(self.kinds)
+        whole: dict[str, Any] = {n: np.concatenate([getattr(self, n), table]) for n, table in tables.items()}
         return replace(
             self.select(kinds=[*range(num_kinds)] * 2),
-            kinds=(*self.kinds, *(f"{name}, last" for name in self.kinds)),
+            kinds=(*self.kinds, *(name + LAST for name in self.kinds)),
             last_kinds=tuple(kind if kind in apart else kind + num_kinds for kind in range(num_kinds)) * 2,
-            static_bytes=np.concatenate([self.static_bytes, static_bytes]),
-            activation_bytes=np.concatenate([self.activation_bytes, activation_bytes]),
+            **whole,
         )
+
+    def as_plain(self) -> "CostTables":
+        """Tables in which nothing is freed and no layer is another at the end of a stage, which bound from above."""
+        lasts, count = self.last_kinds or tuple(range(len(self.kinds))), self.pipeline.num_stages
+        names = ("static_bytes", "activation_bytes", "transient_bytes")
+        beside = self.transient_bytes + max(self.waiting) * self.buffer_of // 6
+        most: dict[str, Any] = {
+            name: np.maximum(table, table[list(lasts)])
+            for name, table in zip(names, (self.static_bytes, self.activation_bytes, beside), strict=True)
+        }
+        kept = [kind for kind, name in enumerate(self.kinds) if not name.endswith(LAST)]
+        overhead = max(self.overhead_of(stage) for stage in range(count))
+        whole = replace(self, **most, freed_bytes=None, buffer_bytes=None, stage_bytes={}, received=None, last_kinds=())
+        return replace(whole.select(kinds=kept), overhead_bytes=overhead, stage_overheads=(), waiting=(6, 6, 0))
 
     def switches_of(self, kinds: Sequence[int]) -> NDArray[np.float64]:
         """[kinds, S, S] the ``switch_s`` of these kinds; one table for all of them where all kinds share one."""
@@ -209,6 +331,9 @@ class CostTables:
             static_bytes=self.static_bytes[pairs],
             activation_bytes=self.activation_bytes[pairs],
             transient_bytes=self.transient_bytes[pairs],
+            freed_bytes=None if self.freed_bytes is None else self.freed_bytes[pairs],
+            buffer_bytes=None if self.buffer_bytes is None else self.buffer_bytes[pairs],
+            received=self.received and self.received.select(columns),
             switch_s=self.switches_of(rows) if strategies is None else self.switch_s[np.ix_(rows, columns, columns)],
             side_inputs=tuple(
                 replace(side, seconds=side.seconds[np.ix_(columns, columns)]) for side in self.side_inputs
@@ -238,15 +363,19 @@ class CostTables:
 
     def overhead_of(self, stage: int) -> int:
         """Bytes of a device of a stage that its layers do not share."""
-        return self.overhead_bytes if self.pools is None else self.pools.overhead_bytes[stage]
+        if self.pools is not None:
+            return self.pools.overhead_bytes[stage]
+        return self.stage_overheads[stage] if self.stage_overheads else self.overhead_bytes
 
     def rooms(self, budget_bytes: int) -> tuple[int, ...]:
         """[P] what the layers of each stage may share of a budget per device."""
         return tuple(budget_bytes - self.overhead_of(stage) for stage in range(self.pipeline.num_stages))
 
-    def likeness(self, stage: int) -> tuple[int, int, int, float]:
+    def likeness(self, stage: int) -> tuple[int, int, int, int, float]:
         """The same for stages that cost the same whatever layers they hold, but for what lies before and behind."""
-        return self.pipeline.in_flight(stage), self.pool_of(stage), self.overhead_of(stage), self.received_s(stage)
+        kept = 0 if self.received is None else self.received.kept[stage]
+        pool, overhead = self.pool_of(stage), self.overhead_of(stage)
+        return self.pipeline.in_flight(stage), pool, overhead, kept, self.received_s(stage)
 
     def least_layers(self, stage: int) -> int:
         """The fewest layers that ``stage`` may hold."""

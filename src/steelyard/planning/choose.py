@@ -8,7 +8,6 @@ from functools import partial
 
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
-from steelyard.cost.memory_floor import Floors
 from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job, Setting
@@ -17,7 +16,7 @@ from steelyard.plan.certificate import Certificate
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative
-from steelyard.planning.acceptance import Acceptance, accept
+from steelyard.planning.acceptance import Acceptance, Accepted, accept
 from steelyard.planning.job import job_of
 from steelyard.planning.margin import warnings_of, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
@@ -27,7 +26,6 @@ from steelyard.planning.price import prediction_of
 from steelyard.planning.problem import make_tables
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.uniform import uniform_tables
-from steelyard.planning.walked_settings import Accepted
 from steelyard.search import TIME_LIMIT_S, NearestMiss, OnDemand, SearchResult, SettingOutcome
 from steelyard.units import format_bytes, format_plural
 
@@ -49,8 +47,6 @@ class PlanningResult:
     miss_text: str
     others: tuple[tuple[Plan, PlanCost], ...] = ()
     """The best plans of other pipeline settings that the simulator priced, without their predictions, fastest first."""
-    floors: Floors | None = None
-    """Of the tables, as far as they were asked for; None for several pools."""
     has_margin: bool = True
     """False for a plan that takes of the margin of the job, since none leaves it free."""
     bounded_tables: tuple[OnDemand, ...] = ()
@@ -82,18 +78,15 @@ def plan_job(
     top: int = NUM_RESCORED,
     time_limit_s: float | None = TIME_LIMIT_S,
     tables: tuple[OnDemand, ...] | None = None,
-    floors: Floors | None = None,
     to_the_end: bool = True,
 ) -> PlanningResult:
     """Searches every pipeline setting of a job and turns the best into a plan.
 
     ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``tables`` saves
-    making the cost tables again where `make_tables` was asked for those of this job and these decisions, ``floors``
-    making those of this job. ``to_the_end`` as in `accept`; else no more than ``top`` are priced.
+    making the cost tables again where `make_tables` was asked for those of this job and these decisions. Not
+    ``to_the_end`` prices no more than ``top``, and over pools leaves out what gains little (`search_pools`).
 
     The simulator ranks every setting where `ranks_all` says so.
-
-    Only plans that the walk accepts are priced (`steelyard.planning.acceptance`), so all of them fit as reported.
 
     The time limit is that of tables and search together. Of settings without tables by then no more is known than what
     computing takes.
@@ -101,14 +94,13 @@ def plan_job(
     Where no plan leaves the margin of the job free, the fastest within all the memory that there is.
     """
     if isinstance(job, Job):
-        floors, tables = floors or Floors(job), tables or make_tables(job, decisions)
+        tables = tables or make_tables(job, decisions)
     plan_within = partial(
         _plan_within,
         decisions=decisions,
         top=top,
         time_limit_s=time_limit_s,
         tables=tables or (),
-        floors=floors,
         to_the_end=to_the_end,
     )
     found = plan_within(job)
@@ -130,13 +122,12 @@ def _plan_within(
     top: int,
     time_limit_s: float | None,
     tables: tuple[OnDemand, ...],
-    floors: Floors | None,
     to_the_end: bool,
 ) -> PlanningResult:
     """As `plan_job`, within the budget of the job."""
     started, given = time.monotonic(), tables
     if decisions.uniform and isinstance(job, Job):
-        tables = _uniform(job, tables, floors or Floors(job))
+        tables = _uniform(job, tables)
     num_rescored = len(tables) if ranks_all(job) else max(top, NUM_RESCORED if to_the_end else 1)
     if isinstance(job, PooledJob):
         space = PooledSpace(job, decisions)
@@ -149,8 +140,6 @@ def _plan_within(
             num_alternatives=num_rescored - 1,
             partition=decisions.stage_partition,
             time_limit_s=time_limit_s,
-            floors=floors,
-            to_the_end=to_the_end,
         )
     searched_s = time.monotonic() - started
     result = PlanningResult(
@@ -161,7 +150,6 @@ def _plan_within(
         cost=None,
         miss=found.search.nearest_miss,
         miss_text="",
-        floors=floors,
         bounded_tables=found.bounded(tables) if tables is given and tables else given,
     )
     if not found.ranked:
@@ -190,9 +178,9 @@ def _plan_within(
     )
 
 
-def _uniform(job: Job, tables: tuple[OnDemand, ...], floors: Floors) -> tuple[OnDemand, ...]:
+def _uniform(job: Job, tables: tuple[OnDemand, ...]) -> tuple[OnDemand, ...]:
     """The tables of the uniform plans within the budget of a job; raises `UserError` where no strategy is legal."""
-    found = uniform_tables(job, tables, floors.of)
+    found = uniform_tables(job, tables)
     if not found:
         raise UserError(
             field="--uniform",
@@ -261,10 +249,7 @@ def _certificate(found: SearchResult, best: int, num_simulated: int, time_limit_
 
 
 def _why_lost(job: Job, outcome: SettingOutcome) -> str:
-    """The reason of the search; bytes that are missing are those of a device, the allocator's slack included.
-
-    The search knows what no plan of the setting takes less than (`steelyard.cost.memory_floor`).
-    """
+    """The reason of the search; bytes that are missing are those of a device, the allocator's slack included."""
     miss = outcome.result.miss
     if miss is None:
         return _why_unmeasured(job, outcome) or outcome.reason

@@ -186,7 +186,7 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
     assert result.plan is not None, "completed where there is a plan"
     solved = replace(request, cluster=job.cluster, global_batch=job.global_batch, seq_len=job.seq_len, objective="time")
     limit_s, tables = request.time_limit_s, result.bounded_tables
-    study = Study(solved, job, tables=tables, floors=result.floors, time_limit_s=limit_s)
+    study = Study(solved, job, tables=tables, time_limit_s=limit_s)
     found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
     best, *others = study.reconciled([found, *(study.answer(each) for each in baselines())])
     plan = _at_least_as_fast(result.plan, best, job)
@@ -199,7 +199,6 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
             request.decisions,
             num_fallbacks=request.num_fallbacks,
             tables=result.bounded_tables,
-            floors=result.floors,
         )
     return replace(result, plan=plan)
 

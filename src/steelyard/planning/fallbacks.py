@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.plan.decisions import Decisions
@@ -30,20 +29,18 @@ def with_fallbacks(
     *,
     num_fallbacks: int,
     tables: Sequence[OnDemand],
-    floors: Floors | None = None,
 ) -> Plan:
     """The plan with up to ``num_fallbacks`` others in it, each a fast one within a share of the memory of the plan.
 
     Where nothing fits into a share, the last is the plan of least memory. ``tables`` are the cost tables of this job
-    and these decisions, bounded or not; ``floors`` of the job save making them.
+    and these decisions, bounded or not.
     """
-    floors = floors or Floors(job)
     if num_fallbacks < 1 or plan.prediction is None:
         return plan
     found: list[Plan] = []
     for share in MEMORY_SHARES:
         budget = math.floor(share * peak_bytes(plan))
-        result = _fastest_within(budget, job, decisions, tuple(tables), floors)
+        result = _fastest_within(budget, job, decisions, tuple(tables))
         assert isinstance(result.job, Job), "of one pool"
         less, job, tables = result.plan, result.job, result.bounded_tables
         if less is None or peak_bytes(less) >= peak_bytes(found[-1] if found else plan):
@@ -66,7 +63,7 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
         if len(found) >= num_plans:
             break
         limit_s = SETTING_LIMIT_S
-        one = accept(job, [tables], num_alternatives=0, time_limit_s=limit_s, floors=result.floors, to_the_end=False)
+        one = accept(job, [tables], num_alternatives=0, time_limit_s=limit_s)
         found += [(each.plan, predict(each.plan, job)) for each in one.ranked[:1]]
     found.sort(key=lambda each: each[1].step_time_s)
     kept = tuple(_as_fallback(with_cost(plan, job, cost)) for plan, cost in found)
@@ -82,15 +79,13 @@ def _most_promising(result: PlanningResult) -> list[OnDemand]:
     return [result.tables[each.index] for each in left]
 
 
-def _fastest_within(
-    budget_bytes: int, job: Job, decisions: Decisions, tables: tuple[OnDemand, ...], floors: Floors
-) -> PlanningResult:
+def _fastest_within(budget_bytes: int, job: Job, decisions: Decisions, tables: tuple[OnDemand, ...]) -> PlanningResult:
     """A fast plan within a budget, or where none fits the one that misses it least within that of the job.
 
     One that saves a run from ending, not the plan to train with: the search does not go to the end.
     """
     tight = job.within(budget_bytes)
-    search = partial(plan_job, decisions=decisions, top=1, tables=tables, floors=floors, to_the_end=False)
+    search = partial(plan_job, decisions=decisions, top=1, tables=tables, to_the_end=False)
     result = search(tight)
     if result.plan is not None or result.miss is None:
         return result

@@ -249,6 +249,8 @@ def _narrowed(
         for column, place in enumerate(kept):
             is_met = place in mine and all(_meets(full.strategies[place], kind, pin) for pin in asked)
             legal[row, column] = is_met and chosen.legal[row, column]
+    if chosen.last_kinds:
+        legal[list(chosen.last_kinds)] |= legal[np.arange(len(legal)) % len(job.chain.kinds)]
     if all(legal[row].any() for row in set(full.layers)):
         yield replace(chosen, legal=legal)
 

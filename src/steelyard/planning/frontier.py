@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from steelyard.cost.build import usable_bytes
-from steelyard.cost.memory_floor import floor_tables
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
@@ -15,7 +14,6 @@ from steelyard.planning.plan_from_search import describe, grouped_plan, summaris
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import make_tables
 from steelyard.planning.request import PlanRequest
-from steelyard.planning.walked_settings import walked_bytes
 from steelyard.search.tradeoff import sampled_frontier
 
 SHOWN_BUDGETS = 2
@@ -71,29 +69,26 @@ def memory_points(
 ) -> tuple[tuple[FrontierPoint, ...], bool]:
     """Points of the frontier of time against memory, fastest first, and whether none between them is missing.
 
-    The point within the budget is what `plan_job` chooses. The others are the fastest within floors of the memory
-    (`steelyard.cost.memory_floor`), with the memory that the walk finds and the time of the simulator; one that is no
-    faster than a point of less memory is left out.
+    The point within the budget is what `plan_job` chooses. The others are the fastest within their memory, with the
+    time of the simulator; one that is no faster than a point of less memory is left out.
     """
     progress("building cost tables")
     tables = make_tables(job, request.decisions)
     budget = usable_bytes(job)
     progress(f"searching {max_searches} memory budgets")
-    floors = [floor_tables(each.tables, job)[0] for each in tables]
     frontier = sampled_frontier(
-        floors,
+        [each.tables for each in tables],
         most_bytes=SHOWN_BUDGETS * budget,
         budgets=(budget,),
         max_searches=max_searches,
         time_limit_s=request.time_limit_s,
     )
     plans = [grouped_plan(job, step.outcome) for step in frontier.steps]
-    is_exact = all(walked_bytes(plan, job) == step.peak_bytes for plan, step in zip(plans, frontier.steps, strict=True))
     points = [frontier_point(job, plan) for plan in plans]
     chosen = plan_job(job, request.decisions, time_limit_s=request.time_limit_s, tables=tables).plan
     if chosen is not None:
         points.append(frontier_point(job, chosen, is_chosen=True))
-    return falling(points), frontier.is_complete and is_exact
+    return falling(points), frontier.is_complete
 
 
 def falling(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:

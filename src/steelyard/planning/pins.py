@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.tables import CostTables
+from steelyard.cost.tables import LAST, CostTables
 from steelyard.errors import InvalidPlanError, UserError, nearest
 from steelyard.model.chain import ModelChain
 from steelyard.plan.decisions import Decisions
@@ -110,6 +110,9 @@ def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
     for layer, kind in enumerate(tables.layers):
         key = (kind, tuple(index for index, pin in enumerate(pins) if pin.covers(layer)))
         layers.append(kinds.setdefault(key, len(kinds)))
+    ends = {each: (tables.last_kinds[each[0]], each[1]) for each in kinds} if tables.last_kinds else {}
+    for end in ends.values():
+        kinds.setdefault(end, len(kinds))
     source = [kind for kind, _ in kinds]
     chosen = tables.select(kinds=source, layers=layers)
     legal = chosen.legal.copy()
@@ -118,8 +121,14 @@ def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
             legal[row] &= _allowed(pins[index], row, chosen)
     return replace(
         chosen,
-        kinds=tuple(tables.kinds[kind] + "".join(f" ({pins[index].text})" for index in own) for kind, own in kinds),
+        kinds=tuple(
+            tables.kinds[kind].removesuffix(LAST)
+            + "".join(f" ({pins[index].text})" for index in own)
+            + (LAST if tables.kinds[kind].endswith(LAST) else "")
+            for kind, own in kinds
+        ),
         legal=legal,
+        last_kinds=tuple(kinds[ends.get(each, each)] for each in kinds) if ends else (),
     )
 
 

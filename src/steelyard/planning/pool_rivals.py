@@ -12,11 +12,10 @@ from steelyard.plan.choices import Explanation, Rival
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import divisors
-from steelyard.planning.acceptance import accept
+from steelyard.planning.acceptance import Accepted, accept
 from steelyard.planning.choose import plan_job
 from steelyard.planning.pool_space import SAME, PooledSetting, PooledSpace
 from steelyard.planning.variants import Answer
-from steelyard.planning.walked_settings import Accepted
 from steelyard.search.balance import even_boundaries
 
 

@@ -16,11 +16,12 @@ from dataclasses import replace
 from steelyard.cost.pools import PooledJob
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
-from steelyard.planning.acceptance import Acceptance, accept
+from steelyard.planning.acceptance import Acceptance, Accepted, accept
 from steelyard.planning.pool_space import LEVELS, SAME, PooledSetting, PooledSpace
-from steelyard.planning.walked_settings import LEAST_GAIN, Accepted
 from steelyard.search.least_memory import IMPOSSIBLE
 
+LEAST_GAIN = 0.01
+"""Of a step what a plan must gain to be looked for, once there is one, where the search does not go to the end."""
 RIVALS = 8
 """Settings that are searched at most though only the simulator may find them the faster."""
 ROUNDS = (1, 7, 24)
@@ -34,8 +35,9 @@ def search_pools(
     time_limit_s: float | None = None,
     to_the_end: bool = True,
 ) -> Acceptance:
-    """The fastest accepted plans of all settings of a space; ``to_the_end`` as in `accept`.
+    """The fastest plans of all settings of a space that fit.
 
+    Not ``to_the_end`` leaves out, once there is a plan, those that gain less than `LEAST_GAIN` of a step.
     What the search and bounds say of settings is of those that were searched together last.
     """
     deadline = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
@@ -64,9 +66,7 @@ def search_pools(
             [space.tables(settings[index]) for index in taken],
             num_alternatives=0,
             time_limit_s=None if time_limit_s is None else max(0.0, deadline - time.monotonic()),
-            floors=space.floors,
             cutoff_s=goal_s,
-            to_the_end=to_the_end,
         )
         num_rounds += 1
         bounds.append(found.search.lower_bound_s)
@@ -113,7 +113,7 @@ def _nearest(
     for bound, place in promising:
         if bound >= least:
             break
-        found = accept(job, [space.tables(settings[place])], floors=space.floors)
+        found = accept(job, [space.tables(settings[place])])
         if _missing_bytes(found) < least:
             nearest, least = found, int(_missing_bytes(found))
     return nearest

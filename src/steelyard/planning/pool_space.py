@@ -18,14 +18,12 @@ from steelyard.cost.build import (
     KnownCosts,
     LayerCosts,
     build_tables,
-    context_bytes,
     least_times_s,
     transfer_s,
     usable_bytes,
 )
-from steelyard.cost.layer_parts import IntTable
-from steelyard.cost.memory_floor import floor_likeness, held_floors
-from steelyard.cost.pools import Placement, PooledFloors, PooledJob, pooled_tables
+from steelyard.cost.memory import context_bytes
+from steelyard.cost.pools import Placement, PooledJob, pooled_tables
 from steelyard.cost.setting import Setting
 from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
@@ -70,8 +68,6 @@ class PooledSpace:
         self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
         self._stage_layers: dict[tuple[int, int, int, int, bool], _StageLayers] = {}
         self._known_runs: dict[tuple[int, ...], PoolRuns] = {}
-        self.floors = PooledFloors(job)
-        """Of the tables of all settings."""
         self._made: dict[tuple[Placement, PipelineConfig], CostTables] = {}
         self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.kinds)).tolist()
         self._computed: dict[tuple[int, int, int], tuple[list[float], PricedLayers]] = {}
@@ -149,11 +145,12 @@ class PooledSpace:
     def _runs(self, pool: int, size: int, pipeline: PipelineConfig) -> PoolRuns:
         job = self._job.pools[pool]
         apart = pipeline.num_stages if job.chain.sums_tied else 0
-        key = (pool, size, apart, *floor_likeness(pipeline))
+        count, flights = pipeline.num_microbatches, map(pipeline.in_flight, range(pipeline.num_stages))
+        key = pool, size, apart, count, min(pipeline.num_stages, 2), count in flights
         if key not in self._known_runs:
             setting = Setting(job=job, pipeline=pipeline, stage_size=size)
             tables = build_tables(setting, self._strategies(pool, size), self._known[pool], pooled=True)
-            self._known_runs[key] = PoolRuns(self.floors.of_part(pool, tables)[0], usable_bytes(job) + 1)
+            self._known_runs[key] = PoolRuns(tables, usable_bytes(job))
         return self._known_runs[key]
 
     def _stages(self, setting: PooledSetting, *, are_made: bool = False) -> list["_StageLayers"]:
@@ -266,23 +263,20 @@ class _StageLayers:
         time_s: NDArray[np.float64],
         counts: Sequence[int],
     ) -> None:
-        self._setting, self._costs, self._time_s = setting, costs, time_s
-        self._held: IntTable | None = None
+        self._costs, self._time_s = costs, time_s
         self._within: dict[tuple[int, bool], PricedLayers] = {}
         self.transfer_s = transfer_s(setting)
         self.fastest = priced_layers(costs.legal, time_s, np.zeros(costs.legal.shape, dtype=np.int64), counts)
         """By their times alone."""
-        self.room_bytes = usable_bytes(setting.job) + 1 - context_bytes(setting)
+        self.room_bytes = usable_bytes(setting.job) - context_bytes(setting)
 
     def within(self, in_flight: int, counts: Sequence[int], *, has_gradients: bool) -> PricedLayers:
         """With the bytes that they hold with so many microbatches in flight, at least."""
         key = in_flight, has_gradients
         if key not in self._within:
             costs = self._costs
-            if self._held is None:
-                self._held = held_floors(costs.strategies, costs.legal, self._setting)
-            static, saved, gradients = self._held
-            num_bytes = static + in_flight * saved + has_gradients * gradients
+            terms = costs.rows.terms
+            num_bytes = terms[[0, 2, 3, 4]].sum(axis=0) + in_flight * terms[5] + has_gradients * terms[1]
             self._within[key] = priced_layers(costs.legal, self._time_s, num_bytes, counts)
         return self._within[key]
 

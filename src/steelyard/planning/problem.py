@@ -60,13 +60,13 @@ def _made(setting: Setting, offered: tuple[Strategy, ...], known: KnownCosts, pi
 
 
 def problem_of(job: Job, tables: Sequence[OnDemand]) -> "Problem":
-    """The cost tables of all these settings of a job as a problem file holds them."""
+    """The cost tables of all these settings of a job as a problem file holds them: memory as plain sums, from above."""
     from steelyard.search.problem import Problem
 
     return Problem(
         name=f"{job.chain.name} on {job.cluster.name}",
         budget_bytes=usable_bytes(job),
-        settings=tuple(each.tables for each in tables),
+        settings=tuple(each.tables.as_plain() for each in tables),
         samples=(job.global_batch,) * len(tables),
     )
 

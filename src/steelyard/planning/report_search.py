@@ -23,7 +23,6 @@ from steelyard.planning.plan_from_search import describe
 from steelyard.planning.price import with_cost
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import Study, within
-from steelyard.planning.walked_settings import walked_bytes
 
 SEARCH_SHARE = 0.04
 """Of the time, for one search."""
@@ -118,7 +117,7 @@ def _within(study: Study, budget_bytes: int) -> _Found:
     if found.plan is None:
         return _Found(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None)
     point = frontier_point(study.job, found.plan)
-    peak = walked_bytes(found.plan, study.job)
+    peak = int(point.memory_bytes / (1 + slack_fraction(study.job)))
     return _Found(budget_bytes=budget_bytes, peak_bytes=peak, step_s=point.step_time_s, point=point)
 
 

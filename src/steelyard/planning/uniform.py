@@ -21,14 +21,11 @@ from numpy.typing import NDArray
 
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.setting import Job
-from steelyard.cost.tables import CostTables
+from steelyard.cost.tables import LAST, CostTables
 from steelyard.model.chain import LayerRole
 from steelyard.plan.strategy import Strategy
 from steelyard.search import OnDemand, search
 from steelyard.search.frontier import distinct
-
-FloorsOf = Callable[[CostTables], Sequence[CostTables]]
-
 
 MOST_MISSES = 16
 """Plans that do not fit of which the nearest miss is looked for."""
@@ -41,34 +38,20 @@ class UniformChoice:
     index: int
     """Of the setting among those given."""
     setting: CostTables
-    floor: CostTables
-    """The setting with bytes that no plan of it is below."""
     column: NDArray[np.int64]
     """[K] the strategy of each kind of layer."""
     least_s: float
     """What no plan of it is faster than: all stages alike, and nothing sent between them, or what is known of all."""
     least_bytes: float
-    """What the fullest device of any plan of it holds at least: all of them alike, by the floor of the setting."""
+    """What the fullest device of any plan of it holds at least: all of them alike."""
 
     def tables(self) -> CostTables:
         """The cost tables of this choice alone."""
         return _narrowed(self.setting, self.column)
 
-    def floor_tables(self) -> CostTables:
-        """The same of the floor, whose kinds tell more places apart."""
-        column = np.full(len(self.floor.kinds), self.column[self.setting.layers[0]])
-        column[list(self.floor.layers)] = self.column[list(self.setting.layers)]
-        for kind in {*self.floor.layers} if self.floor.last_kinds else ():
-            column[self.floor.last_kinds[kind]] = column[kind]
-        return _narrowed(self.floor, column)
 
-
-def uniform_tables(
-    job: Job, given: Sequence[OnDemand], floors_of: FloorsOf, *, deadline: float = math.inf
-) -> list[CostTables]:
+def uniform_tables(job: Job, given: Sequence[OnDemand], *, deadline: float = math.inf) -> list[CostTables]:
     """Cost tables of the uniform plans that may be the fastest, for each strategy and remat choice its own.
-
-    ``floors_of`` makes of the tables of a setting some with bytes that no plan of it is below.
 
     Left out are those that cannot fit, unless none can, those that are slower than one that is found at once, and after
     ``deadline``, a `time.monotonic` value, all that promise less than those before.
@@ -76,17 +59,16 @@ def uniform_tables(
     seen: list[UniformChoice] = []
     kept: list[UniformChoice] = []
     reached_s = [math.inf]
-    for choice in uniform_choices(job, given, floors_of, known_s=lambda: min(reached_s)):
+    for choice in uniform_choices(job, given, known_s=lambda: min(reached_s)):
         if kept and time.monotonic() > deadline:
             break
         seen.append(choice)
-        if choice.least_bytes > usable_bytes(job) + 1:
+        if choice.least_bytes > usable_bytes(job):
             continue
-        bound = search([choice.floor_tables()], usable_bytes(job) + 1, num_alternatives=0).best
-        if bound is not None and bound.score_s <= min(reached_s):
+        found = search([choice.tables()], usable_bytes(job), num_alternatives=0).best
+        if found is not None and found.score_s <= min(reached_s):
             kept.append(choice)
-            found = search([choice.tables()], usable_bytes(job), num_alternatives=0).best
-            reached_s.append(math.inf if found is None else found.score_s)
+            reached_s.append(found.score_s)
     kept = kept or sorted(seen, key=lambda each: each.least_bytes)[:MOST_MISSES]
     return [each.tables() for each in kept]
 
@@ -94,7 +76,6 @@ def uniform_tables(
 def uniform_choices(
     job: Job,
     given: Sequence[OnDemand],
-    floors_of: FloorsOf,
     *,
     known_s: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[UniformChoice]:
@@ -112,7 +93,7 @@ def uniform_choices(
         if choice is not None:
             yield choice
             continue
-        for number, each in enumerate(_choices(index, given[index], floors_of, job)):
+        for number, each in enumerate(_choices(index, given[index], job)):
             heapq.heappush(waiting, (each.least_s, index, number, each))
 
 
@@ -124,12 +105,13 @@ def _narrowed(tables: CostTables, column: NDArray[np.int64]) -> CostTables:
     return narrowed
 
 
-def _choices(index: int, given: OnDemand, floors_of: FloorsOf, job: Job) -> Iterator[UniformChoice]:
+def _choices(index: int, given: OnDemand, job: Job) -> Iterator[UniformChoice]:
     """The choices of a setting that are legal for every layer."""
     tables, pipeline = given.tables, given.pipeline
-    floor = floors_of(tables)[0]
     roles = {each.name: each.role for each in job.chain.kinds}
-    is_block = np.array([[roles[name.partition(" (")[0]] is LayerRole.BLOCK] for name in tables.kinds], dtype=bool)
+    is_block = np.array(
+        [[roles[name.removesuffix(LAST).partition(" (")[0]] is LayerRole.BLOCK] for name in tables.kinds], dtype=bool
+    )
     blocks, dense, ends, undivided = _alike(tables.strategies)
     of_ends = np.where(tables.legal[:, ends], ends, undivided)
     columns = np.where(is_block, np.where(tables.legal[:, blocks], blocks, dense), of_ends)
@@ -138,17 +120,15 @@ def _choices(index: int, given: OnDemand, floors_of: FloorsOf, job: Job) -> Iter
     has_all = tables.legal[rows, columns][counts > 0].all(axis=0) & np.any(columns == blocks, axis=0)
     columns = columns[:, has_all]
     work_s = counts @ tables.time_s[rows, columns]
-    held = floor.static_bytes + floor.activation_bytes
-    places = np.array(list(zip(floor.layers, tables.layers, strict=True)))
-    num_bytes = held[places[:, :1], columns[places[:, 1]]].sum(axis=0)
+    least = min(map(pipeline.in_flight, range(pipeline.num_stages)))
+    num_bytes = counts @ tables.held_bytes(least)[rows, columns]
     for number, (least_s, least_bytes) in enumerate(zip(work_s.tolist(), num_bytes.tolist(), strict=True)):
         yield UniformChoice(
             index=index,
             setting=tables,
-            floor=floor,
             column=columns[:, number],
             least_s=max(given.least_s, least_s * (1 + (pipeline.num_passes - 1) / pipeline.num_stages)),
-            least_bytes=floor.overhead_bytes + least_bytes / pipeline.num_stages,
+            least_bytes=tables.overhead_bytes + least_bytes / pipeline.num_stages,
         )
 
 

@@ -26,7 +26,6 @@ from functools import partial
 
 import numpy as np
 
-from steelyard.cost.memory_floor import Floors
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
@@ -43,7 +42,8 @@ from steelyard.planning.problem import make_tables, pipeline_settings, space_opt
 from steelyard.planning.request import Budget, PlanRequest
 from steelyard.planning.uniform import uniform_tables
 from steelyard.schedules import SCHEDULES, PipelineConfig
-from steelyard.search import OnDemand, SpaceOptions, nearest_miss, refusal
+from steelyard.search import OnDemand, SpaceOptions, refusal
+from steelyard.search.partition import least_plan
 from steelyard.units import format_plural
 
 ANY_PLAN = "any plan"
@@ -180,12 +180,10 @@ class Study:
         job: Job,
         *,
         tables: Sequence[OnDemand] | None = None,
-        floors: Floors | None = None,
         time_limit_s: float | None,
     ) -> None:
         self.request, self.job, self.time_limit_s = request, job, time_limit_s
         self._tables = tuple(make_tables(job, request.decisions) if tables is None else tables)
-        self._floors = floors or Floors(job)
         self._bounded = {job.budget_bytes: self._tables}
         """The tables with what is proven of them within budgets: it holds within less."""
 
@@ -195,9 +193,9 @@ class Study:
         return tuple(each.pipeline for each in self._tables)
 
     def least_bytes(self) -> int | None:
-        """Return the least memory that a plan takes by the cost tables; None where none is legal."""
-        misses = (nearest_miss(each.tables, 0) for each in self._tables)
-        return min((miss.needed_bytes for miss in misses if miss is not None), default=None)
+        """Return what a plan of little memory takes by the cost tables; None where none is legal."""
+        smallest = (least_plan(each.tables) for each in self._tables)
+        return min((plan.peak_bytes for plan in smallest if plan is not None), default=None)
 
     def of(self, plan: Plan, step_s: float, peak_bytes: int) -> Answer:
         """Return a plan that is known as an answer to the request itself."""
@@ -222,7 +220,7 @@ class Study:
         if not tables:
             return answer
         are_own = request.decisions == self.request.decisions and not request.decisions.uniform
-        found = self._accepted(job, tables, are_own=are_own)
+        found = self._accepted(job, tables)
         bounded = found.bounded(tables)
         if are_own:
             self._bounded[job.budget_bytes] = bounded
@@ -271,9 +269,8 @@ class Study:
             and all(refusal(strategy, options) is None for strategy in set(plan.strategies))
         )
 
-    def _accepted(self, job: Job, tables: Sequence[OnDemand], *, are_own: bool) -> Acceptance:
-        """What of these tables, the request's own or others, fits within the budget of a job."""
-        floors = self._floors if are_own else self._floors.of_others()
+    def _accepted(self, job: Job, tables: Sequence[OnDemand]) -> Acceptance:
+        """What of these tables fits within the budget of a job."""
         count = len(tables) if ranks_all(job) else 1
         return accept(
             job,
@@ -281,7 +278,6 @@ class Study:
             num_exact=count,
             num_alternatives=count - 1,
             time_limit_s=self.time_limit_s,
-            floors=floors,
         )
 
     def _job(self, request: PlanRequest) -> Job:
@@ -308,7 +304,7 @@ class Study:
         if not decisions.uniform:
             return tables
         limit_s = math.inf if self.time_limit_s is None else self.time_limit_s
-        found = uniform_tables(job, tables, self._floors.of, deadline=time.monotonic() + limit_s)
+        found = uniform_tables(job, tables, deadline=time.monotonic() + limit_s)
         return [OnDemand.of(each) for each in found]
 
 

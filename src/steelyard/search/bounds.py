@@ -8,8 +8,9 @@ h_{\lambda,\tau}(k) = \min_{s:\, u(k, s) \le \tau} \big(t(k, s) + \lambda\, b_i(
 
 seconds, since a plan that fits, and whose transient peak is $\tau$, saves nothing by paying for its bytes and being
 paid for the room that the peak leaves. Neighbouring peaks share a level as in `layers`. Switches cost at least nothing
-and are left out. The bound grows with the run, and is a difference of prefix sums. The best price is a slope of the
-lower convex hull of some kind's (bytes, seconds) points, so only these are tried.
+and are left out. While an inner layer works, those behind it may have freed what they can; the last layer of the run
+works first, with nothing freed. The bound grows with the run, and is a difference of prefix sums. The best price is a
+slope of the lower convex hull of some kind's (bytes, seconds) points, so only these are tried.
 
 | symbol          | name           | unit  | meaning                                                      |
 |-----------------|----------------|-------|--------------------------------------------------------------|
@@ -51,8 +52,10 @@ class StageBounds:
     """[J] lower edges of the levels of transient peak"""
     prefix_s: FloatArray
     """[J, A, L + 1] priced cost of the first layers, those without an option in the level left out"""
+    ended_s: FloatArray
+    """[J, A, L + 1] the same where the last of them ends the run"""
     missing: IntArray
-    """[J, L + 1] how many of the first layers have no option in the level"""
+    """[J, L + 1] how many of the first layers, as inner ones, have no option in the level"""
 
     def matrix(self, starts: tuple[int, int], ends: tuple[int, int]) -> FloatArray:
         """[starts, ends] lower bounds in seconds, transfer included; infinite for empty runs.
@@ -61,7 +64,15 @@ class StageBounds:
         """
         found = np.empty((starts[1], ends[1]))
         kernels.run_bounds(
-            self.prefix_s, self.missing, self.prices, self.lower, self.room_bytes, starts[0], ends[0], found
+            self.prefix_s,
+            self.ended_s,
+            self.missing,
+            self.prices,
+            self.lower,
+            self.room_bytes,
+            starts[0],
+            ends[0],
+            found,
         )
         found += self.transfer_s
         return found
@@ -69,7 +80,7 @@ class StageBounds:
     def good_prices(self, start: int, end: int) -> FloatArray:
         """Prices around those that bound this run best on each level, and 0."""
         room = (self.room_bytes - self.lower).astype(np.float64)
-        paid = self.prefix_s[:, :, end] - self.prefix_s[:, :, start] - self.prices * room[:, None]
+        paid = self.ended_s[:, :, end] - self.prefix_s[:, :, start] - self.prices * room[:, None]
         around = np.argmax(paid, axis=1)[:, None] + np.arange(-2, 3)
         good: FloatArray = self.prices[distinct(np.append(np.clip(around, 0, len(self.prices) - 1), 0))]
         return good
@@ -79,6 +90,7 @@ class StageBounds:
         return int(
             kernels.farthest(
                 self.prefix_s,
+                self.ended_s,
                 self.missing,
                 self.prices,
                 self.lower,
@@ -98,13 +110,19 @@ class StageBounds:
 def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, transfer_s: float) -> StageBounds:
     """The bounds of a stage with these costs for runs of the model's ``layers`` (their kinds)."""
     order, used = np.array(layers, dtype=np.int64), sorted(set(layers))
+    ends = sorted({int(costs.lasts[kind]) for kind in used})
     prices = _hull_slopes(costs, used)
-    peaks = np.concatenate([costs.transient[kind, : costs.count[kind]] for kind in used])
-    lower, upper = peak_levels(peaks) if len(peaks) else (np.zeros(1, np.int64),) * 2
-    prefix = np.zeros((len(lower), len(prices), len(layers) + 1))
+    peaks = np.concatenate([costs.rows[kind, 6, : costs.count[kind]] for kind in {*used, *ends}])
+    least = np.concatenate([costs.transient[kind, : costs.count[kind]] for kind in ends])
+    if len(least) == 0:
+        lower, upper = (np.zeros(1, np.int64),) * 2
+    else:
+        lower, upper = peak_levels(peaks, None if costs.is_plain else int(least.min()))
+    prefix, ended = np.zeros((2, len(lower), len(prices), len(layers) + 1))
     missing = np.zeros((len(lower), len(layers) + 1), dtype=np.int64)
-    given = np.array(used), costs.count, costs.rows, costs.seconds, prices, upper, order
-    kernels.priced_prefixes(*given, np.empty((len(costs.count), len(prices))), prefix, missing)
+    freed = 0 if costs.is_plain else costs.most_freed([*layers, *(int(each) for each in costs.lasts[list(layers)])])
+    given = np.array(used), costs.count, costs.rows, costs.seconds, prices, upper, order, costs.lasts, freed
+    kernels.priced_prefixes(*given, np.empty((len(costs.count), len(prices))), prefix, ended, missing)
     return StageBounds(
         costs=costs,
         room_bytes=room_bytes,
@@ -112,6 +130,7 @@ def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, tran
         prices=prices,
         lower=lower,
         prefix_s=prefix,
+        ended_s=ended,
         missing=missing,
     )
 

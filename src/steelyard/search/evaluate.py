@@ -102,9 +102,16 @@ def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Seque
         transfer_s=tables.received_s(stage),
         static_bytes=sum(int(static[pair]) for pair in pairs),
         activation_bytes=in_flight * sum(int(tables.activation_bytes[pair]) for pair in pairs),
-        transient_bytes=max(int(tables.transient_bytes[pair]) for pair in pairs),
-        overhead_bytes=tables.overhead_of(stage),
+        transient_bytes=int(tables.transient_of(kinds, [strategies[layer] for layer in layers], in_flight)),
+        overhead_bytes=tables.overhead_of(stage) + _received_bytes(tables, stage, layers.start, strategies),
     )
+
+
+def _received_bytes(tables: CostTables, stage: int, first: int, strategies: Sequence[int]) -> int:
+    if stage == 0 or tables.received is None:
+        return 0
+    found = tables.received.num_bytes(stage, tables.pipeline.in_flight(stage))
+    return int(found[strategies[first - 1], strategies[first]])
 
 
 def _check(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[int]) -> None:

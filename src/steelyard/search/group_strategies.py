@@ -1,8 +1,8 @@
 """Puts equal strategies next to each other where that costs nothing, so that a plan reads well.
 
-Layers of one kind are interchangeable within a stage: any order of their strategies takes the same memory, and the
-same time but for the switches between them. The search returns one of many equal orders; this picks one with the
-fewest changes of strategy among those that are no slower.
+Layers of one kind are interchangeable within a stage: any order of their strategies takes the same time but for the
+switches between them, and about the same memory. The search returns one of many equal orders; this picks one with the
+fewest changes of strategy among those that are no slower and fit.
 """
 
 from itertools import groupby
@@ -11,8 +11,11 @@ from steelyard.cost.tables import CostTables
 from steelyard.search.evaluate import Solution, evaluate
 
 
-def group_equal_strategies(tables: CostTables, solution: Solution) -> Solution:
-    """The solution with the strategies of every run of equal layers grouped, if that is no slower; else unchanged."""
+def group_equal_strategies(tables: CostTables, solution: Solution, room_bytes: int = 0) -> Solution:
+    """The solution with the strategies of every run of equal layers grouped, else unchanged.
+
+    So it is if that is slower, or takes more than before and than ``room_bytes``.
+    """
     chosen = list(solution.strategies)
     for start, end in _runs_of_equal_layers(tables, solution):
         order = list(dict.fromkeys(chosen[start:end]))
@@ -21,7 +24,8 @@ def group_equal_strategies(tables: CostTables, solution: Solution) -> Solution:
             order.insert(0, chosen[start - 1])
         chosen[start:end] = sorted(chosen[start:end], key=order.index)
     tidy = evaluate(tables, solution.boundaries, chosen)
-    return tidy if tidy.step_s <= solution.step_s * (1 + 1e-12) else solution
+    is_no_worse = tidy.peak_bytes <= max(room_bytes, solution.peak_bytes)
+    return tidy if is_no_worse and tidy.step_s <= solution.step_s * (1 + 1e-12) else solution
 
 
 def _runs_of_equal_layers(tables: CostTables, solution: Solution) -> list[tuple[int, int]]:

@@ -1,28 +1,33 @@
 r"""One strategy per layer of a run of layers inside one stage: the dynamic program on frontiers.
 
 For layers $l = 1..n$ of a stage and an entry class $e$ (how the layer before the stage left its output), the program
-keeps, for each class $c$ of the last strategy, the states $(e, c, M, u, t)$ that no other state of the same $e, c$
-beats in all of $M, u, t$, where
+keeps, for each class $c$ of the last strategy and largest buffer $\beta$ so far, the states $(e, c, \beta, A, u, t)$
+that no other state of the same $e, c, \beta$ beats in all of $A, u, t$, where
 
-$$M = \sum_l b(k_l, s_l), \quad u = \max_l u(k_l, s_l), \quad t = \sum_l \big(t(k_l, s_l) + r(k_l, c_{l-1}, s_l)\big)$$
+$$A = \sum_l h_l, \quad u \leftarrow \max(u - f_l,\; u_l), \quad \beta = \max_l \beta_l, \quad
+t = \sum_l \big(t(k_l, s_l) + r(k_l, c_{l-1}, s_l)\big)$$
 
-so forward memory adds up, the transient peak is a maximum, and a state fits if $M + u$ is within the budget. Without
-a budget one pass therefore answers every budget. Before the last layer a state is also dropped for one of another class
-$c'$ that is smaller and so much faster that no next layer can make up for it, by
+as `steelyard.cost.memory` defines what a stage takes, $A + u$ once the last layer is there. Without a budget one pass
+therefore answers every budget. Before the last layer a state is also dropped for one of another class $c'$ that is
+smaller and so much faster that no next layer can make up for it, by
 $\max_s (r(k_{l+1}, c', s) - r(k_{l+1}, c, s))$ or more.
 
 With a budget $B$ and a limit $\theta$ on the stage time a state is dropped as soon as no completion can fit, or can be
 fast enough. For every level $\tau$ that the transient peak may end on there must not be a price $\lambda \ge 0$ with
 
-$$t + H_{\lambda,\tau}(c) + \lambda\,(M + \max(u, \tau) - B) > \theta, \qquad
-H_{\lambda,\tau}(c) = \min_{s_{l+1}..s_n:\, u(k, s) \le \tau} \sum (t + r + \lambda b)$$
+$$t + H_{\lambda,\tau}(c) + \lambda\,(A + \max(u - F, \tau) - B) > \theta, \qquad
+H_{\lambda,\tau}(c) = \min_{s_{l+1}..s_n:\, u(k, s) - F \le \tau} \sum (t + r + \lambda h)$$
 
-(weak duality), hence dropping never loses an optimum. Where there are many different peaks, neighbours share a level:
-the choice is then taken from its upper edge and the price paid for its lower one.
+(weak duality), where $F$ is what the layers behind free at most; hence dropping never loses an optimum. Where there are
+many different peaks, neighbours share a level: the choice is then taken from its upper edge and the price paid for its
+lower one.
 
 | symbol      | name           | unit   | meaning                                                        |
 |-------------|----------------|--------|----------------------------------------------------------------|
-| $b$         | `bytes`        | bytes  | `static_bytes` + microbatches in flight × `activation_bytes`   |
+| $h$         | `bytes`        | bytes  | `static_bytes` + microbatches in flight × `activation_bytes`   |
+| $f$         | `freed`        | bytes  | gone once the layer has worked                                 |
+| $u$         | `transient`    | bytes  | what the layer works with                                      |
+| $\beta$     | `buffer`       | bytes  | what a sharded layer leaves beside others that work            |
 | $c$, $e$    | `group`        | –      | switch class: strategies from which every switch costs the same |
 | $H_{\lambda,\tau}$ | `completion` | s | least priced cost of the layers still to come                  |
 | $\tau$      | `levels`       | bytes  | what the transient peak of the run may end on                  |
@@ -58,6 +63,8 @@ MAX_CANDIDATES = 2_000_000
 """States times options of one layer; more of them take seconds and hundreds of megabytes, and seldom end in a proof."""
 
 NO_LIMIT_BYTES = 2**60
+NOTHING_BYTES = -(2**50)
+"""Transient bytes before the first layer of a run."""
 
 ROUNDING = 1e-9
 """Bounds are relaxed by this fraction, so that rounding in sums never drops an optimum."""
@@ -72,6 +79,8 @@ class Switches:
     num_groups: int
     table: IntArray
     """[K] which of the T tables a kind has"""
+    sender: IntArray
+    """[C] a strategy of each switch class"""
     seconds: FloatArray
     """[T, C + 1, S] from each switch class; the last row, all zeros, is for no layer before"""
     entry: IntArray
@@ -103,8 +112,15 @@ class StageCosts:
     switches: Switches
     count: IntArray
     rows: IntArray
-    """[K, 4, O] strategy, switch class, bytes and transient bytes"""
+    """[K, 7, O] strategy, switch class, bytes, transient bytes, freed bytes, place of the buffer among ``buffers``, and
+    the transient bytes with what of that buffer the layer finds beside it"""
     seconds: FloatArray
+    buffers: IntArray
+    """Different sizes, rising from 0."""
+    waiting: tuple[int, int, int]
+    """As in `CostTables`."""
+    lasts: IntArray
+    """[K] as `CostTables.last_kinds`"""
 
     @property
     def num_groups(self) -> int:
@@ -116,9 +132,15 @@ class StageCosts:
     bytes = _Row((slice(None), 2))
     transient = _Row((slice(None), 3))
 
-    def floor(self, kinds: Sequence[int]) -> int:
-        """Transient bytes that any choice for these layers reaches."""
-        return max(int(self.transient[kind, : self.count[kind]].min(initial=2**48)) for kind in set(kinds))
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is freed and no buffers wait: then the peak of a run is that of one of its layers."""
+        return len(self.buffers) == 1 and not self.rows[:, 4].any()
+
+    def most_freed(self, kinds: Sequence[int]) -> int:
+        """What any of the layers of these kinds free at most."""
+        real = np.arange(self.rows.shape[2]) < self.count[:, None]
+        return int(np.where(real, self.rows[:, 4], 0).max(axis=1)[list(kinds)].sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,7 +148,8 @@ class LayerStates:
     """States of the dynamic program after one layer, in order of bytes."""
 
     rows: IntArray
-    """[7, N] entry class, own class, bytes, transient, index of the state before, strategy, level of the transient"""
+    """[8, N] entry class, own class, bytes, transient, index of the state before, strategy, level of the transient, and
+    place of the largest buffer"""
     seconds: FloatArray
 
     def __len__(self) -> int:
@@ -179,12 +202,17 @@ class OptionTable:
         """The same of stages of a pool with each of these numbers of microbatches in flight."""
         tables, columns, group = self.tables, self.columns[pool], self.switches.group
         num_bytes = np.stack([tables.held_bytes(in_flight) for in_flight in flights])
+        freed = np.stack([tables.freed_of(in_flight) for in_flight in flights])
+        buffers = tables.buffers
+        buffer = np.searchsorted(buffers, tables.buffer_of)
         legal = np.take(tables.legal, columns, axis=1)
         kept = np.repeat(legal[None], len(flights), axis=0)
         kernels.drop_beaten(
             np.take(tables.time_s, columns, axis=1),
             np.take(num_bytes, columns, axis=2),
+            np.take(num_bytes - freed, columns, axis=2),
             np.take(tables.transient_bytes, columns, axis=1),
+            np.take(buffer, columns, axis=1),
             group[columns],
             self.switches.table,
             self.receives_less[pool],
@@ -193,13 +221,25 @@ class OptionTable:
         )
         count = kept.sum(axis=2)
         strategy = columns[np.argsort(~kept, axis=2, kind="stable")[:, :, : max(int(count.max()), 1)]]
-        num_bytes = np.take_along_axis(num_bytes, strategy, axis=2)
         kinds = np.arange(len(tables.kinds))[:, None]
-        rows = np.stack([strategy, group[strategy], num_bytes, tables.transient_bytes[kinds, strategy]], axis=2)
-        parts = zip(count, rows, tables.time_s[kinds, strategy], strict=True)
+        beside = np.where(tables.are_last[:, None], 0, tables.waiting[0] * buffers[buffer] // 6)
+        parts = [
+            np.broadcast_to(each, num_bytes.shape)
+            for each in (tables.transient_bytes, freed, buffer, tables.transient_bytes + beside)
+        ]
+        chosen = [np.take_along_axis(each, strategy, axis=2) for each in (num_bytes, *parts)]
+        rows = np.stack([strategy, group[strategy], *chosen], axis=2)
         return [
-            StageCosts(switches=self.switches, count=count, rows=rows, seconds=seconds)
-            for count, rows, seconds in parts
+            StageCosts(
+                switches=self.switches,
+                count=own,
+                rows=np.ascontiguousarray(each),
+                seconds=seconds,
+                buffers=buffers,
+                waiting=tables.waiting,
+                lasts=np.array(tables.last_kinds or range(len(tables.kinds)), dtype=np.int64),
+            )
+            for own, each, seconds in zip(count, rows, tables.time_s[kinds, strategy], strict=True)
         ]
 
 
@@ -210,7 +250,10 @@ def option_table(tables: CostTables) -> OptionTable:
     used = np.flatnonzero(usable if usable.any() else ~usable)
     legal, switch = tables.legal[first], np.stack([tables.switch_s[kind] for kind in first])
     group, sender = np.zeros((2, len(tables.strategies)), dtype=np.int64)
+    if tables.received is not None:
+        legal, switch = tables.received.told_apart(legal, switch)
     num_groups = kernels.switch_classes(legal, switch, used, group, sender)
+    legal, switch = legal[: len(first)], switch[: len(first)]
     seconds = np.zeros((len(first), num_groups + 1, len(group)))
     seconds[:, :num_groups] = switch[:, sender[:num_groups]]
     entries, entry = zip(*(_different_columns(each) for each in seconds), strict=True)
@@ -220,6 +263,7 @@ def option_table(tables: CostTables) -> OptionTable:
     switches = Switches(
         group=group,
         num_groups=num_groups,
+        sender=sender[:num_groups],
         table=table,
         seconds=seconds,
         entry=np.stack(entry),
@@ -325,17 +369,19 @@ def chain_frontier(
     *,
     entries: IntArray | None = None,
     pruning: Pruning = NO_PRUNING,
+    received: IntArray | None = None,
     is_last: bool = False,
 ) -> ChainFrontier:
-    """The frontier of a run of layers of these kinds; see the module.
+    """The frontier of a run of layers of these kinds, those of a stage; see the module.
 
     ``entries`` are the switch classes that the layer before may have left (None: there is no layer before);
-    ``is_last``: no layer comes after, so that classes may beat each other after the last layer too.
+    ``received`` [C + 1, S] the bytes that the first layer finds by them and its strategy; ``is_last``: no layer comes
+    after, so that classes may beat each other after the last layer too.
     """
     entries = np.array([costs.num_groups]) if entries is None else entries
     levels = _levels(costs, kinds, pruning)
-    states = _start(entries, costs.floor(kinds), levels[1])
-    room = np.empty((7, 0), dtype=np.int64), np.empty((2, 0))
+    states = _start(entries)
+    room = np.empty((8, 0), dtype=np.int64), np.empty((2, 0))
     costs = _useful(costs, kinds, pruning, levels)
     guide = _guide(costs, kinds, entries, pruning, levels)
     per_layer = []
@@ -347,7 +393,10 @@ def chain_frontier(
         else:
             detour = guide.nothing_follows if is_last else guide.anything_follows
         room = _with_room(room, len(states) * int(costs.count[kind]))
-        states = _extend(states, costs, kind, detour, guide, position + 1, room)
+        states = _extend(
+            states, costs, kind, detour, guide, position + 1, room, _NOTHING if received is None else received
+        )
+        received = None
         per_layer.append(states)
     return ChainFrontier(per_layer=tuple(per_layer))
 
@@ -366,18 +415,28 @@ class _Guide:
     """[n + 1, J, Q, C + 1] seconds"""
     rest_bytes: IntArray
     """[n + 1, J] least bytes within the level"""
+    others: IntArray
+    """[n + 1, 3] what the layers still to come free at most and keep at least, and what the last one works with"""
     nothing_follows: FloatArray = field(repr=False)
     anything_follows: FloatArray = field(repr=False)
     """[C + 1, C + 1] detours after the last layer of the model, and of the run"""
 
 
-def peak_levels(peaks: IntArray) -> tuple[IntArray, IntArray]:
-    """Lower and upper edges of at most `MAX_LEVELS` levels that hold these transient peaks."""
+def peak_levels(peaks: IntArray, least: int | None = None) -> tuple[IntArray, IntArray]:
+    """Lower and upper edges of at most `MAX_LEVELS` levels that hold these transient peaks.
+
+    With ``least`` they hold all that are no less.
+    """
     different = distinct(peaks)
     if len(different) <= MAX_LEVELS:
-        return different, different
-    ends = distinct(np.linspace(0, len(different), MAX_LEVELS + 1).round().astype(np.int64))
-    return different[ends[:-1]], different[ends[1:] - 1]
+        lower, upper = different, different
+    else:
+        ends = distinct(np.linspace(0, len(different), MAX_LEVELS + 1).round().astype(np.int64))
+        lower, upper = different[ends[:-1]], different[ends[1:] - 1]
+    if least is None:
+        return lower, upper
+    upper = np.append(upper[upper >= least][:-1], NO_LIMIT_BYTES)
+    return np.append(least, upper[:-1] + 1), upper
 
 
 def _possible_peaks(costs: StageCosts, kinds: Sequence[int], peaks: IntArray, pruning: Pruning) -> IntArray:
@@ -407,8 +466,11 @@ def _possible_peaks(costs: StageCosts, kinds: Sequence[int], peaks: IntArray, pr
 
 def _levels(costs: StageCosts, kinds: Sequence[int], pruning: Pruning) -> tuple[IntArray, IntArray]:
     """Lower and upper edges of the levels of the transient peak that a run is searched with."""
-    peaks = np.concatenate([costs.transient[kind, : costs.count[kind]] for kind in set(kinds)])
-    return peak_levels(_possible_peaks(costs, kinds, np.maximum(peaks, costs.floor(kinds)), pruning))
+    peaks = np.concatenate([costs.rows[kind, 6, : costs.count[kind]] for kind in set(kinds)])
+    if costs.is_plain:
+        floor = max(int(costs.transient[kind, : costs.count[kind]].min(initial=2**48)) for kind in set(kinds))
+        return peak_levels(_possible_peaks(costs, kinds, np.maximum(peaks, floor), pruning))
+    return peak_levels(peaks, int(costs.transient[kinds[-1], : costs.count[kinds[-1]]].min(initial=2**48)))
 
 
 def _useful(costs: StageCosts, kinds: Sequence[int], pruning: Pruning, levels: tuple[IntArray, IntArray]) -> StageCosts:
@@ -419,7 +481,10 @@ def _useful(costs: StageCosts, kinds: Sequence[int], pruning: Pruning, levels: t
     """
     if np.isinf(pruning.limit_s):
         return costs
-    numbers = np.array(sorted(Counter(kinds).items()))
+    freed = 0 if costs.is_plain else costs.most_freed(kinds)
+    numbers = np.array(
+        [(kind, number, freed if kind in kinds[:-1] else 0) for kind, number in sorted(Counter(kinds).items())]
+    )
     count, rows, seconds = costs.count.copy(), costs.rows.copy(), costs.seconds.copy()
     least = np.empty((len(numbers), len(pruning.prices)))
     limit_s = pruning.limit_s * (1 + ROUNDING)
@@ -433,10 +498,12 @@ def _guide(
     """Completion bounds for every level at price 0 and at those of the prices that bound the whole run best."""
     lower, upper = levels
     completion = np.zeros((len(kinds) + 1, len(lower), len(pruning.prices), costs.num_groups + 1))
-    rest_bytes = np.zeros((len(kinds) + 1, len(lower)), dtype=np.int64)
+    rest_bytes, others = np.zeros((len(kinds) + 1, len(lower)), dtype=np.int64), np.zeros((2, len(kinds) + 1), np.int64)
+    last = costs.transient[kinds[-1], : costs.count[kinds[-1]]].min(initial=NO_LIMIT_BYTES)
     kernels.completions(
         completion,
         rest_bytes,
+        others,
         np.array(kinds, dtype=np.int64),
         costs.count,
         costs.rows,
@@ -460,13 +527,16 @@ def _guide(
         prices=pruning.prices[best],
         completion=np.take_along_axis(completion, best[None, :, :, None], axis=2),
         rest_bytes=rest_bytes,
+        others=np.ascontiguousarray(np.stack([*others, np.full(len(kinds) + 1, last)], axis=1)),
         nothing_follows=np.zeros((classes, classes)),
         anything_follows=np.where(np.eye(classes, dtype=bool), 0.0, np.inf),
     )
 
 
 _Room = tuple[IntArray, FloatArray]
-"""[7, N] and [2, N] for `kernels.candidates` to fill in."""
+"""[8, N] and [2, N] for `kernels.candidates` to fill in."""
+
+_NOTHING = np.zeros((0, 0), dtype=np.int64)
 
 
 def _with_room(room: _Room, needed: int) -> _Room:
@@ -477,15 +547,23 @@ def _with_room(room: _Room, needed: int) -> _Room:
     if needed <= have:
         return room
     size = max(needed, min(2 * have, MAX_CANDIDATES))
-    return np.empty((7, size), dtype=np.int64), np.empty((2, size))
+    return np.empty((8, size), dtype=np.int64), np.empty((2, size))
 
 
 def _extend(
-    states: LayerStates, costs: StageCosts, kind: int, detour: FloatArray, guide: _Guide, position: int, room: _Room
+    states: LayerStates,
+    costs: StageCosts,
+    kind: int,
+    detour: FloatArray,
+    guide: _Guide,
+    position: int,
+    room: _Room,
+    received: IntArray,
 ) -> LayerStates:
     """The unbeaten states after one more layer, in order of bytes."""
-    (places, values), width = room, guide.pruning.width
-    shape = (costs.num_groups + 1, len(detour), len(guide.upper))
+    (places, values), width, sizes = room, guide.pruning.width, len(costs.buffers)
+    shape = ((costs.num_groups + 1) * sizes, len(detour), len(guide.upper))
+    turn = 0 if position + 1 < len(guide.rest_bytes) else 1 + (position == 1)
     work, peaks = np.empty((2, *shape)), np.empty(shape, dtype=np.int64)
     found = kernels.candidates(
         states.rows,
@@ -494,6 +572,9 @@ def _extend(
         costs.rows[kind],
         costs.seconds[kind],
         costs.switches.seconds[costs.switches.table[kind]],
+        received,
+        costs.buffers,
+        np.array([*costs.waiting, turn]),
         guide.lower,
         guide.upper,
         guide.pruning.budget_bytes,
@@ -501,6 +582,7 @@ def _extend(
         guide.prices,
         guide.completion[position],
         guide.rest_bytes[position],
+        guide.others[position],
         width is not None,
         work[0],
         work[1],
@@ -509,15 +591,15 @@ def _extend(
         values,
     )
     order = places[2, :found].argsort(kind="stable")
-    kept = order[: kernels.sweep(order, places, values[0], detour, work[0], work[1], peaks)]
+    kept = order[: kernels.sweep(order, places, values[0], sizes, detour, work[0], work[1], peaks)]
     if width is not None and len(kept) > width:
         kept = kept[np.sort(np.argsort(values[1, kept], kind="stable")[:width])]
     return LayerStates(rows=places.take(kept, axis=1), seconds=values[0, kept])
 
 
-def _start(entries: IntArray, floor: int, upper: IntArray) -> LayerStates:
-    """The empty run, once per entry class; its transient is what any choice will reach."""
-    rows = np.full((7, len(entries)), -1, dtype=np.int64)
+def _start(entries: IntArray) -> LayerStates:
+    """The empty run, once per entry class."""
+    rows = np.full((8, len(entries)), -1, dtype=np.int64)
     rows[0] = rows[1] = entries
-    rows[2], rows[3], rows[6] = 0, floor, np.searchsorted(upper, floor)
+    rows[2], rows[3], rows[6:] = 0, NOTHING_BYTES, 0
     return LayerStates(rows=rows, seconds=np.zeros(len(entries)))

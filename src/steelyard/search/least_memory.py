@@ -9,6 +9,10 @@ grows with every layer added, so for a budget $M$ the stages are filled greedily
 the budget is feasible exactly if the last stage reaches the last layer. The least feasible budget follows by
 bisection over whole bytes, so the miss is exact.
 
+Where layers free what they hold, or leave buffers beside each other (`CostTables.is_plain` tells), this is too much for
+inner layers: then only the last layer of a stage counts with what it works with, which bounds from below, and a plan of
+little memory is sought by the same thresholds and weighed as it is.
+
 | symbol | name              | unit  | meaning                                                      |
 |--------|-------------------|-------|--------------------------------------------------------------|
 | $b$    | –                 | bytes | `static_bytes` + microbatches in flight × `activation_bytes` |
@@ -98,22 +102,28 @@ def stage_memories(tables: CostTables) -> list[StageMemory]:
 
 def memories_of(tables: CostTables, legal: NDArray[np.bool_], in_flight: Sequence[int]) -> Iterator[StageMemory]:
     """Those of stages with each of these numbers of microbatches in flight, of the ``legal`` strategies [K, S]."""
-    threshold, least = _least_by_threshold(tables, legal, in_flight)
+    if tables.is_plain:
+        threshold, least = _least_by_threshold(tables, legal, in_flight)
+        last = least
+    else:
+        held = np.stack([np.where(legal, tables.held_bytes(each), IMPOSSIBLE) for each in in_flight])
+        threshold, least = np.zeros(1, dtype=np.int64), held.min(axis=2, initial=IMPOSSIBLE)[:, None]
+        last = (held + np.where(legal, tables.transient_bytes, 0)).min(axis=2, initial=IMPOSSIBLE)[:, None]
     prefix = np.zeros((*least.shape[:2], len(tables.layers) + 1), dtype=np.int64)
     np.cumsum(least[:, :, list(tables.layers)], axis=2, out=prefix[:, :, 1:])
-    for each in zip(prefix, _ended(tables, prefix, least), strict=True):
+    for each in zip(prefix, _ended(tables, prefix, last), strict=True):
         yield StageMemory(threshold=threshold, prefix=each[0], ended=each[1])
 
 
 def _ended(tables: CostTables, prefix: IntArray, least: IntArray) -> IntArray:
-    """[F, R, L + 1] bytes of the first layers, of which the last one ends a stage; ``least`` [F, R, K] are a kind's.
+    """[F, R, L + 1] bytes of the first layers, of which the last one ends a stage and takes ``least`` [F, R, K].
 
     Where a longer run would take less it counts as much less, so that the bytes rise: they bound from below then.
     """
-    if not tables.last_kinds:
+    if tables.is_plain and not tables.last_kinds:
         return prefix
-    ended = prefix.copy()
-    ended[:, :, 1:] = prefix[:, :, :-1] + least[:, :, [tables.last_kinds[kind] for kind in tables.layers]]
+    ended, lasts = prefix.copy(), tables.last_kinds or range(len(tables.kinds))
+    ended[:, :, 1:] = prefix[:, :, :-1] + least[:, :, [lasts[kind] for kind in tables.layers]]
     ended[:] = np.minimum.accumulate(ended[:, :, ::-1], axis=2)[:, :, ::-1]
     return ended
 
@@ -284,13 +294,34 @@ def nearest_miss(
 def least_memory_strategies(
     tables: CostTables, memories: Sequence[StageMemory], boundaries: Sequence[int]
 ) -> tuple[int, ...]:
-    """One strategy per layer that takes the fewest bytes on each stage of these boundaries."""
+    """One strategy per layer that takes the fewest bytes on each stage of these boundaries, or few."""
     chosen: list[int] = []
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
         memory = memories[stage]
+        if not tables.is_plain:
+            chosen.extend(_small_strategies(tables, stage, tables.run_kinds(start, end)))
+            continue
         best = int(np.argmin(memory.ended[:, end] - memory.prefix[:, start] + memory.threshold))
         num_bytes = tables.held_bytes(tables.pipeline.in_flight(stage))
         allowed = tables.legal_on(stage) & (tables.transient_bytes <= memory.threshold[best])
         smallest = np.where(allowed, num_bytes, IMPOSSIBLE).argmin(axis=1)
         chosen.extend(int(smallest[kind]) for kind in tables.run_kinds(start, end))
     return tuple(chosen)
+
+
+def _small_strategies(tables: CostTables, stage: int, kinds: Sequence[int]) -> list[int]:
+    """Strategies for the layers of a stage: of those that hold least within each threshold the ones that take least."""
+    in_flight = tables.pipeline.in_flight(stage)
+    legal, held = tables.legal_on(stage), tables.held_bytes(in_flight)
+    works = tables.transient_bytes + np.where(tables.are_last[:, None], 0, tables.buffer_of)
+    used = sorted(set(kinds))
+    peaks = distinct(works[used][legal[used]])
+    found = []
+    for peak in peaks[np.linspace(0, len(peaks) - 1, min(len(peaks), MAX_THRESHOLDS)).round().astype(np.int64)]:
+        for num_bytes in (held, held + works):
+            size = np.where(legal & (works <= peak), num_bytes, np.where(legal, IMPOSSIBLE + works, 2 * IMPOSSIBLE))
+            found.append(size.argmin(axis=1)[list(kinds)])
+    chosen = np.stack(found)
+    total = held[list(kinds), chosen].sum(axis=1) + tables.transient_of(kinds, chosen, in_flight)
+    best: list[int] = chosen[int(total.argmin())].tolist()
+    return best

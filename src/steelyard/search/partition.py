@@ -23,7 +23,7 @@ Not modelled: what `CostTables` leaves out; the schedule's exact time comes from
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -32,7 +32,14 @@ from steelyard.cost.tables import CostTables, Pools
 from steelyard.errors import InvalidProblemError
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, TooManyStatesError, chain_frontier
-from steelyard.search.least_memory import NearestMiss, furthest_boundaries, least_memory_strategies, nearest_miss
+from steelyard.search.least_memory import (
+    NearestMiss,
+    StageMemory,
+    furthest_boundaries,
+    least_memory_strategies,
+    nearest_miss,
+    stage_memories,
+)
 from steelyard.search.pipeline_dp import Pipeline, join_runs
 from steelyard.search.pool_bounds import PricedLayers, least_step_s
 from steelyard.search.runs import (
@@ -68,6 +75,10 @@ MAX_RETREATS = 12
 """Targets of too many states after which the proof is given up."""
 
 
+NO_PLAN = Solution(boundaries=(), strategies=(), stages=(), step_s=np.inf)
+"""Where none that fits is known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingResult:
     """The outcome for one pipeline setting.
@@ -98,8 +109,11 @@ class Prospect:
     setting: PreparedTables
     lower_bound_s: float
     fallback: Solution
+    """One of little memory; `NO_PLAN` where it does not fit either."""
     filled: tuple[int, ...]
     """boundaries of stages filled up to about the least maximum time"""
+    miss: NearestMiss
+    """Of that plan of little memory."""
 
 
 def assess(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | SettingResult:
@@ -113,16 +127,44 @@ def assess(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | SettingR
     memories = known.memories
     fitting = furthest_boundaries(tables, memories, budget_bytes)
     if fitting is None:
-        miss = nearest_miss(tables, budget_bytes, memories)
+        smallest = least_plan(tables, memories)
+        miss = None if smallest is None else miss_of(tables, smallest, budget_bytes)
         return SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
-    fallback = evaluate(tables, fitting, least_memory_strategies(tables, memories, fitting))
+    least = evaluate(tables, fitting, least_memory_strategies(tables, memories, fitting))
     setting = known.within(budget_bytes)
-    low, high = _least_slowest_s(setting, max(stage.time_s for stage in fallback.stages))
+    low, high = _least_slowest_s(setting, max(stage.time_s for stage in least.stages))
     return Prospect(
         setting=setting,
         lower_bound_s=max(quick_bound_s(tables), _step_bound_s(setting, low)),
-        fallback=fallback,
+        fallback=least if least.peak_bytes <= budget_bytes else NO_PLAN,
         filled=filled_boundaries(setting, high) or fitting,
+        miss=miss_of(tables, least, budget_bytes),
+    )
+
+
+def least_plan(tables: CostTables, memories: Sequence[StageMemory] | None = None) -> Solution | None:
+    """A plan of little memory, the least where nothing is freed; None where some layer has no legal strategy."""
+    tables = replace(tables, side_inputs=()) if tables.side_inputs else tables
+    memories = memories or stage_memories(tables)
+    miss = nearest_miss(tables, 0, memories)
+    if miss is None:
+        return None
+    return evaluate(tables, miss.boundaries, least_memory_strategies(tables, memories, miss.boundaries))
+
+
+def miss_of(tables: CostTables, least: Solution, budget_bytes: int) -> NearestMiss:
+    """What a plan of little memory needs."""
+    sizes = [stage.total_bytes for stage in least.stages]
+    stage = int(np.argmax(sizes))
+    start, end = least.boundaries[stage], least.boundaries[stage + 1]
+    held = tables.held_bytes(least.stages[stage].in_flight) + tables.transient_bytes
+    alone = [held[kind, least.strategies[start + place]] for place, kind in enumerate(tables.run_kinds(start, end))]
+    return NearestMiss(
+        needed_bytes=sizes[stage],
+        miss_bytes=sizes[stage] - budget_bytes,
+        stage=stage,
+        layer=start + int(np.argmax(alone)),
+        boundaries=least.boundaries,
     )
 
 
@@ -130,12 +172,20 @@ def settle(prospect: Prospect, *, cutoff_s: float = np.inf, deadline: float | No
     """The fastest plan of a feasible setting, or the proof that it is slower than the cutoff."""
     if prospect.lower_bound_s > cutoff_s:
         return SettingResult(status="beaten", solution=None, lower_bound_s=prospect.lower_bound_s)
-    return _search_upwards(prospect.setting, _first_or_fallback(prospect), prospect.lower_bound_s, cutoff_s, deadline)
+    best = _first_or_fallback(prospect)
+    found = _search_upwards(prospect.setting, best, prospect.lower_bound_s, cutoff_s, deadline)
+    return replace(found, miss=prospect.miss) if found.status == "infeasible" else found
 
 
 def sketch(prospect: Prospect) -> SettingResult:
     """A good plan of a setting that is beaten already; no attempt is made to prove it best."""
-    return SettingResult(status="beaten", solution=_first_or_fallback(prospect), lower_bound_s=prospect.lower_bound_s)
+    return SettingResult(
+        status="beaten", solution=_known(_first_or_fallback(prospect)), lower_bound_s=prospect.lower_bound_s
+    )
+
+
+def _known(plan: Solution) -> Solution | None:
+    return plan if plan.strategies else None
 
 
 def _first_or_fallback(prospect: Prospect) -> Solution:
@@ -202,7 +252,9 @@ def first_plan(
             prices=bounds.good_prices(start, end),
             width=width,
         )
-        chain = chain_frontier(bounds.costs, setting.tables.run_kinds(start, end), entries=entries, pruning=pruning)
+        kinds = setting.tables.run_kinds(start, end)
+        received = setting.received(stage)
+        chain = chain_frontier(bounds.costs, kinds, entries=entries, pruning=pruning, received=received)
         if len(chain.last) == 0:
             return None
         best = int(np.argmin(chain.last.seconds))
@@ -225,18 +277,20 @@ def _search_upwards(
     way to it.
     """
     aim, refused = FIRST_AIM, np.inf
-    width, retreats = FIRST_PLAN_WIDTH, 0
+    width, retreats, slowest_s = FIRST_PLAN_WIDTH, 0, _slowest_s(setting)
     while lower <= cutoff_s and lower < best.step_s:
-        target = min(lower + aim * (lower or best.step_s), cutoff_s, best.step_s)
+        if lower > slowest_s:
+            return SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf)
+        target = min(lower + aim * (lower or min(best.step_s, slowest_s)), cutoff_s, best.step_s)
         try:
             best, lower = improve(setting, best, lower, target, boundaries, deadline)
         except TimeIsUpError:
-            return SettingResult(status="feasible", solution=best, lower_bound_s=lower)
+            return SettingResult(status="feasible", solution=_known(best), lower_bound_s=lower)
         except TooManyStatesError:
             retreats += 1
             if retreats > MAX_RETREATS or target < lower * (1 + LEAST_AIM):
-                return SettingResult(status="feasible", solution=best, lower_bound_s=lower)
-            if width < WIDEST:
+                return SettingResult(status="feasible", solution=_known(best), lower_bound_s=lower)
+            if width < WIDEST and best.boundaries:
                 width *= 8
                 with suppress(TooManyStatesError):
                     wider = first_plan(setting, best.boundaries, width, best.step_s)
@@ -248,9 +302,18 @@ def _search_upwards(
         aim *= AIM_GROWTH
         if lower < refused < np.inf:
             aim = min(aim, (refused - lower) / lower / 2)
-    if best.step_s > cutoff_s:
-        return SettingResult(status="beaten", solution=best, lower_bound_s=min(lower, best.step_s))
+    if best.step_s > cutoff_s or not best.strategies:
+        return SettingResult(status="beaten", solution=_known(best), lower_bound_s=min(lower, best.step_s))
     return SettingResult(status="optimal", solution=best, lower_bound_s=best.step_s)
+
+
+def _slowest_s(setting: PreparedTables) -> float:
+    """No plan takes longer."""
+    tables = setting.tables
+    kinds = list(tables.layers)
+    slowest = np.where(tables.legal, tables.time_s, 0.0).max(axis=1)[kinds].sum()
+    total = float(slowest + tables.switch_s.max(axis=(1, 2))[kinds].sum()) + tables.all_received_s
+    return total * tables.pipeline.num_passes * (1 + FIRST_AIM)
 
 
 def improve(
@@ -286,14 +349,18 @@ def improve(
 
 
 def _plan_of(setting: PreparedTables, stages: Sequence[StageRuns], pipeline: Pipeline) -> Solution | None:
-    """The plan of a pipeline, with the best that is known of its hopeful runs; None where nothing is."""
+    """The plan of a pipeline, with the best that is known of its hopeful runs; None where nothing is.
+
+    Or where it is too large: such a run was solved for another layer before.
+    """
     strategies: list[int] = []
     for runs, leg in zip(stages, pipeline.legs, strict=True):
         known = runs.found.get((leg.start - int(runs.starts[0]), leg.end - int(runs.ends[0])))
         if known is None or len(known.seconds) == 0:
             return None
         strategies.extend(known.chain.strategies(leg.state) if leg.state >= 0 else known.best())
-    return evaluate(setting.tables, (0, *(leg.end for leg in pipeline.legs)), strategies)
+    plan = evaluate(setting.tables, (0, *(leg.end for leg in pipeline.legs)), strategies)
+    return plan if plan.peak_bytes <= setting.budget_bytes else None
 
 
 def best_for_boundaries(setting: PreparedTables, boundaries: Sequence[int]) -> Solution | None:
@@ -303,6 +370,7 @@ def best_for_boundaries(setting: PreparedTables, boundaries: Sequence[int]) -> S
         if memory.least_bytes(start, end) > room_bytes:
             return None
     least = evaluate(setting.tables, boundaries, least_memory_strategies(setting.tables, setting.memories, boundaries))
-    first = first_plan(setting, boundaries) or least
-    best = min(first, least, key=lambda plan: plan.step_s)
+    known = [first_plan(setting, boundaries) or NO_PLAN]
+    known += [least] if least.peak_bytes <= setting.budget_bytes else []
+    best = min(known, key=lambda plan: plan.step_s)
     return _search_upwards(setting, best, setting.fastest_total_s, np.inf, None, boundaries).solution

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.tables import CostTables
+from steelyard.cost.tables import LAST, CostTables
 from steelyard.plan.choices import StrategyVerdict
 from steelyard.plan.strategy import Strategy
 from steelyard.search.layers import columns_no_larger
@@ -33,7 +33,8 @@ def strategy_verdicts(
     dominator = dominators(tables)
     return tuple(
         _verdict(tables, kind, index, int(dominator[kind, index]), why_illegal)
-        for kind in range(len(tables.kinds))
+        for kind, name in enumerate(tables.kinds)
+        if not name.endswith(LAST)
         for index in range(len(tables.strategies))
     )
 

@@ -104,6 +104,14 @@ class PreparedTables:
         costs = self.bounds[stage].costs
         return distinct(costs.switches.group[self.tables.legal_on(stage).any(axis=0)])
 
+    def received(self, stage: int) -> IntArray | None:
+        """[C + 1, S] bytes that the first layer of a stage finds by the class of the layer before and its strategy."""
+        if stage == 0 or self.tables.received is None:
+            return None
+        by_strategy = self.tables.received.num_bytes(stage, self.tables.pipeline.in_flight(stage))
+        sender = self.bounds[stage].costs.switches.sender
+        return np.concatenate([by_strategy[sender], np.zeros_like(by_strategy[:1])])
+
     def reaches(self, limit_s: float) -> list[IntArray]:
         """[P] of [L] the largest end of a run from each layer that fits on a stage and has a bound within the limit."""
         starts = np.arange(self.num_layers)
@@ -334,7 +342,8 @@ def best_runs(
     )
     entries = setting.exits(stage - 1) if stage else None
     kinds = tables.run_kinds(*span)
-    chain = chain_frontier(bounds.costs, kinds, entries=entries, pruning=pruning, is_last=is_last)
+    received = setting.received(stage)
+    chain = chain_frontier(bounds.costs, kinds, entries=entries, pruning=pruning, received=received, is_last=is_last)
     last = chain.last
     ends = last.entry * (groups + 1) + last.group
     order = np.lexsort((last.seconds, ends))

@@ -41,7 +41,7 @@ from steelyard.search import partition
 from steelyard.search.balance import partition_by
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.frontier import IntArray
-from steelyard.search.partition import Prospect, SettingResult, quick_bound_s
+from steelyard.search.partition import NO_PLAN, Prospect, SettingResult, quick_bound_s
 from steelyard.search.runs import AnyBudget
 
 Condition = Mapping[int, IntArray]
@@ -86,7 +86,7 @@ def assess(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | SidePros
     relaxed = partition.assess(conditioned(tables, any_source(tables)), budget_bytes)
     if isinstance(relaxed, SettingResult):
         return relaxed
-    fallback = _priced(tables, relaxed.fallback)
+    fallback = _priced(tables, relaxed.fallback) if relaxed.fallback.strategies else NO_PLAN
     return SideProspect(tables=tables, budget_bytes=budget_bytes, relaxed=relaxed, fallback=fallback)
 
 
@@ -114,7 +114,9 @@ def sketch(prospect: Prospect | SideProspect) -> SettingResult:
         second = partition.sketch(again).solution if isinstance(again, Prospect) else None
         plans += [_priced(tables, second)] if second is not None else []
     best = min(plans, key=lambda plan: plan.step_s)
-    return SettingResult(status="beaten", solution=best, lower_bound_s=prospect.lower_bound_s)
+    return SettingResult(
+        status="beaten", solution=best if best.strategies else None, lower_bound_s=prospect.lower_bound_s
+    )
 
 
 def partition_with(method: Partition, tables: CostTables, budget_bytes: int) -> SettingResult:
@@ -219,14 +221,21 @@ def _search_conditions(prospect: SideProspect, cutoff_s: float, deadline: float 
                 heapq.heappush(waiting, (max(bound, inner.lower_bound_s), next(order), child, inner))
         lower = min(lower, bound if children is None else limit)
         timed_out = result.status == "feasible" or (deadline is not None and time.monotonic() > deadline)
-    return _outcome(best, min(lower, waiting[0][0] if waiting else np.inf), cutoff_s, timed_out)
+    lower = min(lower, waiting[0][0] if waiting else np.inf)
+    if not best.strategies and lower == np.inf:
+        return SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=prospect.relaxed.miss)
+    return _outcome(best, lower, cutoff_s, timed_out)
 
 
 def _outcome(best: Solution, lower_s: float, cutoff_s: float, timed_out: bool) -> SettingResult:
     """Of a search that is over: its best plan is proven or beaten unless time was up while a bound was still below."""
+    status: Literal["feasible", "beaten"]
+    if not best.strategies:
+        status = "feasible" if timed_out and lower_s <= cutoff_s else "beaten"
+        return SettingResult(status=status, solution=None, lower_bound_s=lower_s)
     if best.step_s <= cutoff_s and (not timed_out or lower_s >= best.step_s * TIES):
         return SettingResult(status="optimal", solution=best, lower_bound_s=best.step_s)
-    status: Literal["feasible", "beaten"] = "feasible" if timed_out and lower_s <= cutoff_s else "beaten"
+    status = "feasible" if timed_out and lower_s <= cutoff_s else "beaten"
     return SettingResult(status=status, solution=best, lower_bound_s=min(lower_s, best.step_s))
 
 

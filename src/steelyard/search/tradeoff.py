@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.cost.tables import CostTables
-from steelyard.search.least_memory import nearest_miss
+from steelyard.search.partition import least_plan
 from steelyard.search.solve import SettingOutcome, search
 
 UNLIMITED_BYTES = 2**62
@@ -62,8 +62,8 @@ def sampled_frontier(
     """
     given = tuple(tables)
     weights = tuple(samples) if samples is not None else (1,) * len(given)
-    misses = [miss for each in given if (miss := nearest_miss(each, 0)) is not None]
-    least_bytes = min((miss.needed_bytes for miss in misses), default=most_bytes + 1)
+    tight = [plan for each in given if (plan := least_plan(each)) is not None]
+    least_bytes = min((plan.peak_bytes for plan in tight), default=most_bytes + 1)
     if least_bytes > most_bytes:
         return SampledFrontier(steps=(), is_complete=True)
     everything = tuple(range(len(given)))

@@ -7,6 +7,7 @@ import pytest
 from torch import nn
 
 from steelyard.cost.layer import layer_cost
+from steelyard.cost.memory import layer_bytes
 from steelyard.cost.predict import predict
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import ModelChain
@@ -164,7 +165,9 @@ def test_its_two_halves_cost_as_much_as_the_sum_that_they_are() -> None:
 
 
 def test_it_takes_the_memory_of_replicas() -> None:
-    mine, replicas = (layer_cost(chain().kinds[1], parse_strategy(f"{kind}4"), setting(job(SLOW))) for kind in (RP, DP))
+    mine, replicas = (
+        layer_bytes(chain().kinds[1], parse_strategy(f"{kind}4"), setting(job(SLOW))) for kind in (RP, DP)
+    )
     assert mine.static_bytes == replicas.static_bytes
 
 

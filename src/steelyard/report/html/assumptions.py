@@ -138,7 +138,7 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
         yield "calibration", f"all times multiplied by {job.time_factor:.3f}, from {runs}"
     yield (
         "upper bound",
-        "the fullest moment of a walk through the passes of each stage; what is short-lived counts with its peak",
+        "the fullest moment of each stage, by the layer at work; what is short-lived counts with its peak",
     )
 
 

@@ -1,0 +1,44 @@
+"""Searches of tables in which layers free what they hold and leave buffers: the fastest plan that fits, and proven."""
+
+import numpy as np
+import pytest
+
+from steelyard.search import search
+from steelyard.search.bounds import stage_bounds
+from steelyard.search.layers import chain_frontier, option_table
+from tests.oracles import exhaustive
+from tests.problems.random_tables import random_budget, random_tables
+
+
+@pytest.mark.parametrize("block", range(0, 120, 30))
+def test_the_search_finds_the_fastest_plan_of_all_that_fit(block: int) -> None:
+    for seed in range(block, block + 30):
+        rng = np.random.default_rng(10_000 + seed)
+        tables = random_tables(rng, max_plans=800, frees=True, interleaved=seed % 3 == 0)
+        plans = list(exhaustive.all_plans(tables))
+        budget = random_budget(rng, plans)
+        expected, found = exhaustive.fastest(plans, budget), search([tables], budget, num_alternatives=0)
+        if expected is None:
+            assert found.status == "infeasible", seed
+            continue
+        assert found.best is not None, seed
+        assert found.status == "optimal", seed
+        assert found.best.solution.step_s == pytest.approx(expected, rel=1e-9, abs=1e-12), seed
+        assert found.best.solution.peak_bytes <= budget, seed
+
+
+@pytest.mark.parametrize("block", range(0, 80, 40))
+def test_one_pass_gives_the_whole_frontier_of_a_chain(block: int) -> None:
+    for seed in range(block, block + 40):
+        tables = random_tables(np.random.default_rng(seed), num_stages=1, max_plans=1000, frees=True)
+        count = tables.pipeline.num_microbatches
+        plans = [(seconds / count, size) for seconds, size in exhaustive.all_plans(tables)]
+        if not plans:
+            continue
+        costs = option_table(tables).stage(0)
+        last = chain_frontier(costs, tables.run_kinds(0, len(tables.layers))).last
+        sizes = last.bytes + last.transient + tables.overhead_of(0)
+        for budget, expected in exhaustive.frontier(plans):
+            assert last.seconds[sizes <= budget].min() == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
+            bounds = stage_bounds(costs, tables.layers, budget - tables.overhead_of(0), 0.0)
+            assert bounds.matrix((0, 1), (len(tables.layers), 1))[0, 0] <= expected * (1 + 1e-9) + 1e-12, seed
