@@ -265,7 +265,7 @@ def test_the_working_set_of_fsdp_holds_a_copy_and_gradients_beside_a_copy_and_a_
     activations = 4 * 2 * SEQ_LEN * 64
     assert held("fsdp8", where).transient_bytes == max((2 + 2) * BLOCK + activations, 3 * 2 * BLOCK)
     tables = build_tables(setting(num_microbatches=8), (parse_strategy("fsdp8"), parse_strategy("fsdp8 zero2")))
-    assert tables.buffer_of[1].tolist() == [(2 + 4) * BLOCK, 4 * BLOCK]
+    assert tables.buffers_of[:, 1].tolist() == [[0, 0], [2 * BLOCK, 0], [4 * BLOCK, 4 * BLOCK]]
 
 
 def test_the_working_set_of_dp_holds_new_gradients_and_a_reduction_buffer_at_least() -> None:

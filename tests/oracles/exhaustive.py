@@ -32,7 +32,7 @@ def stage_seconds_and_bytes(
     if stage > 0 and tables.received is not None:
         before, first = choices[:, layers.start - 1], choices[:, layers.start]
         total += tables.received.num_bytes(stage, in_flight)[before, first]
-    held, freed, works, sizes = [], [], [], []
+    held, freed, works, buffers = [], [], [], []
     for layer in layers:
         kind, strategy = tables.layers[layer], choices[:, layer]
         seconds += tables.time_s[kind, strategy]
@@ -45,22 +45,32 @@ def stage_seconds_and_bytes(
         held.append(tables.static_of(in_flight)[kind, strategy] + in_flight * tables.activation_bytes[kind, strategy])
         freed.append(tables.freed_of(in_flight)[kind, strategy])
         works.append(tables.transient_bytes[kind, strategy])
-        sizes.append(tables.buffer_of[kind, strategy])
-    return seconds, total + sum(held) + most_at_once(tables, freed, works, sizes)
+        buffers.append(tables.buffers_of[:, kind, strategy])
+    return seconds, total + sum(held) + most_at_once(tables.repeats, freed, works, buffers)
 
 
 def most_at_once(
-    tables: CostTables, freed: list[np.ndarray], works: list[np.ndarray], sizes: list[np.ndarray]
+    repeats: bool,
+    freed: list[np.ndarray],
+    works: list[np.ndarray],
+    buffers: list[np.ndarray],
 ) -> np.ndarray:
     """The most of all layers of a stage: each with its work and buffers when all behind it have freed what they do."""
-    inner, last, alone = tables.waiting
-    if len(works) == 1:
-        return works[0] + alone * sizes[0] // 6
-    most = works[-1] + last * np.maximum.reduce(sizes[:-1]) // 6
-    for place, own in enumerate(works[:-1]):
-        gone = np.sum(freed[place + 1 :], axis=0)
-        most = np.maximum(most, own - gone + inner * np.maximum.reduce(sizes) // 6)
-    return most
+    last = len(works) - 1
+    if last == 0:
+        return works[0] + repeats * buffers[0][2]
+    found = []
+    for place, own in enumerate(works):
+        most = own + (buffers[place - 1][0] if place else 0)
+        for behind in range(place + 1, last + 1):
+            most = most - freed[behind]
+        most = most + np.maximum.reduce([sizes[1] for sizes in buffers[:-1]])
+        if place < last:
+            most = most + np.maximum.reduce([sizes[2] for sizes in buffers])
+        elif repeats:
+            most = most + np.maximum.reduce([sizes[2] for sizes in buffers[:-1]])
+        found.append(most)
+    return np.maximum.reduce(found)
 
 
 def all_plans(tables: CostTables) -> Iterator[tuple[float, int]]:

@@ -87,8 +87,8 @@ def freeing(rng: np.random.Generator, tables: CostTables, scale: int) -> CostTab
     several = replace(
         tables,
         freed_bytes=freed(tables.static_bytes, tables.activation_bytes),
-        buffer_bytes=sized(3) * int(rng.integers(0, 2)),
-        waiting=((6, 6, 0), (6, 2, 0), (6, 6, 4), (12, 6, 3))[int(rng.integers(4))],
+        buffers=np.stack([sized(3) * int(rng.integers(0, 2)) for _ in range(3)]),
+        repeats=bool(rng.integers(2)),
         stage_overheads=tuple(int(each) for each in rng.integers(0, 3, tables.pipeline.num_stages)),
         received=Received(
             hidden_bytes=rng.integers(0, 4, count) * scale,
@@ -104,7 +104,6 @@ def freeing(rng: np.random.Generator, tables: CostTables, scale: int) -> CostTab
         activation_bytes=activation,
         freed_bytes=freed(static, activation),
         transient_bytes=sized(8),
-        buffer_bytes=sized(3) * int(rng.integers(0, 2)),
     )
 
 

@@ -233,8 +233,10 @@ def _outer_link(job: Job) -> Link:
 
 
 def usable_bytes(job: Job) -> int:
-    """Bytes of the budget that tensors may fill: the rest is the allocator's slack."""
-    return int(job.budget_bytes / (1 + slack_fraction(job)))
+    """The most bytes of tensors that fill no more of the budget than there is, with the allocator's slack."""
+    slack = slack_fraction(job)
+    most = int(job.budget_bytes / (1 + slack))
+    return most + (most + 1 + int(slack * (most + 1)) <= job.budget_bytes)
 
 
 def slack_fraction(job: Job) -> float:

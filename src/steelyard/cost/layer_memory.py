@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.amounts import hashable
 from steelyard.cost.layer_load import held_params, layer_load, layer_profile, rank_samples, sharded_params
-from steelyard.cost.setting import MASTER_BYTES, AnySetting
+from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerKind, LayerRole
 from steelyard.plan.kinds.kind import Working, needs_nothing
@@ -94,13 +94,13 @@ class LayerStates:
         return self.made_gradients + self.cut_gradients + (self.reduced if is_first else 0)
 
 
-def layer_states(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> LayerStates:
+def layer_states(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerStates:
     """What no number of samples changes of a layer's bytes; one value for all strategies that have the same."""
     key = kind.name, setting.has_several, strategy.tensor_degree, strategy.state_shards, strategy.variants
     return setting.job.once(setting.job.profile, key, lambda: _layer_states(kind, strategy, setting))
 
 
-def _layer_states(kind: LayerKind, strategy: Strategy, setting: AnySetting) -> LayerStates:
+def _layer_states(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerStates:
     job, layer = setting.job, layer_profile(kind, strategy, setting)
     params, shards = held_params(layer.trained, strategy), strategy.state_shards
     computed, made = job.compute_bytes * held_params(layer, strategy), job.compute_bytes * params
@@ -133,7 +133,7 @@ def work_lines(layer: LayerProfile, remat: Remat) -> tuple[float, ...]:
     return *(line.constant for line in lines), *(line.per_sample for line in lines)
 
 
-def work_needed(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> tuple[Amount, ...]:
+def work_needed(layer: LayerProfile, strategy: Strategy, setting: Setting) -> tuple[Amount, ...]:
     """What the kinds of a strategy add to these four; the job remembers it."""
     samples = hashable(rank_samples(strategy, setting))
     key = "needed", samples, strategy.token_degree, strategy.remat, strategy.variants
@@ -160,7 +160,7 @@ def recomputed_inputs(strategy: Strategy) -> int:
     return _RECOMPUTED_INPUTS if strategy.remat is Remat.FULL else 0
 
 
-def working_bytes(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> Working:
+def working_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Working:
     """What the kinds of a strategy add to the saved and the short-lived bytes of the traced layer."""
     if not needs_more(strategy):
         return Working()

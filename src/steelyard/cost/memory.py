@@ -3,12 +3,15 @@ r"""What a rank of a stage holds at most: the one definition, by which the searc
 A stage is fullest as it begins to work backwards with most microbatches in flight, $n$ with that of the pass. As layer
 $l$ of its layers $1..L$ works, those behind it have freed what they saved and dropped, and left their gradients:
 
-$$M = o + \sum_{j=1}^L h_j + \max_l \Big(u_l - \sum_{j>l} f_j + \beta_l\Big), \qquad
+$$M = o + \sum_{j=1}^L h_j + \max_l \Big(u_l + a_{l-1} + r_{l+1} - \sum_{j>l} f_j\Big), \qquad
 h = p + s + g + c + n b, \quad f = b + c'$$
 
-FSDP gathers the sharded layer that works next, and holds the buffer of the last reduction until the next one. So a
-layer finds beside it what others leave, no more than the largest buffer of a sharded layer of its stage: the last
-layer, which works first, that of another one, which the backward pass before reduced last.
+FSDP gathers the sharded layer that works next, $a$, and holds the buffer of the last reduction until the next one,
+$r$: the last layer, which works first, that of the first layer, which the backward pass before reduced last.
+
+So that layers can be chosen one by one, all count the most of $a_1..a_{L-1}$ and of $r_1..r_L$, the last layer that of
+$r_1..r_{L-1}$, and none with one microbatch; the copy of an embedding counts for the layer behind it alone. Where
+neighbours are alike, as most are, this is exact, and else from above.
 
 | symbol    | bytes of a rank | what                                                                          |
 |-----------|-----------------|-------------------------------------------------------------------------------|
@@ -16,8 +19,8 @@ layer, which works first, that of another one, which the backward pass before re
 | $c$       | `LayerStates`   | the copy that computes, of layers that keep one; $c'$ of sharded ones alone   |
 | $b$       | traced          | saved by one microbatch                                                       |
 | $u$       | `_rows`         | the most of forward, backward and reduction, with the copy and new gradients  |
-| $\beta$   | `_rows`         | of a sharded layer the copy that is gathered ahead (none where it keeps one, of |
-|           |                 | an embedding or a head no more than a block's) and the buffer that is reduced |
+| $a$       | `_rows`         | the copy of a sharded layer that is gathered ahead, none where it keeps one   |
+| $r$       | `_rows`         | the buffer that a sharded layer's gradients are reduced from                  |
 | $o$       | `_overheads`    | the process, side inputs of microbatches in flight, activations that arrived  |
 
 Before its first backward pass a stage has no gradients. With one microbatch $h$ has none and $f$ is less by them; a
@@ -39,7 +42,7 @@ from numpy.typing import NDArray
 from steelyard.cost.execution import StateBytes
 from steelyard.cost.inputs import side_bytes
 from steelyard.cost.layer_load import layer_profile
-from steelyard.cost.layer_memory import LayerStates, layer_states
+from steelyard.cost.layer_memory import LayerStates
 from steelyard.cost.layer_row import LayerRow
 from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.cost.tables import CostTables, Received
@@ -94,11 +97,12 @@ class LayerRows:
     """What it works with where it is the last of a stage."""
     first_reduction: IntTable
     """The most of ``works`` in the first of several backward passes."""
-    buffer: IntTable
+    ahead: IntTable
+    left: IntTable
     sent: IntTable
     """What it hands to another stage, of one microbatch."""
-    kept: IntTable
-    """Of sharded layers that keep their copy, what a chunk of several has gathered of it ahead as well."""
+    gathered: IntTable
+    """The whole copy of a sharded layer, which a chunk of several has as it pauses."""
 
 
 def layer_rows(setting: Setting, strategies: Sequence[Strategy], legal: NDArray[np.bool_]) -> LayerRows:
@@ -111,61 +115,38 @@ def layer_rows(setting: Setting, strategies: Sequence[Strategy], legal: NDArray[
             price = _own_rows if setting.job.execution.keeps_own_buffers else _rows
             found[:, row, columns] = price(kind, chosen, setting)
     found = np.clip(found, _NEVER, MOST_BYTES)
-    found[10] += found[12]
-    names = ("freed", "works", "ends", "first_reduction", "buffer", "sent", "kept")
-    return LayerRows(terms=found[:6], **dict(zip(names, found[[*range(6, 12), 13]], strict=True)))
+    names = ("freed", "works", "ends", "first_reduction", "ahead", "left", "sent", "gathered")
+    return LayerRows(terms=found[:6], **dict(zip(names, found[6:], strict=True)))
 
 
 def _rows(kind: LayerKind, chosen: Sequence[Strategy], setting: Setting) -> IntTable:
-    """[14, S] the fields of `LayerRows`, the buffer without what is gathered, then that and what is kept."""
+    """[14, S] the fields of `LayerRows`."""
     job, row = setting.job, LayerRow.of(kind, chosen, setting)
-    saved, entered, reducing, forward, backward, read = (each[:, 0] for each in row.work(setting))
+    saved, entered, reducing, forward, backward, read = row.work(setting)
     states = np.array([job.once(each, "states", partial(_numbers, each)) for each in row.states]).T
     shard, gradients, optimizer, copy, keeps, shards, made, reduced, first, later, trains, drops, moves = states
     is_sharded, one = shards > 1, setting.pipeline.num_microbatches == 1
-    kept, own, buffer = keeps * copy, (1 - keeps) * copy, is_sharded * copy
+    kept, own, gathered, left = keeps * copy, (1 - keeps) * copy, is_sharded * copy, is_sharded * reduced
     freed = saved + np.where(is_sharded | one, kept, 0) - (gradients if one else 0)
     before = 0 if kind.role is LayerRole.EMBEDDING else np.maximum(0, copy - forward)
     forward = forward + own + np.where(is_sharded, copy + before, 0)
     waiting, flowing, handed = _entries(kind, setting)
-    sample_degree, _, sequence_degree = (each[:, 0] for each in row.numbers)
+    sample_degree, _, sequence_degree = row.numbers
     share = setting.microbatch_samples // sample_degree * job.compute_bytes
     backward = backward + share * waiting // sequence_degree
     copies = np.array([1 if each.remat is Remat.FULL else 2 for each in chosen])
     sending = np.maximum(0, backward - copies * (share * handed // sequence_degree))
     beside = np.where(moves, made + own, _NEVER)
-    left = entered + reducing - drops * np.maximum(0, saved - entered) - is_sharded * kept
-    reduction, reduction_first = (np.where(trains, left + each, _NEVER) for each in (first if one else later, first))
+    rest = entered + reducing - drops * np.maximum(0, saved - entered) - is_sharded * kept
+    reduction, reduction_first = (np.where(trains, rest + each, _NEVER) for each in (first if one else later, first))
     tied = np.array([_tied_bytes(kind, each, setting) for each in chosen])
     tied = np.where(tied > 0, tied + np.maximum(0, -freed) - kept, _NEVER)
-    ahead, spared = (1 - keeps) * buffer, np.zeros_like(buffer)
-    if kind.role is not LayerRole.BLOCK:
-        copies_of, reduced_of = np.array([_of_blocks(each, setting) for each in chosen]).T
-        ahead = np.where(copies_of > 0, np.minimum(ahead, copies_of), ahead)
-        is_first = (kind.role is LayerRole.EMBEDDING) & is_sharded & (reduced_of > 0)
-        spared = np.where(is_first, np.maximum(0, reduced - reduced_of), 0)
-    inner = [np.maximum(forward, backward + beside - spared), tied]
+    inner = np.maximum.reduce([forward, backward + beside, tied])
     ends = np.maximum.reduce([forward, sending + beside, reduction, tied])
-    others = is_sharded * reduced
     found = [shard, gradients, optimizer, read, kept, saved, freed]
-    found += [np.maximum.reduce([*inner, reduction - others]), ends]
-    found += [np.maximum.reduce([*inner, reduction_first - others])]
-    found += [
-        buffer * MASTER_BYTES // job.compute_bytes,
-        share * flowing // sequence_degree,
-        ahead,
-        keeps * buffer,
-    ]
+    found += [np.maximum(inner, reduction - left), ends, np.maximum(inner, reduction_first - left)]
+    found += [(1 - keeps) * gathered, left, share * flowing // sequence_degree, gathered]
     return np.stack(np.broadcast_arrays(*found)).astype(np.int64)
-
-
-def _of_blocks(strategy: Strategy, setting: Setting) -> tuple[int, int]:
-    """The most that a block of a strategy gathers and reduces, whatever layers have it; 0 where no profile tells."""
-    job = setting.job
-    blocks = [each for each in job.chain.kinds if each.role is LayerRole.BLOCK]
-    known = [each for each in blocks if job.profile.layer(each.name, strategy.shape) is not None]
-    states = [layer_states(each, strategy, setting) for each in known]
-    return max((each.copy for each in states), default=0), max((each.reduced for each in states), default=0)
 
 
 def _numbers(states: LayerStates) -> tuple[int, ...]:
@@ -228,7 +209,7 @@ def _own_rows(kind: LayerKind, chosen: Sequence[Strategy], setting: Setting) -> 
     """
     execution, job = setting.job.execution, setting.job
     assert isinstance(execution.states, StateBytes), "no other keeps buffers of its own"
-    saved, _, _, forward, backward, read = (each[:, 0] for each in LayerRow.of(kind, chosen, setting).work(setting))
+    saved, _, _, forward, backward, read = LayerRow.of(kind, chosen, setting).work(setting)
     found = np.zeros((14, len(chosen)), dtype=np.int64)
     for place, strategy in enumerate(chosen):
         layer = layer_profile(kind, strategy, setting)
@@ -242,7 +223,7 @@ def _own_rows(kind: LayerKind, chosen: Sequence[Strategy], setting: Setting) -> 
         found[:3, place] = kept["parameters"], kept["gradients"] + max(0, more), kept["optimizer"]
         bucket = execution.bucket_bytes if strategy.data_degree > 1 else 0
         share = setting.microbatch_samples // (strategy.sample_degree * strategy.sequence_degree)
-        found[11, place] = share * _entries(kind, setting)[1] * job.compute_bytes * execution.kept_transfers
+        found[12, place] = share * _entries(kind, setting)[1] * job.compute_bytes * execution.kept_transfers
         found[7:10, place] = max(int(forward[place]), int(backward[place]), 0) + bucket
     found[3], found[5] = read, saved
     return found
@@ -263,23 +244,12 @@ def memory_tables(setting: Setting, strategies: Sequence[Strategy], rows: LayerR
         "overhead_bytes": 0,
     }
     if not setting.job.execution.keeps_own_buffers:
-        found |= {
-            "freed_bytes": rows.freed,
-            "buffer_bytes": rows.buffer + (rows.kept if pipeline.num_chunks > 1 else 0),
-            "waiting": _waiting(setting),
-        }
+        paused = (pipeline.num_chunks - 1) * rows.left + (rows.gathered if pipeline.num_chunks > 1 else 0)
+        is_first = np.array([[each.role is LayerRole.EMBEDDING] for each in setting.job.chain.kinds])
+        buffers = is_first * rows.ahead, ~is_first * rows.ahead, rows.left + paused
+        found |= {"freed_bytes": rows.freed, "buffers": np.stack(buffers), "repeats": has_several}
         found |= {"stage_bytes": {count: -np.minimum(saved, rows.terms[1])} if is_short else {}}
     return found
-
-
-def _waiting(setting: Setting) -> tuple[int, int, int]:
-    """As in `CostTables`: sixths of a buffer, of which the copy is a part and what is reduced the rest."""
-    size = setting.job.compute_bytes
-    copy = 6 * size // (size + MASTER_BYTES)
-    paused = (setting.pipeline.num_chunks - 1) * (6 - copy) + (copy if setting.pipeline.num_chunks > 1 else 0)
-    if setting.pipeline.num_microbatches == 1:
-        return 6, copy, 0
-    return 6 + paused, 6 + paused, 6 - copy + paused
 
 
 def with_memory(tables: CostTables, setting: Setting, rows: LayerRows) -> CostTables:

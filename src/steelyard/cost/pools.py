@@ -195,8 +195,8 @@ def _joined(
         activation_bytes=_beside(parts, "activation_bytes"),
         transient_bytes=_beside(parts, "transient_bytes"),
         freed_bytes=None if first.freed_bytes is None else _beside(parts, "freed_bytes"),
-        buffer_bytes=None if first.buffer_bytes is None else _beside(parts, "buffer_bytes"),
-        waiting=first.waiting,
+        buffers=None if first.buffers is None else np.concatenate([part.buffers_of for part in parts], axis=2),
+        repeats=first.repeats,
         stage_bytes={
             count: np.concatenate([part.stage_bytes[count] for part in parts], axis=1) for count in first.stage_bytes
         },

@@ -253,11 +253,6 @@ class Settings:
         """[M] samples of a microbatch over all ranks of a stage, whole numbers."""
         return (self.job.global_batch // self.num_microbatches).astype(np.float64)
 
-    @cached_property
-    def has_several(self) -> bool:
-        """Whether each of them has several microbatches."""
-        return bool(np.all(self.num_microbatches > 1))
-
     def select(self, some: NDArray[np.bool_]) -> "Settings":
         """Some of them."""
         return replace(self, num_microbatches=self.num_microbatches[some])

@@ -161,10 +161,10 @@ class CostTables:
     """[K, S] static bytes beside those of every stage, by the passes in flight on the stages that hold them."""
     freed_bytes: NDArray[np.int64] | None = None
     """[K, S] of those held what is gone once the layer has worked; what it leaves counts against it; none where None"""
-    buffer_bytes: NDArray[np.int64] | None = None
-    """[K, S] what a sharded layer has beside others that work; none where None"""
-    waiting: tuple[int, int, int] = (6, 6, 0)
-    """Of the largest of these how much inner layers, the last one, and a layer that is alone find, in sixths."""
+    buffers: NDArray[np.int64] | None = None
+    """[3, K, S] what is gathered of a layer for the one behind it alone, or for any, and what it leaves; none: None"""
+    repeats: bool = True
+    """Whether there are several passes: then the last layer of a stage finds what the first one has left."""
     stage_overheads: tuple[int, ...] = ()
     """[P] bytes of a device that its layers do not share, where stages differ without pools"""
     received: Received | None = None
@@ -209,7 +209,7 @@ class CostTables:
     @property
     def is_plain(self) -> bool:
         """Whether nothing is freed and no buffers wait: then a stage's short-lived bytes are the most of any layer."""
-        return self.freed_bytes is None and self.buffer_bytes is None
+        return self.freed_bytes is None and self.buffers is None
 
     @property
     def are_last(self) -> NDArray[np.bool_]:
@@ -219,14 +219,9 @@ class CostTables:
         return found
 
     @property
-    def buffer_of(self) -> NDArray[np.int64]:
-        """[K, S] the bytes of buffers."""
-        return np.zeros_like(self.static_bytes) if self.buffer_bytes is None else self.buffer_bytes
-
-    @property
-    def buffers(self) -> NDArray[np.int64]:
-        """The different sizes of buffers of legal strategies, and 0, rising."""
-        return np.unique(np.append(self.buffer_of, 0))
+    def buffers_of(self) -> NDArray[np.int64]:
+        """[3, K, S] the bytes of buffers."""
+        return np.zeros((3, *self.legal.shape), dtype=np.int64) if self.buffers is None else self.buffers
 
     def freed_of(self, in_flight: int) -> NDArray[np.int64]:
         """[K, S] bytes that are gone once a layer has worked, on stages with so many passes in flight."""
@@ -240,17 +235,18 @@ class CostTables:
         For ``strategies`` [..., layers]; as `steelyard.cost.memory` defines it.
         """
         chosen, own = np.asarray(strategies), list(kinds)
-        works, freed, sizes = (
-            table[own, chosen] for table in (self.transient_bytes, self.freed_of(in_flight), self.buffer_of)
+        works, freed, once, ahead, left = (
+            table[own, chosen] for table in (self.transient_bytes, self.freed_of(in_flight), *self.buffers_of)
         )
-        inner, last, alone = self.waiting
-        if len(own) == 1:
-            only: NDArray[np.int64] = works + alone * sizes // 6
-            return only
-        gone = freed[..., ::-1].cumsum(axis=-1)[..., ::-1]
         found: NDArray[np.int64] = works.copy()
-        found[..., :-1] += inner * sizes.max(axis=-1, keepdims=True) // 6 - gone[..., 1:]
-        found[..., -1] += last * sizes[..., :-1].max(axis=-1) // 6
+        if len(own) == 1:
+            found += self.repeats * left
+            return found
+        found[..., 1:] += once[..., :-1]
+        found += ahead[..., :-1].max(axis=-1, keepdims=True)
+        found[..., -1] += self.repeats * left[..., :-1].max(axis=-1)
+        found[..., :-1] += left.max(axis=-1, keepdims=True)
+        found[..., :-1] -= freed[..., :0:-1].cumsum(axis=-1)[..., ::-1]
         return found
 
     def transient_of(self, kinds: Sequence[int], strategies: ArrayLike, in_flight: int) -> NDArray[np.int64]:
@@ -286,15 +282,16 @@ class CostTables:
         """Tables in which nothing is freed and no layer is another at the end of a stage, which bound from above."""
         lasts, count = self.last_kinds or tuple(range(len(self.kinds))), self.pipeline.num_stages
         names = ("static_bytes", "activation_bytes", "transient_bytes")
-        beside = self.transient_bytes + max(self.waiting) * self.buffer_of // 6
+        beside = self.transient_bytes + int(np.where(self.legal, self.buffers_of, 0).max(axis=(1, 2), initial=0).sum())
         most: dict[str, Any] = {
             name: np.maximum(table, table[list(lasts)])
             for name, table in zip(names, (self.static_bytes, self.activation_bytes, beside), strict=True)
         }
         kept = [kind for kind, name in enumerate(self.kinds) if not name.endswith(LAST)]
         overhead = max(self.overhead_of(stage) for stage in range(count))
-        whole = replace(self, **most, freed_bytes=None, buffer_bytes=None, stage_bytes={}, received=None, last_kinds=())
-        return replace(whole.select(kinds=kept), overhead_bytes=overhead, stage_overheads=(), waiting=(6, 6, 0))
+        nothing: dict[str, Any] = dict.fromkeys(("freed_bytes", "buffers", "received"))
+        whole = replace(self, **most, **nothing, stage_bytes={}, last_kinds=())
+        return replace(whole.select(kinds=kept), overhead_bytes=overhead, stage_overheads=())
 
     def switches_of(self, kinds: Sequence[int]) -> NDArray[np.float64]:
         """[kinds, S, S] the ``switch_s`` of these kinds; one table for all of them where all kinds share one."""
@@ -332,7 +329,7 @@ class CostTables:
             activation_bytes=self.activation_bytes[pairs],
             transient_bytes=self.transient_bytes[pairs],
             freed_bytes=None if self.freed_bytes is None else self.freed_bytes[pairs],
-            buffer_bytes=None if self.buffer_bytes is None else self.buffer_bytes[pairs],
+            buffers=None if self.buffers is None else self.buffers[np.ix_(range(3), rows, columns)],
             received=self.received and self.received.select(columns),
             switch_s=self.switches_of(rows) if strategies is None else self.switch_s[np.ix_(rows, columns, columns)],
             side_inputs=tuple(

@@ -30,7 +30,7 @@ import numpy as np
 
 from steelyard.search import kernels
 from steelyard.search.frontier import FloatArray, IntArray, distinct
-from steelyard.search.layers import StageCosts, peak_levels
+from steelyard.search.layers import NO_LIMIT_BYTES, StageCosts, peak_levels
 
 MAX_PRICES = 64
 """More hull slopes than this are thinned out; the bounds stay valid and become a little weaker."""
@@ -112,7 +112,8 @@ def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, tran
     order, used = np.array(layers, dtype=np.int64), sorted(set(layers))
     ends = sorted({int(costs.lasts[kind]) for kind in used})
     prices = _hull_slopes(costs, used)
-    peaks = np.concatenate([costs.rows[kind, 6, : costs.count[kind]] for kind in {*used, *ends}])
+    reach = costs.transient + costs.rows[:, 6]
+    peaks = np.concatenate([reach[kind, : costs.count[kind]] for kind in {*used, *ends}])
     least = np.concatenate([costs.transient[kind, : costs.count[kind]] for kind in ends])
     if len(least) == 0:
         lower, upper = (np.zeros(1, np.int64),) * 2
@@ -121,7 +122,8 @@ def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, tran
     prefix, ended = np.zeros((2, len(lower), len(prices), len(layers) + 1))
     missing = np.zeros((len(lower), len(layers) + 1), dtype=np.int64)
     freed = 0 if costs.is_plain else costs.most_freed([*layers, *(int(each) for each in costs.lasts[list(layers)])])
-    given = np.array(used), costs.count, costs.rows, costs.seconds, prices, upper, order, costs.lasts, freed
+    end = int(least.min(initial=NO_LIMIT_BYTES))
+    given = np.array(used), costs.count, costs.rows, costs.seconds, prices, upper, order, costs.lasts, freed, end
     kernels.priced_prefixes(*given, np.empty((len(costs.count), len(prices))), prefix, ended, missing)
     return StageBounds(
         costs=costs,

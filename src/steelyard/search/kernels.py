@@ -89,7 +89,7 @@ def completions(
         for level in range(len(upper)):
             smallest = 2**60
             for option in range(count[kind]):
-                if rows[kind, 6, option] - freed <= upper[level] and rows[kind, 2, option] < smallest:
+                if rows[kind, 3, option] - freed <= upper[level] and rows[kind, 2, option] < smallest:
                     smallest = rows[kind, 2, option]
             smallest += least[position + 1, level]
             least[position, level] = smallest if smallest < 2**60 else 2**60
@@ -97,7 +97,7 @@ def completions(
                 for own in range(len(priced)):
                     priced[own] = np.inf
                 for option in range(count[kind]):
-                    if rows[kind, 6, option] - freed <= upper[level]:
+                    if rows[kind, 3, option] - freed <= upper[level]:
                         own = entry[table[kind], rows[kind, 0, option]]
                         paid = seconds[kind, option] + prices[which] * rows[kind, 2, option]
                         paid += rest[position + 1, level, which, rows[kind, 1, option]]
@@ -110,7 +110,7 @@ def completions(
                     rest[position, level, which, before] = best
 
 
-@compiled("void(i8[:,::1], i8[::1], i8[:,:,::1], f8[:,::1], f8[::1], i8[::1], i8[::1], i8, f8, f8[:,::1])")
+@compiled("void(i8[:,::1], i8[::1], i8[:,:,::1], f8[:,::1], f8[::1], i8[::1], i8[::1], i8, i8, f8, f8[:,::1])")
 def drop_useless(  # noqa: C901, PLR0912 (as `sweep`)
     numbers: IntArray,
     count: IntArray,
@@ -119,6 +119,7 @@ def drop_useless(  # noqa: C901, PLR0912 (as `sweep`)
     prices: FloatArray,
     lower: IntArray,
     upper: IntArray,
+    least_end: int,
     budget: int,
     limit_s: float,
     least: FloatArray,
@@ -134,13 +135,14 @@ def drop_useless(  # noqa: C901, PLR0912 (as `sweep`)
             for which in range(len(prices)):
                 least[part, which] = np.inf
                 for option in range(count[kind]):
-                    if rows[kind, 6, option] - numbers[part, 2] <= upper[level]:
+                    if max(rows[kind, 3, option] - numbers[part, 2], least_end) + rows[kind, 6, option] <= upper[level]:
                         paid = seconds[kind, option] + prices[which] * rows[kind, 2, option]
                         least[part, which] = min(least[part, which], paid)
         for part in range(len(numbers)):
             kind = numbers[part, 0]
             for option in range(count[kind]):
-                if rows[kind, 0, option] < 0 or rows[kind, 6, option] - numbers[part, 2] > upper[level]:
+                reach = max(rows[kind, 3, option] - numbers[part, 2], least_end) + rows[kind, 6, option]
+                if rows[kind, 0, option] < 0 or reach > upper[level]:
                     continue
                 bound = 0.0
                 for which in range(len(prices)):
@@ -164,8 +166,9 @@ def drop_useless(  # noqa: C901, PLR0912 (as `sweep`)
 
 
 @compiled(
-    "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], f8[:,::1], i8[:,::1], i8[::1], i8[::1], i8[::1], i8[::1], i8, f8, "
-    "f8[:,::1], f8[:,:,::1], i8[::1], i8[::1], b1, f8[:,:,::1], f8[:,:,::1], i8[:,:,::1], i8[:,::1], f8[:,::1])"
+    "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], f8[:,::1], i8[:,::1], i8[:,::1], i8[:,::1], i8[:,::1], b1, b1, "
+    "i8[::1], i8[::1], i8, f8, f8[:,::1], f8[:,:,::1], i8[::1], i8[::1], b1, f8[:,:,::1], i8[:,:,:,::1], i8[:,::1], "
+    "f8[:,::1])"
 )
 def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
     states: IntArray,
@@ -176,7 +179,10 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
     switch: FloatArray,
     received: IntArray,
     buffers: IntArray,
-    waiting: IntArray,
+    joined: IntArray,
+    growth: IntArray,
+    repeats: bool,
+    is_last: bool,
     lower: IntArray,
     upper: IntArray,
     budget: int,
@@ -186,37 +192,34 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
     rest_bytes: IntArray,
     others: IntArray,
     has_bounds: bool,
-    fastest: FloatArray,
     same: FloatArray,
-    same_peak: IntArray,
+    known: IntArray,
     places: IntArray,
     values: FloatArray,
 ) -> int:
     """Extends states by the options of one more layer; returns how many may still fit and be in time.
 
     ``states`` [8, N] as in `LayerStates`; ``options`` [7, O] as in `StageCosts`, of ``count`` options; ``switch``
-    [C + 1, S], and ``received`` like it the bytes that a stage receives, empty behind its first layer. ``buffers`` are
-    the different sizes of what sharded layers leave beside others, ``waiting`` how much of the largest the inner
-    layers, the last one and a layer alone find, in sixths, and whether this layer is the last, or the only one (1, 2).
-    ``prices`` [J, Q], ``completion`` [J, Q, C + 1] and ``rest_bytes`` [J] are for the layers still to come, as are
-    ``others``: the bytes that they free at most, that they keep at least, and the least that the last one works with.
-    Fills ``places`` [8, room] with new states, and ``values`` [2, room] with seconds and, if ``has_bounds``, the lower
-    bound of the whole run. Left out are those that another one with the same option beats, as `sweep` tells, whose room
-    to work in serves here too.
+    [C + 1, S], and ``received`` like it the bytes that a stage receives, empty behind its first layer. ``buffers``
+    [B, 3], ``joined``, ``growth`` and ``repeats`` as in `StageCosts`; ``is_last`` tells whether this layer ends its
+    stage. ``prices`` [J, Q], ``completion`` [J, Q, C + 1] and ``rest_bytes`` [J] are for the layers still to come, as
+    are ``others``: the bytes that they free at most, that they keep at least, and the least that the last one works
+    with. Fills ``places`` [8, room] with new states, and ``values`` [2, room] with seconds and, if ``has_bounds``, the
+    lower bound of the whole run. Left out are those that another one with the same option beats, as `sweep` tells,
+    whose room to work in serves here too.
     """
-    found, sizes, is_last, freed = 0, len(buffers), waiting[3] > 0, others[0]
+    found, freed = 0, others[0]
     for option in range(count):
         strategy, own_group = options[0, option], options[1, option]
         soonest, smallest = np.inf, budget + 1
         for level in range(len(upper)):
             paid = completion[level, 0, own_group] if prices[level, 0] == 0 else 0.0
             soonest, smallest = min(soonest, paid), min(smallest, rest_bytes[level])
-            for came in range(fastest.shape[0]):
-                fastest[came, own_group, level] = np.inf
-                same[came, own_group, level] = np.inf
-        least_peak = options[6, option] if is_last or freed == 0 else lower[0]
+            for came in range(same.shape[1]):
+                same[came, 0, level] = np.inf
+        least_peak = options[3, option] if is_last or freed == 0 else lower[0]
         for state in range(states.shape[1]):
-            taken = states[2, state] + options[2, option]
+            taken, before = states[2, state] + options[2, option], states[7, state]
             if taken + smallest + least_peak > budget:
                 break  # as do all behind it, which come in order of bytes
             if len(received) > 0:
@@ -224,35 +227,34 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
             spent = seconds[state] + (switch[states[1, state], strategy] + own_seconds[option])
             if spent + soonest > limit_s:
                 continue
-            size, peak = max(states[7, state], options[5, option]), options[3, option]
-            before = states[3, state] - options[4, option]
+            size, peak = joined[before, options[5, option]], options[3, option] + buffers[before, 0]
+            more, beside = 0, 0
             if is_last:
-                if waiting[3] > 1:
-                    peak += waiting[2] * buffers[size] // 6
-                else:
-                    peak += waiting[1] * buffers[states[7, state]] // 6
-                    peak = max(peak, before + waiting[0] * buffers[size] // 6)
-                reach, size, least_peak_then = peak, 0, peak
+                size, beside = 0, max(buffers[options[5, option], 2] - buffers[before, 2], 0)
+                if repeats and states[5, state] < 0:
+                    taken += beside
             else:
-                peak = max(peak, before)
-                reach = peak + waiting[0] * buffers[size] // 6
-                least_peak_then = max(reach - freed, others[2] + waiting[1] * buffers[size] // 6)
-            if taken + reach + others[1] > budget:
+                more, beside = buffers[size, 1] - buffers[before, 1], buffers[size, 2] - buffers[before, 2]
+                if repeats:
+                    more, beside = more + beside, 0
+                else:
+                    peak += buffers[size, 2]
+            taken += more
+            peak = max(peak, states[3, state] + beside - options[4, option])
+            least_peak_then = peak if is_last else max(peak - freed, others[2])
+            if taken + peak + others[1] > budget:
                 continue
-            level, key = 0, states[0, state] * sizes + size
-            while level + 1 < len(upper) and upper[level] < reach:
+            level, came, beaten = 0, states[0, state], False
+            while level + 1 < len(upper) and upper[level] < peak:
                 level += 1
-            if level > 0 and fastest[key, own_group, level - 1] <= spent:
+            for own in range(level + 1):
+                if same[came, 0, own] <= spent and known[0, came, 0, own] <= taken + peak:
+                    beaten |= growth[known[1, came, 0, own], size] == 0
+            if beaten:
                 continue
-            if same[key, own_group, level] <= spent and same_peak[key, own_group, level] <= taken + peak:
-                continue
-            if spent < same[key, own_group, level]:
-                same[key, own_group, level] = spent
-                same_peak[key, own_group, level] = taken + peak
-            for higher in range(level, len(upper)):
-                if fastest[key, own_group, higher] <= spent:
-                    break
-                fastest[key, own_group, higher] = spent
+            if spent < same[came, 0, level] and more == 0:  # those behind may take less than one that grew
+                same[came, 0, level] = spent
+                known[0, came, 0, level], known[1, came, 0, level] = taken + peak, size
             bound = np.inf
             for higher in range(len(upper)):
                 if upper[higher] < least_peak_then or rest_bytes[higher] == 2**60:
@@ -285,30 +287,35 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
     return found
 
 
-@compiled("i8(i8[::1], i8[:,::1], f8[::1], i8, f8[:,::1], f8[:,:,::1], f8[:,:,::1], i8[:,:,::1])")
+@compiled("i8(i8[::1], i8[:,::1], f8[::1], i8[:,::1], f8[:,::1], f8[:,:,::1], f8[:,:,::1], i8[:,:,:,::1])")
 def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     order: IntArray,
     places: IntArray,
     seconds: FloatArray,
-    sizes: int,
+    growth: IntArray,
     detour: FloatArray,
     fastest: FloatArray,
     same: FloatArray,
-    same_peak: IntArray,
+    known: IntArray,
 ) -> int:
     """Moves the unbeaten of the `candidates` to the front of ``order``, which lists them by bytes; returns how many.
 
     ``detour`` [C + 1, C + 1] is at most so much longer takes whatever follows from the first class than from the
-    second; ``sizes`` counts the buffers. Only states of one entry and one buffer are compared. Room to work in,
-    [entries times sizes, C + 1, J]: ``fastest`` so far at a level or below, ``same`` the fastest at the very level and
-    ``same_peak`` what it takes with its transient. Of equal bytes the faster one goes first, then the one with the
-    smaller transient.
+    second; ``growth`` [B, B] as in `StageCosts`. Only states of one entry are compared. Room to work in, [entries times
+    B, C + 1, J]: ``fastest`` so far at a level or below, ``same`` the fastest at the very level and ``known`` what it
+    takes with its transient, and without. Of equal bytes the faster one goes first, then the one with the smaller
+    transient.
     """
-    for came in range(fastest.shape[0]):
-        for left in range(fastest.shape[1]):
-            for own in range(fastest.shape[2]):
-                fastest[came, left, own] = np.inf
-                same[came, left, own] = np.inf
+    sizes = len(growth)
+    for index in order:
+        known[0, places[0, index] * sizes : places[0, index] * sizes + sizes, 0, 0] = -2
+    for index in order:
+        known[0, places[0, index] * sizes + places[7, index], 0, 0] = -1
+    for index in order:
+        came = places[0, index] * sizes + places[7, index]
+        if known[0, came, 0, 0] == -1:
+            known[0, came, 0, 0] = 0
+            fastest[came], same[came] = np.inf, np.inf
     for place in range(1, len(order)):
         index, slot = order[place], place
         while slot > 0 and places[2, order[slot - 1]] == places[2, index]:
@@ -329,20 +336,24 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
             other = left if turn == 0 else turn - 1  # the own class beats most
             longest = seconds[index] - detour[other, left]
             beaten = own > 0 and fastest[came, other, own - 1] <= longest
-            beaten |= same[came, other, own] <= longest and same_peak[came, other, own] <= peak
+            beaten |= same[came, other, own] <= longest and known[0, came, other, own] <= peak
             if beaten:
                 break
-        for smaller in range(came - places[7, index], came):
+        size = places[7, index]
+        for other in range(sizes):
+            more, place = growth[other, size], came - size + other
+            if beaten or other == size or more < 0 or known[0, place, 0, 0] == -2:
+                continue
             for level in range(fastest.shape[2]):
-                is_less = same[smaller, left, level] <= seconds[index] and same_peak[smaller, left, level] <= peak
-                beaten |= is_less
+                if same[place, left, level] <= seconds[index] and known[0, place, left, level] + more <= peak:
+                    beaten |= known[1, place, left, level] + more <= places[2, index]
         if beaten:
             continue
         order[num_kept] = index
         num_kept += 1
         if seconds[index] < same[came, left, own]:
             same[came, left, own] = seconds[index]
-            same_peak[came, left, own] = peak
+            known[0, came, left, own], known[1, came, left, own] = peak, places[2, index]
         for higher in range(own, fastest.shape[2]):
             fastest[came, left, higher] = min(fastest[came, left, higher], seconds[index])
     return num_kept
@@ -384,8 +395,8 @@ def switch_classes(
 
 
 @compiled(
-    "void(f8[:,::1], i8[:,:,::1], i8[:,:,::1], i8[:,::1], i8[:,::1], i8[::1], i8[::1], b1[:,:,::1], b1[:,::1], "
-    "b1[:,:,::1])"
+    "void(f8[:,::1], i8[:,:,::1], i8[:,:,::1], i8[:,::1], i8[:,::1], i8[:,::1], i8[::1], i8[::1], b1[:,:,::1], "
+    "b1[:,::1], b1[:,:,::1])"
 )
 def drop_beaten(
     seconds: FloatArray,
@@ -393,6 +404,7 @@ def drop_beaten(
     stays: IntArray,
     transient: IntArray,
     buffer: IntArray,
+    apart: IntArray,
     group: IntArray,
     table: IntArray,
     receives_less: BoolArray,
@@ -403,7 +415,8 @@ def drop_beaten(
 
     ``num_bytes``, ``stays`` (what is left of them once the layer has worked) and ``kept`` are [F, K, S], for F numbers
     of microbatches in flight; ``kept`` comes with all legal ones. ``receives_less`` [T, S, S]: whether the first
-    receives for no more than the second from any.
+    receives for no more than the second from any; ``apart`` [B, B]: so many bytes more may buffers take in the end with
+    the first than with the second, -1 where that depends on the layer behind.
     """
     for kind in range(legal.shape[0]):
         less = receives_less[table[kind]]
@@ -414,16 +427,17 @@ def drop_beaten(
                     break
                 if other == own or not legal[kind, other] or group[other] != group[own]:
                     continue
-                if seconds[kind, other] > seconds[kind, own] or transient[kind, other] > transient[kind, own]:
+                worth = apart[buffer[kind, other], buffer[kind, own]]
+                if seconds[kind, other] > seconds[kind, own] or worth < 0:
                     continue
-                if not less[other, own] or buffer[kind, other] > buffer[kind, own]:
+                if not less[other, own] or transient[kind, other] > transient[kind, own]:
                     continue
                 is_equal = buffer[kind, other] == buffer[kind, own]
                 is_equal &= less[own, other] and seconds[kind, other] == seconds[kind, own]
                 is_equal &= transient[kind, other] == transient[kind, own]
                 for flight in range(kept.shape[0]):
-                    more = num_bytes[flight, kind, other] - num_bytes[flight, kind, own]
-                    left_over = stays[flight, kind, other] - stays[flight, kind, own]
+                    more = num_bytes[flight, kind, other] + worth - num_bytes[flight, kind, own]
+                    left_over = stays[flight, kind, other] + worth - stays[flight, kind, own]
                     if more > 0 or left_over > 0 or not kept[flight, kind, own]:
                         continue
                     if more < 0 or left_over < 0 or not (is_equal and own < other):
@@ -475,10 +489,10 @@ def hull_slopes(
 
 
 @compiled(
-    "void(i8[::1], i8[::1], i8[:,:,::1], f8[:,::1], f8[::1], i8[::1], i8[::1], i8[::1], i8, f8[:,::1], f8[:,:,::1], "
-    "f8[:,:,::1], i8[:,::1])"
+    "void(i8[::1], i8[::1], i8[:,:,::1], f8[:,::1], f8[::1], i8[::1], i8[::1], i8[::1], i8, i8, f8[:,::1], "
+    "f8[:,:,::1], f8[:,:,::1], i8[:,::1])"
 )
-def priced_prefixes(
+def priced_prefixes(  # noqa: C901 (as `sweep`)
     kinds: IntArray,
     count: IntArray,
     rows: IntArray,
@@ -488,6 +502,7 @@ def priced_prefixes(
     layers: IntArray,
     lasts: IntArray,
     freed: int,
+    least_end: int,
     least: FloatArray,
     prefix: FloatArray,
     ended: FloatArray,
@@ -496,7 +511,8 @@ def priced_prefixes(
     """Fills in the priced cost of the first layers, and how many of them have no option in a level; see `bounds`.
 
     ``kinds`` are those of the ``layers`` [L], and ``lasts`` [K] those that they are where they end a stage;
-    ``freed`` is what all others free at most while an inner layer works. ``prefix`` [J, Q, L + 1] is in seconds,
+    ``freed`` is what all others free at most while an inner layer works, and ``least_end`` the least that a last layer
+    works with, at which all buffers are there. ``prefix`` [J, Q, L + 1] is in seconds,
     ``ended`` the same with the last one ending a stage, and ``missing`` [J, L + 1] counts inner layers; all come
     with zeros before all layers. ``least`` [K, Q] is to work in. ``ended`` rises: what a longer run is cheaper by
     is left out.
@@ -504,10 +520,13 @@ def priced_prefixes(
     for level in range(len(upper)):
         for turn in range(2):
             for each in kinds:
-                kind, behind = (each, freed) if turn == 0 else (lasts[each], 0)
+                kind = each if turn == 0 else lasts[each]
                 least[kind] = np.inf
                 for option in range(count[kind]):
-                    if rows[kind, 6, option] - behind <= upper[level]:
+                    reach = rows[kind, 3, option]
+                    if turn == 0:
+                        reach = max(reach - freed, least_end) + rows[kind, 6, option]
+                    if reach <= upper[level]:
                         for which in range(len(prices)):
                             paid = seconds[kind, option] + prices[which] * rows[kind, 2, option]
                             least[kind, which] = min(least[kind, which], paid)

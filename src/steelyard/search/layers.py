@@ -1,10 +1,10 @@
 r"""One strategy per layer of a run of layers inside one stage: the dynamic program on frontiers.
 
 For layers $l = 1..n$ of a stage and an entry class $e$ (how the layer before the stage left its output), the program
-keeps, for each class $c$ of the last strategy and largest buffer $\beta$ so far, the states $(e, c, \beta, A, u, t)$
-that no other state of the same $e, c, \beta$ beats in all of $A, u, t$, where
+keeps, for each class $c$ of the last strategy and largest buffers $\beta$ so far, the states $(e, c, \beta, A, u, t)$
+that no other state of the same $e, c$ beats in all of $A, u, t$ even if its buffers grow to $\beta$, where
 
-$$A = \sum_l h_l, \quad u \leftarrow \max(u - f_l,\; u_l), \quad \beta = \max_l \beta_l, \quad
+$$A = \beta + \sum_l h_l, \quad u \leftarrow \max(u - f_l,\; u_l), \quad \beta = \max_l \beta_l, \quad
 t = \sum_l \big(t(k_l, s_l) + r(k_l, c_{l-1}, s_l)\big)$$
 
 as `steelyard.cost.memory` defines what a stage takes, $A + u$ once the last layer is there. Without a budget one pass
@@ -27,7 +27,7 @@ lower one.
 | $h$         | `bytes`        | bytes  | `static_bytes` + microbatches in flight × `activation_bytes`   |
 | $f$         | `freed`        | bytes  | gone once the layer has worked                                 |
 | $u$         | `transient`    | bytes  | what the layer works with                                      |
-| $\beta$     | `buffer`       | bytes  | what a sharded layer leaves beside others that work            |
+| $\beta$     | `buffers`      | bytes  | what is gathered ahead of layers, and what they leave beside others |
 | $c$, $e$    | `group`        | –      | switch class: strategies from which every switch costs the same |
 | $H_{\lambda,\tau}$ | `completion` | s | least priced cost of the layers still to come                  |
 | $\tau$      | `levels`       | bytes  | what the transient peak of the run may end on                  |
@@ -112,12 +112,16 @@ class StageCosts:
     switches: Switches
     count: IntArray
     rows: IntArray
-    """[K, 7, O] strategy, switch class, bytes, transient bytes, freed bytes, place of the buffer among ``buffers``, and
-    the transient bytes with what of that buffer the layer finds beside it"""
+    """[K, 7, O] strategy, switch class, bytes, transient bytes, freed bytes, place among ``buffers``, and bytes of
+    these that a stage has until it ends"""
     seconds: FloatArray
     buffers: IntArray
-    """Different sizes, rising from 0."""
-    waiting: tuple[int, int, int]
+    """[B, 3] those of `CostTables` that layers have, or the largest of several of them, none of all first"""
+    joined: IntArray
+    """[B, B] the place of those that a stage has had at most, by the place of those before and of a layer's"""
+    growth: IntArray
+    """[B, B] what the first may still grow by until they are the second, in bytes; -1 if no bytes make up for it"""
+    repeats: bool
     """As in `CostTables`."""
     lasts: IntArray
     """[K] as `CostTables.last_kinds`"""
@@ -149,7 +153,7 @@ class LayerStates:
 
     rows: IntArray
     """[8, N] entry class, own class, bytes, transient, index of the state before, strategy, level of the transient, and
-    place of the largest buffer"""
+    place of the largest buffers"""
     seconds: FloatArray
 
     def __len__(self) -> int:
@@ -203,8 +207,12 @@ class OptionTable:
         tables, columns, group = self.tables, self.columns[pool], self.switches.group
         num_bytes = np.stack([tables.held_bytes(in_flight) for in_flight in flights])
         freed = np.stack([tables.freed_of(in_flight) for in_flight in flights])
-        buffers = tables.buffers
-        buffer = np.searchsorted(buffers, tables.buffer_of)
+        sizes = tables.buffers_of.reshape(3, -1).T * tables.legal.reshape(-1, 1)
+        buffers, buffer = np.unique(np.concatenate([np.zeros((1, 3), np.int64), sizes]), axis=0, return_inverse=True)
+        buffer = buffer[1:].reshape(tables.legal.shape)
+        more = buffers[:, None] - buffers
+        apart = np.where(more[..., 0] <= 0, np.maximum(more[..., 1:], 0).sum(axis=2), -1)
+        held = np.where(tables.are_last[:, None], 0, (sizes[:, 1] + tables.repeats * sizes[:, 2]).reshape(buffer.shape))
         legal = np.take(tables.legal, columns, axis=1)
         kept = np.repeat(legal[None], len(flights), axis=0)
         kernels.drop_beaten(
@@ -213,6 +221,7 @@ class OptionTable:
             np.take(num_bytes - freed, columns, axis=2),
             np.take(tables.transient_bytes, columns, axis=1),
             np.take(buffer, columns, axis=1),
+            apart,
             group[columns],
             self.switches.table,
             self.receives_less[pool],
@@ -222,11 +231,10 @@ class OptionTable:
         count = kept.sum(axis=2)
         strategy = columns[np.argsort(~kept, axis=2, kind="stable")[:, :, : max(int(count.max()), 1)]]
         kinds = np.arange(len(tables.kinds))[:, None]
-        beside = np.where(tables.are_last[:, None], 0, tables.waiting[0] * buffers[buffer] // 6)
-        parts = [
-            np.broadcast_to(each, num_bytes.shape)
-            for each in (tables.transient_bytes, freed, buffer, tables.transient_bytes + beside)
-        ]
+        used = [{*row[columns[some]].tolist()} for row, some in zip(buffer, np.any(kept, axis=0), strict=True)]
+        inner = set[int]().union(*(used[kind] for kind in {*tables.layers[1:]}))
+        joined = _joined(buffers, used[tables.layers[0]], inner, repeats=tables.repeats)
+        parts = [np.broadcast_to(each, num_bytes.shape) for each in (tables.transient_bytes, freed, buffer, held)]
         chosen = [np.take_along_axis(each, strategy, axis=2) for each in (num_bytes, *parts)]
         rows = np.stack([strategy, group[strategy], *chosen], axis=2)
         return [
@@ -235,12 +243,36 @@ class OptionTable:
                 count=own,
                 rows=np.ascontiguousarray(each),
                 seconds=seconds,
-                buffers=buffers,
-                waiting=tables.waiting,
+                **joined,
+                repeats=tables.repeats,
                 lasts=np.array(tables.last_kinds or range(len(tables.kinds)), dtype=np.int64),
             )
             for own, each, seconds in zip(count, rows, tables.time_s[kinds, strategy], strict=True)
         ]
+
+
+def _joined(buffers: IntArray, first: set[int], inner: set[int], *, repeats: bool) -> dict[str, IntArray]:
+    """The fields of `StageCosts` of all that runs reach whose first layers have some of the buffers, others some."""
+    values = list(map(tuple, buffers.tolist()))
+    places, pairs = {value: place for place, value in enumerate(values)}, dict[tuple[int, int], int]()
+    waiting, seen = [0], {0}
+    while waiting:
+        before = waiting.pop()
+        for own in inner if before else first | inner:
+            value = values[own][0], *map(max, values[before][1:], values[own][1:])
+            if value not in places:
+                places[value] = len(values)
+                values.append(value)
+            pairs[before, own] = place = places[value]
+            if place not in seen:
+                seen.add(place)
+                waiting.append(place)
+    found, joined = np.array(values), np.zeros((len(values), len(buffers)), dtype=np.int64)
+    for pair, place in pairs.items():
+        joined[pair] = place
+    more = found - found[:, None]
+    growth = np.maximum(more[..., 1:], 0).sum(axis=2) + (0 if repeats else np.maximum(-more[..., 2], 0))
+    return {"buffers": found, "joined": joined, "growth": np.where(more[..., 0] >= 0, growth, -1)}
 
 
 def option_table(tables: CostTables) -> OptionTable:
@@ -379,11 +411,10 @@ def chain_frontier(
     after, so that classes may beat each other after the last layer too.
     """
     entries = np.array([costs.num_groups]) if entries is None else entries
-    levels = _levels(costs, kinds, pruning)
     states = _start(entries)
     room = np.empty((8, 0), dtype=np.int64), np.empty((2, 0))
-    costs = _useful(costs, kinds, pruning, levels)
-    guide = _guide(costs, kinds, entries, pruning, levels)
+    costs = _useful(costs, kinds, pruning, _levels(costs, kinds, pruning, costs.transient + costs.rows[:, 6]))
+    guide = _guide(costs, kinds, entries, pruning, _levels(costs, kinds, pruning, costs.transient))
     per_layer = []
     for position, kind in enumerate(kinds):
         if pruning.deadline is not None and time.monotonic() > pruning.deadline:
@@ -464,9 +495,9 @@ def _possible_peaks(costs: StageCosts, kinds: Sequence[int], peaks: IntArray, pr
     return found
 
 
-def _levels(costs: StageCosts, kinds: Sequence[int], pruning: Pruning) -> tuple[IntArray, IntArray]:
-    """Lower and upper edges of the levels of the transient peak that a run is searched with."""
-    peaks = np.concatenate([costs.rows[kind, 6, : costs.count[kind]] for kind in set(kinds)])
+def _levels(costs: StageCosts, kinds: Sequence[int], pruning: Pruning, reach: IntArray) -> tuple[IntArray, IntArray]:
+    """Lower and upper edges of the levels of ``reach`` [K, O], the transient peak, that a run is searched with."""
+    peaks = np.concatenate([reach[kind, : costs.count[kind]] for kind in set(kinds)])
     if costs.is_plain:
         floor = max(int(costs.transient[kind, : costs.count[kind]].min(initial=2**48)) for kind in set(kinds))
         return peak_levels(_possible_peaks(costs, kinds, np.maximum(peaks, floor), pruning))
@@ -488,7 +519,9 @@ def _useful(costs: StageCosts, kinds: Sequence[int], pruning: Pruning, levels: t
     count, rows, seconds = costs.count.copy(), costs.rows.copy(), costs.seconds.copy()
     least = np.empty((len(numbers), len(pruning.prices)))
     limit_s = pruning.limit_s * (1 + ROUNDING)
-    kernels.drop_useless(numbers, count, rows, seconds, pruning.prices, *levels, pruning.budget_bytes, limit_s, least)
+    end = int(costs.transient[kinds[-1], : costs.count[kinds[-1]]].min(initial=NO_LIMIT_BYTES))
+    given = numbers, count, rows, seconds, pruning.prices, *levels, end, pruning.budget_bytes, limit_s, least
+    kernels.drop_useless(*given)
     return replace(costs, count=count, rows=rows, seconds=seconds)
 
 
@@ -563,8 +596,7 @@ def _extend(
     """The unbeaten states after one more layer, in order of bytes."""
     (places, values), width, sizes = room, guide.pruning.width, len(costs.buffers)
     shape = ((costs.num_groups + 1) * sizes, len(detour), len(guide.upper))
-    turn = 0 if position + 1 < len(guide.rest_bytes) else 1 + (position == 1)
-    work, peaks = np.empty((2, *shape)), np.empty(shape, dtype=np.int64)
+    work, peaks = np.empty((2, *shape)), np.empty((2, *shape), dtype=np.int64)
     found = kernels.candidates(
         states.rows,
         states.seconds,
@@ -574,7 +606,10 @@ def _extend(
         costs.switches.seconds[costs.switches.table[kind]],
         received,
         costs.buffers,
-        np.array([*costs.waiting, turn]),
+        costs.joined,
+        costs.growth,
+        costs.repeats,
+        position + 1 == len(guide.rest_bytes),
         guide.lower,
         guide.upper,
         guide.pruning.budget_bytes,
@@ -585,13 +620,12 @@ def _extend(
         guide.others[position],
         width is not None,
         work[0],
-        work[1],
         peaks,
         places,
         values,
     )
     order = places[2, :found].argsort(kind="stable")
-    kept = order[: kernels.sweep(order, places, values[0], sizes, detour, work[0], work[1], peaks)]
+    kept = order[: kernels.sweep(order, places, values[0], costs.growth, detour, work[0], work[1], peaks)]
     if width is not None and len(kept) > width:
         kept = kept[np.sort(np.argsort(values[1, kept], kind="stable")[:width])]
     return LayerStates(rows=places.take(kept, axis=1), seconds=values[0, kept])

@@ -313,7 +313,7 @@ def _small_strategies(tables: CostTables, stage: int, kinds: Sequence[int]) -> l
     """Strategies for the layers of a stage: of those that hold least within each threshold the ones that take least."""
     in_flight = tables.pipeline.in_flight(stage)
     legal, held = tables.legal_on(stage), tables.held_bytes(in_flight)
-    works = tables.transient_bytes + np.where(tables.are_last[:, None], 0, tables.buffer_of)
+    works = tables.transient_bytes + tables.buffers_of.sum(axis=0)
     used = sorted(set(kinds))
     peaks = distinct(works[used][legal[used]])
     found = []

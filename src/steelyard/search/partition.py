@@ -173,7 +173,7 @@ def settle(prospect: Prospect, *, cutoff_s: float = np.inf, deadline: float | No
     if prospect.lower_bound_s > cutoff_s:
         return SettingResult(status="beaten", solution=None, lower_bound_s=prospect.lower_bound_s)
     best = _first_or_fallback(prospect)
-    found = _search_upwards(prospect.setting, best, prospect.lower_bound_s, cutoff_s, deadline)
+    found = _search_upwards(prospect.setting, best, prospect.lower_bound_s, cutoff_s, deadline, filled=prospect.filled)
     return replace(found, miss=prospect.miss) if found.status == "infeasible" else found
 
 
@@ -270,11 +270,12 @@ def _search_upwards(
     cutoff_s: float,
     deadline: float | None,
     boundaries: Sequence[int] | None = None,
+    filled: Sequence[int] = (),
 ) -> SettingResult:
     """Raise the target from the lower bound until a plan is found, the best known one is reached or time is up.
 
-    Where too many states lie within a target, a better plan is sought among more states, and the next target lies half
-    way to it.
+    Where too many states lie within a target, a better plan is sought among more states, with the boundaries of the
+    best plan, or those ``filled`` where none is known, and the next target lies half way to it.
     """
     aim, refused = FIRST_AIM, np.inf
     width, retreats, slowest_s = FIRST_PLAN_WIDTH, 0, _slowest_s(setting)
@@ -290,10 +291,10 @@ def _search_upwards(
             retreats += 1
             if retreats > MAX_RETREATS or target < lower * (1 + LEAST_AIM):
                 return SettingResult(status="feasible", solution=_known(best), lower_bound_s=lower)
-            if width < WIDEST and best.boundaries:
+            if width < WIDEST and (near := best.boundaries or filled):
                 width *= 8
                 with suppress(TooManyStatesError):
-                    wider = first_plan(setting, best.boundaries, width, best.step_s)
+                    wider = first_plan(setting, near, width, best.step_s)
                     best = min(best, wider or best, key=lambda plan: plan.step_s)
             aim, refused = aim / 2, target
             continue
