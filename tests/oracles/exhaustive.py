@@ -57,18 +57,18 @@ def most_at_once(
 ) -> np.ndarray:
     """The most of all layers of a stage: each with its work and buffers when all behind it have freed what they do."""
     last = len(works) - 1
-    if last == 0:
-        return works[0] + repeats * buffers[0][2]
+    nothing = np.zeros_like(works[0])
     found = []
     for place, own in enumerate(works):
         most = own + (buffers[place - 1][0] if place else 0)
         for behind in range(place + 1, last + 1):
             most = most - freed[behind]
-        most = most + np.maximum.reduce([sizes[1] for sizes in buffers[:-1]])
+        most = most + np.maximum.reduce([nothing, *(sizes[1] for sizes in buffers[:-1])])
         if place < last:
             most = most + np.maximum.reduce([sizes[2] for sizes in buffers])
         elif repeats:
-            most = most + np.maximum.reduce([sizes[2] for sizes in buffers[:-1]])
+            left = np.maximum.reduce([nothing, *(sizes[2] for sizes in buffers[:-1])])
+            most = most + np.where(left > 0, left, buffers[last][2])
         found.append(most)
     return np.maximum.reduce(found)
 

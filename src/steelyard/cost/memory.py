@@ -7,10 +7,11 @@ $$M = o + \sum_{j=1}^L h_j + \max_l \Big(u_l + a_{l-1} + r_{l+1} - \sum_{j>l} f_
 h = p + s + g + c + n b, \quad f = b + c'$$
 
 FSDP gathers the sharded layer that works next, $a$, and holds the buffer of the last reduction until the next one,
-$r$: the last layer, which works first, that of the first layer, which the backward pass before reduced last.
+$r$: the last layer, which works first, that of the first layer, which the backward pass before reduced last, or its own
+where no other has one. Where parts are frozen no layer may reduce behind an embedding, and all that it reduced is there.
 
 So that layers can be chosen one by one, all count the most of $a_1..a_{L-1}$ and of $r_1..r_L$, the last layer that of
-$r_1..r_{L-1}$, and none with one microbatch; the copy of an embedding counts for the layer behind it alone. Where
+$r_1..r_{L-1}$ or $r_L$, and none with one microbatch; the copy of an embedding counts for the layer behind it alone. Where
 neighbours are alike, as most are, this is exact, and else from above.
 
 | symbol    | bytes of a rank | what                                                                          |
@@ -126,7 +127,9 @@ def _rows(kind: LayerKind, chosen: Sequence[Strategy], setting: Setting) -> IntT
     states = np.array([job.once(each, "states", partial(_numbers, each)) for each in row.states]).T
     shard, gradients, optimizer, copy, keeps, shards, made, reduced, first, later, trains, drops, moves = states
     is_sharded, one = shards > 1, setting.pipeline.num_microbatches == 1
-    kept, own, gathered, left = keeps * copy, (1 - keeps) * copy, is_sharded * copy, is_sharded * reduced
+    kept, own, gathered = keeps * copy, (1 - keeps) * copy, is_sharded * copy
+    is_awaited = job.chain.freeze is not None and kind.role is LayerRole.EMBEDDING
+    left = is_sharded * (reduced + trains * (made + copy) * is_awaited)
     freed = saved + np.where(is_sharded | one, kept, 0) - (gradients if one else 0)
     before = 0 if kind.role is LayerRole.EMBEDDING else np.maximum(0, copy - forward)
     forward = forward + own + np.where(is_sharded, copy + before, 0)

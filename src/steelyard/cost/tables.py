@@ -239,12 +239,10 @@ class CostTables:
             table[own, chosen] for table in (self.transient_bytes, self.freed_of(in_flight), *self.buffers_of)
         )
         found: NDArray[np.int64] = works.copy()
-        if len(own) == 1:
-            found += self.repeats * left
-            return found
+        before = left[..., :-1].max(axis=-1, initial=0)
+        found[..., -1] += self.repeats * np.where(before > 0, before, left[..., -1])
         found[..., 1:] += once[..., :-1]
-        found += ahead[..., :-1].max(axis=-1, keepdims=True)
-        found[..., -1] += self.repeats * left[..., :-1].max(axis=-1)
+        found += ahead[..., :-1].max(axis=-1, keepdims=True, initial=0)
         found[..., :-1] += left.max(axis=-1, keepdims=True)
         found[..., :-1] -= freed[..., :0:-1].cumsum(axis=-1)[..., ::-1]
         return found

@@ -231,8 +231,8 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
             more, beside = 0, 0
             if is_last:
                 size, beside = 0, max(buffers[options[5, option], 2] - buffers[before, 2], 0)
-                if repeats and states[5, state] < 0:
-                    taken += beside
+                if repeats and buffers[before, 2] == 0:
+                    taken, beside = taken + beside, 0
             else:
                 more, beside = buffers[size, 1] - buffers[before, 1], buffers[size, 2] - buffers[before, 2]
                 if repeats:

@@ -212,6 +212,7 @@ class OptionTable:
         buffer = buffer[1:].reshape(tables.legal.shape)
         more = buffers[:, None] - buffers
         apart = np.where(more[..., 0] <= 0, np.maximum(more[..., 1:], 0).sum(axis=2), -1)
+        apart[(buffers[:, None, 2] == 0) & (buffers[:, 2] > 0)] = -1  # then the last layer finds its own
         held = np.where(tables.are_last[:, None], 0, (sizes[:, 1] + tables.repeats * sizes[:, 2]).reshape(buffer.shape))
         legal = np.take(tables.legal, columns, axis=1)
         kept = np.repeat(legal[None], len(flights), axis=0)
@@ -272,7 +273,8 @@ def _joined(buffers: IntArray, first: set[int], inner: set[int], *, repeats: boo
         joined[pair] = place
     more = found - found[:, None]
     growth = np.maximum(more[..., 1:], 0).sum(axis=2) + (0 if repeats else np.maximum(-more[..., 2], 0))
-    return {"buffers": found, "joined": joined, "growth": np.where(more[..., 0] >= 0, growth, -1)}
+    is_other = (more[..., 0] < 0) | ((found[:, None, 2] == 0) & (found[:, 2] > 0))
+    return {"buffers": found, "joined": joined, "growth": np.where(is_other, -1, growth)}
 
 
 def option_table(tables: CostTables) -> OptionTable:
