@@ -85,7 +85,7 @@ Array = NDArray[np.float64]
 def with_parameters(case: Case, parameters: Mapping[str, float]) -> Job:
     """The case's job at these rates; what none of them names stays as the catalogue has it."""
     job = case.job
-    rates = replace(job, rates=None).efficiency
+    rates = job.on(rates=None).efficiency
     found: dict[str, object] = {}
     generation = catalogue_rates(job.cluster.device.name).generation
     for name, value in parameters.items():

@@ -115,7 +115,7 @@ def with_hidden_keys(job: Job) -> Job:
         return layer.model_copy(update={"key_value_bytes": scaled})
 
     layers = tuple(hidden(layer) for layer in job.profile.layers)
-    return replace(job, profile=job.profile.model_copy(update={"layers": layers}))
+    return job.on(profile=job.profile.model_copy(update={"layers": layers}))
 
 
 def main(parts: list[str]) -> None:

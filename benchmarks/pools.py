@@ -39,8 +39,8 @@ from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import Level, Strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of
-from steelyard.planning.pool_rivals import pool_rivals
 from steelyard.planning.request import make_request
+from steelyard.planning.variants import pool_rivals
 from steelyard.units import format_seconds
 
 NETWORK = "{name: 1 Gb/s between nodes, bandwidth_GBps: 0.117, latency_us: 30}"

@@ -43,7 +43,7 @@ from published_runs.frameworks import MIXED_18, TE_SPEEDUP
 
 from steelyard.cost.execution import OURS, TORCHTITAN, Execution
 from steelyard.cost.framework_kernels import job_under
-from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
+from steelyard.cost.setting import ASSUMED_IMBALANCE, DeviceGroup, Job
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.decisions import Decisions
@@ -96,12 +96,16 @@ class PublicRun:
         degrees = {strategy.tensor_degree for strategy in strategies}
         job = Job(
             chain=chain,
-            profile=trace(chain, seq_len=self.seq_len, precision="bf16", degrees=degrees),
-            cluster=cluster,
+            groups=(
+                DeviceGroup(
+                    profile=trace(chain, seq_len=self.seq_len, precision="bf16", degrees=degrees),
+                    cluster=cluster,
+                    budget_bytes=cluster.device.known_memory_bytes(),
+                ),
+            ),
             seq_len=self.seq_len,
             global_batch=self.global_batch,
             precision="bf16",
-            budget_bytes=cluster.device.known_memory_bytes(),
             imbalance=self.imbalance,
         )
         job = job_under(job, execution)

@@ -39,8 +39,8 @@ from steelyard.plan.strategy import divisors
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of
 from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.pool_rivals import even_plan
 from steelyard.planning.request import make_request
+from steelyard.planning.variants import even_plan
 from steelyard.profiler.launch import launch_profiler
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
@@ -174,7 +174,7 @@ def planned(pools: tuple[Pool, ...], chain: ModelChain, profiles: dict[str, Prof
         "mixed plan": (mixed.plan, mixed.cost.step_time_s),
         "even cuts": (even, predict(even, job).step_time_s),
     }
-    for pool in job.pools:
+    for pool in job.by_group:
         alone = plan_job(pool, top=0)
         if alone.plan is not None and alone.cost is not None:
             found[f"{pool.cluster.name} alone"] = alone.plan, alone.cost.step_time_s

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import Job
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan
@@ -11,17 +10,8 @@ from steelyard.planning.request import PlanRequest, make_request, request_of_pla
 
 
 def make_job(config: Any, cluster: Any, **asked: Any) -> Job:
-    """Return the job of a request on one kind of device."""
-    found = job.job_of(make_request(config, cluster, **asked))
-    assert isinstance(found, Job)
-    return found
-
-
-def make_pooled_job(config: Any, cluster: Any, **asked: Any) -> PooledJob:
-    """Return the job of a request on several kinds of devices."""
-    found = job.job_of(make_request(config, cluster, **asked))
-    assert isinstance(found, PooledJob)
-    return found
+    """Return the job of a request."""
+    return job.job_of(make_request(config, cluster, **asked))
 
 
 def job_of(plan: Plan, **given: Any) -> Any:
@@ -29,11 +19,11 @@ def job_of(plan: Plan, **given: Any) -> Any:
     return job.job_of(request_of_plan(plan, **given))
 
 
-def request_of(of: AnyJob, decisions: Decisions = FREE, **asked: Any) -> PlanRequest:
+def request_of(of: Job, decisions: Decisions = FREE, **asked: Any) -> PlanRequest:
     """Return the request of a job that was made by hand."""
     return PlanRequest(
         chain=of.chain,
-        cluster=of.cluster,
+        cluster=of.hardware,
         global_batch=of.global_batch,
         seq_len=of.seq_len,
         precision=of.precision,

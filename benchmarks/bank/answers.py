@@ -155,7 +155,7 @@ def job_of(
 def measured(model: str, batch: int, seq_len: int, memory: str) -> Job:
     """The job on 4 CPU processes, by a profile with made-up seconds."""
     job = job_of(model, "1x4xcpu", batch, seq_len, "fp32", memory)
-    return replace(job, profile=measured_profile(job))
+    return job.on(profile=measured_profile(job))
 
 
 def _options(job: Job, *, remats: Sequence[str] = (), pins: Sequence[str] = (), **others: Any) -> Decisions:
@@ -282,7 +282,7 @@ def uniform(job: Callable[[], Job], text: str) -> Record:
 
 def scaled(job: Callable[[], Job]) -> Record:
     """The plan of two stages where a measured run has scaled all times."""
-    return planned(lambda: replace(job(), time_factor=1.37), num_stages=2)
+    return planned(lambda: job().on(time_factor=1.37), num_stages=2)
 
 
 def _problem(settings: Sequence[CostTables]) -> Problem:

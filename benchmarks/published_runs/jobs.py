@@ -24,7 +24,7 @@ from published_runs.frameworks import (
 from published_runs.rows import PublishedRun
 from published_runs.shapes import Kernels, Latent, ModelShape, layer_profiles
 from steelyard.cost.efficiency import Efficiency
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import DeviceGroup, Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, Link, find_device, find_link
 from steelyard.hardware.catalogue import default_links
@@ -74,7 +74,7 @@ class Case:
     def timed_at(self, rates: Efficiency) -> Job:
         """The job at these rates, less what the row's time does not hold."""
         none: dict[str, Any] = dict.fromkeys(self.not_in_time, 0.0)
-        return replace(self.job, rates=replace(rates, **none))
+        return self.job.on(rates=replace(rates, **none))
 
 
 class _SkipError(Exception):
@@ -103,21 +103,25 @@ def _case(run: PublishedRun) -> Case:
     strategy, framework = _strategy(run, framework, degrees, shape)
     job = Job(
         chain=chain,
-        profile=_profile(
-            shape,
-            framework.kernels,
-            degrees.tp,
-            bool(strategy.variant("sp")),
-            degrees.ep,
-            degrees.etp,
-            cluster.devices_per_node,
-            _imbalance(run, framework),
+        groups=(
+            DeviceGroup(
+                profile=_profile(
+                    shape,
+                    framework.kernels,
+                    degrees.tp,
+                    bool(strategy.variant("sp")),
+                    degrees.ep,
+                    degrees.etp,
+                    cluster.devices_per_node,
+                    _imbalance(run, framework),
+                ),
+                cluster=cluster,
+                budget_bytes=cluster.device.known_memory_bytes(),
+            ),
         ),
-        cluster=cluster,
         seq_len=shape.seq_len,
         global_batch=degrees.global_batch,
         precision="bf16",
-        budget_bytes=cluster.device.known_memory_bytes(),
         execution=framework.execution,
         imbalance=_imbalance(run, framework),
     )

@@ -21,7 +21,7 @@ JOB = ("--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
 SMALL = ("llama3.2-1b", *JOB)
 USED_BY_PLAN = {
     *("acceptance", "assumed_links", "choose", "complete", "devices", "fallbacks", "impossible", "job", "least_walked"),
-    *("margin", "not_searched", "pins", "plan_from_search", "pool_rivals", "pool_search", "pool_space", "price"),
+    *("margin", "not_searched", "pins", "plan_from_search", "price"),
     *("problem", "profile_file", "refine", "request", "restrictions", "sizes", "uniform", "variants", "walked_search"),
     *("walked_settings", "why_not"),
 }

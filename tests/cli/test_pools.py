@@ -10,7 +10,7 @@ from steelyard.plan.file import read_plan
 from tests.cli.conftest import Run, user_error
 
 POOLS = "1x2xh100-80gb+1x2xa100-80gb"
-ASKED = ("--seq-len", 256, "--global-batch", 16, "--precision", "bf16")
+ASKED = ("--seq-len", 256, "--global-batch", 32, "--precision", "bf16")
 
 
 @pytest.fixture(scope="module")

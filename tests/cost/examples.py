@@ -1,13 +1,12 @@
 """A small model, a made-up profile of it and jobs on known clusters, that the tests of costs share; no torch."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, get_args
 
 from steelyard.cost.accuracy import BEYOND_FIT, CATALOGUE, MEASURED, SCALED, SCALED_BY_SEVERAL
 from steelyard.cost.communication import Group, collective
 from steelyard.cost.efficiency import IDEAL_LINKS, LinkEfficiency
-from steelyard.cost.setting import Job, Setting
+from steelyard.cost.setting import DeviceGroup, Job, Setting
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.hardware import Backend, Cluster, parse_cluster
 from steelyard.hardware.values import Device, Link
@@ -201,12 +200,12 @@ def job(
     model = chain(**changes)
     return Job(
         chain=model,
-        profile=profile(model, precision),
-        cluster=machines or cluster(),
+        groups=(
+            DeviceGroup(profile=profile(model, precision), cluster=machines or cluster(), budget_bytes=80 * 2**30),
+        ),
         seq_len=SEQ_LEN,
         global_batch=global_batch,
         precision=precision,
-        budget_bytes=80 * 2**30,
     )
 
 
@@ -214,7 +213,7 @@ def job_on_shared_cores() -> Job:
     """Of two processes, each of which is twice as fast while the other waits: the search's sums rank wrongly there."""
     of = job(cluster(1, 2, intra_bytes_per_s=1e9), global_batch=8, hidden_size=256, intermediate_size=512)
     identity = of.profile.identity.model_copy(update={"num_devices": 2})
-    return replace(of, profile=of.profile.model_copy(update={"busy_speeds": (2.0, 1.0), "identity": identity}))
+    return of.on(profile=of.profile.model_copy(update={"busy_speeds": (2.0, 1.0), "identity": identity}))
 
 
 def unprofiled_job() -> Job:

@@ -1,6 +1,5 @@
 """The errors that predictions state are those that the benchmarks found, and depend on where the costs come from."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,4 +81,4 @@ def test_several_measured_runs_tell_more_than_one() -> None:
 
 
 def test_a_calibrated_job_counts_its_runs() -> None:
-    assert replace(job(cluster(1, 4)), num_calibrating=2).cost_source().num_calibrating == 2
+    assert job(cluster(1, 4)).on(num_calibrating=2).cost_source().num_calibrating == 2

@@ -1,5 +1,7 @@
 """Costs of several pipeline settings, made together."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,7 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 def measured_job() -> Job:
     machine = parse_cluster("1x4xcpu").with_memory(2**30)
-    return Job(**{**vars(job(machine, precision="fp32")), "profile": measured_profile(chain())})
+    return job(machine, precision="fp32").on(profile=measured_profile(chain()))
 
 
 def mixtral() -> Job:
@@ -31,7 +33,7 @@ def mixtral() -> Job:
 
 
 def job_of_a_framework() -> Job:
-    return Job(**{**vars(job()), "execution": MEGATRON_CORE})
+    return replace(job(), execution=MEGATRON_CORE)
 
 
 @pytest.mark.parametrize("of", [job, measured_job, mixtral, job_of_a_framework])

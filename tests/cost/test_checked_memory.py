@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from steelyard.cost.predict import predict_memory
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import DeviceGroup, Job
 from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
@@ -228,12 +228,16 @@ def job_of(case: Case) -> Job:
     degrees = (1, 2) if case.model in ("llama", "mixtral") else (1,)
     return Job(
         chain=_chain(case, tie_word_embeddings=case.tied) if case.tied else plain,
-        profile=cached_trace(plain, seq_len=seq_len, precision=case.precision, degrees=degrees),
-        cluster=parse_cluster(f"1x{case.devices}xcpu").with_memory(GIB),
+        groups=(
+            DeviceGroup(
+                profile=cached_trace(plain, seq_len=seq_len, precision=case.precision, degrees=degrees),
+                cluster=parse_cluster(f"1x{case.devices}xcpu").with_memory(GIB),
+                budget_bytes=GIB,
+            ),
+        ),
         seq_len=seq_len,
         global_batch=4 * case.microbatches * case.devices // case.num_stages,
         precision=case.precision,
-        budget_bytes=GIB,
     )
 
 

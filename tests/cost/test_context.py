@@ -7,7 +7,7 @@ import pytest
 
 from steelyard.cost.layer_load import layer_load, rank_samples
 from steelyard.cost.layer_memory import working_bytes
-from steelyard.cost.setting import Job, Setting
+from steelyard.cost.setting import DeviceGroup, Job, Setting
 from steelyard.hardware import parse_cluster
 from steelyard.plan.kinds import CP
 from steelyard.plan.strategy import Remat, parse_strategy
@@ -40,12 +40,10 @@ def setting(kv_heads: int, degree: int) -> Setting:
     chain = llama(num_key_value_heads=kv_heads)
     job = Job(
         chain=chain,
-        profile=profile(kv_heads),
-        cluster=parse_cluster(f"1x{degree}xcpu"),
+        groups=(DeviceGroup(profile=profile(kv_heads), cluster=parse_cluster(f"1x{degree}xcpu"), budget_bytes=2**30),),
         seq_len=SEQ_LEN,
         global_batch=SAMPLES,
         precision="fp32",
-        budget_bytes=2**30,
     )
     pipeline = PipelineConfig(num_stages=1, num_chunks=1, num_microbatches=1, schedule=find_schedule("1f1b"))
     return Setting(job=job, pipeline=pipeline)

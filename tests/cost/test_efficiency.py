@@ -1,7 +1,5 @@
 """Which rates are fitted and which are assumed, and that both are said."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,7 +50,7 @@ def test_a_traced_job_says_which_rates_its_times_rest_on() -> None:
 
 
 def test_a_job_with_rates_of_its_own_names_no_entry() -> None:
-    assert replace(job(), rates=efficiency_of("h100-80gb", "")).cost_source().rates is None
+    assert job().on(rates=efficiency_of("h100-80gb", "")).cost_source().rates is None
 
 
 FLASH = AttentionCall(heads=8, head_dim=128, queries=4096, keys=4096, is_causal=True)

@@ -10,7 +10,7 @@ from steelyard.cost.execution import Execution, StateBytes
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_load import held_params, layer_load, layer_profile, sharded_params
 from steelyard.cost.memory import layer_bytes
-from steelyard.cost.setting import Job, Setting
+from steelyard.cost.setting import DeviceGroup, Job, Setting
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
 from steelyard.plan.kinds.ep import EP
@@ -36,12 +36,16 @@ def setting() -> Setting:
     """Two samples on each of 8 ranks, routed evenly."""
     job = Job(
         chain=CHAIN,
-        profile=trace(CHAIN, seq_len=SEQ_LEN, precision="bf16", degrees=(1, 2)),
-        cluster=parse_cluster("2x4xh100-80gb"),
+        groups=(
+            DeviceGroup(
+                profile=trace(CHAIN, seq_len=SEQ_LEN, precision="bf16", degrees=(1, 2)),
+                cluster=parse_cluster("2x4xh100-80gb"),
+                budget_bytes=2**30,
+            ),
+        ),
         seq_len=SEQ_LEN,
         global_batch=NUM_DEVICES * SAMPLES,
         precision="bf16",
-        budget_bytes=2**30,
         imbalance=1.0,
     )
     return Setting(job=job, pipeline=PipelineConfig(num_stages=1, num_microbatches=1, schedule=USUAL))

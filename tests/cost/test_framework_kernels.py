@@ -7,7 +7,7 @@ from published_runs.shapes import Kernels, ModelShape, layer_profiles
 
 from steelyard.cost.execution import MEGATRON_CORE, OURS, TORCHTITAN, Execution
 from steelyard.cost.framework_kernels import job_under
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import DeviceGroup, Job
 from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
@@ -51,12 +51,16 @@ def traced() -> Job:
     chain = chain_from_config(CONFIG, name="small")
     return Job(
         chain=chain,
-        profile=trace(chain, seq_len=SEQ_LEN, precision="bf16", degrees=(2, 4)),
-        cluster=parse_cluster("1x8xh100-80gb"),
+        groups=(
+            DeviceGroup(
+                profile=trace(chain, seq_len=SEQ_LEN, precision="bf16", degrees=(2, 4)),
+                cluster=parse_cluster("1x8xh100-80gb"),
+                budget_bytes=2**36,
+            ),
+        ),
         seq_len=SEQ_LEN,
         global_batch=8,
         precision="bf16",
-        budget_bytes=2**36,
     )
 
 
@@ -123,7 +127,7 @@ def test_kernels_of_our_own_stay_as_traced(traced: Job, execution: Execution) ->
 
 def test_what_was_measured_stays_as_it_was(traced: Job) -> None:
     identity = traced.profile.identity.model_copy(update={"method": "measured", "num_devices": 8})
-    measured = replace(traced, profile=traced.profile.model_copy(update={"identity": identity}))
+    measured = traced.on(profile=traced.profile.model_copy(update={"identity": identity}))
     assert job_under(measured, MEGATRON_CORE).profile == measured.profile
 
 
@@ -140,12 +144,16 @@ def test_kernels_are_fused_where_ranks_divide_experts_too() -> None:
     chain = model_of_experts()
     job = Job(
         chain=chain,
-        profile=trace(chain, seq_len=64, precision="bf16", degrees=(1,)),
-        cluster=parse_cluster("1x8xh100-80gb"),
+        groups=(
+            DeviceGroup(
+                profile=trace(chain, seq_len=64, precision="bf16", degrees=(1,)),
+                cluster=parse_cluster("1x8xh100-80gb"),
+                budget_bytes=2**36,
+            ),
+        ),
         seq_len=64,
         global_batch=8,
         precision="bf16",
-        budget_bytes=2**36,
     )
     kind = next(kind.name for kind in chain.kinds if kind.num_experts)
     fused = job_under(job, replace(OURS, fused_kernels=True))
@@ -165,12 +173,16 @@ def test_one_kernel_for_the_activation_of_experts_keeps_less_for_every_pair() ->
     chain = model_of_experts()
     job = Job(
         chain=chain,
-        profile=trace(chain, seq_len=SEQ_LEN, precision="bf16", degrees=(1,)),
-        cluster=parse_cluster("1x8xh100-80gb"),
+        groups=(
+            DeviceGroup(
+                profile=trace(chain, seq_len=SEQ_LEN, precision="bf16", degrees=(1,)),
+                cluster=parse_cluster("1x8xh100-80gb"),
+                budget_bytes=2**36,
+            ),
+        ),
         seq_len=SEQ_LEN,
         global_batch=8,
         precision="bf16",
-        budget_bytes=2**36,
     )
     kind = next(kind.name for kind in chain.kinds if kind.num_experts)
     saved = []

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from steelyard.cost.predict import predict, predict_memory
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import DeviceGroup, Job
 from steelyard.cost.switching import switch_table
 from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
@@ -61,12 +61,16 @@ def _trace(freeze: str | None, precision: Precision) -> Profile:
 def _job(freeze: str | None, precision: Precision, cluster: str) -> Job:
     return Job(
         chain=_chain(freeze),
-        profile=_trace(freeze, precision),
-        cluster=parse_cluster(cluster).with_memory(GIB) if "cpu" in cluster else parse_cluster(cluster),
+        groups=(
+            DeviceGroup(
+                profile=_trace(freeze, precision),
+                cluster=parse_cluster(cluster).with_memory(GIB) if "cpu" in cluster else parse_cluster(cluster),
+                budget_bytes=GIB,
+            ),
+        ),
         seq_len=128,
         global_batch=64,
         precision=precision,
-        budget_bytes=GIB,
     )
 
 
@@ -176,9 +180,8 @@ def test_a_frozen_tower_of_images_makes_a_step_shorter_and_states_smaller() -> N
     frozen = frozen_chain(plain, find_freeze(plain, ["model.vision_tower"]))
     jobs = [
         replace(
-            _job(None, "bf16", "1x4xa100-80gb"),
+            _job(None, "bf16", "1x4xa100-80gb").on(profile=trace(each, seq_len=16, precision="bf16", degrees=(1,))),
             chain=each,
-            profile=trace(each, seq_len=16, precision="bf16", degrees=(1,)),
             seq_len=16,
         )
         for each in (plain, frozen)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import DeviceGroup, Job
 from steelyard.model.chain import LayerKind, LayerRole, ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.strategy import parse_strategy
@@ -20,12 +20,10 @@ SINGLE = parse_strategy("single")
 def job_of(chain: ModelChain, seq_len: int) -> Job:
     return Job(
         chain=chain,
-        profile=job().profile,
-        cluster=cluster(1, 1),
+        groups=(DeviceGroup(profile=job().profile, cluster=cluster(1, 1), budget_bytes=2**30),),
         seq_len=seq_len,
         global_batch=8,
         precision="bf16",
-        budget_bytes=2**30,
     )
 
 

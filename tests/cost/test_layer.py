@@ -153,7 +153,7 @@ def test_a_zero_1_framework_shards_the_optimizer_alone() -> None:
 
 
 def test_a_calibrated_job_takes_every_time_by_its_factor() -> None:
-    of = replace(job(), time_factor=1.5)
+    of = job().on(time_factor=1.5)
     plain, slower = block("fsdp8"), block("fsdp8", setting(of))
     for before, after in zip(
         (plain.forward_s, plain.backward_s, plain.once_s),
@@ -214,7 +214,7 @@ def test_a_degree_that_the_profile_lacks_is_an_error() -> None:
     where = setting()
     only_whole = where.job.profile.model_copy(update={"layers": where.job.profile.layers[:1]})
     with pytest.raises(InvalidProfileError, match="no entry for tp 8"):
-        block("tp8", setting(replace(where.job, profile=only_whole)))
+        block("tp8", setting(where.job.on(profile=only_whole)))
 
 
 def test_the_groups_of_a_level_are_as_strided_as_the_levels_inside_it() -> None:
@@ -373,7 +373,7 @@ class TestFrameworks:
 def test_what_sharding_takes_beside_its_collectives_is_paid_by_sharded_layers_alone() -> None:
     plain = job()
     measured = (ShardingTime(group_size=2, seconds=1.0), ShardingTime(group_size=8, seconds=3.0))
-    hooked = replace(plain, profile=plain.profile.model_copy(update={"sharding": measured}))
+    hooked = plain.on(profile=plain.profile.model_copy(update={"sharding": measured}))
     for text, expected in (("fsdp8", 3.0), ("fsdp8 zero2", 3.0), ("fsdp2-tp4", 1.0), ("dp8", 0.0), ("tp8", 0.0)):
         costs = [block(text, setting(each)) for each in (plain, hooked)]
         before_s, after_s = (sum((*cost.forward_s.values(), *cost.backward_s.values())) for cost in costs)

@@ -36,8 +36,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 def _job(precision: Precision) -> Job:
     model = chain(**LARGER)
     traced = trace(model, seq_len=32, precision=precision, degrees=(1,))
-    made_up = made_up_job(cluster(1, 1), precision=precision, **LARGER)
-    return Job(**{**vars(made_up), "profile": traced})
+    return made_up_job(cluster(1, 1), precision=precision, **LARGER).on(profile=traced)
 
 
 def _measured_bytes(candidate: Plan) -> int:

@@ -29,7 +29,7 @@ def measured_job(**of_the_device: object) -> Job:
         update={"identity": identity, "layers": layers, "optimizer_s_per_param": 1e-12, "step_overhead_s": 1e-4}
     )
     device = replace(of.cluster.device, **of_the_device)
-    return replace(of, profile=profile, cluster=replace(of.cluster, device=device))
+    return of.on(profile=profile, cluster=replace(of.cluster, device=device))
 
 
 WITHOUT_RATES = {"peak_flop_per_s": {}, "memory_bytes_per_s": None}
@@ -42,7 +42,7 @@ def test_a_gpu_whose_rates_only_a_profile_knows_has_a_context() -> None:
 def test_a_gpu_whose_rates_only_a_profile_knows_has_an_allocator_that_keeps_a_reserve() -> None:
     of = measured_job(**WITHOUT_RATES)
     assert slack_fraction(of) == OURS.reserve
-    measured = replace(of, profile=of.profile.model_copy(update={"reserved_over_allocated": 1.25}))
+    measured = of.on(profile=of.profile.model_copy(update={"reserved_over_allocated": 1.25}))
     assert slack_fraction(measured) == 0.25
 
 

@@ -1,7 +1,6 @@
 """A plan's prediction against the tables that the search works on, and against known answers."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -122,8 +121,8 @@ def test_a_plan_that_fills_more_than_the_budget_does_not_fit() -> None:
     of = job()
     candidate = plan(of, *ONE_STAGE, num_microbatches=4)
     total = predict(candidate, of).stages[0].total_bytes
-    assert predict(candidate, replace(of, budget_bytes=total)).fits
-    assert not predict(candidate, replace(of, budget_bytes=total - 1)).fits
+    assert predict(candidate, of.on(budget_bytes=total)).fits
+    assert not predict(candidate, of.on(budget_bytes=total - 1)).fits
 
 
 def test_more_samples_in_flight_hold_more_activations() -> None:
@@ -151,7 +150,7 @@ def attending(of: Job, *, in_kernels: float, in_products: float = 0.0, counted: 
         }
         update = {"forward": layer.forward.model_copy(update=work)}
         layers.append(layer.model_copy(update=update | ({"square_flop": Affine(per_sample=square)} if counted else {})))
-    return replace(of, profile=of.profile.model_copy(update={"layers": tuple(layers)}))
+    return of.on(profile=of.profile.model_copy(update={"layers": tuple(layers)}))
 
 
 def share_of_attention(of: Job) -> float:

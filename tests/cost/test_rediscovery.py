@@ -1,7 +1,5 @@
 """Known answers from known inputs: what is planned for a model of a billion parameters as its memory shrinks."""
 
-from dataclasses import replace
-
 import pytest
 
 from steelyard.cost.setting import Job
@@ -30,7 +28,7 @@ def job() -> Job:
 
 
 def planned(job: Job, memory_gib: float) -> Plan:
-    found = plan_job(replace(job, budget_bytes=int(memory_gib * GIB)), OPTIONS).plan
+    found = plan_job(job.on(budget_bytes=int(memory_gib * GIB)), OPTIONS).plan
     assert found is not None
     return found
 
@@ -52,7 +50,7 @@ def test_still_less_memory_recomputes_activations(job: Job) -> None:
 
 
 def test_far_too_little_memory_gives_the_bytes_that_are_missing(job: Job) -> None:
-    result = plan_job(replace(job, budget_bytes=2 * GIB), OPTIONS)
+    result = plan_job(job.on(budget_bytes=2 * GIB), OPTIONS)
     assert result.plan is None
     assert "more: the nearest plan has" in result.miss_text
 

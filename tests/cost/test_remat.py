@@ -1,7 +1,5 @@
 """Time and memory of the remat choices: what each term is made of, and the order between the choices."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +43,7 @@ def measured_job(*times: MeasuredTime) -> Job:
     """The job with these times for every layer."""
     of = job()
     layers = tuple(layer.model_copy(update={"times": times}) for layer in of.profile.layers)
-    return replace(of, profile=of.profile.model_copy(update={"layers": layers}))
+    return of.on(profile=of.profile.model_copy(update={"layers": layers}))
 
 
 @given(strategies)
@@ -129,6 +127,6 @@ def test_a_choice_that_was_not_measured_is_an_error() -> None:
 def test_a_choice_that_was_not_traced_is_an_error() -> None:
     of = job()
     bare = tuple(layer.model_copy(update={"recomputations": ()}) for layer in of.profile.layers)
-    of = replace(of, profile=of.profile.model_copy(update={"layers": bare}))
+    of = of.on(profile=of.profile.model_copy(update={"layers": bare}))
     with pytest.raises(InvalidProfileError, match="no entry for remat full"):
         block("dp8 remat=full", setting(of))

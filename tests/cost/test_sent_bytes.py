@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -83,7 +82,7 @@ def predicted(text: str, setting: Setting) -> Sent:
 def test_states_are_sent_as_often_as_priced_in_bytes_and_over_ranks_that_are_priced(text: str) -> None:
     """But for the head, which FSDP gathers ahead once more as the step ends (`steelyard.cost.stage_memory`)."""
     of = job(cluster(), global_batch=NUM_DEVICES * MICROBATCHES)
-    traced = replace(of, profile=trace(of.chain, seq_len=SEQ_LEN, precision="bf16", degrees=(1,)))
+    traced = of.on(profile=trace(of.chain, seq_len=SEQ_LEN, precision="bf16", degrees=(1,)))
     setting = Setting(job=traced, pipeline=pipeline(1, MICROBATCHES, "1f1b", 1))
     candidate = plan(traced, ", ".join([text] * of.chain.num_layers), num_microbatches=MICROBATCHES)
     wanted = predicted(text, setting)

@@ -8,6 +8,7 @@ from steelyard.hardware import (
     find_link,
     hardware_file,
     is_as_named,
+    joined_pools,
     parse_cluster,
     parse_pools,
     pools_file,
@@ -79,10 +80,9 @@ def test_memory_is_that_of_every_device():
 
 def test_some_of_the_pools_keep_their_links():
     pools = parse_pools("1x8xh100-80gb+1x8xa100-40gb+1x8xv100-16gb")
-    assert pools.only((2, 0)) == MixedCluster(
-        pools=(pools.pools[2], pools.pools[0]), links=(pools.links[2], pools.links[0])
-    )
-    assert pools.only((1,)) == pools.pools[1]
+    some = [pools.pools[2], pools.pools[0]], [pools.links[2], pools.links[0]]
+    assert joined_pools(*some) == MixedCluster(pools=tuple(some[0]), links=tuple(some[1]))
+    assert joined_pools(pools.pools[1:2], pools.links[1:2]) == pools.pools[1]
 
 
 @pytest.mark.parametrize(

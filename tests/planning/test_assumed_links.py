@@ -1,6 +1,5 @@
 """A profile of one device for plans of many: what is measured, what is assumed, and that it is said."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,7 @@ def made(cluster: str | Cluster, profile: Profile, **changes: object) -> Job:
 def on_gpus(num_devices: int = 8) -> Job:
     """Before anything is assumed."""
     profile = of_one_device(device="NVIDIA A100-SXM4-80GB", kind="gpu", precision="bf16")
-    return replace(examples.job(parse_cluster(f"1x{num_devices}xa100-80gb")), profile=profile)
+    return examples.job(parse_cluster(f"1x{num_devices}xa100-80gb")).on(profile=profile)
 
 
 def assumed() -> Job:
@@ -106,9 +105,9 @@ def test_the_catalogues_rates_are_scaled_to_what_the_measured_layers_take() -> N
 
 def test_slowed_rates_make_every_kernel_take_so_much_longer() -> None:
     rates: Efficiency = efficiency_of("a100-80gb", "")
-    job = replace(on_gpus(), rates=rates)
+    job = on_gpus().on(rates=rates)
     layer = job.profile.layer("block", {}).model_copy(update={"times": ()})
-    before, after = (compute_time(layer, 2, replace(job, rates=each)) for each in (rates, slowed(rates, 3.0)))
+    before, after = (compute_time(layer, 2, job.on(rates=each)) for each in (rates, slowed(rates, 3.0)))
     assert after.forward_s == pytest.approx(3 * before.forward_s)
     assert after.forward_launch_s == pytest.approx(3 * before.forward_launch_s)
 

@@ -93,7 +93,7 @@ def three(folder: Path, of: Job, *seconds: float) -> list[Path]:
 def test_several_runs_scale_by_their_median_which_an_odd_one_does_not_move(tmp_path: Path) -> None:
     of = calibrated(job(), *three(tmp_path, job(), 2.2, 2.6, 90.0))
     assert of.time_factor == pytest.approx(1.3)
-    assert of.num_calibrating == 3
+    assert of.group.num_calibrating == 3
 
 
 def test_two_runs_scale_by_their_geometric_mean(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_plan_says_how_many_runs_its_times_rest_on_and_keeps_it_when_priced_ag
     found = with_price(plan(of, FSDP, num_microbatches=4), of)
     assert found.prediction is not None
     assert "calibrated by 3 measured runs" in str(found.prediction.profile)
-    assert job_of(found, cluster=of.cluster, profile=of.profile).num_calibrating == 3
+    assert job_of(found, cluster=of.cluster, profile=of.profile).group.num_calibrating == 3
 
 
 def test_a_plan_says_by_what_its_times_were_scaled_and_keeps_it_when_priced_again(tmp_path: Path) -> None:

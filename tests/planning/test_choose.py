@@ -40,10 +40,10 @@ def fullest_bytes(found: PlanningResult) -> int:
 def tightening(of: Job, count: int) -> list[Job]:
     """The job within budgets from about what the roomiest plan takes down to about what any plan needs."""
     most = fullest_bytes(plan_job(of, Decisions()))
-    least = plan_job(replace(of, budget_bytes=most // 8), Decisions()).miss
+    least = plan_job(of.on(budget_bytes=most // 8), Decisions()).miss
     assert least is not None
     needed = least.needed_bytes * of.budget_bytes // (of.budget_bytes - 1) * 108 // 100
-    return [replace(of, budget_bytes=most - (most - needed) * step // count) for step in range(count + 1)]
+    return [of.on(budget_bytes=most - (most - needed) * step // count) for step in range(count + 1)]
 
 
 def test_a_plan_that_the_search_proves_and_the_simulator_confirms_is_optimal_without_a_gap() -> None:
@@ -74,7 +74,7 @@ def test_a_time_limit_ends_the_making_of_tables_and_leaves_a_gap() -> None:
 
 
 def test_nothing_fits_says_how_many_settings_the_time_was_too_short_for() -> None:
-    found = plan_job(replace(job(), budget_bytes=MIB), time_limit_s=0)
+    found = plan_job(job().on(budget_bytes=MIB), time_limit_s=0)
     count, num_settings = sum(not each.is_made for each in found.tables), len(found.tables)
     assert count > 0
     assert f"; {count} of {num_settings} pipeline settings were not searched before the time was up" in found.miss_text
@@ -117,7 +117,7 @@ def test_a_plan_that_was_found_and_not_simulated_says_how_much_slower_it_is(monk
 
 
 def test_a_plan_says_where_its_costs_come_from_and_what_carries_its_collectives() -> None:
-    of = replace(job(), time_factor=1.25)
+    of = job().on(time_factor=1.25)
     found = plan_job(of, Decisions()).plan
     assert found is not None
     assert found.prediction is not None
@@ -193,7 +193,7 @@ def test_the_fastest_plan_of_all_that_fit_is_found_and_proven(num_stages: int, n
     plans = sorted(every_plan(of, tables))
     sizes = sorted({num_bytes for _, num_bytes in plans})
     for room in sizes[:: max(1, len(sizes) // 24)]:
-        tight = replace(of, budget_bytes=-(-room * 108 // 100))
+        tight = of.on(budget_bytes=-(-room * 108 // 100))
         found = accept(tight, [tables])
         fastest_s = min(seconds for seconds, num_bytes in plans if num_bytes <= found.search.budget_bytes)
         assert found.search.status == "optimal"
@@ -208,12 +208,12 @@ def test_where_memory_does_not_bind_the_plan_is_proven() -> None:
 
 @pytest.mark.slow
 def test_what_is_called_the_nearest_miss_is_enough() -> None:
-    of = replace(job(), budget_bytes=1100 * MIB)
+    of = job().on(budget_bytes=1100 * MIB)
     missed = plan_job(of, Decisions())
     assert missed.plan is None
     assert missed.miss is not None
     assert missed.miss.miss_bytes > 0
-    enough = replace(of, budget_bytes=of.budget_bytes + -(-missed.miss.miss_bytes * 108 // 100) + 2)
+    enough = of.on(budget_bytes=of.budget_bytes + -(-missed.miss.miss_bytes * 108 // 100) + 2)
     found = plan_job(enough, Decisions())
     assert found.plan is not None
     assert peak_bytes(found.plan) <= enough.budget_bytes

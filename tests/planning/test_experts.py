@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import DeviceGroup, Job
 from steelyard.errors import UserError
 from steelyard.export import TARGETS
 from steelyard.hardware import parse_cluster
@@ -29,12 +29,16 @@ def job() -> Job:
     """Two nodes of four devices."""
     return Job(
         chain=CHAIN,
-        profile=trace(CHAIN, seq_len=32, precision="bf16", degrees=(1, 2)),
-        cluster=parse_cluster("2x4xh100-80gb"),
+        groups=(
+            DeviceGroup(
+                profile=trace(CHAIN, seq_len=32, precision="bf16", degrees=(1, 2)),
+                cluster=parse_cluster("2x4xh100-80gb"),
+                budget_bytes=8 * 2**30,
+            ),
+        ),
         seq_len=32,
         global_batch=32,
         precision="bf16",
-        budget_bytes=8 * 2**30,
     )
 
 

@@ -1,6 +1,5 @@
 """Plans of less memory that a plan carries along, for where memory runs out."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def test_a_fallback_keeps_the_fallbacks_after_it(plan: Plan) -> None:
 @pytest.mark.slow
 def test_a_margin_is_not_taken_by_fallbacks(plan: Plan, job: Job) -> None:
     """With a margin so large that the plan itself would fit into each share with it."""
-    roomy = replace(job, margin_bytes=job.budget_bytes)
+    roomy = job.on(margin_bytes=job.budget_bytes)
     alone = plan.model_copy(update={"fallbacks": ()})
     again = with_fallbacks(alone, roomy, OPTIONS, num_fallbacks=100, tables=make_tables(job, OPTIONS))
     every = with_fallbacks(alone, job, OPTIONS, num_fallbacks=100, tables=make_tables(job, OPTIONS))

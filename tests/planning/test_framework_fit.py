@@ -1,12 +1,11 @@
 """The best plan within a framework's capabilities: the right form, none of that form faster, or a clear miss."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import DeviceGroup, Job
 from steelyard.export import TARGETS
 from steelyard.plan.capabilities import Capabilities, first_blocks_recomputed, kinds_of, unsupported
 from steelyard.plan.decisions import Decisions
@@ -28,18 +27,15 @@ from tests.schedules.examples import pipeline
 DP_ONLY = Capabilities(mixes_layers=False, kinds=kinds_of("dp"), remats=frozenset({Remat.NONE, Remat.FULL}))
 
 
-def small_job(**changes: object) -> Job:
+def small_job(*, global_batch: int = 32, budget_bytes: int = 80 * 2**30) -> Job:
     model = chain()
-    job = Job(
+    return Job(
         chain=model,
-        profile=profile(model),
-        cluster=cluster(),
+        groups=(DeviceGroup(profile=profile(model), cluster=cluster(), budget_bytes=budget_bytes),),
         seq_len=SEQ_LEN,
-        global_batch=32,
+        global_batch=global_batch,
         precision="bf16",
-        budget_bytes=80 * 2**30,
     )
-    return replace(job, **changes)
 
 
 def one_stage(job: Job, *strategies: str, microbatches: int = 1) -> Plan:
@@ -107,10 +103,10 @@ def test_what_fits_nowhere_is_a_miss_in_bytes() -> None:
 
 def test_what_fits_without_the_margin_alone_takes_of_it() -> None:
     job = small_job(budget_bytes=1100 * 2**20)
-    fitted = plan_for_framework(one_stage(job, *MIXED), replace(job, margin_bytes=2**36), DP_ONLY, framework="dp")
+    fitted = plan_for_framework(one_stage(job, *MIXED), job.on(margin_bytes=2**36), DP_ONLY, framework="dp")
     assert peak_bytes(fitted.plan) > job.budget_bytes
     roomy = small_job()
-    at_ease = plan_for_framework(one_stage(roomy, *MIXED), replace(roomy, margin_bytes=2**36), DP_ONLY, framework="dp")
+    at_ease = plan_for_framework(one_stage(roomy, *MIXED), roomy.on(margin_bytes=2**36), DP_ONLY, framework="dp")
     assert peak_bytes(at_ease.plan) <= roomy.budget_bytes
 
 
@@ -130,7 +126,7 @@ def first_recomputed(job: Job, count: int) -> Plan:
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
 def test_as_few_first_blocks_are_recomputed_as_fit(count: int) -> None:
     roomy = small_job(global_batch=8)
-    job = replace(roomy, budget_bytes=peak_bytes(first_recomputed(roomy, count)))
+    job = roomy.on(budget_bytes=peak_bytes(first_recomputed(roomy, count)))
     fitted = with_first_blocks_recomputed(one_stage(job, "dp8", "dp8 remat=full", "dp8"), job)
     assert fitted is not None
     found = first_blocks_recomputed(fitted)
@@ -216,7 +212,7 @@ def test_what_a_framework_has_nothing_of_is_given_up_with_the_reason(
 def test_what_leaves_nothing_that_fits_is_given_up_with_what_it_misses() -> None:
     roomy = small_job(global_batch=8)
     least = first_recomputed(roomy, 4)
-    job = replace(roomy, budget_bytes=peak_bytes(least) + 1000)
+    job = roomy.on(budget_bytes=peak_bytes(least) + 1000)
     asked = Decisions(pins=("dp=8",), remats=(Remat.NONE,), num_microbatches=1)
     mixed = one_stage(job, *MIXED).model_copy(update={"asked": asked})
     fitted = plan_for_framework(mixed, job, DP_ONLY, framework="dp")

@@ -62,7 +62,7 @@ def is_hybrid(strategy: Strategy) -> bool:
 @pytest.mark.slow
 def test_over_a_thousand_gpus_states_are_sharded_in_groups(llama: Job) -> None:
     """Gathering over 128 nodes in every microbatch costs more than summing shards once."""
-    of = replace(llama, cluster=parse_cluster("128x8xa100-80gb"))
+    of = llama.on(cluster=parse_cluster("128x8xa100-80gb"))
     found, without = planned(of), planned(of, "paper")
     assert all(is_hybrid(strategy) for strategy in found.strategies)
     assert step_s(found) < 0.98 * step_s(without)
@@ -71,7 +71,7 @@ def test_over_a_thousand_gpus_states_are_sharded_in_groups(llama: Job) -> None:
 @pytest.mark.slow
 def test_over_slow_links_between_nodes_it_is_found_among_all_pipelines(llama: Job) -> None:
     machines = with_links(parse_cluster("128x8xa100-80gb"), 0.2)
-    of = replace(llama, cluster=machines, global_batch=4096)
+    of = replace(llama.on(cluster=machines), global_batch=4096)
     found, without = (plan_job(of, Decisions(space=space)).plan for space in ("full", "paper"))
     assert found is not None
     assert without is not None
@@ -85,7 +85,7 @@ def test_over_slow_links_between_nodes_it_is_found_among_all_pipelines(llama: Jo
 )
 def test_the_full_space_is_never_slower_than_the_papers(llama: Job, nodes: int, share: float, batch: int) -> None:
     machines = with_links(parse_cluster(f"{nodes}x8xa100-80gb"), share)
-    of = replace(llama, cluster=machines, global_batch=batch)
+    of = replace(llama.on(cluster=machines), global_batch=batch)
     assert step_s(planned(of)) <= step_s(planned(of, "paper")) * (1 + 1e-9)
 
 

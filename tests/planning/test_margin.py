@@ -81,12 +81,11 @@ def test_the_first_lines_say_what_is_left_free(comfortable: PlanningResult) -> N
 def test_what_fits_without_the_margin_alone_is_taken_with_a_warning(comfortable: PlanningResult) -> None:
     """A device with a little more than what the plan of least memory takes, less than the margin on top of it."""
     job = of()
-    missed = plan_job(replace(job, budget_bytes=GIB, margin_bytes=0), Decisions())
+    missed = plan_job(job.on(budget_bytes=GIB, margin_bytes=0), Decisions())
     assert missed.miss is not None
     least = int(missed.miss.needed_bytes * 1.09)
     device = replace(job.cluster.device, memory_bytes=int(least * 1.01))
-    tight = replace(
-        job,
+    tight = job.on(
         cluster=replace(job.cluster, device=device),
         budget_bytes=int(least * 1.01 * (1 - MARGIN)),
         margin_bytes=int(least * 1.01) - int(least * 1.01 * (1 - MARGIN)),
@@ -110,7 +109,7 @@ def test_what_fits_without_the_margin_alone_is_taken_with_a_warning(comfortable:
 def test_a_margin_that_no_plan_leaves_is_told_on_any_device(comfortable: PlanningResult) -> None:
     assert comfortable.plan is not None
     assert comfortable.cost is not None
-    missed = replace(of(), margin_bytes=30 * GIB)
+    missed = of().on(margin_bytes=30 * GIB)
     roomy = warnings_of(of(), comfortable.plan, comfortable.cost.stages, missed=missed)
     assert roomy == ("no plan was found that leaves 30.0 GiB per device free",)
 
@@ -120,7 +119,7 @@ def test_a_full_device_is_told_what_leaves_more_free(comfortable: PlanningResult
     assert comfortable.cost is not None
     job = of()
     full = replace(job.cluster.device, memory_bytes=peak_bytes(comfortable.plan))
-    pressed = replace(job, cluster=replace(job.cluster, device=full))
+    pressed = job.on(cluster=replace(job.cluster, device=full))
     (warning,) = warnings_of(pressed, comfortable.plan, comfortable.cost.stages)
     assert warning.endswith("--memory-margin 0.05 leaves more free, where one fits")
 
@@ -142,14 +141,14 @@ def test_a_plan_of_ones_own_that_takes_of_the_margin_is_no_misfit(comfortable: P
     plan = comfortable.plan
     assert plan is not None
     peak = peak_bytes(plan)
-    pressed = replace(of(), budget_bytes=peak - GIB, margin_bytes=2 * GIB)
+    pressed = of().on(budget_bytes=peak - GIB, margin_bytes=2 * GIB)
     assert why_not_plan(pressed, plan, asked="plan.json").reasons == (
         "fits under pressure: takes 1.00 GiB of the 2.00 GiB to be left free",
     )
     assert pricing_notes(plan, with_price(plan, pressed)) == (
         "The plan itself fits under pressure: takes 1.00 GiB of the 2.00 GiB to be left free.",
     )
-    short = replace(pressed, margin_bytes=0)
+    short = pressed.on(margin_bytes=0)
     assert why_not_plan(short, plan, asked="plan.json").reasons == ("does not fit: misses 1.00 GiB per device",)
 
 
@@ -160,7 +159,7 @@ def test_a_cpu_is_under_no_pressure(comfortable: PlanningResult) -> None:
     job = of()
     full = replace(job.cluster.device, memory_bytes=peak_bytes(comfortable.plan))
     cpu = make_job(CONFIG, "1x2xcpu", global_batch=4, seq_len=64, precision="fp32", memory="40GiB", profile=None)
-    pressed = replace(job, cluster=replace(job.cluster, device=full))
+    pressed = job.on(cluster=replace(job.cluster, device=full))
     assert warnings_of(pressed, comfortable.plan, comfortable.cost.stages)
     assert warnings_of(cpu, comfortable.plan, comfortable.cost.stages) == ()
 

@@ -2,33 +2,32 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from steelyard.cost.pools import stage_settings, usable_of
+from steelyard.cost.build import usable_bytes
 from steelyard.cost.predict import predict, predict_memory
-from steelyard.errors import UserError
+from steelyard.cost.setting import Job, stage_settings
+from steelyard.errors import InvalidPlanError, UserError
 from steelyard.hardware import find_network, parse_cluster, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.hardware.values import MixedCluster
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import dump_json, read_plan, write_plan
-from steelyard.planning import pool_search
 from steelyard.planning.acceptance import accept
-from steelyard.planning.choose import plan_job
+from steelyard.planning.choose import NUM_RESCORED, plan_job
 from steelyard.planning.complete import find_plan
+from steelyard.planning.explain import explain_pools
 from steelyard.planning.plan_from_search import bare_plan
-from steelyard.planning.pool_rivals import even_plan, explain_pools, pool_rivals
-from steelyard.planning.pool_search import search_pools
-from steelyard.planning.pool_space import LEVELS, PooledSetting, PooledSpace
 from steelyard.planning.price import priced_or_reason, with_price
+from steelyard.planning.problem import LEVELS, GroupSpace, PlacedPipeline, make_tables
 from steelyard.planning.profile_file import read_profile
 from steelyard.planning.request import request_of_plan
+from steelyard.planning.variants import even_plan, pool_rivals
 from steelyard.search import search
 from tests.cost.examples import SEQ_LEN, chain, measured_profile
-from tests.jobs import job_of, make_job, make_pooled_job
+from tests.jobs import job_of, make_job
 
 GIB = 2**30
 OPTIONS = Decisions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)})
@@ -45,7 +44,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_positions": 1024, "
 
 def pooled(cluster, *, batch=8, memory=None, model="tinyllama-1.1b", **more):
     pools = parse_pools(cluster) if isinstance(cluster, str) else cluster
-    return make_pooled_job(model, pools, global_batch=batch, seq_len=1024, precision="bf16", memory=memory, **more)
+    return make_job(model, pools, global_batch=batch, seq_len=1024, precision="bf16", memory=memory, **more)
 
 
 def alone(cluster, *, batch=8, memory=None):
@@ -60,7 +59,7 @@ def alone(cluster, *, batch=8, memory=None):
     )
 
 
-def every_setting(space: PooledSpace) -> list[PooledSetting]:
+def every_setting(space: GroupSpace) -> list[PlacedPipeline]:
     """All settings in all orders of their pools."""
     return [order for each in space.settings() for order in space.orders(each)]
 
@@ -77,9 +76,9 @@ def every_setting(space: PooledSpace) -> list[PooledSetting]:
 def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory):
     job = pooled(cluster, memory=memory)
     options = narrower(num_microbatches=4)
-    space = PooledSpace(job, options)
+    space = GroupSpace(job, options)
     every = accept(job, [space.tables(each) for each in every_setting(space)], num_alternatives=0)
-    found = search_pools(job, PooledSpace(job, options))
+    found = accept(job, make_tables(job, options))
     assert found.ranked[0].outcome.score_s <= every.ranked[0].outcome.score_s * (1 + 1e-6)
     assert max(found.search.lower_bound_s, every.search.lower_bound_s) <= found.ranked[0].outcome.score_s * (1 + 1e-6)
 
@@ -89,7 +88,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory
 @pytest.mark.parametrize("model", ["tinyllama-1.1b", {**GPT2, "n_layer": 10}])
 def test_no_plan_of_a_setting_is_faster_than_its_bounds(model, memory):
     job = pooled("1x2xh100-80gb+1x4xa100-40gb", memory=memory, model=model)
-    space = PooledSpace(job, narrower(num_microbatches=8))
+    space = GroupSpace(job, narrower(num_microbatches=8))
     settings = [each for each in every_setting(space) if len(each.placement.pools) == 2]
     assert settings
     for setting in settings:
@@ -101,7 +100,7 @@ def test_no_plan_of_a_setting_is_faster_than_its_bounds(model, memory):
 
 
 def test_the_bound_by_times_is_the_same_for_every_order():
-    space = PooledSpace(pooled("1x2xh100-80gb+1x4xa100-40gb+1x2xl4"), narrower(num_microbatches=8))
+    space = GroupSpace(pooled("1x2xh100-80gb+1x4xa100-40gb+1x2xl4"), narrower(num_microbatches=8))
     settings = [each for each in space.settings() if len(each.placement.pools) == 3]
     assert settings
     for setting in settings:
@@ -113,38 +112,32 @@ def test_the_bound_by_times_is_the_same_for_every_order():
 @pytest.mark.slow
 def test_a_search_without_time_ends_with_the_gap_that_it_leaves():
     job = pooled("1x2xh100-80gb+1x2xl4+1x1xa100-80gb", memory="10GiB")
-    found = search_pools(job, PooledSpace(job, OPTIONS), time_limit_s=0.0)
-    best = search_pools(job, PooledSpace(job, OPTIONS))
+    found = accept(job, make_tables(job, OPTIONS), time_limit_s=0.0)
+    best = accept(job, make_tables(job, OPTIONS))
     assert found.ranked
     assert found.search.status == "feasible"
     assert found.search.lower_bound_s <= best.ranked[0].outcome.score_s <= found.ranked[0].outcome.score_s
 
 
-def _simulated(factor, plan, job):
-    found = predict(plan, job)
-    return replace(found, step_time_s=factor * found.step_time_s)
-
-
-def test_a_plan_that_takes_longer_in_simulation_meets_more_rivals(monkeypatch):
-    job = pooled("1x2xh100-80gb+1x2xa100-80gb", batch=16)
-    found = []
-    for factor in (0.5, 2.0):
-        monkeypatch.setattr(pool_search, "predict", partial(_simulated, factor))
-        found.append(search_pools(job, PooledSpace(job, OPTIONS)))
-    few, more = found
-    assert few.ranked[0].plan == more.ranked[0].plan
-    assert len(few.ranked) < len(more.ranked) <= pool_search.RIVALS
+def test_the_simulator_ranks_the_best_plans_of_the_best_settings():
+    job = pooled("1x2xh100-80gb+1x2xl4+1x1xa100-80gb", memory="10GiB")
+    plan = plan_job(job, OPTIONS).plan
+    assert plan.prediction.certificate.status == "simulated"
+    others = plan.prediction.alternatives
+    assert len(others) == NUM_RESCORED - 1
+    assert not any(each.is_bound for each in others)
+    assert all(each.step_time_s >= plan.prediction.step_time_s for each in others)
 
 
 def test_bytes_of_the_search_are_those_of_the_prediction():
     job = pooled("1x2xh100-80gb+1x4xa100-40gb")
-    space = PooledSpace(job, narrower(num_microbatches=4))
+    space = GroupSpace(job, narrower(num_microbatches=4))
     for setting in every_setting(space):
-        outcome = search([space.tables(setting)], usable_of(job)).best
+        outcome = search([space.tables(setting)], usable_bytes(job)).best
         if outcome is None:
             continue
         plan = bare_plan(job, outcome.tables, outcome.solution)
-        spared = [usable_of(job) - usable_of(each.job) for each in stage_settings(plan, job)]
+        spared = [usable_bytes(job) - usable_bytes(each.job) for each in stage_settings(plan, job)]
         found = [sum(terms.values()) - terms.get("allocator slack", 0) for terms in predict_memory(plan, job)]
         added = [each.total_bytes for each in outcome.solution.stages]
         assert added == [own + more for own, more in zip(found, spared, strict=True)]
@@ -152,10 +145,10 @@ def test_bytes_of_the_search_are_those_of_the_prediction():
 
 def test_times_of_the_search_are_those_of_the_prediction():
     job = pooled("1x2xh100-80gb+1x4xa100-40gb")
-    space = PooledSpace(job, narrower(num_microbatches=4))
+    space = GroupSpace(job, narrower(num_microbatches=4))
     settings = [each for each in every_setting(space) if len(each.placement.pools) == 2]
     for setting in settings:
-        outcome = search([space.tables(setting)], usable_of(job)).best
+        outcome = search([space.tables(setting)], usable_bytes(job)).best
         plan = bare_plan(job, outcome.tables, outcome.solution)
         for stage, predicted in zip(outcome.solution.stages, predict(plan, job).stages, strict=True):
             own_s = predicted.total_time_s - predicted.time_s.get("pipeline", 0.0)
@@ -185,13 +178,13 @@ def test_a_pool_that_slows_the_rest_is_left_out_and_the_plan_says_so():
     used, left = plan.prediction.pools
     assert (used.num_stages, left.name, left.num_stages) == (plan.num_stages, "1x1xl4", 0)
     assert left.reason
-    assert plan.stages == plan_job(job.pools[0], OPTIONS).plan.stages
+    assert plan.stages == plan_job(job.by_group[0], OPTIONS).plan.stages
 
 
 def test_unlike_budgets_are_kept_by_every_stage():
     job = pooled("1x2xh100-80gb+1x2xa100-40gb", memory=None, batch=64)
-    small = replace(job.pools[0], budget_bytes=9 * GIB)
-    job = replace(job, pools=(small, replace(job.pools[1], budget_bytes=14 * GIB)))
+    small = job.by_group[0].on(budget_bytes=9 * GIB)
+    job = Job.over((small, job.by_group[1].on(budget_bytes=14 * GIB)))
     plan = plan_job(job, OPTIONS).plan
     budgets = [setting.job.budget_bytes for setting in stage_settings(plan, job)]
     assert plan.prediction.stage_budgets() == tuple(budgets)
@@ -208,11 +201,11 @@ def test_where_nothing_fits_the_nearest_miss_is_said():
 @pytest.mark.parametrize("memory", ["1GiB", "3GiB"])
 def test_the_nearest_miss_is_that_of_the_setting_that_misses_least(memory):
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", memory=memory, batch=32)
-    space = PooledSpace(job, OPTIONS)
+    space = GroupSpace(job, OPTIONS)
     every = accept(job, [space.tables(each) for each in every_setting(space)], num_alternatives=0)
     missed = plan_job(job, OPTIONS).miss
     assert missed.miss_bytes == every.search.nearest_miss.miss_bytes
-    more = job.pools[0].budget_bytes + missed.miss_bytes * 11 // 10
+    more = job.by_group[0].budget_bytes + missed.miss_bytes * 11 // 10
     assert plan_job(pooled("1x2xh100-80gb+1x2xa100-80gb", memory=more, batch=32), OPTIONS).plan
 
 
@@ -247,13 +240,13 @@ def test_the_job_of_a_plan_keeps_the_budgets_that_it_was_made_for():
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", memory="20GiB", batch=32)
     plan = plan_job(job, OPTIONS).plan
     assert predict(plan, job_of(plan)).step_time_s == pytest.approx(plan.prediction.step_time_s)
-    assert {pool.budget_bytes for pool in job_of(plan).pools} == {20 * GIB}
+    assert {pool.budget_bytes for pool in job_of(plan).groups} == {20 * GIB}
 
 
 def test_a_plan_over_pools_that_is_priced_again_trains_its_tokens_at_the_new_speed():
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32)
     plan = plan_job(job, OPTIONS).plan.with_training(10**12, price=2.0)
-    slowed = replace(job, pools=tuple(replace(pool, time_factor=2.0) for pool in job.pools))
+    slowed = Job.over([each.on(time_factor=2.0) for each in job.by_group])
     again = with_price(plan, slowed)
     assert again.prediction.step_time_s > 1.5 * plan.prediction.step_time_s
     factor = again.prediction.step_time_s / plan.prediction.step_time_s
@@ -300,15 +293,10 @@ def test_what_leaves_no_margin_in_any_pool_is_taken_with_a_warning_that_names_th
 def with_memory(job, has_bytes, *, margin):
     """The job on devices of this memory, ``margin`` of which is to be left free."""
     pools = [
-        replace(
-            pool,
-            cluster=pool.cluster.with_memory(has_bytes),
-            budget_bytes=has_bytes - margin,
-            margin_bytes=margin,
-        )
-        for pool in job.pools
+        pool.on(cluster=pool.cluster.with_memory(has_bytes), budget_bytes=has_bytes - margin, margin_bytes=margin)
+        for pool in job.by_group
     ]
-    return replace(job, pools=tuple(pools))
+    return Job.over(pools)
 
 
 CPU_POOLS = """
@@ -344,7 +332,7 @@ def three_times(layer):
 def test_each_pool_is_priced_by_its_own_measured_profile_and_the_slow_one_gets_fewer_layers(profiled):
     cluster, paths = profiled
     text = ",".join(f"{name}={path}" for name, path in paths.items())
-    job = make_pooled_job(MODEL, cluster, profile=text, **ASKED)
+    job = make_job(MODEL, cluster, profile=text, **ASKED)
     plan = plan_job(job, narrower(num_stages=2, num_microbatches=4)).plan
     layers = dict(
         zip((pool.name for pool in plan.stage_pools()), map(len, (s.layers for s in plan.parts)), strict=True)
@@ -360,7 +348,7 @@ def test_each_pool_is_priced_by_its_own_measured_profile_and_the_slow_one_gets_f
 
 def test_a_plan_over_pools_finds_its_profiles_beside_its_file_and_says_where_one_is_gone(profiled, tmp_path):
     cluster, paths = profiled
-    job = make_pooled_job(MODEL, cluster, profile=paths, **ASKED)
+    job = make_job(MODEL, cluster, profile=paths, **ASKED)
     plan = plan_job(job, narrower(num_stages=2, num_microbatches=4)).plan
     moved = [path.rename(tmp_path / path.name) for path in paths.values()]
     try:
@@ -380,7 +368,7 @@ def test_a_plan_over_pools_finds_its_profiles_beside_its_file_and_says_where_one
 def test_profiles_that_do_not_name_their_pools_are_refused(profiled, given):
     cluster, paths = profiled
     with pytest.raises(UserError, match=r"^--profile: found .*\n.*POOL=FILE.* each pool of quick, slow"):
-        make_pooled_job(MODEL, cluster, profile=given.format(**paths), **ASKED)
+        make_job(MODEL, cluster, profile=given.format(**paths), **ASKED)
 
 
 def test_a_link_between_pools_whose_rate_is_known_is_not_priced_by_what_was_measured_inside_one(profiled):
@@ -389,7 +377,7 @@ def test_a_link_between_pools_whose_rate_is_known_is_not_priced_by_what_was_meas
     slow_link = replace(cluster, links=(link, link))
     steps = []
     for each in (cluster, slow_link):
-        job = make_pooled_job(MODEL, each, profile=paths, **ASKED)
+        job = make_job(MODEL, each, profile=paths, **ASKED)
         plan = even_plan(job, narrower(num_stages=2))
         steps.append(predict(plan, job).step_time_s)
     assert steps[1] > 10 * steps[0]
@@ -402,7 +390,7 @@ def test_processes_of_a_pool_that_share_cores_are_faster_while_others_of_theirs_
     options = narrower(num_stages=4, num_microbatches=2)
     steps = []
     for each in (profiles, shared):
-        job = make_pooled_job(MODEL, cluster, profile=each, **ASKED)
+        job = make_job(MODEL, cluster, profile=each, **ASKED)
         plan = even_plan(job, options)
         assert [pool.name for pool in plan.stage_pools()] == ["quick", "quick", "slow", "slow"]
         steps.append(predict(plan, job).step_time_s)
@@ -416,7 +404,30 @@ def test_a_number_of_stages_that_one_pool_alone_cannot_have_is_searched_over_bot
 
 def test_a_plan_over_pools_that_are_described_in_full_is_read_back_from_its_file(profiled, tmp_path):
     cluster, paths = profiled
-    job = make_pooled_job(MODEL, cluster, profile=paths, **ASKED)
+    job = make_job(MODEL, cluster, profile=paths, **ASKED)
     plan = plan_job(job, narrower(num_stages=2)).plan
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
+
+
+def test_a_job_on_some_of_its_groups_shares_what_is_known_of_their_costs():
+    job = pooled("1x2xh100-80gb+1x2xa100-80gb+1x2xl4")
+    some = job.only(["1x2xl4", "1x2xh100-80gb"])
+    assert some.hardware.name == "1x2xl4+1x2xh100-80gb"
+    assert all(own is known for own, known in zip(some.by_group, (job.by_group[2], job.by_group[0]), strict=True))
+    assert job.only(["1x2xl4"]) is job.by_group[2]
+    assert Job.over(job.by_group[:1]) is job.by_group[0]
+    with pytest.raises(InvalidPlanError, match=r"^cluster: found the pool '1x2xt4'\n.*one of 1x2xh100-80gb, 1x2xa100"):
+        job.only(["1x2xl4", "1x2xt4"])
+
+
+def test_a_number_of_stages_that_no_pools_can_have_is_refused():
+    with pytest.raises(UserError, match=r"^num_stages: found 7"):
+        plan_job(pooled("1x2xh100-80gb+1x2xa100-80gb"), narrower(num_stages=7))
+
+
+def test_a_batch_that_no_pipeline_over_pools_can_divide_is_told_as_the_miss():
+    job = pooled("1x4xh100-80gb+1x4xa100-80gb", batch=1)
+    result = plan_job(job, Decisions(max_degrees={"tp": 1, "fsdp": 1, "cp": 1}, num_stages=2))
+    assert result.plan is None
+    assert result.miss_text == "a batch that some pipeline over these pools can divide among its ranks"

@@ -74,7 +74,7 @@ def tight(share: float, **changes: int) -> Job:
     """A job within what plain FSDP takes: at 0 its smallest plan, at 1 its largest."""
     of = job(cluster(1, 8), global_batch=64, **changes)
     taken = [fullest_bytes(plan, of) for plan in every_plan(of, ("fsdp8",))]
-    return replace(of, budget_bytes=int(min(taken) + share * (max(taken) - min(taken))))
+    return of.on(budget_bytes=int(min(taken) + share * (max(taken) - min(taken))))
 
 
 def fullest_bytes(plan: Plan, of: Job) -> int:

@@ -38,8 +38,8 @@ NO_FASTER = 1 - SAME
 TIGHT = 1_163_000_000
 JOBS: dict[str, Job] = {
     "roomy": job(cluster(1, 4), global_batch=16),
-    "tight": replace(job(cluster(1, 4), global_batch=16), budget_bytes=TIGHT),
-    "tied": replace(job(cluster(1, 4), global_batch=8, tie_word_embeddings=True), budget_bytes=TIGHT),
+    "tight": job(cluster(1, 4), global_batch=16).on(budget_bytes=TIGHT),
+    "tied": job(cluster(1, 4), global_batch=8, tie_word_embeddings=True).on(budget_bytes=TIGHT),
     "slow links": job(cluster(2, 2, inter_bytes_per_s=1e8), global_batch=8),
 }
 

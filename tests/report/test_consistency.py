@@ -1,7 +1,6 @@
 """Figures that stand beside each other agree: parts sum to the whole, percentages are of the figures printed."""
 
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -42,7 +41,7 @@ def priced(draw: st.DrawFn) -> tuple[Plan, Job]:
     if shares:
         speeds = (3.0, 2.0, 1.5, 1.3, 1.2, 1.1, 1.05, 1.0)
         identity = of.profile.identity.model_copy(update={"num_devices": 8})
-        of = replace(of, profile=of.profile.model_copy(update={"busy_speeds": speeds, "identity": identity}))
+        of = of.on(profile=of.profile.model_copy(update={"busy_speeds": speeds, "identity": identity}))
     first = draw(st.integers(1, 5))
     layers = [text.replace("2", "4", 1) for text in draw(layouts)]
     stages = [", ".join(layers[:first]), ", ".join(layers[first:])]
@@ -85,7 +84,7 @@ def test_terms_of_memory_sum_to_what_is_said_of_a_device(found: tuple[Plan, Job]
 def tight(share: float) -> Job:
     """A job whose memory binds, the more the smaller the share."""
     of = job(cluster(1, 4), global_batch=16)
-    return replace(of, budget_bytes=int(1_160_700_000 + share * 1_000_000))
+    return of.on(budget_bytes=int(1_160_700_000 + share * 1_000_000))
 
 
 def studied(of: Job, *tables: OnDemand) -> Study:

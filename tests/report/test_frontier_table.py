@@ -1,7 +1,5 @@
 """What stands around the tables of trade-offs."""
 
-from dataclasses import replace
-
 from rich.console import Console
 
 from steelyard.hardware import parse_cluster
@@ -47,7 +45,7 @@ def replace_memory(found: TradeOffs, num_bytes: int, *, is_chosen: bool) -> Trad
 
 
 def test_a_frontier_without_a_margin_speaks_of_the_budget_alone() -> None:
-    of = replace(job(parse_cluster("1x2xa100-80gb"), global_batch=4), margin_bytes=0)
+    of = job(parse_cluster("1x2xa100-80gb"), global_batch=4).on(margin_bytes=0)
     text = shown(find_trade_offs(request_of(of), of, max_searches=3, device_counts=(2,)))
     assert "(here 80.0 GiB per device)" in text
     assert "pressure" not in text

@@ -98,3 +98,56 @@ def test_a_sharper_bound_is_of_the_same_tables() -> None:
     assert not sharper.is_made
     assert sharper.tables is given[0].tables
     assert given[0].bounded(0.0).is_made
+
+
+def sharpened(tables: Sequence[CostTables]) -> OnDemand:
+    """One setting that becomes all of these when its bound is sharpened for the third time."""
+
+    def sharpen(level: int, _cutoff_s: float) -> list[OnDemand]:
+        if level == 2:
+            return [on_demand(each, 0.9) for each in tables]
+        return [made(level + 1)]
+
+    def made(level: int) -> OnDemand:
+        bound_s = 0.2 * (level + 1) * min(map(quick_bound_s, tables))
+        return OnDemand(tables[0].pipeline, bound_s, lambda: tables[0], sharpen=partial(sharpen, level))
+
+    return made(0)
+
+
+def test_a_setting_whose_bound_is_sharpened_becomes_several_of_which_the_best_is_found() -> None:
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        tables = [random_tables(rng, max_plans=200) for _ in range(6)]
+        tables = [each for each in tables if np.isfinite(quick_bound_s(each))]
+        whole, lazy = search(tables, 40), search([sharpened(tables[:2]), sharpened(tables[2:])], 40)
+        assert len(lazy.settings) == len(tables)
+        assert (lazy.status, lazy.lower_bound_s) == (whole.status, whole.lower_bound_s), seed
+        assert (lazy.best is None) == (whole.best is None)
+        if lazy.best is not None and whole.best is not None:
+            assert lazy.best.score_s == whole.best.score_s
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_where_nothing_fits_the_nearest_miss_of_refused_settings_is_found(share: float) -> None:
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        tables = [random_tables(rng, max_plans=200) for _ in range(6)]
+        whole = search(tables, 0)
+        missed = [each.result.miss for each in whole.settings]
+        if whole.nearest_miss is None or any(miss is None or miss.miss_bytes == 0 for miss in missed):
+            continue
+        refused = [
+            OnDemand(
+                each.pipeline,
+                np.inf,
+                partial(lambda of: of, each),
+                missing_bytes=partial(min, int(share * miss.miss_bytes)),
+            )
+            for each, miss in zip(tables, missed, strict=True)
+            if miss is not None
+        ]
+        found_miss = search(refused, 0).nearest_miss
+        assert found_miss is not None
+        assert found_miss.miss_bytes == whole.nearest_miss.miss_bytes
+        assert share < 1 or num_made(refused) == 1

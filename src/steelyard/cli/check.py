@@ -9,8 +9,8 @@ from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json
 from steelyard.cli.progress import progress
-from steelyard.cost.pools import stage_settings
 from steelyard.cost.predict import predict_memory
+from steelyard.cost.setting import stage_settings
 from steelyard.hardware import Backend
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES

@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 
 from steelyard.cli.options import AsJson, print_json
-from steelyard.cost.setting import Job
 from steelyard.installed import require_training
 from steelyard.limits import MOST_STEPS
 from steelyard.model.read import load_model
@@ -72,7 +71,6 @@ def demo(
         num_fallbacks=0,
     )
     job = job_of(request)
-    assert isinstance(job, Job), "one kind of device"
     replicating = next(kind for kind in KINDS.values() if kind.states is States.REPLICATED)
     replicated = uniform_plan(job, f"{replicating}{NUM_PROCESSES}")
     console.print(_replication_text(replicated, job.budget_bytes))

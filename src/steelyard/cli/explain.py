@@ -1,6 +1,6 @@
 """``steelyard explain``: why a plan and not another; fills in the predictions of a plan written by hand."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -9,14 +9,12 @@ from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
-from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, SlowNode, WhyNot
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning.explain import explain_plan
+from steelyard.planning.explain import explain_plan, explain_pools
 from steelyard.planning.pins import parse_pin
-from steelyard.planning.pool_rivals import explain_pools
 from steelyard.planning.price import priced_or_reason, with_price
 from steelyard.planning.request import Elsewhere, PlanRequest, not_with_pools
 from steelyard.planning.slow_rank import slow_nodes
@@ -54,7 +52,7 @@ def explain(
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json) as show:
         if plan.is_mixed:
-            _check_not_with_pools({"--why-not": why, "--all": everything})
+            not_with_pools({"--why-not": why, "--all": everything})
         given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
         found = priced_or_reason(plan, path, **given)
         if isinstance(found, str):
@@ -81,17 +79,10 @@ def _with_slow_nodes(explanation: Explanation, found: tuple[SlowNode, ...], reco
     return explanation.model_copy(update={"slow_nodes": found, "notes": (*explanation.notes, *note)})
 
 
-def _check_not_with_pools(asked: Mapping[str, object]) -> None:
-    """Raises `UserError` for an option that does not go with several pools."""
-    for option, value in asked.items():
-        if value:
-            raise not_with_pools(option)
-
-
 def _explained(
-    plan: Plan, request: PlanRequest, job: AnyJob, why: str | None, *, everything: bool, show: Callable[[str], None]
+    plan: Plan, request: PlanRequest, job: Job, why: str | None, *, everything: bool, show: Callable[[str], None]
 ) -> Explanation:
-    if isinstance(job, PooledJob):
+    if job.is_mixed:
         return explain_pools(plan, job, request.decisions)
     if why is not None:
         return Explanation(binds="", why_not=_why_not(request, job, why))

@@ -10,7 +10,6 @@ from steelyard.cli.completion import complete_one_of
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried_file_or_folder
 from steelyard.cli.progress import progress
 from steelyard.cost.execution import OURS
-from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.export import TARGETS, Export, Request, Target, check_model, describe_uniform, export_plan, target_of
 from steelyard.hardware import Cluster, parse_cluster
@@ -98,7 +97,6 @@ def _fitted(plan: Plan, folder: Path, target: Target, given: Elsewhere) -> Fitte
         kept = tuple(plan.asked.one_by_one()) if plan.asked else ()
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None, kept=kept, is_wanted=True)
     job = job_of(request_of_plan(plan, folder=folder, **given))
-    assert isinstance(job, Job), "a plan over pools was refused"
     return plan_for_framework(plan, job, target.capabilities, framework=target.name, execution=target.execution)
 
 

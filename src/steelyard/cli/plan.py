@@ -49,7 +49,7 @@ from steelyard.cli.plan_options import (
 )
 from steelyard.cli.progress import progress
 from steelyard.cli.words import check_choice, check_precision, parse_image_size, parse_size
-from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
+from steelyard.cost.setting import ASSUMED_IMBALANCE
 from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.output import command
 from steelyard.plan.file import write_plan
@@ -150,10 +150,10 @@ def plan(
             tokens=None if tokens is None else parse_count(tokens, field="--tokens"),
             price=price,
         )
-        if problem is not None and request.is_mixed:
-            raise not_with_pools("--save-problem")
+        if request.is_mixed:
+            not_with_pools({"--save-problem": problem})
         result = complete(request, progress=show)
-        if problem is not None and isinstance(result.job, Job):
+        if problem is not None:
             from steelyard.search.problem import save_problem
 
             save_problem(problem, problem_of(result.job, result.tables))

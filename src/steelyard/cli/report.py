@@ -9,7 +9,6 @@ import typer
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
-from steelyard.cost.pools import AnyJob
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
@@ -18,7 +17,7 @@ from steelyard.output import write_file
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning.pool_rivals import explain_pools
+from steelyard.planning.explain import explain_pools
 from steelyard.planning.price import priced_or_reason, with_cost
 from steelyard.planning.report_search import search_for_report
 from steelyard.planning.request import Elsewhere, PlanRequest
@@ -92,7 +91,7 @@ def report(
 def _studied(
     plan: Plan,
     request: PlanRequest,
-    job: AnyJob,
+    job: Job,
     cost: PlanCost,
     *,
     time_limit_s: float | None,
@@ -100,7 +99,7 @@ def _studied(
     progress: Callable[[str], None],
 ) -> PlanStudy:
     """What the report says beside the plan; no frontier is searched over several pools."""
-    if isinstance(job, Job):
+    if not job.is_mixed:
         return search_for_report(
             plan, request, job, cost, time_limit_s=time_limit_s, everywhere=everywhere, progress=progress
         )

@@ -229,14 +229,17 @@ def border_s(before: Setting, after: Setting) -> float:
 
 
 def _outer_link(job: Job) -> Link:
-    return job.outer_link or job.cluster.inter_link or job.cluster.intra_link
+    return job.group.outer_link or job.cluster.inter_link or job.cluster.intra_link
 
 
 def usable_bytes(job: Job) -> int:
-    """The most bytes of tensors that fill no more of the budget than there is, with the allocator's slack."""
-    slack = slack_fraction(job)
-    most = int(job.budget_bytes / (1 + slack))
-    return most + (most + 1 + int(slack * (most + 1)) <= job.budget_bytes)
+    """The most bytes of tensors that a budget holds with the allocator's slack; of several groups, the most."""
+    return max(_usable_bytes(each.budget_bytes, slack_fraction(each)) for each in job.by_group)
+
+
+def _usable_bytes(budget_bytes: int, slack: float) -> int:
+    most = int(budget_bytes / (1 + slack))
+    return most + (most + 1 + int(slack * (most + 1)) <= budget_bytes)
 
 
 def slack_fraction(job: Job) -> float:

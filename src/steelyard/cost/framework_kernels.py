@@ -44,7 +44,7 @@ def job_under(job: Job, execution: Execution) -> Job:
         kinds = {kind.name: kind for kind in job.chain.kinds}
         layers = (_under(execution, each, kinds[each.kind], job) for each in profile.layers)
         profile = profile.model_copy(update={"layers": tuple(layers)})
-    return replace(job, execution=execution, profile=profile)
+    return replace(job.on(profile=profile), execution=execution)
 
 
 def _under(execution: Execution, layer: LayerProfile, kind: LayerKind, job: Job, *, rows: float = 1.0) -> LayerProfile:

@@ -7,12 +7,13 @@ $$M = o + \sum_{j=1}^L h_j + \max_l \Big(u_l + a_{l-1} + r_{l+1} - \sum_{j>l} f_
 h = p + s + g + c + n b, \quad f = b + c'$$
 
 FSDP gathers the sharded layer that works next, $a$, and holds the buffer of the last reduction until the next one,
-$r$: the last layer, which works first, that of the first layer, which the backward pass before reduced last, or its own
-where no other has one. Where parts are frozen no layer may reduce behind an embedding, and all that it reduced is there.
+$r$: the last layer, which works first, that of the first layer, which the backward pass before reduced last, or its
+own where no other has one. Where parts are frozen no layer may reduce behind an embedding, and all that it reduced is
+there.
 
 So that layers can be chosen one by one, all count the most of $a_1..a_{L-1}$ and of $r_1..r_L$, the last layer that of
-$r_1..r_{L-1}$ or $r_L$, and none with one microbatch; the copy of an embedding counts for the layer behind it alone. Where
-neighbours are alike, as most are, this is exact, and else from above.
+$r_1..r_{L-1}$ or $r_L$, and none with one microbatch; the copy of an embedding counts for the layer behind it alone.
+Where neighbours are alike, as most are, this is exact, and else from above.
 
 | symbol    | bytes of a rank | what                                                                          |
 |-----------|-----------------|-------------------------------------------------------------------------------|

@@ -13,8 +13,7 @@ from steelyard.cost.build import border_s, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.layer import LayerCost, layer_cost, tied_s
 from steelyard.cost.memory import context_bytes, plan_memory
-from steelyard.cost.pools import AnyJob, PooledJob, stage_settings
-from steelyard.cost.setting import Job, Setting
+from steelyard.cost.setting import Job, Setting, stage_settings
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.cost.switching import border_table, switch_table
 from steelyard.errors import InvalidPlanError
@@ -48,7 +47,7 @@ def _stage_speeds(settings: Sequence[Setting]) -> list[tuple[int, tuple[float, .
     return list(zip(pools, found, strict=True)) if any(found) else []
 
 
-def predict(plan: Plan, job: AnyJob, *, slowed: Mapping[int, float] | None = None) -> PlanCost:
+def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) -> PlanCost:
     """The cost of a plan for a job of the same model and batch; raises `InvalidPlanError` if they differ.
 
     Stages in ``slowed`` compute so many times as long.
@@ -97,7 +96,7 @@ class LayerTimes:
     backward_s: Mapping[str, float]
 
 
-def layer_times(plan: Plan, job: AnyJob) -> tuple[LayerTimes, ...]:
+def layer_times(plan: Plan, job: Job) -> tuple[LayerTimes, ...]:
     """What the passes of `predict` are made of: a microbatch in each layer, with the switch from the layer before."""
     settings = _layer_settings(plan, _settings(plan, job))
     switches_s, found = _switches_s(plan.strategies, settings), []
@@ -113,7 +112,7 @@ def layer_times(plan: Plan, job: AnyJob) -> tuple[LayerTimes, ...]:
     return tuple(found)
 
 
-def predict_memory(plan: Plan, job: AnyJob) -> tuple[dict[str, int], ...]:
+def predict_memory(plan: Plan, job: Job) -> tuple[dict[str, int], ...]:
     """Bytes on a rank of each stage by term, as `predict` finds them; the profile needs no times.
 
     Raises `InvalidPlanError` if plan and job differ.
@@ -136,7 +135,7 @@ def memory_terms(
     return tuple(found)
 
 
-def _settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
+def _settings(plan: Plan, job: Job) -> tuple[Setting, ...]:
     _check_same_job(plan, job)
     return stage_settings(plan, job)
 
@@ -335,15 +334,14 @@ def _stage_times(part: _PartCost) -> StageTimes:
     )
 
 
-def _check_same_job(plan: Plan, job: AnyJob) -> None:
+def _check_same_job(plan: Plan, job: Job) -> None:
     chain = plan.chain()
-    num_devices = plan.num_devices if isinstance(job, PooledJob) else job.cluster.num_devices
     for field, found, expected in (
         ("model", chain.config_hash, job.chain.config_hash),
         ("seq_len", plan.seq_len, job.seq_len),
         ("global_batch", plan.global_batch, job.global_batch),
         ("precision", plan.precision, job.precision),
-        ("stages.ranks", plan.num_devices, num_devices),
+        ("stages.ranks", plan.num_devices, job.used_by(plan).hardware.num_devices),
     ):
         if found != expected:
             raise InvalidPlanError(

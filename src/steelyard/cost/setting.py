@@ -1,9 +1,11 @@
 """What a cost depends on beside the layer and its strategy: model, profile, cluster, batch and one pipeline setting."""
 
-from collections.abc import Callable, Hashable
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar, cast, overload
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +14,8 @@ from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.communication import Group, collective
 from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
 from steelyard.cost.execution import OURS, Execution
-from steelyard.hardware import Cluster, Link
+from steelyard.errors import InvalidPlanError
+from steelyard.hardware import Cluster, Link, MixedCluster, joined_pools
 from steelyard.model.chain import ModelChain
 from steelyard.plan.cost_source import CostSource, ProfileFile
 from steelyard.plan.kinds.kind import Batch
@@ -34,42 +37,126 @@ measures and reports it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is trained on what: everything that does not change while pipeline settings are compared.
+class DeviceGroup:
+    """Equal devices that stages of a job may lie on, with what its layers cost there.
 
-    ``global_batch`` counts samples of ``seq_len`` tokens; ``budget_bytes`` is what one device may hold, and
-    ``margin_bytes`` what is left free beside it.
-    ``execution`` says how the framework works, ``rates`` takes the place of the device's calibrated efficiency, and
-    all times are multiplied by ``time_factor``, which ``num_calibrating`` measured runs give. ``imbalance`` is how many
-    times the mean number of tokens the rank with the most of them gets, where experts are divided over ranks.
-    ``profile_file`` is where the profile was read from, if it was.
+    ``budget_bytes`` is what one device may hold, and ``margin_bytes`` what is left free beside it. ``rates`` takes the
+    place of the device's calibrated efficiency, and all times are multiplied by ``time_factor``, which
+    ``num_calibrating`` measured runs give. ``profile_file`` is where the profile was read from, if it was.
     """
 
-    chain: ModelChain
-    profile: Profile
     cluster: Cluster
-    seq_len: int
-    global_batch: int
-    precision: Precision
+    profile: Profile
     budget_bytes: int
-    execution: Execution = OURS
+    margin_bytes: int = 0
     rates: Efficiency | None = None
     time_factor: float = 1.0
     num_calibrating: int = 0
-    imbalance: float = ASSUMED_IMBALANCE
     profile_file: ProfileFile | None = None
-    margin_bytes: int = 0
     outer_link: Link | None = None
-    """What joins a device to those of other pools, where the cluster is one of several."""
+    """What joins a device to those of other groups, where there are several."""
 
-    @property
-    def pools(self) -> "tuple[Job, ...]":
-        """The job on each pool of alike devices: there is one."""
-        return (self,)
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained on what: everything that does not change while pipeline settings are compared.
+
+    ``groups`` are the device groups at hand: one where all devices are alike. Costs are those of a stage, which lies in
+    one group, so that they are asked of the job on that group alone (`by_group`).
+
+    ``global_batch`` counts samples of ``seq_len`` tokens. ``execution`` says how the framework works. ``imbalance`` is
+    how many times the mean number of tokens the rank with the most of them gets, where experts are divided over ranks.
+    """
+
+    chain: ModelChain
+    groups: tuple[DeviceGroup, ...]
+    seq_len: int
+    global_batch: int
+    precision: Precision
+    execution: Execution = OURS
+    imbalance: float = ASSUMED_IMBALANCE
+
+    @cached_property
+    def by_group(self) -> "tuple[Job, ...]":
+        """The job on each of its groups alone."""
+        return tuple(replace(self, groups=(each,)) for each in self.groups) if self.is_mixed else (self,)
+
+    @classmethod
+    def over(cls, jobs: "Sequence[Job]") -> "Job":
+        """One job on the groups of all these, which shares what they know of their costs."""
+        if len(jobs) == 1:
+            return jobs[0]
+        found = replace(jobs[0], groups=tuple(each.group for each in jobs))
+        found.__dict__["by_group"] = tuple(jobs)
+        return found
+
+    def only(self, names: Sequence[str]) -> "Job":
+        """The job on the groups of these names alone, in this order; raises `InvalidPlanError` where there is none."""
+        known = {each.cluster.name: each for each in self.by_group}
+        for name in names:
+            if name not in known:
+                raise InvalidPlanError(
+                    field="cluster",
+                    found=f"the pool {name!r}",
+                    expected="one of " + ", ".join(known),
+                    hint="plan for the pools that are there",
+                )
+        return Job.over([known[name] for name in names])
+
+    def used_by(self, plan: Plan) -> "Job":
+        """The job on the groups that a plan uses, in the order of its ranks; raises as `only`."""
+        return self.only(plan.cluster.split("+")) if self.is_mixed else self
 
     def jobs(self, plan: Plan) -> "tuple[Job, ...]":
-        """The job of each stage of a plan."""
-        return self.pools * plan.num_stages
+        """The job of each stage of a plan; raises as `only`."""
+        used = self.used_by(plan).by_group
+        borders = [*accumulate(each.cluster.num_devices for each in used)][:-1]
+        return tuple(used[bisect_right(borders, stage.ranks[0])] for stage in plan.stages)
+
+    def on(self, **changes: Any) -> "Job":
+        """The job with these fields of its one group changed."""
+        return replace(self, groups=(replace(self.group, **changes),))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are several groups."""
+        return len(self.groups) > 1
+
+    @property
+    def hardware(self) -> Cluster | MixedCluster:
+        """All its devices."""
+        return joined_pools([each.cluster for each in self.groups], [each.outer_link for each in self.groups])
+
+    @cached_property
+    def budget_bytes(self) -> int:
+        """What a device may hold; of several groups, one of the roomiest."""
+        return max(each.budget_bytes for each in self.groups)
+
+    @cached_property
+    def group(self) -> DeviceGroup:
+        """Its group; only where there is one, as all below."""
+        (only,) = self.groups
+        return only
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """Its devices."""
+        return self.group.cluster
+
+    @cached_property
+    def profile(self) -> Profile:
+        """What its layers do and take."""
+        return self.group.profile
+
+    @cached_property
+    def margin_bytes(self) -> int:
+        """What is left free beside the budget."""
+        return self.group.margin_bytes
+
+    @cached_property
+    def time_factor(self) -> float:
+        """What all times are multiplied by."""
+        return self.group.time_factor
 
     @cached_property
     def _layers(self) -> dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None]:
@@ -134,7 +221,7 @@ class Job:
 
     def within(self, budget_bytes: int, *, margin_bytes: int = 0) -> "Job":
         """The same job with another budget, which shares what is known of its costs: none depends on the budget."""
-        found = replace(self, budget_bytes=budget_bytes, margin_bytes=margin_bytes)
+        found = self.on(budget_bytes=budget_bytes, margin_bytes=margin_bytes)
         for name in ("_layers", "_made", "_collectives", "_collective_seconds"):
             found.__dict__[name] = getattr(self, name)
         return found
@@ -143,16 +230,16 @@ class Job:
         """Where the costs come from: the profile, the factor, and the catalogue's entry where its rates are used."""
         identity = self.profile.identity
         has_rates = not self.cluster.device.needs_profile
-        priced_by_catalogue = self.assumes_links or not (identity.is_measured or self.rates)
+        priced_by_catalogue = self.assumes_links or not (identity.is_measured or self.group.rates)
         rates = catalogue_rates(self.cluster.device.name) if has_rates and priced_by_catalogue else None
         divides_experts = any(kind.num_experts for kind in self.chain.kinds)
         return CostSource(
             **identity.model_dump(),
             time_factor=self.time_factor,
-            num_calibrating=self.num_calibrating,
+            num_calibrating=self.group.num_calibrating,
             rates=rates,
             links_assumed=self.assumes_links,
-            file=self.profile_file,
+            file=self.group.profile_file,
             imbalance=self.imbalance if divides_experts else None,
         )
 
@@ -170,7 +257,7 @@ class Job:
     def efficiency(self) -> Efficiency:
         """What fraction of the data sheet's rates the devices and links reach."""
         network = self.cluster.inter_link
-        return self.rates or efficiency_of(self.cluster.device.name, network.name if network else "")
+        return self.group.rates or efficiency_of(self.cluster.device.name, network.name if network else "")
 
     @property
     def peak_flop_per_s(self) -> float:
@@ -259,6 +346,13 @@ class Settings:
 
 
 AnySetting = Setting | Settings
+
+
+def stage_settings(plan: Plan, job: Job) -> tuple[Setting, ...]:
+    """The setting of each stage of a plan; stages that are alike share one."""
+    stages = list(zip(job.jobs(plan), plan.stage_sizes, strict=True))
+    made = {(id(own), size): Setting(job=own, pipeline=plan.pipeline, stage_size=size) for own, size in stages}
+    return tuple(made[id(own), size] for own, size in stages)
 
 
 class Strategies(NamedTuple):

@@ -22,7 +22,7 @@ from steelyard.hardware.parse import (
     pools_of,
     with_network,
 )
-from steelyard.hardware.values import Backend, Cluster, Device, DeviceKind, Link, MixedCluster, Vendor
+from steelyard.hardware.values import Backend, Cluster, Device, DeviceKind, Link, MixedCluster, Vendor, joined_pools
 
 __all__ = [
     "Backend",
@@ -45,6 +45,7 @@ __all__ = [
     "hardware_file",
     "is_as_named",
     "is_same_device",
+    "joined_pools",
     "known_device",
     "links",
     "parse_cluster",

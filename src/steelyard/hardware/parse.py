@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from steelyard.errors import InvalidClusterError
 from steelyard.hardware.catalogue import default_links, find_device, find_link, find_network, known_device, links
@@ -22,11 +21,10 @@ from steelyard.hardware.files import (
     read_mapping,
     read_text,
 )
-from steelyard.hardware.values import Cluster, Device, Link, MixedCluster
+from steelyard.hardware.values import Cluster, Device, Link, MixedCluster, joined_pools
 from steelyard.limits import MOST_DEVICES
 from steelyard.units import GB, GIB, TERA
 
-ClusterT = TypeVar("ClusterT", Cluster, MixedCluster, Cluster | MixedCluster)
 _SHORT = re.compile(r"\s*([0-9]{1,9})\s*x\s*([0-9]{1,9})\s*x\s*(\S.*?)\s*", re.IGNORECASE)
 
 
@@ -109,19 +107,18 @@ def pools_from_yaml(text: str, *, where: str = "cluster file", name: str = "clus
     return pools_of(checked(content, PoolsFile, where=where))
 
 
-def with_network(cluster: ClusterT, network: str) -> ClusterT:
+def with_network(cluster: Cluster | MixedCluster, network: str) -> Cluster | MixedCluster:
     """The cluster with the named link between its nodes, as `find_network` reads it: what ``--network`` asks for.
 
     Of several pools, between the nodes of each and between the pools.
     """
-    if isinstance(cluster, MixedCluster):
-        links = [find_network(network, devices_per_node=pool.devices_per_node) for pool in cluster.pools]
-        pools = [
-            pool if pool.num_nodes == 1 else replace(pool, inter_link=link)
-            for pool, link in zip(cluster.pools, links, strict=True)
-        ]
-        return MixedCluster(pools=tuple(pools), links=tuple(links))
-    return replace(cluster, inter_link=find_network(network, devices_per_node=cluster.devices_per_node))
+    links = [find_network(network, devices_per_node=pool.devices_per_node) for pool in cluster.pools]
+    is_alone = len(links) == 1
+    pools = [
+        replace(pool, inter_link=link) if is_alone or pool.num_nodes > 1 else pool
+        for pool, link in zip(cluster.pools, links, strict=True)
+    ]
+    return joined_pools(pools, links)
 
 
 def is_as_named(cluster: Cluster | MixedCluster) -> bool:

@@ -253,6 +253,11 @@ class Cluster:
         return (self,)
 
     @property
+    def links(self) -> tuple[None]:
+        """What joins it to other pools: there is none."""
+        return (None,)
+
+    @property
     def num_devices(self) -> int:
         """Devices in all nodes together, which is the number of ranks."""
         return self.num_nodes * self.devices_per_node
@@ -319,17 +324,16 @@ class MixedCluster:
         """The same pools where each device offers ``memory_bytes``."""
         return replace(self, pools=tuple(pool.with_memory(memory_bytes) for pool in self.pools))
 
-    def only(self, order: Sequence[int]) -> "Cluster | MixedCluster":
-        """These pools alone, by their places, in this order; a single one as the cluster that it is."""
-        if len(order) == 1:
-            return self.pools[order[0]]
-        return MixedCluster(
-            pools=tuple(self.pools[place] for place in order), links=tuple(self.links[place] for place in order)
-        )
-
     def __str__(self) -> str:
         links = dict.fromkeys(link.name for link in self.links)
         return " + ".join(map(str, self.pools)) + f"; {', '.join(links)} between pools"
+
+
+def joined_pools(pools: Sequence[Cluster], links: Sequence[Link | None]) -> Cluster | MixedCluster:
+    """These pools with the link of each as one value: a single one is the cluster that it is."""
+    if len(pools) == 1:
+        return pools[0]
+    return MixedCluster(pools=tuple(pools), links=tuple(link for link in links if link is not None))
 
 
 def _require_one_of(name: str, value: str, known: Sequence[str]) -> None:

@@ -27,6 +27,4 @@
 | `framework_fit`    | plan → the best plan that another framework can run                              |
 | `elastic`          | plan → the plan for what is left of its cluster                                  |
 | `slow_rank`        | plan and a run → what its slow ranks cost, and what planning around them gains    |
-| `pool_search`      | job on several pools → the best plans over them, of `pool_space`                 |
-| `pool_rivals`      | plan over several pools → the best plans on each alone, and of even cuts         |
 """

@@ -6,9 +6,8 @@ The search adds up memory as a plan is predicted (`steelyard.cost.memory`), so w
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from steelyard.cost.pools import AnyJob, usable_of
+from steelyard.cost.build import usable_bytes
+from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.decisions import Partition
 from steelyard.plan.plan import Plan
@@ -43,36 +42,34 @@ class Acceptance:
     """What no plan of each setting that fits is faster than, in the order given."""
     floor_bytes: int = 0
 
-    def bounded(self, tables: Sequence[OnDemand]) -> tuple[OnDemand, ...]:
+    def bounded(self) -> tuple[OnDemand, ...]:
         """The tables that were searched with their bounds, for further searches within no more memory."""
-        return tuple(each.bounded(bound_s) for each, bound_s in zip(tables, self.bounds_s, strict=True))
+        pairs = zip(self.search.settings, self.bounds_s, strict=True)
+        return tuple(each.given.bounded(bound_s) for each, bound_s in pairs)
 
 
 def accept(
-    job: AnyJob,
+    job: Job,
     tables: Sequence[CostTables | OnDemand],
     *,
     num_exact: int = 1,
     num_alternatives: int = 4,
     partition: Partition = "exact",
     time_limit_s: float | None = None,
-    cutoff_s: float = np.inf,
 ) -> Acceptance:
     """The fastest plans of a job that fit, of all settings whose cost tables are given; arguments as of `search`."""
-    given = [OnDemand.of(each) for each in tables]
-    room_bytes = usable_of(job)
+    room_bytes = usable_bytes(job)
     found = search(
-        given,
+        tables,
         room_bytes,
         num_exact=num_exact,
         num_alternatives=num_alternatives,
         partition=partition,
         time_limit_s=time_limit_s,
-        cutoff_s=cutoff_s,
     )
-    bounds = (max(each.result.lower_bound_s, given[each.index].least_s) for each in found.settings)
-    is_told = bool(found.ranked) or cutoff_s < np.inf
-    least = [] if is_told else [nearest_miss(each.tables, 0) for each in given if each.is_made]
+    bounds = (max(each.result.lower_bound_s, each.given.least_s) for each in found.settings)
+    made = [] if found.ranked else [each.tables for each in found.settings if each.given.is_made]
+    least = [nearest_miss(each, 0) for each in made]
     return Acceptance(
         ranked=tuple(Accepted(outcome=each, plan=_plan(job, each, room_bytes)) for each in found.ranked),
         search=found,
@@ -81,5 +78,5 @@ def accept(
     )
 
 
-def _plan(job: AnyJob, outcome: SettingOutcome, room_bytes: int) -> Plan:
+def _plan(job: Job, outcome: SettingOutcome, room_bytes: int) -> Plan:
     return bare_plan(job, outcome.tables, group_equal_strategies(outcome.tables, outcome.solution, room_bytes))

@@ -30,7 +30,7 @@ def with_assumed_links(job: Job, trace: Callable[[], Profile]) -> Job:
     others = (layer for layer in trace().layers if frozenset(layer.degrees.items()) not in measured)
     profile = job.profile.model_copy(update={"layers": (*job.profile.layers, *others)})
     rates = efficiency_of(device.name, network.name if network else "")
-    return replace(job, profile=profile, rates=slowed(rates, measured_over_catalogue(job)))
+    return job.on(profile=profile, rates=slowed(rates, measured_over_catalogue(job)))
 
 
 def measured_over_catalogue(job: Job) -> float:

@@ -17,14 +17,12 @@ A record holds the prediction of its plan; a plan in a file is predicted again w
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from steelyard.cost.pools import AnyJob
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
@@ -52,7 +50,7 @@ class MeasuredRun(BaseModel):
     step_time_s: PositiveSeconds
 
 
-JobOf = Callable[[PlanRequest], AnyJob]
+JobOf = Callable[[PlanRequest], Job]
 """`steelyard.planning.job.job_of`, which calls this module."""
 
 
@@ -63,7 +61,7 @@ def calibrate(job: Job, paths: Sequence[Path], job_of: JobOf) -> Job:
     plan that had no prediction, or a file that is given twice; `InvalidPlanError` for a plan file that cannot be read.
     """
     factors = [factor for _, factor in time_factors(job, paths, job_of)]
-    return replace(job, time_factor=math.exp(median(map(math.log, factors))), num_calibrating=len(factors))
+    return job.on(time_factor=math.exp(median(map(math.log, factors))), num_calibrating=len(factors))
 
 
 def time_factors(job: Job, paths: Sequence[Path], job_of: JobOf) -> tuple[tuple[Path, float], ...]:
@@ -110,10 +108,9 @@ def _factor_of_plan(job: Job, run: MeasuredRun, path: Path, job_of: JobOf) -> fl
     profile = job.profile if _serves(job.profile, plan, same_size=same_size) else None
     folder = (path.parent / run.plan).parent
     ran = job_of(request_of_plan(plan, cluster=cluster, profile=profile, folder=folder))
-    assert isinstance(ran, Job), "calibrated on one pool"
     if ran.cluster.device.name != job.cluster.device.name:
         raise _other_device(job, ran.cluster.device.name, path)
-    return run.step_time_s / predict(plan, replace(ran, time_factor=1.0)).step_time_s
+    return run.step_time_s / predict(plan, ran.on(time_factor=1.0)).step_time_s
 
 
 def _serves(profile: Profile, plan: Plan, *, same_size: bool) -> bool:

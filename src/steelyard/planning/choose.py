@@ -8,7 +8,6 @@ from functools import partial
 
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
-from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
@@ -20,8 +19,6 @@ from steelyard.planning.acceptance import Acceptance, Accepted, accept
 from steelyard.planning.job import job_of
 from steelyard.planning.margin import warnings_of, without_margin
 from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.pool_search import search_pools
-from steelyard.planning.pool_space import PooledSpace
 from steelyard.planning.price import prediction_of
 from steelyard.planning.problem import make_tables
 from steelyard.planning.request import PlanRequest
@@ -37,9 +34,9 @@ NUM_RESCORED = 5
 class PlanningResult:
     """Outcome of planning: a plan with its cost, or the nearest miss where nothing fits."""
 
-    job: AnyJob
+    job: Job
     tables: tuple[OnDemand, ...]
-    """What was searched; nothing for several pools."""
+    """What was searched."""
     search: SearchResult
     plan: Plan | None
     cost: PlanCost | None
@@ -61,7 +58,7 @@ class NothingFitsError(UserError):
     exit_code = 1
 
 
-def plan_request(request: PlanRequest, job: AnyJob | None = None) -> PlanningResult:
+def plan_request(request: PlanRequest, job: Job | None = None) -> PlanningResult:
     """Return the plan of a request, not compared with others yet; ``job`` saves pricing the request."""
     return plan_job(
         job or job_of(request),
@@ -72,7 +69,7 @@ def plan_request(request: PlanRequest, job: AnyJob | None = None) -> PlanningRes
 
 
 def plan_job(
-    job: AnyJob,
+    job: Job,
     decisions: Decisions = FREE,
     *,
     top: int = NUM_RESCORED,
@@ -84,30 +81,29 @@ def plan_job(
 
     ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``tables`` saves
     making the cost tables again where `make_tables` was asked for those of this job and these decisions. Not
-    ``to_the_end`` prices no more than ``top``, and over pools leaves out what gains little (`search_pools`).
+    ``to_the_end`` prices no more than ``top``.
 
-    The simulator ranks every setting where `ranks_all` says so.
+    The simulator ranks every setting where `ranks_all` says so. Over several groups it ranks plans that are the best of
+    their settings: the sums of the search are a few percent off where stages are not alike.
 
     The time limit is that of tables and search together. Of settings without tables by then no more is known than what
     computing takes.
 
     Where no plan leaves the margin of the job free, the fastest within all the memory that there is.
     """
-    if isinstance(job, Job):
-        tables = tables or make_tables(job, decisions)
+    tables = tables or make_tables(job, decisions)
     plan_within = partial(
         _plan_within,
         decisions=decisions,
         top=top,
         time_limit_s=time_limit_s,
-        tables=tables or (),
         to_the_end=to_the_end,
     )
-    found = plan_within(job)
-    if found.plan is not None or not any(pool.margin_bytes for pool in job.pools):
+    found = plan_within(job, tables=tables)
+    if found.plan is not None or not any(each.margin_bytes for each in job.groups):
         return found
     whole = without_margin(job)
-    found = plan_within(whole)
+    found = plan_within(whole, tables=make_tables(whole, decisions) if job.is_mixed else tables)
     if found.plan is None or found.plan.prediction is None:
         return found
     told = warnings_of(whole, found.plan, found.plan.prediction.stages, missed=job)
@@ -116,7 +112,7 @@ def plan_job(
 
 
 def _plan_within(
-    job: AnyJob,
+    job: Job,
     *,
     decisions: Decisions,
     top: int,
@@ -126,21 +122,18 @@ def _plan_within(
 ) -> PlanningResult:
     """As `plan_job`, within the budget of the job."""
     started, given = time.monotonic(), tables
-    if decisions.uniform and isinstance(job, Job):
+    if decisions.uniform:
         tables = _uniform(job, tables)
     num_rescored = len(tables) if ranks_all(job) else max(top, NUM_RESCORED if to_the_end else 1)
-    if isinstance(job, PooledJob):
-        space = PooledSpace(job, decisions)
-        found = search_pools(job, space, time_limit_s=time_limit_s, to_the_end=to_the_end)
-    else:
-        found = accept(
-            job,
-            tables,
-            num_exact=num_rescored if ranks_all(job) else 1,
-            num_alternatives=num_rescored - 1,
-            partition=decisions.stage_partition,
-            time_limit_s=time_limit_s,
-        )
+    num_exact = num_rescored if job.is_mixed or ranks_all(job) else 1
+    found = accept(
+        job,
+        tables,
+        num_exact=num_exact,
+        num_alternatives=num_rescored - num_exact,
+        partition=decisions.stage_partition,
+        time_limit_s=time_limit_s,
+    )
     searched_s = time.monotonic() - started
     result = PlanningResult(
         job=job,
@@ -150,10 +143,10 @@ def _plan_within(
         cost=None,
         miss=found.search.nearest_miss,
         miss_text="",
-        bounded_tables=found.bounded(tables) if tables is given and tables else given,
+        bounded_tables=found.bounded() if tables is given else given,
     )
     if not found.ranked:
-        return replace(result, miss_text=_miss_text(job, found) + _not_searched_text(tables))
+        return replace(result, miss_text=_miss_text(job, found) + _not_searched_text(found.search.settings))
     candidates = found.ranked[:num_rescored]
     costs = [predict(each.plan, job) for each in candidates]
     first, *others = sorted(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
@@ -166,7 +159,7 @@ def _plan_within(
         cost,
         _certificate(found.search, first, len(candidates), time_limit_s if was_cut else None),
         lower_bound_s=found.search.lower_bound_s,
-        alternatives=(*lost, *(_not_simulated(job, found, first, len(candidates)) if isinstance(job, Job) else ())),
+        alternatives=(*lost, *(() if job.is_mixed else _not_simulated(job, found, first, len(candidates)))),
         found=found.ranked,
     )
     return replace(
@@ -191,26 +184,26 @@ def _uniform(job: Job, tables: tuple[OnDemand, ...]) -> tuple[OnDemand, ...]:
     return tuple(map(OnDemand.of, found))
 
 
-def ranks_all(job: AnyJob) -> bool:
+def ranks_all(job: Job) -> bool:
     """Whether the simulator must rank the plans of all settings: where processes share cores (`Profile.busy_speeds`).
 
     The closed form of the search takes all processes to be busy at all times, so that it ranks settings of unlike
     numbers of stages wrongly there.
     """
-    return isinstance(job, Job) and bool(job.profile.busy_speeds)
+    return not job.is_mixed and bool(job.profile.busy_speeds)
 
 
-def _not_searched_text(tables: Sequence[OnDemand]) -> str:
+def _not_searched_text(settings: Sequence[SettingOutcome]) -> str:
     """Of how many settings it is not known whether one fits."""
-    count = sum(not each.is_made for each in tables)
-    return f"; {count} of {len(tables)} pipeline settings were not searched before the time was up" if count else ""
+    count = sum(each.result.status == "beaten" for each in settings)
+    return f"; {count} of {len(settings)} pipeline settings were not searched before the time was up" if count else ""
 
 
-def _alternative(job: AnyJob, other: Accepted, cost: PlanCost, best: PlanCost) -> Alternative:
+def _alternative(job: Job, other: Accepted, cost: PlanCost, best: PlanCost) -> Alternative:
     """A plan that was simulated and takes longer than the best one."""
     slower = f"{cost.step_time_s / best.step_time_s - 1:.1%} slower: {summarise(other.plan)}"
     return Alternative(
-        description=describe(other.plan.pipeline, stages=_in_pools(other.plan) if isinstance(job, PooledJob) else None),
+        description=describe(other.plan.pipeline, stages=_in_pools(other.plan) if job.is_mixed else None),
         step_time_s=cost.step_time_s,
         memory_bytes=max(stage.total_bytes for stage in cost.stages),
         is_bound=not other.is_settled,
@@ -274,9 +267,9 @@ def device_bytes(job: Job, tensor_bytes: int) -> int:
     return math.ceil(tensor_bytes * job.budget_bytes / usable_bytes(job))
 
 
-def _miss_text(job: AnyJob, found: Acceptance) -> str:
+def _miss_text(job: Job, found: Acceptance) -> str:
     miss, index = found.search.nearest_miss, found.search.nearest_index
-    if isinstance(job, PooledJob):
+    if job.is_mixed:
         return _pooled_miss_text(job, miss)
     if miss is None or index is None:
         unmeasured = {_why_unmeasured(job, outcome): None for outcome in found.search.settings}
@@ -295,9 +288,9 @@ def _miss_text(job: AnyJob, found: Acceptance) -> str:
     )
 
 
-def _pooled_miss_text(job: PooledJob, miss: NearestMiss | None) -> str:
+def _pooled_miss_text(job: Job, miss: NearestMiss | None) -> str:
     if miss is None:
-        return "a strategy for every layer, but some layer has no legal one"
+        return "a batch that some pipeline over these pools can divide among its ranks"
     return (
         f"{format_bytes(miss.miss_bytes)} more per device: {job.chain.layer_name(miss.layer)} on stage {miss.stage} "
         "binds in the nearest plan found"

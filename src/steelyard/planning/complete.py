@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from steelyard.cost.pools import PooledJob
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.hardware import Cluster, MixedCluster
@@ -24,12 +23,11 @@ from steelyard.planning.fallbacks import with_fallbacks, with_next_best
 from steelyard.planning.impossible import refuse_impossible
 from steelyard.planning.job import job_of
 from steelyard.planning.not_searched import samples_not_measured, widened, widened_text
-from steelyard.planning.pool_rivals import pool_rivals
 from steelyard.planning.price import peak_bytes, prediction_of
 from steelyard.planning.profile_file import GivenProfiles
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.planning.sizes import largest_batch, longest_sequence
-from steelyard.planning.variants import Answer, Study, baselines
+from steelyard.planning.variants import Answer, Study, baselines, pool_rivals
 from steelyard.planning.why_not import pin_error
 from steelyard.units import format_bytes
 
@@ -125,12 +123,12 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
     result = _searched(request, progress)
     if result.plan is None:
         if result.miss is None and request.decisions.pins:
-            assert isinstance(result.job, Job), "pins are refused for several pools"
             raise pin_error(request, result.job)
         return result
-    if isinstance(result.job, PooledJob):
+    if result.job.is_mixed:
         progress("searching each pool alone, and even cuts, to compare with")
-        result = _with_pool_baselines(result, request, result.job)
+        rivals = pool_rivals(result.job, request.decisions, _step_s(result.plan))
+        result = replace(result, plan=_with_baselines(result.plan, rivals))
     else:
         result = _completed(result, request, result.job, progress)
     assert result.plan is not None, "as before"
@@ -147,7 +145,7 @@ def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
     refuse_impossible(request)
     job = job_of(request if request.global_batch is not None else replace(request, global_batch=1))
     progress(f"searching plans for {request.chain.name} on {request.cluster.name}")
-    if isinstance(job, PooledJob):
+    if job.is_mixed:
         return plan_request(request, job)
     if request.global_batch is None:
         grown = largest_batch(request, job, progress=progress)
@@ -232,12 +230,6 @@ def _at_least_as_fast(plan: Plan, best: Answer, job: Job) -> Plan:
             "prediction": prediction,
         }
     )
-
-
-def _with_pool_baselines(result: PlanningResult, request: PlanRequest, job: PooledJob) -> PlanningResult:
-    assert result.plan is not None, "completed where there is a plan"
-    rivals = pool_rivals(job, request.decisions, _step_s(result.plan))
-    return replace(result, plan=_with_baselines(result.plan, rivals))
 
 
 def _with_baselines(plan: Plan, rivals: Sequence[Rival]) -> Plan:

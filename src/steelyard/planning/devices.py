@@ -77,7 +77,7 @@ def job_on(job: Job, count: int) -> Job:
             expected=f"{job.cluster.num_devices}, on which the profile was measured",
             hint="leave --profile out to have other device counts priced by the catalogue",
         )
-    return replace(job, cluster=with_devices(job.cluster, count))
+    return job.on(cluster=with_devices(job.cluster, count))
 
 
 def plan_fewest_devices(

@@ -13,19 +13,17 @@ has hosts, and the search over pools decides which of these take part and in whi
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
-from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, MixedCluster
+from steelyard.hardware import Cluster
 from steelyard.plan.decisions import FREE
 from steelyard.plan.plan import Plan
 from steelyard.plan.replanned import Replanned
-from steelyard.planning.choose import NothingFitsError, PlanningResult, plan_job
+from steelyard.planning.choose import NothingFitsError, PlanningResult
 from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.job import job_of
 from steelyard.planning.plan_from_search import describe, summarise
@@ -43,7 +41,6 @@ Shape = tuple[int, int]
 """Nodes, and the devices of each."""
 Left = Mapping[str, Sequence[int]]
 """The devices of each host that is left, by the names of the pools of a plan."""
-Part = TypeVar("Part")
 
 
 def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] = ()) -> Replanned:
@@ -95,7 +92,7 @@ def _taken_of(plan: Plan, left: Left, shapes: Mapping[str, Shape]) -> dict[str, 
     return {name: _taken(left[name], shape, has_hosts=has_hosts[name]) for name, shape in shapes.items()}
 
 
-def _nothing_fits(hosts: Sequence[int], job: AnyJob) -> NothingFitsError:
+def _nothing_fits(hosts: Sequence[int], job: Job) -> NothingFitsError:
     return NothingFitsError(
         field="--elastic",
         found=f"{format_plural(sum(hosts), 'device')} left, no part of which has a plan for a global batch of "
@@ -112,122 +109,45 @@ def _in_order(pools: Sequence[str], names: Sequence[str]) -> tuple[int, ...]:
 
 
 def fastest_on(
-    request: PlanRequest, job: AnyJob, left: Left, *, to_the_end: bool = True
+    request: PlanRequest, job: Job, left: Left, *, to_the_end: bool = True
 ) -> tuple[Plan, dict[str, Shape]] | None:
     """The fastest plan on a part of what is ``left`` of each pool of a job, and what it takes of each in their order.
 
-    ``to_the_end`` as in `fastest_plan`.
-    """
-    if isinstance(job, PooledJob):
-        return _fastest_over_pools(request, job, left, to_the_end=to_the_end)
-    ((name, hosts),) = left.items()
-    best = fastest_plan(request, job, hosts, to_the_end=to_the_end)
-    return None if best is None else (best[0], {name: best[1]})
-
-
-def _fastest_over_pools(
-    request: PlanRequest, job: PooledJob, left: Left, *, to_the_end: bool
-) -> tuple[Plan, dict[str, Shape]] | None:
-    """As `fastest_on`."""
-
-    def on(shapes: dict[str, Shape], _known_s: float) -> PlanningResult | None:
-        return _plan_on(request, job, _parts_of(job, shapes), to_the_end=to_the_end)
-
-    candidates = ((_num_devices(*each.values()), each) for each in _joint_shapes(job, left))
-    best = _fastest(candidates, on)
-    if best is None:
-        return None
-    found, shapes = best
-    names = {part.name: name for name, part in _parts_of(job, shapes).items()}
-    return found, {names[part]: shapes[names[part]] for part in found.cluster.split("+")}
-
-
-def _joint_shapes(job: PooledJob, left: Left) -> list[dict[str, Shape]]:
-    """What may be taken of every pool that has hosts, the most devices first."""
-    there = [name for name, hosts in left.items() if hosts]
-    shapes = [list(_parts(left[name], _pool(job, name)))[:MOST_SHAPES] for name in there]
-    joint = [dict(zip(there, each, strict=True)) for each in itertools.product(*shapes)]
-    return sorted(joint, key=lambda each: -_num_devices(*each.values()))
-
-
-def _pool(job: PooledJob, name: str) -> Job:
-    return next(pool for pool in job.pools if pool.cluster.name == name)
-
-
-def _parts_of(job: PooledJob, shapes: Mapping[str, Shape]) -> dict[str, Cluster]:
-    """The parts of pools of these shapes, by the names of the pools."""
-    return {name: with_shape(_pool(job, name).cluster, *shape) for name, shape in shapes.items()}
-
-
-def _plan_on(
-    request: PlanRequest, job: PooledJob, parts: Mapping[str, Cluster], *, to_the_end: bool
-) -> PlanningResult | None:
-    """What is planned over these parts of pools; None where nothing can be."""
-    own = of_pools(job, list(parts))
-    if isinstance(own, Job):
-        (part,) = parts.values()
-        alone = replace(own, cluster=part)
-        result = plan_or_reason(alone, request, to_the_end=to_the_end)
-        return None if isinstance(result, str) else result
-    pools = tuple(replace(each, cluster=part) for each, part in zip(own.pools, parts.values(), strict=True))
-    cluster = MixedCluster(pools=tuple(parts.values()), links=own.cluster.links)
-    try:
-        return plan_job(PooledJob(pools=pools, cluster=cluster), request.decisions, to_the_end=to_the_end)
-    except UserError as error:
-        if error.field != "global_batch":  # that no pipeline over them can divide
-            raise
-        return None
-
-
-def of_pools(job: PooledJob, names: Sequence[str]) -> AnyJob:
-    """The job on those of its pools alone that have these names."""
-    known = [pool.cluster.name for pool in job.pools]
-    cluster, pools = job.cluster.only([known.index(name) for name in names]), [_pool(job, name) for name in names]
-    return PooledJob(pools=tuple(pools), cluster=cluster) if isinstance(cluster, MixedCluster) else pools[0]
-
-
-def fastest_plan(
-    request: PlanRequest, job: Job, hosts: Sequence[int], *, to_the_end: bool = True
-) -> tuple[Plan, Shape] | None:
-    """The fastest plan on a part of these hosts, with the nodes and the devices of each that it takes.
-
-    ``to_the_end`` as in `steelyard.planning.acceptance.accept`.
-    """
-
-    def on(shape: Shape, known_s: float) -> PlanningResult | None:
-        part = replace(job, cluster=with_shape(job.cluster, *shape))
-        result = plan_or_reason(part, request, known_s=known_s, to_the_end=to_the_end)
-        return None if isinstance(result, str) else result
-
-    return _fastest(((_num_devices(shape), shape) for shape in _shapes(hosts, job)), on)
-
-
-def _num_devices(*shapes: Shape) -> int:
-    return sum(nodes * per_node for nodes, per_node in shapes)
-
-
-def _fastest(
-    candidates: Iterable[tuple[int, Part]], plan_on: Callable[[Part, float], PlanningResult | None]
-) -> tuple[Plan, Part] | None:
-    """The fastest plan on one of these parts of what is left, each with its number of devices, the most first.
-
-    ``plan_on`` gets a part and what the best plan so far takes. Once there is a plan a part is searched that has
-    devices enough, as long as a search like those before ends within `MOST_S`.
+    Once there is a plan a part is searched that has devices enough, as long as a search like those before ends within
+    `MOST_S`. ``to_the_end`` as in `plan_job`.
     """
     began_s, slowest_s, known_s = time.monotonic(), 0.0, math.inf
-    found: list[tuple[Plan, Part]] = []
-    for count, part in candidates:
+    groups = {name: job.only([name]) if job.is_mixed else job for name, hosts in left.items() if hosts}
+    found: list[tuple[Plan, dict[str, Shape]]] = []
+    for shapes in _joint_shapes(groups, left, is_mixed=job.is_mixed):
         started_s = time.monotonic()
         is_late = started_s + slowest_s > began_s + MOST_S
-        if found and (count < LEAST_SHARE * found[0][0].num_devices or is_late):
+        if found and (_num_devices(shapes) < LEAST_SHARE * found[0][0].num_devices or is_late):
             break
-        result = plan_on(part, known_s)
+        parts = {name: with_shape(groups[name].cluster, *shape) for name, shape in shapes.items()}
+        part = Job.over([groups[name].on(cluster=cluster) for name, cluster in parts.items()])
+        result = plan_or_reason(part, request, known_s=known_s, to_the_end=to_the_end)
         slowest_s = max(slowest_s, time.monotonic() - started_s)
-        if result is not None and result.plan is not None:
-            found.append((result.plan, part))
+        if isinstance(result, PlanningResult) and result.plan is not None:
+            names = {cluster.name: name for name, cluster in parts.items()}
+            used = [names[pool.name] for pool in result.plan.pools()]
+            found.append((result.plan, {name: shapes[name] for name in used}))
             searched_s = max((each.score_s for each in result.search.ranked[:1]), default=0.0)
             known_s = min(known_s, max(searched_s, _step_s(result.plan)))  # the others are held against these sums
     return min(found, key=lambda each: _step_s(each[0])) if found else None
+
+
+def _num_devices(shapes: Mapping[str, Shape]) -> int:
+    return sum(nodes * per_node for nodes, per_node in shapes.values())
+
+
+def _joint_shapes(groups: Mapping[str, Job], left: Left, *, is_mixed: bool) -> list[dict[str, Shape]]:
+    """What may be taken of every pool that has hosts, the most devices first."""
+    if not is_mixed:
+        return [{name: shape} for name, job in groups.items() for shape in _shapes(left[name], job)]
+    shapes = [list(_parts(left[name], job))[:MOST_SHAPES] for name, job in groups.items()]
+    joint = [dict(zip(groups, each, strict=True)) for each in itertools.product(*shapes)]
+    return sorted(joint, key=lambda each: -_num_devices(each))
 
 
 def _shapes(hosts: Sequence[int], job: Job) -> Iterator[Shape]:
@@ -275,10 +195,10 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def left_without(job: AnyJob, name: str, lost: int) -> dict[str, tuple[int, ...]]:
+def left_without(job: Job, name: str, lost: int) -> dict[str, tuple[int, ...]]:
     """What is left of each pool of a job when so many nodes of one are lost, as in `hosts_without`; empty where nothing
     is."""
-    clusters = [pool.cluster for pool in job.pools]
+    clusters = [group.cluster for group in job.groups]
     left = {each.name: hosts_without(each, lost if each.name == name else 0) for each in clusters}
     return left if any(left.values()) else {}
 

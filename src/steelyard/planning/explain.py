@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from steelyard.cost.build import build_tables
 from steelyard.cost.layer_load import refusal
+from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job, Setting
 from steelyard.limits import MOST_BYTES
 from steelyard.plan.choices import Explanation, Rival, StrategyVerdict
@@ -23,6 +24,7 @@ from steelyard.planning.variants import (
     Variant,
     baselines,
     other_pipelines,
+    pool_rivals,
     within,
     without_techniques,
 )
@@ -59,6 +61,11 @@ def explain_plan(
             "verdicts": plan_verdicts(plan, study.job, decisions),
         }
     return explanation.model_copy(update=more)
+
+
+def explain_pools(plan: Plan, job: Job, decisions: Decisions) -> Explanation:
+    """Return what a plan over several pools gains over each of them alone, and over even cuts."""
+    return Explanation(binds="", rivals=pool_rivals(job, decisions, predict(plan, job).step_time_s))
 
 
 def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) -> tuple[Explanation, tuple[str, ...]]:

@@ -41,7 +41,6 @@ def with_fallbacks(
     for share in MEMORY_SHARES:
         budget = math.floor(share * peak_bytes(plan))
         result = _fastest_within(budget, job, decisions, tuple(tables))
-        assert isinstance(result.job, Job), "of one pool"
         less, job, tables = result.plan, result.job, result.bounded_tables
         if less is None or peak_bytes(less) >= peak_bytes(found[-1] if found else plan):
             break
@@ -56,8 +55,8 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
 
     Those that the search found, then of the settings that it left unsolved the most promising.
     """
-    if result.plan is None or not isinstance(result.job, Job):
-        return result  # of several pools nothing else was solved
+    if result.plan is None:
+        return result
     job, found = result.job, list(result.others[: max(0, num_plans)])
     for tables in _most_promising(result)[: 2 * num_plans]:
         if len(found) >= num_plans:
@@ -76,7 +75,7 @@ def _most_promising(result: PlanningResult) -> list[OnDemand]:
     taken = {plan.pipeline for plan in (result.plan, *(plan for plan, _ in result.others))}
     left = [each for each in result.search.settings if each.pipeline not in taken]
     left.sort(key=lambda each: each.result.lower_bound_s)
-    return [result.tables[each.index] for each in left]
+    return [each.given for each in left]
 
 
 def _fastest_within(budget_bytes: int, job: Job, decisions: Decisions, tables: tuple[OnDemand, ...]) -> PlanningResult:

@@ -38,7 +38,6 @@ def find_trade_offs(
     on this number. Raises `InvalidClusterError` for a count that whole nodes, or divisors of one, cannot give.
     """
     own = job or job_of(request)
-    assert isinstance(own, Job), "offers compare pools"
     if device_counts is None:
         measured = own.has_measured_links
         device_counts = (own.cluster.num_devices,) if measured else doubled_counts(own.cluster)

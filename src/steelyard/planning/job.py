@@ -1,12 +1,10 @@
 """From a request to its job: the model with a price for every layer, traced or measured, on the devices at hand."""
 
-from dataclasses import replace
 from functools import partial
 
-from steelyard.cost.pools import AnyJob, PooledJob
-from steelyard.cost.setting import Job
+from steelyard.cost.setting import DeviceGroup, Job
 from steelyard.errors import InvalidProfileError
-from steelyard.hardware import Cluster, MixedCluster, is_same_device, known_device
+from steelyard.hardware import Cluster, Link, is_same_device, known_device
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
@@ -17,16 +15,13 @@ from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
 
 
-def job_of(request: PlanRequest) -> AnyJob:
-    """Return the job of a request, on one pool or several. Traces the model unless a profile is given.
+def job_of(request: PlanRequest) -> Job:
+    """Return the job of a request on its device groups. Traces the model unless a profile is given.
 
     Raises `InvalidProfileError` for a profile of another job.
     """
-    if isinstance(request.cluster, MixedCluster):
-        links = zip(request.cluster.pools, request.cluster.links, strict=True)
-        pools = tuple(replace(_pool_job(request, pool), outer_link=link) for pool, link in links)
-        return PooledJob(pools=pools, cluster=request.cluster)
-    job = _pool_job(request, request.cluster)
+    pairs = zip(request.cluster.pools, request.cluster.links, strict=True)
+    job = Job.over([_job_on(request, *pair) for pair in pairs])
     if not request.calibration:
         return job
     from steelyard.planning.calibration import calibrate
@@ -34,8 +29,8 @@ def job_of(request: PlanRequest) -> AnyJob:
     return calibrate(job, request.calibration, job_of)
 
 
-def _pool_job(request: PlanRequest, machines: Cluster) -> Job:
-    """The job on one pool of devices alone."""
+def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) -> Job:
+    """The job on one group of devices alone."""
     chain, seq_len, batch = request.chain, request.seq_len, request.global_batch
     assert seq_len is not None and batch is not None, "what is as large as fits is tried size by size"  # noqa: PT018
     budgeted = machines if request.memory_bytes is None else machines.with_memory(request.memory_bytes)
@@ -52,22 +47,25 @@ def _pool_job(request: PlanRequest, machines: Cluster) -> Job:
     if given is not None:
         _check_profile(given.profile, chain, machines, seq_len, request.precision)
     known = given or MeasuredProfile(traced())
+    group = DeviceGroup(
+        cluster=machines,
+        profile=known.profile,
+        budget_bytes=budget.num_bytes if budget else budgeted.device.known_memory_bytes(),
+        margin_bytes=budget.margin_bytes if budget else 0,
+        time_factor=request.time_factor,
+        num_calibrating=request.num_calibrating,
+        profile_file=known.file,
+        outer_link=outer_link,
+    )
     job = Job(
         chain=chain,
-        profile=known.profile,
-        cluster=machines,
+        groups=(group,),
         seq_len=seq_len,
         global_batch=batch,
         precision=request.precision,
-        budget_bytes=budget.num_bytes if budget else budgeted.device.known_memory_bytes(),
-        time_factor=request.time_factor,
-        num_calibrating=request.num_calibrating,
         imbalance=request.imbalance,
-        profile_file=known.file,
     )
-    if budget is not None:
-        job = replace(job, margin_bytes=budget.margin_bytes)
-    else:
+    if budget is None:
         job = with_margin(job, request.memory_margin, is_asked=request.memory_bytes is not None)
     return with_assumed_links(job, traced) if job.assumes_links else job
 

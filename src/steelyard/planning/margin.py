@@ -8,17 +8,13 @@ are searched within `MARGIN` less than a GPU has, and within all of it where non
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeVar
 
-from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import StagePrediction
 from steelyard.units import format_bytes
 
-JobT = TypeVar("JobT", Job, PooledJob, AnyJob)
 MARGIN = 0.05
 """Part of a GPU's memory that is left free unless something else is asked for."""
 MOST_MARGIN = 0.9
@@ -46,25 +42,23 @@ def with_margin(job: Job, share: float | None, *, is_asked: bool) -> Job:
     return job.within(job.budget_bytes - margin, margin_bytes=margin)
 
 
-def without_margin(job: JobT) -> JobT:
+def without_margin(job: Job) -> Job:
     """The job within all the memory that there is."""
-    if isinstance(job, PooledJob):
-        return replace(job, pools=tuple(map(without_margin, job.pools)))
-    return job.within(job.budget_bytes + job.margin_bytes)
+    return Job.over([each.within(each.budget_bytes + each.margin_bytes) for each in job.by_group])
 
 
 def warnings_of(
-    job: AnyJob, plan: Plan, stages: Sequence[StagePrediction], *, missed: AnyJob | None = None
+    job: Job, plan: Plan, stages: Sequence[StagePrediction], *, missed: Job | None = None
 ) -> tuple[str, ...]:
     """What should be known of a plan: of its model, and `_pressure` in each pool that it uses.
 
     ``missed`` is the job with the margins that no plan was found to leave free.
     """
     found, own = list(job.chain.warnings(job.seq_len)), job.jobs(plan)
-    for place, pool in enumerate(job.pools):
+    for place, pool in enumerate(job.by_group):
         used = [stage for stage, each in zip(stages, own, strict=True) if each is pool]
-        told = _pressure(pool, used, missed.pools[place].margin_bytes if missed else 0) if used else ()
-        found += [f"{pool.cluster.name}: {each}" if isinstance(job, PooledJob) else each for each in told]
+        told = _pressure(pool, used, missed.groups[place].margin_bytes if missed else 0) if used else ()
+        found += [f"{pool.cluster.name}: {each}" if job.is_mixed else each for each in told]
     return tuple(found)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, MixedCluster
+from steelyard.hardware import Cluster, MixedCluster, joined_pools
 from steelyard.plan.choices import DevicePoint
 from steelyard.planning.choose import plan_request
 from steelyard.planning.devices import with_shape
@@ -56,19 +56,15 @@ def find_offers(
 
 def parts_of(machines: Cluster | MixedCluster) -> list[Cluster | MixedCluster]:
     """The machines with none, 1, 2, 4, … or all nodes of each pool."""
-    links = machines.links if isinstance(machines, MixedCluster) else (None,)
     found: list[Cluster | MixedCluster] = []
     for nodes in itertools.product(*(_node_counts(pool) for pool in machines.pools)):
         taken = [
             (with_shape(pool, count, pool.devices_per_node), link)
-            for pool, link, count in zip(machines.pools, links, nodes, strict=True)
+            for pool, link, count in zip(machines.pools, machines.links, nodes, strict=True)
             if count
         ]
-        if len(taken) == 1:
-            found.append(taken[0][0])
-        elif taken:
-            joined = tuple(link for _, link in taken if link is not None)
-            found.append(MixedCluster(pools=tuple(pool for pool, _ in taken), links=joined))
+        if taken:
+            found.append(joined_pools(*zip(*taken, strict=True)))
     return found
 
 
@@ -92,12 +88,7 @@ def _offer(request: PlanRequest, prices: Mapping[str, float]) -> DevicePoint | N
     part = request.cluster
     price = sum(prices[pool.device.name] * pool.num_devices for pool in part.pools)
     bare = DevicePoint(num_devices=part.num_devices, cluster=part.name, price_per_hour=price)
-    try:
-        result = plan_request(request)
-    except UserError as error:
-        if error.field != "global_batch":
-            raise
-        return bare.model_copy(update={"reason": f"no plan: {error.expected} is needed"})
+    result = plan_request(request)
     if result.plan is None or result.plan.prediction is None:
         return bare.model_copy(update={"reason": f"does not fit: {result.miss_text}"})
     if any(use.num_stages == 0 for use in result.plan.prediction.pools or ()):

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from steelyard.cost.fold import unfold_layers, unfold_parts
-from steelyard.cost.pools import AnyJob, PooledJob
+from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
-from steelyard.hardware import Cluster, MixedCluster, hardware_file
+from steelyard.hardware import hardware_file
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.schedules import PipelineConfig
@@ -16,12 +16,12 @@ from steelyard.search.group_strategies import group_equal_strategies
 from steelyard.units import format_plural
 
 
-def grouped_plan(job: AnyJob, outcome: SettingOutcome) -> Plan:
+def grouped_plan(job: Job, outcome: SettingOutcome) -> Plan:
     """The plan of a search outcome, without its prediction; equal layers of equal strategies beside each other."""
     return bare_plan(job, outcome.tables, group_equal_strategies(outcome.tables, outcome.solution))
 
 
-def bare_plan(job: AnyJob, tables: CostTables, solution: Solution) -> Plan:
+def bare_plan(job: Job, tables: CostTables, solution: Solution) -> Plan:
     """The plan of a solution of these tables, without its prediction."""
     pipeline = tables.pipeline
     strategies = unfold_layers([tables.strategies[index] for index in solution.strategies], pipeline.num_chunks)
@@ -33,17 +33,13 @@ def bare_plan(job: AnyJob, tables: CostTables, solution: Solution) -> Plan:
         )
         for stage, first, end in cuts
     )
-    return assemble_plan(job, pipeline, parts, job.on(tables) if isinstance(job, PooledJob) else job.cluster)
+    used = job if tables.pools is None else Job.over([job.by_group[place] for place in tables.pools.order])
+    return assemble_plan(used, pipeline, parts)
 
 
-def assemble_plan(
-    job: AnyJob,
-    pipeline: PipelineConfig,
-    parts: Sequence[StagePart],
-    cluster: Cluster | MixedCluster | None = None,
-) -> Plan:
-    """The plan of a job on all its devices or on these, with these parts of the pipeline, without its prediction."""
-    chain, cluster = job.chain, cluster or job.cluster
+def assemble_plan(job: Job, pipeline: PipelineConfig, parts: Sequence[StagePart]) -> Plan:
+    """The plan of a job on all its devices, with these parts of the pipeline, without its prediction."""
+    chain, cluster = job.chain, job.hardware
     return Plan(
         model=PlanModel(
             name=chain.name,

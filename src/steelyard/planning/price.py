@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Unpack
 
 from steelyard.cost.accuracy import interval_of
-from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
@@ -24,7 +23,7 @@ from steelyard.schedules import USUAL, PipelineConfig
 from steelyard.units import format_seconds
 
 
-def priced_or_reason(plan: Plan, path: Path, **given: Unpack[Elsewhere]) -> tuple[PlanRequest, AnyJob] | str:
+def priced_or_reason(plan: Plan, path: Path, **given: Unpack[Elsewhere]) -> tuple[PlanRequest, Job] | str:
     """Return the request of the plan in a file and its job, or why its costs are not at hand.
 
     The reason is for a prediction that stands without them: raises `UserError` where there is none, or where
@@ -42,16 +41,16 @@ def priced_or_reason(plan: Plan, path: Path, **given: Unpack[Elsewhere]) -> tupl
             f"the plan is for the cluster {plan.cluster!r}, which is not known here ({error.found}); add --cluster "
             "with the file or name of the cluster"
         )
-    job.jobs(plan)
+    job.used_by(plan)
     return request, job
 
 
-def with_price(plan: Plan, job: AnyJob) -> Plan:
+def with_price(plan: Plan, job: Job) -> Plan:
     """The plan with its prediction for a job of the same model and batch, which claims nothing of other plans."""
     return with_cost(plan, job, predict(plan, job))
 
 
-def with_cost(plan: Plan, job: AnyJob, cost: PlanCost) -> Plan:
+def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
     """The plan with a prediction of this cost, and its whole training, if it has one, at this speed."""
     priced = plan.model_copy(update={"prediction": prediction_of(job, plan, cost, Certificate(status="priced"))})
     training = plan.training
@@ -59,7 +58,7 @@ def with_cost(plan: Plan, job: AnyJob, cost: PlanCost) -> Plan:
 
 
 def prediction_of(
-    job: AnyJob,
+    job: Job,
     plan: Plan,
     cost: PlanCost,
     certificate: Certificate,
@@ -73,7 +72,7 @@ def prediction_of(
     No measured runs are like those over several pools. Of a pool that the plan leaves out is said what the plans that
     were ``found`` with it take.
     """
-    first, is_pooled = job.jobs(plan)[0], isinstance(job, PooledJob)
+    first, is_mixed = job.jobs(plan)[0], job.is_mixed
     return Prediction(
         step_time_s=cost.step_time_s,
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
@@ -81,19 +80,19 @@ def prediction_of(
         mfu_attention=cost.mfu_attention,
         warnings=warnings_of(job, plan, cost.stages),
         budget_bytes=job.budget_bytes,
-        margin_bytes=0 if is_pooled else first.margin_bytes,
+        margin_bytes=0 if is_mixed else first.margin_bytes,
         stages=cost.stages,
         certificate=certificate,
         lower_bound_s=lower_bound_s,
         profile=first.cost_source(),
         backend=first.cluster.device.backend,
-        interval=None if is_pooled else interval_of(first.cost_source(), plan.strategies, cost.step_time_s),
+        interval=None if is_mixed else interval_of(first.cost_source(), plan.strategies, cost.step_time_s),
         alternatives=alternatives,
-        pools=_pool_uses(job, plan, cost.step_time_s, found) if is_pooled else None,
+        pools=_pool_uses(job, plan, cost.step_time_s, found) if is_mixed else None,
     )
 
 
-def _pool_uses(job: AnyJob, plan: Plan, step_time_s: float, found: Sequence[Accepted]) -> tuple[PoolUse, ...]:
+def _pool_uses(job: Job, plan: Plan, step_time_s: float, found: Sequence[Accepted]) -> tuple[PoolUse, ...]:
     """The pools of a job as a plan uses them; the plans ``found`` say what those it leaves out would have cost."""
     names, own = plan.cluster.split("+"), job.jobs(plan)
     places = {name: place for place, name in enumerate(names)}
@@ -109,7 +108,7 @@ def _pool_uses(job: AnyJob, plan: Plan, step_time_s: float, found: Sequence[Acce
             if found and pool.cluster.name not in places
             else None,
         )
-        for pool in sorted(job.pools, key=lambda pool: places.get(pool.cluster.name, len(places)))
+        for pool in sorted(job.by_group, key=lambda pool: places.get(pool.cluster.name, len(places)))
     )
 
 

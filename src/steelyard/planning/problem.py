@@ -1,33 +1,80 @@
-"""The cost tables of a job: every pipeline setting with every strategy that the options offer."""
+"""The cost tables of a job: every pipeline setting with every strategy that the options offer.
 
-from collections.abc import Sequence
+Over several device groups every order of every choice of groups, every number of stages that divides each group, every
+number of microbatches and schedule is a setting of its own, with the tables of its groups side by side
+(`steelyard.cost.placement`). There are thousands, so the bounds of a setting are made one after another, the sharper
+ones from what was made for others, and its tables only when it may still be the best. Not searched: a part of a group,
+stages of unlike sizes within one, and chunks over several.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
-from steelyard.cost.build import KnownCosts, build_tables, least_times_s, usable_bytes
+import numpy as np
+from numpy.typing import NDArray
+
+from steelyard.cost.build import (
+    KnownCosts,
+    LayerCosts,
+    build_tables,
+    least_times_s,
+    transfer_s,
+    usable_bytes,
+)
 from steelyard.cost.fold import why_not_folded
+from steelyard.cost.memory import context_bytes
+from steelyard.cost.placement import Placement, pooled_tables
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
 from steelyard.limits import MOST_MICROBATCHES
+from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds import KINDS
 from steelyard.plan.strategy import Strategy, divisors
 from steelyard.planning.pins import Pin, pinned, pins_of
-from steelyard.schedules import SCHEDULES, PipelineConfig, Schedule
+from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, Schedule
 from steelyard.search import OnDemand, SpaceOptions, enumerate_strategies, paper_kinds
 from steelyard.search.layers import ROUNDING
 from steelyard.search.partition import quick_bound_s
+from steelyard.search.step_bounds import (
+    HeldRuns,
+    PricedLayers,
+    least_slowest_s,
+    least_step_s,
+    missing_bytes,
+    priced_layers,
+)
 
 if TYPE_CHECKING:
     from steelyard.search.problem import Problem
 
+LEVELS = 3
+"""Bounds of a setting beyond that by what computing takes: by its times, by its memory, and by whole cuts."""
+TINY_S = 1e-9
+"""What a stage takes at least where nothing is known."""
+
 
 def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
-    """The cost tables of every pipeline setting of a job, in the order of `pipeline_settings`, as `search` takes them.
+    """The cost tables of every pipeline setting of a job as `search` takes them, on one group in the order of
+    `pipeline_settings`.
 
-    Each is made when it is first asked for; what is known before is what computing takes alone.
+    Each is made when it is first asked for; what is known before is what computing takes alone. Those over several
+    groups are for the budgets of the job alone. Raises `UserError` where no pipeline is as decided.
     """
+    if job.is_mixed:
+        if placed := GroupSpace(job, decisions).on_demand():
+            return placed
+        raise UserError(
+            field="num_stages",
+            found=str(decisions.num_stages),
+            expected="a number of stages that divides the devices of a pool, or the sum of such numbers",
+            hint="leave it out to have it searched",
+        )
     offered: dict[int, tuple[Strategy, ...]] = {}
     computed_s: dict[tuple[int, int], float] = {}
     settings, found = pipeline_settings(job, decisions), []
@@ -77,7 +124,7 @@ def is_beaten(job: Job, tables: Sequence[OnDemand], step_s: float) -> bool:
     By what computing alone takes, and the cost tables of the settings for which that is not enough. Never so where
     processes share cores (`Profile.busy_speeds`), for which the sums of the search are no bound.
     """
-    if job.profile.busy_speeds:
+    if any(each.profile.busy_speeds for each in job.groups):
         return False
     return all(each.least_s > step_s or quick_bound_s(each.tables) > step_s for each in tables)
 
@@ -180,3 +227,234 @@ def _pinned(field: str, value: int, allowed: list[int], rule: str) -> list[int]:
             hint="leave it out to have it searched",
         )
     return [value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedPipeline:
+    """A pipeline over some of the groups, and what no plan of it is faster than."""
+
+    placement: Placement
+    pipeline: PipelineConfig
+    bound_s: float
+
+
+class GroupSpace:
+    """All pipelines of a job over several groups, their bounds and their tables, made when they are asked for."""
+
+    def __init__(self, job: Job, decisions: Decisions) -> None:
+        self._job, self._decisions = job, decisions
+        counts = microbatch_counts(job.global_batch)
+        self._known = [KnownCosts(counts) for _ in job.groups]
+        self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
+        self._stage_layers: dict[tuple[int, int, int, int, bool], _StageLayers] = {}
+        self._known_runs: dict[tuple[int, ...], HeldRuns] = {}
+        self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.kinds)).tolist()
+        self._computed: dict[tuple[int, int, int], tuple[list[float], PricedLayers]] = {}
+
+    def on_demand(self) -> tuple[OnDemand, ...]:
+        """The cost tables of every setting, as `search` takes them."""
+        return tuple(self._on_demand(each) for each in self.settings())
+
+    def _on_demand(self, setting: PlacedPipeline, level: int = 0) -> OnDemand:
+        """Those of a setting, of whose bounds so many are known."""
+        make = partial(self.tables, setting)
+        if math.isfinite(setting.bound_s):
+            sharpen = partial(self._sharper, setting, level) if level < LEVELS else None
+            return OnDemand(setting.pipeline, setting.bound_s, make, sharpen=sharpen)
+        missing = partial(self.missing_bytes, setting) if level == LEVELS else lambda most: most  # more is of no use
+        return OnDemand(setting.pipeline, setting.bound_s, make, missing_bytes=missing)
+
+    def _sharper(self, setting: PlacedPipeline, level: int, cutoff_s: float) -> list[OnDemand]:
+        """A setting with one bound more; by its times it becomes one for every order of its groups."""
+        bound_s = max(setting.bound_s, self.next_bound_s(setting, level, cutoff_s))
+        orders = self.orders(setting) if level == 0 else (setting,)
+        return [self._on_demand(replace(each, bound_s=bound_s), level + 1) for each in orders]
+
+    def settings(self) -> list[PlacedPipeline]:
+        """Every setting that can run, of each order of its pools the first, bounded by what computing takes alone."""
+        return [*self._alone(), *self._joined()]
+
+    def orders(self, setting: PlacedPipeline) -> Iterator[PlacedPipeline]:
+        """A setting with its pools in every order along the pipeline, which the times alone do not tell apart."""
+        pairs = zip(setting.placement.pools, setting.placement.stages, strict=True)
+        for order in itertools.permutations(pairs):
+            pools, stages = zip(*order, strict=True)
+            yield replace(setting, placement=Placement(pools=pools, stages=stages))
+
+    def next_bound_s(self, setting: PlacedPipeline, level: int, cutoff_s: float = math.inf) -> float:
+        """What no plan of a setting is faster than: by its times, then by those and its memory, then by whole cuts too.
+
+        More than ``cutoff_s`` need not be told apart.
+        """
+        if level == 0:
+            stages = self._stages(setting)
+            return self._least_s(setting, [each.fastest for each in stages], [each.transfer_s for each in stages])
+        slowest_s = self._slowest_s(setting, cutoff_s) if level == 2 else 0.0
+        return slowest_s if math.isinf(slowest_s) else self._bound_within_s(setting, slowest_s, are_made=level == 2)
+
+    def tables(self, setting: PlacedPipeline) -> CostTables:
+        """The cost tables of a setting."""
+        placement = setting.placement
+        offered = [self._strategies(*each) for each in zip(placement.pools, placement.sizes(self._job), strict=True)]
+        known = [self._known[pool] for pool in placement.pools]
+        return pooled_tables(self._job, placement, setting.pipeline, offered, known)
+
+    def _bound_within_s(self, setting: PlacedPipeline, slowest_s: float, *, are_made: bool) -> float:
+        pipeline, stages = setting.pipeline, self._stages(setting, are_made=are_made)
+        in_flight = [pipeline.in_flight(stage) if pipeline.num_chunks == 1 else 1 for stage in range(len(stages))]
+        has_gradients = pipeline.num_chunks == 1 and max(in_flight) < pipeline.num_microbatches
+        priced = [
+            each.within(count, self._counts, has_gradients=has_gradients)
+            for each, count in zip(stages, in_flight, strict=True)
+        ]
+        transfers, rooms = [each.transfer_s for each in stages], [each.room_bytes for each in stages]
+        return self._least_s(setting, priced, transfers, rooms, slowest_s)
+
+    def _slowest_s(self, setting: PlacedPipeline, cutoff_s: float) -> float:
+        """What the slowest stage of a setting takes at least; 0 where its stages have several chunks."""
+        if setting.pipeline.num_chunks > 1:
+            return 0.0
+        stages, passes = self._runs_of(setting), setting.pipeline.num_passes
+        least_s = max(setting.bound_s / (len(stages[0]) + passes - 1), TINY_S)
+        return least_slowest_s(*stages, self._job.chain.num_layers, least_s, cutoff_s / passes) * (1 - ROUNDING)
+
+    def missing_bytes(self, setting: PlacedPipeline, most: int) -> int:
+        """How much more memory a setting needs at least, on every device; ``most`` if not less."""
+        return missing_bytes(self._runs_of(setting)[0], self._job.chain.num_layers, most)
+
+    def _runs_of(self, setting: PlacedPipeline) -> tuple[list[tuple[HeldRuns, int]], list[float]]:
+        """Of every stage its runs with the microbatches in flight, and what it takes for handing over."""
+        pipeline = setting.pipeline
+        runs = [self._runs(*each, pipeline) for each in setting.placement.of_stages(self._job)]
+        flights = map(pipeline.in_flight, range(len(runs)))
+        handed = self._handed_s(setting, [each.transfer_s for each in self._stages(setting)])
+        return list(zip(runs, flights, strict=True)), handed
+
+    def _runs(self, pool: int, size: int, pipeline: PipelineConfig) -> HeldRuns:
+        job = self._job.by_group[pool]
+        apart = pipeline.num_stages if job.chain.sums_tied else 0
+        count, flights = pipeline.num_microbatches, map(pipeline.in_flight, range(pipeline.num_stages))
+        key = pool, size, apart, count, min(pipeline.num_stages, 2), count in flights
+        if key not in self._known_runs:
+            setting = Setting(job=job, pipeline=pipeline, stage_size=size)
+            tables = build_tables(setting, self._strategies(pool, size), self._known[pool], pooled=True)
+            self._known_runs[key] = HeldRuns(tables, usable_bytes(job))
+        return self._known_runs[key]
+
+    def _stages(self, setting: PlacedPipeline, *, are_made: bool = False) -> list["_StageLayers"]:
+        """``are_made`` where the tables of the stages are known, or may as well be."""
+        pipeline = _without_chunks(setting.pipeline)
+        return [self._layers(*each, pipeline, are_made) for each in setting.placement.of_stages(self._job)]
+
+    def _alone(self) -> Iterator[PlacedPipeline]:
+        for pool, job in enumerate(self._job.by_group):
+            if job.cluster.num_devices % (self._decisions.num_stages or 1):
+                continue
+            for setting in pipeline_settings(job, self._decisions):
+                placement = Placement(pools=(pool,), stages=(setting.pipeline.num_stages,))
+                yield self._with_bound(placement, setting.pipeline)
+
+    def _joined(self) -> Iterator[PlacedPipeline]:
+        job, decisions = self._job, self._decisions
+        allowed = [each for each in SCHEDULES.values() if each.name in decisions.allowed_schedules]
+        schedules = [each for each in allowed if not each.takes_chunks]
+        counts = [m for m in microbatch_counts(job.global_batch) if decisions.num_microbatches in (None, m)]
+        sizes = [divisors(group.cluster.num_devices) for group in job.groups]
+        for size in range(2, len(sizes) + 1):
+            for pools in itertools.combinations(range(len(sizes)), size):
+                for stages in itertools.product(*(sizes[pool] for pool in pools)):
+                    if sum(stages) > job.chain.num_layers or decisions.num_stages not in (None, sum(stages)):
+                        continue
+                    for setting in settings_under(schedules, job, [sum(stages)], counts):
+                        if setting.pipeline.schedule.is_tried(setting.pipeline):
+                            yield self._with_bound(Placement(pools=pools, stages=stages), setting.pipeline)
+
+    def _with_bound(self, placement: Placement, pipeline: PipelineConfig) -> PlacedPipeline:
+        setting = PlacedPipeline(placement=placement, pipeline=pipeline, bound_s=0.0)
+        priced = [self._compute(*each, pipeline)[1] for each in placement.of_stages(self._job)]
+        return replace(setting, bound_s=self._least_s(setting, priced, [0.0] * len(priced)))
+
+    def _least_s(
+        self,
+        setting: PlacedPipeline,
+        stages: Sequence[PricedLayers],
+        transfers: Sequence[float],
+        rooms: Sequence[float] | None = None,
+        slowest_s: float = 0.0,
+    ) -> float:
+        handed = self._handed_s(setting, transfers)
+        passes = setting.pipeline.num_passes
+        layers = self._job.chain.layers
+        ends = (layers[0], layers[-1]) if rooms is not None and setting.pipeline.num_chunks == 1 else None
+        found = least_step_s(stages, self._counts, handed, passes, rooms, slowest_s, ends)
+        return found / setting.pipeline.num_chunks * (1 - ROUNDING)
+
+    def _handed_s(self, setting: PlacedPipeline, transfers: Sequence[float]) -> list[float]:
+        """What each stage takes for handing over; between pools, and between chunks, that counts for nothing."""
+        chunks, borders = setting.pipeline.num_chunks, {0, *itertools.accumulate(setting.placement.stages)}
+        return [0.0 if chunks > 1 or stage in borders else each for stage, each in enumerate(transfers)]
+
+    def _compute(self, pool: int, size: int, pipeline: PipelineConfig) -> tuple[list[float], PricedLayers]:
+        """What computing alone takes on stages of a size: by kind, and of all layers."""
+        key = pool, size, pipeline.num_microbatches
+        if key not in self._computed:
+            setting = Setting(job=self._job.by_group[pool], pipeline=_without_chunks(pipeline), stage_size=size)
+            times_s = least_times_s(self._strategies(pool, size), setting)
+            self._computed[key] = times_s, PricedLayers.unpriced(times_s, self._counts)
+        return self._computed[key]
+
+    def _layers(self, pool: int, size: int, pipeline: PipelineConfig, are_made: bool) -> "_StageLayers":
+        stages = pipeline.num_stages if self._job.chain.sums_tied else min(pipeline.num_stages, 2)
+        key = pool, size, pipeline.num_microbatches, stages, are_made
+        if key not in self._stage_layers:
+            setting = Setting(job=self._job.by_group[pool], pipeline=pipeline, stage_size=size)
+            costs = self._known[pool].of(setting, self._strategies(pool, size))
+            kinds = self._job.chain.kinds
+            made = [place for place, kind in enumerate(kinds) if are_made or kind.role is LayerRole.BLOCK]
+            least_s, _ = self._compute(pool, size, pipeline)
+            time_s = np.repeat(np.array(least_s)[:, None], costs.legal.shape[1], axis=1)
+            time_s[made] = costs.time_s(made, setting)
+            self._stage_layers[key] = _StageLayers(setting=setting, costs=costs, time_s=time_s, counts=self._counts)
+        return self._stage_layers[key]
+
+    def _strategies(self, pool: int, size: int) -> tuple[Strategy, ...]:
+        if (pool, size) not in self._offered:
+            self._offered[pool, size] = stage_strategies(self._job.by_group[pool], size, self._decisions)
+        return self._offered[pool, size]
+
+
+def _without_chunks(pipeline: PipelineConfig) -> PipelineConfig:
+    return replace(pipeline, num_chunks=1, schedule=USUAL)
+
+
+class _StageLayers:
+    """What the layers take on stages of one size of one pool, with one number of microbatches.
+
+    ``time_s`` [K, S] is what they take at least: of those that are no blocks, which are few, it may be what computing
+    takes at its fastest.
+    """
+
+    def __init__(
+        self,
+        *,
+        setting: Setting,
+        costs: LayerCosts,
+        time_s: NDArray[np.float64],
+        counts: Sequence[int],
+    ) -> None:
+        self._costs, self._time_s = costs, time_s
+        self._within: dict[tuple[int, bool], PricedLayers] = {}
+        self.transfer_s = transfer_s(setting)
+        self.fastest = priced_layers(costs.legal, time_s, np.zeros(costs.legal.shape, dtype=np.int64), counts)
+        """By their times alone."""
+        self.room_bytes = usable_bytes(setting.job) - context_bytes(setting)
+
+    def within(self, in_flight: int, counts: Sequence[int], *, has_gradients: bool) -> PricedLayers:
+        """With the bytes that they hold with so many microbatches in flight, at least."""
+        key = in_flight, has_gradients
+        if key not in self._within:
+            costs = self._costs
+            terms = costs.rows.terms
+            num_bytes = terms[[0, 2, 3, 4]].sum(axis=0) + in_flight * terms[5] + has_gradients * terms[1]
+            self._within[key] = priced_layers(costs.legal, self._time_s, num_bytes, counts)
+        return self._within[key]

@@ -122,7 +122,7 @@ class PlanRequest:
     @property
     def is_mixed(self) -> bool:
         """Whether the devices are several pools of different devices."""
-        return isinstance(self.cluster, MixedCluster)
+        return len(self.cluster.pools) > 1
 
 
 class Elsewhere(TypedDict, total=False):
@@ -197,7 +197,7 @@ def request_of_plan(
     """
     cluster, network, memory = given.get("cluster"), given.get("network"), given.get("memory")
     machines = _machines(plan.hardware_value() if cluster is None else cluster, network)
-    if plan.is_mixed != isinstance(machines, MixedCluster):
+    if plan.is_mixed != (len(machines.pools) > 1):
         raise UserError(
             field="--cluster",
             found=f"{machines.name} for a plan over {plan.cluster}",
@@ -208,7 +208,7 @@ def request_of_plan(
     is_own = cluster is None
     if profile is None and is_own:
         profile = {
-            name: recorded_profile(each, folder=folder) for name, each in _sources(plan, machines) if each.is_measured
+            name: recorded_profile(each, folder=folder) for name, each, _ in _taken(plan, machines) if each.is_measured
         }
     factor = (1.0, 0) if source is None or plan.is_mixed else (source.time_factor, source.num_calibrating)
     imbalance = ASSUMED_IMBALANCE if source is None or source.imbalance is None else source.imbalance
@@ -220,7 +220,7 @@ def request_of_plan(
         precision=plan.precision,
         memory_bytes=_num_bytes(memory),
         memory_margin=0.0,
-        budgets=_budgets(plan, machines) if is_own and memory is None else {},
+        budgets={name: each for name, _, each in _taken(plan, machines)} if is_own and memory is None else {},
         profiles=_profiles(_read_if_one(profile, machines), machines),
         time_factor=factor[0],
         num_calibrating=factor[1],
@@ -255,7 +255,7 @@ def _read_if_one(
     profile: GivenProfiles | None, cluster: str | Cluster | MixedCluster
 ) -> GivenProfiles | MeasuredProfile | None:
     """The profile in a file, where one is named; those of several pools are read once these are known."""
-    is_mixed = "+" in cluster if isinstance(cluster, str) else isinstance(cluster, MixedCluster)
+    is_mixed = "+" in cluster if isinstance(cluster, str) else len(cluster.pools) > 1
     if not is_mixed and (isinstance(profile, Path) or (isinstance(profile, str) and "=" not in profile)):
         return MeasuredProfile(*read_profile(profile))
     return profile
@@ -276,23 +276,14 @@ def _profiles(
     }
 
 
-def _sources(plan: Plan, machines: Cluster | MixedCluster) -> list[tuple[str, CostSource]]:
-    """Where the costs of a plan's prediction come from, by the name of the pool."""
-    if plan.prediction is None:
+def _taken(plan: Plan, machines: Cluster | MixedCluster) -> list[tuple[str, CostSource, Budget]]:
+    """Each pool by its name, where the costs of a plan's prediction come from on it, and the budget they are within."""
+    found = plan.prediction
+    if found is None:
         return []
     if plan.is_mixed:
-        return [(use.name, use.profile) for use in plan.prediction.pools or ()]
-    return [(machines.name, plan.prediction.profile)]
-
-
-def _budgets(plan: Plan, machines: Cluster | MixedCluster) -> dict[str, Budget]:
-    """The budget of each pool that a plan was predicted within."""
-    prediction = plan.prediction
-    if prediction is None:
-        return {}
-    if plan.is_mixed:
-        return {use.name: Budget(use.budget_bytes, use.margin_bytes) for use in prediction.pools or ()}
-    return {machines.name: Budget(prediction.budget_bytes, prediction.margin_bytes)}
+        return [(each.name, each.profile, Budget(each.budget_bytes, each.margin_bytes)) for each in found.pools or ()]
+    return [(machines.name, found.profile, Budget(found.budget_bytes, found.margin_bytes))]
 
 
 def _check_no_image(own: Any, image_size: tuple[int, int] | None) -> None:
@@ -380,26 +371,27 @@ def _check_what_is_free(request: PlanRequest) -> None:
 
 
 def _check_pools(request: PlanRequest) -> None:
-    """Raises `UserError` for the first thing that was asked for on several pools and that none goes with."""
-    asked = {
-        "--seq-len max": request.seq_len is None,
-        "--global-batch max": request.global_batch is None,
-        "--pin": bool(request.decisions.pins),
-        "--objective devices": request.objective == "devices",
-        "--calibrate": bool(request.calibration),
-        "--partition": request.decisions.stage_partition != "exact",
-        "--uniform": bool(request.decisions.uniform),
-    }
-    option = next((option for option, is_asked in asked.items() if is_asked), None)
-    if option is not None and request.is_mixed:
-        raise not_with_pools(option)
+    if request.is_mixed:
+        not_with_pools(
+            {
+                "--seq-len max": request.seq_len is None,
+                "--global-batch max": request.global_batch is None,
+                "--pin": request.decisions.pins,
+                "--objective devices": request.objective == "devices",
+                "--calibrate": request.calibration,
+                "--partition": request.decisions.stage_partition != "exact",
+                "--uniform": request.decisions.uniform,
+            }
+        )
 
 
-def not_with_pools(option: str) -> UserError:
-    """Return the mistake of an option that does not go with several pools of devices."""
-    return UserError(
-        field=option.partition(" ")[0],
-        found=f"{option} with several pools of devices",
-        expected="a cluster or a plan of one kind of device",
-        hint="leave it out, or plan for one of the pools",
-    )
+def not_with_pools(asked: Mapping[str, object]) -> None:
+    """Raise `UserError` for the first option that was asked for: none goes with several pools of devices."""
+    option = next((option for option, value in asked.items() if value), None)
+    if option is not None:
+        raise UserError(
+            field=option.partition(" ")[0],
+            found=f"{option} with several pools of devices",
+            expected="a cluster or a plan of one kind of device",
+            hint="leave it out, or plan for one of the pools",
+        )

@@ -6,14 +6,12 @@ stages the other ranks of the node could have had. The search takes the node's c
 factor scales all times of a pool), the price of what it finds does not, so that a plan that is better still may exist.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.predict import predict
 from steelyard.cost.setting import Job
-from steelyard.hardware import Cluster, MixedCluster
+from steelyard.hardware import Cluster
 from steelyard.plan.choices import Recut, SlowNode
 from steelyard.plan.decisions import FREE
 from steelyard.plan.file import parse_file
@@ -21,7 +19,7 @@ from steelyard.plan.plan import Plan
 from steelyard.planning.calibration import InvalidRunError
 from steelyard.planning.choose import plan_job
 from steelyard.planning.devices import with_shape
-from steelyard.planning.elastic import fastest_on, left_without, of_pools
+from steelyard.planning.elastic import fastest_on, left_without
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.request import PlanRequest
 from steelyard.profiles.record import RunRecord
@@ -31,7 +29,7 @@ MOST_S = 10.0
 """Seconds that the search of a plan with a slow node may take."""
 
 
-def slow_nodes(plan: Plan, request: PlanRequest, job: AnyJob, path: str | Path) -> tuple[SlowNode, ...]:
+def slow_nodes(plan: Plan, request: PlanRequest, job: Job, path: str | Path) -> tuple[SlowNode, ...]:
     """Every rank that was slow in a recorded run of the plan, and the best plan without its node; none of an even run.
 
     Raises `InvalidRunError` for a record that cannot be read, is of another plan, or was written before ranks' own
@@ -66,9 +64,8 @@ def _slow_ranks(plan: Plan, record: RunRecord, path: Path) -> tuple[SlowRank, ..
     return slow_ranks(work, record.predicted_own_s, SLOW_SHARE)
 
 
-def _slow_node(plan: Plan, request: PlanRequest, job: AnyJob, slow: SlowRank) -> SlowNode:
-    if isinstance(job, PooledJob):
-        job = of_pools(job, plan.cluster.split("+"))
+def _slow_node(plan: Plan, request: PlanRequest, job: Job, slow: SlowRank) -> SlowNode:
+    job = job.used_by(plan)
     slowed_s = predict(plan, job, slowed={slow.stage: slow.factor}).step_time_s
     request = replace(request, decisions=plan.asked or FREE)
     left = left_without(job, slow.pool or plan.cluster, 1)
@@ -89,29 +86,31 @@ def _slow_node(plan: Plan, request: PlanRequest, job: AnyJob, slow: SlowRank) ->
     )
 
 
-def _cut_for(plan: Plan, request: PlanRequest, job: AnyJob, slow: SlowRank) -> Recut | None:
+def _cut_for(plan: Plan, request: PlanRequest, job: Job, slow: SlowRank) -> Recut | None:
     """The best plan found with the node of a slow rank as a pool of its own; of one node the devices of its stage.
 
     None where that pool would be all there is, with a measured profile and with pins, which several pools do not take,
     and where the best plan found leaves that pool out or takes it alone.
     """
     decisions = request.decisions
-    pools = job.pools
-    place = plan.cluster.split("+").index(slow.pool) if slow.pool else 0
-    own, cluster = pools[place], pools[place].cluster
+    own = job.only([slow.pool]) if slow.pool else job
+    cluster = own.cluster
     if cluster.num_devices == 1 or own.profile.identity.is_measured or decisions.pins or decisions.partition:
         return None
-    link = own.outer_link or cluster.inter_link or cluster.intra_link
-    whole, part = (replace(own, cluster=each, outer_link=link) for each in _parted(plan, cluster, slow))
-    as_slow, others = replace(part, time_factor=own.time_factor * slow.factor), (*pools[:place], *pools[place + 1 :])
-    found = plan_job(_joined((whole, as_slow, *others)), decisions, time_limit_s=MOST_S).plan
+    link = own.group.outer_link or cluster.inter_link or cluster.intra_link
+    whole, part = (own.on(cluster=each, outer_link=link) for each in _parted(plan, cluster, slow))
+    as_slow, others = (
+        part.on(time_factor=own.time_factor * slow.factor),
+        [each for each in job.by_group if each is not own],
+    )
+    found = plan_job(Job.over([whole, as_slow, *others]), decisions, time_limit_s=MOST_S).plan
     slow_name = part.cluster.name
     if found is None or not found.is_mixed or slow_name not in found.cluster.split("+"):
         return None
     names = [pool.name for pool in found.stage_pools()]
     factors = {stage: slow.factor for stage, name in enumerate(names) if name == slow_name}
     return Recut(
-        step_time_s=predict(found, _joined((whole, part, *others)), slowed=factors).step_time_s,
+        step_time_s=predict(found, Job.over([whole, part, *others]), slowed=factors).step_time_s,
         layers=tuple(len(part.layers) for part in found.parts),
         is_slow=tuple(stage in factors for stage in range(found.num_stages)),
         setting=describe(found.pipeline),
@@ -128,9 +127,3 @@ def _parted(plan: Plan, cluster: Cluster, slow: SlowRank) -> tuple[Cluster, Clus
         shapes = (1, cluster.num_devices - size), (1, size)
     whole, part = (with_shape(cluster, *shape) for shape in shapes)
     return whole, replace(part, name=f"{part.name} {slow.factor:.1f} × as slow")
-
-
-def _joined(pools: Sequence[Job]) -> PooledJob:
-    """One job on these pools, each with a link to the others."""
-    links = tuple(pool.outer_link for pool in pools if pool.outer_link is not None)
-    return PooledJob(pools=tuple(pools), cluster=MixedCluster(pools=tuple(each.cluster for each in pools), links=links))

@@ -15,7 +15,8 @@ it allows (`Study.reconciled`). Pins may ask for strategies that the free search
 (`Kind.not_worth`): such a variant widens, and `steelyard.planning.not_searched.widened` names them.
 
 A `Study` answers variants of decisions and budget. Other sizes and devices have tables of their own: see
-`steelyard.planning.sizes` and `steelyard.planning.devices`.
+`steelyard.planning.sizes` and `steelyard.planning.devices`. A plan over several device groups is compared with the best
+on each of them alone, and with even cuts (`pool_rivals`).
 """
 
 import math
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -34,15 +36,17 @@ from steelyard.plan.choices import Rival
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.kinds import KINDS, Kind, variants
 from steelyard.plan.plan import Plan
-from steelyard.plan.strategy import Remat
-from steelyard.planning.acceptance import Acceptance, accept
-from steelyard.planning.choose import device_bytes, ranks_all
+from steelyard.plan.strategy import Remat, divisors
+from steelyard.planning.acceptance import Acceptance, Accepted, accept
+from steelyard.planning.choose import device_bytes, plan_job, ranks_all
 from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.problem import make_tables, pipeline_settings, space_options
+from steelyard.planning.problem import GroupSpace, make_tables, pipeline_settings, space_options
 from steelyard.planning.request import Budget, PlanRequest
 from steelyard.planning.uniform import uniform_tables
 from steelyard.schedules import SCHEDULES, PipelineConfig
 from steelyard.search import OnDemand, SpaceOptions, refusal
+from steelyard.search.balance import even_boundaries
+from steelyard.search.layers import ROUNDING
 from steelyard.search.partition import least_plan
 from steelyard.units import format_plural
 
@@ -221,7 +225,7 @@ class Study:
             return answer
         are_own = request.decisions == self.request.decisions and not request.decisions.uniform
         found = self._accepted(job, tables)
-        bounded = found.bounded(tables)
+        bounded = found.bounded()
         if are_own:
             self._bounded[job.budget_bytes] = bounded
         if not found.ranked:
@@ -306,6 +310,52 @@ class Study:
         limit_s = math.inf if self.time_limit_s is None else self.time_limit_s
         found = uniform_tables(job, tables, deadline=time.monotonic() + limit_s)
         return [OnDemand.of(each) for each in found]
+
+
+def pool_rivals(job: Job, decisions: Decisions, step_s: float) -> tuple[Rival, ...]:
+    """Return the best plan on each pool alone, not searched to the end, and that which cuts all devices into equal
+    stages of equal layers; each next to a plan whose step takes ``step_s``."""
+    answers, free = [], decisions.model_copy(update={"num_stages": None})
+    for each in job.by_group:
+        result = plan_job(each, free, to_the_end=False)
+        missing = result.miss.miss_bytes if result.miss else None
+        answers.append(_answer(f"{each.cluster.name} alone", result.plan, result.job, missing))
+    answers.append(_answer("even cuts over all pools", even_plan(job, decisions), job))
+    return tuple(each.beside(step_s) for each in answers)
+
+
+def _answer(name: str, plan: Plan | None, job: Job, missing_bytes: int | None = None) -> Answer:
+    if plan is None:
+        return Answer(name=name, missing_bytes=missing_bytes)
+    return Answer(name=name, plan=plan, step_s=predict(plan, job).step_time_s)
+
+
+def even_plan(job: Job, decisions: Decisions) -> Plan | None:
+    """Return the best plan of stages that all have as many devices and as many layers, in the order of the pools.
+
+    None where no such plan fits. Its strategies are the best ones for these cuts.
+    """
+    space, counts = GroupSpace(job, decisions), [each.cluster.num_devices for each in job.groups]
+    even = {tuple(count // size for count in counts) for size in divisors(math.gcd(*counts))}
+    best: Accepted | None = None
+    for setting in sorted(space.settings(), key=lambda each: each.bound_s):
+        if setting.placement.pools != tuple(range(len(counts))) or setting.placement.stages not in even:
+            continue
+        tables = space.tables(setting)
+        if best is None or _even_bound_s(tables) < best.outcome.score_s:
+            found = accept(job, [tables], partition="even").ranked
+            best = min((*found, *([best] if best else [])), key=lambda each: each.outcome.score_s, default=None)
+    return None if best is None else best.plan
+
+
+def _even_bound_s(tables: CostTables) -> float:
+    """What no plan of even cuts is faster than, by the times of its layers."""
+    times = [
+        np.where(tables.legal_on(stage), tables.time_s, np.inf).min(axis=1)[list(tables.layers[first:end])].sum()
+        for stage, (first, end) in enumerate(pairwise(even_boundaries(tables)))
+    ]
+    more_s = (tables.pipeline.num_passes - 1) * max(times) if tables.pipeline.num_passes > 1 else 0.0
+    return float(sum(times) + more_s) * (1 - ROUNDING)
 
 
 def _allowed(tables: CostTables, options: SpaceOptions) -> CostTables:

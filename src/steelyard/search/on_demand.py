@@ -1,6 +1,6 @@
 """Cost tables that are made when they are first asked for: most settings are beaten by what computing takes alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from steelyard.cost.tables import CostTables
 from steelyard.schedules import PipelineConfig
@@ -9,11 +9,23 @@ from steelyard.schedules import PipelineConfig
 class OnDemand:
     """The cost tables of a pipeline setting, made when first asked for.
 
-    No plan of them takes less than ``least_s`` seconds; infinite where no plan can run.
+    No plan of them takes less than ``least_s`` seconds; infinite where no plan can run. Where tables are dear, a
+    sharper bound comes before them: ``sharpen`` returns the settings that take this one's place, given the seconds
+    beyond which none need be told apart, and ``missing_bytes`` how much more memory a setting of infinite bound needs
+    at least, or the most that is asked about.
     """
 
-    def __init__(self, pipeline: PipelineConfig, least_s: float, make: Callable[[], CostTables]) -> None:
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        least_s: float,
+        make: Callable[[], CostTables],
+        *,
+        sharpen: "Callable[[float], Sequence[OnDemand]] | None" = None,
+        missing_bytes: Callable[[int], int] | None = None,
+    ) -> None:
         self.pipeline, self.least_s, self._make = pipeline, least_s, make
+        self.sharpen, self.missing_bytes = sharpen, missing_bytes
         self._tables: CostTables | None = None
 
     @classmethod

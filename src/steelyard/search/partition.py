@@ -41,7 +41,6 @@ from steelyard.search.least_memory import (
     stage_memories,
 )
 from steelyard.search.pipeline_dp import Pipeline, join_runs
-from steelyard.search.pool_bounds import PricedLayers, least_step_s
 from steelyard.search.runs import (
     AnyBudget,
     PreparedTables,
@@ -53,6 +52,7 @@ from steelyard.search.runs import (
     solve_runs,
     time_limits,
 )
+from steelyard.search.step_bounds import PricedLayers, least_step_s
 
 Status = Literal["optimal", "feasible", "infeasible", "beaten"]
 

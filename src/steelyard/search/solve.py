@@ -10,7 +10,7 @@ With ``samples`` (the global batch of each setting) settings compete on seconds 
 
 import heapq
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,11 +24,13 @@ from steelyard.search.evaluate import Solution
 from steelyard.search.least_memory import IMPOSSIBLE, NearestMiss
 from steelyard.search.on_demand import OnDemand
 from steelyard.search.partition import Prospect, SettingResult, quick_bound_s
-from steelyard.search.side_inputs import SideProspect, assess, partition_with, settle, sketch
+from steelyard.search.side_inputs import SideProspect, assess, partition_exact, partition_with, settle, sketch
 from steelyard.units import format_bytes, format_seconds
 
 TIME_LIMIT_S = 300.0
 """What a search takes at most where nobody says otherwise. Most take seconds."""
+REFUSED = SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf)
+"""Of a setting of which its bounds show that no plan fits."""
 SearchStatus = Literal["optimal", "feasible", "infeasible"]
 
 
@@ -113,21 +115,18 @@ def search(
     samples: Sequence[int] | None = None,
     time_limit_s: float | None = None,
     partition: Partition = "exact",
-    stand_in: Callable[[int], CostTables] | None = None,
-    cutoff_s: float = np.inf,
 ) -> SearchResult:
     """The fastest plan over these settings within the budget per device.
 
     The best ``num_exact`` settings are solved to proof; a setting proven slower than those is left as beaten. The
     most promising ``num_alternatives`` of the beaten ones still get a good plan, not proven best of its setting. With
-    another ``partition`` than exact every setting is cut that way, for comparison, and nothing is proven.
-    ``stand_in`` makes the tables that a setting is searched with in place of those given, of the same times; it is
-    asked for settings that are not beaten by their times alone. Settings that cannot be as fast as ``cutoff_s`` are
-    beaten. When the time is up, so are all others once there is a plan, and without one those that have no tables yet.
+    another ``partition`` than exact every setting is cut that way, for comparison, and nothing is proven. When the time
+    is up, all others are beaten once there is a plan, and without one those that have no tables yet.
+
     Raises `InvalidProblemError` if there are no settings, or not one entry of ``samples`` for each.
     """
     given = [OnDemand.of(each) for each in tables]
-    weights = tuple(samples) if samples is not None else (1,) * len(given)
+    weights = list(samples) if samples is not None else [1] * len(given)
     if not given or len(weights) != len(given) or min(weights) < 1:
         raise InvalidProblemError(
             field="tables, samples",
@@ -140,47 +139,50 @@ def search(
         results = [partition_with(partition, each.tables, budget_bytes) for each in given]
         return _summary(given, weights, results, budget_bytes)
     wanted = max(1, num_exact), num_alternatives
-    results = _solve_in_order(given, weights, budget_bytes, wanted, deadline, stand_in, cutoff_s)
+    results = _solve_in_order(given, weights, budget_bytes, wanted, deadline)
+    if all(each.solution is None for each in results):
+        _find_nearest(given, results, budget_bytes)
     return _summary(given, weights, results, budget_bytes)
 
 
 def _solve_in_order(
     given: list[OnDemand],
-    samples: Sequence[int],
+    samples: list[int],
     budget_bytes: int,
     wanted: tuple[int, int],
     deadline: float | None,
-    stand_in: Callable[[int], CostTables] | None,
-    cutoff_s: float,
 ) -> list[SettingResult]:
     """A result for each setting: always the one of least bound next, first to sharpen its bound, then to solve it.
 
-    A bound is that known beforehand, that of the tables, and that within the budget. Tables that another one stands in
-    for are replaced in the list.
+    A bound is that known beforehand, that of the tables, and that within the budget. Where one that is sharpened
+    beforehand becomes several, the lists grow.
     """
     num_exact, num_alternatives = wanted
     results: dict[int, SettingResult] = {}
     best: list[float] = []
     waiting: list[tuple[float, int, CostTables | Prospect | SideProspect | None]] = [
-        (each.least_s / count, index, None) for index, (each, count) in enumerate(zip(given, samples, strict=True))
+        (each.least_s / count, index, None)
+        for index, (each, count) in enumerate(zip(given, samples, strict=True))
+        if each.missing_bytes is None
     ]
     heapq.heapify(waiting)
     num_begun = 0
     while waiting:
         bound, index, known = heapq.heappop(waiting)
-        cutoff = min(cutoff_s, -best[0] if len(best) == num_exact else np.inf)
+        cutoff = -best[0] if len(best) == num_exact else np.inf
         may_end = bool(best) or (num_begun > 0 and not given[index].is_made)
         is_late = may_end and deadline is not None and time.monotonic() > deadline
         if is_late or (bound > cutoff and num_alternatives <= 0):
             results[index] = SettingResult(status="beaten", solution=None, lower_bound_s=bound * samples[index])
+        elif known is None and given[index].sharpen is not None:
+            for each in _sharpen(given, samples, index, cutoff):
+                heapq.heappush(waiting, (max(bound, given[each].least_s / samples[each]), each, None))
         elif known is None:
             num_begun += 1
             tables = given[index].tables
             heapq.heappush(waiting, (quick_bound_s(tables) / samples[index], index, tables))
         elif isinstance(known, CostTables):
-            tables = known if stand_in is None else stand_in(index)
-            given[index] = given[index] if stand_in is None else OnDemand.of(tables)
-            assessed = assess(tables, budget_bytes)
+            assessed = assess(known, budget_bytes)
             if isinstance(assessed, SettingResult):
                 results[index] = assessed
             else:
@@ -194,7 +196,34 @@ def _solve_in_order(
                 heapq.heappush(best, -result.solution.step_s / samples[index])
                 if len(best) > num_exact:
                     heapq.heappop(best)
-    return [results[index] for index in range(len(given))]
+    return [results.get(index, REFUSED) for index in range(len(given))]
+
+
+def _sharpen(given: list[OnDemand], samples: list[int], index: int, cutoff_s: float) -> list[int]:
+    """Puts the settings into the lists that take the place of one; returns the places of those that may have a plan."""
+    sharpen = given[index].sharpen
+    assert sharpen is not None, "asked of a setting whose bound can be sharpened"
+    given[index], *others = sharpen(cutoff_s * samples[index])
+    added = range(len(given), len(given) + len(others))
+    given += others
+    samples += [samples[index]] * len(others)
+    return [each for each in (index, *added) if given[each].missing_bytes is None]
+
+
+def _find_nearest(given: Sequence[OnDemand], results: list[SettingResult], budget_bytes: int) -> None:
+    """Replaces the results of settings without tables, which do not fit, until none can miss less than the nearest."""
+    least = min((each.miss.miss_bytes for each in results if each.miss is not None), default=IMPOSSIBLE)
+    refused = [
+        (each.missing_bytes(least), index)
+        for index, each in enumerate(given)
+        if each.missing_bytes is not None and not each.is_made
+    ]
+    for missing_bytes, index in sorted(refused):
+        if missing_bytes >= least:
+            break
+        results[index] = partition_exact(given[index].tables, budget_bytes)
+        miss = results[index].miss
+        least = least if miss is None else min(least, miss.miss_bytes)
 
 
 def _summary(
@@ -259,7 +288,7 @@ def _reason(given: OnDemand, result: SettingResult, score_s: float, fastest_s: f
 
 def _why_infeasible(given: OnDemand, result: SettingResult, budget_bytes: int) -> str:
     if result.miss is None and not given.is_made:
-        return "has a layer without a legal strategy"
+        return ("" if given.missing_bytes is None else "does not fit, or ") + "has a layer without a legal strategy"
     tables = given.tables
     if len(tables.layers) < tables.pipeline.num_stages:
         return f"has {tables.pipeline.num_stages} stages for {len(tables.layers)} layers"

@@ -100,8 +100,8 @@ def _pool_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
         if len(found.pools) > 1:
             yield "pool", tag("b", job.cluster.name)
         yield from _job_facts(job)
-        if job.outer_link is not None:
-            yield "between pools", _link_facts(job.outer_link)
+        if job.group.outer_link is not None:
+            yield "between pools", _link_facts(job.group.outer_link)
 
 
 def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
@@ -123,7 +123,7 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
     )
     yield from _links(cluster)
     rates = job.efficiency
-    entry = str(catalogue_rates(device.name)) if job.rates is None else "as given"
+    entry = str(catalogue_rates(device.name)) if job.group.rates is None else "as given"
     entry = "with which layers take what was measured" if job.assumes_links else entry
     yield (
         "reached",
@@ -134,7 +134,7 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
     if any(kind.num_experts for kind in job.chain.kinds):
         yield "routing", f"{job.imbalance:g} times the mean on the rank whose experts most tokens take: assumed"
     if job.time_factor != 1.0:
-        runs = "a measured run" if job.num_calibrating < 2 else f"{job.num_calibrating} measured runs"
+        runs = "a measured run" if job.group.num_calibrating < 2 else f"{job.group.num_calibrating} measured runs"
         yield "calibration", f"all times multiplied by {job.time_factor:.3f}, from {runs}"
     yield (
         "upper bound",

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from steelyard.cost.pools import AnyJob, PooledJob
 from steelyard.cost.setting import Job
 from steelyard.cost.simulator import Timeline
 from steelyard.plan.choices import PlanStudy
@@ -21,7 +20,7 @@ class ReportContents:
 
     plan: Plan
     plan_file: str
-    job: AnyJob | None = None
+    job: Job | None = None
     timeline: Timeline | None = None
     study: PlanStudy
     record: RunRecord | None = None
@@ -41,9 +40,7 @@ class ReportContents:
     @property
     def pools(self) -> tuple[Job, ...]:
         """The job on each pool that the plan uses, in the order of their ranks; one where all devices are alike."""
-        if isinstance(self.job, PooledJob):
-            return tuple({id(each): each for each in self.job.jobs(self.plan)}.values())
-        return () if self.job is None else (self.job,)
+        return () if self.job is None else self.job.used_by(self.plan).by_group
 
     @property
     def stage_pools(self) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def decision(found: ReportContents) -> Html:
 def network_text(found: ReportContents) -> str:
     """What joins the devices, by name and rate; empty where the cluster is not at hand or measured."""
     if len(found.pools) > 1:
-        outer = {link_text(each.outer_link): None for each in found.pools if each.outer_link is not None}
+        outer = {link_text(each.group.outer_link): None for each in found.pools if each.group.outer_link is not None}
         return f"Between pools {'; '.join(outer)}"
     cluster = found.pools[0].cluster if found.pools else None
     if cluster is None or cluster.device.needs_profile:

@@ -16,7 +16,7 @@ any of them has $\mu_i = 0$.
 Layers are whole. Of the $n$ layers of the commonest kind a stage holds, within $\theta$ seconds and its room, at most
 $\lfloor \min_\lambda (\theta - c_i + \lambda B_i) / h_i \rfloor$. The slowest stage takes at least the least $\theta$
 in which all stages together hold $n$, and at least the least in which the stages, one behind the other, can hold all
-layers (`PoolRuns`). So a step takes $(m-1-\mu)\,\theta$ more than what bounds one of $\mu + 1$ microbatches, whatever
+layers (`HeldRuns`). So a step takes $(m-1-\mu)\,\theta$ more than what bounds one of $\mu + 1$ microbatches, whatever
 $\mu$.
 
 Source: weak Lagrangian duality.
@@ -197,7 +197,7 @@ def _shares(whole_s: FloatArray, alike: FloatArray, more: int) -> FloatArray:
     return np.full(len(whole_s), 1 / alike.sum())
 
 
-class PoolRuns:
+class HeldRuns:
     """Which runs of layers the stages of one size of a pool can hold, and in what time at least.
 
     Of the floors of that pool alone, whatever the stages before and behind; made when first asked for.
@@ -237,7 +237,7 @@ class PoolRuns:
 
 
 def least_slowest_s(
-    stages: Sequence[tuple[PoolRuns, int]], handed_s: Sequence[float], num_layers: int, least_s: float, enough_s: float
+    stages: Sequence[tuple[HeldRuns, int]], handed_s: Sequence[float], num_layers: int, least_s: float, enough_s: float
 ) -> float:
     """What the slowest of these stages takes at least: the least in which they can hold all layers.
 
@@ -266,7 +266,7 @@ def least_slowest_s(
     return low
 
 
-def missing_bytes(stages: Sequence[tuple[PoolRuns, int]], num_layers: int, most: int) -> int:
+def missing_bytes(stages: Sequence[tuple[HeldRuns, int]], num_layers: int, most: int) -> int:
     """How much more memory these stages need on every device to hold all layers, at least, to a MiB.
 
     ``most`` if not less.

@@ -20,10 +20,8 @@ A budget is that of the roomiest pool; what the devices of another one have less
 Not modelled: the exchange of a tied matrix goes over the links of each stage's own pool.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -31,93 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.build import KnownCosts, border_s, build_tables, usable_bytes
-from steelyard.cost.execution import Execution
 from steelyard.cost.setting import Job, Setting
 from steelyard.cost.switching import border_table
 from steelyard.cost.tables import CostTables, Pools, Received
-from steelyard.errors import InvalidPlanError
-from steelyard.hardware import Cluster, MixedCluster
-from steelyard.model.chain import ModelChain
-from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import PipelineConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class PooledJob:
-    """One job on several pools; ``pools`` are that job on each of them alone, in the order of the cluster."""
-
-    pools: tuple[Job, ...]
-    cluster: MixedCluster
-
-    @property
-    def chain(self) -> ModelChain:
-        """The model."""
-        return self.pools[0].chain
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a sample."""
-        return self.pools[0].seq_len
-
-    @property
-    def global_batch(self) -> int:
-        """Samples of a step."""
-        return self.pools[0].global_batch
-
-    @property
-    def precision(self) -> Precision:
-        """What layers compute in."""
-        return self.pools[0].precision
-
-    @property
-    def execution(self) -> Execution:
-        """How the framework works."""
-        return self.pools[0].execution
-
-    @cached_property
-    def budget_bytes(self) -> int:
-        """What a device of the roomiest pool may hold."""
-        return max(pool.budget_bytes for pool in self.pools)
-
-    def on(self, tables: CostTables) -> Cluster | MixedCluster:
-        """The pools that joined tables are of, in the order of their ranks."""
-        assert tables.pools is not None, "tables of this job are joined"
-        return self.cluster.only(tables.pools.order)
-
-    def jobs(self, plan: Plan) -> tuple[Job, ...]:
-        """The job of each stage of a plan; raises `InvalidPlanError` for pools that are not of this job."""
-        names = [pool.cluster.name for pool in self.pools]
-        used = plan.cluster.split("+")
-        for name in used:
-            if name not in names:
-                raise InvalidPlanError(
-                    field="cluster",
-                    found=f"the pool {name!r}",
-                    expected="one of " + ", ".join(names),
-                    hint="plan for the pools that are there",
-                )
-        own = [self.pools[names.index(name)] for name in used]
-        ends = list(accumulate(job.cluster.num_devices for job in own))
-        return tuple(own[bisect_right(ends, stage.ranks[0])] for stage in plan.stages)
-
-
-AnyJob = Job | PooledJob
-
-
-def stage_settings(plan: Plan, job: AnyJob) -> tuple[Setting, ...]:
-    """The setting of each stage of a plan; stages that are alike share one."""
-    jobs, sizes = job.jobs(plan), plan.stage_sizes
-    made = {
-        (id(own), size): Setting(job=own, pipeline=plan.pipeline, stage_size=size)
-        for own, size in zip(jobs, sizes, strict=True)
-    }
-    return tuple(made[id(own), size] for own, size in zip(jobs, sizes, strict=True))
-
-
-def usable_of(job: AnyJob) -> int:
-    """`usable_bytes`, of several pools those of the roomiest."""
-    return max(map(usable_bytes, job.pools))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,19 +43,24 @@ class Placement:
     pools: tuple[int, ...]
     stages: tuple[int, ...]
 
-    def sizes(self, job: PooledJob) -> tuple[int, ...]:
+    def sizes(self, job: Job) -> tuple[int, ...]:
         """The ranks of a stage of each pool."""
         pairs = zip(self.pools, self.stages, strict=True)
-        return tuple(job.pools[pool].cluster.num_devices // stages for pool, stages in pairs)
+        return tuple(job.by_group[pool].cluster.num_devices // stages for pool, stages in pairs)
 
-    def settings(self, job: PooledJob, pipeline: PipelineConfig) -> tuple[Setting, ...]:
+    def of_stages(self, job: Job) -> list[tuple[int, int]]:
+        """The pool of each stage, and its ranks."""
+        alike = zip(self.pools, self.sizes(job), self.stages, strict=True)
+        return [(pool, size) for pool, size, count in alike for _ in range(count)]
+
+    def settings(self, job: Job, pipeline: PipelineConfig) -> tuple[Setting, ...]:
         """The setting of the stages of each pool, which are all alike."""
         sizes = zip(self.pools, self.sizes(job), strict=True)
-        return tuple(Setting(job=job.pools[pool], pipeline=pipeline, stage_size=size) for pool, size in sizes)
+        return tuple(Setting(job=job.by_group[pool], pipeline=pipeline, stage_size=size) for pool, size in sizes)
 
 
 def pooled_tables(
-    job: PooledJob,
+    job: Job,
     placement: Placement,
     pipeline: PipelineConfig,
     strategies: Sequence[tuple[Strategy, ...]],
@@ -155,8 +76,8 @@ def pooled_tables(
     for start, seconds in zip(starts, border, strict=False):
         transfer_s[start] = seconds
     blocks = [[_switches(parts, settings, row, column) for column in range(len(parts))] for row in range(len(parts))]
-    most_bytes = usable_of(job)
-    spared = [most_bytes - usable_bytes(job.pools[pool]) for pool in placement.pools]
+    most_bytes = usable_bytes(job)
+    spared = [most_bytes - usable_bytes(job.by_group[pool]) for pool in placement.pools]
     pools = Pools(
         of_strategies=np.repeat(np.arange(len(parts)), [len(part.strategies) for part in parts]),
         of_stages=of_stages,
