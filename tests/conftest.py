@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
@@ -21,6 +22,9 @@ import steelyard.modules  # noqa: F401  which splits the models that tests make 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # modules with plans of such models are imported before any test runs
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="steelyard-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+torch.set_num_threads(1)
+"""As ranks have: threads that wait for each other spin, at several times the CPU of the work where cores are shared."""
 
 settings.register_profile(
     "steelyard", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None

@@ -105,6 +105,7 @@ def test_all_lists_every_strategy_and_every_setting_with_a_reason(
         assert expected in output
 
 
+@pytest.mark.slow
 def test_a_slower_plan_by_hand_has_the_best_plan_as_its_rival(run: Run, plan_path: Path, tmp_path: Path) -> None:
     by_hand = json.loads(plan_path.read_text()) | {"num_microbatches": 4, "schedule": "1f1b"}
     del by_hand["prediction"]

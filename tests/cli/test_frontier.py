@@ -28,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[TradeOffs, Path]:
     from steelyard.cli.app import app
 
     page = tmp_path_factory.mktemp("figures") / "frontier.html"
-    arguments = ["frontier", *JOB, "--memory", TIGHT, "--points", 8, "--price", 2, "--json", "-o", page]
+    arguments = ["frontier", *JOB, "--memory", TIGHT, "--points", 5, "--price", 2, "--json", "-o", page]
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return TradeOffs.model_validate(json.loads(result.stdout)), page
@@ -71,6 +71,7 @@ def test_cost_is_price_times_devices_times_time_over_tokens(found: tuple[TradeOf
             assert point.cost_per_billion_tokens == pytest.approx(money / tokens * 1e9)
 
 
+@pytest.mark.slow
 def test_the_page_has_axes_with_units_the_budget_and_the_plan(found: tuple[TradeOffs, Path]) -> None:
     text = found[1].read_text()
     for expected in ("memory per device (GiB)", "step time (s)", "devices", "this plan", "cost of a billion tokens"):

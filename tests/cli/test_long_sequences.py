@@ -45,6 +45,7 @@ def test_the_plan_file_keeps_the_warning(folder: Path) -> None:
     assert warning.startswith(WARNING)
 
 
+@pytest.mark.slow
 def test_explain_warns(folder: Path) -> None:
     console = Console(width=1000)
     with console.capture() as printed:

@@ -41,6 +41,7 @@ def test_a_plan_keeps_the_path_and_the_hash_of_its_profile(folder: Path) -> None
     assert len(prediction.profile.file.sha256) == 64
 
 
+@pytest.mark.slow
 def test_explain_finds_the_profile_by_itself(run: Run, folder: Path) -> None:
     assert "Best plan instead" in explained(run, "plan.json")
 
@@ -76,6 +77,7 @@ def test_a_profile_that_changed_is_said_to_have(run: Run, folder: Path) -> None:
     assert f"{LEFT_OUT}: profile.json, which has changed since" in explained(run, "plan.json")
 
 
+@pytest.mark.slow
 def test_a_changed_profile_that_is_given_is_taken(run: Run, folder: Path) -> None:
     (folder / "profile.json").write_text(dump_json(measured_profile(chain(), (1, 2, 8))))
     assert "Best plan instead" in run("explain", "plan.json", "--profile", "profile.json").stdout
@@ -88,6 +90,7 @@ def test_a_timeline_cannot_do_without_its_profile(run: Run, folder: Path) -> Non
     assert "no file profile.json" in error.found
 
 
+@pytest.mark.slow
 def test_a_plan_by_hand_is_priced_from_a_profile_that_is_given(run: Run, folder: Path) -> None:
     by_hand = json.loads((folder / "plan.json").read_text())
     del by_hand["prediction"]
@@ -104,6 +107,7 @@ def planned(run: Run, batch: int, *options: object) -> str:
     return " ".join(result.stdout.split())
 
 
+@pytest.mark.slow
 def test_what_lies_beyond_the_measured_sizes_is_left_out_and_said_so(run: Run, folder: Path) -> None:
     text = planned(run, 64, "-o", "large.json")
     assert "left out: 16, 32, 64 samples on a rank (the profile measured 1, 2, 4 and holds for 0.5 to 8" in text
@@ -129,6 +133,7 @@ def test_nothing_is_left_out_of_a_batch_that_the_profile_reaches(run: Run, folde
     assert "left out" not in planned(run, 8)
 
 
+@pytest.mark.slow
 def test_where_no_size_is_reached_the_measured_sizes_are_named(run: Run, folder: Path) -> None:
     options = ("--stages", 1, "--microbatches", 1)
     result = run("plan", "config.json", *JOB, "--global-batch", 64, "--profile", "profile.json", *options)
@@ -137,6 +142,7 @@ def test_where_no_size_is_reached_the_measured_sizes_are_named(run: Run, folder:
     assert "measured 1, 2, 4" in result.stderr
 
 
+@pytest.mark.slow
 def test_why_not_a_size_that_was_not_measured_says_so(run: Run, folder: Path) -> None:
     planned(run, 64, "-o", "large.json")
     output = run("explain", "large.json", "--why-not", "microbatches=1, tp=4").stdout

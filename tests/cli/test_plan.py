@@ -8,7 +8,9 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from steelyard.cli.app import app
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.file import dump_json, read_plan
 from steelyard.planning.complete import find_plan
@@ -28,14 +30,24 @@ USED_BY_PLAN = {
 """Modules of the planner that a plan on one pool needs: each that it does not need takes a part of its second."""
 
 
-def test_plan_is_written_and_reads_back(run: Run, tmp_path: Path) -> None:
-    result = run("plan", *SMALL, "-o", tmp_path / "plan.json")
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What is printed of the plan of the job, and where the plan is: beside a name that is kept as it is."""
+    folder = tmp_path_factory.mktemp("plan") / ("a-[b]-name-" + "long-" * 20)
+    folder.mkdir()
+    arguments = ["plan", *SMALL, "-o", folder / "plan.json"]
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
-    plan = read_plan(tmp_path / "plan.json")
+    return result.output, folder / "plan.json"
+
+
+def test_plan_is_written_and_reads_back(planned: tuple[str, Path]) -> None:
+    plan = read_plan(planned[1])
     assert plan.prediction is not None
     assert all(stage.total_bytes <= plan.prediction.budget_bytes for stage in plan.prediction.stages)
 
 
+@pytest.mark.slow
 def test_a_written_plan_carries_plans_of_less_memory(run: Run, tmp_path: Path) -> None:
     run("plan", *SMALL, "-o", tmp_path / "plan.json", "--fallbacks", 1)
     plan = read_plan(tmp_path / "plan.json")
@@ -43,20 +55,21 @@ def test_a_written_plan_carries_plans_of_less_memory(run: Run, tmp_path: Path) -
     assert peak_bytes(plan.fallback_plan(0)) < peak_bytes(plan)
 
 
-def test_plan_shows_time_tokens_mfu_and_memory_against_the_budget(run: Run) -> None:
-    output = run("plan", *SMALL).output
+def test_plan_shows_time_tokens_mfu_and_memory_against_the_budget(planned: tuple[str, Path]) -> None:
+    output, _ = planned
     for expected in ("a step", "tokens/s/device", "MFU", "left of the budget", "optimal for the cost tables"):
         assert expected in output
 
 
+@pytest.mark.slow
 def test_without_a_global_batch_every_device_has_a_sample_and_it_is_said(run: Run, tmp_path: Path) -> None:
     result = run("plan", "llama3.2-1b", *JOB[:4], "-o", tmp_path / "plan.json")
     assert "global batch: 8, a sample for each device (--global-batch decides otherwise)" in result.output
     assert read_plan(tmp_path / "plan.json").global_batch == 8
 
 
-def test_a_named_global_batch_is_not_said_again(run: Run) -> None:
-    assert "global batch:" not in run("plan", *SMALL).output
+def test_a_named_global_batch_is_not_said_again(planned: tuple[str, Path]) -> None:
+    assert "global batch:" not in planned[0]
 
 
 @pytest.mark.slow
@@ -75,6 +88,7 @@ def test_days_and_money_for_tokens_are_said_written_and_scaled_when_priced_again
     assert again["training"]["days"] == pytest.approx(plan.training.days * factor)
 
 
+@pytest.mark.slow
 def test_json_is_the_plan_file(run: Run, tmp_path: Path) -> None:
     result = run("plan", *SMALL, "--json", "-o", tmp_path / "plan.json")
     assert json.loads(result.output) == json.loads((tmp_path / "plan.json").read_text())
@@ -216,13 +230,13 @@ def test_an_unknown_option_exits_2_and_names_the_nearest(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_explain_shows_the_plan_that_was_found(run: Run, tmp_path: Path) -> None:
-    run("plan", *SMALL, "-o", tmp_path / "plan.json")
-    result = run("explain", tmp_path / "plan.json")
+def test_explain_shows_the_plan_that_was_found(run: Run, planned: tuple[str, Path]) -> None:
+    result = run("explain", planned[1])
     assert result.exit_code == 0, result.output
     assert "Best plan instead" in result.output
 
 
+@pytest.mark.slow
 def test_explain_prices_a_plan_written_by_hand(run: Run, tmp_path: Path) -> None:
     by_hand = {
         "version": 1,
@@ -243,9 +257,10 @@ def test_explain_prices_a_plan_written_by_hand(run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_searched_plan_is_no_slower_than_one_by_hand_for_the_same_job(run: Run, tmp_path: Path) -> None:
-    run("plan", *SMALL, "-o", tmp_path / "best.json")
-    best = read_plan(tmp_path / "best.json")
+def test_a_searched_plan_is_no_slower_than_one_by_hand_for_the_same_job(
+    run: Run, planned: tuple[str, Path], tmp_path: Path
+) -> None:
+    best = read_plan(planned[1])
     by_hand = best.model_dump(mode="json", exclude_none=True, exclude={"prediction"})
     by_hand |= {"num_microbatches": 2, "schedule": "1f1b"}
     by_hand["stages"] = [{"ranks": [0, 7], "runs": [{"layers": [0, 17], "parallel": "fsdp8"}]}]
@@ -304,11 +319,9 @@ def test_the_next_commands_are_printed(run: Run, tmp_path: Path) -> None:
     assert "-o plan.json" in run("plan", *SMALL).output
 
 
-def test_the_next_commands_keep_a_path_as_it_is(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / ("a-[b]-name-" + "long-" * 20)
-    folder.mkdir()
-    output = run("plan", *SMALL, "-o", folder / "plan.json").output
-    assert f"why this plan: steelyard explain '{folder / 'plan.json'}'\n" in output
+def test_the_next_commands_keep_a_path_as_it_is(planned: tuple[str, Path]) -> None:
+    output, path = planned
+    assert f"why this plan: steelyard explain '{path}'\n" in output
 
 
 def test_exit_codes_are_documented_where_help_is(run: Run) -> None:

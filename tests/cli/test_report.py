@@ -71,6 +71,7 @@ def test_json_has_the_plan_its_frontier_and_its_rivals(run: Run, plan_path: Path
     assert 0 <= found["bubble_share"] < 1
 
 
+@pytest.mark.slow
 def test_a_plan_by_hand_is_priced(run: Run, plan_path: Path, tmp_path: Path) -> None:
     content = json.loads(plan_path.read_text())
     del content["prediction"]

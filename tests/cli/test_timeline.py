@@ -56,6 +56,7 @@ def test_json_gives_the_step_time_and_what_is_shown(run: Run, interleaved: Path,
     assert "4 of 8 microbatches" in run(*arguments[:-1]).output
 
 
+@pytest.mark.slow
 def test_the_step_is_that_of_the_plan_with_what_is_fixed(run: Run, interleaved: Path, tmp_path: Path) -> None:
     priced = tmp_path / "priced.json"
     explained = json.loads(run("explain", interleaved, "-o", priced, "--json").output)["plan"]

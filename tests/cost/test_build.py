@@ -36,6 +36,7 @@ def job_of_a_framework() -> Job:
     return replace(job(), execution=MEGATRON_CORE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", [job, measured_job, mixtral, job_of_a_framework])
 def test_settings_priced_together_cost_what_each_does_alone(of) -> None:
     own, known = of(), KnownCosts(COUNTS)

@@ -92,6 +92,7 @@ def test_an_imbalance_sends_as_many_times_more(setting: Setting) -> None:
     assert more["backward", "experts"] == 1.5 * even["backward", "experts"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "held", "shard"),
     [

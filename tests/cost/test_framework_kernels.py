@@ -103,6 +103,7 @@ def test_torchtitan_repeats_three_of_seven_products(traced: Job) -> None:
     assert more == 2 * SEQ_LEN * (512 * 256 + 512 * 512 + 512 * 1536)
 
 
+@pytest.mark.slow
 def test_torchtitan_keeps_as_much_less(traced: Job) -> None:
     kept = [
         layer_of(job, "block", 1, False).recomputation("selective") for job in (traced, job_under(traced, TORCHTITAN))

@@ -106,6 +106,7 @@ def test_the_statement_stays_a_comment(target: str) -> None:
             assert target == "kubeflow" or all(line.startswith("#") for line in lines)
 
 
+@pytest.mark.slow
 def test_what_a_container_runs_and_is_made_from_stay_apart() -> None:
     content = dict(files_of(uniform("fsdp8", devices=8), "kubeflow", HOSTILE))["pytorchjob.yaml"]
     job = list(yaml.safe_load_all(content))[1]

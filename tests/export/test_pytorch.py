@@ -20,9 +20,10 @@ from steelyard.model.split import BlockCall, SplitStream
 from steelyard.plan.plan import Plan
 from tests.export import script_cases
 from tests.export.examples import TINY, exported, mixed, read, text_of, uneven_pipeline, uniform
-from tests.export.script_cases import CASES, FOLDER, NUM_RANKS, NUM_STEPS, content_of
+from tests.export.script_cases import CASES, NUM_STEPS, SAMPLE, content_of
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
-from tests.runtime.processes import one_process, run_ranks
+from tests.runtime.processes import one_process, run_module
+from tests.sample import asked, sampled
 
 pytestmark = pytest.mark.slow
 
@@ -260,15 +261,12 @@ def test_data_that_a_model_does_not_read_is_named(tmp_path: Path, case: str, nam
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data, the JSON file of every case, and the metrics that the script writes of it."""
     path = tmp_path_factory.mktemp("script")
     script_cases.write_data(path)
-    for name, content in script_cases.contents().items():
-        (path / f"{name}.json").write_text(json.dumps(content))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FOLDER, str(path))
-        run_ranks("tests.export.script_cases:train_cases", NUM_RANKS, path)
+    script_cases.write_contents(path, asked(request, "trained_case"))
+    run_module("tests.export.script_cases", path, result=path / "result.json")
     return path
 
 
@@ -297,13 +295,13 @@ def expected(folder: Path) -> Callable[[str], list[float]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("trained_case", sampled(CASES, SAMPLE))
 def test_a_plan_trains_with_the_results_of_one_process(
-    name: str, folder: Path, expected: Callable[[str], list[float]]
+    trained_case: str, folder: Path, expected: Callable[[str], list[float]]
 ) -> None:
-    found = trained(folder / f"{name}.jsonl")
+    found = trained(folder / f"{trained_case}.jsonl")
     assert len(found) == 2 * NUM_STEPS
-    assert found == pytest.approx(expected(name), rel=TOLERANCES[CASES[name]().precision])
+    assert found == pytest.approx(expected(trained_case), rel=TOLERANCES[CASES[trained_case]().precision])
 
 
 @pytest.mark.processes

@@ -92,6 +92,7 @@ def test_an_interleaved_plan_keeps_its_chunks() -> None:
     assert shape(small) == shape(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "strategy"),
     [
@@ -143,6 +144,7 @@ def test_of_equal_blocks_of_a_classifier_two_are_kept() -> None:
     assert small.chain().config["num_hidden_layers"] == 4
 
 
+@pytest.mark.slow
 def test_a_model_of_stages_has_small_images_of_as_many_windows() -> None:
     sizes = {"image_size": 224, "patch_size": 4, "window_size": 28, "embed_dim": 96, "num_heads": [3, 6]}
     config = FAMILY_CONFIGS["swin"] | sizes | {"depths": [2, 4]}
@@ -162,6 +164,7 @@ def test_blocks_that_are_kept_share_their_table() -> None:
     assert [each.copies for each in small.shared[1:]] == [((1, table), (2, table)), ((4, table), (5, table))]
 
 
+@pytest.mark.slow
 def test_dropout_of_a_model_that_splits_by_its_structure_is_off_where_its_config_does_not_give_it() -> None:
     config = {key: value for key, value in FAMILY_CONFIGS["t5"].items() if key != "dropout_rate"}
     plan = make_plan(config, ", ".join(["single"] * 7), num_devices=1, seq_len=16)

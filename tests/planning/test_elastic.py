@@ -152,7 +152,7 @@ def test_what_was_asked_is_given_up_where_nothing_that_is_left_can_have_it(job: 
 def test_devices_that_hold_no_plan_are_an_error_that_says_what_to_do(job: Job) -> None:
     tight = job.on(cluster=with_shape(job.cluster, 2, 8), budget_bytes=13_000_000_000)
     with pytest.raises(NothingFitsError, match="1 device left, no part of which has a plan") as raised:
-        replan(plan_of(tight), (1,), HERE)
+        replan(plan_of(tight, Decisions(num_stages=1)), (1,), HERE)
     assert "start again when devices are back" in str(raised.value)
 
 

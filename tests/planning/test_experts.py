@@ -65,6 +65,7 @@ def test_a_pin_of_all_layers_is_for_those_with_experts(job: Job) -> None:
     assert degrees == [4 if kind.num_experts else 1 for kind in kinds]
 
 
+@pytest.mark.slow
 def test_the_space_of_the_papers_divides_no_experts(job: Job) -> None:
     assert {each.expert_degree for each in stage_strategies(job, 8, Decisions(space="paper"))} == {1}
 

@@ -125,6 +125,7 @@ def test_a_measured_profile_is_of_a_model_that_is_trained_whole() -> None:
         make_job(whole, "1x4xcpu", freeze=FROZEN, profile=measured_profile(whole), **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_other_frameworks_are_refused_by_name(target: Any, plan: Plan) -> None:
     if target.starts_steelyard:

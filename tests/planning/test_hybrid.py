@@ -81,7 +81,11 @@ def test_over_slow_links_between_nodes_it_is_found_among_all_pipelines(llama: Jo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("nodes", "share", "batch"), [(1, 1.0, 64), (2, 1.0, 256), (16, 8.0, 1024), (16, 0.2, 1024), (128, 0.2, 4096)]
+    ("nodes", "share", "batch"),
+    [
+        *((1, 1.0, 64), (2, 1.0, 256), (16, 8.0, 1024), (16, 0.2, 1024)),
+        pytest.param(128, 0.2, 4096, marks=pytest.mark.nightly),  # over as many nodes both are searched above, too
+    ],
 )
 def test_the_full_space_is_never_slower_than_the_papers(llama: Job, nodes: int, share: float, batch: int) -> None:
     machines = with_links(parse_cluster(f"{nodes}x8xa100-80gb"), share)

@@ -149,6 +149,7 @@ def called(asked: Asked, folder: Path) -> dict[str, Any]:
     return {name: at(folder, value) for name, value in asked.called.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", cases(ASKED))
 def test_the_shell_and_python_get_the_same_file(asked: Asked, folder: Path, tmp_path: Path) -> None:
     plan = find_plan(
@@ -159,6 +160,7 @@ def test_the_shell_and_python_get_the_same_file(asked: Asked, folder: Path, tmp_
     assert written == (tmp_path / "called.json").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", cases(OTHERWISE))
 def test_the_shell_and_a_request_get_the_same_file(asked: Asked, folder: Path, tmp_path: Path) -> None:
     request = make_request(at(folder, asked.model), asked.cluster, **{"seq_len": 32} | called(asked, folder))

@@ -19,7 +19,7 @@ class Case:
     """
 
     make: "partial[Plan]"
-    num_steps: int = 3
+    num_steps: int = 2
     fault: str | None = None
 
     @cached_property
@@ -35,10 +35,10 @@ class Case:
 _CONTROL = partial(make_plan, "llama-tied", "fsdp8, dp8, tp2-fsdp4, dp4-tp2", global_batch=16, num_microbatches=2)
 
 
-def _brief(config: str, *stages: str, schedule: str = "1f1b", precision: str = "fp32") -> Case:
-    """Two steps of two microbatches."""
+def _brief(config: str, *stages: str, schedule: str = "1f1b", precision: str = "fp32", num_steps: int = 1) -> Case:
+    """A step of two microbatches, which no step follows that could find something else."""
     options = {"num_microbatches": 2, "global_batch": 16, "schedule": schedule, "precision": precision}
-    return Case(make=partial(make_plan, config, *stages, **options), num_steps=2)
+    return Case(make=partial(make_plan, config, *stages, **options), num_steps=num_steps)
 
 
 CASES: dict[str, Case] = {
@@ -52,7 +52,7 @@ CASES: dict[str, Case] = {
         )
     ),
     "one stage, one microbatch": Case(
-        make=partial(make_plan, "qwen2", "dp8, fsdp8 zero2, dp2-tp4+sp, dp8", num_microbatches=1), num_steps=2
+        make=partial(make_plan, "qwen2", "dp8, fsdp8 zero2, dp2-tp4+sp, dp8", num_microbatches=1)
     ),
     "two stages, 1f1b": Case(
         make=partial(
@@ -75,8 +75,7 @@ CASES: dict[str, Case] = {
     "four stages, gpipe": Case(
         make=partial(
             make_plan, "llama", "dp2, fsdp2 remat=full, tp2", "dp2, tp2+sp", "tp2", "fsdp2, dp2", schedule="gpipe"
-        ),
-        num_steps=2,
+        )
     ),
     "tied, two stages of two chunks": Case(
         make=partial(
@@ -88,20 +87,21 @@ CASES: dict[str, Case] = {
             "tp2-fsdp2+sp",
             num_chunks=2,
             schedule="interleaved-1f1b",
-        ),
-        num_steps=2,
+        )
     ),
     "tied, one stage": Case(make=partial(make_plan, "llama-tied", "fsdp8, dp8, fsdp4-tp2, tp2-dp4+sp")),
     "tied, one stage, both orders": _brief("llama-tied", "tp2-fsdp4+sp, dp8, fsdp8, fsdp4-tp2+sp"),
     "tied, two stages, alike": _brief("llama-tied", "fsdp2-tp2+sp, dp4", "fsdp4, fsdp2-tp2"),
     "tied, two stages, replicated": _brief("llama-tied", "dp4, fsdp4", "tp2-fsdp2, dp4"),
     "tied, two stages": Case(make=partial(make_plan, "llama-tied", "fsdp2-tp2+sp, dp4", "fsdp4, tp2-fsdp2")),
-    "tied, four stages": Case(
-        make=partial(make_plan, "llama-tied", "dp2", "fsdp2", "tp2", "fsdp2", schedule="gpipe"), num_steps=2
-    ),
+    "tied, four stages": Case(make=partial(make_plan, "llama-tied", "dp2", "fsdp2", "tp2", "fsdp2", schedule="gpipe")),
     "tied, four stages, tensor parallel": _brief("llama-tied", "tp2+sp", "dp2", "tp2", "dp2", schedule="gpipe"),
     "bf16": _brief(
-        "llama", "fsdp4, dp4, fsdp2-tp2+sp remat=selective, tp2-fsdp2", "dp4, tp4+sp, fsdp4, tp4", precision="bf16"
+        "llama",
+        "fsdp4, dp4, fsdp2-tp2+sp remat=selective, tp2-fsdp2",
+        "dp4, tp4+sp, fsdp4, tp4",
+        precision="bf16",
+        num_steps=2,
     ),
     "control: no fault": Case(make=_CONTROL, num_steps=1),
     "control: gradients of a replicated layer not summed": Case(make=_CONTROL, num_steps=1, fault="no dp sum"),
@@ -109,3 +109,5 @@ CASES: dict[str, Case] = {
     "control: ranks read the same samples": Case(make=_CONTROL, num_steps=1, fault="same samples"),
     "control: tied gradients not summed": Case(make=_CONTROL, num_steps=1, fault="untied"),
 }
+NIGHTLY = {"two stages, 1f1b", "four stages, gpipe"}
+"""One step of both schedules is in `tests.runtime.leaf_cases`, further ones in four stages under 1f1b."""

@@ -27,11 +27,14 @@ def _case(
     *stages: str,
     split: ModelSplit | None = None,
     num_microbatches: int = 2,
+    num_steps: int = 1,
     **options: object,
 ) -> Case:
-    """Two steps of sixteen samples."""
+    """A step of sixteen samples."""
     sizes = {"num_microbatches": num_microbatches, "global_batch": 16, "num_devices": NUM_DEVICES}
-    return Case(make=partial(frozen_plan, patterns, config, *stages, split=split, **sizes, **options), num_steps=2)
+    return Case(
+        make=partial(frozen_plan, patterns, config, *stages, split=split, **sizes, **options), num_steps=num_steps
+    )
 
 
 def _featured(name: str, patterns: Sequence[str], *stages: str) -> Case:
@@ -44,15 +47,20 @@ TOWER = ("model.vision_tower",)
 ALL_BUT_PROJECTOR = (*TOWER, "model.language_model", "lm_head")
 
 CASES: dict[str, Case] = {
-    "llama, replicated": _case("llama", MIXED, "dp4, dp4, dp4 remat=full, dp4, dp4, dp4 remat=selective, dp4, dp4"),
+    "llama, replicated": _case(
+        "llama", MIXED, "dp4, dp4, dp4 remat=full, dp4, dp4, dp4 remat=selective, dp4, dp4", num_steps=2
+    ),
     "llama, sharded": _case(
-        "llama", MIXED, "fsdp4 zero2, fsdp4, fsdp4 zero2, fsdp4, fsdp4, fsdp4 zero2 remat=full, fsdp4, fsdp4"
+        "llama",
+        MIXED,
+        "fsdp4 zero2, fsdp4, fsdp4 zero2, fsdp4, fsdp4, fsdp4 zero2 remat=full, fsdp4, fsdp4",
+        num_steps=2,
     ),
     "llama, hybrid and tensors": _case(
         "llama", MIXED, "dp2-fsdp2, fsdp2-tp2+sp, tp4, dp2-tp2 remat=full, tp2-fsdp2, fsdp2-tp2+sp, dp2-fsdp2, tp4"
     ),
     "llama, a stage without a backward pass": _case(
-        "llama", MIXED, "fsdp2, dp2 remat=full, fsdp2", "dp2, fsdp2, dp2, fsdp2, dp2"
+        "llama", MIXED, "fsdp2, dp2 remat=full, fsdp2", "dp2, fsdp2, dp2, fsdp2, dp2", num_steps=2
     ),
     "llama, two stages without a backward pass": _case(
         "llama", MIXED, "single", "single, single", "single, single, single", "single, single", num_microbatches=8
@@ -62,7 +70,7 @@ CASES: dict[str, Case] = {
         "llama", FIRST, "dp2", "fsdp2, dp2", "dp2, dp2", "fsdp2, dp2, dp2", num_chunks=2, schedule="interleaved-1f1b"
     ),
     "llama, bf16": _case("llama", MIXED, "fsdp2, dp2", "dp2, fsdp2, tp2, fsdp2, fsdp2, dp2", precision="bf16"),
-    "tied matrix frozen": _case("llama-tied", ("lm_head",), "dp2, fsdp2", "fsdp2, dp2"),
+    "tied matrix frozen": _case("llama-tied", ("lm_head",), "dp2, fsdp2", "fsdp2, dp2", num_steps=2),
     "tied matrix trained": _case("llama-tied", ("model.layers.0",), "dp2, fsdp2", "fsdp2, dp2"),
     "llava, tower": _featured("llava", TOWER, "fsdp4, tp2-fsdp2, dp4 remat=full, fsdp2-tp2, tp2-dp2, fsdp4, dp4"),
     "llava, tower, cut inside it": _featured("llava", TOWER, "fsdp2, dp2", "fsdp2, tp2, dp2, fsdp2, dp2"),
@@ -74,3 +82,6 @@ CASES: dict[str, Case] = {
     ),
     "whisper, decoder": _featured("whisper", ("model.decoder",), "fsdp4, dp4, tp2-dp2, fsdp2-tp2, tp4, fsdp4, dp4"),
 }
+NIGHTLY = {"llava, tower, cut before the text", "whisper, encoder, cut inside the decoder"}
+"""Their models stay with a cut elsewhere."""
+SAMPLE = [name for name in CASES if name not in NIGHTLY]

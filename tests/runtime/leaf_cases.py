@@ -1,9 +1,9 @@
 """For Llama every leaf of the decision tree over 4 and 8 devices, every pipeline degree and every schedule.
 
 The leaves take turns on the layers of one-stage plans, so that each strategy meets others before and after it. Over 4
-devices each comes with every kind of remat; over 8, which divide layers no further in kind, every order and degree
-comes once, with sp, ZeRO stage and remat in turn. Every pipeline degree runs under every schedule, with the leaves of
-its stages in turn.
+devices each comes with one kind of remat, in turn, and at night with every kind; over 8, which divide layers no further
+in kind, every order and degree comes once, with sp, ZeRO stage and remat in turn. Every pipeline degree runs under
+every schedule, with the leaves of its stages in turn.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby, product
 
+from steelyard.plan.kinds import Kind
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.search.space import SpaceOptions, enumerate_levels, mixing
 from tests.runtime.cases import Case
@@ -49,12 +50,34 @@ def one_of_each_order(strategies: list[Strategy]) -> list[Strategy]:
     return [group[4 * place % len(group)] for place, group in enumerate(groups)]
 
 
+def kinds_and_remat(strategy: Strategy) -> tuple[tuple[Kind, ...], Remat]:
+    """What a fault of recomputation is likely to depend on."""
+    return tuple(level.kind for level in strategy.levels), strategy.remat
+
+
+def with_remat_in_turn(strategies: list[Strategy]) -> list[Strategy]:
+    """Of the strategies that differ in their remat alone one, in turn, and every kind of it under every order."""
+    groups = [list(group) for _, group in groupby(strategies, key=lambda each: replace(each, remat=Remat.NONE))]
+    found = [group[place % len(group)] for place, group in enumerate(groups)]
+    for strategy in strategies:
+        if kinds_and_remat(strategy) not in map(kinds_and_remat, found):
+            found.append(strategy)
+    return found
+
+
+FURTHER = "further "
+"""How the names of cases begin whose leaves another kind of remat stands for."""
+
+
 def _cases_of_leaves() -> Iterator[tuple[str, Case]]:
-    for num_devices, every in ((4, leaves(4)), (_NUM_DEVICES, one_of_each_order(leaves(_NUM_DEVICES)))):
+    of_four = with_remat_in_turn(leaves(4))
+    further = [each for each in leaves(4) if each not in of_four]
+    of_eight = one_of_each_order(leaves(_NUM_DEVICES))
+    for what, num_devices, every in (("", 4, of_four), (FURTHER, 4, further), ("", _NUM_DEVICES, of_eight)):
         for first in range(0, len(every), _LAYERS):
             blocks = every[first : first + _LAYERS]
             chosen = [_edge(blocks[-1]), *blocks, _edge(blocks[0])]
-            name = f"leaves {first} to {first + len(blocks) - 1} of {num_devices} devices"
+            name = f"{what}leaves {first} to {first + len(blocks) - 1} of {num_devices} devices"
             yield name, _case(", ".join(map(str, chosen)), num_devices=num_devices)
 
 
@@ -65,7 +88,7 @@ def _cases_of_schedules() -> Iterator[tuple[str, Case]]:
             chunks = 2 if schedule == "interleaved-1f1b" else 1
             parts = [every[(2 * part) % len(every)] for part in range(degree * chunks)]
             others = [every[(2 * part + 5) % len(every)] for part in range(degree * chunks)]
-            stages = [f"{one}, {two}" for one, two in zip(parts, others, strict=True)]
+            stages = [f"{one}, {two}" if chunks == 1 else f"{one}" for one, two in zip(parts, others, strict=True)]
             stages[0] = f"{_edge(parts[0])}, {stages[0]}"
             stages[-1] = f"{stages[-1]}, {_edge(parts[-1])}"
             yield f"{degree} stages, {schedule}", _case(*stages, schedule=schedule, num_chunks=chunks)
@@ -73,7 +96,7 @@ def _cases_of_schedules() -> Iterator[tuple[str, Case]]:
 
 def _case(*stages: str, schedule: str = "1f1b", num_chunks: int = 1, num_devices: int = _NUM_DEVICES) -> Case:
     num_blocks = sum(len(stage.split(",")) for stage in stages) - 2
-    microbatches = max(2, len(stages))
+    microbatches = max(2, len(stages) // num_chunks)
     make = partial(
         make_plan,
         _config(num_blocks),

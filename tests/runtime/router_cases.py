@@ -28,9 +28,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _case(config: str, *stages: str, num_chunks: int = 1, sizes: tuple[int, ...] | None = None, **options: Any) -> Case:
-    """Two steps of two microbatches of eight samples on four devices."""
-    fault = options.pop("fault", None)
+def _case(
+    config: str,
+    *stages: str,
+    num_chunks: int = 1,
+    sizes: tuple[int, ...] | None = None,
+    num_steps: int = 1,
+    fault: str | None = None,
+    **options: Any,
+) -> Case:
+    """A step of two microbatches of eight samples on four devices."""
     options["split"] = OLMOE_SPLIT if config == "olmoe" else None
     make = partial(
         make_plan,
@@ -45,11 +52,11 @@ def _case(config: str, *stages: str, num_chunks: int = 1, sizes: tuple[int, ...]
         sizes=sizes,
         **options,
     )
-    return Case(make=make, num_steps=2, fault=fault)
+    return Case(make=make, num_steps=num_steps, fault=fault)
 
 
 CASES: dict[str, Case] = {
-    "mixtral, sharded": _case("mixtral", "fsdp4, fsdp4 ep2, fsdp4 ep4 remat=full, fsdp4"),
+    "mixtral, sharded": _case("mixtral", "fsdp4, fsdp4 ep2, fsdp4 ep4 remat=full, fsdp4", num_steps=2),
     "mixtral, replicated": _case("mixtral", "dp4, dp4 ep2 remat=selective, fsdp4 zero2, dp4"),
     "mixtral, beside tp": _case("mixtral", "tp4, fsdp2-tp2+sp ep2 remat=full, dp2-tp2, tp4+sp"),
     "mixtral, beside cp": _case("mixtral", "fsdp2-cp2, fsdp2-cp2 ep2, cp2-tp2+sp remat=selective, fsdp2-cp2"),
@@ -64,3 +71,6 @@ CASES: dict[str, Case] = {
     "olmoe, two stages": _case("olmoe", "dp2, fsdp2 ep2 remat=selective", "tp2, fsdp2"),
     "control: ranks count their own tokens alone": _case("mixtral", "dp4, dp4, fsdp4, dp4", fault="routers alone"),
 }
+NIGHTLY = {"olmoe, two stages"}
+"""Of mixtral two stages stay, of olmoe one."""
+SAMPLE = [name for name in CASES if name not in NIGHTLY]

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from steelyard.plan.parity import TOLERANCES
-from tests.runtime.frozen_cases import CASES
+from tests.runtime.frozen_cases import CASES, SAMPLE
 from tests.runtime.processes import run_parity
+from tests.sample import asked, sampled
 
 pytestmark = pytest.mark.processes
 
@@ -15,11 +16,12 @@ EXACT = [name for name in CASES if not name.endswith("bf16")]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run_parity("tests.runtime.frozen_cases", tmp_path_factory.mktemp("frozen") / "result.json")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    result = tmp_path_factory.mktemp("frozen") / "result.json"
+    return run_parity("tests.runtime.frozen_cases", result, asked(request))
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", sampled(EXACT, SAMPLE))
 def test_losses_gradients_and_weights_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
     found = results[name]
     assert found["losses"] == pytest.approx(found["expected_losses"], rel=LOSS_TOLERANCE)
@@ -28,12 +30,12 @@ def test_losses_gradients_and_weights_equal_one_process(results: dict[str, dict[
     assert found["same_loss_on_all_ranks"]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", sampled(EXACT, SAMPLE))
 def test_the_norm_is_of_what_is_trained(results: dict[str, dict[str, Any]], name: str) -> None:
     assert results[name]["norms"] == pytest.approx(results[name]["expected_norms"], rel=LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, SAMPLE))
 def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[str, Any]], name: str) -> None:
     """But for what is kept for a backward pass, where there is none."""
     plan, chain = CASES[name].plan, CASES[name].plan.chain()

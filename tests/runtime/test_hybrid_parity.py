@@ -5,21 +5,24 @@ from typing import Any
 import pytest
 
 from steelyard.plan.parity import TOLERANCES
-from tests.runtime.hybrid_cases import CASES
+from tests.runtime.hybrid_cases import CASES, SAMPLE
 from tests.runtime.processes import run_parity
+from tests.sample import asked, sampled
 
 pytestmark = pytest.mark.processes
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
+CONTROLS = ("control: shards not summed over replicas", "bf16")
 PLANS = [name for name, case in CASES.items() if case.fault is None and case.precision == "fp32"]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run_parity("tests.runtime.hybrid_cases", tmp_path_factory.mktemp("hybrid") / "result.json")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    names = [*asked(request), *CONTROLS]
+    return run_parity("tests.runtime.hybrid_cases", tmp_path_factory.mktemp("hybrid") / "result.json", names)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", sampled(PLANS, SAMPLE))
 def test_losses_gradients_and_norms_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
     found = results[name]
     assert found["losses"] == pytest.approx(found["expected_losses"], rel=LOSS_TOLERANCE)
@@ -28,7 +31,7 @@ def test_losses_gradients_and_norms_equal_one_process(results: dict[str, dict[st
     assert found["same_loss_on_all_ranks"]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.fault is None])
+@pytest.mark.parametrize("name", sampled([name for name, case in CASES.items() if case.fault is None], SAMPLE))
 def test_the_runtime_applied_the_strategies_of_the_plan(results: dict[str, dict[str, Any]], name: str) -> None:
     assert results[name]["strategies"] == [str(strategy) for strategy in CASES[name].plan.strategies]
 

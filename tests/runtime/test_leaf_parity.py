@@ -1,37 +1,50 @@
 """Llama under every leaf of 4 and 8 devices, pipeline degree and schedule: four or eight processes against one."""
 
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 
 from steelyard.plan.parity import TOLERANCES
-from tests.runtime.leaf_cases import CASES, leaves, one_of_each_order
+from steelyard.plan.strategy import Remat, Strategy
+from tests.runtime.leaf_cases import CASES, FURTHER, kinds_and_remat, leaves, one_of_each_order
 from tests.runtime.processes import run_parity
+from tests.sample import asked, sampled
 
+SAMPLE = [name for name in CASES if not name.startswith(FURTHER)]
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return run_parity("tests.runtime.leaf_cases", tmp_path_factory.mktemp("leaves") / "result.json")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    result = tmp_path_factory.mktemp("leaves") / "result.json"
+    return run_parity("tests.runtime.leaf_cases", result, asked(request))
 
 
-def strategies_used(num_devices: int) -> set[str]:
-    plans = [case.plan for case in CASES.values() if case.plan.num_devices == num_devices]
-    return {str(strategy) for plan in plans for strategy in plan.strategies}
+def strategies_used(num_devices: int, names: Iterable[str] = CASES) -> list[Strategy]:
+    plans = [CASES[name].plan for name in names if CASES[name].plan.num_devices == num_devices]
+    return [strategy for plan in plans for strategy in plan.strategies]
 
 
 @pytest.mark.slow
 def test_every_leaf_of_four_devices_is_in_a_plan() -> None:
-    assert {str(strategy) for strategy in leaves(4)} <= strategies_used(4)
+    assert {*leaves(4)} <= {*strategies_used(4)}
+
+
+@pytest.mark.slow
+def test_every_leaf_of_four_devices_is_in_the_sample_with_some_remat_and_every_order_with_each() -> None:
+    used = strategies_used(4, SAMPLE)
+    assert {replace(each, remat=Remat.NONE) for each in leaves(4)} <= {replace(each, remat=Remat.NONE) for each in used}
+    assert {*map(kinds_and_remat, leaves(4))} <= {*map(kinds_and_remat, used)}
 
 
 @pytest.mark.slow
 def test_every_order_and_degree_of_eight_devices_is_in_a_plan_and_what_comes_with_them_takes_turns() -> None:
     some = one_of_each_order(leaves(8))
-    assert {str(strategy) for strategy in some} <= strategies_used(8)
+    assert {*some} <= {*strategies_used(8)}
     assert [strategy.levels for strategy in some] == list({strategy.levels: None for strategy in leaves(8)})
     counts = Counter(strategy.remat for strategy in some)
     assert len(counts) == 3
@@ -47,7 +60,7 @@ def test_every_pipeline_degree_meets_every_schedule() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, SAMPLE))
 def test_losses_and_gradients_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
     found = results[name]
     assert found["losses"] == pytest.approx(found["expected_losses"], rel=LOSS_TOLERANCE)

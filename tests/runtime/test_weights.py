@@ -139,7 +139,8 @@ def test_a_bias_of_the_logits_that_the_model_itself_holds_is_read(tmp_path: Path
     assert torch.equal(logits, bias.expand(2, 4, 128))
 
 
-@pytest.mark.parametrize("name", FAMILY_CONFIGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sampled(FAMILY_CONFIGS, FAMILIES))
 def test_transformers_reads_every_family_under_the_names_that_are_exported(tmp_path: Path, name: str) -> None:
     chain = chain_from_config(FAMILY_CONFIGS[name], name=name)
     model = build_model(chain, seed=1)

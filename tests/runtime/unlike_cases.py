@@ -15,6 +15,7 @@ def _case(
     sizes: tuple[int, ...],
     num_microbatches: int = 3,
     samples: int = 4,
+    num_steps: int = 1,
     fault: str | None = None,
     **options: int | str,
 ) -> Case:
@@ -27,7 +28,7 @@ def _case(
         global_batch=samples * num_microbatches,
         **options,
     )
-    return Case(make=make, num_steps=2, fault=fault)
+    return Case(make=make, num_steps=num_steps, fault=fault)
 
 
 CASES: dict[str, Case] = {
@@ -41,7 +42,7 @@ CASES: dict[str, Case] = {
         schedule="gpipe",
     ),
     "1 + 2 + 1, tied": _case(
-        "llama-tied", "single", "fsdp2, tp2+sp", "single", sizes=(1, 2, 1), num_microbatches=4, samples=4
+        "llama-tied", "single", "fsdp2, tp2+sp", "single", sizes=(1, 2, 1), num_microbatches=4, samples=4, num_steps=2
     ),
     "1 + 2 + 1, copies of one sample": _case(GPT2, "single", "tp2, tp2", "single", sizes=(1, 2, 1), samples=1),
     "2 + 1 + 1, sequences in head-tail order": _case(

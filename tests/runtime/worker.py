@@ -27,14 +27,12 @@ from torch import nn
 from steelyard.modules import replicated, router_loss
 from steelyard.modules.build import build_model
 from steelyard.modules.kinds import data_parallel
-from steelyard.plan.plan import Plan
 from steelyard.runtime import parallel_model, sharding
 from steelyard.runtime.parity import Reference, compare, train_alone
 from tests.runtime.cases import Case
 from tests.runtime.processes import fork, run_world
 
 SEED = 1
-NUM_STEPS = 3
 CASES_OF_A_PROCESS = 4
 
 Cases = Mapping[str, Case]
@@ -42,20 +40,16 @@ Cases = Mapping[str, Case]
 
 def write_references(folder: Path, cases: Cases) -> None:
     """What one process finds for every model and batch."""
-    plans = {reference_file(case.plan): case.plan for case in cases.values()}
-    steps = {reference_file(case.plan): 0 for case in cases.values()}
-    for case in cases.values():
-        steps[reference_file(case.plan)] = max(case.num_steps, steps[reference_file(case.plan)])
-    for name, plan in plans.items():
-        torch.save(train_alone(plan, seed=SEED, num_steps=steps[name]), folder / name)
+    for name, case in {reference_file(case): case for case in cases.values()}.items():
+        torch.save(train_alone(case.plan, seed=SEED, num_steps=case.num_steps), folder / name)
 
 
-def reference_file(plan: Plan) -> str:
-    """Where the single process writes what it found for the model and batch of a plan."""
-    chain = plan.chain()
+def reference_file(case: Case) -> str:
+    """Where the single process writes what it found for the model, batch and steps of a case."""
+    plan, chain = case.plan, case.plan.chain()
     microbatches = f"-in-{plan.num_microbatches}" if chain.trains_routers else ""
     frozen = "".join(f"-without-{each}" for each in chain.freeze.patterns) if chain.freeze else ""
-    return f"{chain.config_hash}{frozen}-{plan.global_batch}{microbatches}-{plan.seq_len}.pt"
+    return f"{chain.config_hash}{frozen}-{plan.global_batch}{microbatches}-{plan.seq_len}-{case.num_steps}.pt"
 
 
 def run_case(case: Case, reference: Reference) -> dict[str, Any]:
@@ -100,7 +94,7 @@ def planted(fault: str | None) -> Iterator[None]:
 def run_rank(rank: int, folder: Path, cases: Cases) -> None:
     """Some cases on one rank; rank 0 writes the results, one file each."""
     for name, case in cases.items():
-        reference = torch.load(folder / reference_file(case.plan), weights_only=False)
+        reference = torch.load(folder / reference_file(case), weights_only=False)
         started_s = time.perf_counter()
         found = run_case(case, reference)
         if rank == 0:

@@ -35,9 +35,22 @@ def one_of_each_structure() -> list[str]:
     return list({packaged_structure(load_model(name).config_hash): name for name in model_names()}.values())
 
 
+LIKE_OTHERS = ("cohere", "gemma", "gemma2", "mistral", "olmoe", "qwen2", "qwen3")
+"""Types whose layers do what those of cohere2, gemma3, llama, mixtral and qwen3_moe do."""
+
+
+def sample_of_structures() -> list[str]:
+    """The first structure of every other type."""
+    first = {load_model(name).family.model_type: name for name in reversed(one_of_each_structure())}
+    return [name for model_type, name in first.items() if model_type not in LIKE_OTHERS]
+
+
 @pytest.mark.slow
-def test_a_packaged_trace_of_every_structure_equals_a_fresh_one() -> None:
-    found = {name: check(name) for name in one_of_each_structure()}
+@pytest.mark.parametrize("is_sample", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_a_packaged_trace_of_every_structure_equals_a_fresh_one(is_sample: bool) -> None:
+    names = [name for name in one_of_each_structure() if (name in sample_of_structures()) is is_sample]
+    found = {name: check(name) for name in names}
+    assert found
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 

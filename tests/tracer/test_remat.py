@@ -59,6 +59,7 @@ def test_selective_repeats_no_more_traffic_than_the_forward_pass_makes(family: s
     assert 0 < again.num_kernels < forward.num_kernels
 
 
+@pytest.mark.slow
 def test_selective_gathers_again_and_reduces_nothing_again() -> None:
     assert calls(under("selective", "llama", 2)) == {}
     assert calls(under("selective", "llama", 2, True)) == {"all_gather": 2}
@@ -76,6 +77,7 @@ def test_full_repeats_all_products_but_the_last() -> None:
     assert again.attention_flop.at(SAMPLES) == layer("llama").forward.attention_flop.at(SAMPLES)
 
 
+@pytest.mark.slow
 @settings
 def test_full_keeps_the_input_alone(family: str, tp: int, sp: bool) -> None:
     assert under("full", family, tp, sp).saved_bytes.at(SAMPLES) == layer(family, tp, sp).input_bytes.at(SAMPLES)

@@ -90,7 +90,8 @@ def _proved(found: Found, folder: Path | None, *, keeps_results: bool = False) -
     wrong: InvalidModelError | None = None
     for config, layers in _small_models(found):
         expected = _parts(found.split.with_layers(layers))
-        structure = config_hash({**config, _KEEPS_RESULTS: keeps_results})
+        trained = {"architectures": config.get("architectures") or [type(found.model).__name__]}
+        structure = config_hash({**config, **trained, _KEEPS_RESULTS: keeps_results})
         known = kept_split(structure, folder)
         if known is not None and _parts(known) == expected:
             return structure, known
