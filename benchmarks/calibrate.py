@@ -42,8 +42,8 @@ from published_runs.targets import MIN_JUDGED, is_recommended_dense
 from rich.console import Console
 
 from steelyard.cost.efficiency import Efficiency, LinkEfficiency, catalogue_rates
+from steelyard.cost.job import Job
 from steelyard.cost.predict import predict, predict_memory
-from steelyard.cost.setting import Job
 
 EFFICIENCY_FILE = Path(__file__).parents[1] / "src/steelyard/cost/efficiency.yaml"
 SCALE = 0.07

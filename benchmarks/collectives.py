@@ -3,11 +3,11 @@ r"""Seconds of collectives by `steelyard.cost.communication` against those that 
     python benchmarks/collectives.py [--fit]
 
 The rows of `data/collectives` are of one node and of 2 to 8 ranks, of links that the catalogue has. One in three, by a
-stable hash of device, kind, ranks and bytes, is withheld: links were fitted to the others alone. Printed per link are
-the median and the 90th percentile of |predicted / measured − 1| with the rates that the catalogue's efficiency gives,
-of the rows withheld, of those from 1 MiB on, and by the plain ring that knows rate and latency only. Across nodes there
-are no measurements of single collectives: printed is what NCCL 2.27 assumes of itself on H100 (tuning log), and of
-all-to-alls constants that others fitted to nccl-tests, beside ours.
+stable hash of device, collective, ranks and bytes, is withheld: links were fitted to the others alone. Printed per link
+are the median and the 90th percentile of |predicted / measured − 1| with the rates that the catalogue's efficiency
+gives, of the rows withheld, of those from 1 MiB on, and by the plain ring that knows rate and latency only. Across
+nodes there are no measurements of single collectives: printed is what NCCL 2.27 assumes of itself on H100 (tuning log),
+and of all-to-alls constants that others fitted to nccl-tests, beside ours.
 
 ``--fit`` prints new values for ``measured`` of `steelyard/hardware/links.yaml` and the part of the rate reached:
 least log(1 + (r / 0.1)^2), r the log of predicted over measured.
@@ -26,15 +26,17 @@ import numpy as np
 from least_squares import least
 from numpy.typing import NDArray
 
-from steelyard.cost.communication import Group, collective
+from steelyard.cost.communication import Group, collective_time
 from steelyard.cost.efficiency import LinkEfficiency, efficiency_of
 from steelyard.hardware import Cluster, Link, find_device, find_link
 from steelyard.hardware.values import UNMEASURED
-from steelyard.profiles.profile import CollectiveKind, LayerProfile, Profile, ProfileIdentity, Work
+from steelyard.profiles.profile import Collective, LayerProfile, Profile, ProfileIdentity, Work
 from steelyard.units import GB
 
 FOLDER = Path(__file__).parent / "data" / "collectives"
-KINDS: dict[str, CollectiveKind] = {name: name for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")}
+COLLECTIVES: dict[str, Collective] = {
+    name: name for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+}
 LARGE = 2**20
 FITTED = ("start_s", "step_s", "climb_s", "few_ranks", "crowding", "all_reduce_gain")
 USUAL = (5e-6, 1e-6, 1e-5, 0.7, 0.3, 1.1, 0.75)
@@ -52,7 +54,7 @@ class Measurement:
 
     device: str
     link: str
-    kind: CollectiveKind
+    collective: Collective
     ranks: int
     num_bytes: int
     seconds: float
@@ -60,7 +62,7 @@ class Measurement:
     @property
     def is_withheld(self) -> bool:
         """Whether it is kept from the fit."""
-        key = f"{self.device} {self.kind} {self.ranks} {self.num_bytes}"
+        key = f"{self.device} {self.collective} {self.ranks} {self.num_bytes}"
         return hashlib.sha256(key.encode()).digest()[0] % 3 == 0
 
 
@@ -71,12 +73,12 @@ def measurements() -> Iterator[Measurement]:
             is_named = not row["device"].startswith("unnamed") and row["link"] not in ("", "pcie", "nvlink-2")
             has_copies = row["source"].startswith("sailor") and row["kind"] != "all_reduce"
             is_late = row["source"].startswith("sailor") and float(row["seconds"]) < 3e-4
-            if row["nodes"] != "1" or row["kind"] not in KINDS or not is_named or has_copies or is_late:
+            if row["nodes"] != "1" or row["kind"] not in COLLECTIVES or not is_named or has_copies or is_late:
                 continue
             yield Measurement(
                 device=row["device"],
                 link=NAMES.get(row["link"], row["link"]),
-                kind=KINDS[row["kind"]],
+                collective=COLLECTIVES[row["kind"]],
                 ranks=int(row["ranks"]),
                 num_bytes=int(row["bytes"]),
                 seconds=float(row["seconds"]),
@@ -130,12 +132,14 @@ def node_of(link: Link, *, num_nodes: int = 1) -> Cluster:
 def predicted_s(rows: list[Measurement], link: Link, reached: LinkEfficiency) -> Array:
     """[N] seconds of collectives inside a node on this link."""
     cluster = node_of(link)
-    known: dict[tuple[CollectiveKind, int], Callable[[float], float]] = {}
+    known: dict[tuple[Collective, int], Callable[[float], float]] = {}
     seconds = []
     for row in rows:
-        key = row.kind, row.ranks
+        key = row.collective, row.ranks
         if key not in known:
-            known[key] = collective(row.kind, Group(size=row.ranks, stride=1, span=8), cluster, PROFILE, reached)
+            known[key] = collective_time(
+                row.collective, Group(size=row.ranks, stride=1, span=8), cluster, PROFILE, reached
+            )
         seconds.append(known[key](row.num_bytes))
     return np.array(seconds)
 
@@ -174,15 +178,15 @@ def compare_with_nccl() -> None:
         for row in csv.DictReader(file):
             is_asked = row["basis"] == "nccl_tuning_log" or row["algorithm"] == "per port"
             if is_asked and row["ranks_per_node"] == "8" and row["device"] == "h100-80gb":
-                for kind in row["kind"].split("|"):
-                    best[int(row["nodes"]), kind].append((float(row["latency_us"]), float(row["algbw_GBps"])))
+                for collective in row["kind"].split("|"):
+                    best[int(row["nodes"]), collective].append((float(row["latency_us"]), float(row["algbw_GBps"])))
     link, reached = find_link("nvlink-4"), efficiency_of("h100-80gb", "infiniband")
     print("\nnodes of 8 H100    small message: NCCL, ours      100 MB: NCCL, ours      1 GB: NCCL, ours (µs)")
-    for (nodes, kind), lines in sorted(best.items()):
+    for (nodes, collective), lines in sorted(best.items()):
         if nodes == 1:
             continue
-        run = collective(
-            KINDS[kind],
+        run = collective_time(
+            COLLECTIVES[collective],
             Group(size=8 * nodes, stride=1, span=8 * nodes),
             node_of(link, num_nodes=nodes),
             PROFILE,
@@ -191,7 +195,7 @@ def compare_with_nccl() -> None:
         sizes = (1.0, 1e8, 1e9)
         theirs = [min(latency + size / (rate * GB) * 1e6 for latency, rate in lines) for size in sizes]
         print(
-            f"{nodes:3d} {kind:16s}"
+            f"{nodes:3d} {collective:16s}"
             + "".join(f"{a:14.0f} {1e6 * run(b):10.0f}" for a, b in zip(theirs, sizes, strict=True))
         )
 

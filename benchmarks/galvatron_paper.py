@@ -106,9 +106,9 @@ def main() -> None:
 
 
 def save_cell(cell: Cell, folder: Path) -> None:
-    """Write the cell as a problem file; a cell in which no batch can fit has no settings and gets none."""
+    """Write the cell as a problem file; a cell in which no batch can fit has no configurations and gets none."""
     content = problem(cell)
-    if content.settings:
+    if content.configs:
         folder.mkdir(parents=True, exist_ok=True)
         save_problem(folder / f"{cell.file_name}.json", content)
 

@@ -4,7 +4,7 @@ r"""What the cost model says of one GPU against what the GPU does; ten minutes o
 |----------|-----------------------------------------------------------------------------------------------------|
 | parity   | a plan of one device against plain PyTorch, in bf16, at small width                                   |
 | matmuls  | seconds by size; every third size is withheld from the fit of $F/a + b/c + \rho$                      |
-| layers   | forward, backward and remat of every kind of layer of two models (dense, experts) at a number of       |
+| layers   | forward, backward and remat of every layer type of two models (dense, experts) at a number of       |
 |          | samples that the profile was not measured at: catalogue and profile; bytes that are saved and the peak |
 | training | a model of a billion parameters under each remat choice, and the largest microbatch that is predicted  |
 |          | to fit, which must run: seconds, bytes allocated, bytes reserved                                      |
@@ -36,15 +36,15 @@ from rich.console import Console
 from rich.table import Table
 
 from steelyard.cost.compute import compute_time, launch_s, work_s
+from steelyard.cost.job import Job
 from steelyard.cost.predict import predict, predict_memory
-from steelyard.cost.setting import Job
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Device, devices, is_same_device
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.modules.batch import random_samples
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
-from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of, tensors_of
+from steelyard.modules.layers import LayerContext, build_layer, shared_inputs_of, tensors_of
 from steelyard.plan.parity import TOLERANCES
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
@@ -164,7 +164,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRow:
-    """One kind of layer under one remat choice, at the withheld number of samples."""
+    """One layer type under one remat choice, at the withheld number of samples."""
 
     model: str
     kind: str
@@ -257,7 +257,7 @@ def _wait(device: torch.device) -> None:
 
 
 def measure_layers(bench: Bench) -> tuple[tuple[LayerRow, ...], dict[str, Profile]]:
-    """Every kind of layer of both models under every remat choice, and the profiles by model."""
+    """Every layer type of both models under every remat choice, and the profiles by model."""
     rows: list[LayerRow] = []
     profiles: dict[str, Profile] = {}
     for chain in (bench.sizes.dense, bench.sizes.experts):
@@ -271,10 +271,10 @@ def measure_layers(bench: Bench) -> tuple[tuple[LayerRow, ...], dict[str, Profil
             progress=_say,
         )
         withheld = _measured_at_withheld(chain, bench)
-        for kind in chain.kinds:
-            layer, found = profiles[chain.name].layer(kind.name, {}), withheld[kind.name]
-            assert layer is not None, "every kind was profiled"
-            rows += _layer_rows(chain, kind.name, layer, found, bench)
+        for layer_type in chain.layer_types:
+            layer, found = profiles[chain.name].layer(layer_type.name, {}), withheld[layer_type.name]
+            assert layer is not None, "every layer type was profiled"
+            rows += _layer_rows(chain, layer_type.name, layer, found, bench)
     return tuple(rows), profiles
 
 
@@ -286,7 +286,7 @@ def _measured_at_withheld(chain: ModelChain, bench: Bench) -> dict[str, tuple[Me
     device = current_device()
     short = build_short_chain(
         chain,
-        [kind.name for kind in chain.kinds],
+        [layer_type.name for layer_type in chain.layer_types],
         strategy=SINGLE,
         seq_len=bench.sizes.seq_len,
         precision="bf16",
@@ -300,12 +300,12 @@ def _measured_at_withheld(chain: ModelChain, bench: Bench) -> dict[str, tuple[Me
 
 
 def _layer_rows(
-    chain: ModelChain, kind: str, layer: LayerProfile, found: Sequence[MeasuredTime], bench: Bench
+    chain: ModelChain, layer_type: str, layer: LayerProfile, found: Sequence[MeasuredTime], bench: Bench
 ) -> Iterator[LayerRow]:
     samples, job = bench.sizes.withheld, _catalogue_job(chain, bench)
-    place = next(index for index in range(chain.num_layers) if chain.kind_of(index).name == kind)
+    place = next(index for index in range(chain.num_layers) if chain.type_of(index).name == layer_type)
     for remat in Remat:
-        if remat is Remat.SELECTIVE and chain.kind_of(place).role is not LayerRole.BLOCK:
+        if remat is Remat.SELECTIVE and chain.type_of(place).role is not LayerRole.BLOCK:
             continue
         held = layer if remat is Remat.NONE else layer.recomputation(remat)
         saved, peak = layer_bytes(chain, place, remat, bench)
@@ -313,7 +313,7 @@ def _layer_rows(
         short_lived = max(held.forward_transient_bytes.at(samples), held.backward_transient_bytes.at(samples))
         yield LayerRow(
             model=chain.name,
-            kind=kind,
+            kind=layer_type,
             remat=str(remat),
             measured_s=_seconds(found[0], remat),
             profile_s=_seconds(layer.time_s(samples), remat),
@@ -351,7 +351,7 @@ def layer_bytes(chain: ModelChain, place: int, remat: Remat, bench: Bench) -> tu
     prepare_model(model, chain)
     materialize_layer(model, chain, place, seed=0, device=device)
     layer = build_layer(model, chain, place, remat).to(torch.bfloat16)
-    side = side_inputs_of((layer,), model, chain, device)
+    side = shared_inputs_of((layer,), model, chain, device)
     inputs, labels = (
         each.to(device)
         for each in random_samples(chain, samples, bench.sizes.seq_len, torch.Generator().manual_seed(0))
@@ -415,8 +415,8 @@ def _any_job(bench: Bench, profile: Profile | None, *, global_batch: int) -> Job
 
 def one_device_plan(job: Job, remat: Remat, *, samples: int) -> Plan:
     """All layers on one device under a remat choice, in microbatches of so many samples."""
-    kinds = [job.chain.kind_of(layer) for layer in range(job.chain.num_layers)]
-    allowed = [remat is not Remat.SELECTIVE or kind.role is LayerRole.BLOCK for kind in kinds]
+    layer_types = [job.chain.type_of(layer) for layer in range(job.chain.num_layers)]
+    allowed = [remat is not Remat.SELECTIVE or layer_type.role is LayerRole.BLOCK for layer_type in layer_types]
     strategies = tuple(Strategy.of(remat=remat if each else Remat.NONE) for each in allowed)
     pipeline = PipelineConfig(num_stages=1, num_microbatches=job.global_batch // samples, schedule=USUAL)
     return assemble_plan(job, pipeline, (StagePart(ranks=(0, 0), runs=fold_runs(0, strategies)),))

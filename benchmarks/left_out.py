@@ -7,7 +7,7 @@ all in favour of the ring: merging partial results (a pass over queries in fp32 
 goes over one link where a gather uses those of all its ranks there, and attention that is shorter than a transfer.
 
 *Hybrid sharding* is searched with groups of 1, 4, 16, … nodes: here also with 2, 8, 32, … on the tables that the search
-adds up, without the walk that accepts plans.
+adds up, without acceptance.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/left_out.py [ring] [groups]
 """
@@ -17,16 +17,16 @@ from dataclasses import replace
 from math import inf
 
 from steelyard.cost.build import KnownCosts, build_tables, usable_bytes
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.hardware import parse_cluster
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.kinds import DP
-from steelyard.plan.kinds.data import degree_of
-from steelyard.plan.kinds.kind import Divides
+from steelyard.plan.dimensions import DP
+from steelyard.plan.dimensions.data import degree_of
+from steelyard.plan.dimensions.dimension import Divides
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of
-from steelyard.planning.problem import pipeline_settings, space_options
+from steelyard.planning.problem import pipeline_configs, space_options
 from steelyard.planning.request import make_request
 from steelyard.profiles.profile import Affine, LayerProfile
 from steelyard.search import enumerate_strategies, search
@@ -82,27 +82,27 @@ def searched_s(job: Job, *, every_group: bool) -> float:
     if every_group:
         nodes = job.cluster.devices_per_node
         space = replace(space, insists=lambda strategy: shards_over_nodes(strategy, nodes))
-    settings = pipeline_settings(job, options)
-    sizes = {setting.devices_per_stage for setting in settings}
+    configs = pipeline_configs(job, options)
+    sizes = {config.devices_per_stage for config in configs}
     shapes = job.profile.shapes
     offered = {
         size: tuple(each for each in enumerate_strategies(size, space) if frozenset(each.shape.items()) in shapes)
         for size in sizes
     }
-    known = KnownCosts([setting.pipeline.num_microbatches for setting in settings])
-    tables = [build_tables(setting, offered[setting.devices_per_stage], known) for setting in settings]
+    known = KnownCosts([config.pipeline.num_microbatches for config in configs])
+    tables = [build_tables(config, offered[config.devices_per_stage], known) for config in configs]
     best = search(tables, usable_bytes(job), time_limit_s=TIME_LIMIT_S).best
     return inf if best is None else best.score_s
 
 
 def shards_over_nodes(strategy: Strategy, devices_per_node: int) -> bool:
     """Whether a strategy shards in groups of 1, 2, 4, 8, … nodes, with what divides the layer innermost."""
-    kinds = [level.kind for level in strategy.levels]
-    if DP not in kinds or strategy.state_shards == 1:
+    dimensions = [level.dimension for level in strategy.levels]
+    if DP not in dimensions or strategy.state_shards == 1:
         return False
-    inside = strategy.levels[kinds.index(DP) + 1 :]
+    inside = strategy.levels[dimensions.index(DP) + 1 :]
     nodes, rest = divmod(degree_of(inside), devices_per_node)
-    return not (rest or nodes & (nodes - 1) or any(each.kind.divides is Divides.TENSORS for each in inside[:-1]))
+    return not (rest or nodes & (nodes - 1) or any(each.dimension.divides is Divides.TENSORS for each in inside[:-1]))
 
 
 def with_hidden_keys(job: Job) -> Job:

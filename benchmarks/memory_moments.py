@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bank.questions import planning_questions
 
+from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.memory import fullest_layer
 from steelyard.cost.predict import memory_terms
-from steelyard.cost.setting import Job, Setting
 from steelyard.plan.strategy import parse_strategy
 from steelyard.schedules import PipelineConfig, find_schedule
 
@@ -52,14 +52,14 @@ def stages(results: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
             num_microbatches=plan["microbatches"],
             schedule=find_schedule(plan["schedule"]),
         )
-        settings = (Setting(job=job, pipeline=pipeline),) * count
-        now = memory_terms(parts, strategies, settings)
+        configs = (JobConfig(job=job, pipeline=pipeline),) * count
+        now = memory_terms(parts, strategies, configs)
         for stage, (terms, then) in enumerate(zip(now, plan["terms"], strict=True)):
             sizes = [
                 sum(num_bytes for term, num_bytes in each.items() if term != "allocator slack")
                 for each in (terms, then["memory_bytes"])
             ]
-            place, layers = fullest_layer(parts, strategies, stage, settings[stage])
+            place, layers = fullest_layer(parts, strategies, stage, configs[stage])
             moment = {0: "first", layers - 2: "before the last", layers - 1: "last"}.get(place, "another")
             yield f"{name}, stage {stage}", moment, sizes[0] / sizes[1]
 

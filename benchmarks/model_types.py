@@ -112,7 +112,7 @@ def outcome(model_type: str, architecture: str) -> dict[str, Any]:
     try:
         config = shallow_config(model_type, architecture, NUM_BLOCKS)
         split = split_model(model_type, config)
-        blocks = [kind for kind in split.kinds if kind.role is LayerRole.BLOCK]
+        blocks = [layer_type for layer_type in split.kinds if layer_type.role is LayerRole.BLOCK]
         found |= {
             "split": True,
             "tp": sorted({kind.no_tp for kind in blocks} - {""}),
@@ -201,13 +201,13 @@ def divided_share(chain: ModelChain) -> float:
     """
     model, divided, whole = build_meta_model(chain), 0, 0
     called = set(find_split(hub_config(chain)).keywords)
-    for layer in (place for place in range(chain.num_layers) if chain.kind_of(place).role is LayerRole.BLOCK):
+    for layer in (place for place in range(chain.num_layers) if chain.type_of(place).role is LayerRole.BLOCK):
         (path,) = chain.family.modules(layer).values()
         block = model.get_submodule(path)
         for inner, module in block.named_modules(prefix=path):
             if {inner, inner.rpartition(".")[0]} & called:  # or read by the module that holds it
                 whole += sum(each.numel() for each in module.parameters(recurse=False))
-        for path, style in (chain.family.of_kind(chain.family.tp, chain.kind_of(layer)) or {}).items():
+        for path, style in (chain.family.of_type(chain.family.tp, chain.type_of(layer)) or {}).items():
             if style.split(":")[0] in DIVIDING:
                 module = block.get_submodule(path.removeprefix("block").removeprefix("."))
                 divided += sum(each.numel() for each in module.parameters(recurse=False))

@@ -33,14 +33,14 @@ from steelyard.cost.predict import predict
 from steelyard.hardware import Cluster, MixedCluster, hardware_file, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.kinds import DP, TP
+from steelyard.plan.dimensions import DP, TP
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import Level, Strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of
 from steelyard.planning.request import make_request
-from steelyard.planning.variants import pool_rivals
+from steelyard.planning.variants import pool_baselines
 from steelyard.units import format_seconds
 
 NETWORK = "{name: 1 Gb/s between nodes, bandwidth_GBps: 0.117, latency_us: 30}"
@@ -151,10 +151,10 @@ def compare(case: Case) -> None:
     order = ", ".join(f"{each.name} × {each.num_stages} stages" for each in prediction.pools)
     print(f"{case.name}\n  {format_seconds(prediction.step_time_s)} a step: {order}")
     print(f"  {prediction.certificate}; searched in {spent_s:.1f} s of CPU")
-    for rival in pool_rivals(job, Decisions(), prediction.step_time_s):
-        words = "does not fit" if rival.step_time_s is None else format_seconds(rival.step_time_s)
-        slower = "" if rival.slowdown is None else f", {rival.slowdown:+.1%}"
-        print(f"  {rival.name}: {words}{slower}")
+    for baseline in pool_baselines(job, Decisions(), prediction.step_time_s):
+        words = "does not fit" if baseline.step_time_s is None else format_seconds(baseline.step_time_s)
+        slower = "" if baseline.slowdown is None else f", {baseline.slowdown:+.1%}"
+        print(f"  {baseline.name}: {words}{slower}")
 
 
 def measured_plan(run: PublishedRun) -> tuple[Plan, MixedCluster | Cluster]:
@@ -165,10 +165,14 @@ def measured_plan(run: PublishedRun) -> tuple[Plan, MixedCluster | Cluster]:
     assert units, f"{run.id} does not say its stages"
     tp, dp, per_node = (run.count(column) or 1 for column in ("tp", "dp", "gpus_per_node"))
     size, pools = tp * dp, []
-    for number, kinds in enumerate(devices.group(1).split(" / ")):
-        alike = [node(card, per_node, f"{kinds}-{number}", size // per_node) for card in kinds.strip().split("|")]
+    for number, dimensions in enumerate(devices.group(1).split(" / ")):
+        alike = [
+            node(card, per_node, f"{dimensions}-{number}", size // per_node) for card in dimensions.strip().split("|")
+        ]
         pools.append(min(alike, key=lambda each: each.device.peak("fp32")))
-    levels = tuple(Level(kind=kind, degree=degree) for kind, degree in ((DP, dp), (TP, tp)) if degree > 1)
+    levels = tuple(
+        Level(dimension=dimension, degree=degree) for dimension, degree in ((DP, dp), (TP, tp)) if degree > 1
+    )
     parts, first = [], 0
     for index, count in enumerate(map(int, units.group(1).split("/"))):
         parts.append(

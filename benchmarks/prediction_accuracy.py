@@ -31,7 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.ranks import on_ranks
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
@@ -115,8 +115,8 @@ def build(job: Job, case: Case) -> Plan:
     """The plan of a case, its layers cut evenly over the parts of the pipeline."""
     chain, processes = job.chain, job.cluster.num_devices
     num_parts, size = case.stages * case.chunks, processes // case.stages
-    kinds = [parse_strategy(text) for text in case.strategies]
-    strategies = tuple(kinds[layer * len(kinds) // chain.num_layers] for layer in range(chain.num_layers))
+    layer_types = [parse_strategy(text) for text in case.strategies]
+    strategies = tuple(layer_types[layer * len(layer_types) // chain.num_layers] for layer in range(chain.num_layers))
     cuts = [round(index * chain.num_layers / num_parts) for index in range(num_parts + 1)]
     parts = tuple(
         StagePart(

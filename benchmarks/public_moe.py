@@ -43,7 +43,7 @@ from published_runs.frameworks import MIXED_18, TE_SPEEDUP
 
 from steelyard.cost.execution import OURS, TORCHTITAN, Execution
 from steelyard.cost.framework_kernels import job_under
-from steelyard.cost.setting import ASSUMED_IMBALANCE, DeviceGroup, Job
+from steelyard.cost.job import ASSUMED_IMBALANCE, DeviceGroup, Job
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.decisions import Decisions
@@ -124,7 +124,7 @@ class PublicRun:
         """The run as a plan of ours, layers cut evenly, with its prediction."""
         size = job.cluster.num_devices // self.num_stages
         sparse, others = parse_strategy(self.sparse), parse_strategy(self.others)
-        chosen = [sparse if job.chain.kind_of(i).num_experts else others for i in range(job.chain.num_layers)]
+        chosen = [sparse if job.chain.type_of(i).num_experts else others for i in range(job.chain.num_layers)]
         parts = []
         for part, (first, end) in enumerate(pairwise(self.cuts(len(chosen)))):
             rank = part % self.num_stages * size

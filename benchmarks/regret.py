@@ -27,7 +27,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.ranks import on_ranks, training_step
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config

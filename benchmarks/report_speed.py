@@ -2,7 +2,7 @@
 
 The plan is Llama-3-405B (126 blocks, embedding, head) in 16 pipeline stages, searched first; its layers have been
 traced by then, as they are wherever a plan is made. Wall and CPU seconds of the process, imports included, medians of
-repeated runs after one that is not counted. The frontier and the rivals have a second of computing; without
+repeated runs after one that is not counted. The frontier and the baselines have a second of computing; without
 `--time-limit` the command searches until all are found, which takes a large plan a minute or more.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/report_speed.py

@@ -13,7 +13,7 @@ Run: python benchmarks/same_results.py OUT.json [--only WORD ...]
 
 The second form prints problem, field, before and after, and exits with 1 if anything differs. Models are traced once
 and kept as the package keeps them; with XDG_CACHE_HOME naming an empty folder the tracer is compared as well. A
-difference means another answer, not a worse one: a new kind of parallelism changes what the search may choose.
+difference means another answer, not a worse one: a new parallelism dimension changes what the search may choose.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan
 from steelyard.planning import job

@@ -5,7 +5,7 @@ import pytest
 from steelyard.cost.build import build_tables
 from steelyard.plan.decisions import Decisions
 from steelyard.planning.problem import stage_strategies
-from tests.cost.examples import chain, cluster, job, measured_profile, plan, profile, setting
+from tests.cost.examples import chain, cluster, config, job, measured_profile, plan, profile
 from tests.profiles.test_record import RECORD
 
 
@@ -35,9 +35,9 @@ def test_values_print_in_a_line(value: object, holds: str) -> None:
     assert len(str(value).splitlines()) == 1
 
 
-def test_tables_print_their_setting_and_sizes() -> None:
-    where = setting()
+def test_tables_print_their_config_and_sizes() -> None:
+    where = config()
     strategies = stage_strategies(where.job, where.devices_per_stage, Decisions())
     tables = build_tables(where, strategies)
-    assert f"{len(tables.layers)} layers of 3 kinds (" in str(tables)
+    assert f"{len(tables.layers)} layers of 3 types (" in str(tables)
     assert f"{len(tables.strategies)} strategies" in str(tables)

@@ -19,20 +19,20 @@ from galvatron.tables import Space
 from bank.made_up import measured_profile
 from bank.records import (
     Record,
+    config_text,
     digest,
     error_record,
     explanation_record,
     outcome_record,
     plan_record,
     search_record,
-    setting_text,
     tables_record,
     timeline_record,
     trade_offs_record,
 )
 from steelyard.cost.execution import Execution, StateBytes
+from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.predict import predict, predict_memory
-from steelyard.cost.setting import Job, Setting
 from steelyard.cost.simulator import StageTimes, simulate
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
@@ -60,9 +60,9 @@ from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategie
 from steelyard.search.problem import Problem, parse_problem, solve_problem
 from steelyard.search.tradeoff import sampled_frontier
 from tests.jobs import make_job, request_of
-from tests.problems.patterned import deep_settings
+from tests.problems.patterned import deep_configs
 from tests.problems.random_tables import random_tables
-from tests.problems.transformer import LLAMA3_8B, decoder_settings
+from tests.problems.transformer import LLAMA3_8B, decoder_configs
 from tests.runtime.models import FAMILY_CONFIGS
 
 GB = 10**9
@@ -215,10 +215,10 @@ def planned_with_fallbacks(job: Callable[[], Job]) -> Record:
 
 
 def explained(job: Callable[[], Job], *, everything: bool = False) -> Record:
-    """What binds the best plan, and its rivals."""
+    """What binds the best plan, and its baselines."""
     of, options = job(), _options(job())
     plan = plan_job(of, options).plan
-    assert plan is not None, "rivals are asked for where something fits"
+    assert plan is not None, "baselines are asked for where something fits"
     return explanation_record(
         explain_plan(plan, Study(request_of(of, options), of, time_limit_s=None), everything=everything)
     )
@@ -285,22 +285,22 @@ def scaled(job: Callable[[], Job]) -> Record:
     return planned(lambda: job().on(time_factor=1.37), num_stages=2)
 
 
-def _problem(settings: Sequence[CostTables]) -> Problem:
-    return Problem(name="", budget_bytes=None, settings=tuple(settings), samples=(1,) * len(settings))
+def _problem(configs: Sequence[CostTables]) -> Problem:
+    return Problem(name="", budget_bytes=None, configs=tuple(configs), samples=(1,) * len(configs))
 
 
 @cache
 def decoder_problem() -> Problem:
-    """All settings of tables the size of a decoder of 34 layers."""
+    """All configurations of tables the size of a decoder of 34 layers."""
     space = SpaceOptions(max_degrees={"tp": 8}, devices_per_node=8)
     return _problem(
-        decoder_settings(LLAMA3_8B, num_devices=8, global_batch=64, most_stages=8, most_microbatches=64, space=space)
+        decoder_configs(LLAMA3_8B, num_devices=8, global_batch=64, most_stages=8, most_microbatches=64, space=space)
     )
 
 
 def deep_problem() -> Problem:
-    """All settings of 125 layers of four kinds."""
-    return _problem(deep_settings(125, num_devices=64, global_batch=512))
+    """All configurations of 125 layers of four types."""
+    return _problem(deep_configs(125, num_devices=64, global_batch=512))
 
 
 def documented_problem() -> Problem:
@@ -326,10 +326,8 @@ def solved_random(seed: int) -> Record:
 
 def decoder_frontier() -> Record:
     """Time against memory of the decoder problem."""
-    found = sampled_frontier(decoder_problem().settings, most_bytes=80 * GB, budgets=(36 * GB,), max_searches=12)
-    points = [
-        [each.peak_bytes, each.outcome.solution.step_s, setting_text(each.outcome.tables)] for each in found.steps
-    ]
+    found = sampled_frontier(decoder_problem().configs, most_bytes=80 * GB, budgets=(36 * GB,), max_searches=12)
+    points = [[each.peak_bytes, each.outcome.solution.step_s, config_text(each.outcome.tables)] for each in found.steps]
     return {"points": points, "is_complete": found.is_complete}
 
 
@@ -351,7 +349,7 @@ def switches(cluster: str) -> Record:
     """Seconds from every strategy to every other, in the order of the strategies; those of layouts, remat aside."""
     job = measured("gpt2", 16, 1024, "3GiB") if cluster.endswith("cpu") else job_of("llama", cluster, 32, 2048)
     strategies = enumerate_strategies(job.cluster.num_devices, SpaceOptions(remats=(Remat.NONE,)))
-    table = switch_table(strategies, Setting(job=job, pipeline=_pipeline(1, 2)))[1]
+    table = switch_table(strategies, JobConfig(job=job, pipeline=_pipeline(1, 2)))[1]
     return {str(before): row.tolist() for before, row in zip(strategies, table, strict=True)}
 
 
@@ -360,7 +358,7 @@ def counted(count: int) -> Record:
     papers = SpaceOptions(variants={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE,))
     everything = SpaceOptions(variants={}, devices_per_node=8)
     return {
-        "levels, unpruned": len(enumerate_levels(count, papers.kinds)),
+        "levels, unpruned": len(enumerate_levels(count, papers.dimensions)),
         "of the papers": len(enumerate_strategies(count, papers)),
         "searched": digest("\n".join(map(str, enumerate_strategies(count, everything))).encode()),
         "number searched": len(enumerate_strategies(count, everything)),

@@ -1,6 +1,6 @@
 """A profile as measured on CPU processes that share cores, with made-up seconds for layers that were traced."""
 
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile, ShardingTime
 
 
@@ -14,14 +14,14 @@ def measured_profile(job: Job) -> Profile:
         layers=tuple(_measured_layer(each) for each in job.profile.layers),
         collectives=tuple(
             CollectiveProfile(
-                kind=kind,
+                kind=collective,
                 group_size=size,
                 strided=strided,
                 latency_s=(2e-4 + 1e-4 * strided) * size,
                 bytes_per_s=rate / size,
                 max_relative_error=0.1,
             )
-            for kind, rate in rates.items()
+            for collective, rate in rates.items()
             for size in groups
             for strided in (False, True)
             if not (strided and size == count)

@@ -11,7 +11,7 @@ from bank.records import Record
 Question = Callable[[], Record]
 
 
-SETTINGS = {
+CONFIGS = {
     "deepseek-v3": ("32x8xh200-141gb", 512, 4096, "bf16"),
     "gpt-neox-20b": ("2x8xa100-40gb", 64, 2048, "bf16"),
     "llama-demo": ("1x4xa10", 16, 256, "fp32"),
@@ -66,7 +66,7 @@ CHOSEN: Mapping[str, Mapping[str, Any]] = {
     "cuts of Galvatron-BMW": {"partition": "bmw"},
     "pinned blocks": {"pins": ("blocks 0-7: tp=2, sp=on", "blocks 20-27: remat=full")},
     "pinned ends": {"pins": ("embedding: fsdp8", "head: tp=8")},
-    "pinned setting": {"pins": ("stages=2, microbatches=16", "schedule=interleaved-1f1b")},
+    "pinned configuration": {"pins": ("stages=2, microbatches=16", "schedule=interleaved-1f1b")},
     "pinned to what is impossible": {"pins": ("blocks 0-3: tp=3",)},
     "a wrong number of stages": {"num_stages": 3},
 }
@@ -75,9 +75,9 @@ CHOSEN: Mapping[str, Mapping[str, Any]] = {
 
 def planning_questions() -> Iterator[tuple[str, Question]]:
     """A plan for packaged models, for small ones of every family, in less memory and under decisions."""
-    for name, setting in SETTINGS.items():
+    for name, config in CONFIGS.items():
         for memory in (None, *LESS_MEMORY.get(name, ())):
-            job = partial(job_of, name, *setting, memory)
+            job = partial(job_of, name, *config, memory)
             yield f"plan {name}, memory {memory or 'all'}", partial(answers.planned, job)
     for family in FAMILIES:
         for cluster, precision in (("1x4xa100-40gb", "bf16"), ("2x4xv100-16gb", "fp32")):
@@ -95,7 +95,7 @@ def planning_questions() -> Iterator[tuple[str, Question]]:
 
 
 def around_questions() -> Iterator[tuple[str, Question]]:
-    """What stands around a plan: rivals, frontiers, other devices and batches, what other frameworks can run."""
+    """What stands around a plan: baselines, frontiers, other devices and batches, what other frameworks can run."""
     tight = partial(job_of, "llama3.2-3b", "1x8xa100-40gb", 32, 4096, "bf16", "16GiB")
     nodes = partial(job_of, "llama2-7b", "2x4xa100-40gb", 32, 2048, "bf16", "26GiB")
     t5 = partial(job_of, "t5", "1x4xa100-40gb", 32, 1024)
@@ -172,7 +172,7 @@ def solving_questions() -> Iterator[tuple[str, Question]]:
             partial(answers.solved, answers.decoder_problem, budget * GB),
         )
     yield "frontier of 34 layers on 8 devices", answers.decoder_frontier
-    yield "solve 125 layers of four kinds, 24 GB", partial(answers.solved, answers.deep_problem, 24 * GB)
+    yield "solve 125 layers of four types, 24 GB", partial(answers.solved, answers.deep_problem, 24 * GB)
     for seed in range(10):
         yield f"solve random tables {seed}", partial(answers.solved_random, seed)
 

@@ -1,7 +1,7 @@
 """What of the package's answers is kept, as JSON, so that it survives renames in the code.
 
-Strategies and settings are kept as text, seconds and bytes by the names that users see. Identities of profiles, dates,
-versions and certificates are left out.
+Strategies and configurations are kept as text, seconds and bytes by the names that users see. Identities of profiles,
+dates, versions and certificates are left out.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import numpy as np
 from steelyard.cost.simulator import Timeline
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
-from steelyard.plan.choices import Explanation, Rival, TradeOffs
+from steelyard.plan.choices import ComparedBaseline, Explanation, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import PlanningResult
 from steelyard.search import SearchResult
@@ -58,7 +58,7 @@ def search_record(found: SearchResult) -> Record:
         "status": found.status,
         "ranked": [
             {
-                "setting": setting_text(each.tables),
+                "setting": config_text(each.tables),
                 "samples": each.samples,
                 "step_s": each.solution.step_s,
                 "peak_bytes": each.solution.peak_bytes,
@@ -67,23 +67,23 @@ def search_record(found: SearchResult) -> Record:
             }
             for each in found.ranked
         ],
-        "reasons": [f"{setting_text(each.tables)}: {each.reason}" for each in found.settings],
+        "reasons": [f"{config_text(each.tables)}: {each.reason}" for each in found.configs],
         "missing_bytes": found.nearest_miss.miss_bytes if found.nearest_miss else None,
     }
 
 
-def setting_text(tables: CostTables) -> str:
+def config_text(tables: CostTables) -> str:
     pipeline = tables.pipeline
     chunks = f" x{pipeline.num_chunks}" if pipeline.num_chunks > 1 else ""
     return f"{pipeline.num_stages}{chunks} stages, {pipeline.num_microbatches} microbatches, {pipeline.schedule}"
 
 
 def tables_record(problem: Problem) -> Record:
-    """Of every setting the strategies, and sums and digests of the numbers."""
+    """Of every configuration the strategies, and sums and digests of the numbers."""
     return [
         {
-            "setting": setting_text(each),
-            "kinds": list(each.kinds),
+            "setting": config_text(each),
+            "kinds": list(each.layer_types),
             "strategies": digest(" | ".join(map(str, each.strategies)).encode()),
             "legal": int(each.legal.sum()),
             "transfer_s": each.transfer_s,
@@ -93,21 +93,21 @@ def tables_record(problem: Problem) -> Record:
             "activation_bytes": array_record(each.activation_bytes),
             "transient_bytes": array_record(each.transient_bytes),
             "switch_s": array_record(each.switch_s),
-            "side_s": [array_record(side.seconds) for side in each.side_inputs],
+            "side_s": [array_record(side.seconds) for side in each.cross_layer_inputs],
         }
-        for each in problem.settings
+        for each in problem.configs
     ]
 
 
-def rival_record(rival: Rival) -> Record:
-    return [rival.step_time_s, rival.slowdown, rival.missing_bytes, rival.setting, rival.strategies]
+def baseline_record(baseline: ComparedBaseline) -> Record:
+    return [baseline.step_time_s, baseline.slowdown, baseline.missing_bytes, baseline.setting, baseline.strategies]
 
 
 def explanation_record(found: Explanation) -> Record:
     return {
         "binds": found.binds,
-        "rivals": {each.name: rival_record(each) for each in found.rivals},
-        "budgets": {each.name: rival_record(each) for each in found.budgets},
+        "rivals": {each.name: baseline_record(each) for each in found.rivals},
+        "budgets": {each.name: baseline_record(each) for each in found.budgets},
         "notes": list(found.notes),
         "excluded": [[each.what, each.values, each.reason] for each in found.not_searched],
         "verdicts": [[each.kind, each.strategy, each.verdict, each.reason] for each in found.verdicts],

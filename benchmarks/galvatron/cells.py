@@ -170,10 +170,10 @@ def points_of(cell: Cell) -> Iterator[Point]:
 def least_layer_mb(point: Point, space: Space) -> list[float]:
     """For each layer, what it takes under its smallest strategy."""
     strategies = strategies_of(point, space)
-    kinds = {layer.name: layer for layer in point.inputs.layers}
+    layer_types = {layer.name: layer for layer in point.inputs.layers}
     least = {
         name: min(layer_mb(point, layer, each) for each in strategies if each.tensor_degree in layer.act_mb)
-        for name, layer in kinds.items()
+        for name, layer in layer_types.items()
     }
     return [least[layer.name] for layer in point.inputs.layers]
 
@@ -186,12 +186,12 @@ def fastest_s(point: Point, space: Space) -> float:
 
 
 def problem(cell: Cell) -> Problem:
-    """The cell as a problem file's content: one setting for each batch and pipeline degree."""
+    """The cell as a problem file's content: one configuration for each batch and pipeline degree."""
     points = list(points_of(cell))
     make = even_tables if cell.inputs.is_alike else uneven_tables
     return Problem(
         name=f"Galvatron {cell}",
         budget_bytes=cell.budget_mb * MB,
-        settings=tuple(make(point, cell.space) for point in points),
+        configs=tuple(make(point, cell.space) for point in points),
         samples=tuple(point.batch for point in points),
     )

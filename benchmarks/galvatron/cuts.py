@@ -7,11 +7,11 @@ and this is repeated until all stages on the best path are solved. The bound pri
 
 $$w(i, j) \ge \max_{\lambda \ge 0} \sum_{l=i}^{j-1} \min_s \big(t(k_l, s) + \lambda\, b(k_l, s)\big) - \lambda M,$$
 
-which is piecewise linear in $\lambda$, with corners where two strategies of a kind cost the same.
+which is piecewise linear in $\lambda$, with corners where two strategies of a layer type cost the same.
 
 | symbol | meaning                                                            |
 |--------|--------------------------------------------------------------------|
-| $t, b$ | seconds and bytes of a layer of kind $k$ under a strategy $s$      |
+| $t, b$ | seconds and bytes of a layer of type $k$ under a strategy $s$      |
 | $M$    | budget of the stage, less what it holds besides its layers         |
 
 Source: shortest paths in stages (Bellman 1957); the bound is Lagrangian duality as in `steelyard.search.layers`.
@@ -127,15 +127,20 @@ class CutSearch:
         layers = self.point.inputs.layers
         tables = stage_tables(self.point, layers, held_mb, self.times.space)
         options = [
-            (tables.time_s[kind][tables.legal[kind]], tables.static_bytes[kind][tables.legal[kind]] / MB)
-            for kind in range(len(tables.kinds))
+            (
+                tables.time_s[layer_type][tables.legal[layer_type]],
+                tables.static_bytes[layer_type][tables.legal[layer_type]] / MB,
+            )
+            for layer_type in range(len(tables.layer_types))
         ]
         room = self.times.budget_mb - tables.overhead_bytes / MB
-        least = _sums(np.array([options[kind][1].min() for kind in tables.layers]))
+        least = _sums(np.array([options[layer_type][1].min() for layer_type in tables.layers]))
         bounds = np.zeros_like(least)
         for price in _corners(options):
             priced = [float(np.min(seconds + price * size)) for seconds, size in options]
-            np.maximum(bounds, _sums(np.array([priced[kind] for kind in tables.layers])) - price * room, out=bounds)
+            np.maximum(
+                bounds, _sums(np.array([priced[layer_type] for layer_type in tables.layers])) - price * room, out=bounds
+            )
         return np.where((least > 0) & (least <= room), bounds * (1 - 1e-12), np.inf)
 
 
@@ -146,7 +151,7 @@ def _sums(values: FloatArray) -> FloatArray:
 
 
 def _corners(options: Iterable[tuple[FloatArray, FloatArray]]) -> list[float]:
-    """Prices at which two strategies of one kind cost the same, and 0."""
+    """Prices at which two strategies of one type cost the same, and 0."""
     corners = {0.0}
     for seconds, size in options:
         for a, b in itertools.permutations(range(len(seconds)), 2):

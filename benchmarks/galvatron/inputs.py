@@ -22,7 +22,7 @@ DEPTHS = (32, 48)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """The measurements of one kind of layer."""
+    """The measurements of one layer type."""
 
     name: str
     seq: int
@@ -81,7 +81,7 @@ class Inputs:
 
     @property
     def is_alike(self) -> bool:
-        """Whether all layers are of one kind, which the published planner then cuts into equal stages."""
+        """Whether all layers are of one type, which the published planner then cuts into equal stages."""
         return len({layer.name for layer in self.layers}) == 1
 
 
@@ -91,8 +91,8 @@ def inputs_of(model: ModelName, num_layers: int, num_gpus: int) -> Inputs:
     content = yaml.safe_load((DATA / "profiled_inputs.yaml").read_text())
     entry = content["models"][NAMES[model]]
     added = yaml.safe_load((DATA / "tp16_activations.yaml").read_text()).get(NAMES[model], ())
-    for kind, size in zip(entry.get("layer_types", [entry]), added, strict=False):
-        kind["act_MB_per_sample_by_tp"][16] = size
+    for layer_type, size in zip(entry.get("layer_types", [entry]), added, strict=False):
+        layer_type["act_MB_per_sample_by_tp"][16] = size
     return Inputs(
         model=model,
         num_gpus=num_gpus,
@@ -116,8 +116,8 @@ def _layers(entry: dict[str, Any], num_layers: int) -> tuple[Layer, ...]:
     if "layer_types" in entry:
         counts = entry["depths"][f"swin{num_layers}"]
         return tuple(
-            _layer(f"level {index}", kind, kind["param_MB"])
-            for index, (kind, count) in enumerate(zip(entry["layer_types"], counts, strict=True))
+            _layer(f"level {index}", layer_type, layer_type["param_MB"])
+            for index, (layer_type, count) in enumerate(zip(entry["layer_types"], counts, strict=True))
             for _ in range(count)
         )
     if "encoder" in entry:

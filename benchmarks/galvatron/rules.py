@@ -31,7 +31,7 @@ import math
 from dataclasses import dataclass
 
 from galvatron.inputs import Inputs, Layer, Other
-from steelyard.plan.kinds import DP, FSDP, TP
+from steelyard.plan.dimensions import DP, FSDP, TP
 from steelyard.plan.strategy import Level, Strategy
 
 MB = 1024**2
@@ -126,7 +126,7 @@ def _coefficient(point: Point, strategy: Strategy, *, is_tp: bool) -> float:
     size = strategy.degree(TP) if is_tp else strategy.data_degree
     if size == 1:
         return 0.0
-    is_inner = (strategy.levels[-1].kind is TP) == is_tp
+    is_inner = (strategy.levels[-1].dimension is TP) == is_tp
     return point.inputs.allreduce_ms_per_mb[point.num_stages, size, is_inner]
 
 
@@ -153,7 +153,7 @@ def _is_moved(point: Point, before: Strategy, after: Strategy) -> bool:
 
 
 def _is_tp_inner(strategy: Strategy) -> bool:
-    return strategy.levels[-1].kind is TP
+    return strategy.levels[-1].dimension is TP
 
 
 def layer_mb(point: Point, layer: Layer, strategy: Strategy) -> float:
@@ -181,7 +181,7 @@ def other_mb(point: Point) -> tuple[float, ...]:
 def _ends_mb(point: Point, samples: float) -> tuple[float, float]:
     """16 GPUs: the first and the last stage; an end that runs one microbatch at a time saves a part of the others."""
     outside, model = point.inputs.outside, point.inputs.model
-    pure = Strategy(levels=(Level(kind=DP, degree=point.num_devices),) if point.num_devices > 1 else ())
+    pure = Strategy(levels=(Level(dimension=DP, degree=point.num_devices),) if point.num_devices > 1 else ())
     saved = outside.reduction_mb * samples * (1 - 1 / min(microbatches(point, pure), samples))
     first, last = _held(outside.first, samples) - saved, _held(outside.last, samples) - saved
     if model in {"bert", "t5"}:

@@ -20,7 +20,7 @@ import numpy as np
 from galvatron.inputs import Layer
 from galvatron.rules import MB, Point, layer_mb, layer_s, other_mb, switch_s
 from steelyard.cost.tables import CostTables
-from steelyard.plan.kinds import DP, FSDP, TP
+from steelyard.plan.dimensions import DP, FSDP, TP
 from steelyard.plan.strategy import Level, Remat, Strategy
 from steelyard.schedules import PipelineConfig
 from steelyard.schedules.gpipe import GPIPE
@@ -31,7 +31,7 @@ SPACES: tuple[Space, ...] = ("dp+pp", "dp+tp", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
+class _LayerType:
     """A layer and what its stage holds besides, if this layer is the one that stands for it."""
 
     layer: Layer
@@ -60,83 +60,90 @@ def degrees_of(num_gpus: int, space: Space) -> tuple[int, ...]:
 
 def stage_tables(point: Point, layers: Sequence[Layer], held_mb: float, space: Space) -> CostTables:
     """One stage of these layers, which holds so much besides them."""
-    kinds = [_Kind(layer=layer) for layer in layers]
-    return _tables(point, kinds, strategies_of(point, space), num_stages=1, overhead_mb=held_mb)
+    layer_types = [_LayerType(layer=layer) for layer in layers]
+    return _tables(point, layer_types, strategies_of(point, space), num_stages=1, overhead_mb=held_mb)
 
 
 def even_tables(point: Point, space: Space) -> CostTables:
     """A pipeline of equal stages, described by one of them."""
     stages = point.num_stages
-    kinds = [_Kind(layer=layer) for layer in point.inputs.layers[: len(point.inputs.layers) // stages]]
+    layer_types = [_LayerType(layer=layer) for layer in point.inputs.layers[: len(point.inputs.layers) // stages]]
     held = max(other_mb(point))
-    return _tables(point, kinds, strategies_of(point, space), num_stages=1, overhead_mb=held, times=stages)
+    return _tables(point, layer_types, strategies_of(point, space), num_stages=1, overhead_mb=held, times=stages)
 
 
 def uneven_tables(point: Point, space: Space) -> CostTables:
     """A pipeline whose cuts are free; a switch between two stages is paid like any other."""
     held = other_mb(point)
     shared = math.ceil(min(held))
-    kinds = [_Kind(layer=layer) for layer in point.inputs.layers]
-    kinds[0] = _Kind(layer=kinds[0].layer, other_mb=held[0] - shared, place=", first")
+    layer_types = [_LayerType(layer=layer) for layer in point.inputs.layers]
+    layer_types[0] = _LayerType(layer=layer_types[0].layer, other_mb=held[0] - shared, place=", first")
     if len(held) > 1:
-        kinds[-1] = _Kind(layer=kinds[-1].layer, other_mb=held[-1] - shared, place=", last")
-    return _tables(point, kinds, strategies_of(point, space), num_stages=point.num_stages, overhead_mb=shared)
+        layer_types[-1] = _LayerType(layer=layer_types[-1].layer, other_mb=held[-1] - shared, place=", last")
+    return _tables(point, layer_types, strategies_of(point, space), num_stages=point.num_stages, overhead_mb=shared)
 
 
 def _tables(
     point: Point,
-    layers: Sequence[_Kind],
+    layers: Sequence[_LayerType],
     strategies: tuple[Strategy, ...],
     *,
     num_stages: int,
     overhead_mb: float,
     times: int = 1,
 ) -> CostTables:
-    kinds = {kind.name: kind for kind in layers}
-    names = tuple(kinds)
-    legal = np.array([[each.tensor_degree in kind.layer.act_mb for each in strategies] for kind in kinds.values()])
-    seconds = np.array([[layer_s(point, kind.layer, each) for each in strategies] for kind in kinds.values()])
+    layer_types = {layer_type.name: layer_type for layer_type in layers}
+    names = tuple(layer_types)
+    legal = np.array(
+        [[each.tensor_degree in layer_type.layer.act_mb for each in strategies] for layer_type in layer_types.values()]
+    )
+    seconds = np.array(
+        [[layer_s(point, layer_type.layer, each) for each in strategies] for layer_type in layer_types.values()]
+    )
     held = np.array(
         [
-            [_whole_mb(point, kind, each) * MB if each.tensor_degree in kind.layer.act_mb else 0 for each in strategies]
-            for kind in kinds.values()
+            [
+                _whole_mb(point, layer_type, each) * MB if each.tensor_degree in layer_type.layer.act_mb else 0
+                for each in strategies
+            ]
+            for layer_type in layer_types.values()
         ],
         dtype=np.int64,
     )
     switches = np.array([[switch_s(point, before, after) for after in strategies] for before in strategies])
     return CostTables(
         pipeline=PipelineConfig(num_stages=num_stages, num_microbatches=1, schedule=GPIPE),
-        kinds=names,
-        layers=tuple(names.index(kind.name) for kind in layers),
+        layer_types=names,
+        layers=tuple(names.index(layer_type.name) for layer_type in layers),
         strategies=strategies,
         legal=legal,
         time_s=times * seconds,
         static_bytes=held,
         activation_bytes=np.zeros_like(held),
         transient_bytes=np.zeros_like(held),
-        switch_s=times * np.repeat(switches[None], len(kinds), axis=0),
+        switch_s=times * np.repeat(switches[None], len(layer_types), axis=0),
         transfer_s=0.0,
         overhead_bytes=math.ceil(overhead_mb) * MB,
     )
 
 
-def _whole_mb(point: Point, kind: _Kind, strategy: Strategy) -> int:
-    return math.ceil(layer_mb(point, kind.layer, strategy)) + math.ceil(kind.other_mb)
+def _whole_mb(point: Point, layer_type: _LayerType, strategy: Strategy) -> int:
+    return math.ceil(layer_mb(point, layer_type.layer, strategy)) + math.ceil(layer_type.other_mb)
 
 
 def parse_strategy_name(name: str) -> tuple[int, Strategy]:
     """Pipeline degree and strategy of a name such as ``2-2*-2f``: the star marks the level on neighbouring ranks."""
     stages, tp, data = name.split("-")
-    kind = FSDP if "f" in data else DP
-    pairs = [(TP, int(tp.strip("*"))), (kind, int(data.strip("f*")))]
+    dimension = FSDP if "f" in data else DP
+    pairs = [(TP, int(tp.strip("*"))), (dimension, int(data.strip("f*")))]
     ordered = reversed(pairs) if "*" in tp else pairs
-    return int(stages), Strategy(levels=tuple(Level(kind=k, degree=n) for k, n in ordered if n > 1))
+    return int(stages), Strategy(levels=tuple(Level(dimension=k, degree=n) for k, n in ordered if n > 1))
 
 
 def strategy_name(num_stages: int, strategy: Strategy) -> str:
     """The published name of a strategy."""
     is_mixed = len(strategy.levels) > 1
-    is_tp_inner = is_mixed and strategy.levels[-1].kind is TP
+    is_tp_inner = is_mixed and strategy.levels[-1].dimension is TP
     tp = f"{strategy.degree(TP)}{'*' * is_tp_inner}"
     data = f"{strategy.data_degree}{'f' * (strategy.degree(FSDP) > 1)}{'*' * (is_mixed and not is_tp_inner)}"
     return f"{num_stages}-{tp}-{data}"

@@ -155,7 +155,7 @@ class ExpertRank:
             calls.append(CollectiveCount(kind="all_to_all", count=2, tensor_bytes=Affine(per_sample=2 * sent)))
         if self.etp > 1 or self.outside_tp == 1:
             gathered = Affine(per_sample=sent * self.etp)
-            calls += [CollectiveCount(kind=kind, count=1, tensor_bytes=gathered) for kind in _OVER_TP]
+            calls += [CollectiveCount(kind=collective, count=1, tensor_bytes=gathered) for collective in _OVER_TP]
         return tuple(calls)
 
     def _once_per_place(self) -> float:

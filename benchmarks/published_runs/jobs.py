@@ -24,7 +24,7 @@ from published_runs.frameworks import (
 from published_runs.rows import PublishedRun
 from published_runs.shapes import Kernels, Latent, ModelShape, layer_profiles
 from steelyard.cost.efficiency import Efficiency
-from steelyard.cost.setting import DeviceGroup, Job
+from steelyard.cost.job import DeviceGroup, Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, Link, find_device, find_link
 from steelyard.hardware.catalogue import default_links
@@ -32,8 +32,8 @@ from steelyard.hardware.values import Device
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config
-from steelyard.model.split import BlockCall, ModelSplit, SplitKind
-from steelyard.plan.kinds import CP, DP, FSDP, TP
+from steelyard.model.split import BlockCall, ModelSplit, SplitLayerType
+from steelyard.plan.dimensions import CP, DP, FSDP, TP
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import Level, Remat, Strategy
@@ -291,8 +291,8 @@ def _split(shape: ModelShape, etp: int) -> ModelSplit:
     """How such a model splits: embedding, blocks (dense ones first where others have experts), norm and projection."""
     heads, width = ((name, shape.heads) for name in ("attention heads", KV_HEADS)), shape.ffn or shape.hidden
     divides = (*heads, ("feed-forward width", width))
-    block = SplitKind(name="block", role=LayerRole.BLOCK, tp_divides=divides)
-    ends = [SplitKind(name=each.value, role=each, tp_divides=(("vocabulary", shape.vocab),)) for each in _ENDS]
+    block = SplitLayerType(name="block", role=LayerRole.BLOCK, tp_divides=divides)
+    ends = [SplitLayerType(name=each.value, role=each, tp_divides=(("vocabulary", shape.vocab),)) for each in _ENDS]
     blocks, places = [block], [1] * shape.num_layers
     if shape.experts is not None:
         experts = shape.experts.count * etp
@@ -300,7 +300,7 @@ def _split(shape: ModelShape, etp: int) -> ModelSplit:
         blocks = [sparse]
         if shape.dense_blocks:
             named = {"dense block": block, "sparse block": sparse}
-            blocks = [kind.model_copy(update={"name": name}) for name, kind in named.items()]
+            blocks = [layer_type.model_copy(update={"name": name}) for name, layer_type in named.items()]
             places = [1] * shape.dense_blocks + [2] * (shape.num_layers - shape.dense_blocks)
     last = len(blocks) + 1
     tied = ((0, "model.embed_tokens.weight"), (shape.num_layers + 1, "lm_head.weight"))
@@ -360,18 +360,18 @@ def _strategy(
         if degrees.dp % group:
             raise _SkipError(f"shard groups of {group} of {degrees.dp} data ranks")
         if group < degrees.dp:
-            levels.append(Level(kind=DP, degree=degrees.dp // group))
-        levels.append(Level(kind=FSDP if sharded else DP, degree=group))
+            levels.append(Level(dimension=DP, degree=degrees.dp // group))
+        levels.append(Level(dimension=FSDP if sharded else DP, degree=group))
     if degrees.cp > 1:
-        levels.append(Level(kind=CP, degree=degrees.cp))
+        levels.append(Level(dimension=CP, degree=degrees.cp))
     if degrees.tp > 1:
-        levels.append(Level(kind=TP, degree=degrees.tp))
+        levels.append(Level(dimension=TP, degree=degrees.tp))
     if execution.keeps_own_buffers and shards not in (None, degrees.dp * degrees.cp) and zero == 1:
         execution = replace(execution, shard_degree=shards)
     if zero == 1:
         num_shards = shards or degrees.dp * degrees.cp
         execution = replace(execution, step_s=framework.shard_broadcast_s * num_shards)
-    fsdp = any(level.kind is FSDP for level in levels)
+    fsdp = any(level.dimension is FSDP for level in levels)
     has_sp = run.text("sp") == "True" if run.text("sp") else framework.default_sp
     strategy = Strategy.of(
         levels=tuple(levels),
@@ -425,7 +425,7 @@ def _plan(
     stages = []
     for index, (first, end) in enumerate(pairwise(bounds)):
         strategies = tuple(
-            each if chain.kind_of(layer).num_experts else each.with_whole_experts()
+            each if chain.type_of(layer).num_experts else each.with_whole_experts()
             for layer in range(first, end)
             for each in (edge if _keeps_all(chain, layer, alternating=alternating) else strategy,)
         )
@@ -444,7 +444,7 @@ def _plan(
 
 
 def _keeps_all(chain: ModelChain, layer: int, *, alternating: bool) -> bool:
-    return chain.kind_of(layer).role is not LayerRole.BLOCK or (alternating and layer % 2 == 0)
+    return chain.type_of(layer).role is not LayerRole.BLOCK or (alternating and layer % 2 == 0)
 
 
 def _schedule(degrees: _Degrees) -> Schedule:

@@ -29,11 +29,11 @@ from typing import Literal
 
 from published_runs.experts import ExpertRank, Experts
 from steelyard.profiles.part import Affine
-from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Recomputation, Work
+from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Recomputation, Work
 from steelyard.profiles.shapes import AttentionCall
 
 DENSE, SPARSE = "dense block", "sparse block"
-"""The kinds of blocks where some have experts and some do not."""
+"""The block types where some have experts and some do not."""
 HALF = 2
 """Bytes of an activation or a weight in bf16 or fp16."""
 ALIGNED_BYTES = 16
@@ -123,7 +123,7 @@ def layer_profiles(
     node_ranks: int = 8,
     imbalance: float = 1.0,
 ) -> tuple[LayerProfile, ...]:
-    """Profiles of the embedding, each kind of block and the head on one of ``tp`` ranks."""
+    """Profiles of the embedding, each block type and the head on one of ``tp`` ranks."""
     local = _Local(shape=shape, kernels=kernels, tp=tp, sp=sp and tp > 1)
     profiles = local.embedding(), local.block(), local.head()
     if shape.experts is None:
@@ -325,9 +325,9 @@ class _Local:
             attention=self._flash_calls(backward=False),
         )
 
-    def _fully_again(self, kind: str, forward: Work) -> Work:
+    def _fully_again(self, layer_type: str, forward: Work) -> Work:
         """What the backward pass runs again of the forward pass under full remat."""
-        if kind != "block" or self.kernels.full == "block":
+        if layer_type != "block" or self.kernels.full == "block":
             return forward
         inputs, outputs = self._linears()[-1]
         operands = HALF * self.tokens * (inputs + outputs)
@@ -437,7 +437,7 @@ class _Local:
 
     def _profile(
         self,
-        kind: str,
+        layer_type: str,
         *,
         num_params: float,
         forward: Work,
@@ -448,37 +448,37 @@ class _Local:
         transient: tuple[float, float],
     ) -> LayerProfile:
         passes = (Affine(per_sample=transient[0]), Affine(per_sample=transient[1]))
-        streams = HALF * self.tokens if kind == "block" else 0.0
-        there = self._collectives(calls, into=kind != "embedding", out=kind != "head")
-        back = self._collectives(calls, into=kind != "head", out=kind != "embedding")
+        streams = HALF * self.tokens if layer_type == "block" else 0.0
+        there = self._collectives(calls, into=layer_type != "embedding", out=layer_type != "head")
+        back = self._collectives(calls, into=layer_type != "head", out=layer_type != "embedding")
         return LayerProfile(
-            kind=kind,
+            kind=layer_type,
             degrees=self.degrees,
             num_params=round(num_params),
             forward=forward,
             backward=backward,
             forward_collectives=there,
-            backward_collectives=() if kind == "embedding" and not self.sp else back,
+            backward_collectives=() if layer_type == "embedding" and not self.sp else back,
             saved_bytes=Affine(per_sample=saved),
             input_bytes=Affine(per_sample=input_bytes),
             forward_transient_bytes=passes[0],
             backward_transient_bytes=passes[1],
             key_value_bytes=Affine(per_sample=2 * self.k * streams),
             attention_bytes=Affine(per_sample=2 * (self.q + self.k) * streams),
-            recomputations=self._recomputations(kind, forward, there, saved, input_bytes, transient),
+            recomputations=self._recomputations(layer_type, forward, there, saved, input_bytes, transient),
         )
 
     def _recomputations(
         self,
-        kind: str,
+        layer_type: str,
         forward: Work,
         collectives: tuple[CollectiveCount, ...],
         saved: float,
         input_bytes: float,
         transient: tuple[float, float],
     ) -> tuple[Recomputation, ...]:
-        choices = [("full", self._fully_again(kind, forward), collectives, input_bytes)]
-        if kind == "block":
+        choices = [("full", self._fully_again(layer_type, forward), collectives, input_bytes)]
+        if layer_type == "block":
             kept = self.tokens * self._selectively_saved_per_token()
             choices.append(("selective", self._selective_work(forward), (), kept))
         return tuple(
@@ -498,10 +498,10 @@ class _Local:
         if self.tp == 1:
             return ()
         size = Affine(per_sample=calls * self.hidden_bytes)
-        kinds: list[CollectiveKind] = []
+        collectives: list[Collective] = []
         if self.sp:
-            kinds += ["all_gather"] if into else []
-            kinds += ["reduce_scatter"] if out else []
+            collectives += ["all_gather"] if into else []
+            collectives += ["reduce_scatter"] if out else []
         elif out:
-            kinds.append("all_reduce")
-        return tuple(CollectiveCount(kind=kind, count=calls, tensor_bytes=size) for kind in kinds)
+            collectives.append("all_reduce")
+        return tuple(CollectiveCount(kind=collective, count=calls, tensor_bytes=size) for collective in collectives)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Amount: TypeAlias = "float | NDArray[np.float64]"
-"""A number, or those of several pipeline settings at once."""
+"""A number, or those of several pipeline configurations at once."""
 Whole: TypeAlias = "int | NDArray[np.int64]"
 """A whole number, or those of several strategies at once."""
 

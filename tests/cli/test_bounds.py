@@ -123,11 +123,9 @@ def test_bytes_too_many_for_any_device_fit_nowhere_and_wrap_around_nowhere(
     run: Run, tmp_path: Path, schedule: str
 ) -> None:
     content = changed(WHOLE["problem"], "budget_bytes", MOST_BYTES // 2)
-    content["settings"] = [
-        setting | {"schedule": schedule, "num_microbatches": 2**16} for setting in content["settings"]
-    ]
-    for kind in content["settings"][0]["kinds"]:
-        kind["activation_bytes"] = [MOST_BYTES] * len(kind["activation_bytes"])
+    content["settings"] = [config | {"schedule": schedule, "num_microbatches": 2**16} for config in content["settings"]]
+    for layer_type in content["settings"][0]["kinds"]:
+        layer_type["activation_bytes"] = [MOST_BYTES] * len(layer_type["activation_bytes"])
     (tmp_path / "p.json").write_text(json.dumps(content | {"settings": content["settings"][:1]}))
     result = run("solve", tmp_path / "p.json", "--json")
     assert result.exit_code == 1

@@ -5,7 +5,7 @@ import json
 from tests.cli.conftest import Run
 
 
-def test_every_device_says_its_kind_its_backend_and_whether_its_rates_are_assumed(run: Run) -> None:
+def test_every_device_says_its_type_its_backend_and_whether_its_rates_are_assumed(run: Run) -> None:
     known = {each["name"]: each for each in json.loads(run("devices", "--json").output)}
     assert (known["cpu"]["kind"], known["cpu"]["backend"], known["cpu"]["rates"]) == ("cpu", "gloo", None)
     assert (known["mi300x"]["kind"], known["mi300x"]["backend"]) == ("gpu", "nccl")

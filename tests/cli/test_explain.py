@@ -12,7 +12,7 @@ from steelyard.cli.app import app
 from steelyard.plan.choices import Explanation
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.planning.problem import pipeline_settings
+from steelyard.planning.problem import pipeline_configs
 from tests.cli.conftest import Run, user_error
 from tests.export.examples import uniform
 from tests.jobs import job_of
@@ -37,8 +37,8 @@ def explained(plan_path: Path) -> Explanation:
     return Explanation.model_validate(json.loads(result.stdout)["explanation"])
 
 
-def rivals(explanation: Explanation) -> dict[str, Any]:
-    return {rival.name: rival for rival in explanation.rivals}
+def baselines(explanation: Explanation) -> dict[str, Any]:
+    return {baseline.name: baseline for baseline in explanation.rivals}
 
 
 @pytest.mark.slow
@@ -50,34 +50,34 @@ def test_explain_fits_a_screen_and_says_what_binds(run: Run, plan_path: Path) ->
 
 
 @pytest.mark.slow
-def test_no_rival_is_faster_than_the_searched_plan(explained: Explanation) -> None:
+def test_no_baseline_is_faster_than_the_searched_plan(explained: Explanation) -> None:
     assert explained.rivals
-    assert all(rival.slowdown is None or rival.slowdown > -0.01 for rival in explained.rivals)
+    assert all(baseline.slowdown is None or baseline.slowdown > -0.01 for baseline in explained.rivals)
 
 
 @pytest.mark.slow
-def test_a_rival_is_the_plan_that_a_restricted_search_finds(run: Run, explained: Explanation) -> None:
+def test_a_baseline_is_the_plan_that_a_restricted_search_finds(run: Run, explained: Explanation) -> None:
     for name, options in (
         ("2 stages", ("--stages", 2)),
         ("without tp", ("--max-tp", 1)),
         ("without remat", ("--remat", "none")),
     ):
-        rival = rivals(explained).get(name)
+        baseline = baselines(explained).get(name)
         result = run("plan", *JOB, "--memory", TIGHT, *options, "--json")
-        if rival is None:
+        if baseline is None:
             continue
         if result.exit_code == 1:
-            assert rival.missing_bytes == json.loads(result.stdout)["missing_bytes"] or rival.missing_bytes > 0
+            assert baseline.missing_bytes == json.loads(result.stdout)["missing_bytes"] or baseline.missing_bytes > 0
         else:
             step_s = json.loads(result.stdout)["prediction"]["step_time_s"]
-            assert rival.step_time_s >= step_s * (1 - 1e-9)
-            assert rival.step_time_s == pytest.approx(step_s, rel=0.05)
+            assert baseline.step_time_s >= step_s * (1 - 1e-9)
+            assert baseline.step_time_s == pytest.approx(step_s, rel=0.05)
 
 
 @pytest.mark.slow
-def test_a_rival_that_does_not_fit_says_by_how_many_bytes(explained: Explanation) -> None:
-    for rival in explained.rivals:
-        assert (rival.step_time_s is None) != (rival.missing_bytes is None)
+def test_a_baseline_that_does_not_fit_says_by_how_many_bytes(explained: Explanation) -> None:
+    for baseline in explained.rivals:
+        assert (baseline.step_time_s is None) != (baseline.missing_bytes is None)
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_more_memory_is_never_slower_and_less_never_faster(explained: Explanatio
 
 
 @pytest.mark.slow
-def test_all_lists_every_strategy_and_every_setting_with_a_reason(
+def test_all_lists_every_strategy_and_every_config_with_a_reason(
     run: Run, plan_path: Path, explained: Explanation
 ) -> None:
     verdicts = {each.verdict for each in explained.verdicts}
@@ -98,7 +98,7 @@ def test_all_lists_every_strategy_and_every_setting_with_a_reason(
     assert never["stages", "3"] == "does not divide the 4 devices"
     assert never["microbatches", "3, 5–7, 9–15"] == "does not divide the global batch of 16"
     alternatives = read_plan(plan_path).prediction.alternatives  # type: ignore[union-attr]
-    assert len(alternatives) == len(pipeline_settings(job_of(read_plan(plan_path)), Decisions())) - 1
+    assert len(alternatives) == len(pipeline_configs(job_of(read_plan(plan_path)), Decisions())) - 1
     assert all(each.reason for each in alternatives)
     output = run("explain", plan_path, "--all").stdout
     for expected in ("Never searched", "What lost", "dominated", "Predicted, per stage"):
@@ -106,13 +106,13 @@ def test_all_lists_every_strategy_and_every_setting_with_a_reason(
 
 
 @pytest.mark.slow
-def test_a_slower_plan_by_hand_has_the_best_plan_as_its_rival(run: Run, plan_path: Path, tmp_path: Path) -> None:
+def test_a_slower_plan_by_hand_has_the_best_plan_as_its_baseline(run: Run, plan_path: Path, tmp_path: Path) -> None:
     by_hand = json.loads(plan_path.read_text()) | {"num_microbatches": 4, "schedule": "1f1b"}
     del by_hand["prediction"]
     by_hand["stages"] = [{"ranks": [0, 3], "runs": [{"layers": [0, 17], "parallel": "fsdp4", "remat": "full"}]}]
     (tmp_path / "hand.json").write_text(json.dumps(by_hand))
     result = run("explain", tmp_path / "hand.json", "--json")
-    found = rivals(Explanation.model_validate(json.loads(result.stdout)["explanation"]))
+    found = baselines(Explanation.model_validate(json.loads(result.stdout)["explanation"]))
     assert found["any plan"].slowdown < 0
 
 
@@ -168,7 +168,7 @@ def test_why_not_shows_the_best_plan_that_does_what_is_asked(run: Run, plan_path
         assert expected in output
 
 
-def test_why_not_a_kind_of_no_degree_takes_its_best_one_for_all_blocks(run: Run, plan_path: Path) -> None:
+def test_why_not_a_dimension_of_no_degree_takes_its_best_one_for_all_blocks(run: Run, plan_path: Path) -> None:
     content = json.loads(run("explain", plan_path, "--why-not", "tp", "--json").stdout)
     runs = [run for stage in content["explanation"]["why_not"]["plan"]["stages"] for run in stage["runs"]]
     assert all("tp" in run["parallel"] for run in runs if run["layers"][0] <= 16 and run["layers"][1] >= 1)

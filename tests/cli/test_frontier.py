@@ -220,7 +220,7 @@ def test_a_free_batch_on_the_fewest_devices_is_refused(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_prices_by_kind_compare_parts_of_the_cluster(run: Run, tmp_path: Path) -> None:
+def test_prices_by_device_type_compare_parts_of_the_cluster(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "offers.html"
     asked = ("frontier", "tinyllama-1.1b", "--seq-len", 512, "--global-batch", 64)
     priced = ("--cluster", "1x1xh100-80gb+2x1xa100-80gb", "--price", "h100-80gb=2.5,a100-80gb=1.1")

@@ -70,6 +70,6 @@ def test_a_sequence_of_131072_tokens_takes_context_parallelism_and_explain_says_
     output("plan", "llama3-8b", "--seq-len", "131072", "--cluster", "4x8xh100-80gb", "-o", path)
     plan = read_plan(path)
     assert all("cp" in str(strategy) for strategy in plan.strategies)
-    rivals = json.loads(output("explain", path, "--json"))["explanation"]["rivals"]
-    slowdown = next(rival["slowdown"] for rival in rivals if rival["name"] == "without cp")
+    baselines = json.loads(output("explain", path, "--json"))["explanation"]["rivals"]
+    slowdown = next(baseline["slowdown"] for baseline in baselines if baseline["name"] == "without cp")
     assert slowdown > 0.1

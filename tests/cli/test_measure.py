@@ -164,7 +164,7 @@ def test_the_fastest_keeps_the_fallbacks_that_take_less_memory(run: Run, tmp_pat
 
 
 @pytest.mark.slow
-def test_plan_keeps_the_best_plans_of_settings_that_differ_and_says_how_to_measure_them(
+def test_plan_keeps_the_best_plans_of_configs_that_differ_and_says_how_to_measure_them(
     run: Run, tmp_path: Path
 ) -> None:
     job = ("--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
@@ -172,6 +172,6 @@ def test_plan_keeps_the_best_plans_of_settings_that_differ_and_says_how_to_measu
     assert "measure the best 3: steelyard measure" in " ".join(output.split())
     plan = read_plan(tmp_path / "plan.json")
     assert len(plan.next_best) == 2
-    assert len({each.pipeline for each in plan.contenders()}) == 3, "of settings that differ"
+    assert len({each.pipeline for each in plan.contenders()}) == 3, "of configurations that differ"
     seconds = [each.prediction.step_time_s for each in plan.contenders() if each.prediction]
     assert seconds == sorted(seconds)

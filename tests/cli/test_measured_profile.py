@@ -12,7 +12,7 @@ from tests.cli.conftest import Run, user_error
 from tests.cost.examples import CONFIG, SEQ_LEN, chain, measured_profile
 
 JOB = ("--cluster", "1x4xcpu", "--memory", "1GiB", "--seq-len", SEQ_LEN, "--precision", "fp32")
-LEFT_OUT = "the rivals, and what memory is worth, are left out"
+LEFT_OUT = "the baselines, and what memory is worth, are left out"
 
 
 @pytest.fixture

@@ -48,8 +48,8 @@ def test_every_pool_says_by_which_rates_and_links_it_is_priced(run: Run, path: P
 def test_explain_compares_with_each_pool_alone_and_even_cuts(run: Run, path: Path) -> None:
     shown = run("explain", path).output
     assert all(words in shown for words in ("1x2xh100-80gb alone", "1x2xa100-80gb alone", "even cuts over all pools"))
-    rivals = json.loads(run("explain", path, "--json").output)["explanation"]["rivals"]
-    assert len(rivals) == 3
+    baselines = json.loads(run("explain", path, "--json").output)["explanation"]["rivals"]
+    assert len(baselines) == 3
 
 
 def test_explain_prices_it_for_the_memory_that_is_given(run: Run, path: Path) -> None:
@@ -75,7 +75,7 @@ def page(path: Path) -> str:
     return written.read_text()
 
 
-def test_a_report_shows_the_schedule_and_the_rivals_of_such_a_plan(page: str) -> None:
+def test_a_report_shows_the_schedule_and_the_baselines_of_such_a_plan(page: str) -> None:
     assert 'id="timeline"' in page
     assert all(words in page for words in ("1x2xh100-80gb alone", "1x2xa100-80gb alone", "even cuts over all pools"))
     assert "left out" not in page
@@ -127,7 +127,7 @@ def test_a_free_batch_or_length_is_refused_with_pools(run: Run) -> None:
         assert user_error(run(*asked, option, "max", *more)).field == option
 
 
-def test_other_commands_ask_for_one_kind_of_device(run: Run, path: Path) -> None:
+def test_other_commands_ask_for_one_device_type(run: Run, path: Path) -> None:
     error = user_error(run("export", path, "--to", "pytorch", "--cluster", POOLS))
     assert "2 pools of unlike devices" in error.found
 

@@ -62,7 +62,7 @@ def test_the_page_is_one_small_file_with_the_figures_of_the_plan(run: Run, plan_
 
 
 @pytest.mark.slow
-def test_json_has_the_plan_its_frontier_and_its_rivals(run: Run, plan_path: Path, tmp_path: Path) -> None:
+def test_json_has_the_plan_its_frontier_and_its_baselines(run: Run, plan_path: Path, tmp_path: Path) -> None:
     result = run("report", plan_path, "-o", tmp_path / "plan.html", "--time-limit", 60, "--json")
     found = json.loads(result.stdout)
     assert found["plan"] == json.loads(plan_path.read_text())

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from steelyard.cost.accuracy import BEYOND_FIT, CATALOGUE, MEASURED, SCALED, SCALED_BY_SEVERAL
-from steelyard.cost.communication import Group, collective
+from steelyard.cost.communication import Group, collective_time
 from steelyard.cost.efficiency import IDEAL_LINKS, LinkEfficiency
-from steelyard.cost.setting import DeviceGroup, Job, Setting
+from steelyard.cost.job import DeviceGroup, Job, JobConfig
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.hardware import Backend, Cluster, parse_cluster
 from steelyard.hardware.values import Device, Link
@@ -17,8 +17,8 @@ from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import (
     Affine,
+    Collective,
     CollectiveCount,
-    CollectiveKind,
     CollectiveProfile,
     LayerProfile,
     MeasuredTime,
@@ -64,7 +64,7 @@ def cluster(
     """Round numbers: 100 TFLOP/s, 1 TB/s of memory."""
     device = Device(
         name="round",
-        kind="gpu",
+        type="gpu",
         backend=Backend.NCCL,
         memory_bytes=80 * 2**30,
         peak_flop_per_s={"bf16": 100e12, "fp32": 10e12},
@@ -86,10 +86,10 @@ def cluster(
 def profile(model: ModelChain, precision: Precision = "bf16") -> Profile:
     """A profile with plausible numbers for tp 1, 2, 4 and 8, exactly divided."""
     layers = []
-    for kind in model.kinds:
+    for layer_type in model.layer_types:
         for tp in (1, 2, 4, 8):
             for sp in (False, True) if tp > 1 else (False,):
-                layers.append(_layer(kind.name, tp, sp))
+                layers.append(_layer(layer_type.name, tp, sp))
     identity = ProfileIdentity(
         method="traced",
         model_name=model.name,
@@ -105,9 +105,9 @@ def profile(model: ModelChain, precision: Precision = "bf16") -> Profile:
     return Profile(identity=identity, layers=tuple(layers))
 
 
-def _layer(kind: str, tp: int, sp: bool) -> LayerProfile:
+def _layer(layer_type: str, tp: int, sp: bool) -> LayerProfile:
     hidden_bytes = 2 * SEQ_LEN * CONFIG["hidden_size"]
-    params = PARAMS[kind] // tp
+    params = PARAMS[layer_type] // tp
     work = Work(
         matmul_flop=Affine(per_sample=2e9 / tp),
         attention_flop=Affine(per_sample=1e8 / tp),
@@ -120,7 +120,7 @@ def _layer(kind: str, tp: int, sp: bool) -> LayerProfile:
     scatter = CollectiveCount(kind="reduce_scatter", count=2, tensor_bytes=Affine(per_sample=2.0 * hidden_bytes))
     collectives = () if tp == 1 else (gather, scatter) if sp else (reduce,)
     return LayerProfile(
-        kind=kind,
+        kind=layer_type,
         degrees=tp_shape(tp, sp),
         num_params=params,
         forward=work,
@@ -131,11 +131,11 @@ def _layer(kind: str, tp: int, sp: bool) -> LayerProfile:
         input_bytes=Affine(per_sample=hidden_bytes / (tp if sp else 1)),
         forward_transient_bytes=Affine(per_sample=2.0 * hidden_bytes / tp),
         backward_transient_bytes=Affine(per_sample=4.0 * hidden_bytes / tp),
-        recomputations=_recomputations(kind, tp, sp, work),
+        recomputations=_recomputations(layer_type, tp, sp, work),
     )
 
 
-def _recomputations(kind: str, tp: int, sp: bool, forward: Work) -> tuple[Recomputation, ...]:
+def _recomputations(layer_type: str, tp: int, sp: bool, forward: Work) -> tuple[Recomputation, ...]:
     """Full remat repeats the forward pass but for one collective; selective its memory-bound part, without FLOP."""
     hidden_bytes = 2 * SEQ_LEN * CONFIG["hidden_size"]
     saved, entering = 10.0 * hidden_bytes / tp, hidden_bytes / (tp if sp else 1)
@@ -150,7 +150,7 @@ def _recomputations(kind: str, tp: int, sp: bool, forward: Work) -> tuple[Recomp
         forward_transient_bytes=Affine(constant=64, per_sample=saved),
         backward_transient_bytes=Affine(constant=64, per_sample=1.4 * saved - entering),
     )
-    if kind != "block":
+    if layer_type != "block":
         return (full,)
     nothing = Affine()
     selective = Recomputation(
@@ -178,9 +178,9 @@ def as_measured(counted: Profile, samples: Sequence[int] = (1, 2, 4), *, num_dev
     )
     collectives = [
         CollectiveProfile(
-            kind=kind, group_size=size, strided=False, latency_s=1e-4, bytes_per_s=1e9, max_relative_error=0.0
+            kind=collective, group_size=size, strided=False, latency_s=1e-4, bytes_per_s=1e9, max_relative_error=0.0
         )
-        for kind in get_args(CollectiveKind)
+        for collective in get_args(Collective)
         for size in range(2, num_devices + 1)
     ]
     identity = {"method": "measured", "device": "cpu", "device_kind": "cpu", "num_devices": num_devices}
@@ -221,15 +221,15 @@ def unprofiled_job() -> Job:
     return job(parse_cluster("1x4xcpu").with_memory(2**30))
 
 
-def setting(
+def config(
     of: Job | None = None,
     *,
     num_stages: int = 1,
     num_microbatches: int = 1,
     schedule: str = "1f1b",
     num_chunks: int = 1,
-) -> Setting:
-    return Setting(job=of or job(), pipeline=pipeline(num_stages, num_microbatches, schedule, num_chunks))
+) -> JobConfig:
+    return JobConfig(job=of or job(), pipeline=pipeline(num_stages, num_microbatches, schedule, num_chunks))
 
 
 def simulated(
@@ -268,7 +268,7 @@ def plan(of: Job, *stages: str, num_microbatches: int, schedule: str = "1f1b", n
 
 
 def collective_s(
-    kind: CollectiveKind,
+    collective: Collective,
     num_bytes: float,
     group: Group,
     machines: Cluster,
@@ -276,4 +276,4 @@ def collective_s(
     reached: LinkEfficiency = IDEAL_LINKS,
 ) -> float:
     """Seconds of one collective over two ranks or more."""
-    return collective(kind, group, machines, profile, reached)(num_bytes)
+    return collective_time(collective, group, machines, profile, reached)(num_bytes)

@@ -1,4 +1,4 @@
-"""Costs of several pipeline settings, made together."""
+"""Costs of several pipeline configurations, made together."""
 
 from dataclasses import replace
 
@@ -7,15 +7,15 @@ import pytest
 
 from steelyard.cost.build import KnownCosts
 from steelyard.cost.execution import MEGATRON_CORE
+from steelyard.cost.job import Job
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_load import refusal
 from steelyard.cost.memory import layer_bytes
-from steelyard.cost.setting import Job
 from steelyard.hardware import parse_cluster
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.strategy import Remat
 from steelyard.planning.problem import stage_strategies
-from tests.cost.examples import chain, job, measured_profile, setting
+from tests.cost.examples import chain, config, job, measured_profile
 from tests.jobs import make_job
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -38,19 +38,21 @@ def job_of_a_framework() -> Job:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", [job, measured_job, mixtral, job_of_a_framework])
-def test_settings_priced_together_cost_what_each_does_alone(of) -> None:
+def test_configs_priced_together_cost_what_each_does_alone(of) -> None:
     own, known = of(), KnownCosts(COUNTS)
     for count in COUNTS:
-        where = setting(own, num_microbatches=count)
+        where = config(own, num_microbatches=count)
         strategies = stage_strategies(own, where.devices_per_stage, Decisions())
         costs = known.of(where, strategies)
-        time_s = costs.time_s(range(len(own.chain.kinds)), where)
-        allowed = [[refusal(kind, each, where) is None for each in strategies] for kind in own.chain.kinds]
+        time_s = costs.time_s(range(len(own.chain.layer_types)), where)
+        allowed = [
+            [refusal(layer_type, each, where) is None for each in strategies] for layer_type in own.chain.layer_types
+        ]
         assert costs.legal.tolist() == allowed
         for row, column in np.argwhere(costs.legal).tolist():
-            cost = layer_cost(own.chain.kinds[row], strategies[column], where)
+            cost = layer_cost(own.chain.layer_types[row], strategies[column], where)
             assert time_s[row, column] == cost.microbatch_s + sum(cost.once_s.values()) / count
-            own_bytes = layer_bytes(own.chain.kinds[row], strategies[column], where)
+            own_bytes = layer_bytes(own.chain.layer_types[row], strategies[column], where)
             assert costs.rows.terms[:5, row, column].sum() == sum(own_bytes.static_bytes.values())
             assert costs.rows.terms[5, row, column] == own_bytes.activation_bytes
             assert costs.rows.works[row, column] == own_bytes.transient_bytes

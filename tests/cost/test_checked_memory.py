@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from steelyard.cost.job import DeviceGroup, Job
 from steelyard.cost.predict import predict_memory
-from steelyard.cost.setting import DeviceGroup, Job
 from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
@@ -186,7 +186,7 @@ CASES = {
     "ulysses": Case(stages=_all("cp4+ulysses", edges="cp4"), devices=4),
     "ulysses, selective": Case(stages=_all("fsdp2-cp2+ulysses remat=selective", edges="fsdp4"), devices=4),
     "ulysses, full remat": Case(stages=_all("cp2+ulysses remat=full", edges="cp2"), devices=2),
-    "cp next to other kinds": Case(
+    "cp next to other dimensions": Case(
         stages=("fsdp4, fsdp2-cp2, cp2-tp2+sp, dp4, cp4 remat=full, fsdp2-cp2",), devices=4, most=1.15
     ),
     "cp, two stages": Case(stages=("cp2, cp2, fsdp2", "tp2+sp, cp2, cp2"), devices=4),

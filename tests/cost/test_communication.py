@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 from steelyard.cost.communication import Group, send_recv_s
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import find_link, parse_cluster
-from steelyard.profiles.profile import CollectiveKind, CollectiveProfile
+from steelyard.profiles.profile import Collective, CollectiveProfile
 from tests.cost.examples import cluster, collective_s, job, unprofiled_job
 
-KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-kinds = st.sampled_from(KINDS)
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+collectives = st.sampled_from(COLLECTIVES)
 groups = st.sampled_from(
     [Group(size=n, stride=stride, span=16) for n in (2, 4, 8, 16) for stride in (1, 2, 4) if n * stride <= 16]
 )
 num_bytes = st.integers(0, 2**40)
 
 
-def _seconds(kind: CollectiveKind, size: float, group: Group, **rates: float) -> float:
+def _seconds(collective: Collective, size: float, group: Group, **rates: float) -> float:
     machines = cluster(2, 8, **rates)
-    return collective_s(kind, size, group, machines, job(machines).profile)
+    return collective_s(collective, size, group, machines, job(machines).profile)
 
 
 def test_all_gather_inside_a_node_takes_the_rings_time() -> None:
@@ -86,11 +86,11 @@ def test_a_measurement_takes_the_place_of_the_formula() -> None:
     assert collective_s("all_gather", 10, Group(size=4, stride=1, span=8), machines, profile) == 0.5 + 10 / 2.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_collective_of_unknown_rate_is_an_error(kind: CollectiveKind) -> None:
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_collective_of_unknown_rate_is_an_error(collective: Collective) -> None:
     unprofiled = unprofiled_job()
-    with pytest.raises(InvalidProfileError, match=f"no {kind} over 4 ranks"):
-        collective_s(kind, 1.0, Group(size=4, stride=1, span=4), unprofiled.cluster, unprofiled.profile)
+    with pytest.raises(InvalidProfileError, match=f"no {collective} over 4 ranks"):
+        collective_s(collective, 1.0, Group(size=4, stride=1, span=4), unprofiled.cluster, unprofiled.profile)
 
 
 def test_a_transfer_of_unknown_rate_is_an_error() -> None:
@@ -99,7 +99,7 @@ def test_a_transfer_of_unknown_rate_is_an_error() -> None:
         send_recv_s(1.0, distance=2, cluster=unprofiled.cluster, profile=unprofiled.profile)
 
 
-def test_a_collective_of_an_unknown_kind_is_an_error() -> None:
+def test_an_unknown_collective_is_an_error() -> None:
     with pytest.raises(InvalidProfileError, match="broadcast"):
         _seconds("broadcast", 1.0, Group(size=4, stride=1, span=4))  # type: ignore[arg-type]
 
@@ -108,20 +108,20 @@ def test_a_group_of_one_rank_communicates_nothing() -> None:
     assert _seconds("all_reduce", 1e9, Group(size=1, stride=1, span=8)) == 0
 
 
-@given(kinds, groups, num_bytes, num_bytes)
-def test_more_bytes_are_never_cheaper(kind: CollectiveKind, group: Group, one: int, other: int) -> None:
+@given(collectives, groups, num_bytes, num_bytes)
+def test_more_bytes_are_never_cheaper(collective: Collective, group: Group, one: int, other: int) -> None:
     fewer, more = sorted((one, other))
-    assert _seconds(kind, fewer, group) <= _seconds(kind, more, group)
+    assert _seconds(collective, fewer, group) <= _seconds(collective, more, group)
 
 
-@given(kinds, groups, num_bytes, st.floats(1e6, 1e12), st.floats(1, 100))
+@given(collectives, groups, num_bytes, st.floats(1e6, 1e12), st.floats(1, 100))
 def test_a_faster_link_is_never_slower(
-    kind: CollectiveKind, group: Group, size: int, bytes_per_s: float, factor: float
+    collective: Collective, group: Group, size: int, bytes_per_s: float, factor: float
 ) -> None:
-    slow = _seconds(kind, size, group, inter_bytes_per_s=bytes_per_s)
-    assert _seconds(kind, size, group, inter_bytes_per_s=bytes_per_s * factor) <= slow
-    slow = _seconds(kind, size, group, intra_bytes_per_s=bytes_per_s)
-    assert _seconds(kind, size, group, intra_bytes_per_s=bytes_per_s * factor) <= slow
+    slow = _seconds(collective, size, group, inter_bytes_per_s=bytes_per_s)
+    assert _seconds(collective, size, group, inter_bytes_per_s=bytes_per_s * factor) <= slow
+    slow = _seconds(collective, size, group, intra_bytes_per_s=bytes_per_s)
+    assert _seconds(collective, size, group, intra_bytes_per_s=bytes_per_s * factor) <= slow
 
 
 @given(groups)
@@ -135,18 +135,24 @@ def test_groups_that_communicate_at_once_share_the_ports_of_a_node(group: Group)
     assert not crosses or groups_of_a_node * rate <= 80e9 * 1.001
 
 
-def _on(link: str, kind: CollectiveKind, size: float, ranks: int, *, num_nodes: int = 1) -> float:
+def _on(link: str, collective: Collective, size: float, ranks: int, *, num_nodes: int = 1) -> float:
     machines = parse_cluster(f"{num_nodes}x8xh100-80gb")
     machines = replace(machines, intra_link=find_link(link))
     group = Group(size=ranks, stride=1, span=ranks)
-    return collective_s(kind, size, group, machines, job(machines).profile)
+    return collective_s(collective, size, group, machines, job(machines).profile)
 
 
-@given(kinds, st.sampled_from(["nvlink-3", "nvlink-4", "nvlink-5", "pcie-4-host", "pcie-5"]), num_bytes, num_bytes)
-def test_more_bytes_are_never_cheaper_on_a_measured_link(kind: CollectiveKind, link: str, one: int, other: int) -> None:
+@given(
+    collectives, st.sampled_from(["nvlink-3", "nvlink-4", "nvlink-5", "pcie-4-host", "pcie-5"]), num_bytes, num_bytes
+)
+def test_more_bytes_are_never_cheaper_on_a_measured_link(
+    collective: Collective, link: str, one: int, other: int
+) -> None:
     fewer, more = sorted((one, other))
     for ranks, num_nodes in ((2, 1), (8, 1), (64, 8)):
-        assert _on(link, kind, fewer, ranks, num_nodes=num_nodes) <= _on(link, kind, more, ranks, num_nodes=num_nodes)
+        assert _on(link, collective, fewer, ranks, num_nodes=num_nodes) <= _on(
+            link, collective, more, ranks, num_nodes=num_nodes
+        )
 
 
 def test_the_rate_climbs_with_the_message() -> None:
@@ -161,7 +167,7 @@ def test_ranks_without_peer_access_share_what_two_have() -> None:
 
 
 def test_a_switch_that_reduces_makes_an_all_reduce_cheaper_than_its_halves() -> None:
-    halves = sum(_on("nvlink-4", kind, 2.0**30, 8) for kind in ("all_gather", "reduce_scatter"))
+    halves = sum(_on("nvlink-4", collective, 2.0**30, 8) for collective in ("all_gather", "reduce_scatter"))
     assert _on("nvlink-4", "all_reduce", 2.0**30, 8) < 0.95 * halves
 
 
@@ -184,7 +190,7 @@ def test_fewer_ports_than_devices_are_shared_evenly() -> None:
     assert together == pytest.approx(4 * alone, rel=1e-3)
 
 
-@given(kinds, num_bytes, st.sampled_from([2, 4]))
-def test_a_group_over_nodes_is_never_faster_than_one_inside(kind: CollectiveKind, size: int, degree: int) -> None:
+@given(collectives, num_bytes, st.sampled_from([2, 4]))
+def test_a_group_over_nodes_is_never_faster_than_one_inside(collective: Collective, size: int, degree: int) -> None:
     inside, across = (Group(size=degree, stride=stride, span=16) for stride in (1, 16 // degree))
-    assert _seconds(kind, size, across) >= _seconds(kind, size, inside)
+    assert _seconds(collective, size, across) >= _seconds(collective, size, inside)

@@ -5,17 +5,17 @@ from functools import cache
 
 import pytest
 
+from steelyard.cost.job import DeviceGroup, Job, JobConfig
 from steelyard.cost.layer_load import layer_load, rank_samples
 from steelyard.cost.layer_memory import working_bytes
-from steelyard.cost.setting import DeviceGroup, Job, Setting
 from steelyard.hardware import parse_cluster
-from steelyard.plan.kinds import CP
+from steelyard.plan.dimensions import CP
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.profiles.profile import LayerProfile, Profile
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.tracer.layer import CountedLayer
 from steelyard.tracer.trace import trace
-from tests.modules.kinds.test_cp_work import SAMPLES, SEQ_LEN, counted
+from tests.modules.dimensions.test_cp_work import SAMPLES, SEQ_LEN, counted
 from tests.tracer.examples import HEAD_DIM, llama
 
 METHODS = [("gather", 4), ("gather", 2), ("ulysses", 4)]
@@ -36,7 +36,7 @@ def block(kv_heads: int, window: int | None = None) -> LayerProfile:
     return found
 
 
-def setting(kv_heads: int, degree: int) -> Setting:
+def config(kv_heads: int, degree: int) -> JobConfig:
     chain = llama(num_key_value_heads=kv_heads)
     job = Job(
         chain=chain,
@@ -46,7 +46,7 @@ def setting(kv_heads: int, degree: int) -> Setting:
         precision="fp32",
     )
     pipeline = PipelineConfig(num_stages=1, num_chunks=1, num_microbatches=1, schedule=find_schedule("1f1b"))
-    return Setting(job=job, pipeline=pipeline)
+    return JobConfig(job=job, pipeline=pipeline)
 
 
 def strategy_text(method: str, degree: int, remat: Remat) -> str:
@@ -55,18 +55,18 @@ def strategy_text(method: str, degree: int, remat: Remat) -> str:
 
 def sent(run: CountedLayer, phase: str) -> dict[str, tuple[int, float]]:
     counts = run.forward if phase == "forward" else run.backward
-    return {kind: (len(calls), sum(calls)) for kind, calls in counts.collectives.items()}
+    return {collective: (len(calls), sum(calls)) for collective, calls in counts.collectives.items()}
 
 
 def said(method: str, degree: int, remat: Remat, kv_heads: int, *phases: str) -> dict[str, tuple[int, float]]:
     strategy = parse_strategy(strategy_text(method, degree, remat))
-    load = layer_load(block(kv_heads), strategy, setting(kv_heads, degree))
+    load = layer_load(block(kv_heads), strategy, config(kv_heads, degree))
     count, num_bytes = Counter[str](), Counter[str]()
     for each in CP.traffic(load):
         if each.phase in phases:
             count[each.collective] += each.num_calls
             num_bytes[each.collective] += each.tensor_bytes
-    return {kind: (count[kind], num_bytes[kind]) for kind in count}
+    return {collective: (count[collective], num_bytes[collective]) for collective in count}
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_collectives_and_their_bytes_are_those_of_a_real_layer(
 def test_no_rank_keeps_more_than_is_said(method: str, kv_heads: int, degree: int, remat: Remat) -> None:
     strategy = parse_strategy(strategy_text(method, degree, remat))
     kept = [counted(degree, method, rank, remat, kv_heads).saved_bytes for rank in (0, 1)]
-    layer, priced = block(kv_heads), setting(kv_heads, degree)
+    layer, priced = block(kv_heads), config(kv_heads, degree)
     traced = layer if remat is Remat.NONE else layer.recomputation(remat)
     needed = working_bytes(layer, strategy, priced)
     held = traced.saved_bytes.at(rank_samples(strategy, priced)) + needed.saved

@@ -7,8 +7,8 @@ import pytest
 
 from steelyard.cost.build import build_tables, usable_bytes
 from steelyard.cost.fold import folded, unfold_layers, unfold_parts, why_not_folded
+from steelyard.cost.job import JobConfig
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Setting
 from steelyard.cost.simulator import StageTimes
 from steelyard.errors import InvalidProblemError
 from steelyard.plan.plan import Plan
@@ -87,15 +87,15 @@ def test_the_closed_form_is_the_simulated_step_where_all_chunks_are_alike():
 
 
 def interleaved_outcomes():
-    """Best plans of a model of 8 blocks for every interleaved setting, with the job."""
+    """Best plans of a model of 8 blocks for every interleaved configuration, with the job."""
     of = job(global_batch=32, num_hidden_layers=8)
     strategies = tuple(
         parse_strategy(text) for text in ("dp4", "dp2", "fsdp2", "tp2+sp", "fsdp2 remat=full", "fsdp4", "tp4")
     )
     for stages, microbatches, chunks in ((2, 4, 2), (2, 8, 4), (4, 8, 2)):
-        setting = Setting(job=of, pipeline=pipeline(stages, microbatches, "interleaved-1f1b", chunks))
+        config = JobConfig(job=of, pipeline=pipeline(stages, microbatches, "interleaved-1f1b", chunks))
         fitting = tuple(strategy for strategy in strategies if strategy.num_devices == 8 // stages)
-        yield of, search([build_tables(setting, fitting)], usable_bytes(of))
+        yield of, search([build_tables(config, fitting)], usable_bytes(of))
 
 
 def test_a_folded_solution_becomes_a_legal_plan_that_takes_no_more_memory_than_the_tables_say():
@@ -126,10 +126,13 @@ def test_only_one_schedule_has_chunks():
 
 def test_folding_keeps_the_work_of_a_step():
     of = job(global_batch=32, num_hidden_layers=8)
-    setting = Setting(job=of, pipeline=pipeline(2, 4))
-    plain = build_tables(setting, (parse_strategy("dp4"),))
+    config = JobConfig(job=of, pipeline=pipeline(2, 4))
+    plain = build_tables(config, (parse_strategy("dp4"),))
     both = folded(plain, pipeline(2, 4, "interleaved-1f1b", 2), round_trip_s=0.0)
-    work = [sum(each.time_s[kind, 0] for kind in each.layers) * each.pipeline.num_passes for each in (plain, both)]
+    work = [
+        sum(each.time_s[layer_type, 0] for layer_type in each.layers) * each.pipeline.num_passes
+        for each in (plain, both)
+    ]
     assert work[0] == pytest.approx(work[1])
-    states = [sum(int(each.static_bytes[kind, 0]) for kind in each.layers) for each in (plain, both)]
+    states = [sum(int(each.static_bytes[layer_type, 0]) for layer_type in each.layers) for each in (plain, both)]
     assert states[0] == states[1]

@@ -7,7 +7,7 @@ from published_runs.shapes import Kernels, ModelShape, layer_profiles
 
 from steelyard.cost.execution import MEGATRON_CORE, OURS, TORCHTITAN, Execution
 from steelyard.cost.framework_kernels import job_under
-from steelyard.cost.setting import DeviceGroup, Job
+from steelyard.cost.job import DeviceGroup, Job
 from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
@@ -64,14 +64,14 @@ def traced() -> Job:
     )
 
 
-def layer_of(job: Job, kind: str, tp: int, sp: bool) -> LayerProfile:
-    found = job.profile.layer(kind, tp_shape(tp, sp=sp))
+def layer_of(job: Job, layer_type: str, tp: int, sp: bool) -> LayerProfile:
+    found = job.profile.layer(layer_type, tp_shape(tp, sp=sp))
     assert found is not None
     return found
 
 
-def closed(kernels: Kernels, kind: str, tp: int, sp: bool) -> LayerProfile:
-    return next(each for each in layer_profiles(SHAPE, kernels, tp=tp, sp=sp) if each.kind == kind)
+def closed(kernels: Kernels, layer_type: str, tp: int, sp: bool) -> LayerProfile:
+    return next(each for each in layer_profiles(SHAPE, kernels, tp=tp, sp=sp) if each.kind == layer_type)
 
 
 @pytest.mark.slow
@@ -83,11 +83,13 @@ def test_fused_blocks_keep_what_the_closed_form_says(traced: Job, tp: int, sp: b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["block", "head"])
+@pytest.mark.parametrize("layer_type", ["block", "head"])
 @pytest.mark.parametrize(("tp", "sp"), SHAPES)
-def test_fused_kernels_move_as_much_less_as_the_closed_form_says(traced: Job, kind: str, tp: int, sp: bool) -> None:
-    fused, eager = layer_of(job_under(traced, MEGATRON_CORE), kind, tp, sp), layer_of(traced, kind, tp, sp)
-    expected, before = closed(FUSED, kind, tp, sp), closed(EAGER, kind, tp, sp)
+def test_fused_kernels_move_as_much_less_as_the_closed_form_says(
+    traced: Job, layer_type: str, tp: int, sp: bool
+) -> None:
+    fused, eager = layer_of(job_under(traced, MEGATRON_CORE), layer_type, tp, sp), layer_of(traced, layer_type, tp, sp)
+    expected, before = closed(FUSED, layer_type, tp, sp), closed(EAGER, layer_type, tp, sp)
     for direction in ("forward", "backward"):
         now, then, wanted, was = (getattr(each, direction).memory_bytes for each in (fused, eager, expected, before))
         assert now.per_sample - then.per_sample == pytest.approx(wanted.per_sample - was.per_sample, rel=0.01)
@@ -156,9 +158,9 @@ def test_kernels_are_fused_where_ranks_divide_experts_too() -> None:
         global_batch=8,
         precision="bf16",
     )
-    kind = next(kind.name for kind in chain.kinds if kind.num_experts)
+    layer_type = next(layer_type.name for layer_type in chain.layer_types if layer_type.num_experts)
     fused = job_under(job, replace(OURS, fused_kernels=True))
-    eager_layer, fused_layer = (each.layer(kind, {}, expert_degree=2) for each in (job, fused))
+    eager_layer, fused_layer = (each.layer(layer_type, {}, expert_degree=2) for each in (job, fused))
     assert eager_layer is not None
     assert fused_layer is not None
     for name in ("forward", "backward"):
@@ -185,10 +187,10 @@ def test_one_kernel_for_the_activation_of_experts_keeps_less_for_every_pair() ->
         global_batch=8,
         precision="bf16",
     )
-    kind = next(kind.name for kind in chain.kinds if kind.num_experts)
+    layer_type = next(layer_type.name for layer_type in chain.layer_types if layer_type.num_experts)
     saved = []
     for each in (job, job_under(job, replace(OURS, fused_kernels=True))):
-        layer = each.profile.layer(kind, {})
+        layer = each.profile.layer(layer_type, {})
         assert layer is not None
         assert layer.divided_experts is not None
         even, twice = layer.divided_experts

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
+from steelyard.cost.job import DeviceGroup, Job
 from steelyard.cost.predict import predict, predict_memory
-from steelyard.cost.setting import DeviceGroup, Job
 from steelyard.cost.switching import switch_table
 from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
@@ -20,7 +20,7 @@ from steelyard.runtime.attribution import TERMS
 from steelyard.runtime.dry_run import dry_run
 from steelyard.tracer.cache import cached_trace
 from steelyard.tracer.trace import trace
-from tests.cost.examples import CONFIG, plan, setting
+from tests.cost.examples import CONFIG, config, plan
 from tests.modules.split_configs import split_config
 from tests.runtime.feature_cases import SPLITS
 
@@ -132,7 +132,7 @@ def test_a_switch_behind_what_is_frozen_has_no_way_back() -> None:
     strategies = (parse_strategy("dp4"), parse_strategy("tp4"))
     whole, part = (_job(each, "bf16", "1x4xa100-80gb") for each in (None, "the first layers"))
     both, there = (
-        switch_table(strategies, setting(of, num_stages=1, num_microbatches=4))[of.chain.layers[3]]
+        switch_table(strategies, config(of, num_stages=1, num_microbatches=4))[of.chain.layers[3]]
         for of in (whole, part)
     )
     assert both[0, 1] == pytest.approx(there[0, 1] + there[1, 0])
@@ -141,8 +141,8 @@ def test_a_switch_behind_what_is_frozen_has_no_way_back() -> None:
 @pytest.mark.slow
 def test_layers_before_the_first_trained_one_have_no_backward_pass() -> None:
     profile = _trace("the first layers", "bf16")
-    for kind in ("embedding, frozen", "block, frozen"):
-        layer = profile.layer(kind, {})
+    for layer_type in ("embedding, frozen", "block, frozen"):
+        layer = profile.layer(layer_type, {})
         assert not layer.has_backward
         assert (layer.saved_bytes.at(4), layer.backward_transient_bytes.at(4)) == (0, 0)
         assert layer.backward.matmul_flop.at(4) == 0
@@ -163,7 +163,7 @@ def test_a_frozen_layer_behind_a_trained_one_passes_gradients_on_at_half_the_wor
 @pytest.mark.slow
 def test_the_first_trained_layer_makes_no_gradient_of_its_input() -> None:
     profile = _trace("the first layers", "bf16")
-    first, later = (profile.layer(kind, {}) for kind in ("block, behind what is frozen", "block"))
+    first, later = (profile.layer(layer_type, {}) for layer_type in ("block, behind what is frozen", "block"))
     assert first.backward.matmul_flop == later.backward.matmul_flop  # that of its norm's weight runs through all of it
     assert first.backward.num_kernels < later.backward.num_kernels
     assert first.trained == first

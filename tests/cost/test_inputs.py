@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.setting import DeviceGroup, Job
-from steelyard.model.chain import LayerKind, LayerRole, ModelChain
+from steelyard.cost.job import DeviceGroup, Job
+from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.strategy import parse_strategy
-from tests.cost.examples import SEQ_LEN, cluster, job, setting
+from tests.cost.examples import SEQ_LEN, cluster, config, job
 from tests.modules.split_configs import split_config
 from tests.runtime.feature_cases import SPLITS
 from tests.runtime.models import FAMILY_CONFIGS
@@ -31,13 +31,13 @@ def family(name: str, seq_len: int = SEQ_LEN) -> Job:
     return job_of(chain_from_config(FAMILY_CONFIGS[name], name=name), seq_len)
 
 
-def kinds(of: Job, *roles: LayerRole) -> set[LayerKind]:
-    return {kind for kind in of.chain.kinds if kind.role in roles}
+def layer_types(of: Job, *roles: LayerRole) -> set[LayerType]:
+    return {layer_type for layer_type in of.chain.layer_types if layer_type.role in roles}
 
 
 def read_bytes(of: Job, role: LayerRole) -> int:
-    (kind, *_) = kinds(of, role)
-    return sample_bytes(kind, SINGLE, setting(of, num_microbatches=2))
+    (layer_type, *_) = layer_types(of, role)
+    return sample_bytes(layer_type, SINGLE, config(of, num_microbatches=2))
 
 
 @pytest.mark.parametrize("role", [LayerRole.EMBEDDING, LayerRole.HEAD])
@@ -53,9 +53,11 @@ def test_images_are_read_in_fp32_by_the_first_layer_and_classes_by_the_head() ->
 
 def test_features_are_read_in_fp32_by_the_first_layer_and_tokens_by_the_decoder_and_the_head() -> None:
     of = job_of(chain_from_config(split_config("whisper"), name="w", split=SPLITS["whisper"]), 16)
-    first, *later = [kind for kind in of.chain.kinds if kind.role is not LayerRole.BLOCK]
-    assert sample_bytes(first, SINGLE, setting(of, num_microbatches=2)) == 8 * 4 * 8 * 48
-    assert [sample_bytes(kind, SINGLE, setting(of, num_microbatches=2)) for kind in later] == [8 * 8 * 17] * 2
+    first, *later = [layer_type for layer_type in of.chain.layer_types if layer_type.role is not LayerRole.BLOCK]
+    assert sample_bytes(first, SINGLE, config(of, num_microbatches=2)) == 8 * 4 * 8 * 48
+    assert [sample_bytes(layer_type, SINGLE, config(of, num_microbatches=2)) for layer_type in later] == [
+        8 * 8 * 17
+    ] * 2
 
 
 def test_blocks_read_no_samples() -> None:
@@ -65,19 +67,21 @@ def test_blocks_read_no_samples() -> None:
 @given(st.sampled_from([1, 2, 4, 8]))
 def test_the_samples_of_a_step_do_not_depend_on_the_microbatches(num_microbatches: int) -> None:
     of = job()
-    (kind,) = kinds(of, LayerRole.EMBEDDING)
-    whole, cut = (sample_bytes(kind, SINGLE, setting(of, num_microbatches=count)) for count in (1, num_microbatches))
+    (layer_type,) = layer_types(of, LayerRole.EMBEDDING)
+    whole, cut = (
+        sample_bytes(layer_type, SINGLE, config(of, num_microbatches=count)) for count in (1, num_microbatches)
+    )
     assert whole == cut
 
 
 def test_layers_without_attention_share_positions_alone() -> None:
     of = family("llama")
-    assert side_bytes(kinds(of, LayerRole.EMBEDDING, LayerRole.HEAD), setting(of)) == 8 * SEQ_LEN
+    assert side_bytes(layer_types(of, LayerRole.EMBEDDING, LayerRole.HEAD), config(of)) == 8 * SEQ_LEN
 
 
 def test_a_sliding_window_takes_a_mask_where_the_sequence_is_longer() -> None:
     short, long = (family("mistral", length) for length in (8, 32))
     of_llama = [family("llama", length) for length in (8, 32)]
-    plain = [side_bytes(kinds(of, LayerRole.BLOCK), setting(of)) for of in of_llama]
-    assert side_bytes(kinds(short, LayerRole.BLOCK), setting(short)) == plain[0]
-    assert side_bytes(kinds(long, LayerRole.BLOCK), setting(long)) == plain[1] + 32**2
+    plain = [side_bytes(layer_types(of, LayerRole.BLOCK), config(of)) for of in of_llama]
+    assert side_bytes(layer_types(short, LayerRole.BLOCK), config(short)) == plain[0]
+    assert side_bytes(layer_types(long, LayerRole.BLOCK), config(long)) == plain[1] + 32**2

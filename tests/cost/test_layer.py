@@ -12,6 +12,7 @@ from steelyard.cost.communication import Group
 from steelyard.cost.compute import optimizer_s, step_overhead_s
 from steelyard.cost.efficiency import efficiency_of
 from steelyard.cost.execution import OURS, TORCHTITAN, Execution, StateBytes
+from steelyard.cost.job import COMPUTE_BYTES, MASTER_BYTES, JobConfig
 from steelyard.cost.layer import LayerCost, exposed_s, layer_cost
 from steelyard.cost.layer_load import levels_group
 from steelyard.cost.memory import (
@@ -21,11 +22,10 @@ from steelyard.cost.memory import (
     context_bytes,
     layer_bytes,
 )
-from steelyard.cost.setting import COMPUTE_BYTES, MASTER_BYTES, Setting
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import ShardingTime
-from tests.cost.examples import PARAMS, SEQ_LEN, cluster, collective_s, job, setting, unprofiled_job
+from tests.cost.examples import PARAMS, SEQ_LEN, cluster, collective_s, config, job, unprofiled_job
 
 BLOCK = PARAMS["block"]
 STRATEGIES = ("dp8", "fsdp8", "fsdp8 zero2", "tp8", "tp8+sp", "fsdp4-tp2", "dp2-tp4+sp", "tp2-fsdp4")
@@ -34,14 +34,14 @@ seconds = st.floats(0, 1e3)
 kappas = st.floats(1, 2)
 
 
-def block(text: str, where: Setting | None = None) -> LayerCost:
-    where = where or setting()
-    return layer_cost(where.job.chain.kinds[1], parse_strategy(text), where)
+def block(text: str, where: JobConfig | None = None) -> LayerCost:
+    where = where or config()
+    return layer_cost(where.job.chain.layer_types[1], parse_strategy(text), where)
 
 
-def held(text: str, where: Setting | None = None) -> LayerBytes:
-    where = where or setting()
-    return layer_bytes(where.job.chain.kinds[1], parse_strategy(text), where)
+def held(text: str, where: JobConfig | None = None) -> LayerBytes:
+    where = where or config()
+    return layer_bytes(where.job.chain.layer_types[1], parse_strategy(text), where)
 
 
 # constants
@@ -66,7 +66,7 @@ def test_zero_2_keeps_a_copy_of_the_whole_layer_between_forward_and_backward() -
 
 @pytest.mark.parametrize(("text", "copies"), [("dp8", 0), ("fsdp8", 0), ("fsdp8 zero2", 4)])
 def test_a_replicated_layer_computes_on_its_own_parameters_in_fp32(text: str, copies: int) -> None:
-    found = held(text, setting(job(precision="fp32"))).static_bytes
+    found = held(text, config(job(precision="fp32"))).static_bytes
     assert found.get("gathered parameters", 0) == copies * BLOCK
 
 
@@ -81,7 +81,7 @@ def test_the_context_is_one_gibibyte_and_the_slack_a_fraction() -> None:
 
 @pytest.mark.parametrize(("num_stages", "extra"), [(1, 0), (2, PIPELINE_CHANNEL_BYTES)])
 def test_the_channels_to_other_stages_take_memory_where_there_are_any(num_stages: int, extra: int) -> None:
-    assert context_bytes(setting(num_stages=num_stages, num_microbatches=4)) == CUDA_CONTEXT_BYTES + extra
+    assert context_bytes(config(num_stages=num_stages, num_microbatches=4)) == CUDA_CONTEXT_BYTES + extra
 
 
 def test_efficiencies_are_fractions() -> None:
@@ -95,7 +95,7 @@ def test_the_optimizer_reads_16_and_writes_12_bytes_of_a_parameter() -> None:
 
 def test_processes_of_one_host_have_no_context_and_no_slack() -> None:
     unprofiled = unprofiled_job()
-    assert context_bytes(setting(unprofiled)) == 0
+    assert context_bytes(config(unprofiled)) == 0
     assert usable_bytes(unprofiled) == unprofiled.budget_bytes
 
 
@@ -111,7 +111,7 @@ def test_compute_time_is_work_over_the_reached_rates() -> None:
 
 
 def test_tp_pays_its_two_all_reduces_in_each_direction() -> None:
-    where = setting(job(global_batch=8))
+    where = config(job(global_batch=8))
     tensor_bytes = 8 * SEQ_LEN * 64 * 2
     group, of = Group(size=8, stride=1, span=8), where.job
     once = collective_s("all_reduce", tensor_bytes, group, of.cluster, of.profile, of.efficiency.links)
@@ -122,13 +122,13 @@ def test_tp_pays_its_two_all_reduces_in_each_direction() -> None:
 
 
 def test_a_layer_too_small_for_the_host_takes_as_long_as_its_launches() -> None:
-    where = setting(job(global_batch=8))
+    where = config(job(global_batch=8))
     assert sum(block("dp8", where).forward_s.values()) == pytest.approx(20 * where.job.efficiency.launch_s)
 
 
 def test_a_framework_that_does_not_launch_one_by_one_never_waits_for_the_host() -> None:
     of = replace(job(global_batch=8), execution=Execution(eager_launch=False))
-    assert "host" not in block("dp8", setting(of)).forward_s
+    assert "host" not in block("dp8", config(of)).forward_s
 
 
 def test_a_zero_1_framework_scatters_gradients_and_gathers_parameters_once_a_step() -> None:
@@ -137,7 +137,7 @@ def test_a_zero_1_framework_scatters_gradients_and_gathers_parameters_once_a_ste
     group = Group(size=8, stride=1, span=8)
     gather = collective_s("all_gather", 2 * BLOCK, group, of.cluster, of.profile, of.efficiency.links)
     scatter = collective_s("reduce_scatter", 4 * BLOCK, group, of.cluster, of.profile, of.efficiency.links)
-    once = block("dp8", setting(of)).once_s
+    once = block("dp8", config(of)).once_s
     assert once["dp"] == pytest.approx(gather + scatter)
     assert once["optimizer"] == pytest.approx(optimizer_s(BLOCK / 8, of))
 
@@ -145,7 +145,7 @@ def test_a_zero_1_framework_scatters_gradients_and_gathers_parameters_once_a_ste
 def test_a_zero_1_framework_shards_the_optimizer_alone() -> None:
     states = StateBytes(parameters=2, gradients=4, optimizer=12, zero=1)
     of = replace(job(), execution=Execution(states=states))
-    assert held("dp8", setting(of)).static_bytes == {
+    assert held("dp8", config(of)).static_bytes == {
         "parameters": 2 * BLOCK,
         "gradients": 4 * BLOCK,
         "optimizer": 12 * BLOCK // 8,
@@ -154,7 +154,7 @@ def test_a_zero_1_framework_shards_the_optimizer_alone() -> None:
 
 def test_a_calibrated_job_takes_every_time_by_its_factor() -> None:
     of = job().on(time_factor=1.5)
-    plain, slower = block("fsdp8"), block("fsdp8", setting(of))
+    plain, slower = block("fsdp8"), block("fsdp8", config(of))
     for before, after in zip(
         (plain.forward_s, plain.backward_s, plain.once_s),
         (slower.forward_s, slower.backward_s, slower.once_s),
@@ -165,14 +165,14 @@ def test_a_calibrated_job_takes_every_time_by_its_factor() -> None:
 
 
 def test_dp_reduces_once_a_step_whatever_the_number_of_microbatches() -> None:
-    few, many = (block("dp8", setting(num_microbatches=count)) for count in (1, 8))
+    few, many = (block("dp8", config(num_microbatches=count)) for count in (1, 8))
     assert "dp" not in many.forward_s | many.backward_s
     assert many.once_s["dp"] > 0
     assert many.once_s.keys() == few.once_s.keys()
 
 
 def test_fsdp_gathers_in_forward_and_again_in_backward_with_a_reduce_scatter() -> None:
-    where = setting()
+    where = config()
     cost = block("fsdp8", where)
     group = Group(size=8, stride=1, span=8)
     of = where.job
@@ -191,30 +191,30 @@ def test_zero_2_does_not_gather_again() -> None:
 
 
 def test_full_remat_runs_the_forward_pass_again_and_one_of_its_two_reductions() -> None:
-    cost = block("tp8 remat=full", setting(job(global_batch=4096)))
+    cost = block("tp8 remat=full", config(job(global_batch=4096)))
     assert cost.backward_s["remat"] == pytest.approx(cost.forward_s["compute"] + cost.forward_s["tp"] / 2)
 
 
 def test_a_tied_model_pays_for_the_exchange_of_its_gradients_in_embedding_and_head() -> None:
-    where = setting(job(tie_word_embeddings=True), num_stages=2, num_microbatches=2)
-    costs = [layer_cost(kind, parse_strategy("fsdp4"), where) for kind in where.job.chain.kinds]
+    where = config(job(tie_word_embeddings=True), num_stages=2, num_microbatches=2)
+    costs = [layer_cost(layer_type, parse_strategy("fsdp4"), where) for layer_type in where.job.chain.layer_types]
     assert ["tied" in cost.once_s for cost in costs] == [True, False, True]
-    untied = setting(job(), num_stages=2, num_microbatches=2)
-    assert "tied" not in layer_cost(untied.job.chain.kinds[0], parse_strategy("fsdp4"), untied).once_s
+    untied = config(job(), num_stages=2, num_microbatches=2)
+    assert "tied" not in layer_cost(untied.job.chain.layer_types[0], parse_strategy("fsdp4"), untied).once_s
 
 
 def test_a_tied_head_takes_the_memory_of_an_untied_one() -> None:
-    tied, untied = (setting(job(tie_word_embeddings=tie)) for tie in (True, False))
-    costs = [layer_bytes(where.job.chain.kinds[2], parse_strategy("fsdp8"), where) for where in (tied, untied)]
+    tied, untied = (config(job(tie_word_embeddings=tie)) for tie in (True, False))
+    costs = [layer_bytes(where.job.chain.layer_types[2], parse_strategy("fsdp8"), where) for where in (tied, untied)]
     assert costs[0].static_bytes == costs[1].static_bytes
     assert costs[0].transient_bytes == costs[1].transient_bytes
 
 
 def test_a_degree_that_the_profile_lacks_is_an_error() -> None:
-    where = setting()
+    where = config()
     only_whole = where.job.profile.model_copy(update={"layers": where.job.profile.layers[:1]})
     with pytest.raises(InvalidProfileError, match="no entry for tp 8"):
-        block("tp8", setting(where.job.on(profile=only_whole)))
+        block("tp8", config(where.job.on(profile=only_whole)))
 
 
 def test_the_groups_of_a_level_are_as_strided_as_the_levels_inside_it() -> None:
@@ -238,8 +238,8 @@ def test_overlap_takes_at_least_the_longer_and_at_most_both_slowed_down(c: float
 
 @given(texts, st.floats(1, 100))
 def test_a_faster_link_never_slows_a_layer_down(text: str, factor: float) -> None:
-    slow = block(text, setting(job(cluster(intra_bytes_per_s=1e9))))
-    fast = block(text, setting(job(cluster(intra_bytes_per_s=1e9 * factor))))
+    slow = block(text, config(job(cluster(intra_bytes_per_s=1e9))))
+    fast = block(text, config(job(cluster(intra_bytes_per_s=1e9 * factor))))
     assert fast.microbatch_s <= slow.microbatch_s * (1 + 1e-12)
     assert sum(fast.once_s.values()) <= sum(slow.once_s.values()) * (1 + 1e-12)
 
@@ -248,7 +248,7 @@ def test_a_faster_link_never_slows_a_layer_down(text: str, factor: float) -> Non
 
 
 def test_full_remat_keeps_the_input_alone() -> None:
-    where = setting()
+    where = config()
     samples = 64 // 8
     assert held("dp8 remat=full", where).activation_bytes == samples * SEQ_LEN * 64 * 2
     assert held("dp8", where).activation_bytes == 64 + 10 * samples * SEQ_LEN * 64 * 2
@@ -261,26 +261,26 @@ def test_what_full_remat_recomputes_is_in_the_working_set() -> None:
 
 
 def test_the_working_set_of_fsdp_holds_a_copy_and_gradients_beside_a_copy_and_a_reduction_buffer() -> None:
-    where = setting(job(global_batch=8), num_microbatches=8)
+    where = config(job(global_batch=8), num_microbatches=8)
     activations = 4 * 2 * SEQ_LEN * 64
     assert held("fsdp8", where).transient_bytes == max((2 + 2) * BLOCK + activations, 3 * 2 * BLOCK)
-    tables = build_tables(setting(num_microbatches=8), (parse_strategy("fsdp8"), parse_strategy("fsdp8 zero2")))
+    tables = build_tables(config(num_microbatches=8), (parse_strategy("fsdp8"), parse_strategy("fsdp8 zero2")))
     assert tables.buffers_of[:, 1].tolist() == [[0, 0], [2 * BLOCK, 0], [4 * BLOCK, 4 * BLOCK]]
 
 
 def test_the_working_set_of_dp_holds_new_gradients_and_a_reduction_buffer_at_least() -> None:
-    assert held("dp8", setting(job(global_batch=8))).transient_bytes >= (2 + 4) * BLOCK
+    assert held("dp8", config(job(global_batch=8))).transient_bytes >= (2 + 4) * BLOCK
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_stages_hold_what_they_sent_in_flight_and_a_gradient_each_way(num_stages: int) -> None:
     """However many microbatches there are; ranks of tp without sp hold all of it each."""
     for text, copies in (("dp8", 1), ("tp8", 8)):
-        where = setting(num_stages=num_stages, num_microbatches=8)
+        where = config(num_stages=num_stages, num_microbatches=8)
         strategy = parse_strategy(text.replace("8", str(8 // num_stages)))
         share = where.activation_bytes * (copies // num_stages or 1) // (8 // num_stages)
         tables = build_tables(where, (strategy,))
-        last = tables.last_kinds[1]
+        last = tables.last_types[1]
         assert (tables.activation_bytes[last] - tables.activation_bytes[1]).tolist() == [share]
         assert (tables.static_bytes[last] - tables.static_bytes[1]).tolist() == [share]
         assert tables.received is not None
@@ -288,9 +288,9 @@ def test_stages_hold_what_they_sent_in_flight_and_a_gradient_each_way(num_stages
 
 
 def test_the_stages_of_torch_have_a_buffer_for_every_microbatch() -> None:
-    where = setting(replace(job(), execution=TORCHTITAN), num_stages=2, num_microbatches=8)
+    where = config(replace(job(), execution=TORCHTITAN), num_stages=2, num_microbatches=8)
     tables, share = build_tables(where, (parse_strategy("dp4"),)), where.activation_bytes // 4
-    assert (tables.static_bytes[tables.last_kinds[1]] - tables.static_bytes[1]).tolist() == [8 * share]
+    assert (tables.static_bytes[tables.last_types[1]] - tables.static_bytes[1]).tolist() == [8 * share]
     assert tables.received is not None
     assert tables.received.num_bytes(1, 1).tolist() == [[(8 - 1 + 1) * share]]
 
@@ -298,9 +298,9 @@ def test_the_stages_of_torch_have_a_buffer_for_every_microbatch() -> None:
 class TestWholeGradients:
     """Frameworks that reduce the gradients of shards in the last backward pass of a step alone."""
 
-    def where(self, where: str, num_microbatches: int) -> Setting:
+    def where(self, where: str, num_microbatches: int) -> JobConfig:
         theirs = replace(job(cluster(1, 8)), execution=Execution(whole_gradients=where))
-        return setting(theirs, num_microbatches=num_microbatches)
+        return config(theirs, num_microbatches=num_microbatches)
 
     def test_they_stay_whole_and_are_sent_once_a_step(self) -> None:
         own, other = (self.where(where, 4) for where in ("never", "always"))
@@ -323,7 +323,7 @@ class TestWholeGradients:
 
 @pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 4), ("gpipe", 8)])
 def test_every_microbatch_in_flight_has_positions_and_rotary_embeddings(schedule: str, in_flight: int) -> None:
-    where = setting(num_stages=4, num_microbatches=8, schedule=schedule)
+    where = config(num_stages=4, num_microbatches=8, schedule=schedule)
     shared = build_tables(where, (parse_strategy("dp2"),)).overhead_of(0) - context_bytes(where)
     rotary = 2 * 8 * 2  # cosines and sines of a head of 8, in bf16
     assert shared == in_flight * SEQ_LEN * (8 + rotary)
@@ -331,7 +331,7 @@ def test_every_microbatch_in_flight_has_positions_and_rotary_embeddings(schedule
 
 @given(texts, st.sampled_from([1, 2, 4, 8]), st.sampled_from(["fp32", "bf16"]))
 def test_no_term_of_memory_is_negative(text: str, num_microbatches: int, precision: str) -> None:
-    cost = held(text, setting(job(precision=precision), num_microbatches=num_microbatches))
+    cost = held(text, config(job(precision=precision), num_microbatches=num_microbatches))
     assert all(value > 0 for value in cost.static_bytes.values())
     assert cost.activation_bytes > 0
     assert cost.transient_bytes > 0
@@ -339,8 +339,8 @@ def test_no_term_of_memory_is_negative(text: str, num_microbatches: int, precisi
 
 @given(texts)
 def test_more_samples_never_take_less_memory_or_time(text: str) -> None:
-    small, large = (block(text, setting(num_microbatches=count)) for count in (8, 2))
-    few, many = (held(text, setting(num_microbatches=count)) for count in (8, 2))
+    small, large = (block(text, config(num_microbatches=count)) for count in (8, 2))
+    few, many = (held(text, config(num_microbatches=count)) for count in (8, 2))
     assert many.activation_bytes >= few.activation_bytes
     assert many.transient_bytes >= few.transient_bytes
     assert large.microbatch_s >= small.microbatch_s * (1 - 1e-12)
@@ -354,8 +354,8 @@ class TestFrameworks:
     def once_s(self, execution: Execution) -> float:
         return sum(block("dp16", self.where(execution)).once_s.values())
 
-    def where(self, execution: Execution) -> Setting:
-        return setting(replace(job(cluster(2, 8)), execution=execution))
+    def where(self, execution: Execution) -> JobConfig:
+        return config(replace(job(cluster(2, 8)), execution=execution))
 
     def test_cutting_a_layers_gradients_into_pieces_costs_their_latencies(self) -> None:
         one, six = (Execution(states=self.STATES, overlaps_data=False, shard_pieces=count) for count in (1, 6))
@@ -375,6 +375,6 @@ def test_what_sharding_takes_beside_its_collectives_is_paid_by_sharded_layers_al
     measured = (ShardingTime(group_size=2, seconds=1.0), ShardingTime(group_size=8, seconds=3.0))
     hooked = plain.on(profile=plain.profile.model_copy(update={"sharding": measured}))
     for text, expected in (("fsdp8", 3.0), ("fsdp8 zero2", 3.0), ("fsdp2-tp4", 1.0), ("dp8", 0.0), ("tp8", 0.0)):
-        costs = [block(text, setting(each)) for each in (plain, hooked)]
+        costs = [block(text, config(each)) for each in (plain, hooked)]
         before_s, after_s = (sum((*cost.forward_s.values(), *cost.backward_s.values())) for cost in costs)
         assert after_s - before_s == pytest.approx(expected), text

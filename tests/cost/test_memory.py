@@ -10,9 +10,9 @@ import pytest
 from steelyard.cost.build import build_tables
 from steelyard.cost.execution import ACCELERATE, MEGATRON_CORE, TORCHTITAN, Execution
 from steelyard.cost.fold import unfold_layers, unfold_parts
+from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.memory import layer_bytes
 from steelyard.cost.predict import predict_memory
-from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan, Precision
@@ -22,10 +22,10 @@ from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.problem import stage_strategies
 from steelyard.schedules import PipelineConfig
 from steelyard.search.evaluate import evaluate
-from tests.cost.examples import cluster, job, setting
+from tests.cost.examples import cluster, config, job
 from tests.schedules.examples import pipeline
 
-SETTINGS: list[tuple[int, int, str, int]] = [
+CONFIGS: list[tuple[int, int, str, int]] = [
     (1, 1, "1f1b", 1),
     (1, 2, "1f1b", 1),
     (1, 4, "1f1b", 1),
@@ -44,7 +44,7 @@ SETTINGS: list[tuple[int, int, str, int]] = [
 
 
 def seed(pipeline: PipelineConfig) -> str:
-    """The same for the same setting in every process."""
+    """The same for the same configuration in every process."""
     return f"{pipeline.num_stages} {pipeline.num_microbatches} {pipeline.schedule} {pipeline.num_chunks}"
 
 
@@ -58,15 +58,15 @@ class Drawn:
     plan: Plan
 
 
-def drawn_plans(of: Job, where: Setting, count: int) -> Iterator[Drawn]:
-    """Plans of a setting: runs of equal layers of random length, or every layer for itself."""
+def drawn_plans(of: Job, where: JobConfig, count: int) -> Iterator[Drawn]:
+    """Plans of a configuration: runs of equal layers of random length, or every layer for itself."""
     rng = random.Random(seed(where.pipeline))
     tables = build_tables(where, stage_strategies(of, where.devices_per_stage, Decisions()))
     for number in range(count):
         boundaries = _cuts(tables, rng)
         strategies: list[int] = []
-        for kind in tables.layers:
-            legal = [index for index, allowed in enumerate(tables.legal[kind]) if allowed]
+        for layer_type in tables.layers:
+            legal = [index for index, allowed in enumerate(tables.legal[layer_type]) if allowed]
             if not strategies or strategies[-1] not in legal or rng.random() < (0.1, 0.5, 1.0)[number % 3]:
                 strategies.append(rng.choice(legal))
             else:
@@ -107,24 +107,24 @@ def tensor_bytes(plan: Plan, of: Job) -> list[int]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_a_plan_takes_what_the_search_adds_up(setting: tuple[int, int, str, int], precision: Precision) -> None:
-    num_stages, count, schedule, chunks = setting
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_a_plan_takes_what_the_search_adds_up(config: tuple[int, int, str, int], precision: Precision) -> None:
+    num_stages, count, schedule, chunks = config
     of = job(cluster(1, 8), global_batch=16 * count, precision=precision, num_hidden_layers=16)
-    where = Setting(job=of, pipeline=pipeline(num_stages, count, schedule, chunks))
+    where = JobConfig(job=of, pipeline=pipeline(num_stages, count, schedule, chunks))
     for drawn in drawn_plans(of, where, 12):
         found = evaluate(drawn.tables, drawn.boundaries, drawn.strategies).stages
         assert [each.total_bytes for each in found] == tensor_bytes(drawn.plan, of)
 
 
 @pytest.mark.parametrize("execution", [TORCHTITAN, ACCELERATE, MEGATRON_CORE], ids=["torch", "whole", "own"])
-@pytest.mark.parametrize("setting", [(1, 4, "1f1b", 1), (2, 8, "1f1b", 1), (4, 2, "gpipe", 1)], ids=str)
+@pytest.mark.parametrize("config", [(1, 4, "1f1b", 1), (2, 8, "1f1b", 1), (4, 2, "gpipe", 1)], ids=str)
 def test_a_plan_of_a_framework_takes_what_the_search_adds_up(
-    setting: tuple[int, int, str, int], execution: Execution
+    config: tuple[int, int, str, int], execution: Execution
 ) -> None:
-    num_stages, count, schedule, chunks = setting
+    num_stages, count, schedule, chunks = config
     of = replace(job(cluster(1, 8), global_batch=16 * count, num_hidden_layers=8), execution=execution)
-    where = Setting(job=of, pipeline=pipeline(num_stages, count, schedule, chunks))
+    where = JobConfig(job=of, pipeline=pipeline(num_stages, count, schedule, chunks))
     for drawn in drawn_plans(of, where, 6):
         found = evaluate(drawn.tables, drawn.boundaries, drawn.strategies).stages
         assert [each.total_bytes for each in found] == tensor_bytes(drawn.plan, of)
@@ -132,7 +132,7 @@ def test_a_plan_of_a_framework_takes_what_the_search_adds_up(
 
 def test_layers_behind_the_one_that_works_have_freed_what_they_saved() -> None:
     """Layers that recompute all work with more, which counts less the more those behind them have saved."""
-    of, where = job(), setting(num_microbatches=4)
+    of, where = job(), config(num_microbatches=4)
     recomputing, saving = parse_strategy("fsdp8 remat=full"), parse_strategy("fsdp8")
     tables = build_tables(where, (recomputing, saving))
     first, last = (0, 0, 1, 1, 1), (1, 1, 1, 0, 0)
@@ -140,7 +140,7 @@ def test_layers_behind_the_one_that_works_have_freed_what_they_saved() -> None:
     inner = [[1, *each[: layers - 2], 1] for each in (first, last)]
     early, late = (evaluate(tables, (0, layers), each).peak_bytes for each in inner)
     assert early <= late
-    kind = of.chain.kinds[tables.layers[1]]
-    full, none = (layer_bytes(kind, each, where) for each in (recomputing, saving))
+    layer_type = of.chain.layer_types[tables.layers[1]]
+    full, none = (layer_bytes(layer_type, each, where) for each in (recomputing, saving))
     assert full.transient_bytes > none.transient_bytes
     assert full.activation_bytes < none.activation_bytes

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
+from steelyard.cost.job import Job
 from steelyard.cost.memory import CUDA_CONTEXT_BYTES
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Job
 from steelyard.plan.plan import Plan, Precision
 from steelyard.runtime.parallel_model import parallelize_plan
 from steelyard.runtime.peak_memory import LiveStorages

@@ -7,16 +7,16 @@ import pytest
 
 from steelyard.cost.build import slack_fraction
 from steelyard.cost.execution import FSDP2_STATES, OURS, Execution, StateBytes
+from steelyard.cost.job import Job
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_memory import layer_states
 from steelyard.cost.memory import CUDA_CONTEXT_BYTES, context_bytes
 from steelyard.cost.predict import predict, predict_memory
-from steelyard.cost.setting import Job
 from steelyard.cost.switching import switch_table
 from steelyard.hardware import Backend
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import MeasuredTime
-from tests.cost.examples import job, plan, setting
+from tests.cost.examples import config, job, plan
 
 
 def measured_job(**of_the_device: object) -> Job:
@@ -36,7 +36,7 @@ WITHOUT_RATES = {"peak_flop_per_s": {}, "memory_bytes_per_s": None}
 
 
 def test_a_gpu_whose_rates_only_a_profile_knows_has_a_context() -> None:
-    assert context_bytes(setting(measured_job(**WITHOUT_RATES))) == CUDA_CONTEXT_BYTES
+    assert context_bytes(config(measured_job(**WITHOUT_RATES))) == CUDA_CONTEXT_BYTES
 
 
 def test_a_gpu_whose_rates_only_a_profile_knows_has_an_allocator_that_keeps_a_reserve() -> None:
@@ -49,9 +49,11 @@ def test_a_gpu_whose_rates_only_a_profile_knows_has_an_allocator_that_keeps_a_re
 def test_a_gpu_whose_rates_only_a_profile_knows_communicates_beside_compute() -> None:
     strategy = parse_strategy("fsdp8")
     known, unknown = measured_job(), measured_job(**WITHOUT_RATES)
-    kind = known.chain.kinds[1]
-    hidden, same = (layer_cost(kind, strategy, setting(of, num_microbatches=4)) for of in (known, unknown))
-    on_a_host = layer_cost(kind, strategy, setting(measured_job(kind="cpu", backend=Backend.GLOO), num_microbatches=4))
+    layer_type = known.chain.layer_types[1]
+    hidden, same = (layer_cost(layer_type, strategy, config(of, num_microbatches=4)) for of in (known, unknown))
+    on_a_host = layer_cost(
+        layer_type, strategy, config(measured_job(type="cpu", backend=Backend.GLOO), num_microbatches=4)
+    )
     assert same.forward_s == hidden.forward_s
     assert same.backward_s["fsdp"] < on_a_host.backward_s["fsdp"]
 
@@ -68,7 +70,7 @@ def test_a_plan_for_gpus_costs_the_same_whether_their_rates_are_known_or_not_if_
 
 
 def test_processes_of_a_host_whose_rates_are_known_have_neither_context_nor_reserve() -> None:
-    of = measured_job(kind="cpu", backend=Backend.GLOO)
+    of = measured_job(type="cpu", backend=Backend.GLOO)
     (terms,) = predict_memory(plan(of, "fsdp8, fsdp8, fsdp8, fsdp8, fsdp8, fsdp8", num_microbatches=1), of)
     assert not {"context", "allocator slack"} & set(terms)
 
@@ -76,7 +78,7 @@ def test_processes_of_a_host_whose_rates_are_known_have_neither_context_nor_rese
 def test_only_over_gloo_an_all_to_all_is_a_gathering() -> None:
     strategies = (parse_strategy("fsdp8"), parse_strategy("tp8+sp"))
     known, unknown, gloo = (
-        switch_table(strategies, setting(measured_job(**changes)))
+        switch_table(strategies, config(measured_job(**changes)))
         for changes in ({}, WITHOUT_RATES, {"backend": Backend.GLOO})
     )
     assert np.array_equal(known, unknown)
@@ -90,7 +92,7 @@ def test_only_gloo_copies_what_it_scatters() -> None:
     )
     assert of_gloo["working set"] >= of_nccl["working set"]
     states = [
-        layer_states(of.chain.kinds[1], parse_strategy("fsdp8"), setting(of))
+        layer_states(of.chain.layer_types[1], parse_strategy("fsdp8"), config(of))
         for of in (measured_job(), measured_job(backend=Backend.GLOO))
     ]
     assert states[1].reduced_states(is_first=False) > states[0].reduced_states(is_first=False)

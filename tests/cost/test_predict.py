@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from steelyard.cost.build import build_tables, slack_fraction
+from steelyard.cost.job import Job
 from steelyard.cost.memory import CUDA_CONTEXT_BYTES, PIPELINE_CHANNEL_BYTES
 from steelyard.cost.predict import model_flop_utilisation, predict, predict_memory
-from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config, load_model
@@ -18,7 +18,7 @@ from steelyard.plan.stages import StagePlan, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import Affine
 from steelyard.search.evaluate import Solution, evaluate
-from tests.cost.examples import SEQ_LEN, cluster, job, plan, setting, unprofiled_job
+from tests.cost.examples import SEQ_LEN, cluster, config, job, plan, unprofiled_job
 from tests.runtime.models import FAMILY_CONFIGS
 
 ONE_STAGE = ("fsdp8, dp8, fsdp4-tp2+sp, tp8, dp2-tp4 remat=full, fsdp8 zero2",)
@@ -28,7 +28,7 @@ FOUR_STAGES = ("fsdp2, dp2", "tp2", "tp2+sp remat=full", "dp2, fsdp2")
 
 def by_tables(of: Job, candidate: Plan) -> Solution:
     """The same choice, priced from cost tables as the search does it."""
-    where = setting(
+    where = config(
         of,
         num_stages=len(candidate.stages),
         num_microbatches=candidate.num_microbatches,
@@ -190,8 +190,8 @@ def test_attention_is_counted_as_the_model_has_it(
     chain_to_read: Callable[[], ModelChain], words: str, shares: list[float]
 ) -> None:
     chain = chain_to_read()
-    blocks = [kind for kind in chain.kinds if kind.role is LayerRole.BLOCK]
-    assert [chain.attended_share(kind, 64) for kind in blocks] == shares
+    blocks = [layer_type for layer_type in chain.layer_types if layer_type.role is LayerRole.BLOCK]
+    assert [chain.attended_share(layer_type, 64) for layer_type in blocks] == shares
     assert chain.attention_words(64) == words
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.model.read import load_model
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan

@@ -1,4 +1,5 @@
-"""What the runtime sends for the states of a layer, against what its kinds of parallelism say: calls, bytes, ranks."""
+"""What the runtime sends for the states of a layer, against what its parallelism dimensions say: calls, bytes,
+ranks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from steelyard.cost.job import JobConfig
 from steelyard.cost.layer_load import layer_load, layer_profile, traffic_group
-from steelyard.cost.setting import Setting
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
 from steelyard.runtime.parallel_model import parallelize_plan
@@ -36,8 +37,8 @@ def _recorded(found: Sent) -> Iterator[None]:
         def run(*args: Any, **kwargs: Any) -> Any:
             tensor, group = kwargs.get(whole, args[0] if args else None), kwargs.get("group")
             if group is not None:
-                kind = name.removesuffix("_single")
-                found[kind, tensor.numel() * tensor.element_size(), dist.get_world_size(group)] += 1
+                dimension = name.removesuffix("_single")
+                found[dimension, tensor.numel() * tensor.element_size(), dist.get_world_size(group)] += 1
             return call(*args, **kwargs)
 
         return run
@@ -64,15 +65,15 @@ def issued(candidate: Plan) -> Sent:
     return found
 
 
-def predicted(text: str, setting: Setting) -> Sent:
+def predicted(text: str, config: JobConfig) -> Sent:
     found: Sent = Counter()
-    strategy, chain = parse_strategy(text), setting.job.chain
-    for kind_index in chain.layers:
-        load = layer_load(layer_profile(chain.kinds[kind_index], strategy, setting), strategy, setting)
-        for kind in strategy.kinds:
-            for each in kind.traffic(load):
-                ranks = traffic_group(each.over, kind, strategy, setting.devices_per_stage).size
-                times = 1 if each.phase == "step" else setting.pipeline.num_microbatches
+    strategy, chain = parse_strategy(text), config.job.chain
+    for type_index in chain.layers:
+        load = layer_load(layer_profile(chain.layer_types[type_index], strategy, config), strategy, config)
+        for dimension in strategy.dimensions:
+            for each in dimension.traffic(load):
+                ranks = traffic_group(each.over, dimension, strategy, config.devices_per_stage).size
+                times = 1 if each.phase == "step" else config.pipeline.num_microbatches
                 found[each.collective, int(each.tensor_bytes / each.num_calls), ranks] += each.num_calls * times
     return found
 
@@ -83,14 +84,14 @@ def test_states_are_sent_as_often_as_priced_in_bytes_and_over_ranks_that_are_pri
     """But for the head, which FSDP gathers ahead once more as the step ends (`steelyard.cost.stage_memory`)."""
     of = job(cluster(), global_batch=NUM_DEVICES * MICROBATCHES)
     traced = of.on(profile=trace(of.chain, seq_len=SEQ_LEN, precision="bf16", degrees=(1,)))
-    setting = Setting(job=traced, pipeline=pipeline(1, MICROBATCHES, "1f1b", 1))
+    config = JobConfig(job=traced, pipeline=pipeline(1, MICROBATCHES, "1f1b", 1))
     candidate = plan(traced, ", ".join([text] * of.chain.num_layers), num_microbatches=MICROBATCHES)
-    wanted = predicted(text, setting)
-    wanted[_gathered_head(text, setting)] += 1
+    wanted = predicted(text, config)
+    wanted[_gathered_head(text, config)] += 1
     assert issued(candidate) == wanted
 
 
-def _gathered_head(text: str, setting: Setting) -> tuple[str, int, int]:
+def _gathered_head(text: str, config: JobConfig) -> tuple[str, int, int]:
     strategy = parse_strategy(text)
-    layer = layer_profile(setting.job.chain.kinds[setting.job.chain.layers[-1]], strategy, setting)
-    return "all_gather", int(layer_load(layer, strategy, setting).parameter_bytes), strategy.state_shards
+    layer = layer_profile(config.job.chain.layer_types[config.job.chain.layers[-1]], strategy, config)
+    return "all_gather", int(layer_load(layer, strategy, config).parameter_bytes), strategy.state_shards

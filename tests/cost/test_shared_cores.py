@@ -56,8 +56,8 @@ def test_stages_that_do_not_slow_each_other_down_take_the_time_of_stages_of_thei
     shared = run(pipeline, [1.0] * num_stages_of(pipeline))
     alone = run((with_transfers(parts), *rest), [])
     for mine, theirs in zip(shared.stages, alone.stages, strict=True):
-        assert [(event.kind, event.chunk, event.microbatch) for event in mine] == [
-            (event.kind, event.chunk, event.microbatch) for event in theirs
+        assert [(event.work, event.chunk, event.microbatch) for event in mine] == [
+            (event.work, event.chunk, event.microbatch) for event in theirs
         ]
         assert [event.end_s for event in mine] == pytest.approx([event.end_s for event in theirs])
 
@@ -71,7 +71,7 @@ def test_one_core_takes_the_sum_of_all_passes_and_no_bubble(
     count = num_stages_of(pipeline)
     timeline = run(pipeline, [count / busy for busy in range(1, count + 1)])
     work_s = num_microbatches * sum(part.forward_s + part.backward_s for part in with_transfers(parts)) / count
-    passes = [event.end_s for events in timeline.stages for event in events if event.kind != "once"]
+    passes = [event.end_s for events in timeline.stages for event in events if event.work != "once"]
     assert max(passes) == pytest.approx(work_s)
 
 
@@ -103,7 +103,7 @@ def test_stages_of_two_pools_slow_only_those_of_their_own_pool_down_by_hand() ->
     parts = [StageTimes(forward_s=2, backward_s=4)] * 3
     shared: tuple[int, tuple[float, ...]] = (0, (2.0, 1.0))
     timeline = simulated(parts, 3, "gpipe", speeds=[shared, shared, (1, ())])
-    last = [(event.start_s, event.end_s) for event in timeline.stages[2] if event.kind != "once"]
+    last = [(event.start_s, event.end_s) for event in timeline.stages[2] if event.work != "once"]
     assert [end - start for start, end in last] == [2, 2, 2, 4, 4, 4]
-    first = [(event.start_s, event.end_s) for event in timeline.stages[0] if event.kind != "once"]
+    first = [(event.start_s, event.end_s) for event in timeline.stages[0] if event.work != "once"]
     assert first[:2] == [(0, 1), (1, 3)]

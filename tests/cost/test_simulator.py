@@ -10,7 +10,7 @@ from steelyard.cost.build import build_tables
 from steelyard.cost.simulator import StageTimes, Timeline
 from steelyard.errors import InvalidPlanError, InvalidProblemError
 from steelyard.plan.strategy import parse_strategy
-from tests.cost.examples import setting, simulated
+from tests.cost.examples import config, simulated
 from tests.oracles.closed_form import closed_form_s
 from tests.schedules.examples import pipeline as pipeline_of
 
@@ -102,8 +102,8 @@ def test_gpipe_takes_as_long_as_1f1b_on_equal_stages_without_transfers(
 def test_every_pass_happens_exactly_once(pipeline: tuple[list[StageTimes], int, str]) -> None:
     stages, num_microbatches, schedule = pipeline
     for events in simulated(stages, num_microbatches, schedule).stages:
-        passes = [(event.kind, event.microbatch) for event in events]
-        expected = {(kind, m) for kind in ("forward", "backward") for m in range(num_microbatches)} | {("once", -1)}
+        passes = [(event.work, event.microbatch) for event in events]
+        expected = {(work, m) for work in ("forward", "backward") for m in range(num_microbatches)} | {("once", -1)}
         assert len(passes) == len(expected)
         assert set(passes) == expected
 
@@ -135,10 +135,10 @@ def test_no_stage_holds_more_microbatches_than_the_tables_say(
     pipeline: tuple[list[StageTimes], int, str],
 ) -> None:
     stages, num_microbatches, schedule = pipeline
-    setting_of_it = pipeline_of(len(stages), num_microbatches, schedule)
+    config_of_it = pipeline_of(len(stages), num_microbatches, schedule)
     for index, events in enumerate(simulated(stages, num_microbatches, schedule).stages):
-        changes = [{"forward": 1, "backward": -1, "once": 0}[event.kind] for event in events]
-        assert max(accumulate(changes)) == setting_of_it.in_flight(index)
+        changes = [{"forward": 1, "backward": -1, "once": 0}[event.work] for event in events]
+        assert max(accumulate(changes)) == config_of_it.in_flight(index)
 
 
 @given(pipelines())
@@ -193,16 +193,16 @@ def test_an_interleaved_pass_starts_after_what_it_needs_has_arrived(
     num_stages = len(parts) // num_chunks
     timeline = simulated(parts, num_microbatches, "interleaved-1f1b", num_chunks=num_chunks)
     found = {
-        (event.chunk * num_stages + event.stage, event.kind, event.microbatch): event
+        (event.chunk * num_stages + event.stage, event.work, event.microbatch): event
         for events in timeline.stages
         for event in events
     }
-    for (part, kind, microbatch), event in found.items():
-        if kind == "forward" and part:
+    for (part, work, microbatch), event in found.items():
+        if work == "forward" and part:
             before = found[part - 1, "forward", microbatch]
             travel_s = parts[part].transfer_s if num_stages > 1 else 0.0
             assert event.start_s >= before.end_s + travel_s
-        if kind == "backward" and part < len(parts) - 1:
+        if work == "backward" and part < len(parts) - 1:
             before = found[part + 1, "backward", microbatch]
             travel_s = parts[part + 1].transfer_s if num_stages > 1 else 0.0
             assert event.start_s >= before.end_s + travel_s
@@ -256,14 +256,14 @@ def test_the_chunks_of_one_stage_hand_over_without_a_transfer() -> None:
 
 def test_a_slow_link_holds_transfers_back_one_behind_the_other() -> None:
     parts = [StageTimes(forward_s=1, backward_s=1, transfer_s=10)] * 2
-    arrivals = [event.start_s for event in simulated(parts, 3, "gpipe").stages[1] if event.kind == "forward"]
+    arrivals = [event.start_s for event in simulated(parts, 3, "gpipe").stages[1] if event.work == "forward"]
     assert arrivals == [11, 21, 31]
 
 
 def test_a_stage_waits_for_sends_that_are_not_overlapped() -> None:
     parts = [StageTimes(forward_s=1, backward_s=1, transfer_s=10)] * 2
     events = simulated(parts, 2, "gpipe", overlap_sends=False).stages[0]
-    assert [event.start_s for event in events if event.kind == "forward"] == [0, 11]
+    assert [event.start_s for event in events if event.work == "forward"] == [0, 11]
 
 
 def test_bubbles_are_named_by_what_the_stage_waits_for() -> None:
@@ -279,12 +279,12 @@ def test_microbatches_that_cannot_be_interleaved_are_an_error() -> None:
 
 def test_tables_of_the_search_refuse_an_interleaved_stage_of_one_chunk() -> None:
     with pytest.raises(InvalidProblemError, match="two or more chunks"):
-        build_tables(setting(num_stages=2, schedule="interleaved-1f1b"), (parse_strategy("fsdp4"),))
+        build_tables(config(num_stages=2, schedule="interleaved-1f1b"), (parse_strategy("fsdp4"),))
 
 
 def _by_pass(timeline: Timeline) -> dict[tuple[int, str, int], tuple[float, float]]:
     return {
-        (event.stage, event.kind, event.microbatch): (event.start_s, event.end_s)
+        (event.stage, event.work, event.microbatch): (event.start_s, event.end_s)
         for events in timeline.stages
         for event in events
     }

@@ -19,13 +19,13 @@ from steelyard.cost.switching import moves, switch_table
 from steelyard.model.read import chain_from_config
 from steelyard.plan.strategy import mesh_axes, parse_strategy
 from steelyard.search import SpaceOptions, enumerate_strategies
-from tests.cost.examples import collective_s, job, setting
+from tests.cost.examples import collective_s, config, job
 from tests.runtime.models import FAMILY_CONFIGS
 
 PLACEMENTS: dict[str, Placement] = {"B": Shard(0), "S": Shard(1), "R": Replicate()}
 SHAPE = (24, 24, 2)
 Call = tuple[str, int, int]
-"""Kind of collective, axis, and entries of the tensor that is gathered or of a rank's tensor that is exchanged."""
+"""Collective, axis, and entries of the tensor that is gathered or of a rank's tensor that is exchanged."""
 
 
 class Collectives(TorchDispatchMode):
@@ -37,7 +37,7 @@ class Collectives(TorchDispatchMode):
         self._axes = {mesh.get_group(axis).group_name: axis for axis in range(mesh.ndim)}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
@@ -89,18 +89,20 @@ def test_the_predicted_collectives_are_those_that_dtensor_issues_with_their_byte
     layouts = _layouts(mesh.size())
     assert len(layouts) >= 4
     for before, after in product(layouts, repeat=2):
-        predicted = [(kind, axis, round(share * whole)) for kind, axis, share in moves(before, after, sizes)]
+        predicted = [
+            (collective, axis, round(share * whole)) for collective, axis, share in moves(before, after, sizes)
+        ]
         assert predicted == _issued(before, after, mesh), f"{before} → {after}"
 
 
 def test_equal_layouts_switch_at_no_cost() -> None:
     strategies = tuple(parse_strategy(text) for text in ("fsdp8", "dp8", "fsdp8 remat=full"))
-    assert not switch_table(strategies, setting()).any()
+    assert not switch_table(strategies, config()).any()
 
 
 def test_a_switch_pays_for_the_activation_and_for_its_gradient() -> None:
     strategies = tuple(parse_strategy(text) for text in ("dp8", "tp8"))
-    where = setting()
+    where = config()
     table = switch_table(strategies, where)[1]
     gathered = [(2, 1, 0.25), (1, 2, 0.5), (0, 4, 1.0)]
     expected = sum(
@@ -120,14 +122,14 @@ def test_a_switch_pays_for_the_activation_and_for_its_gradient() -> None:
 
 def test_a_larger_microbatch_never_switches_faster() -> None:
     strategies = tuple(parse_strategy(text) for text in ("dp8", "tp8", "tp8+sp", "dp2-tp4+sp", "tp2-dp4"))
-    small = switch_table(strategies, setting(num_microbatches=2))
-    assert (switch_table(strategies, setting(job(), num_microbatches=1)) >= small).all()
+    small = switch_table(strategies, config(num_microbatches=2))
+    assert (switch_table(strategies, config(job(), num_microbatches=1)) >= small).all()
 
 
 def test_every_switch_of_t5_moves_the_tensors_that_cross_it() -> None:
     """Between encoder blocks and into the decoder's embedding one hidden state, behind it the encoder's output too."""
     t5 = chain_from_config(FAMILY_CONFIGS["t5"], name="t5")
-    where = setting(replace(job(), chain=t5))
+    where = config(replace(job(), chain=t5))
     strategies = tuple(parse_strategy(text) for text in ("dp8", "tp8"))
     state_bytes = where.microbatch_samples * where.job.seq_len * t5.hidden_size * where.job.compute_bytes
     each = sum(
@@ -135,6 +137,8 @@ def test_every_switch_of_t5_moves_the_tensors_that_cross_it() -> None:
         for stride, share in ((1, 0.25), (2, 0.5), (4, 1.0))
     )
     crossing = {"encoder block": 1, "decoder embedding": 1, "decoder block": 2, "head": 2}
-    paid = dict(zip((kind.name for kind in t5.kinds), switch_table(strategies, where)[:, 0, 1], strict=True))
-    for kind, tensors in crossing.items():
-        assert paid[kind] == pytest.approx(tensors * each), kind
+    paid = dict(
+        zip((layer_type.name for layer_type in t5.layer_types), switch_table(strategies, where)[:, 0, 1], strict=True)
+    )
+    for layer_type, tensors in crossing.items():
+        assert paid[layer_type] == pytest.approx(tensors * each), layer_type

@@ -30,9 +30,9 @@ TOKENS, IMAGES = "tokens.npy", "images"
 CASES_OF_A_PROCESS = 4
 
 
-def _plan(config: dict[str, Any], *stages: str, **settings: Any) -> Callable[[], Plan]:
+def _plan(config: dict[str, Any], *stages: str, **configs: Any) -> Callable[[], Plan]:
     """Makes the plan once it is asked for, since its model is split then, which collecting does not wait for."""
-    options = {"num_devices": NUM_RANKS, "num_microbatches": 2, "global_batch": 8} | settings
+    options = {"num_devices": NUM_RANKS, "num_microbatches": 2, "global_batch": 8} | configs
     return cache(partial(make_plan, config, *stages, **options))
 
 

@@ -173,14 +173,14 @@ def test_experts_under_tensor_parallelism_are_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "layers", "name"), [("llama", "cp2, cp2, cp2, cp2", "cp"), ("mixtral", "dp2, dp2 ep2, dp2, dp2", "ep")]
 )
-def test_a_kind_that_the_script_does_not_know_is_refused_by_name(config: str, layers: str, name: str) -> None:
+def test_a_dimension_that_the_script_does_not_know_is_refused_by_name(config: str, layers: str, name: str) -> None:
     plan = make_plan(FAMILY_CONFIGS[config], layers, num_devices=2)
     with pytest.raises(UserError, match=f"pytorch for a plan with {name}\n") as refused:
         content_of(plan)
     assert "a plan of dp, fsdp, tp" in str(refused.value)
 
 
-def test_the_script_refuses_a_kind_of_parallelism_that_it_does_not_know(tmp_path: Path) -> None:
+def test_the_script_refuses_a_parallelism_dimension_that_it_does_not_know(tmp_path: Path) -> None:
     content = json.dumps(content_of(mixed())).replace('"fsdp2"', '"cp2"')
     (tmp_path / "plan.json").write_text(content)
     with pytest.raises(SystemExit, match="cannot carry out 'cp2'"):

@@ -547,7 +547,7 @@ intra_link: pcie-4
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked"),
+    ("device_type", "asked"),
     [
         ("gpu, vendor: nvidia", {"limits": {"nvidia.com/gpu": 4}}),
         ("gpu, vendor: amd", {"limits": {"amd.com/gpu": 4}}),
@@ -555,12 +555,12 @@ intra_link: pcie-4
     ],
 )
 def test_a_scheduler_is_asked_for_gpus_whether_or_not_their_rates_are_known(
-    tmp_path: Path, kind: str, asked: dict[str, Any]
+    tmp_path: Path, device_type: str, asked: dict[str, Any]
 ) -> None:
     path = tmp_path / "own.yaml"
-    path.write_text(OWN_DEVICE.replace("KIND", kind))
+    path.write_text(OWN_DEVICE.replace("KIND", device_type))
     plan = uniform("fsdp4", devices=4, cluster=str(path))
-    assert ("--gpus-per-node=4" in text_of(plan, "slurm", ".sbatch")) is (kind != "cpu")
+    assert ("--gpus-per-node=4" in text_of(plan, "slurm", ".sbatch")) is (device_type != "cpu")
     container = kubeflow(plan)[1]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
     assert container["resources"] == asked
 

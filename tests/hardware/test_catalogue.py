@@ -60,7 +60,7 @@ def test_every_row_states_a_public_source_unless_only_a_profile_can_tell(value):
 
 @pytest.mark.parametrize("device", devices(), ids=lambda device: device.name)
 def test_every_device_is_a_gpu_over_nccl_but_the_processes_of_a_host(device):
-    assert (device.kind, device.backend) == (("cpu", "gloo") if device.name == "cpu" else ("gpu", "nccl"))
+    assert (device.type, device.backend) == (("cpu", "gloo") if device.name == "cpu" else ("gpu", "nccl"))
 
 
 @pytest.mark.parametrize("device", devices(), ids=lambda device: device.name)

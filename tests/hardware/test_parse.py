@@ -175,20 +175,20 @@ def own_device(**changes):
     return read(device=device, intra_link="pcie-4", inter_link="ethernet-25").device
 
 
-@pytest.mark.parametrize(("kind", "backend"), [("gpu", "nccl"), ("cpu", "gloo")])
-def test_an_own_device_has_the_usual_backend_of_its_kind(kind, backend):
-    device = own_device(kind=kind)
-    assert (device.kind, device.backend, device.is_gpu) == (kind, backend, kind == "gpu")
+@pytest.mark.parametrize(("device_type", "backend"), [("gpu", "nccl"), ("cpu", "gloo")])
+def test_an_own_device_has_the_usual_backend_of_its_type(device_type, backend):
+    device = own_device(kind=device_type)
+    assert (device.type, device.backend, device.is_gpu) == (device_type, backend, device_type == "gpu")
 
 
 def test_an_own_gpu_may_communicate_over_gloo():
     assert own_device(backend="gloo").backend is Backend.GLOO
 
 
-@pytest.mark.parametrize(("name", "kind", "backend"), [("cpu", "cpu", "gloo"), ("H100-80GB", "gpu", "nccl")])
-def test_an_own_device_of_a_catalogue_name_is_of_that_kind(name, kind, backend):
+@pytest.mark.parametrize(("name", "device_type", "backend"), [("cpu", "cpu", "gloo"), ("H100-80GB", "gpu", "nccl")])
+def test_an_own_device_of_a_catalogue_name_is_of_that_type(name, device_type, backend):
     device = own_device(name=name, kind=None)
-    assert (device.kind, device.backend) == (kind, backend)
+    assert (device.type, device.backend) == (device_type, backend)
 
 
 @pytest.mark.parametrize(("name", "vendor"), [("mi300x", "amd"), ("H100-80GB", "nvidia"), ("mine", None)])

@@ -115,6 +115,6 @@ def test_a_mistake_in_a_file_of_pools_is_named(tmp_path, before, after, message)
         written(tmp_path, FILE.replace(before, after))
 
 
-def test_where_one_kind_of_device_is_meant_several_pools_are_refused():
-    with pytest.raises(InvalidClusterError, match=r"2 pools of unlike devices\n.*one kind of device"):
+def test_where_one_device_type_is_meant_several_pools_are_refused():
+    with pytest.raises(InvalidClusterError, match=r"2 pools of unlike devices\n.*one device type"):
         parse_cluster(SHORT)

@@ -13,7 +13,7 @@ FAST = Link(name="fast", bytes_per_s=100e9, latency_s=1e-6, source="test")
 SLOW = Link(name="slow", bytes_per_s=10e9, latency_s=1e-5, source="test")
 DEVICE = Device(
     name="toy",
-    kind="gpu",
+    type="gpu",
     backend=Backend.NCCL,
     memory_bytes=2**30,
     peak_flop_per_s={"bf16": 1e12},

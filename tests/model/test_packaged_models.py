@@ -92,7 +92,7 @@ def num_params(chain: ModelChain) -> int:
     assert trace is not None
     counts = {layer.kind: layer.num_params for layer in trace.layers}
     again = sum((len(each.copies) - 1) * shared_size(chain, each) for each in chain.shared)
-    return sum(counts[chain.kind_of(layer).name] for layer in range(chain.num_layers)) - again
+    return sum(counts[chain.type_of(layer).name] for layer in range(chain.num_layers)) - again
 
 
 def shared_size(chain: ModelChain, weight: SharedWeight) -> int:

@@ -69,7 +69,7 @@ def num_params(config):
 @pytest.mark.parametrize("name", model_names())
 def test_a_packaged_model_is_an_embedding_its_blocks_and_a_head(name):
     chain = load_model(name)
-    roles = [chain.kind_of(layer).role for layer in range(chain.num_layers)]
+    roles = [chain.type_of(layer).role for layer in range(chain.num_layers)]
     blocks = [LayerRole.BLOCK] * next(chain.config[key] for key in BLOCK_KEYS if key in chain.config)
     decoder = [LayerRole.EMBEDDING, *blocks] if chain.family.model_type == "t5" else []
     assert roles == [LayerRole.EMBEDDING, *blocks, *decoder, LayerRole.HEAD]
@@ -115,7 +115,7 @@ def test_layers_are_named_by_what_they_are():
 
 
 def test_tensor_parallelism_must_divide_heads_width_and_vocabulary():
-    embedding, block, head = chain_from_config(CONFIG, name="tiny").kinds
+    embedding, block, head = chain_from_config(CONFIG, name="tiny").layer_types
     sizes = {
         "attention heads": 8,
         "key-value heads": 4,
@@ -127,7 +127,7 @@ def test_tensor_parallelism_must_divide_heads_width_and_vocabulary():
 
 
 def test_a_model_without_grouped_heads_has_as_many_for_keys_and_values():
-    sizes = dict(load_model("pythia-1.4b").kinds[1].tp_divides)
+    sizes = dict(load_model("pythia-1.4b").layer_types[1].tp_divides)
     assert sizes["key-value heads"] == sizes["attention heads"] == 16
 
 

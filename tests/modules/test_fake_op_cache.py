@@ -12,7 +12,7 @@ from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.fake_op_cache import FakeOpCache, look
 from steelyard.plan.strategy import parse_strategy
 from steelyard.tracer.counting import OpCounter, Operations
-from steelyard.tracer.layer import LayerSetting, fake_world, observe
+from steelyard.tracer.layer import TracedLayer, fake_world, observe
 from tests.runtime.family_chain import chain_of, length_of
 
 aten = torch.ops.aten
@@ -174,7 +174,7 @@ def test_a_layer_answered_from_memory_is_observed_as_one_that_is_run(name: str, 
     with fake_world(tp) as mesh:
         run, again, answered = (
             observe(
-                LayerSetting(
+                TracedLayer(
                     chain=chain,
                     layer=chain.num_layers - 2,
                     seq_len=length_of(chain),

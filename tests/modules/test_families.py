@@ -1,4 +1,4 @@
-"""Every family: its chain computes what the unmodified model does, and its kinds are those that its structure has."""
+"""Every family: its chain computes what the unmodified model does, and its types are those that its structure has."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from steelyard.model.read import chain_from_config
 from steelyard.modules.batch import IGNORED, decoder_inputs, random_samples
 from steelyard.modules.build import build_meta_model, build_model, layer_modules, prepare_model
 from steelyard.modules.structure import signature
-from steelyard.plan.kinds.kind import Batch
+from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import parse_strategy
 from tests.runtime.family_chain import chain_of, length_of, loss_of_chain, loss_of_model
@@ -50,14 +50,14 @@ def test_the_layers_hold_every_parameter_once_and_shared_ones_once_more_for_each
 
 
 @pytest.mark.parametrize("name", sampled([name for name in FAMILY_CONFIGS if name != "swin"], FAMILIES))
-def test_the_declared_kinds_are_those_of_the_structure(name):
+def test_the_declared_layer_types_are_those_of_the_structure(name):
     """Which blocks of Swin shift their windows a forward pass decides."""
     chain = chain_of(name)
     model = build_meta_model(chain)
     prepare_model(model, chain)
-    blocks = [layer for layer in range(chain.num_layers) if chain.kind_of(layer).role is LayerRole.BLOCK]
+    blocks = [layer for layer in range(chain.num_layers) if chain.type_of(layer).role is LayerRole.BLOCK]
     found = [signature(next(iter(layer_modules(model, chain, layer).values()))) for layer in blocks]
-    by_structure = list(zip(found, [chain.kind_of(layer).attention for layer in blocks], strict=True))
+    by_structure = list(zip(found, [chain.type_of(layer).attention for layer in blocks], strict=True))
     declared = [chain.layers[layer] for layer in blocks]
     assert [declared.index(each) for each in declared] == [by_structure.index(each) for each in by_structure]
 
@@ -102,13 +102,13 @@ def test_a_config_without_key_value_heads_has_those_that_transformers_takes(name
     without = {k: value for k, value in config.items() if k not in (key, "model_type")}
     assert AutoConfig.for_model(config["model_type"], **without).num_key_value_heads == expected
     chain = chain_from_config({"model_type": config["model_type"], **without}, name=name)
-    block = next(kind for kind in chain.kinds if kind.role is LayerRole.BLOCK)
+    block = next(layer_type for layer_type in chain.layer_types if layer_type.role is LayerRole.BLOCK)
     assert ("key-value heads", expected) in block.tp_divides
 
 
 def test_null_key_value_heads_are_as_many_as_query_heads():
     chain = chain_from_config({**FAMILY_CONFIGS["llama"], "num_key_value_heads": None}, name="tiny")
-    assert ("key-value heads", 4) in chain.kinds[1].tp_divides
+    assert ("key-value heads", 4) in chain.layer_types[1].tp_divides
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "gemma", "gemma2", "gemma3_text", "t5"])
@@ -131,7 +131,7 @@ def test_names_of_layers_are_counted_anew_behind_each_embedding():
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "strategy", "reason"),
+    ("name", "layer_type", "strategy", "reason"),
     [
         ("vit", "embedding", "tp4", "no way is known to divide its modules"),
         ("bert", "embedding", "tp4+sp", "not proved"),
@@ -139,8 +139,8 @@ def test_names_of_layers_are_counted_anew_behind_each_embedding():
         ("mixtral", "block", "tp8", "attention heads"),
     ],
 )
-def test_what_a_kind_cannot_do_has_a_reason(name, kind, strategy, reason):
-    (found,) = (each for each in chain_of(name).kinds if each.name == kind)
+def test_what_a_layer_type_cannot_do_has_a_reason(name, layer_type, strategy, reason):
+    (found,) = (each for each in chain_of(name).layer_types if each.name == layer_type)
     text = illegal_reason(found, parse_strategy(strategy), Batch(microbatch_samples=8, seq_len=16))
     assert reason in str(text)
 

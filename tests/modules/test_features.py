@@ -35,7 +35,7 @@ def test_a_model_of_speech_reads_features_in_its_encoder_and_tokens_in_its_decod
     assert chain.family.task is Task.SPEECH_SEQ2SEQ
     assert chain.features is not None
     assert chain.features.words(16) == "a sample: input_features of 8 × 48 for the encoder, 16 tokens for the decoder"
-    assert [kind.num_streams for kind in chain.kinds] == [1, 1, 2, 2, 1]
+    assert [layer_type.num_streams for layer_type in chain.layer_types] == [1, 1, 2, 2, 1]
     assert chain.max_seq_len == 64
     assert chain.learned_positions
 
@@ -53,14 +53,16 @@ def test_the_encoder_has_its_own_length_and_the_decoder_that_of_the_tokens() -> 
 
 def test_a_block_of_the_decoder_attends_to_tokens_before_it_and_to_all_of_the_encoder() -> None:
     chain = _chain("whisper")
-    assert chain.attended_share(chain.kind_of(4), 16) == pytest.approx((8 + 24) / (16 + 24))
+    assert chain.attended_share(chain.type_of(4), 16) == pytest.approx((8 + 24) / (16 + 24))
 
 
 @pytest.mark.slow
 def test_wide_convolutions_before_the_blocks_are_narrow_where_it_is_proved() -> None:
     sizes = {"d_model": 128, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512, "conv_channels": 512}
     wide = split_model("speech_to_text", {**split_config("speech_to_text"), **sizes, "vocab_size": 1024})
-    assert [kind.styles for kind in wide.kinds] == [kind.styles for kind in SPLITS["speech_to_text"].kinds]
+    assert [layer_type.styles for layer_type in wide.kinds] == [
+        layer_type.styles for layer_type in SPLITS["speech_to_text"].kinds
+    ]
 
 
 def test_a_type_of_which_it_is_not_known_what_sound_is_refused_by_name() -> None:
@@ -89,14 +91,17 @@ def test_a_list_of_all_samples_behind_a_dim_of_one_is_told_from_its_samples_and_
 def test_a_tower_for_images_stands_before_the_blocks_of_the_text_and_one_stream_flows() -> None:
     chain = _chain("llava")
     names = ["embedding", "image block", "text embedding", "text block", "head"]
-    assert [kind.name for kind in chain.kinds] == names
+    assert [layer_type.name for layer_type in chain.layer_types] == names
     assert [chain.flow_shapes(layer, 20) for layer in (0, 2, 3, 5)] == [
         ((5, 32),),
         ((5, 32),),
         ((20, 64),),
         ((20, 64),),
     ]
-    assert [chain.is_causal(kind) for kind in chain.kinds if "block" in kind.name] == [False, True]
+    assert [chain.is_causal(layer_type) for layer_type in chain.layer_types if "block" in layer_type.name] == [
+        False,
+        True,
+    ]
 
 
 def test_what_a_sample_of_an_image_with_text_holds_is_found() -> None:
@@ -131,8 +136,8 @@ def test_states_of_a_tower_flow_to_the_layer_between_and_what_is_made_of_them_to
     ]
 
 
-def test_blocks_that_add_to_an_image_are_of_one_kind_whatever_they_add() -> None:
-    names = [SPLITS["qwen3_vl"].kind(layer).name for layer in (1, 2, 3, 5, 6, 7)]
+def test_blocks_that_add_to_an_image_are_of_one_type_whatever_they_add() -> None:
+    names = [SPLITS["qwen3_vl"].type_of(layer).name for layer in (1, 2, 3, 5, 6, 7)]
     assert names == ["image block of kind 1"] * 2 + ["image block of kind 2", *["text block of kind 1"] * 2] + [
         "text block of kind 2"
     ]
@@ -174,7 +179,7 @@ def test_patches_of_a_grid_are_one_image_of_the_size_that_is_given() -> None:
     assert chain.flow_shapes(0, 20) == ((24, 32),)
 
 
-def test_blocks_of_a_tower_that_attend_in_windows_are_a_kind_of_their_own() -> None:
+def test_blocks_of_a_tower_that_attend_in_windows_are_a_layer_type_of_their_own() -> None:
     chain = _chain("qwen2_5_vl")
     assert [chain.layers[layer] for layer in (1, 2, 3)] == [1, 2, 1]
 
@@ -186,8 +191,8 @@ def test_positions_of_the_text_behind_an_image_are_those_that_the_model_computes
     types = (ids == 127).int()
     positions, _ = model.model.get_rope_index(ids, types, image_grid_thw=torch.tensor([[1, 4, 6]]))
     rotary = model.model.language_model.rotary_emb(torch.zeros(1, 9, 64), positions)
-    side = BlockInputs(model, chain, [chain.kind_of(4).name])(9, torch.float32, torch.device("cpu"))
-    (_, names) = side[chain.kind_of(4).name]
+    side = BlockInputs(model, chain, [chain.type_of(4).name])(9, torch.float32, torch.device("cpu"))
+    (_, names) = side[chain.type_of(4).name]
     for found, expected in zip(names["position_embeddings"], rotary, strict=True):
         assert found.of(1).equal(expected)
 

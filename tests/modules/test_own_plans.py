@@ -7,9 +7,9 @@ from transformers import CONFIG_MAPPING
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from steelyard.model.family import LayerRole
-from steelyard.model.split import SplitKind
+from steelyard.model.split import SplitLayerType
 from steelyard.modules.build import read_hub_config
-from steelyard.modules.proved_kinds import divided_kinds
+from steelyard.modules.proved_types import divided_types
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.split_tp import Styles, follows, suppositions, unread_plan
 from steelyard.modules.splitting import Found, find_split
@@ -36,10 +36,14 @@ LOCAL = "local_params"
 UNREAD = OF_EXPERTS | {"embedding_rowwise", "embedding_colwise", "sequence_parallel"}
 
 
-def _kinds(found: Found) -> list[tuple[SplitKind, int]]:
-    """The kinds of blocks, with the first layer of each."""
-    kinds = enumerate(found.split.kinds)
-    return [(kind, found.split.layers.index(number)) for number, kind in kinds if kind.role is LayerRole.BLOCK]
+def _layer_types(found: Found) -> list[tuple[SplitLayerType, int]]:
+    """The block types, with the first layer of each."""
+    layer_types = enumerate(found.split.kinds)
+    return [
+        (layer_type, found.split.layers.index(number))
+        for number, layer_type in layer_types
+        if layer_type.role is LayerRole.BLOCK
+    ]
 
 
 def _with_style(style: str) -> Found:
@@ -63,49 +67,49 @@ def test_every_style_that_a_plan_of_transformers_has_is_known_here() -> None:
 @pytest.mark.parametrize("style", READ)
 def test_a_style_that_is_read_is_supposed(style: str) -> None:
     found = _with_style(style)
-    ((kind, layer),) = _kinds(found)
+    ((layer_type, layer),) = _layer_types(found)
     assert not unread_plan(found.model, found.split, layer, found.keywords)
-    supposed = suppositions(found.model, found.split, kind, layer, found.keywords)
+    supposed = suppositions(found.model, found.split, layer_type, layer, found.keywords)
     assert READ[style] in [styles.get(f"block.{PATH}") for styles in supposed]
 
 
 @pytest.mark.parametrize("style", sorted(UNREAD))
 def test_a_style_that_is_not_read_is_named(style: str) -> None:
     found = _with_style(style)
-    ((kind, layer),) = _kinds(found)
+    ((layer_type, layer),) = _layer_types(found)
     unread = unread_plan(found.model, found.split, layer, found.keywords)
     assert unread == f"styles of its own tp plan are not read: {style} (of {PATH})"
-    assert next(suppositions(found.model, found.split, kind, layer, found.keywords))[f"block.{PATH}"] == "columns"
+    assert next(suppositions(found.model, found.split, layer_type, layer, found.keywords))[f"block.{PATH}"] == "columns"
 
 
 def test_parameters_of_a_module_that_reads_them_locally_are_divided_with_the_heads() -> None:
     found = find_split(read_hub_config("granite_swa", {"model_type": "granite_swa", **SIZES}))
     assert LOCAL in found.model.tp_plan.values()
-    kind, layer = _kinds(found)[0]
+    layer_type, layer = _layer_types(found)[0]
     assert not unread_plan(found.model, found.split, layer, found.keywords)
-    first = next(suppositions(found.model, found.split, kind, layer, found.keywords))
+    first = next(suppositions(found.model, found.split, layer_type, layer, found.keywords))
     assert first["block.self_attn"].endswith(":sinks")
 
 
 def test_styles_of_experts_are_not_asked_of_a_plan() -> None:
     found = find_split(read_hub_config("qwen3_moe", FAMILY_CONFIGS["qwen3_moe"]))
     assert OF_EXPERTS & set(found.model.tp_plan.values())
-    assert not any(unread_plan(found.model, found.split, layer, found.keywords) for _, layer in _kinds(found))
+    assert not any(unread_plan(found.model, found.split, layer, found.keywords) for _, layer in _layer_types(found))
 
 
 def test_the_plan_of_a_part_of_a_model_is_that_of_its_blocks() -> None:
     found = find_split(read_hub_config("llava", split_config("llava")))
     follow = {
-        kind.name: follows(
-            next(suppositions(found.model, found.split, kind, layer, found.keywords)),
+        layer_type.name: follows(
+            next(suppositions(found.model, found.split, layer_type, layer, found.keywords)),
             *(found.model, found.split, layer, found.keywords),
         )
-        for kind, layer in _kinds(found)
+        for layer_type, layer in _layer_types(found)
     }
     assert follow == {"image block": False, "text block": True}  # CLIP's config has no plan, Llama's has one
 
 
-def test_why_a_kind_has_no_tp_names_the_styles_that_were_not_read() -> None:
+def test_why_a_layer_type_has_no_tp_names_the_styles_that_were_not_read() -> None:
     config = {**SIZES, "is_moe": True, "num_experts": 64, "num_experts_per_tok": 4}
     block = split_model("doge", {"model_type": "doge", **config, "hidden_dropout": 0.0}).kinds[1]
     assert not block.unread_plan
@@ -127,7 +131,7 @@ def test_a_plan_is_told_only_where_it_is_tried_and_not_taken(unproved: str) -> N
     def prove(styles: Mapping[str, Styles], sp: bool) -> str:
         return "it differs" if styles.get("block", {}).get(f"block.{PATH}") == unproved else ""
 
-    block = divided_kinds(found.model, found.split, found.keywords, prove)[1]
+    block = divided_types(found.model, found.split, found.keywords, prove)[1]
     assert block.styles[f"block.{PATH}"] == {"rows": "columns", "columns": "rows"}[unproved]
     told = "its own tp plan is not proved on two ranks: it differs"
     assert block.unread_plan == (told if unproved == "rows" else "")

@@ -35,7 +35,7 @@ def test_a_tied_table_is_shared_by_embedding_and_head() -> None:
     assert split_of("nanogpt").shared == (((0, "model.transformer.wte.weight"), (5, "model.transformer.wte.weight")),)
 
 
-def test_blocks_in_a_dictionary_that_know_their_place_are_of_one_kind() -> None:
+def test_blocks_in_a_dictionary_that_know_their_place_are_of_one_type() -> None:
     own = split_of("titan")
     assert own.blocks == ("layers.0", "layers.1", "layers.2", "layers.3")
     assert own.layers == (0, 1, 1, 1, 1, 2)
@@ -50,9 +50,9 @@ def test_a_rotary_table_is_given_to_blocks_and_does_not_flow() -> None:
 
 def test_attention_and_mlp_of_plain_matrices_take_tensor_parallelism() -> None:
     for name in ("titan", "dit"):
-        kind = split_of(name).kinds[1]
-        assert {"columns", "rows"} <= set(kind.styles.values())
-        assert 4 in dict(kind.tp_divides).values()
+        layer_type = split_of(name).kinds[1]
+        assert {"columns", "rows"} <= set(layer_type.styles.values())
+        assert 4 in dict(layer_type.tp_divides).values()
     assert dict(split_of("titan").kinds[1].tp_divides)["n_kv_heads of attention"] == 2
 
 
@@ -72,19 +72,19 @@ def test_of_a_sequence_the_like_items_are_blocks() -> None:
 
 def test_a_condition_flows_beside_the_hidden_state_into_every_block_and_the_head() -> None:
     own = split_of("dit")
-    assert [kind.shapes for kind in own.kinds] == [((16, 32), (32,)), ((16, 32), (32,)), ()]
+    assert [layer_type.shapes for layer_type in own.kinds] == [((16, 32), (32,)), ((16, 32), (32,)), ()]
     assert own.last_made == (("made", 3, 0), ("given", 0, 1))
 
 
 def test_long_skips_flow_through_the_blocks_between() -> None:
-    assert [len(kind.shapes) for kind in split_of("unet").kinds] == [1, 1, 2, 2, 1, 0]
+    assert [len(layer_type.shapes) for layer_type in split_of("unet").kinds] == [1, 1, 2, 2, 1, 0]
 
 
 def test_two_towers_are_one_chain_along_which_the_finished_and_the_waiting_flow() -> None:
     own = split_of("towers")
     assert own.blocks == ("vision.0", "vision.1", "text.0", "text.1")
     image, text = (16, 32), (16, 16)
-    assert [sorted(own.kind(layer).shapes) for layer in range(6)] == [*[sorted((image, text))] * 5, []]
+    assert [sorted(own.type_of(layer).shapes) for layer in range(6)] == [*[sorted((image, text))] * 5, []]
 
 
 def test_a_second_tower_that_begins_between_blocks_is_refused_by_its_operation() -> None:

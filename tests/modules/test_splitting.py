@@ -28,11 +28,11 @@ from steelyard.modules.build import (
 from steelyard.modules.layers import build_layer
 from steelyard.modules.model_inputs import forward_options
 from steelyard.modules.prepared import prepare, stored_apart
-from steelyard.modules.proved_kinds import no_cp
+from steelyard.modules.proved_types import no_cp
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.splitting import find_split
 from steelyard.modules.trained_class import task_of
-from steelyard.plan.kinds.kind import Batch
+from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.runtime.parity import samples_of_step
@@ -67,8 +67,13 @@ def test_a_type_without_a_family_splits_into_pieces_that_are_the_whole(model_typ
     assert split.hidden_size == 64
 
 
-def test_blocks_that_attend_otherwise_are_kinds_of_their_own() -> None:
-    assert [kind.name for kind in split_of("cohere2").kinds] == ["embedding", "sliding block", "full block", "head"]
+def test_blocks_that_attend_otherwise_are_layer_types_of_their_own() -> None:
+    assert [layer_type.name for layer_type in split_of("cohere2").kinds] == [
+        "embedding",
+        "sliding block",
+        "full block",
+        "head",
+    ]
 
 
 def test_a_tied_embedding_is_found() -> None:
@@ -83,28 +88,31 @@ def test_the_splits_of_the_parity_tests_are_what_is_found(model_type: str) -> No
 
 
 def test_tensor_and_sequence_parallelism_are_proved() -> None:
-    assert [(kind.no_tp, kind.no_sp) for kind in split_of("cohere2").kinds] == [("", "")] * 4
+    assert [(layer_type.no_tp, layer_type.no_sp) for layer_type in split_of("cohere2").kinds] == [("", "")] * 4
 
 
 def test_sizes_that_a_degree_must_divide_are_found_and_those_that_ranks_may_share() -> None:
-    kind = split_of("cohere2").kinds[1]
-    assert dict(kind.tp_divides)["key-value heads"] == 2
-    assert kind.tp_shares == ("key-value heads",)
+    layer_type = split_of("cohere2").kinds[1]
+    assert dict(layer_type.tp_divides)["key-value heads"] == 2
+    assert layer_type.tp_shares == ("key-value heads",)
     chain = chain_from_config(split_config("cohere2"), name="c", split=split_of("cohere2"))
     batch = Batch(microbatch_samples=8, seq_len=16)
-    assert illegal_reason(chain.kind_of(1), parse_strategy("tp4"), batch) is None
-    assert "attention heads" in str(illegal_reason(chain.kind_of(1), parse_strategy("tp8"), batch))
+    assert illegal_reason(chain.type_of(1), parse_strategy("tp4"), batch) is None
+    assert "attention heads" in str(illegal_reason(chain.type_of(1), parse_strategy("tp8"), batch))
 
 
 def test_heads_in_one_matrix_with_the_queries_are_not_shared() -> None:
-    kind = split_model("phi3", {**split_config("phi3"), "num_hidden_layers": 1}).kinds[1]
-    assert kind.no_tp == ""
-    assert kind.tp_shares == ()
+    layer_type = split_model("phi3", {**split_config("phi3"), "num_hidden_layers": 1}).kinds[1]
+    assert layer_type.no_tp == ""
+    assert layer_type.tp_shares == ()
 
 
 def test_context_parallelism_is_proved() -> None:
-    assert [kind.no_cp for kind in split_of("cohere2").kinds] == [""] * 4
-    assert [kind.attention for kind in split_of("cohere2").kinds[1:3]] == ["sliding_attention", "full_attention"]
+    assert [layer_type.no_cp for layer_type in split_of("cohere2").kinds] == [""] * 4
+    assert [layer_type.attention for layer_type in split_of("cohere2").kinds[1:3]] == [
+        "sliding_attention",
+        "full_attention",
+    ]
 
 
 def test_attention_that_runs_step_by_step_cannot_be_divided_by_tokens() -> None:
@@ -112,8 +120,8 @@ def test_attention_that_runs_step_by_step_cannot_be_divided_by_tokens() -> None:
 
 
 def test_layers_without_attention_cannot_be_divided_by_tokens() -> None:
-    kinds = split_model("mamba", {**split_config("mamba"), "num_hidden_layers": 1}).kinds
-    assert all("its blocks are of linear_attention" in kind.no_cp for kind in kinds)
+    layer_types = split_model("mamba", {**split_config("mamba"), "num_hidden_layers": 1}).kinds
+    assert all("its blocks are of linear_attention" in layer_type.no_cp for layer_type in layer_types)
 
 
 def test_attention_that_drops_entries_cannot_be_divided_by_tokens() -> None:
@@ -142,16 +150,16 @@ def test_a_head_that_caps_its_logits_is_three_operations_more() -> None:
     assert split_model("gemma2", config).head_calls == calls
 
 
-def test_stages_of_blocks_are_one_list_and_blocks_that_shift_their_windows_a_kind() -> None:
+def test_stages_of_blocks_are_one_list_and_blocks_that_shift_their_windows_a_layer_type() -> None:
     drop = {"drop_path_rate": 0.2}  # which differs from block to block
     split = split_model("swin", FAMILY_CONFIGS["swin"] | {"depths": [4, 2]} | drop)
     assert split.layers == (0, 1, 2, 1, 2, 3, 4, 4, 5)
-    assert [kind.shape for kind in split.kinds[2:5]] == [(64, 8), (16, 16), (16, 16)]
+    assert [layer_type.shape for layer_type in split.kinds[2:5]] == [(64, 8), (16, 16), (16, 16)]
     assert split.kinds[1].styles["block.attention.q_proj"] == "columns_gathered"
     assert split.kinds[3].no_tp == "no way is known to divide its modules"  # merges patches with one matrix
 
 
-def test_a_first_block_that_is_never_left_out_is_of_the_kind_of_others() -> None:
+def test_a_first_block_that_is_never_left_out_is_of_the_layer_type_of_others() -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96}
     image = {"image_size": 32, "patch_size": 8, "drop_path_rate": 0.2, "num_labels": 10}
     split = split_model("beit", sizes | image | {"architectures": ["BeitForImageClassification"]})
@@ -175,15 +183,15 @@ def test_a_classifier_that_reads_one_token_is_an_operation_between_two_modules()
     assert split.head_calls == ("vit.layernorm", ":select:1.0:0.0", "classifier")
 
 
-def test_why_a_kind_cannot_be_divided_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_layer_type_cannot_be_divided_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_tp, "_by_structure", lambda *_: [{"self_attn.q_proj": "columns"}])
     config = {**split_config("stablelm"), "num_hidden_layers": 1}
     assert "raises" in split_model("stablelm", config).kinds[1].no_tp
 
 
 @pytest.mark.parametrize("model_type", sampled(SPLIT_CONFIGS, TYPES))
-def test_every_kind_of_block_is_divided_between_two_ranks(model_type: str) -> None:
-    assert [kind.no_tp for kind in split_of(model_type).kinds[1:-1] if kind.no_tp] == []
+def test_every_block_type_is_divided_between_two_ranks(model_type: str) -> None:
+    assert [layer_type.no_tp for layer_type in split_of(model_type).kinds[1:-1] if layer_type.no_tp] == []
 
 
 def test_parameters_with_an_entry_for_each_head_are_divided() -> None:
@@ -197,10 +205,10 @@ def test_what_latent_attention_compresses_is_whole_on_every_rank() -> None:
 
 
 def test_what_one_matrix_gives_several_of_is_gathered() -> None:
-    kind = split_of("bloom").kinds[1]
-    assert kind.styles["block.self_attention.query_key_value"] == "columns_gathered"
-    assert kind.styles["block.self_attention.dense"] == "rows_of_whole"
-    assert dict(kind.tp_divides)["outputs of self_attention.query_key_value"] == 3 * 64
+    layer_type = split_of("bloom").kinds[1]
+    assert layer_type.styles["block.self_attention.query_key_value"] == "columns_gathered"
+    assert layer_type.styles["block.self_attention.dense"] == "rows_of_whole"
+    assert dict(layer_type.tp_divides)["outputs of self_attention.query_key_value"] == 3 * 64
 
 
 def test_parameters_that_a_module_reads_of_one_that_it_does_not_call_are_whole() -> None:
@@ -209,16 +217,16 @@ def test_parameters_that_a_module_reads_of_one_that_it_does_not_call_are_whole()
 
 
 def test_experts_are_divided_where_attention_is_recurrent() -> None:
-    kind = split_of("qwen3_next").kinds[1]
-    assert kind.name == "linear block"
-    assert kind.styles["block.mlp.experts"] == "own_experts"
-    assert kind.styles["block.linear_attn.in_proj_qkvz"] == "columns_gathered"
+    layer_type = split_of("qwen3_next").kinds[1]
+    assert layer_type.name == "linear block"
+    assert layer_type.styles["block.mlp.experts"] == "own_experts"
+    assert layer_type.styles["block.linear_attn.in_proj_qkvz"] == "columns_gathered"
 
 
 def test_parts_of_a_block_in_a_list_are_divided_one_by_one() -> None:
-    kinds = split_of("mt5").kinds
-    assert [kind.no_tp for kind in kinds] == [""] * len(kinds)
-    assert kinds[1].styles["block.layer.1.DenseReluDense.wo"] == "rows"
+    layer_types = split_of("mt5").kinds
+    assert [layer_type.no_tp for layer_type in layer_types] == [""] * len(layer_types)
+    assert layer_types[1].styles["block.layer.1.DenseReluDense.wo"] == "rows"
 
 
 def test_a_table_with_an_entry_for_each_head_is_divided_with_the_heads() -> None:
@@ -285,9 +293,9 @@ def test_attention_is_divided_where_experts_cannot_be() -> None:
 def test_the_matrices_of_gpt2_are_divided_by_structure() -> None:
     small = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 128}
     small |= {"bos_token_id": 1, "eos_token_id": 2}
-    kind = split_model("gpt2", small).kinds[1]
-    assert (kind.no_tp, kind.no_sp) == ("", "")
-    assert kind.styles["block.mlp.c_fc"] == kind.styles["block.attn.c_attn"] == "columns"
+    layer_type = split_model("gpt2", small).kinds[1]
+    assert (layer_type.no_tp, layer_type.no_sp) == ("", "")
+    assert layer_type.styles["block.mlp.c_fc"] == layer_type.styles["block.attn.c_attn"] == "columns"
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "openai-gpt"])
@@ -364,7 +372,7 @@ def test_an_architecture_decides_the_task() -> None:
 def test_a_model_of_images_splits_into_pieces_that_are_the_whole() -> None:
     split = split_of("dinov2")
     assert (split.task, split.image, split.vocab_size) == (Task.IMAGE_CLASSIFICATION, (3, 32, 32), 10)
-    assert [kind.name for kind in split.kinds] == ["embedding", "block", "head"]
+    assert [layer_type.name for layer_type in split.kinds] == ["embedding", "block", "head"]
     assert split.layout().max_seq_len == 17
     assert (split.kinds[1].no_tp, split.kinds[1].no_sp) == ("", "the places of an image are not divided")
 
@@ -374,16 +382,16 @@ def test_stages_of_images_may_change_the_shape_of_what_flows() -> None:
     chain = chain_from_config(config, name="c", split=split_of("convnext"))
     assert [chain.flow_shapes(layer, 64) for layer in range(3)] == [((16, 8, 8),), ((16, 8, 8),), ((32, 4, 4),)]
     assert [chain.hidden_shape(layer, 64) for layer in range(3)] == [(64, 16), (64, 16), (16, 32)]
-    assert [layer.kind for layer in trace(chain, seq_len=64, precision="bf16", degrees=(1,)).layers] == [
-        kind.name for kind in chain.kinds
+    assert [layer.layer_type for layer in trace(chain, seq_len=64, precision="bf16", degrees=(1,)).layers] == [
+        layer_type.name for layer_type in chain.layer_types
     ]
 
 
 def test_an_encoder_and_a_decoder_split_into_pieces_that_are_the_whole() -> None:
     split = split_of("bart")
     names = ["embedding", "encoder block", "decoder embedding", "decoder block", "head"]
-    assert [kind.name for kind in split.kinds] == names
-    assert [kind.num_streams for kind in split.layout().kinds] == [1, 1, 2, 2, 1]
+    assert [layer_type.name for layer_type in split.kinds] == names
+    assert [layer_type.num_streams for layer_type in split.layout().layer_types] == [1, 1, 2, 2, 1]
     assert split.layers == (0, 1, 1, 2, 3, 3, 4)
     assert split.modules(2) == {"block": "model.encoder.layers.1"}
     assert split.modules(4) == {"block": "model.decoder.layers.0"}
@@ -396,10 +404,10 @@ def test_a_table_of_tokens_that_encoder_decoder_and_head_share_is_found() -> Non
 
 
 def test_blocks_of_an_encoder_and_a_decoder_are_divided() -> None:
-    kinds = split_of("bart").kinds
-    assert [kinds[place].no_tp for place in (0, 1, 2, 3)] == [""] * 4
-    assert kinds[3].styles["block.encoder_attn"].startswith("enter:+key_value_states:")
-    assert {kind.no_sp for kind in kinds[:-1]} == {"two sequences flow along the decoder"}
+    layer_types = split_of("bart").kinds
+    assert [layer_types[place].no_tp for place in (0, 1, 2, 3)] == [""] * 4
+    assert layer_types[3].styles["block.encoder_attn"].startswith("enter:+key_value_states:")
+    assert {layer_type.no_sp for layer_type in layer_types[:-1]} == {"two sequences flow along the decoder"}
 
 
 def test_a_class_with_an_encoder_that_is_listed_for_masked_models_too_has_its_encoder() -> None:
@@ -423,20 +431,20 @@ def test_keys_and_values_that_blocks_share_are_made_by_one_of_them() -> None:
     ]
 
 
-def test_blocks_that_make_or_read_otherwise_are_kinds_of_their_own() -> None:
+def test_blocks_that_make_or_read_otherwise_are_layer_types_of_their_own() -> None:
     split = split_of("gemma4_text")
     assert split.layers == (0, 1, 2, 3, 4, 5)
-    assert [kind.no_tp for kind in split.kinds] == [""] * 6
-    assert {kind.no_sp for kind in split.kinds} == {"what its blocks share is not divided by tokens"}
+    assert [layer_type.no_tp for layer_type in split.kinds] == [""] * 6
+    assert {layer_type.no_sp for layer_type in split.kinds} == {"what its blocks share is not divided by tokens"}
 
 
 def test_what_is_read_past_other_blocks_leaves_sequence_parallelism_to_them() -> None:
     config = {**split_config("gemma4_text"), "num_kv_shared_layers": 0, "num_hidden_layers": 2}
-    kinds = split_model("gemma4_text", config | {"layer_types": ["sliding_attention", "full_attention"]}).kinds
-    assert [(kind.no_tp, kind.no_sp) for kind in kinds[1:3]] == [("", "")] * 2
+    layer_types = split_model("gemma4_text", config | {"layer_types": ["sliding_attention", "full_attention"]}).kinds
+    assert [(layer_type.no_tp, layer_type.no_sp) for layer_type in layer_types[1:3]] == [("", "")] * 2
 
 
-def test_blocks_that_are_given_their_number_are_of_one_kind_and_hold_what_they_share() -> None:
+def test_blocks_that_are_given_their_number_are_of_one_type_and_hold_what_they_share() -> None:
     split = split_of("zamba2")
     assert split.layers == (0, 1, 2, 1, 2, 3)
     assert split.call.number == 2
@@ -547,7 +555,7 @@ def test_blocks_that_text_does_not_reach_lie_with_the_embedding() -> None:
     assert split.embedding == ("model.embed_tokens", "model.layers.1")
 
 
-def test_blocks_whose_parts_count_along_with_them_are_of_one_kind() -> None:
+def test_blocks_whose_parts_count_along_with_them_are_of_one_type() -> None:
     assert split_of("longcat_flash").layers == (0, 1, 1, 2)
 
 
@@ -577,7 +585,7 @@ def test_a_block_that_the_model_calls_again_and_again_is_as_many_layers_that_sha
 
 
 def test_a_block_that_is_a_list_of_one_part_is_divided_as_that_part() -> None:
-    (block,) = (kind for kind in split_of("albert").kinds if kind.name == "block")
+    (block,) = (layer_type for layer_type in split_of("albert").kinds if layer_type.name == "block")
     assert block.styles["block.albert_layers.0.ffn"] == "columns_entering"
     assert block.styles["block.albert_layers.0.ffn_output"] == "rows"
 
@@ -587,7 +595,7 @@ def test_blocks_whose_forward_is_called_and_that_return_a_mapping_split() -> Non
     assert (split.call.result, split.call.order, split.layers) == ("feature_map", (0, 2, 1), (0, 1, 1, 2))
 
 
-def test_blocks_with_equal_masks_of_their_own_are_of_one_kind_and_windows_stay_unlike_at_small_width() -> None:
+def test_blocks_with_equal_masks_of_their_own_are_of_one_type_and_windows_stay_unlike_at_small_width() -> None:
     assert split_of("neomme").layers == (0, 1, 2, 3, 4)
     config = {"sliding_window": 256, "per_layer_config": {"1": {"sliding_window": 1024}}}
     small = small_config(config)
@@ -662,9 +670,11 @@ def test_a_model_whose_text_part_alone_knows_of_a_cache_keeps_none() -> None:
 
 def test_a_prompt_before_the_tokens_makes_states_and_what_blocks_share_longer() -> None:
     split = split_of("cpmant")
-    assert [kind.tokens for kind in split.kinds] == [(1, 8), (1, 8), (1, 0)]
+    assert [layer_type.tokens for layer_type in split.kinds] == [(1, 8), (1, 8), (1, 0)]
     assert [each.of_tokens(16) for each in split.streams] == [(4, 24, 24)]
-    assert {kind.no_sp for kind in split.kinds[:-1]} == {"its states are of another length than the samples"}
+    assert {layer_type.no_sp for layer_type in split.kinds[:-1]} == {
+        "its states are of another length than the samples"
+    }
     assert _chain_of("cpmant").flow_shapes(1, 16) == ((24, 64), (4, 24, 24))
 
 
@@ -757,7 +767,7 @@ def test_a_decoder_behind_a_tower_of_sound_is_causal_and_its_batch_norms_are_not
 
 
 def test_blocks_that_are_left_out_of_the_proof_still_tell_what_they_are() -> None:
-    assert [kind.no_tp for kind in split_model("modernbert-decoder", _MODERN).kinds] == [""] * 4
+    assert [layer_type.no_tp for layer_type in split_model("modernbert-decoder", _MODERN).kinds] == [""] * 4
 
 
 _MODERN = {"model_type": "modernbert-decoder", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6}
@@ -841,14 +851,14 @@ def test_a_damaged_split_is_found_again(folder_of_splits: Path, monkeypatch: pyt
 
 
 def test_what_is_proved_of_a_structure_holds_at_other_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = ["sliding_attention", "full_attention"]
-    config = split_config("cohere2") | {"num_hidden_layers": 4, "layer_types": kinds * 2}
+    layer_types = ["sliding_attention", "full_attention"]
+    config = split_config("cohere2") | {"num_hidden_layers": 4, "layer_types": layer_types * 2}
     first = split_model("cohere2", config, tmp_path)
     monkeypatch.setattr(split_proof, "_prove", lambda _: pytest.fail("proved again"))
     wider = config | {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 1000}
-    deeper = wider | {"num_hidden_layers": 6, "layer_types": kinds * 3}
+    deeper = wider | {"num_hidden_layers": 6, "layer_types": layer_types * 3}
     found = split_model("cohere2", deeper | {"rope_theta": 123.0, "eos_token_id": 7}, tmp_path)
-    assert [kind.styles for kind in found.kinds] == [kind.styles for kind in first.kinds]
+    assert [layer_type.styles for layer_type in found.kinds] == [layer_type.styles for layer_type in first.kinds]
     assert dict(found.kinds[1].tp_divides)["key-value heads"] == 3
     assert (found.hidden_size, found.vocab_size, len(found.layers)) == (96, 1000, 8)
 
@@ -856,7 +866,9 @@ def test_what_is_proved_of_a_structure_holds_at_other_sizes(tmp_path: Path, monk
 def test_what_is_proved_of_a_structure_is_not_taken_for_another(tmp_path: Path) -> None:
     config = split_config("cohere2")
     shared, single = (split_model("cohere2", config | {"num_key_value_heads": heads}, tmp_path) for heads in (2, 4))
-    assert {kind.name: kind.styles for kind in shared.kinds} == {kind.name: kind.styles for kind in single.kinds}
+    assert {layer_type.name: layer_type.styles for layer_type in shared.kinds} == {
+        layer_type.name: layer_type.styles for layer_type in single.kinds
+    }
     assert len([*tmp_path.glob("split-*.json")]) == 2
 
 

@@ -16,7 +16,7 @@ def all_boundaries(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]
 
 def all_choices(tables: CostTables) -> np.ndarray:
     """Every choice of one legal strategy per layer, as rows (choice, layer)."""
-    legal = [np.flatnonzero(tables.legal[kind]) for kind in tables.layers]
+    legal = [np.flatnonzero(tables.legal[layer_type]) for layer_type in tables.layers]
     return np.stack(np.meshgrid(*legal, indexing="ij"), axis=-1).reshape(-1, len(legal))
 
 
@@ -34,18 +34,21 @@ def stage_seconds_and_bytes(
         total += tables.received.num_bytes(stage, in_flight)[before, first]
     held, freed, works, buffers = [], [], [], []
     for layer in layers:
-        kind, strategy = tables.layers[layer], choices[:, layer]
-        seconds += tables.time_s[kind, strategy]
+        layer_type, strategy = tables.layers[layer], choices[:, layer]
+        seconds += tables.time_s[layer_type, strategy]
         if layer > 0:
-            seconds += tables.switch_s[kind, choices[:, layer - 1], strategy]
-        for side in tables.side_inputs:
+            seconds += tables.switch_s[layer_type, choices[:, layer - 1], strategy]
+        for side in tables.cross_layer_inputs:
             if layer in side.readers:
                 seconds += side.seconds[choices[:, side.source], strategy]
-        kind = tables.last_kinds[kind] if tables.last_kinds and layer == layers[-1] else kind
-        held.append(tables.static_of(in_flight)[kind, strategy] + in_flight * tables.activation_bytes[kind, strategy])
-        freed.append(tables.freed_of(in_flight)[kind, strategy])
-        works.append(tables.transient_bytes[kind, strategy])
-        buffers.append(tables.buffers_of[:, kind, strategy])
+        layer_type = tables.last_types[layer_type] if tables.last_types and layer == layers[-1] else layer_type
+        held.append(
+            tables.static_of(in_flight)[layer_type, strategy]
+            + in_flight * tables.activation_bytes[layer_type, strategy]
+        )
+        freed.append(tables.freed_of(in_flight)[layer_type, strategy])
+        works.append(tables.transient_bytes[layer_type, strategy])
+        buffers.append(tables.buffers_of[:, layer_type, strategy])
     return seconds, total + sum(held) + most_at_once(tables.repeats, freed, works, buffers)
 
 

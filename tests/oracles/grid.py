@@ -15,19 +15,19 @@ def least_seconds(tables: CostTables, budget_bytes: int, step_bytes: int = 10**6
     if cells <= 0:
         return float(np.inf)
     best = np.zeros((len(tables.strategies), cells))
-    for layer, kind in enumerate(tables.layers):
-        num_bytes = tables.static_bytes[kind] + tables.pipeline.in_flight(0) * tables.activation_bytes[kind]
+    for layer, layer_type in enumerate(tables.layers):
+        num_bytes = tables.static_bytes[layer_type] + tables.pipeline.in_flight(0) * tables.activation_bytes[layer_type]
         extended = np.full_like(best, np.inf)
-        for strategy in np.flatnonzero(tables.legal[kind]):
+        for strategy in np.flatnonzero(tables.legal[layer_type]):
             size = -(-int(num_bytes[strategy]) // step_bytes)
             if size >= cells:
                 continue
             before = best[0, : cells - size].copy()
             if layer > 0:
-                before += tables.switch_s[kind, 0, strategy]
+                before += tables.switch_s[layer_type, 0, strategy]
                 for previous in range(1, len(tables.strategies)):
-                    switch = tables.switch_s[kind, previous, strategy]
+                    switch = tables.switch_s[layer_type, previous, strategy]
                     np.minimum(before, best[previous, : cells - size] + switch, out=before)
-            extended[strategy, size:] = before + tables.time_s[kind, strategy]
+            extended[strategy, size:] = before + tables.time_s[layer_type, strategy]
         best = extended
     return float(best.min())

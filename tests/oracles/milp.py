@@ -41,9 +41,9 @@ def nodes_of(tables: CostTables) -> list[list[Node]]:
         [
             (layer, stage, strategy)
             for stage in range(max(0, stages - layers + layer), min(layer, stages - 1) + 1)
-            for strategy in np.flatnonzero(tables.legal[kind]).tolist()
+            for strategy in np.flatnonzero(tables.legal[layer_type]).tolist()
         ]
-        for layer, kind in enumerate(tables.layers)
+        for layer, layer_type in enumerate(tables.layers)
     ]
 
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from steelyard.plan.capabilities import Capabilities, first_blocks_recomputed, kinds_of, unsupported
+from steelyard.plan.capabilities import Capabilities, dimensions_of, first_blocks_recomputed, unsupported
 from steelyard.plan.strategy import Remat, parse_strategy
 from tests.export.examples import mixed, uneven_pipeline, uniform
 from tests.runtime.models import make_plan
 
 EVERY = Capabilities(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
+    dimensions=dimensions_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
     variants_beside={"tp": {"zero": frozenset({3})}},
     remats=frozenset(Remat),
@@ -17,7 +17,7 @@ EVERY = Capabilities(
     pipeline="any cuts",
     schedules=frozenset({"1f1b"}),
 )
-FEW = Capabilities(mixes_layers=False, kinds=kinds_of("dp"), remats=frozenset({Remat.NONE}))
+FEW = Capabilities(mixes_layers=False, dimensions=dimensions_of("dp"), remats=frozenset({Remat.NONE}))
 
 
 def test_a_framework_that_mixes_layers_runs_every_plan() -> None:

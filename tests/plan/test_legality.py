@@ -6,25 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.model.chain import LayerKind, LayerRole
-from steelyard.plan.kinds.kind import Batch
+from steelyard.model.chain import LayerRole, LayerType
+from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.search import SpaceOptions, enumerate_strategies
 
-BLOCK = LayerKind(
+BLOCK = LayerType(
     name="block",
     role=LayerRole.BLOCK,
     tp_divides=(("attention heads", 8), ("key-value heads", 4), ("feed-forward width", 12)),
 )
-HEAD = LayerKind(name="head", role=LayerRole.HEAD, tp_divides=(("vocabulary", 99),))
+HEAD = LayerType(name="head", role=LayerRole.HEAD, tp_divides=(("vocabulary", 99),))
 STRATEGIES = [
     s for count in (1, 2, 3, 4, 6, 8, 12) for s in enumerate_strategies(count, SpaceOptions(aligned_only=False))
 ]
 
 
-def reason(text, kind=BLOCK, *, samples=8, seq_len=64):
-    return illegal_reason(kind, parse_strategy(text), Batch(microbatch_samples=samples, seq_len=seq_len))
+def reason(text, layer_type=BLOCK, *, samples=8, seq_len=64):
+    return illegal_reason(layer_type, parse_strategy(text), Batch(microbatch_samples=samples, seq_len=seq_len))
 
 
 @pytest.mark.parametrize("text", ["single", "dp8", "fsdp4-tp2", "tp4+sp", "tp2-dp4 remat=full"])
@@ -46,14 +46,14 @@ def test_an_illegal_degree_is_named_with_what_it_should_divide(text, expected):
 
 def test_heads_that_ranks_may_share_divide_the_degree_or_are_divided():
     text = "key-value heads"
-    shares = LayerKind(name="block", role=LayerRole.BLOCK, tp_divides=((text, 4),), tp_shares=(text,))
+    shares = LayerType(name="block", role=LayerRole.BLOCK, tp_divides=((text, 4),), tp_shares=(text,))
     assert [reason(each, shares) for each in ("tp2", "tp8", "tp16")] == [None] * 3
     assert reason("tp6", shares) == "tp 6 does not divide the 4 key-value heads"
     assert reason("tp8", replace(shares, tp_shares=())) == "tp 8 does not divide the 4 key-value heads"
 
 
 def test_the_feed_forward_width_must_be_divided():
-    narrow = LayerKind(name="block", role=LayerRole.BLOCK, tp_divides=(("feed-forward width", 13),))
+    narrow = LayerType(name="block", role=LayerRole.BLOCK, tp_divides=(("feed-forward width", 13),))
     assert reason("tp2", narrow) == "tp 2 does not divide the 13 feed-forward width entries"
 
 
@@ -93,6 +93,6 @@ def test_selective_remat_is_for_blocks():
     [(LayerRole.EMBEDDING, "an embedding has none"), (LayerRole.HEAD, "those of the head are the logits")],
 )
 def test_selective_remat_of_another_layer_is_refused_with_the_reason(role, why):
-    other = LayerKind(name=role, role=role, tp_divides=())
+    other = LayerType(name=role, role=role, tp_divides=())
     assert why in reason("dp2 remat=selective", other)
     assert all(reason(f"dp2 remat={remat}", other) is None for remat in Remat if remat is not Remat.SELECTIVE)

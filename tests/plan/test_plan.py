@@ -203,10 +203,10 @@ def test_wrong_microbatches_are_named(changes, message):
         ({"parallel": "dp2", "sp": True}, r"sp: found dp2\+sp\n.*\+sp only together with tp"),
         ({"parallel": "dp2", "zero": 2}, r"zero: found dp2 zero2\n.*zero2 only together with fsdp"),
         ({"parallel": "fsdp2-dp2"}, r"parallel: found fsdp2-dp2\n.*dp outside fsdp where one layer has both"),
-        ({"parallel": "tp2-tp2"}, r"parallel: found tp2-tp2\n.*each kind of parallelism on one level only"),
+        ({"parallel": "tp2-tp2"}, r"parallel: found tp2-tp2\n.*each parallelism dimension on one level only"),
         ({"parallel": "dp1"}, r"parallel: found dp1\n.*a degree of 2 or more"),
-        ({"parallel": "pp2"}, r"parallel: found 'pp2'\n.*kinds dp, fsdp, tp, cp, or single"),
-        ({"parallel": ""}, r"parallel: found ''\n.*kinds dp, fsdp, tp, cp, or single"),
+        ({"parallel": "pp2"}, r"parallel: found 'pp2'\n.*dimensions dp, fsdp, tp, cp, or single"),
+        ({"parallel": ""}, r"parallel: found ''\n.*dimensions dp, fsdp, tp, cp, or single"),
         ({"parallel": "dp2", "remat": "some"}, r"remat: found 'some'\n.*'none', 'selective' or 'full'"),
         ({"parallel": "dp2", "remat": None}, r"remat: found None\n.*'none', 'selective' or 'full'"),
         ({"parallel": "fsdp2", "zero": 1}, r"zero: found 1\n.*one of 3, 2"),
@@ -361,9 +361,9 @@ def test_a_remat_choice_of_a_block_survives_a_file(remat):
     assert read(plan.model_dump(mode="json")) == plan
 
 
-@pytest.mark.parametrize(("stage", "run", "kind"), [(0, 0, "embedding"), (1, 1, "head")])
-def test_selective_remat_of_another_layer_than_a_block_is_refused(stage, run, kind):
-    with pytest.raises(InvalidPlanError, match=rf"remat=selective for the {kind} layers\n.*is for blocks"):
+@pytest.mark.parametrize(("stage", "run", "layer_type"), [(0, 0, "embedding"), (1, 1, "head")])
+def test_selective_remat_of_another_layer_than_a_block_is_refused(stage, run, layer_type):
+    with pytest.raises(InvalidPlanError, match=rf"remat=selective for the {layer_type} layers\n.*is for blocks"):
         read(changed((["stages", stage, "runs", run, "remat"], "selective")))
 
 

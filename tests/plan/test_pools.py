@@ -56,6 +56,6 @@ def test_chunks_over_several_pools_are_refused():
         read(cluster="1x4xh100-80gb+1x4xa100-40gb", schedule="interleaved-1f1b", stages=parts)
 
 
-def test_one_kind_of_device_is_asked_of_a_plan_over_several_pools_in_vain():
+def test_one_device_type_is_asked_of_a_plan_over_several_pools_in_vain():
     with pytest.raises(InvalidPlanError, match=r"^cluster: found a plan over 2 pools of unlike devices"):
         read().machines()

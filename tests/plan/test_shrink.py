@@ -1,4 +1,4 @@
-"""A plan at small width keeps stages, schedule, strategies and kinds of layers, and nothing of the model's size."""
+"""A plan at small width keeps stages, schedule, strategies and layer types, and nothing of the model's size."""
 
 from itertools import groupby
 from typing import Any
@@ -15,21 +15,21 @@ from tests.sample import sampled
 
 
 def shape(plan: Plan) -> list[list[tuple[str, str]]]:
-    """For every stage the kinds and strategies of its layers, each run of equal ones once."""
+    """For every stage the layer types and strategies of its layers, each run of equal ones once."""
     chain = plan.chain()
     return [
-        [key for key, _ in groupby((chain.kind_of(layer).name, str(plan.strategies[layer])) for layer in part.layers)]
+        [key for key, _ in groupby((chain.type_of(layer).name, str(plan.strategies[layer])) for layer in part.layers)]
         for part in plan.parts
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(CASES, SAMPLE))
-def test_stages_keep_their_kinds_and_strategies(name: str) -> None:
+def test_stages_keep_their_types_and_strategies(name: str) -> None:
     plan = CASES[name].plan
     small = shrunk_plan(plan)
     assert shape(small) == shape(plan)
-    has_experts = any(kind.num_experts for kind in plan.chain().kinds)
+    has_experts = any(layer_type.num_experts for layer_type in plan.chain().layer_types)
     assert (small.schedule, small.precision) == (plan.schedule, "fp32" if has_experts else plan.precision)
     assert [part.ranks for part in small.parts] == [part.ranks for part in plan.parts]
 
@@ -67,7 +67,10 @@ def test_a_big_model_becomes_a_small_one_that_keeps_grouped_heads() -> None:
     chain = shrunk_plan(big_plan()).chain()
     assert chain.hidden_size <= 256
     assert chain.vocab_size <= 256
-    assert dict(chain.kinds[1].tp_divides)["attention heads"] == 2 * dict(chain.kinds[1].tp_divides)["key-value heads"]
+    assert (
+        dict(chain.layer_types[1].tp_divides)["attention heads"]
+        == 2 * dict(chain.layer_types[1].tp_divides)["key-value heads"]
+    )
 
 
 def test_a_batch_is_as_small_as_the_degrees_allow() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import InvalidPlanError
-from steelyard.plan.kinds import DP, FSDP, TP, level_kinds
-from steelyard.plan.kinds.kind import Placed
+from steelyard.plan.dimensions import DP, FSDP, TP, level_dimensions
+from steelyard.plan.dimensions.dimension import Placed
 from steelyard.plan.strategy import (
     Level,
     Remat,
@@ -25,7 +25,7 @@ from steelyard.plan.strategy import (
 from steelyard.search import SpaceOptions, enumerate_strategies
 
 DP_OUTSIDE = "dp outside fsdp where one layer has both: states sharded over near ranks, replicated over far ones"
-ALL_KINDS = (DP, FSDP, TP)
+ALL_DIMENSIONS = (DP, FSDP, TP)
 EVERYTHING = SpaceOptions(variants={"zero": (3, 2)}, aligned_only=False)
 COUNTS = (1, 2, 3, 4, 6, 7, 8, 12, 16, 30)
 STRATEGIES = tuple(strategy for count in COUNTS for strategy in enumerate_strategies(count, EVERYTHING))
@@ -51,14 +51,14 @@ def test_no_two_strategies_print_alike(num_devices):
     ("text", "strategy"),
     [
         ("single", Strategy()),
-        ("dp2", Strategy(levels=(Level(kind=DP, degree=2),))),
+        ("dp2", Strategy(levels=(Level(dimension=DP, degree=2),))),
         ("single remat=full", Strategy(remat=Remat.FULL)),
         (
             "fsdp4-tp2+sp zero2 remat=selective",
             Strategy.of(
                 sp=True,
                 zero=2,
-                levels=(Level(kind=FSDP, degree=4), Level(kind=TP, degree=2)),
+                levels=(Level(dimension=FSDP, degree=4), Level(dimension=TP, degree=2)),
                 remat=Remat.SELECTIVE,
             ),
         ),
@@ -75,7 +75,7 @@ def test_remat_none_may_be_written():
 
 @given(every_strategy)
 def test_degrees_multiply_to_the_devices(strategy):
-    assert math.prod(strategy.degree(kind) for kind in level_kinds()) == strategy.num_devices
+    assert math.prod(strategy.degree(dimension) for dimension in level_dimensions()) == strategy.num_devices
     assert strategy.data_degree * strategy.tensor_degree == strategy.num_devices
 
 
@@ -106,26 +106,26 @@ def test_mesh_axes_of_a_large_prime_are_found_at_once():
 
 
 @given(aligned_strategy)
-def test_all_kinds_together_take_every_axis_in_order(strategy):
-    assert strategy.axes_of(*ALL_KINDS) == tuple(range(len(mesh_axes(strategy.num_devices))))
+def test_all_dimensions_together_take_every_axis_in_order(strategy):
+    assert strategy.axes_of(*ALL_DIMENSIONS) == tuple(range(len(mesh_axes(strategy.num_devices))))
 
 
 @given(aligned_strategy)
-def test_no_axis_belongs_to_two_kinds(strategy):
-    taken = [axis for kind in ALL_KINDS for axis in strategy.axes_of(kind)]
+def test_no_axis_belongs_to_two_dimensions(strategy):
+    taken = [axis for dimension in ALL_DIMENSIONS for axis in strategy.axes_of(dimension)]
     assert len(set(taken)) == len(taken)
 
 
-@given(aligned_strategy, st.sampled_from(ALL_KINDS))
-def test_the_axes_of_a_kind_multiply_to_its_degree(strategy, kind):
+@given(aligned_strategy, st.sampled_from(ALL_DIMENSIONS))
+def test_the_axes_of_a_dimension_multiply_to_its_degree(strategy, dimension):
     sizes = mesh_axes(strategy.num_devices)
-    assert math.prod(sizes[axis] for axis in strategy.axes_of(kind)) == strategy.degree(kind)
+    assert math.prod(sizes[axis] for axis in strategy.axes_of(dimension)) == strategy.degree(dimension)
 
 
-@given(aligned_strategy, st.sampled_from(ALL_KINDS))
-def test_the_axes_of_a_kind_are_neighbours(strategy, kind):
-    axes = strategy.axes_of(kind)
-    assert axes == tuple(range(axes[0], axes[0] + len(axes))) if axes else strategy.degree(kind) == 1
+@given(aligned_strategy, st.sampled_from(ALL_DIMENSIONS))
+def test_the_axes_of_a_dimension_are_neighbours(strategy, dimension):
+    axes = strategy.axes_of(dimension)
+    assert axes == tuple(range(axes[0], axes[0] + len(axes))) if axes else strategy.degree(dimension) == 1
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_remat_does_not_change_the_layout(strategy, remat):
 @given(every_strategy)
 def test_dp_and_fsdp_leave_the_same_layout(strategy):
     swap = {DP: FSDP, FSDP: DP, TP: TP}
-    levels = tuple(Level(kind=swap[level.kind], degree=level.degree) for level in strategy.levels)
+    levels = tuple(Level(dimension=swap[level.dimension], degree=level.degree) for level in strategy.levels)
     assert Strategy.of(levels=levels, sp=strategy.variant("sp")).hidden == strategy.hidden
 
 
@@ -205,8 +205,8 @@ def test_ranks_that_divide_tensors_take_samples_where_these_are_whole(text, whol
 @pytest.mark.parametrize(
     ("text", "field", "found", "expected"),
     [
-        ("dp2-dp2", "parallel", "dp2-dp2", "each kind of parallelism on one level only"),
-        ("tp2-dp2-tp2", "parallel", "tp2-dp2-tp2", "each kind of parallelism on one level only"),
+        ("dp2-dp2", "parallel", "dp2-dp2", "each parallelism dimension on one level only"),
+        ("tp2-dp2-tp2", "parallel", "tp2-dp2-tp2", "each parallelism dimension on one level only"),
         ("fsdp2-dp2", "parallel", "fsdp2-dp2", DP_OUTSIDE),
         ("fsdp2-tp2-dp2", "parallel", "fsdp2-tp2-dp2", DP_OUTSIDE),
         ("dp1", "parallel", "dp1", "a degree of 2 or more"),
@@ -227,16 +227,18 @@ def test_a_contradiction_names_the_field(text, field, found, expected):
     "text", ["", "dp", "2", "DP2", "pp2", "dp2-", "-dp2", "dp2tp2", "dp-2", "dp2.5", "dp2_tp2", "dp²"]
 )
 def test_levels_that_cannot_be_read_show_the_form(text):
-    with pytest.raises(InvalidPlanError, match=r"^parallel: .*\n.*fsdp4-tp2 with kinds dp, fsdp, tp, cp, or single"):
+    with pytest.raises(
+        InvalidPlanError, match=r"^parallel: .*\n.*fsdp4-tp2 with dimensions dp, fsdp, tp, cp, or single"
+    ):
         parse_parallel(text)
 
 
-def test_an_unknown_kind_is_named():
+def test_an_unknown_dimension_is_named():
     with pytest.raises(InvalidPlanError, match="correct the level 'xp2'"):
         parse_parallel("dp2-xp2")
 
 
-def test_a_kind_without_a_degree_is_shown_with_one():
+def test_a_dimension_without_a_degree_is_shown_with_one():
     with pytest.raises(InvalidPlanError, match="write its degree, as in fsdp2"):
         parse_parallel("fsdp-tp2")
 
@@ -273,6 +275,6 @@ def test_a_strategy_of_another_process_is_found_among_equal_ones() -> None:
     assert pickle.loads(sent) in {parse_strategy(text)}
 
 
-def test_an_unknown_kind_names_the_nearest():
+def test_an_unknown_dimension_names_the_nearest():
     with pytest.raises(InvalidPlanError, match="correct the level 'fdsp8': did you mean fsdp"):
         parse_parallel("fdsp8")

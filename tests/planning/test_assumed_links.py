@@ -7,7 +7,7 @@ import pytest
 from steelyard.cost.accuracy import CATALOGUE, spread_of
 from steelyard.cost.compute import compute_time
 from steelyard.cost.efficiency import Efficiency, efficiency_of
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.plan.decisions import Decisions
@@ -29,10 +29,10 @@ intra_link: {name: cable, bandwidth_GBps: 2, latency_us: 20}
 """
 
 
-def of_one_device(*, device: str = "cpu", kind: str = "cpu", precision: str = "fp32") -> Profile:
+def of_one_device(*, device: str = "cpu", device_type: str = "cpu", precision: str = "fp32") -> Profile:
     """Layers that one device measured, a millisecond for each sample."""
     whole = examples.measured_profile(examples.chain(), num_devices=1)
-    identity = whole.identity.model_copy(update={"device": device, "device_kind": kind, "precision": precision})
+    identity = whole.identity.model_copy(update={"device": device, "device_kind": device_type, "precision": precision})
     layers = tuple(layer for layer in whole.layers if not layer.degrees)
     return whole.model_copy(update={"identity": identity, "layers": layers, "collectives": ()})
 
@@ -44,7 +44,7 @@ def made(cluster: str | Cluster, profile: Profile, **changes: object) -> Job:
 
 def on_gpus(num_devices: int = 8) -> Job:
     """Before anything is assumed."""
-    profile = of_one_device(device="NVIDIA A100-SXM4-80GB", kind="gpu", precision="bf16")
+    profile = of_one_device(device="NVIDIA A100-SXM4-80GB", device_type="gpu", precision="bf16")
     return examples.job(parse_cluster(f"1x{num_devices}xa100-80gb")).on(profile=profile)
 
 
@@ -133,7 +133,7 @@ def test_a_profile_of_several_devices_still_prices_their_number_alone() -> None:
 
 
 def test_a_profile_of_another_device_is_refused() -> None:
-    profile = of_one_device(device="NVIDIA H100 80GB HBM3", kind="gpu", precision="bf16")
+    profile = of_one_device(device="NVIDIA H100 80GB HBM3", device_type="gpu", precision="bf16")
     with pytest.raises(InvalidProfileError, match=r"identity.device: found NVIDIA H100 80GB HBM3\n  expected: a100"):
         made("1x8xa100-80gb", profile)
 

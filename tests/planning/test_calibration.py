@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Job
 from steelyard.hardware import find_device, is_same_device, parse_cluster
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import write_plan

@@ -1,4 +1,4 @@
-"""The plan that is chosen is one that the walk accepts, and its certificate holds for all that the walk accepts."""
+"""The plan that is chosen is one that is accepted, and its certificate holds for all that are accepted."""
 
 import re
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from steelyard.cost import predict as cost
+from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost, predict
-from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Backend
@@ -57,7 +57,7 @@ def test_a_plan_that_the_search_proves_and_the_simulator_confirms_is_optimal_wit
 
 @pytest.mark.slow
 def test_a_time_limit_ends_the_making_of_tables_and_leaves_a_gap() -> None:
-    """With no time at all few settings have tables; no plan of the others takes less than computing alone."""
+    """With no time at all few configurations have tables; no plan of the others takes less than computing alone."""
     of = make_job(
         "llama3-8b", "2x8xh100-80gb", global_batch=64, seq_len=8192, precision="bf16", memory=None, profile=None
     )
@@ -75,17 +75,20 @@ def test_a_time_limit_ends_the_making_of_tables_and_leaves_a_gap() -> None:
     assert len(prediction.alternatives) == len(cut.tables) - 1
 
 
-def test_nothing_fits_says_how_many_settings_the_time_was_too_short_for() -> None:
+def test_nothing_fits_says_how_many_configs_the_time_was_too_short_for() -> None:
     found = plan_job(job().on(budget_bytes=MIB), time_limit_s=0)
-    count, num_settings = sum(not each.is_made for each in found.tables), len(found.tables)
+    count, num_configs = sum(not each.is_made for each in found.tables), len(found.tables)
     assert count > 0
-    assert f"; {count} of {num_settings} pipeline settings were not searched before the time was up" in found.miss_text
+    assert (
+        f"; {count} of {num_configs} pipeline configurations were not searched before the time was up"
+        in found.miss_text
+    )
 
 
 def test_a_plan_that_the_simulator_prefers_says_among_how_many_and_its_gap_to_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The simulator is made to take longer for every plan of the pipeline setting that the search ranks first."""
+    """The simulator is made to take longer for every plan of the pipeline configuration that the search ranks first."""
     first = plan_job(job(), Decisions()).plan
     assert first is not None
 
@@ -128,7 +131,7 @@ def test_a_plan_says_where_its_costs_come_from_and_what_carries_its_collectives(
     assert found.prediction.backend is Backend.NCCL
 
 
-def test_a_profile_of_another_kind_of_device_is_refused() -> None:
+def test_a_profile_of_another_device_type_is_refused() -> None:
     of = job()
     identity = of.profile.identity.model_copy(update={"method": "measured", "num_devices": 8, "device_kind": "cpu"})
     profile = of.profile.model_copy(update={"identity": identity})
@@ -172,9 +175,11 @@ def test_a_plan_made_for_another_budget_is_not_faster_than_the_bound_where_it_fi
 
 
 def every_plan(of: Job, tables: CostTables) -> Iterator[tuple[float, int]]:
-    """Seconds by the closed form and predicted bytes of every plan of a setting."""
+    """Seconds by the closed form and predicted bytes of every plan of a configuration."""
     num_layers = len(tables.layers)
-    legal = [[index for index, allowed in enumerate(tables.legal[kind]) if allowed] for kind in tables.layers]
+    legal = [
+        [index for index, allowed in enumerate(tables.legal[layer_type]) if allowed] for layer_type in tables.layers
+    ]
     for inner in combinations(range(1, num_layers), tables.pipeline.num_stages - 1):
         boundaries = (0, *inner, num_layers)
         for chosen in product(*legal):

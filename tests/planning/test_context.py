@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.kinds import CP
+from steelyard.plan.dimensions import CP
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import find_plan
 from steelyard.planning.problem import stage_strategies
@@ -56,7 +56,7 @@ def test_a_pin_gets_it_for_short_sequences(text: str) -> None:
     of = job()
     found = plan_job(of, Decisions(pins=(text,))).plan
     assert found is not None
-    assert all(CP in strategy.kinds for strategy in found.strategies[1:-1])
+    assert all(CP in strategy.dimensions for strategy in found.strategies[1:-1])
 
 
 @pytest.mark.slow

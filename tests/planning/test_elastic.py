@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan

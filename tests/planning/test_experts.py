@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.cost.setting import DeviceGroup, Job
+from steelyard.cost.job import DeviceGroup, Job
 from steelyard.errors import UserError
 from steelyard.export import TARGETS
 from steelyard.hardware import parse_cluster
@@ -60,9 +60,9 @@ def test_a_pin_offers_what_is_not_worth_a_search(job: Job) -> None:
 def test_a_pin_of_all_layers_is_for_those_with_experts(job: Job) -> None:
     found = plan_job(job, Decisions(pins=("ep=4",))).plan
     assert found is not None
-    kinds = [CHAIN.kind_of(layer) for layer in range(CHAIN.num_layers)]
+    layer_types = [CHAIN.type_of(layer) for layer in range(CHAIN.num_layers)]
     degrees = [strategy.expert_degree for strategy in found.strategies]
-    assert degrees == [4 if kind.num_experts else 1 for kind in kinds]
+    assert degrees == [4 if layer_type.num_experts else 1 for layer_type in layer_types]
 
 
 @pytest.mark.slow
@@ -112,6 +112,8 @@ def test_a_framework_of_one_strategy_divides_experts_where_that_is_asked_for(job
     assert wanted is not None
     target = TARGETS["megatron"]
     fitted = plan_for_framework(wanted, job, target.capabilities, framework="megatron", execution=target.execution)
-    kinds = [CHAIN.kind_of(layer) for layer in range(CHAIN.num_layers)]
-    assert [each.expert_degree for each in fitted.plan.strategies] == [4 if kind.num_experts else 1 for kind in kinds]
+    layer_types = [CHAIN.type_of(layer) for layer in range(CHAIN.num_layers)]
+    assert [each.expert_degree for each in fitted.plan.strategies] == [
+        4 if layer_type.num_experts else 1 for layer_type in layer_types
+    ]
     assert (fitted.given_up, unsupported(fitted.plan, target.capabilities)) == ((), ())

@@ -1,4 +1,4 @@
-"""What is said of the strategies of a plan's own pipeline setting."""
+"""What is said of the strategies of a plan's own pipeline configuration."""
 
 from dataclasses import replace
 
@@ -28,17 +28,17 @@ def test_a_plan_in_chunks_is_explained_with_everything() -> None:
     options = Decisions(num_stages=2, num_microbatches=4, max_degrees={"tp": 1})
     found = explain_plan(in_chunks, Study(request_of(of, options), of, time_limit_s=None), everything=True)
     assert found.verdicts
-    assert {"1f1b", "gpipe"} <= {rival.name for rival in found.rivals}
+    assert {"1f1b", "gpipe"} <= {baseline.name for baseline in found.rivals}
 
 
 def test_an_explanation_says_where_a_plan_of_the_models_makers_is_not_read() -> None:
     of = job(global_batch=8, num_hidden_layers=2)
     assert of.chain.split is not None
     why = "styles of its own tp plan are not read: embedding_rowwise (of mlp.up_embed)"
-    kinds = [
+    layer_types = [
         each.model_copy(update={"unread_plan": why} if each.name == "block" else {}) for each in of.chain.split.kinds
     ]
-    told = replace(of, chain=replace(of.chain, split=of.chain.split.model_copy(update={"kinds": tuple(kinds)})))
+    told = replace(of, chain=replace(of.chain, split=of.chain.split.model_copy(update={"kinds": tuple(layer_types)})))
     options = Decisions(num_stages=1, num_microbatches=1, max_degrees={"tp": 1})
     whole = plan(of, "fsdp8, fsdp8, fsdp8, fsdp8", num_microbatches=1)
     assert not explain_plan(whole, Study(request_of(of, options), of, time_limit_s=None)).notes
@@ -49,9 +49,12 @@ def test_an_explanation_says_where_a_plan_of_the_models_makers_is_not_read() -> 
     assert found.explanation.notes == expected
 
 
-def test_where_processes_share_cores_the_simulator_ranks_rivals_as_it_ranks_plans() -> None:
+def test_where_processes_share_cores_the_simulator_ranks_baselines_as_it_ranks_plans() -> None:
     of = job_on_shared_cores()
     by_hand, best = plan(of, "tp2, tp2, tp2, tp2, tp2, tp2", num_microbatches=4), plan_job(of, Decisions()).cost
-    rivals = {rival.name: rival for rival in explain_plan(by_hand, Study(request_of(of), of, time_limit_s=None)).rivals}
+    baselines = {
+        baseline.name: baseline
+        for baseline in explain_plan(by_hand, Study(request_of(of), of, time_limit_s=None)).rivals
+    }
     assert best is not None
-    assert rivals["any plan"].step_time_s == best.step_time_s
+    assert baselines["any plan"].step_time_s == best.step_time_s

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
@@ -86,7 +86,7 @@ def test_a_plan_whose_fallback_leaves_layers_out_is_refused(plan: Plan) -> None:
         Plan.model_validate(content)
 
 
-def test_as_many_next_best_plans_are_kept_as_asked_for_each_of_another_setting_that_fits(job: Job) -> None:
+def test_as_many_next_best_plans_are_kept_as_asked_for_each_of_another_config_that_fits(job: Job) -> None:
     result = plan_job(job, Decisions(), top=1)
     kept = with_next_best(result, num_plans=12).plan
     assert kept is not None

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from steelyard.cost.job import DeviceGroup, Job
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import DeviceGroup, Job
 from steelyard.export import TARGETS
-from steelyard.plan.capabilities import Capabilities, first_blocks_recomputed, kinds_of, unsupported
+from steelyard.plan.capabilities import Capabilities, dimensions_of, first_blocks_recomputed, unsupported
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs
@@ -24,7 +24,7 @@ from steelyard.planning.price import peak_bytes, with_price
 from tests.cost.examples import PARAMS, SEQ_LEN, chain, cluster, profile
 from tests.schedules.examples import pipeline
 
-DP_ONLY = Capabilities(mixes_layers=False, kinds=kinds_of("dp"), remats=frozenset({Remat.NONE, Remat.FULL}))
+DP_ONLY = Capabilities(mixes_layers=False, dimensions=dimensions_of("dp"), remats=frozenset({Remat.NONE, Remat.FULL}))
 
 
 def small_job(*, global_batch: int = 32, budget_bytes: int = 80 * 2**30) -> Job:
@@ -90,9 +90,9 @@ def test_the_slowdown_is_relative_to_the_wanted_plan() -> None:
 def test_embedding_and_head_are_never_recomputed() -> None:
     job = small_job(budget_bytes=1 << 31)
     for tables in uniform_tables_of(job, TARGETS["torchtitan"].capabilities):
-        for kind, legal in zip(job.chain.kinds, tables.legal, strict=False):
+        for layer_type, legal in zip(job.chain.layer_types, tables.legal, strict=False):
             allowed = {tables.strategies[index].remat for index, is_legal in enumerate(legal) if is_legal}
-            assert kind.name == "block" or allowed == {Remat.NONE}
+            assert layer_type.name == "block" or allowed == {Remat.NONE}
 
 
 def test_what_fits_nowhere_is_a_miss_in_bytes() -> None:
@@ -254,7 +254,7 @@ def test_megatron_is_priced_with_a_sharded_optimizer() -> None:
     fitted = fit(one_stage(job, "dp8", "dp8", "dp8"), job, "megatron")
     assert fitted.plan.prediction is not None
     terms = fitted.plan.prediction.stages[0].memory_bytes
-    num_params = sum(PARAMS[kind.name] for kind in (job.chain.kind_of(layer) for layer in range(6)))
+    num_params = sum(PARAMS[layer_type.name] for layer_type in (job.chain.type_of(layer) for layer in range(6)))
     assert terms["parameters"] == 2 * num_params
     assert terms["optimizer"] == pytest.approx(12 * num_params / 8, rel=1e-3)
 

@@ -74,7 +74,7 @@ def test_layers_keep_their_names(plan: Plan) -> None:
 def test_a_plan_of_which_nothing_is_frozen_says_nothing_of_it() -> None:
     whole = steelyard.find_plan(CONFIG, "1x1xa100-80gb", global_batch=2, seq_len=32)
     assert whole.model.frozen is None
-    assert whole.chain().kinds == _chain().kinds
+    assert whole.chain().layer_types == _chain().layer_types
 
 
 @pytest.mark.parametrize("pattern", ["model.layers.*.mlp", "model.layers.[0-3].mlp"])

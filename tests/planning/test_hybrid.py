@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.model.read import load_model
 from steelyard.plan.decisions import Decisions, Space
-from steelyard.plan.kinds import DP
+from steelyard.plan.dimensions import DP
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, parse_strategy
 from steelyard.planning.choose import plan_job

@@ -1,4 +1,4 @@
-"""Pins that no strategy can meet: one clear reason each, from the kind that is asked for."""
+"""Pins that no strategy can meet: one clear reason each, from the dimension that is asked for."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def requests() -> dict[str, PlanRequest]:
         ("llama", "dp16-tp2", "dp16-tp2 takes 32 ranks, which do not divide the 8 devices"),
     ],
 )
-def test_what_no_strategy_has_is_refused_with_the_reason_of_its_kind(
+def test_what_no_strategy_has_is_refused_with_the_reason_of_its_dimension(
     requests: dict[str, PlanRequest], name: str, pin: str, reason: str
 ) -> None:
     request = requests[name]

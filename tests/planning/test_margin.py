@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.margin import shortfall

@@ -72,7 +72,7 @@ def test_the_cheapest_tokens_come_first_and_what_does_not_fit_last():
 
 
 @pytest.mark.parametrize("prices", [{}, {"h100-80gb": 2.5}, {**PRICES, "l4": 0.3}])
-def test_each_kind_of_device_has_one_price(prices):
+def test_each_device_type_has_one_price(prices):
     with pytest.raises(UserError, match=r"--price: found .*\n  expected: a price for each of a100-80gb, h100-80gb"):
         find_offers(asking(MIXED), prices=prices)
 

@@ -78,7 +78,7 @@ def test_a_mistake_in_a_pin_says_what_was_expected(text: str, hint: str) -> None
     assert hint in str(caught.value)
 
 
-def test_settings_of_the_pipeline_are_pinned() -> None:
+def test_configs_of_the_pipeline_are_pinned() -> None:
     assert pin("stages=4").takes(pipeline(4, 8))
     assert not pin("stages=4").takes(pipeline(2, 8))
 
@@ -98,7 +98,7 @@ def test_a_pinned_search_finds_the_best_of_all_plans_that_obey_the_pin() -> None
                 seconds
                 for boundaries in exhaustive.all_boundaries(len(tables.layers), tables.pipeline.num_stages)
                 for strategies in itertools.product(range(3), repeat=len(tables.layers))
-                if all(tables.legal[kind, s] for kind, s in zip(tables.layers, strategies, strict=True))
+                if all(tables.legal[layer_type, s] for layer_type, s in zip(tables.layers, strategies, strict=True))
                 and all(str(tables.strategies[strategies[layer]]) == wanted for layer in range(first, last + 1))
                 for seconds, size in [_cost(tables, boundaries, strategies)]
                 if size <= 60

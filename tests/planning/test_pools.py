@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from steelyard.cost.build import usable_bytes
+from steelyard.cost.job import Job, stage_configs
 from steelyard.cost.predict import predict, predict_memory
-from steelyard.cost.setting import Job, stage_settings
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.hardware import find_network, parse_cluster, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
@@ -24,7 +24,7 @@ from steelyard.planning.price import priced_or_reason, with_price
 from steelyard.planning.problem import LEVELS, GroupSpace, PlacedPipeline, make_tables
 from steelyard.planning.profile_file import read_profile
 from steelyard.planning.request import request_of_plan
-from steelyard.planning.variants import even_plan, pool_rivals
+from steelyard.planning.variants import even_plan, pool_baselines
 from steelyard.search import search
 from tests.cost.examples import SEQ_LEN, chain, measured_profile
 from tests.jobs import job_of, make_job
@@ -59,9 +59,9 @@ def alone(cluster, *, batch=8, memory=None):
     )
 
 
-def every_setting(space: GroupSpace) -> list[PlacedPipeline]:
-    """All settings in all orders of their pools."""
-    return [order for each in space.settings() for order in space.orders(each)]
+def every_config(space: GroupSpace) -> list[PlacedPipeline]:
+    """All configurations in all orders of their pools."""
+    return [order for each in space.configs() for order in space.orders(each)]
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory
     job = pooled(cluster, memory=memory)
     options = narrower(num_microbatches=4)
     space = GroupSpace(job, options)
-    every = accept(job, [space.tables(each) for each in every_setting(space)], num_alternatives=0)
+    every = accept(job, [space.tables(each) for each in every_config(space)], num_alternatives=0)
     found = accept(job, make_tables(job, options))
     assert found.ranked[0].outcome.score_s <= every.ranked[0].outcome.score_s * (1 + 1e-6)
     assert max(found.search.lower_bound_s, every.search.lower_bound_s) <= found.ranked[0].outcome.score_s * (1 + 1e-6)
@@ -86,25 +86,25 @@ def test_the_plan_is_as_fast_as_the_best_of_all_orders_and_sizes(cluster, memory
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["4GiB", "8GiB", None])
 @pytest.mark.parametrize("model", ["tinyllama-1.1b", {**GPT2, "n_layer": 10}])
-def test_no_plan_of_a_setting_is_faster_than_its_bounds(model, memory):
+def test_no_plan_of_a_config_is_faster_than_its_bounds(model, memory):
     job = pooled("1x2xh100-80gb+1x4xa100-40gb", memory=memory, model=model)
     space = GroupSpace(job, narrower(num_microbatches=8))
-    settings = [each for each in every_setting(space) if len(each.placement.pools) == 2]
-    assert settings
-    for setting in settings:
-        found = accept(job, [space.tables(setting)], num_alternatives=0).ranked
+    configs = [each for each in every_config(space) if len(each.placement.pools) == 2]
+    assert configs
+    for config in configs:
+        found = accept(job, [space.tables(config)], num_alternatives=0).ranked
         step_s = found[0].outcome.score_s if found else math.inf
-        bounds = [setting.bound_s, *(space.next_bound_s(setting, level) for level in range(LEVELS))]
+        bounds = [config.bound_s, *(space.next_bound_s(config, level) for level in range(LEVELS))]
         assert max(bounds) <= step_s
-        assert space.next_bound_s(setting, LEVELS - 1, step_s) <= step_s
+        assert space.next_bound_s(config, LEVELS - 1, step_s) <= step_s
 
 
 def test_the_bound_by_times_is_the_same_for_every_order():
     space = GroupSpace(pooled("1x2xh100-80gb+1x4xa100-40gb+1x2xl4"), narrower(num_microbatches=8))
-    settings = [each for each in space.settings() if len(each.placement.pools) == 3]
-    assert settings
-    for setting in settings:
-        bounds = [space.next_bound_s(order, 0) for order in space.orders(setting)]
+    configs = [each for each in space.configs() if len(each.placement.pools) == 3]
+    assert configs
+    for config in configs:
+        bounds = [space.next_bound_s(order, 0) for order in space.orders(config)]
         assert len(bounds) == 6
         assert max(bounds) == pytest.approx(min(bounds), rel=1e-9)
 
@@ -119,7 +119,7 @@ def test_a_search_without_time_ends_with_the_gap_that_it_leaves():
     assert found.search.lower_bound_s <= best.ranked[0].outcome.score_s <= found.ranked[0].outcome.score_s
 
 
-def test_the_simulator_ranks_the_best_plans_of_the_best_settings():
+def test_the_simulator_ranks_the_best_plans_of_the_best_configs():
     job = pooled("1x2xh100-80gb+1x2xl4+1x1xa100-80gb", memory="10GiB")
     plan = plan_job(job, OPTIONS).plan
     assert plan.prediction.certificate.status == "simulated"
@@ -132,12 +132,12 @@ def test_the_simulator_ranks_the_best_plans_of_the_best_settings():
 def test_bytes_of_the_search_are_those_of_the_prediction():
     job = pooled("1x2xh100-80gb+1x4xa100-40gb")
     space = GroupSpace(job, narrower(num_microbatches=4))
-    for setting in every_setting(space):
-        outcome = search([space.tables(setting)], usable_bytes(job)).best
+    for config in every_config(space):
+        outcome = search([space.tables(config)], usable_bytes(job)).best
         if outcome is None:
             continue
         plan = bare_plan(job, outcome.tables, outcome.solution)
-        spared = [usable_bytes(job) - usable_bytes(each.job) for each in stage_settings(plan, job)]
+        spared = [usable_bytes(job) - usable_bytes(each.job) for each in stage_configs(plan, job)]
         found = [sum(terms.values()) - terms.get("allocator slack", 0) for terms in predict_memory(plan, job)]
         added = [each.total_bytes for each in outcome.solution.stages]
         assert added == [own + more for own, more in zip(found, spared, strict=True)]
@@ -146,9 +146,9 @@ def test_bytes_of_the_search_are_those_of_the_prediction():
 def test_times_of_the_search_are_those_of_the_prediction():
     job = pooled("1x2xh100-80gb+1x4xa100-40gb")
     space = GroupSpace(job, narrower(num_microbatches=4))
-    settings = [each for each in every_setting(space) if len(each.placement.pools) == 2]
-    for setting in settings:
-        outcome = search([space.tables(setting)], usable_bytes(job)).best
+    configs = [each for each in every_config(space) if len(each.placement.pools) == 2]
+    for config in configs:
+        outcome = search([space.tables(config)], usable_bytes(job)).best
         plan = bare_plan(job, outcome.tables, outcome.solution)
         for stage, predicted in zip(outcome.solution.stages, predict(plan, job).stages, strict=True):
             own_s = predicted.total_time_s - predicted.time_s.get("pipeline", 0.0)
@@ -186,7 +186,7 @@ def test_unlike_budgets_are_kept_by_every_stage():
     small = job.by_group[0].on(budget_bytes=9 * GIB)
     job = Job.over((small, job.by_group[1].on(budget_bytes=14 * GIB)))
     plan = plan_job(job, OPTIONS).plan
-    budgets = [setting.job.budget_bytes for setting in stage_settings(plan, job)]
+    budgets = [config.job.budget_bytes for config in stage_configs(plan, job)]
     assert plan.prediction.stage_budgets() == tuple(budgets)
     assert all(stage.total_bytes <= budget for stage, budget in zip(plan.prediction.stages, budgets, strict=True))
 
@@ -199,10 +199,10 @@ def test_where_nothing_fits_the_nearest_miss_is_said():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["1GiB", "3GiB"])
-def test_the_nearest_miss_is_that_of_the_setting_that_misses_least(memory):
+def test_the_nearest_miss_is_that_of_the_config_that_misses_least(memory):
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", memory=memory, batch=32)
     space = GroupSpace(job, OPTIONS)
-    every = accept(job, [space.tables(each) for each in every_setting(space)], num_alternatives=0)
+    every = accept(job, [space.tables(each) for each in every_config(space)], num_alternatives=0)
     missed = plan_job(job, OPTIONS).miss
     assert missed.miss_bytes == every.search.nearest_miss.miss_bytes
     more = job.by_group[0].budget_bytes + missed.miss_bytes * 11 // 10
@@ -221,12 +221,12 @@ def test_a_slower_link_between_pools_never_makes_the_plan_faster():
 def test_a_plan_over_pools_is_compared_with_each_of_them_and_with_even_cuts():
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32)
     plan = plan_job(job, OPTIONS).plan
-    rivals = pool_rivals(job, OPTIONS, plan.prediction.step_time_s)
-    names = [each.name for each in rivals]
+    baselines = pool_baselines(job, OPTIONS, plan.prediction.step_time_s)
+    names = [each.name for each in baselines]
     assert names == ["1x2xh100-80gb alone", "1x2xa100-80gb alone", "even cuts over all pools"]
-    assert all(each.step_time_s >= plan.prediction.step_time_s for each in rivals)
+    assert all(each.step_time_s >= plan.prediction.step_time_s for each in baselines)
     again = explain_pools(plan, job_of(plan), OPTIONS).rivals
-    assert [each.step_time_s for each in again] == [pytest.approx(each.step_time_s) for each in rivals]
+    assert [each.step_time_s for each in again] == [pytest.approx(each.step_time_s) for each in baselines]
 
 
 def test_even_cuts_give_all_stages_as_many_devices_and_layers():

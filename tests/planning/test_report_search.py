@@ -2,8 +2,8 @@
 
 import pytest
 
+from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost, predict
-from steelyard.cost.setting import Job
 from steelyard.plan.choices import PlanStudy
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
@@ -67,11 +67,11 @@ def test_a_proven_plan_is_a_point_of_its_frontier(searched: tuple[Job, Plan, Pla
         assert [point.step_time_s for point in study.points if point.is_chosen] == [cost.step_time_s]
 
 
-def test_no_rival_is_faster_than_a_proven_plan(study: PlanStudy) -> None:
-    assert all(rival.slowdown is None or rival.slowdown > -0.01 for rival in study.explanation.rivals)
+def test_no_baseline_is_faster_than_a_proven_plan(study: PlanStudy) -> None:
+    assert all(baseline.slowdown is None or baseline.slowdown > -0.01 for baseline in study.explanation.rivals)
 
 
-def test_a_search_may_be_kept_to_the_pipeline_setting_of_the_plan(
+def test_a_search_may_be_kept_to_the_pipeline_config_of_the_plan(
     searched: tuple[Job, Plan, PlanCost], study: PlanStudy
 ) -> None:
     of, best, cost = searched
@@ -82,7 +82,7 @@ def test_a_search_may_be_kept_to_the_pipeline_setting_of_the_plan(
     assert len({(point.num_stages, point.num_microbatches) for point in study.points}) > 1
 
 
-def test_a_slow_plan_by_hand_has_a_faster_one_in_its_own_setting() -> None:
+def test_a_slow_plan_by_hand_has_a_faster_one_in_its_own_config() -> None:
     of = job(cluster(1, 4), global_batch=16)
     by_hand = plan(of, ", ".join(["fsdp4 remat=full"] * 6), num_microbatches=4)
     found = search_for_report(by_hand, request_of(of), of, predict(by_hand, of), time_limit_s=ENOUGH_S)

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Job
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerRole
-from steelyard.plan.choices import Rival
+from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Prediction
@@ -39,14 +39,14 @@ def every_plan(of: Job, texts: tuple[str, ...]) -> Iterator[Plan]:
             for remat in Remat:
                 ends = strategy if of.chain.vocab_size % strategy.tensor_degree == 0 else strategy.with_whole_tensors()
                 layers = tuple(
-                    replace(strategy, remat=remat) if chain.kind_of(layer).role is LayerRole.BLOCK else ends
+                    replace(strategy, remat=remat) if chain.type_of(layer).role is LayerRole.BLOCK else ends
                     for layer in range(chain.num_layers)
                 )
                 stage = StagePart(ranks=(0, 7), runs=fold_runs(0, layers))
                 yield assemble_plan(of, pipeline(1, count), (stage,))
 
 
-def compared(of: Job, decisions: Decisions = FREE) -> tuple[Prediction, list[Rival]]:
+def compared(of: Job, decisions: Decisions = FREE) -> tuple[Prediction, list[ComparedBaseline]]:
     """What the search finds, and the plain plans beside it."""
     result = plan_job(of, decisions)
     assert result.plan is not None
@@ -55,12 +55,12 @@ def compared(of: Job, decisions: Decisions = FREE) -> tuple[Prediction, list[Riv
     return result.plan.prediction, plain(study, result.plan.prediction.step_time_s)
 
 
-def plain(study: Study, step_s: float = 1.0) -> list[Rival]:
+def plain(study: Study, step_s: float = 1.0) -> list[ComparedBaseline]:
     return [study.answer(each).beside(step_s) for each in baselines()]
 
 
-def times(rivals: list[Rival]) -> list[float]:
-    return [each.step_time_s for each in rivals if each.step_time_s is not None]
+def times(baselines: list[ComparedBaseline]) -> list[float]:
+    return [each.step_time_s for each in baselines if each.step_time_s is not None]
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_plain_plans_that_do_not_fit_say_what_they_lack() -> None:
     assert all((each.step_time_s is None) == (each.missing_bytes is not None) for each in found)
 
 
-def test_a_comparison_without_time_names_the_first_that_fits_of_each_kind() -> None:
+def test_a_comparison_without_time_names_the_first_that_fits_of_each_type() -> None:
     of = tight(1.0)
     tables = make_tables(of, FREE)
     whole, cut = (plain(Study(request_of(of), of, tables=tables, time_limit_s=limit_s)) for limit_s in (None, 0))

@@ -1,4 +1,4 @@
-"""Cost tables of deep models: block kinds of unlike width in a repeating pattern, or every block unlike the others."""
+"""Cost tables of deep models: block types of unlike width in a repeating pattern, or every block unlike the others."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from steelyard.search.space import SpaceOptions
 from tests.problems.transformer import Decoder, decoder_tables
 
 PATTERN = ((4096, 14336), (4096, 8192), (5120, 13824), (3072, 8192))
-"""Hidden and FFN width of the four kinds of block, which follow one another."""
+"""Hidden and FFN width of the four block types, which follow one another."""
 
 
 def deep_tables(
@@ -21,7 +21,8 @@ def deep_tables(
     global_batch: int,
     all_unlike: bool = False,
 ) -> CostTables:
-    """Tables of one setting; ``all_unlike`` gives every block times and sizes of its own, up to a fifth larger."""
+    """Tables of one configuration; ``all_unlike`` gives every block times and sizes of its own, up to a fifth
+    larger."""
     space = SpaceOptions(max_degrees={"tp": 8}, devices_per_node=8)
     blocks = [
         decoder_tables(
@@ -34,33 +35,31 @@ def deep_tables(
         )
         for hidden, ffn in PATTERN
     ]
-    num_kinds = num_layers if all_unlike else len(PATTERN)
+    num_types = num_layers if all_unlike else len(PATTERN)
     rng = np.random.default_rng(num_stages)
-    longer = 1 + 0.2 * rng.random((num_kinds, 1)) if all_unlike else np.ones((num_kinds, 1))
-    larger = 1 + 0.2 * rng.random((num_kinds, 1)) if all_unlike else np.ones((num_kinds, 1))
+    longer = 1 + 0.2 * rng.random((num_types, 1)) if all_unlike else np.ones((num_types, 1))
+    larger = 1 + 0.2 * rng.random((num_types, 1)) if all_unlike else np.ones((num_types, 1))
 
     def block_rows(name: str) -> np.ndarray:
-        return np.stack([getattr(blocks[kind % len(PATTERN)], name)[1] for kind in range(num_kinds)])
+        return np.stack([getattr(blocks[layer_type % len(PATTERN)], name)[1] for layer_type in range(num_types)])
 
     return replace(
         blocks[0],
-        kinds=tuple(f"block{kind}" for kind in range(num_kinds)),
-        layers=tuple(layer % num_kinds for layer in range(num_layers)),
+        layer_types=tuple(f"block{layer_type}" for layer_type in range(num_types)),
+        layers=tuple(layer % num_types for layer in range(num_layers)),
         legal=block_rows("legal"),
         time_s=block_rows("time_s") * longer,
         static_bytes=(block_rows("static_bytes") * larger).astype(np.int64),
         activation_bytes=(block_rows("activation_bytes") * larger).astype(np.int64),
         transient_bytes=block_rows("transient_bytes"),
-        switch_s=np.broadcast_to(blocks[0].switch_s[1], (num_kinds, *blocks[0].switch_s[1].shape)),
+        switch_s=np.broadcast_to(blocks[0].switch_s[1], (num_types, *blocks[0].switch_s[1].shape)),
     )
 
 
-def deep_settings(
-    num_layers: int, *, num_devices: int, global_batch: int, all_unlike: bool = False
-) -> list[CostTables]:
-    """All settings with power-of-two stages and microbatches in which every block has a legal strategy."""
+def deep_configs(num_layers: int, *, num_devices: int, global_batch: int, all_unlike: bool = False) -> list[CostTables]:
+    """All configurations with power-of-two stages and microbatches in which every block has a legal strategy."""
     powers = [2**exponent for exponent in range(20)]
-    settings = (
+    configs = (
         deep_tables(
             num_layers,
             num_devices=num_devices,
@@ -74,4 +73,4 @@ def deep_settings(
         for microbatches in powers
         if microbatches <= global_batch
     )
-    return [tables for tables in settings if tables.legal.any(axis=1).all()]
+    return [tables for tables in configs if tables.legal.any(axis=1).all()]

@@ -5,21 +5,21 @@ from dataclasses import replace
 import numpy as np
 
 from steelyard.cost.tables import CostTables, Received
-from steelyard.plan.kinds import DP
+from steelyard.plan.dimensions import DP
 from steelyard.plan.strategy import Level, Strategy
 from tests.schedules.examples import pipeline
 
 
 def placeholder_strategies(count: int) -> tuple[Strategy, ...]:
     """Distinct strategies to label columns; the search never looks inside them."""
-    return tuple(Strategy(levels=(Level(kind=DP, degree=degree + 2),)) for degree in range(count))
+    return tuple(Strategy(levels=(Level(dimension=DP, degree=degree + 2),)) for degree in range(count))
 
 
 def random_tables(
     rng: np.random.Generator,
     *,
     num_layers: int | None = None,
-    num_kinds: int | None = None,
+    num_types: int | None = None,
     num_strategies: int | None = None,
     num_stages: int | None = None,
     max_plans: int = 3000,
@@ -30,12 +30,12 @@ def random_tables(
 
     With ``frees`` layers free what they hold, leave buffers, are others at the end of a stage, and receive.
     """
-    kinds = num_kinds or int(rng.integers(1, 4))
+    layer_types = num_types or int(rng.integers(1, 4))
     strategies = num_strategies or int(rng.integers(1, 5))
     stages = num_stages or int(rng.integers(1, 4))
     most_layers = max(stages, int(np.log(max_plans) / np.log(max(strategies, 2))))
     layers = num_layers or int(rng.integers(stages, most_layers + 1))
-    pair = (kinds, strategies)
+    pair = (layer_types, strategies)
     whole = bool(rng.integers(2))  # whole seconds make ties
     scale = int(rng.choice([1, 3, 10, 1000]))
 
@@ -47,18 +47,18 @@ def random_tables(
 
     legal = rng.random(pair) < rng.choice([1.0, 0.8])
     groups = rng.integers(0, int(rng.integers(1, strategies + 1)), strategies)
-    per_group = seconds((kinds, strategies, strategies)) * rng.choice([0.0, 0.3, 1.0])
+    per_group = seconds((layer_types, strategies, strategies)) * rng.choice([0.0, 0.3, 1.0])
     switch = per_group[:, groups][:, :, groups] * (groups[:, None] != groups[None, :])
     if rng.random() < 0.3:
-        switch = seconds((kinds, strategies, strategies))  # no classes, no triangle inequality, own switches cost
+        switch = seconds((layer_types, strategies, strategies))  # no classes, no triangle inequality, own switches cost
     schedule = "gpipe" if rng.random() < 0.5 else "1f1b"
     microbatches, chunks = int(rng.choice([1, 2, 3, 8])), 1
     if interleaved and stages > 1:
         schedule, microbatches, chunks = "interleaved-1f1b", stages * int(rng.integers(1, 4)), int(rng.integers(2, 5))
     tables = CostTables(
         pipeline=pipeline(stages, microbatches, schedule, chunks),
-        kinds=tuple(f"kind{index}" for index in range(kinds)),
-        layers=tuple(int(kind) for kind in rng.integers(0, kinds, layers)),
+        layer_types=tuple(f"layer type{index}" for index in range(layer_types)),
+        layers=tuple(int(layer_type) for layer_type in rng.integers(0, layer_types, layers)),
         strategies=placeholder_strategies(strategies),
         legal=legal,
         time_s=seconds(pair),
@@ -99,7 +99,7 @@ def freeing(rng: np.random.Generator, tables: CostTables, scale: int) -> CostTab
     )
     if rng.random() < 0.2:
         return several
-    return several.with_last_kinds(
+    return several.with_last_types(
         static_bytes=static,
         activation_bytes=activation,
         freed_bytes=freed(static, activation),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from steelyard.cost.tables import CostTables
-from steelyard.plan.kinds.kind import Placed
+from steelyard.plan.dimensions.dimension import Placed
 from steelyard.plan.strategy import HiddenPlacement, Remat, Strategy
 from steelyard.search.space import SpaceOptions, enumerate_strategies
 from tests.schedules.examples import pipeline
@@ -64,15 +64,18 @@ def decoder_tables(
     shape = (3, len(strategies))
     time_s, static, saved, transient = (np.zeros(shape) for _ in range(4))
     legal = np.array([[samples % each.sample_degree == 0 for each in strategies]] * 3)
-    for kind, params in enumerate(decoder.params):
+    for layer_type, params in enumerate(decoder.params):
         for index, each in enumerate(strategies):
-            time_s[kind, index], static[kind, index], saved[kind, index], transient[kind, index] = _layer_costs(
-                decoder, each, kind, params, samples, num_microbatches
-            )
+            (
+                time_s[layer_type, index],
+                static[layer_type, index],
+                saved[layer_type, index],
+                transient[layer_type, index],
+            ) = _layer_costs(decoder, each, layer_type, params, samples, num_microbatches)
     time_s *= 1 + jitter * rng.random(shape)
     return CostTables(
         pipeline=pipeline(num_stages, num_microbatches, schedule),
-        kinds=("embedding", "block", "head"),
+        layer_types=("embedding", "block", "head"),
         layers=tuple(layers) if layers is not None else (0, *(1 for _ in range(decoder.num_blocks)), 2),
         strategies=strategies,
         legal=legal,
@@ -87,15 +90,15 @@ def decoder_tables(
 
 
 def _layer_costs(
-    decoder: Decoder, strategy: Strategy, kind: int, params: float, samples: float, num_microbatches: int
+    decoder: Decoder, strategy: Strategy, layer_type: int, params: float, samples: float, num_microbatches: int
 ) -> tuple[float, float, float, float]:
     """Seconds per microbatch, static, saved and transient bytes of one layer."""
     tokens = samples / strategy.data_degree * decoder.seq_len
-    flop = 0.0 if kind == 0 else 6 * params / strategy.tensor_degree * tokens
+    flop = 0.0 if layer_type == 0 else 6 * params / strategy.tensor_degree * tokens
     seconds = flop * (1 + RECOMPUTED[strategy.remat] / 3) / PEAK_FLOP_PER_S
     message = tokens * decoder.hidden * 2
     if strategy.tensor_degree > 1:
-        calls = 4 if kind == 1 else 2
+        calls = 4 if layer_type == 1 else 2
         extra = 1 + RECOMPUTED[strategy.remat] / 2
         seconds += (
             calls * extra * 2 * (strategy.tensor_degree - 1) / strategy.tensor_degree * message / NODE_BYTES_PER_S
@@ -112,13 +115,13 @@ def _layer_costs(
         speed = NODE_BYTES_PER_S if strategy.num_devices <= DEVICES_PER_NODE else NETWORK_BYTES_PER_S
         seconds += 2 * weights / shards * (replicas - 1) / replicas / speed / num_microbatches
     static = 8 * weights / strategy.state_shards
-    kept = KEPT[strategy.remat] if kind == 1 else 2.0
+    kept = KEPT[strategy.remat] if layer_type == 1 else 2.0
     split = strategy.tensor_degree if strategy.variant("sp") else (strategy.tensor_degree + 1) / 2
     saved = kept * tokens * decoder.hidden / split
     transient = 2 * weights * (strategy.state_shards > 1) + (
-        34.0 * message / 2 / strategy.tensor_degree if kind == 1 else message
+        34.0 * message / 2 / strategy.tensor_degree if layer_type == 1 else message
     )
-    if kind == 2:
+    if layer_type == 2:
         transient += 8 * tokens * decoder.vocab / strategy.tensor_degree
     return seconds, static, saved, transient
 
@@ -142,7 +145,7 @@ def _switches(decoder: Decoder, strategies: Sequence[Strategy], samples: float) 
     return np.stack([once] * 3)
 
 
-def decoder_settings(
+def decoder_configs(
     decoder: Decoder,
     *,
     num_devices: int,
@@ -152,7 +155,7 @@ def decoder_settings(
     space: SpaceOptions | None = None,
     most_strategies: int | None = None,
 ) -> list[CostTables]:
-    """All settings with power-of-two stages and microbatches that have some legal strategy."""
+    """All configurations with power-of-two stages and microbatches that have some legal strategy."""
     found = []
     stages = 1
     while stages <= min(most_stages, num_devices, decoder.num_blocks + 2):

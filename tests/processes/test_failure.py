@@ -24,7 +24,7 @@ LOST_PEER = "Connection closed by peer [127.0.0.1]:30000"
 
 
 def failure(rank: int, time_s: float, message: str = "a mistake") -> Failure:
-    return Failure(rank=rank, exit_code=1, time_s=time_s, kind="ValueError", message=message, traceback="Trace\n")
+    return Failure(rank=rank, exit_code=1, time_s=time_s, error_type="ValueError", message=message, traceback="Trace\n")
 
 
 STILL = End(exit_code=-9, stood_still=True)
@@ -95,7 +95,7 @@ def test_a_lost_peer_is_shown_where_nothing_better_is_known() -> None:
     assert first_failure([], {}) is None
 
 
-def test_a_failure_is_described_with_rank_kind_message_and_traceback() -> None:
+def test_a_failure_is_described_with_rank_type_message_and_traceback() -> None:
     assert describe(failure(3, 1.0)) == "rank 3 failed: ValueError: a mistake\nTrace"
 
 

@@ -25,7 +25,7 @@ def tiny_chain() -> ModelChain:
     return chain_from_config(CONFIG, name="tiny")
 
 
-def empty_layer(kind: str, tp: int = 1, sp: bool = False, **changes: object) -> LayerProfile:
+def empty_layer(layer_type: str, tp: int = 1, sp: bool = False, **changes: object) -> LayerProfile:
     nothing = Affine()
     work = Work(matmul_flop=nothing, attention_flop=nothing, matmul_bytes=nothing, memory_bytes=nothing, num_kernels=0)
     fields = {
@@ -47,7 +47,7 @@ def empty_layer(kind: str, tp: int = 1, sp: bool = False, **changes: object) -> 
             for remat in ("full", "selective")
         ),
     }
-    return LayerProfile(kind=kind, degrees=tp_shape(tp, sp), **(fields | changes))
+    return LayerProfile(kind=layer_type, degrees=tp_shape(tp, sp), **(fields | changes))
 
 
 def identity(**changes: object) -> ProfileIdentity:
@@ -66,8 +66,8 @@ def identity(**changes: object) -> ProfileIdentity:
     return ProfileIdentity(**(fields | changes))
 
 
-def empty_trace(settings: tuple[tuple[int, bool], ...] = ((1, False),), **identity_changes: object) -> Profile:
+def empty_trace(configs: tuple[tuple[int, bool], ...] = ((1, False),), **identity_changes: object) -> Profile:
     """A traced profile of the tiny model at these tp degrees, with sp on or off, without any work."""
-    kinds = ("embedding", "block", "head")
-    layers = tuple(empty_layer(kind, tp, sp) for tp, sp in settings for kind in kinds)
+    layer_types = ("embedding", "block", "head")
+    layers = tuple(empty_layer(layer_type, tp, sp) for tp, sp in configs for layer_type in layer_types)
     return Profile(identity=identity(**identity_changes), layers=layers)

@@ -18,7 +18,7 @@ def test_layers_that_read_what_others_made_are_timed(first: int) -> None:
     with one_process():
         short = build_short_chain(
             chain,
-            [kind.name for kind in chain.kinds[first:]],
+            [layer_type.name for layer_type in chain.layer_types[first:]],
             strategy=parse_strategy("single"),
             seq_len=16,
             precision="fp32",

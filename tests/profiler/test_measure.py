@@ -34,7 +34,7 @@ def profile():
 def test_every_layer_that_the_processes_can_run_is_timed_at_every_size(profile):
     measured = [(layer.kind, layer.degrees, [time.samples for time in layer.times]) for layer in profile.layers]
     shapes = [tp_shape(1), tp_shape(2), tp_shape(2, sp=True)]
-    expected = [(kind, shape, SAMPLES) for kind in ("embedding", "block", "head") for shape in shapes]
+    expected = [(layer_type, shape, SAMPLES) for layer_type in ("embedding", "block", "head") for shape in shapes]
     assert len(measured) == len(expected)
     assert all(each in measured for each in expected)
 
@@ -46,8 +46,8 @@ def test_a_block_takes_longer_for_many_times_the_samples(profile):
 
 def test_every_collective_over_two_ranks_is_there_once(profile):
     found = [(c.kind, c.group_size, c.strided) for c in profile.collectives]
-    kinds = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
-    assert sorted(found) == sorted((kind, 2, False) for kind in kinds)
+    collectives = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+    assert sorted(found) == sorted((collective, 2, False) for collective in collectives)
 
 
 def test_what_a_step_takes_beside_its_layers_is_positive(profile):
@@ -87,7 +87,7 @@ def test_a_plan_with_context_parallelism_is_priced_from_it(profile, text, sent):
     of = make_job(CONFIG, "1x2xcpu", global_batch=1, seq_len=SEQ_LEN, precision="fp32", memory="1GiB", profile=profile)
     found = plan_job(of, Decisions(pins=(text,))).plan
     assert {each.token_degree for each in found.strategies} == {2}
-    halves = [profile.layer(kind, {}).time_s(0.5) for kind in ("embedding", "block", "block", "head")]
+    halves = [profile.layer(layer_type, {}).time_s(0.5) for layer_type in ("embedding", "block", "block", "head")]
     (stage,) = found.prediction.stages
     assert stage.time_s["compute"] == pytest.approx(sum(each.forward_s + each.backward_s for each in halves))
     assert stage.time_s["cp"] >= 2 * 2 * profile.collective(sent, 2, strided=False).latency_s

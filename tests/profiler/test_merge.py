@@ -12,9 +12,9 @@ def times(*samples, seconds=1.0):
     return tuple(MeasuredTime(samples=count, forward_s=seconds, backward_s=seconds) for count in samples)
 
 
-def collective(kind="all_reduce", group_size=2, strided=False, latency_s=1.0):
+def collective(collective="all_reduce", group_size=2, strided=False, latency_s=1.0):
     return CollectiveProfile(
-        kind=kind,
+        kind=collective,
         group_size=group_size,
         strided=strided,
         latency_s=latency_s,
@@ -90,14 +90,14 @@ def test_profiles_of_different_things_are_not_merged(field):
 
 
 @pytest.mark.parametrize("earlier", [None, "cpu"])
-def test_a_profile_that_never_said_its_kind_of_device_is_merged(earlier):
+def test_a_profile_that_never_said_its_device_type_is_merged(earlier):
     merged = merge_profiles(
         profile(empty_layer("block"), device_kind=earlier), profile(empty_layer("block"), device_kind="cpu")
     )
     assert merged.identity.device_kind == "cpu"
 
 
-def test_profiles_of_unlike_kinds_of_device_are_not_merged():
+def test_profiles_of_unlike_device_types_are_not_merged():
     with pytest.raises(InvalidProfileError, match=r"identity\.device_kind"):
         merge_profiles(
             profile(empty_layer("block"), device_kind="gpu"), profile(empty_layer("block"), device_kind="cpu")

@@ -12,14 +12,14 @@ def _collectives(group_size: int, *, strided: bool, latency_s: float) -> list[Co
     """A gathering takes ``latency_s`` and 1 s for 100 bytes, a reduction ten times as long."""
     return [
         CollectiveProfile(
-            kind=kind,
+            kind=collective,
             group_size=group_size,
             strided=strided,
             latency_s=slower * latency_s,
             bytes_per_s=100 / slower,
             max_relative_error=0.0,
         )
-        for kind, slower in SLOWER.items()
+        for collective, slower in SLOWER.items()
     ]
 
 

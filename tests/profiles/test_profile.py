@@ -198,7 +198,7 @@ def test_measurements_out_of_order_or_repeated_are_an_error(samples):
 
 
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
-def test_a_layer_is_found_by_kind_degree_and_sp(tp, sp):
+def test_a_layer_is_found_by_layer_type_degree_and_sp(tp, sp):
     layer = read(PROFILE).layer("block", tp_shape(tp, sp))
     assert isinstance(layer, LayerProfile)
     assert layer.degrees == tp_shape(tp, sp)
@@ -209,12 +209,12 @@ def test_sp_makes_no_difference_without_tp():
     assert profile.layer("block", tp_shape(1, True)) == profile.layer("block", tp_shape(1, False))
 
 
-@pytest.mark.parametrize(("kind", "tp"), [("head", 1), ("block", 4)])
-def test_a_layer_that_was_not_profiled_is_none(kind, tp):
-    assert read(PROFILE).layer(kind, tp_shape(tp, False)) is None
+@pytest.mark.parametrize(("layer_type", "tp"), [("head", 1), ("block", 4)])
+def test_a_layer_that_was_not_profiled_is_none(layer_type, tp):
+    assert read(PROFILE).layer(layer_type, tp_shape(tp, False)) is None
 
 
-def test_a_collective_is_found_by_kind_group_and_stride():
+def test_a_collective_is_found_by_name_group_and_stride():
     found = read(PROFILE).collective("all_reduce", 2, strided=True)
     assert isinstance(found, CollectiveProfile)
     assert (found.group_size, found.strided, found.latency_s) == (2, True, 2e-5)
@@ -226,9 +226,9 @@ def test_a_collective_over_neighbours_stands_in_for_strided_ranks():
     assert (found.group_size, found.strided) == (4, False)
 
 
-@pytest.mark.parametrize(("kind", "group_size"), [("all_gather", 2), ("all_reduce", 8)])
-def test_a_collective_that_was_not_measured_is_none(kind, group_size):
-    assert read(PROFILE).collective(kind, group_size, strided=False) is None
+@pytest.mark.parametrize(("collective", "group_size"), [("all_gather", 2), ("all_reduce", 8)])
+def test_a_collective_that_was_not_measured_is_none(collective, group_size):
+    assert read(PROFILE).collective(collective, group_size, strided=False) is None
 
 
 def test_a_profile_written_and_read_is_the_same(tmp_path):

@@ -21,15 +21,15 @@ def shown(view: RenderableType) -> str:
 
 
 def contents(*, as_good: float = 0.1, slower: float = 0.05) -> ReportContents:
-    """A report of a plan with one alternative and one rival, both slower by as much."""
+    """A report of a plan with one alternative and one baseline, both slower by as much."""
     found = pipelined()
     step_s = found.prediction.step_time_s
     interval = Interval(low_s=0.8 * step_s, high_s=1.4 * step_s, typical=0.08, like="catalogue", as_good=as_good)
     other = Alternative(description="another", step_time_s=(1 + slower) * step_s, reason="lost")
     prediction = found.prediction.model_copy(update={"interval": interval, "alternatives": (other,)})
     explanation = found.study.explanation
-    rival = explanation.rivals[0].model_copy(update={"name": "rival", "step_time_s": (1 + slower) * step_s})
-    study = found.study.model_copy(update={"explanation": explanation.model_copy(update={"rivals": (rival,)})})
+    baseline = explanation.rivals[0].model_copy(update={"name": "baseline", "step_time_s": (1 + slower) * step_s})
+    study = found.study.model_copy(update={"explanation": explanation.model_copy(update={"rivals": (baseline,)})})
     return replace(found, plan=found.plan.model_copy(update={"prediction": prediction}), study=study)
 
 
@@ -61,9 +61,9 @@ def test_a_candidate_beyond_it_lost() -> None:
     assert "as good" not in shown(plan_view(contents(slower=0.2).plan))
 
 
-def test_explain_and_report_name_the_rivals_that_are_as_good() -> None:
+def test_explain_and_report_name_the_baselines_that_are_as_good() -> None:
     found = contents()
-    line = "As good as this plan (predicted within 10%, where the order of plans is not certain): rival."
+    line = "As good as this plan (predicted within 10%, where the order of plans is not certain): baseline."
     assert line in shown(explain_view(found.plan, found.study.explanation))
     assert line in report_page(found)
     for slower in (0.2, -0.2):  # faster than a plan that is pinned, or made by hand

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
@@ -88,7 +88,7 @@ def tight(share: float) -> Job:
 
 
 def studied(of: Job, *tables: OnDemand) -> Study:
-    """The variants of a job, in all of its pipeline settings or in these alone."""
+    """The variants of a job, in all of its pipeline configurations or in these alone."""
     return Study(request_of(of), of, tables=tables or None, time_limit_s=None)
 
 
@@ -108,7 +108,7 @@ def test_less_time_is_less_than_this_plan_takes(share: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
-def test_how_much_slower_a_rival_is_agrees_with_both_step_times(share: float) -> None:
+def test_how_much_slower_a_baseline_is_agrees_with_both_step_times(share: float) -> None:
     of = tight(share)
     best = plan_job(of, Decisions()).plan
     assert best is not None
@@ -129,9 +129,9 @@ def test_a_candidate_is_no_faster_where_it_is_searched_to_the_end_than_its_step_
     assert result.plan is not None
     assert result.plan.prediction is not None
     timed = [each for each in result.plan.prediction.alternatives if each.step_time_s is not None]
-    settings = make_tables(of, Decisions())
+    configs = make_tables(of, Decisions())
     for each in timed:
-        tables = next(one for one in settings if describe(one.pipeline) == each.description)
+        tables = next(one for one in configs if describe(one.pipeline) == each.description)
         mine = studied(of, tables).answer(FREE_CHOICE)
         assert mine.plan is not None
         assert each.step_time_s is not None
@@ -165,15 +165,15 @@ def test_what_a_candidate_misses_or_more_is_no_more_than_its_nearest_plan_does()
     said = {each.description: each.reason for each in best.prediction.alternatives if "does not fit" in each.reason}
     assert said
     assert all(re.match(r"does not fit: misses \S+ \S+ or more; ", reason) for reason in said.values())
-    settings = make_tables(of, Decisions())
-    for tables in settings:
+    configs = make_tables(of, Decisions())
+    for tables in configs:
         if describe(tables.pipeline) in said:
             missing = studied(of, tables).answer(FREE_CHOICE).missing_bytes
             assert missing is not None
             assert format_bytes(missing) in said[describe(tables.pipeline)]
 
 
-def test_a_setting_without_a_legal_strategy_is_called_so() -> None:
+def test_a_config_without_a_legal_strategy_is_called_so() -> None:
     of = job(cluster(1, 8), global_batch=16)
     best = plan_job(of, Decisions(max_degrees={"tp": 2, "cp": 1})).plan
     assert best is not None

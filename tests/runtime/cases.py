@@ -42,7 +42,7 @@ def _brief(config: str, *stages: str, schedule: str = "1f1b", precision: str = "
 
 
 CASES: dict[str, Case] = {
-    "one stage, every kind of layer": Case(
+    "one stage, every layer type": Case(
         make=partial(
             make_plan,
             "llama",

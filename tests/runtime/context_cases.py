@@ -1,4 +1,5 @@
-"""Plans with context parallelism, beside and inside every other kind: what four and eight processes compare with one.
+"""Plans with context parallelism, beside and inside every other dimension: what four and eight processes compare with
+one.
 
 Both methods, every remat, each order of levels, layers that differ within a stage and across a cut, an embedding or a
 head with cp or without.
@@ -50,10 +51,10 @@ CASES: dict[str, Case] = {
     "llama, ulysses, every remat": _case("llama", "cp4, cp4+ulysses remat=selective, cp4+ulysses remat=full, cp4"),
     "llama, inside fsdp and dp": _case("llama", "fsdp2-cp2, dp2-cp2, fsdp2-cp2+ulysses zero2, dp2-cp2", **_FEW_KEYS),
     "llama, outside tp": _case("llama", "cp2-tp2, cp2-tp2+sp remat=selective, cp2-tp2+sp+ulysses, cp2-tp2+sp"),
-    "llama, next to other kinds": _case(
+    "llama, next to other dimensions": _case(
         "llama", "fsdp4, fsdp2-cp2 remat=full, cp4, tp4+sp, cp2-tp2+sp, cp4", num_hidden_layers=4, num_steps=2
     ),
-    "llama, next to other kinds, from and to cp": _case(
+    "llama, next to other dimensions, from and to cp": _case(
         "llama", "cp4, dp2-tp2, cp2-tp2, fsdp4, cp4+ulysses, dp4", num_hidden_layers=4
     ),
     "llama, tied": _case("llama", "cp4, fsdp2-cp2, dp4, cp2-tp2", tie_word_embeddings=True),

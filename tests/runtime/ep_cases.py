@@ -1,4 +1,5 @@
-"""Plans whose blocks divide their routed experts: with every kind of data parallelism, beside tp and cp, in stages.
+"""Plans whose blocks divide their routed experts: with every dimension of data parallelism, beside tp and cp, in
+stages.
 
 Embedding, head and dense blocks have no experts to divide. No two layers of a plan need be alike: what a case leaves
 out another has.

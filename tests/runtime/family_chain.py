@@ -10,7 +10,7 @@ from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
 from steelyard.modules.batch import IGNORED, decoder_inputs
 from steelyard.modules.build import prepare_model
-from steelyard.modules.layers import Flow, LayerContext, build_layer, side_inputs_of, tensors_of
+from steelyard.modules.layers import Flow, LayerContext, build_layer, shared_inputs_of, tensors_of
 from steelyard.plan.strategy import Remat
 from tests.runtime.models import FAMILY_CONFIGS
 
@@ -34,7 +34,7 @@ def loss_of_chain(model: PreTrainedModel, chain: ModelChain, inputs: Tensor, lab
     """The loss that the layers of the chain compute, one after the other; takes the model apart."""
     prepare_model(model, chain)
     layers = [build_layer(model, chain, layer, Remat.NONE) for layer in range(chain.num_layers)]
-    side = side_inputs_of(layers, model, chain, torch.device("cpu"))
+    side = shared_inputs_of(layers, model, chain, torch.device("cpu"))
     context = LayerContext(
         side=side(length_of(chain), torch.float32, torch.device("cpu")),
         config=model.config,
@@ -47,6 +47,6 @@ def loss_of_chain(model: PreTrainedModel, chain: ModelChain, inputs: Tensor, lab
         flow = layer(flow, context)
         if number < chain.num_layers - 1:
             shapes = [tuple(each.shape[1:]) for each in tensors_of(flow)]
-            assert shapes == [chain.hidden_shape(number, length_of(chain))] * chain.kind_of(number).num_streams
+            assert shapes == [chain.hidden_shape(number, length_of(chain))] * chain.type_of(number).num_streams
     assert isinstance(flow, Tensor)
     return flow

@@ -49,7 +49,9 @@ CASES: dict[str, Case] = {
         num_microbatches=3,
         num_steps=2,
     ),
-    "next to other kinds": _case("llama", "dp2-fsdp4, fsdp8, dp8, dp2-fsdp4, fsdp4-tp2, dp4-fsdp2, tp8, dp2-fsdp4"),
+    "next to other dimensions": _case(
+        "llama", "dp2-fsdp4, fsdp8, dp8, dp2-fsdp4, fsdp4-tp2, dp4-fsdp2, tp8, dp2-fsdp4"
+    ),
     "one microbatch": _case("llama-tied", "dp4-fsdp2, dp2-fsdp4, fsdp8, dp4-fsdp2", num_microbatches=1),
     "two stages, 1f1b": _case(
         "llama",

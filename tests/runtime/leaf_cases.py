@@ -1,9 +1,9 @@
 """For Llama every leaf of the decision tree over 4 and 8 devices, every pipeline degree and every schedule.
 
 The leaves take turns on the layers of one-stage plans, so that each strategy meets others before and after it. Over 4
-devices each comes with one kind of remat, in turn, and at night with every kind; over 8, which divide layers no further
-in kind, every order and degree comes once, with sp, ZeRO stage and remat in turn. Every pipeline degree runs under
-every schedule, with the leaves of its stages in turn.
+devices each comes with one kind of remat, in turn, and at night with every dimension; over 8, which divide layers no
+further in kind, every order and degree comes once, with sp, ZeRO stage and remat in turn. Every pipeline degree runs
+under every schedule, with the leaves of its stages in turn.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby, product
 
-from steelyard.plan.kinds import Kind
+from steelyard.plan.dimensions import Dimension
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.search.space import SpaceOptions, enumerate_levels, mixing
 from tests.runtime.cases import Case
@@ -24,11 +24,13 @@ _NUM_DEVICES = 8
 def leaves(num_devices: int) -> list[Strategy]:
     """Every strategy of a stage: orders and degrees, sp, ZeRO stage and remat, as far as the runtime has them."""
     found = []
-    for levels in enumerate_levels(num_devices, SpaceOptions().kinds):
-        kinds = {level.kind.name for level in levels}
+    for levels in enumerate_levels(num_devices, SpaceOptions().dimensions):
+        dimensions = {level.dimension.name for level in levels}
         if mixing(levels, SpaceOptions()) is not None:
             continue
-        choices = product((False, True) if "tp" in kinds else (False,), (2, 3) if "fsdp" in kinds else (3,), Remat)
+        choices = product(
+            (False, True) if "tp" in dimensions else (False,), (2, 3) if "fsdp" in dimensions else (3,), Remat
+        )
         found += [Strategy.of(levels=levels, sp=sp, zero=zero, remat=remat) for sp, zero, remat in choices]
     return [strategy for strategy in found if strategy.is_aligned]
 
@@ -45,22 +47,23 @@ def _edge(strategy: Strategy) -> Strategy:
 
 
 def one_of_each_order(strategies: list[Strategy]) -> list[Strategy]:
-    """Of the strategies of each order of kinds and their degrees one, so that sp, ZeRO stage and remat take turns."""
+    """Of the strategies of each order of dimensions and their degrees one, so that sp, ZeRO stage and remat take
+    turns."""
     groups = [list(group) for _, group in groupby(strategies, key=lambda strategy: strategy.levels)]
     return [group[4 * place % len(group)] for place, group in enumerate(groups)]
 
 
-def kinds_and_remat(strategy: Strategy) -> tuple[tuple[Kind, ...], Remat]:
+def dimensions_and_remat(strategy: Strategy) -> tuple[tuple[Dimension, ...], Remat]:
     """What a fault of recomputation is likely to depend on."""
-    return tuple(level.kind for level in strategy.levels), strategy.remat
+    return tuple(level.dimension for level in strategy.levels), strategy.remat
 
 
 def with_remat_in_turn(strategies: list[Strategy]) -> list[Strategy]:
-    """Of the strategies that differ in their remat alone one, in turn, and every kind of it under every order."""
+    """Of the strategies that differ in their remat alone one, in turn, and every dimension of it under every order."""
     groups = [list(group) for _, group in groupby(strategies, key=lambda each: replace(each, remat=Remat.NONE))]
     found = [group[place % len(group)] for place, group in enumerate(groups)]
     for strategy in strategies:
-        if kinds_and_remat(strategy) not in map(kinds_and_remat, found):
+        if dimensions_and_remat(strategy) not in map(dimensions_and_remat, found):
             found.append(strategy)
     return found
 

@@ -1,4 +1,4 @@
-"""Plans of models whose routers' auxiliary loss is trained: every kind of parallelism, remat, stages of a pipeline.
+"""Plans of models whose routers' auxiliary loss is trained: every parallelism dimension, remat, stages of a pipeline.
 
 The loss has a coefficient of 0.5, so that a tenth of a per cent of it is far above what rounding does.
 """

@@ -25,7 +25,7 @@ def plan(strategies: str, *fallbacks: str) -> Plan:
 
 
 def out_of_memory(kind: str = OUT_OF_MEMORY) -> RankFailedError:
-    failure = Failure(rank=1, exit_code=1, time_s=0.0, kind=kind, message="memory ran out", traceback="")
+    failure = Failure(rank=1, exit_code=1, time_s=0.0, error_type=kind, message="memory ran out", traceback="")
     return RankFailedError("rank 1 failed: memory ran out\nTraceback", failure)
 
 

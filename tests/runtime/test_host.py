@@ -10,7 +10,7 @@ from steelyard.errors import InvalidPlanError, UserError
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.runtime import host
-from steelyard.runtime.host import check_host, device_kind, free_bytes
+from steelyard.runtime.host import check_host, device_type_of, free_bytes
 from steelyard.runtime.launch import launch
 from steelyard.runtime.options import TrainOptions
 from tests.plan import examples
@@ -70,15 +70,17 @@ def test_gpus_may_be_insisted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     check_host(plan(cluster="1x4xcpu"), ALL, device="gpu")
 
 
-@pytest.mark.parametrize(("backend", "kind"), [("nccl", "gpu"), ("gloo", None)])
-def test_the_kind_of_an_unknown_cluster_is_told_by_what_it_communicates_with(backend: str, kind: str | None) -> None:
+@pytest.mark.parametrize(("backend", "device_type"), [("nccl", "gpu"), ("gloo", None)])
+def test_the_device_type_of_an_unknown_cluster_is_told_by_what_it_communicates_with(
+    backend: str, device_type: str | None
+) -> None:
     prediction = examples.CONTENT["prediction"] | {"backend": backend}
-    assert device_kind(plan(cluster="lab", prediction=prediction)) == kind
+    assert device_type_of(plan(cluster="lab", prediction=prediction)) == device_type
 
 
 def test_a_plan_of_a_cluster_that_nobody_knows_runs_on_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     have_gpus(monkeypatch, 0)
-    assert device_kind(plan(cluster="lab")) is None
+    assert device_type_of(plan(cluster="lab")) is None
     check_host(plan(cluster="lab"), ALL, device=None)
 
 
@@ -142,6 +144,6 @@ def test_launch_refuses_before_any_process_starts(monkeypatch: pytest.MonkeyPatc
         launch(tmp_path / "plan.json", tmp_path / "text.txt", TrainOptions(steps=1))
 
 
-def test_a_device_of_no_kind_is_named() -> None:
+def test_a_device_of_no_type_is_named() -> None:
     with pytest.raises(UserError, match=r"--device: found 'gpus'(.|\n)*gpu or cpu"):
         TrainOptions(device="gpus")

@@ -127,7 +127,7 @@ def test_a_diverging_run_says_so_and_fails(tmp_path: Path, monkeypatch: pytest.M
         launch(plan_file(tmp_path, pipeline_plan()), text, replace(options, keep_last=1))
     assert raised.value.exit_code == 1
     assert raised.value.failure is not None
-    assert raised.value.failure.kind == "DivergedError"
+    assert raised.value.failure.error_type == "DivergedError"
     stopped = re.match(r"rank [01] stopped: step ([2-5]): ", str(raised.value))
     assert stopped is not None
     assert "Traceback" not in str(raised.value)

@@ -10,7 +10,7 @@ import pytest
 
 from steelyard.plan.parity import TOLERANCES
 from steelyard.plan.strategy import Remat, Strategy
-from tests.runtime.leaf_cases import CASES, FURTHER, kinds_and_remat, leaves, one_of_each_order
+from tests.runtime.leaf_cases import CASES, FURTHER, dimensions_and_remat, leaves, one_of_each_order
 from tests.runtime.processes import run_parity
 from tests.sample import asked, sampled
 
@@ -38,7 +38,7 @@ def test_every_leaf_of_four_devices_is_in_a_plan() -> None:
 def test_every_leaf_of_four_devices_is_in_the_sample_with_some_remat_and_every_order_with_each() -> None:
     used = strategies_used(4, SAMPLE)
     assert {replace(each, remat=Remat.NONE) for each in leaves(4)} <= {replace(each, remat=Remat.NONE) for each in used}
-    assert {*map(kinds_and_remat, leaves(4))} <= {*map(kinds_and_remat, used)}
+    assert {*map(dimensions_and_remat, leaves(4))} <= {*map(dimensions_and_remat, used)}
 
 
 @pytest.mark.slow

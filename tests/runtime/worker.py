@@ -26,7 +26,7 @@ from torch import nn
 
 from steelyard.modules import replicated, router_loss
 from steelyard.modules.build import build_model
-from steelyard.modules.kinds import data_parallel
+from steelyard.modules.dimensions import data_parallel
 from steelyard.runtime import parallel_model, sharding
 from steelyard.runtime.parity import Reference, compare, train_alone
 from tests.runtime.cases import Case

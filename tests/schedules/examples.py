@@ -1,4 +1,4 @@
-"""Pipeline settings by the names of their schedules."""
+"""Pipeline configurations by the names of their schedules."""
 
 from steelyard.schedules import PipelineConfig, find_schedule
 

@@ -1,4 +1,4 @@
-"""A schedule is added in one place: with its passes alone it is simulated, its memory walked, and planned with."""
+"""A schedule is added in one place: with its passes alone it is simulated, its memory computed, and planned with."""
 
 from pathlib import Path
 
@@ -14,13 +14,13 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan
-from steelyard.planning.not_searched import settings_not_searched
+from steelyard.planning.not_searched import configs_not_searched
 from steelyard.planning.plan_from_search import describe
-from steelyard.planning.problem import make_tables, pipeline_settings, problem_of
+from steelyard.planning.problem import make_tables, pipeline_configs, problem_of
 from steelyard.planning.variants import Study
 from steelyard.schedules import SCHEDULES, Pass, PassOrder, Phase, PipelineConfig, Schedule, find_schedule
 from steelyard.search.problem import load_problem, save_problem
-from tests.cost.examples import job, plan, setting, simulated
+from tests.cost.examples import config, job, plan, simulated
 from tests.jobs import request_of
 
 STAGES = ("fsdp4, dp4, fsdp4", "fsdp4, fsdp4, fsdp4")
@@ -50,7 +50,7 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_simulated_in_its_own_order() -> None:
     timeline = simulated([StageTimes(forward_s=1, backward_s=2)] * 3, 4, NAME)
-    backwards = [event.microbatch for event in timeline.stages[2] if event.kind == "backward"]
+    backwards = [event.microbatch for event in timeline.stages[2] if event.work == "backward"]
     assert backwards == [3, 2, 1, 0]
 
 
@@ -60,7 +60,7 @@ def test_it_takes_the_time_of_gpipe_on_equal_stages() -> None:
 
 
 def test_the_search_holds_as_many_microbatches_as_its_passes_do() -> None:
-    tables = build_tables(setting(num_stages=2, num_microbatches=8, schedule=NAME), (parse_strategy("fsdp4"),))
+    tables = build_tables(config(num_stages=2, num_microbatches=8, schedule=NAME), (parse_strategy("fsdp4"),))
     assert [tables.pipeline.in_flight(stage) for stage in range(2)] == [8, 8]
 
 
@@ -86,7 +86,7 @@ def test_it_is_planned_with() -> None:
     assert found.prediction.step_time_s == predict(found, job()).step_time_s
 
 
-def test_it_is_said_of_a_setting() -> None:
+def test_it_is_said_of_a_config() -> None:
     assert describe(planned().pipeline).endswith(f", {NAME}")
 
 
@@ -94,14 +94,14 @@ def test_a_plan_under_it_is_explained() -> None:
     options = Decisions(num_stages=2, num_microbatches=4, max_degrees={"tp": 1})
     found = explain_plan(planned(), Study(request_of(job(), options), job(), time_limit_s=None), everything=True)
     assert found.verdicts
-    assert "1f1b" in {rival.name for rival in found.rivals}
+    assert "1f1b" in {baseline.name for baseline in found.rivals}
 
 
-def test_it_is_a_rival_of_a_plan_under_another() -> None:
+def test_it_is_a_baseline_of_a_plan_under_another() -> None:
     request = request_of(job(), Decisions(num_stages=2, num_microbatches=4))
     study = Study(request, job(), time_limit_s=None)
     found = explain_plan(plan(job(), *STAGES, num_microbatches=4), study)
-    assert NAME in {rival.name for rival in found.rivals}
+    assert NAME in {baseline.name for baseline in found.rivals}
 
 
 def test_a_plan_under_it_is_written_and_read(tmp_path: Path) -> None:
@@ -113,16 +113,16 @@ def test_a_plan_under_it_is_written_and_read(tmp_path: Path) -> None:
 def test_a_problem_under_it_is_written_and_read(tmp_path: Path) -> None:
     problem = problem_of(job(), make_tables(job(), Decisions(schedules=(NAME,), num_stages=2, num_microbatches=8)))
     save_problem(tmp_path / "problem.json", problem)
-    (tables,) = load_problem(tmp_path / "problem.json").settings
-    assert tables.pipeline == problem.settings[0].pipeline
+    (tables,) = load_problem(tmp_path / "problem.json").configs
+    assert tables.pipeline == problem.configs[0].pipeline
 
 
 def test_it_is_searched_where_nothing_is_said() -> None:
-    assert NAME in {each.pipeline.schedule.name for each in pipeline_settings(job(), Decisions())}
+    assert NAME in {each.pipeline.schedule.name for each in pipeline_configs(job(), Decisions())}
 
 
 def test_that_it_was_left_out_is_said() -> None:
-    found = settings_not_searched(job(), Decisions(schedules=("1f1b",)))
+    found = configs_not_searched(job(), Decisions(schedules=("1f1b",)))
     assert (NAME, "left out by --schedule") in {(each.values, each.reason) for each in found}
 
 

@@ -176,9 +176,9 @@ def test_the_bound_of_the_search_is_what_the_passes_hold(
     schedule: str, num_stages: int, num_rounds: int, data: st.DataObject
 ) -> None:
     chunks = data.draw(st.sampled_from(SCHEDULES[schedule].chunk_counts))
-    setting = pipeline(num_stages, num_rounds * num_stages, schedule, chunks)
+    config = pipeline(num_stages, num_rounds * num_stages, schedule, chunks)
     for stage in range(num_stages):
-        assert setting.in_flight(stage) == setting.passes(stage).peak_bytes([1] * chunks)
+        assert config.in_flight(stage) == config.passes(stage).peak_bytes([1] * chunks)
 
 
 @pytest.mark.parametrize(("num_microbatches", "per_round"), [(1, 1), (2, 2), (3, 3), (4, 2), (8, 2)])

@@ -1,4 +1,4 @@
-"""What each schedule requires of a setting, and where the search tries it."""
+"""What each schedule requires of a configuration, and where the search tries it."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_schedules_are_known_by_whether_they_take_chunks() -> None:
 
 
 @pytest.mark.parametrize("counts", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_a_setting_has_one_or_more_of_everything(counts: tuple[int, int, int]) -> None:
+def test_a_config_has_one_or_more_of_everything(counts: tuple[int, int, int]) -> None:
     stages, chunks, microbatches = counts
     with pytest.raises(UserError, match="1 or more of each"):
         PipelineConfig(
@@ -61,6 +61,6 @@ def test_a_setting_has_one_or_more_of_everything(counts: tuple[int, int, int]) -
         )
 
 
-def test_settings_of_the_same_schedule_are_equal_by_value() -> None:
+def test_configs_of_the_same_schedule_are_equal_by_value() -> None:
     assert pipeline(2, 4, "gpipe") == pipeline(2, 4, "gpipe")
     assert pipeline(2, 4, "gpipe") != pipeline(2, 4, "1f1b")

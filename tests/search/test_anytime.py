@@ -28,12 +28,12 @@ def test_a_search_without_time_still_gives_a_plan_that_fits_and_a_true_gap() -> 
     assert hurried.solution.step_s * (1 - hurried.gap) == pytest.approx(hurried.lower_bound_s)
 
 
-def test_a_search_over_settings_says_when_it_is_not_proven() -> None:
+def test_a_search_over_configs_says_when_it_is_not_proven() -> None:
     tables = decoder_tables(LLAMA3_8B, num_devices=8, num_stages=2, num_microbatches=16, global_batch=64)
     result = search([tables], 40 * GB, time_limit_s=0.0)
     assert result.status == "feasible"
     assert 0 < result.gap < 1
-    assert "not proven" in result.settings[0].reason
+    assert "not proven" in result.configs[0].reason
 
 
 def test_the_grid_program_agrees_where_sizes_are_whole_steps() -> None:

@@ -16,7 +16,7 @@ from steelyard.search.balance import (
     time_balanced_boundaries,
 )
 from steelyard.search.evaluate import Solution
-from steelyard.search.partition import Prospect, assess, best_for_boundaries
+from steelyard.search.partition import Prospect, assess_chain, best_for_boundaries
 from steelyard.search.runs import PreparedTables
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
@@ -101,8 +101,8 @@ def test_the_bi_objective_adjustment_moves_one_layer_over_one_boundary() -> None
 
 
 def test_the_bi_objective_adjustment_accepts_no_slower_stage_and_no_fuller_one() -> None:
-    setting, start = _setting(), _memory_balanced()
-    tried = [each for each in (best_for_boundaries(setting, moved) for moved in neighbours(start)) if each is not None]
+    prepared, start = _prepared(), _memory_balanced()
+    tried = [each for each in (best_for_boundaries(prepared, moved) for moved in neighbours(start)) if each is not None]
     slowest = max(stage.time_s for stage in start.stages)
     for found in tried:
         is_slower = max(stage.time_s for stage in found.stages) > slowest
@@ -111,13 +111,13 @@ def test_the_bi_objective_adjustment_accepts_no_slower_stage_and_no_fuller_one()
     assert tried
 
 
-def _setting() -> PreparedTables:
-    prospect = assess(TABLES, BUDGET)
+def _prepared() -> PreparedTables:
+    prospect = assess_chain(TABLES, BUDGET)
     assert isinstance(prospect, Prospect)
-    return prospect.setting
+    return prospect.prepared
 
 
 def _memory_balanced() -> Solution:
-    found = best_for_boundaries(_setting(), memory_balanced_boundaries(TABLES))
+    found = best_for_boundaries(_prepared(), memory_balanced_boundaries(TABLES))
     assert found is not None
     return found

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from galvatron import cells, cuts, greedy, inputs, rules, tables
 
-from steelyard.plan.kinds import FSDP, TP
+from steelyard.plan.dimensions import FSDP, TP
 from steelyard.search import evaluate
 from steelyard.search.problem import load_problem, solve_problem
 
@@ -64,13 +64,13 @@ def test_the_printed_plans_come_out(name: str) -> None:
     assert [len(stage) for stage in plan.stages] == printed["pp_division"]
     assert [
         [
-            [f"TP{run[0].tensor_degree},{'SDP' if FSDP in run[0].kinds else 'DP'}{run[0].data_degree}", len(run)]
+            [f"TP{run[0].tensor_degree},{'SDP' if FSDP in run[0].dimensions else 'DP'}{run[0].data_degree}", len(run)]
             for run in runs
         ]
         for stage in plan.stages
         for runs in [[list(run) for _, run in itertools.groupby(stage)]]
     ] == printed["stages"]
-    assert all(strategy.levels[-1].kind is TP for stage in plan.stages for strategy in stage)
+    assert all(strategy.levels[-1].dimension is TP for stage in plan.stages for strategy in stage)
     assert plan.step_s == pytest.approx(printed["predicted_step_s"], abs=5.1e-5)
     assert plan.throughput == pytest.approx(printed["predicted_samples_per_s"], abs=0.0051)
 

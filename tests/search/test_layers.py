@@ -90,14 +90,14 @@ def test_legal_strategies_share_a_class_exactly_if_every_legal_receiver_pays_the
         group = option_table(tables).switches.group
         for one, other in itertools.combinations(np.flatnonzero(tables.legal.any(axis=0)).tolist(), 2):
             same = all(
-                tables.switch_s[kind, one, receiver] == tables.switch_s[kind, other, receiver]
-                for kind, receiver in zip(*np.nonzero(tables.legal), strict=True)
+                tables.switch_s[layer_type, one, receiver] == tables.switch_s[layer_type, other, receiver]
+                for layer_type, receiver in zip(*np.nonzero(tables.legal), strict=True)
             )
             assert (group[one] == group[other]) == same, seed
 
 
 def test_beaten_strategies_are_left_out_and_equal_ones_kept_once() -> None:
-    tables = random_tables(np.random.default_rng(0), num_kinds=1, num_strategies=3, num_stages=1)
+    tables = random_tables(np.random.default_rng(0), num_types=1, num_strategies=3, num_stages=1)
     same = {
         name: np.repeat(getattr(tables, name)[:, :1], 3, axis=1)
         for name in ("static_bytes", "activation_bytes", "transient_bytes")
@@ -122,10 +122,10 @@ def test_strategies_that_are_left_out_are_those_that_another_makes_needless(bloc
         options, in_flight = option_table(tables), tables.pipeline.in_flight(0)
         costs, group, held = options.stage(0), options.switches.group, tables.held_bytes(in_flight)
         received = tables.switch_s[:, tables.legal.any(axis=0)]
-        for kind, legal in enumerate(tables.legal):
+        for layer_type, legal in enumerate(tables.legal):
             place = {"time": tables.time_s, "held": held, "transient": tables.transient_bytes}
             values = [
-                (*(each[kind, index] for each in place.values()), *received[kind, :, index])
+                (*(each[layer_type, index] for each in place.values()), *received[layer_type, :, index])
                 for index in range(len(legal))
             ]
             kept = [
@@ -138,7 +138,7 @@ def test_strategies_that_are_left_out_are_those_that_another_makes_needless(bloc
                     for other in np.flatnonzero(legal).tolist()
                 )
             ]
-            assert costs.strategy[kind, : costs.count[kind]].tolist() == kept, seed
+            assert costs.strategy[layer_type, : costs.count[layer_type]].tolist() == kept, seed
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=6, max_size=6), max_size=4))

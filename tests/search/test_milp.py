@@ -14,11 +14,11 @@ GIB = 1024**3
 
 
 def medium_tables(seed: int, *, num_stages: int, num_layers: int, num_strategies: int) -> tuple[CostTables, int]:
-    """Layers of unlike kinds, where faster strategies take more memory, and a budget that binds."""
+    """Layers of unlike types, where faster strategies take more memory, and a budget that binds."""
     rng = np.random.default_rng(seed)
     pair = (num_layers, num_strategies)
     tables = random_tables(
-        rng, num_layers=num_layers, num_kinds=num_layers, num_strategies=num_strategies, num_stages=num_stages
+        rng, num_layers=num_layers, num_types=num_layers, num_strategies=num_strategies, num_stages=num_stages
     )
     pace = rng.uniform(0.5, 2.0, pair)
     size = rng.uniform(0.5, 1.5, (num_layers, 1))

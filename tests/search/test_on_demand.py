@@ -14,7 +14,7 @@ from tests.problems.random_tables import random_tables
 
 
 def drawn(seed: int) -> tuple[list[CostTables], list[OnDemand]]:
-    """Settings, and the same on demand, each with some part of its lower bound known beforehand."""
+    """Configurations, and the same on demand, each with some part of its lower bound known beforehand."""
     rng = np.random.default_rng(seed)
     tables = [random_tables(rng, max_plans=200) for _ in range(6)]
     return tables, [on_demand(each, rng.uniform(0.2, 1.0)) for each in tables]
@@ -34,7 +34,7 @@ def num_made(given: Sequence[OnDemand]) -> int:
 
 
 @pytest.mark.slow
-def test_what_is_found_is_the_same_and_beaten_settings_have_no_tables() -> None:
+def test_what_is_found_is_the_same_and_beaten_configs_have_no_tables() -> None:
     spared = 0
     for seed in range(150):
         num_alternatives = seed % 3
@@ -43,14 +43,14 @@ def test_what_is_found_is_the_same_and_beaten_settings_have_no_tables() -> None:
         whole = search(tables, budget, num_alternatives=num_alternatives)
         lazy = search(given, budget, num_alternatives=num_alternatives)
         assert found(lazy) == found(whole), seed
-        unmade = [outcome for outcome, each in zip(lazy.settings, given, strict=True) if not each.is_made]
+        unmade = [outcome for outcome, each in zip(lazy.configs, given, strict=True) if not each.is_made]
         assert all(outcome.result.status == "beaten" for outcome in unmade)
         assert whole.best is None or all(outcome.result.lower_bound_s > whole.best.score_s for outcome in unmade)
         spared += len(unmade)
     assert spared > 100
 
 
-def test_without_time_and_without_a_plan_only_one_setting_has_tables() -> None:
+def test_without_time_and_without_a_plan_only_one_config_has_tables() -> None:
     tables, given = drawn(3)
     result = search(given, 0, time_limit_s=0)
     assert (result.status, num_made(given)) == ("infeasible", 1)
@@ -63,15 +63,15 @@ def test_tables_that_are_there_are_all_looked_at_whatever_the_time() -> None:
     started = time.monotonic()
     late = search(tables, 0, time_limit_s=0)
     assert time.monotonic() > started
-    assert all(each.result.status == "infeasible" for each in late.settings)
+    assert all(each.result.status == "infeasible" for each in late.configs)
 
 
-def test_a_setting_that_no_plan_can_run_says_so_without_tables() -> None:
+def test_a_config_that_no_plan_can_run_says_so_without_tables() -> None:
     tables, _ = drawn(0)
     hopeless = OnDemand(tables[0].pipeline, np.inf, partial(random_tables, np.random.default_rng(1)))
     given = [OnDemand.of(each) for each in tables[1:]] + [hopeless]
     result = search(given, 2**60, num_alternatives=0)
-    assert result.settings[-1].reason == "has a layer without a legal strategy"
+    assert result.configs[-1].reason == "has a layer without a legal strategy"
     assert not hopeless.is_made
 
 
@@ -101,7 +101,7 @@ def test_a_sharper_bound_is_of_the_same_tables() -> None:
 
 
 def sharpened(tables: Sequence[CostTables]) -> OnDemand:
-    """One setting that becomes all of these when its bound is sharpened for the third time."""
+    """One configuration that becomes all of these when its bound is sharpened for the third time."""
 
     def sharpen(level: int, _cutoff_s: float) -> list[OnDemand]:
         if level == 2:
@@ -115,13 +115,13 @@ def sharpened(tables: Sequence[CostTables]) -> OnDemand:
     return made(0)
 
 
-def test_a_setting_whose_bound_is_sharpened_becomes_several_of_which_the_best_is_found() -> None:
+def test_a_config_whose_bound_is_sharpened_becomes_several_of_which_the_best_is_found() -> None:
     for seed in range(30):
         rng = np.random.default_rng(seed)
         tables = [random_tables(rng, max_plans=200) for _ in range(6)]
         tables = [each for each in tables if np.isfinite(quick_bound_s(each))]
         whole, lazy = search(tables, 40), search([sharpened(tables[:2]), sharpened(tables[2:])], 40)
-        assert len(lazy.settings) == len(tables)
+        assert len(lazy.configs) == len(tables)
         assert (lazy.status, lazy.lower_bound_s) == (whole.status, whole.lower_bound_s), seed
         assert (lazy.best is None) == (whole.best is None)
         if lazy.best is not None and whole.best is not None:
@@ -129,12 +129,12 @@ def test_a_setting_whose_bound_is_sharpened_becomes_several_of_which_the_best_is
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_where_nothing_fits_the_nearest_miss_of_refused_settings_is_found(share: float) -> None:
+def test_where_nothing_fits_the_nearest_miss_of_refused_configs_is_found(share: float) -> None:
     for seed in range(30):
         rng = np.random.default_rng(seed)
         tables = [random_tables(rng, max_plans=200) for _ in range(6)]
         whole = search(tables, 0)
-        missed = [each.result.miss for each in whole.settings]
+        missed = [each.result.miss for each in whole.configs]
         if whole.nearest_miss is None or any(miss is None or miss.miss_bytes == 0 for miss in missed):
             continue
         refused = [

@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.search import partition_exact, runs
 from steelyard.search.layers import TooManyStatesError
-from steelyard.search.partition import assess, improve, quick_bound_s
+from steelyard.search.partition import assess_chain, improve, quick_bound_s
 from steelyard.search.runs import AnyBudget
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
@@ -61,11 +61,11 @@ def test_a_run_that_held_too_many_states_is_not_solved_within_the_same_time_agai
         raise TooManyStatesError
 
     monkeypatch.setattr(runs, "best_runs", too_wide)
-    prospect = assess(random_tables(np.random.default_rng(0), max_plans=800, num_stages=1), 10**12)
+    prospect = assess_chain(random_tables(np.random.default_rng(0), max_plans=800, num_stages=1), 10**12)
     aim = 2 * prospect.lower_bound_s
     for _ in range(3):
         with pytest.raises(TooManyStatesError):
-            improve(prospect.setting, prospect.fallback, prospect.lower_bound_s, aim)  # type: ignore[union-attr]
+            improve(prospect.prepared, prospect.fallback, prospect.lower_bound_s, aim)  # type: ignore[union-attr]
     assert len(tries) == 1
 
 
@@ -88,7 +88,7 @@ def test_agrees_with_exhaustive_search_where_chunks_are_interleaved(block: int) 
             assert result.solution.step_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
 
 
-def test_an_interleaved_setting_with_too_few_layers_is_infeasible_for_any_budget() -> None:
+def test_an_interleaved_config_with_too_few_layers_is_infeasible_for_any_budget() -> None:
     tables = random_tables(np.random.default_rng(0), num_stages=3, num_layers=4, interleaved=True)
     result = partition_exact(tables, 10**9)
     assert (result.status, result.miss) == ("infeasible", None)

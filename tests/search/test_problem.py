@@ -13,7 +13,7 @@ from steelyard.errors import InvalidProblemError
 from steelyard.search import search
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from tests.problems.random_tables import random_tables
-from tests.problems.transformer import LLAMA3_8B, decoder_settings
+from tests.problems.transformer import LLAMA3_8B, decoder_configs
 
 
 def small() -> dict[str, Any]:
@@ -30,20 +30,20 @@ def equal(one: CostTables, other: CostTables) -> bool:
 def test_tables_survive_the_file(tmp_path: Path) -> None:
     for seed in range(20):
         tables = random_tables(np.random.default_rng(seed))
-        problem = Problem(name="x", budget_bytes=seed, settings=(tables,), samples=(seed + 1,))
+        problem = Problem(name="x", budget_bytes=seed, configs=(tables,), samples=(seed + 1,))
         save_problem(tmp_path / "p.json", problem)
         again = load_problem(tmp_path / "p.json")
-        assert equal(again.settings[0], tables)
+        assert equal(again.configs[0], tables)
         assert (again.name, again.budget_bytes, again.samples) == ("x", seed, (seed + 1,))
 
 
 def test_a_saved_problem_gives_the_same_result(tmp_path: Path) -> None:
-    settings = decoder_settings(LLAMA3_8B, num_devices=4, global_batch=16, most_stages=2, most_microbatches=16)
+    configs = decoder_configs(LLAMA3_8B, num_devices=4, global_batch=16, most_stages=2, most_microbatches=16)
     budget = 60 * 10**9
-    problem = Problem(name="llama", budget_bytes=budget, settings=tuple(settings), samples=(1,) * len(settings))
+    problem = Problem(name="llama", budget_bytes=budget, configs=tuple(configs), samples=(1,) * len(configs))
     save_problem(tmp_path / "p.json", problem)
-    solved, direct = solve_problem(load_problem(tmp_path / "p.json")), search(settings, budget)
-    assert [each.result for each in solved.settings] == [each.result for each in direct.settings]
+    solved, direct = solve_problem(load_problem(tmp_path / "p.json")), search(configs, budget)
+    assert [each.result for each in solved.configs] == [each.result for each in direct.configs]
 
 
 def test_the_documented_example_is_solved() -> None:
@@ -73,7 +73,7 @@ def put(content: dict[str, Any], path: str, value: object) -> None:
         ("settings.0.kinds.0.time_s", [1.0], "2, one for each strategy"),
         ("settings.0.kinds.0.static_bytes.1", 1.5, "integer"),
         ("settings.0.switch_s.0.seconds", [[0, 0], [0]], "switch_s"),
-        ("settings.0.switch_s", [], "each kind once"),
+        ("settings.0.switch_s", [], "each layer type once"),
         ("settings.0.layers.0.kind", "blok", "did you mean block"),
         ("settings.0.strategies.0", "dpp2", "strategies"),
         ("settings.0.num_stages", 0, "num_stages"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.search.problem import ProblemFile, SettingCosts, parse_problem, solve_problem
+from steelyard.search.problem import ConfigCosts, ProblemFile, parse_problem, solve_problem
 
 TEXT = (Path(__file__).parents[2] / "docs" / "problem-files.md").read_text()
 EXAMPLE = json.loads(re.findall(r"```json\n(.*?)```", TEXT, flags=re.DOTALL)[0])
@@ -34,4 +34,4 @@ def test_the_missing_bytes_are_those_shown() -> None:
 
 def test_every_key_of_the_schema_is_explained() -> None:
     explained = set(re.findall(r"^\| `(\w+)` ", TEXT, flags=re.MULTILINE))
-    assert set(ProblemFile.model_fields) | set(SettingCosts.model_fields) <= explained
+    assert set(ProblemFile.model_fields) | set(ConfigCosts.model_fields) <= explained

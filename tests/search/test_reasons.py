@@ -51,15 +51,15 @@ def test_leaving_dominated_strategies_out_never_changes_the_exhaustive_frontier(
 def test_what_dominates_is_legal_and_undominated_itself(seed: int) -> None:
     tables, _ = tables_of(seed)
     found = dominators(tables)
-    for kind, index in zip(*np.nonzero(found >= 0), strict=True):
-        by = found[kind, index]
-        assert tables.legal[kind, index]
-        assert tables.legal[kind, by]
-        assert found[kind, by] < 0
+    for layer_type, index in zip(*np.nonzero(found >= 0), strict=True):
+        by = found[layer_type, index]
+        assert tables.legal[layer_type, index]
+        assert tables.legal[layer_type, by]
+        assert found[layer_type, by] < 0
 
 
 def test_of_two_equal_strategies_the_first_stays() -> None:
-    tables = random_tables(np.random.default_rng(1), num_strategies=2, num_kinds=1)
+    tables = random_tables(np.random.default_rng(1), num_strategies=2, num_types=1)
     same = {
         name: np.repeat(getattr(tables, name)[:, :1], 2, axis=1)
         for name in ("time_s", "static_bytes", "activation_bytes", "transient_bytes")
@@ -71,7 +71,7 @@ def test_of_two_equal_strategies_the_first_stays() -> None:
     assert verdicts[1].reason == f"{verdicts[0].strategy} costs the same"
 
 
-def test_every_pair_of_kind_and_strategy_has_a_verdict_and_every_useless_one_a_reason() -> None:
+def test_every_pair_of_layer_type_and_strategy_has_a_verdict_and_every_useless_one_a_reason() -> None:
     for seed in range(30):
         tables, _ = tables_of(seed)
         verdicts = strategy_verdicts(tables)
@@ -85,5 +85,5 @@ def test_every_pair_of_kind_and_strategy_has_a_verdict_and_every_useless_one_a_r
 def test_an_illegal_strategy_carries_the_reason_that_is_known() -> None:
     tables = random_tables(np.random.default_rng(2), num_strategies=2)
     forbidden = replace(tables, legal=np.zeros_like(tables.legal))
-    verdicts = strategy_verdicts(forbidden, lambda kind, strategy: f"{strategy} for {kind}")
-    assert verdicts[-1].reason == f"{tables.strategies[-1]} for {len(tables.kinds) - 1}"
+    verdicts = strategy_verdicts(forbidden, lambda layer_type, strategy: f"{strategy} for {layer_type}")
+    assert verdicts[-1].reason == f"{tables.strategies[-1]} for {len(tables.layer_types) - 1}"

@@ -1,4 +1,4 @@
-"""The search over settings: ranking, reasons, proof, and laws."""
+"""The search over configurations: ranking, reasons, proof, and laws."""
 
 import itertools
 from dataclasses import replace
@@ -11,23 +11,23 @@ from steelyard.errors import InvalidProblemError
 from steelyard.search import evaluate, search
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_tables
-from tests.problems.transformer import LLAMA3_8B, decoder_settings, decoder_tables
+from tests.problems.transformer import LLAMA3_8B, decoder_configs, decoder_tables
 
 GB = 10**9
 
 
-def settings_and_plans(seed: int) -> tuple[list[CostTables], list[list[tuple[float, int]]]]:
+def configs_and_plans(seed: int) -> tuple[list[CostTables], list[list[tuple[float, int]]]]:
     rng = np.random.default_rng(seed)
-    settings = [random_tables(rng, max_plans=200) for _ in range(4)]
-    return settings, [list(exhaustive.all_plans(tables)) for tables in settings]
+    configs = [random_tables(rng, max_plans=200) for _ in range(4)]
+    return configs, [list(exhaustive.all_plans(tables)) for tables in configs]
 
 
-def test_the_best_plan_over_settings_is_the_exhaustive_one() -> None:
+def test_the_best_plan_over_configs_is_the_exhaustive_one() -> None:
     for seed in range(80):
-        settings, plans = settings_and_plans(seed)
+        configs, plans = configs_and_plans(seed)
         budget = int(np.random.default_rng(seed).integers(5, 60))
         expected = min((best for each in plans if (best := exhaustive.fastest(each, budget)) is not None), default=None)
-        result = search(settings, budget, num_exact=1)
+        result = search(configs, budget, num_exact=1)
         if expected is None:
             needed = [least for each in plans if (least := exhaustive.least_budget(each)) is not None]
             assert result.status == "infeasible", seed
@@ -40,32 +40,32 @@ def test_the_best_plan_over_settings_is_the_exhaustive_one() -> None:
             assert result.gap == 0.0
 
 
-def test_a_setting_with_a_layer_without_a_legal_strategy_is_infeasible_within_any_budget() -> None:
-    settings, _ = settings_and_plans(0)
-    legal = settings[0].legal.copy()
-    legal[settings[0].layers[0]] = False
-    hopeless = replace(settings[0], legal=legal)
+def test_a_config_with_a_layer_without_a_legal_strategy_is_infeasible_within_any_budget() -> None:
+    configs, _ = configs_and_plans(0)
+    legal = configs[0].legal.copy()
+    legal[configs[0].layers[0]] = False
+    hopeless = replace(configs[0], legal=legal)
     assert search([hopeless], 2**60).best is None
-    both, alone = search([settings[1], hopeless], 2**60).best, search([settings[1]], 2**60).best
+    both, alone = search([configs[1], hopeless], 2**60).best, search([configs[1]], 2**60).best
     assert both is not None
     assert alone is not None
     assert both.result == alone.result
 
 
-def test_the_ranked_settings_are_exact_as_far_as_asked_for() -> None:
+def test_the_ranked_configs_are_exact_as_far_as_asked_for() -> None:
     for seed in range(60):
-        settings, plans = settings_and_plans(seed)
+        configs, plans = configs_and_plans(seed)
         fastest = sorted(best for each in plans if (best := exhaustive.fastest(each, 40)) is not None)
-        result = search(settings, 40, num_exact=3)
+        result = search(configs, 40, num_exact=3)
         found = [outcome.score_s for outcome in result.ranked[:3]]
         assert found == pytest.approx(fastest[:3], rel=1e-12, abs=1e-12), seed
 
 
-def test_lower_bounds_hold_for_every_setting() -> None:
+def test_lower_bounds_hold_for_every_config() -> None:
     for seed in range(60):
-        settings, plans = settings_and_plans(seed)
-        result = search(settings, 40, num_exact=1)
-        for outcome, each in zip(result.settings, plans, strict=True):
+        configs, plans = configs_and_plans(seed)
+        result = search(configs, 40, num_exact=1)
+        for outcome, each in zip(result.configs, plans, strict=True):
             best = exhaustive.fastest(each, 40)
             assert outcome.reason
             if best is not None:
@@ -75,8 +75,8 @@ def test_lower_bounds_hold_for_every_setting() -> None:
 @pytest.mark.slow
 def test_more_memory_never_costs_time() -> None:
     for seed in range(12):
-        settings, _ = settings_and_plans(seed)
-        scores = [best.score_s if (best := search(settings, budget).best) else np.inf for budget in range(0, 120, 7)]
+        configs, _ = configs_and_plans(seed)
+        scores = [best.score_s if (best := search(configs, budget).best) else np.inf for budget in range(0, 120, 7)]
         assert all(later <= earlier * (1 + 1e-12) for earlier, later in itertools.pairwise(scores)), seed
 
 
@@ -101,10 +101,10 @@ def test_a_faster_link_never_slows_the_plan() -> None:
 
 
 def test_two_searches_give_the_same_plan() -> None:
-    settings = decoder_settings(LLAMA3_8B, num_devices=8, global_batch=32, most_stages=4, most_microbatches=32)
-    first, second = search(settings, 40 * GB), search(settings, 40 * GB)
-    assert [each.result for each in first.settings] == [each.result for each in second.settings]
-    assert [each.reason for each in first.settings] == [each.reason for each in second.settings]
+    configs = decoder_configs(LLAMA3_8B, num_devices=8, global_batch=32, most_stages=4, most_microbatches=32)
+    first, second = search(configs, 40 * GB), search(configs, 40 * GB)
+    assert [each.result for each in first.configs] == [each.result for each in second.configs]
+    assert [each.reason for each in first.configs] == [each.reason for each in second.configs]
 
 
 def test_the_reported_time_and_memory_are_those_of_the_definition() -> None:
@@ -122,7 +122,7 @@ def test_the_reported_time_and_memory_are_those_of_the_definition() -> None:
     assert [stage.total_bytes for stage in again.stages] == [size for _, size in expected]
 
 
-def test_settings_compete_per_sample_where_samples_are_given() -> None:
+def test_configs_compete_per_sample_where_samples_are_given() -> None:
     tables = random_tables(np.random.default_rng(3), num_stages=1, max_plans=100)
     slower = replace(tables, time_s=tables.time_s * 1.5)
     per_step = search([tables, slower], 10**6)
@@ -142,12 +142,12 @@ def test_roomy_memory_gives_replication_and_tight_memory_gives_sharding() -> Non
     assert any(tables.strategies[index].state_shards > 1 for index in tight.solution.strategies)
 
 
-def test_a_setting_with_more_stages_than_layers_says_so() -> None:
+def test_a_config_with_more_stages_than_layers_says_so() -> None:
     tables = random_tables(np.random.default_rng(0), num_stages=1)
     tables = replace(tables, pipeline=replace(tables.pipeline, num_stages=9))
     result = search([tables], 100)
     assert result.status == "infeasible"
-    assert "stages for" in result.settings[0].reason
+    assert "stages for" in result.configs[0].reason
 
 
 def test_a_miss_names_the_bytes_the_stage_and_the_layer() -> None:
@@ -158,11 +158,11 @@ def test_a_miss_names_the_bytes_the_stage_and_the_layer() -> None:
     assert miss.needed_bytes == 8 * GB + miss.miss_bytes
     assert search([tables], miss.needed_bytes).status == "optimal"
     assert search([tables], miss.needed_bytes - 1).status == "infeasible"
-    assert "does not fit" in result.settings[0].reason
+    assert "does not fit" in result.configs[0].reason
 
 
-def test_no_settings_is_an_error() -> None:
-    with pytest.raises(InvalidProblemError, match="one or more settings"):
+def test_no_configs_is_an_error() -> None:
+    with pytest.raises(InvalidProblemError, match="one or more configurations"):
         search([], 10)
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from steelyard.plan.kinds import DP, FSDP, TP
+from steelyard.plan.dimensions import DP, FSDP, TP
 from steelyard.plan.strategy import Remat
 from steelyard.search.space import SpaceOptions, enumerate_levels, enumerate_strategies
 
@@ -26,7 +26,7 @@ PAPER_WITH_REMAT = SpaceOptions(variants={"zero": (3,), "sp": (False,)}, remats=
 @pytest.mark.parametrize("devices", PUBLISHED_COUNTS)
 def test_counts_per_pipeline_degree_are_the_published_ones(devices: int) -> None:
     for stages, (unpruned, pruned) in PUBLISHED_COUNTS[devices].items():
-        assert len(enumerate_levels(devices // stages, PAPER.kinds)) == unpruned
+        assert len(enumerate_levels(devices // stages, PAPER.dimensions)) == unpruned
         assert len(enumerate_strategies(devices // stages, PAPER)) == pruned
 
 
@@ -34,7 +34,7 @@ def test_counts_per_pipeline_degree_are_the_published_ones(devices: int) -> None
 def test_total_counts_are_those_of_the_design(devices: int) -> None:
     unpruned, pruned, with_remat = DESIGN_TOTALS[devices]
     degrees = [2**power for power in range(int(math.log2(devices)) + 1)]
-    assert sum(len(enumerate_levels(degree, PAPER.kinds)) for degree in degrees) == unpruned
+    assert sum(len(enumerate_levels(degree, PAPER.dimensions)) for degree in degrees) == unpruned
     assert sum(len(enumerate_strategies(degree, PAPER)) for degree in degrees) == pruned
     assert sum(len(enumerate_strategies(degree, PAPER_WITH_REMAT)) for degree in degrees) == with_remat
 
@@ -92,8 +92,8 @@ def test_unaligned_leaves_are_left_out_unless_asked_for() -> None:
     assert set(aligned) < set(everything)
 
 
-def test_fewer_kinds_give_a_subset() -> None:
-    options = SpaceOptions(kinds=(FSDP, TP))
+def test_fewer_dimensions_give_a_subset() -> None:
+    options = SpaceOptions(dimensions=(FSDP, TP))
     few = enumerate_strategies(8, options)
     assert set(few) < set(enumerate_strategies(8))
     assert all(strategy.level(DP) is None for strategy in few)

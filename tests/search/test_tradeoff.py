@@ -15,10 +15,10 @@ ENOUGH = 1000
 def test_a_complete_frontier_has_every_step_of_the_exhaustive_one() -> None:
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        settings = [random_tables(rng, max_plans=60) for _ in range(2)]
-        plans = [plan for tables in settings for plan in exhaustive.all_plans(tables)]
+        configs = [random_tables(rng, max_plans=60) for _ in range(2)]
+        plans = [plan for tables in configs for plan in exhaustive.all_plans(tables)]
         expected = exhaustive.frontier(plans)
-        frontier = sampled_frontier(settings, max_searches=ENOUGH)
+        frontier = sampled_frontier(configs, max_searches=ENOUGH)
         assert frontier.is_complete, seed
         found = [(step.peak_bytes, step.score_s) for step in reversed(frontier.steps)]
         # steps that differ by rounding only may merge
@@ -30,9 +30,9 @@ def test_a_complete_frontier_has_every_step_of_the_exhaustive_one() -> None:
 
 
 def test_every_step_of_a_sampled_frontier_is_one_of_the_complete_one() -> None:
-    settings = [random_tables(np.random.default_rng(10), num_stages=1, num_strategies=4, max_plans=300)]
-    every = sampled_frontier(settings, max_searches=ENOUGH)
-    some = sampled_frontier(settings, max_searches=4)
+    configs = [random_tables(np.random.default_rng(10), num_stages=1, num_strategies=4, max_plans=300)]
+    every = sampled_frontier(configs, max_searches=ENOUGH)
+    some = sampled_frontier(configs, max_searches=4)
     assert 2 < len(some.steps) < len(every.steps)
     assert {step.peak_bytes for step in some.steps} < {step.peak_bytes for step in every.steps}
     assert some.steps[0].peak_bytes == every.steps[0].peak_bytes
@@ -40,7 +40,7 @@ def test_every_step_of_a_sampled_frontier_is_one_of_the_complete_one() -> None:
 
 
 def test_a_budget_below_the_least_has_no_steps() -> None:
-    settings = [random_tables(np.random.default_rng(5), max_plans=60)]
-    least = sampled_frontier(settings, max_searches=ENOUGH).steps[-1].peak_bytes
-    assert sampled_frontier(settings, most_bytes=least - 1).steps == ()
-    assert [step.peak_bytes for step in sampled_frontier(settings, most_bytes=least).steps] == [least]
+    configs = [random_tables(np.random.default_rng(5), max_plans=60)]
+    least = sampled_frontier(configs, max_searches=ENOUGH).steps[-1].peak_bytes
+    assert sampled_frontier(configs, most_bytes=least - 1).steps == ()
+    assert [step.peak_bytes for step in sampled_frontier(configs, most_bytes=least).steps] == [least]

@@ -20,13 +20,13 @@ families = pytest.mark.parametrize("name", sampled(FAMILY_CONFIGS, FAMILIES))
 
 
 @cache
-def modules_of_kinds(name: str) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
-    """Names and shapes of the parameters of the last layer of each kind."""
+def modules_of_types(name: str) -> dict[str, list[tuple[str, tuple[int, ...]]]]:
+    """Names and shapes of the parameters of the last layer of each type."""
     chain = chain_of(name)
     model = build_meta_model(chain)
     prepare_model(model, chain)
     return {
-        chain.kind_of(layer).name: [
+        chain.type_of(layer).name: [
             (f"{path}.{key}", tuple(parameter.shape))
             for path, module in layer_modules(model, chain, layer).items()
             for key, parameter in module.named_parameters()
@@ -43,9 +43,9 @@ def entries(shape: tuple[int, ...]) -> int:
 
 
 @families
-def test_parameters_of_each_kind_are_those_of_the_real_module(name: str) -> None:
-    for kind, parameters in modules_of_kinds(name).items():
-        found = traced(name).layer(kind, tp_shape(1, False))
+def test_parameters_of_each_type_are_those_of_the_real_module(name: str) -> None:
+    for layer_type, parameters in modules_of_types(name).items():
+        found = traced(name).layer(layer_type, tp_shape(1, False))
         assert found is not None
         assert found.num_params == sum(entries(shape) for _, shape in parameters)
 
@@ -70,20 +70,20 @@ def matrix_entries(name: str, parameters: list[tuple[str, tuple[int, ...]]]) -> 
 @families
 def test_a_block_takes_two_flop_per_matrix_entry_and_token_forward_and_four_backward(name: str) -> None:
     chain = chain_of(name)
-    for index, kind in enumerate(chain.kinds):
-        if kind.role is not LayerRole.BLOCK:
+    for index, layer_type in enumerate(chain.layer_types):
+        if layer_type.role is not LayerRole.BLOCK:
             continue
         layer = chain.layers.index(index)
         tokens = chain.hidden_shape(layer, length_of(chain))[0]
-        found = traced(name).layer(kind.name, tp_shape(1, False))
+        found = traced(name).layer(layer_type.name, tp_shape(1, False))
         assert found is not None
-        forward = 2 * matrix_entries(name, modules_of_kinds(name)[kind.name]) * tokens * 3
-        steps = 3 * step_by_step_flop(name, kind.name)
+        forward = 2 * matrix_entries(name, modules_of_types(name)[layer_type.name]) * tokens * 3
+        steps = 3 * step_by_step_flop(name, layer_type.name)
         assert found.forward.matmul_flop.at(3) == forward + steps
         assert found.backward.matmul_flop.at(3) == 2 * (forward + steps)
 
 
-def step_by_step_flop(name: str, kind: str) -> int:
+def step_by_step_flop(name: str, layer_type: str) -> int:
     """Scores and values of attention without a fused kernel, 4·S²·width, in Swin by windows of 16 patches.
 
     Gemma 2 caps scores; T5's and Swin's learned bias has a gradient, which no fused kernel of the CPU makes. T5's
@@ -94,7 +94,7 @@ def step_by_step_flop(name: str, kind: str) -> int:
         return {
             **dict.fromkeys(("block of kind 1", "block of kind 2"), 4 * 64 * 16 * 8),
             "block of kind 4": 4 * 16 * 16 * 16,
-        }.get(kind, 0)
+        }.get(layer_type, 0)
     return square if name in ("gemma2", "t5") else 0
 
 
@@ -110,23 +110,23 @@ def test_fused_attention_counts_what_each_family_attends_to() -> None:
         ("swin", "block of kind 1"): 0,
         ("deepseek_v3", "sparse block"): 4 * 16**2 * 4 * 16 / 2,  # values padded from 4 to the 16 entries of a key
     }
-    for (name, kind), flop in expected.items():
-        found = traced(name).layer(kind, tp_shape(1, False))
+    for (name, layer_type), flop in expected.items():
+        found = traced(name).layer(layer_type, tp_shape(1, False))
         assert found is not None
-        assert (kind, found.forward.attention_flop.at(1)) == (kind, flop)
+        assert (layer_type, found.forward.attention_flop.at(1)) == (layer_type, flop)
 
 
 @pytest.mark.parametrize("name", DIVIDED)
 def test_tp_divides_the_flop_of_blocks_exactly(name: str) -> None:
     chain = chain_of(name)
-    for kind in chain.kinds:
+    for layer_type in chain.layer_types:
         whole, part = (
-            traced(name).layer(kind.name, tp_shape(1, False)),
-            traced(name).layer(kind.name, tp_shape(2, False)),
+            traced(name).layer(layer_type.name, tp_shape(1, False)),
+            traced(name).layer(layer_type.name, tp_shape(2, False)),
         )
-        if part is None or whole is None or kind.role is not LayerRole.BLOCK:
+        if part is None or whole is None or layer_type.role is not LayerRole.BLOCK:
             continue
-        routed = sum(entries(shape) for path, shape in modules_of_kinds(name)[kind.name] if "gate.weight" in path)
+        routed = sum(entries(shape) for path, shape in modules_of_types(name)[layer_type.name] if "gate.weight" in path)
         shared = 2 * routed * 16 * 3  # every rank routes all tokens
         assert part.forward.matmul_flop.at(3) - shared == (whole.forward.matmul_flop.at(3) - shared) / 2
         assert part.forward.attention_flop.at(3) == whole.forward.attention_flop.at(3) / 2
@@ -136,7 +136,7 @@ def test_experts_are_divided_in_memory_too() -> None:
     whole, part = (traced("mixtral").layer("block", tp_shape(tp, False)) for tp in (1, 2))
     assert whole is not None
     assert part is not None
-    parameters = modules_of_kinds("mixtral")["block"]
+    parameters = modules_of_types("mixtral")["block"]
     kept = sum(entries(shape) for path, shape in parameters if "norm" in path or "gate.weight" in path)
     assert part.num_params == kept + (whole.num_params - kept) // 2
 
@@ -145,7 +145,7 @@ def test_the_matrix_of_query_key_and_value_of_gpt2_is_divided_by_heads() -> None
     part = traced("gpt2").layer("block", tp_shape(2, False))
     assert part is not None
     assert {each.kind for each in part.backward_collectives} == {"all_reduce"}
-    whole = sum(entries(shape) for _, shape in modules_of_kinds("gpt2")["block"])
+    whole = sum(entries(shape) for _, shape in modules_of_types("gpt2")["block"])
     divided = whole - 4 * 32 - 2 * 32  # norms, and the biases of both row-divided matrices
     assert part.num_params == whole - divided // 2
 

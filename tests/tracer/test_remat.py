@@ -6,27 +6,27 @@ import pytest
 import torch
 
 from steelyard.modules.build import build_meta_model, build_model
-from steelyard.modules.layers import LayerContext, build_layer, side_inputs_of
+from steelyard.modules.layers import LayerContext, build_layer, shared_inputs_of
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.profiles.profile import LayerProfile, Recomputation
-from steelyard.tracer.layer import LayerSetting, fake_layer, fake_world, observe, run_layer, side_inputs
+from steelyard.tracer.layer import TracedLayer, fake_layer, fake_world, observe, run_layer, shared_inputs
 from tests.shapes import tp_shape
 from tests.tracer.examples import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SEQ_LEN
 from tests.tracer.traces import FAMILIES, known, traced
 
-SETTINGS = [(family, tp, sp) for family in FAMILIES for tp, sp in ((1, False), (2, False), (2, True))]
-settings = pytest.mark.parametrize(("family", "tp", "sp"), SETTINGS)
+CASES = [(family, tp, sp) for family in FAMILIES for tp, sp in ((1, False), (2, False), (2, True))]
+cases = pytest.mark.parametrize(("family", "tp", "sp"), CASES)
 SAMPLES = 3
 
 
-def layer(family: str, tp: int = 1, sp: bool = False, kind: str = "block") -> LayerProfile:
-    found = traced(family, "bf16").layer(kind, tp_shape(tp, sp))
+def layer(family: str, tp: int = 1, sp: bool = False, layer_type: str = "block") -> LayerProfile:
+    found = traced(family, "bf16").layer(layer_type, tp_shape(tp, sp))
     assert found is not None
     return found
 
 
-def under(remat: str, family: str, tp: int = 1, sp: bool = False, kind: str = "block") -> Recomputation:
-    return layer(family, tp, sp, kind).recomputation(remat)
+def under(remat: str, family: str, tp: int = 1, sp: bool = False, layer_type: str = "block") -> Recomputation:
+    return layer(family, tp, sp, layer_type).recomputation(remat)
 
 
 def calls(again: Recomputation) -> dict[str, int]:
@@ -34,7 +34,7 @@ def calls(again: Recomputation) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@settings
+@cases
 def test_selective_keeps_less_than_none_and_more_than_full(family: str, tp: int, sp: bool) -> None:
     kept = [
         under("full", family, tp, sp).saved_bytes.at(SAMPLES),
@@ -45,14 +45,14 @@ def test_selective_keeps_less_than_none_and_more_than_full(family: str, tp: int,
 
 
 @pytest.mark.slow
-@settings
+@cases
 def test_selective_repeats_no_matrix_product_and_no_attention(family: str, tp: int, sp: bool) -> None:
     work = under("selective", family, tp, sp).work
     assert work.matmul_flop.at(SAMPLES) == work.attention_flop.at(SAMPLES) == work.matmul_bytes.at(SAMPLES) == 0
 
 
 @pytest.mark.slow
-@settings
+@cases
 def test_selective_repeats_no_more_traffic_than_the_forward_pass_makes(family: str, tp: int, sp: bool) -> None:
     again, forward = under("selective", family, tp, sp).work, layer(family, tp, sp).forward
     assert 0 < again.memory_bytes.at(SAMPLES) <= forward.memory_bytes.at(SAMPLES)
@@ -78,7 +78,7 @@ def test_full_repeats_all_products_but_the_last() -> None:
 
 
 @pytest.mark.slow
-@settings
+@cases
 def test_full_keeps_the_input_alone(family: str, tp: int, sp: bool) -> None:
     assert under("full", family, tp, sp).saved_bytes.at(SAMPLES) == layer(family, tp, sp).input_bytes.at(SAMPLES)
 
@@ -94,27 +94,27 @@ def test_selective_keeps_the_input_and_the_results_of_products_and_attention() -
     assert under("selective", "llama").saved_bytes.at(SAMPLES) == SAMPLES * SEQ_LEN * per_token
 
 
-@pytest.mark.parametrize("kind", ["embedding", "head"])
-def test_selective_is_for_blocks(kind: str) -> None:
-    assert [entry.remat for entry in layer("llama", kind=kind).recomputations] == ["full"]
+@pytest.mark.parametrize("layer_type", ["embedding", "head"])
+def test_selective_is_for_blocks(layer_type: str) -> None:
+    assert [entry.remat for entry in layer("llama", layer_type=layer_type).recomputations] == ["full"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["embedding", "block", "head"])
+@pytest.mark.parametrize("layer_type", ["embedding", "block", "head"])
 @pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (2, True)])
-def test_full_is_what_a_real_checkpoint_repeats_and_bounds_what_it_holds(kind: str, tp: int, sp: bool) -> None:
+def test_full_is_what_a_real_checkpoint_repeats_and_bounds_what_it_holds(layer_type: str, tp: int, sp: bool) -> None:
     """The tracer derives full remat from the run without remat; here the layer is run under it."""
     chain = known("llama")
-    index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[kind]
+    index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[layer_type]
     with fake_world(tp) as mesh:
         model = build_meta_model(chain)
         strategy = parse_strategy("single" if mesh.size() == 1 else f"tp{mesh.size()}" + "+sp" * sp)
-        where = LayerSetting(
+        where = TracedLayer(
             chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, strategy=strategy, model=model
         )
         derived = observe(where, (SAMPLES,))[0].recomputed[Remat.FULL]
         with fake_layer(where) as under_test:
-            side = side_inputs(where, under_test)
+            side = shared_inputs(where, under_test)
             plain = run_layer(where, under_test, SAMPLES, side)
             under_test.remat = Remat.FULL
             real = run_layer(where, under_test, SAMPLES, side)
@@ -131,7 +131,7 @@ def test_under_selective_a_real_block_computes_the_same_gradients() -> None:
     torch.manual_seed(0)
     chain = known("llama")
     model = build_model(chain, seed=0)
-    side = side_inputs_of([build_layer(model, chain, 1, Remat.NONE)], model, chain, torch.device("cpu"))
+    side = shared_inputs_of([build_layer(model, chain, 1, Remat.NONE)], model, chain, torch.device("cpu"))
     context = LayerContext(side=side(SEQ_LEN, torch.float32, torch.device("cpu")), config=model.config)
     found = []
     inputs = torch.randn(2, SEQ_LEN, HIDDEN)

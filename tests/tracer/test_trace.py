@@ -12,26 +12,28 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from steelyard.errors import InvalidModelError, InvalidProfileError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, build_model, layer_modules
-from steelyard.modules.layers import BlockLayer, LayerContext, build_layer, side_inputs_of
+from steelyard.modules.layers import BlockLayer, LayerContext, build_layer, shared_inputs_of
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.profiles.profile import LayerProfile
 from steelyard.tracer.counting import OpCounter
-from steelyard.tracer.layer import LayerSetting, fake_world, observe
+from steelyard.tracer.layer import TracedLayer, fake_world, observe
 from steelyard.tracer.trace import trace
 from tests.shapes import tp_shape
 from tests.tracer.examples import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SEQ_LEN, VOCAB, llama
 from tests.tracer.traces import FAMILIES, known, traced
 
 families = pytest.mark.parametrize("family", FAMILIES)
-KINDS = ("embedding", "block", "head")
-kinds = pytest.mark.parametrize("kind", KINDS)
+LAYER_TYPES = ("embedding", "block", "head")
+layer_types = pytest.mark.parametrize("layer_type", LAYER_TYPES)
 degrees = pytest.mark.parametrize("tp", [2, 4])
 sequence_parallel = pytest.mark.parametrize("sp", [False, True])
 
 
-def layer(family: str, kind: str, tp: int = 1, *, sp: bool = False, precision: Precision = "bf16") -> LayerProfile:
-    found = traced(family, precision).layer(kind, tp_shape(tp, sp))
+def layer(
+    family: str, layer_type: str, tp: int = 1, *, sp: bool = False, precision: Precision = "bf16"
+) -> LayerProfile:
+    found = traced(family, precision).layer(layer_type, tp_shape(tp, sp))
     assert found is not None
     return found
 
@@ -41,7 +43,7 @@ def real_params(family: str) -> dict[str, int]:
     chain = known(family)
     model = build_model(chain, seed=0)
     return {
-        chain.kind_of(index).name: sum(
+        chain.type_of(index).name: sum(
             parameter.numel()
             for module in layer_modules(model, chain, index).values()
             for parameter in module.parameters()
@@ -63,7 +65,7 @@ def matrix_params(family: str, tp: int = 1) -> int:
 @pytest.mark.slow
 @families
 def test_parameters_are_those_of_the_real_module(family: str) -> None:
-    assert {kind: layer(family, kind).num_params for kind in KINDS} == real_params(family)
+    assert {dimension: layer(family, dimension).num_params for dimension in LAYER_TYPES} == real_params(family)
 
 
 @families
@@ -102,8 +104,8 @@ def test_the_embedding_multiplies_no_matrices() -> None:
 @degrees
 @sequence_parallel
 def test_tp_divides_flop_exactly(family: str, tp: int, sp: bool) -> None:
-    for kind in ("block", "head"):
-        whole, part = layer(family, kind), layer(family, kind, tp, sp=sp)
+    for layer_type in ("block", "head"):
+        whole, part = layer(family, layer_type), layer(family, layer_type, tp, sp=sp)
         for direction in ("forward", "backward"):
             for work in ("matmul_flop", "attention_flop"):
                 expected = getattr(getattr(whole, direction), work).at(2) / tp
@@ -111,29 +113,29 @@ def test_tp_divides_flop_exactly(family: str, tp: int, sp: bool) -> None:
 
 
 @degrees
-@kinds
-def test_tp_divides_the_matrices_and_keeps_the_norms_whole(tp: int, kind: str) -> None:
-    norms = {"embedding": 0, "block": 2 * HIDDEN, "head": HIDDEN}[kind]
-    whole = layer("llama", kind).num_params
-    assert layer("llama", kind, tp).num_params == (whole - norms) // tp + norms
+@layer_types
+def test_tp_divides_the_matrices_and_keeps_the_norms_whole(tp: int, layer_type: str) -> None:
+    norms = {"embedding": 0, "block": 2 * HIDDEN, "head": HIDDEN}[layer_type]
+    whole = layer("llama", layer_type).num_params
+    assert layer("llama", layer_type, tp).num_params == (whole - norms) // tp + norms
 
 
 @pytest.mark.slow
 @families
-@kinds
+@layer_types
 @sequence_parallel
-def test_a_trace_is_affine_in_the_samples(family: str, kind: str, sp: bool) -> None:
+def test_a_trace_is_affine_in_the_samples(family: str, layer_type: str, sp: bool) -> None:
     """The line through 2 and 8 samples meets a third size: exactly, or from above where it is of a maximum."""
     chain = known(family)
-    index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[kind]
+    index = {"embedding": 0, "block": 1, "head": chain.num_layers - 1}[layer_type]
     with fake_world(2) as mesh:
         model = build_meta_model(chain)
         strategy = parse_strategy("single" if mesh.size() == 1 else f"tp{mesh.size()}" + "+sp" * sp)
-        where = LayerSetting(
+        where = TracedLayer(
             chain=chain, layer=index, seq_len=SEQ_LEN, precision="bf16", mesh=mesh, strategy=strategy, model=model
         )
         (seen,) = observe(where, (5,))
-    line = layer(family, kind, 2, sp=sp)
+    line = layer(family, layer_type, 2, sp=sp)
     assert line.saved_bytes.at(5) == seen.saved_bytes
     assert line.input_bytes.at(5) == seen.input_bytes
     for direction in ("forward", "backward"):
@@ -180,9 +182,9 @@ def test_with_sp_the_backward_pass_moves_the_hidden_state_as_often_as_the_forwar
     assert calls["reduce_scatter"] == (2, 2 * HIDDEN_BYTES)
 
 
-@kinds
-def test_without_tp_nothing_is_communicated(kind: str) -> None:
-    alone = layer("llama", kind)
+@layer_types
+def test_without_tp_nothing_is_communicated(layer_type: str) -> None:
+    alone = layer("llama", layer_type)
     assert alone.forward_collectives == alone.backward_collectives == ()
 
 
@@ -316,7 +318,7 @@ def _real_block(chain: ModelChain, precision: Precision) -> tuple[BlockLayer, La
     model = build_model(chain, seed=0)
     block = build_layer(model, chain, 1, Remat.NONE).to(dtype)
     assert isinstance(block, BlockLayer)
-    side = side_inputs_of([block], model, chain, torch.device("cpu"))
+    side = shared_inputs_of([block], model, chain, torch.device("cpu"))
     context = LayerContext(side=side(SEQ_LEN, dtype, torch.device("cpu")), config=model.config)
     return block, context, torch.randn((2, SEQ_LEN, HIDDEN), dtype=dtype, requires_grad=True)
 

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json
 from steelyard.cli.progress import progress
+from steelyard.cost.job import stage_configs
 from steelyard.cost.predict import predict_memory
-from steelyard.cost.setting import stage_settings
 from steelyard.hardware import Backend
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES
@@ -105,7 +105,7 @@ def _expected(plan: Plan, given: Elsewhere) -> tuple[list[StageBudget], Backend]
         ]
         return budgets, backend
     job = job_of(request_of_plan(plan, **given))
-    stage_jobs = [setting.job for setting in stage_settings(plan, job)]
+    stage_jobs = [config.job for config in stage_configs(plan, job)]
     budgets = [
         StageBudget(predicted=terms, budget_bytes=each.budget_bytes + each.margin_bytes, margin_bytes=each.margin_bytes)
         for terms, each in zip(predict_memory(plan, job), stage_jobs, strict=True)

@@ -12,9 +12,9 @@ from steelyard.installed import require_training
 from steelyard.limits import MOST_STEPS
 from steelyard.model.read import load_model
 from steelyard.output import command, make_folder, write_file
+from steelyard.plan.dimensions import DIMENSIONS
+from steelyard.plan.dimensions.dimension import States
 from steelyard.plan.file import dump_json, write_plan
-from steelyard.plan.kinds import KINDS
-from steelyard.plan.kinds.kind import States
 from steelyard.plan.plan import Plan
 from steelyard.planning.complete import complete
 from steelyard.planning.job import job_of
@@ -71,7 +71,7 @@ def demo(
         num_fallbacks=0,
     )
     job = job_of(request)
-    replicating = next(kind for kind in KINDS.values() if kind.states is States.REPLICATED)
+    replicating = next(dimension for dimension in DIMENSIONS.values() if dimension.states is States.REPLICATED)
     replicated = uniform_plan(job, f"{replicating}{NUM_PROCESSES}")
     console.print(_replication_text(replicated, job.budget_bytes))
     result = complete(request)

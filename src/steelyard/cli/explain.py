@@ -9,7 +9,7 @@ from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.plan.choices import Explanation, SlowNode, WhyNot
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
@@ -48,7 +48,7 @@ def explain(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show why a plan and not another: what binds, what each rival costs, what memory is worth."""
+    """Show why a plan and not another: what binds, what each baseline costs, what memory is worth."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json) as show:
         if plan.is_mixed:
@@ -56,7 +56,9 @@ def explain(
         given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
         found = priced_or_reason(plan, path, **given)
         if isinstance(found, str):
-            explanation = Explanation(binds="", notes=(f"the rivals, and what memory is worth, are left out: {found}",))
+            explanation = Explanation(
+                binds="", notes=(f"the baselines, and what memory is worth, are left out: {found}",)
+            )
         else:
             request, job = found
             explanation = _explained(plan, request, job, why, everything=everything, show=show)

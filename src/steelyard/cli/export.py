@@ -92,7 +92,7 @@ def _fitted(plan: Plan, folder: Path, target: Target, given: Elsewhere) -> Fitte
     That is where it is within them, and was written by hand or found for a way of working that is the target's too.
     """
     if plan.is_mixed:
-        plan.machines()  # raises: what an export is for knows one kind of device and stages of one size
+        plan.machines()  # raises: what an export is for knows one device type and stages of one size
     if not unsupported(plan, target.capabilities) and (plan.prediction is None or target.execution == OURS):
         kept = tuple(plan.asked.one_by_one()) if plan.asked else ()
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None, kept=kept, is_wanted=True)
@@ -230,7 +230,9 @@ def _print_targets(as_json: bool) -> None:
 def _capabilities_content(capabilities: Capabilities) -> dict[str, str]:
     if capabilities.mixes_layers:
         return {"strategies": "one per layer", "remat": "one per layer", "pipeline": "any"}
-    kinds = sorted("+".join(sorted(kind.name for kind in each)) for each in capabilities.kinds if each)
+    dimensions = sorted(
+        "+".join(sorted(dimension.name for dimension in each)) for each in capabilities.dimensions if each
+    )
     remats = [str(remat) for remat in sorted(capabilities.remats)] + [
         "first n blocks"
     ] * capabilities.remats_first_blocks
@@ -239,4 +241,4 @@ def _capabilities_content(capabilities: Capabilities) -> dict[str, str]:
         if capabilities.pipeline == "none"
         else f"{capabilities.pipeline}; " + ", ".join(sorted(capabilities.schedules))
     )
-    return {"strategies": "one of " + ", ".join(kinds), "remat": ", ".join(remats), "pipeline": pipeline}
+    return {"strategies": "one of " + ", ".join(dimensions), "remat": ", ".join(remats), "pipeline": pipeline}

@@ -31,7 +31,7 @@ from steelyard.cli.options import (
 )
 from steelyard.cli.progress import progress
 from steelyard.cli.words import check_precision
-from steelyard.cost.setting import ASSUMED_IMBALANCE
+from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.errors import UserError
 from steelyard.limits import MOST_DEVICES, MOST_PRICE
 from steelyard.output import write_file
@@ -76,7 +76,8 @@ def frontier(
         str | None,
         typer.Option(
             "--price",
-            help="Price of a device-hour, to show the cost of tokens; or by kind, as in h100-80gb=2.5,a100-40gb=1.1, "
+            help="Price of a device-hour, to show the cost of tokens; or by device type, as in h100-80gb=2.5,"
+            "a100-40gb=1.1, "
             "to compare what parts of the cluster take and cost.",
         ),
     ] = None,
@@ -84,7 +85,8 @@ def frontier(
     time_limit: TimeLimit = TIME_LIMIT_S,
     as_json: AsJson = False,
 ) -> None:
-    """Show every time/memory trade-off, and what more or fewer devices would do; or what to rent (--price by kind)."""
+    """Show every time/memory trade-off, and what more or fewer devices would do; or what to rent (--price by device
+    type)."""
     if output is not None:
         check_page(output)
     counts = None if devices is None else parse_counts(devices)
@@ -134,7 +136,7 @@ def _offers(request: PlanRequest, prices: Mapping[str, float] | float | None, sh
         raise UserError(
             field="--price",
             found=f"{prices:g} for all devices of {request.cluster.name}",
-            expected="a price for each kind of device, where several pools are compared",
+            expected="a price for each device type, where several pools are compared",
             hint="write for example --price h100-80gb=2.5,a100-40gb=1.1",
         )
     whole = job_of(request)
@@ -155,7 +157,7 @@ def _check_alone(asked: Mapping[str, bool]) -> None:
     if option is not None:
         raise UserError(
             field=option,
-            found="with prices by kind, or several pools",
+            found="with prices by device type, or several pools",
             expected="parts of the cluster, priced by the catalogue",
             hint=f"leave {option} out",
         )
@@ -170,7 +172,7 @@ def parse_prices(text: str | None) -> dict[str, float] | float | None:
     pairs = [part.partition("=") for part in text.split(",")]
     found = {name.strip(): _parse_price(value) for name, _, value in pairs}
     if len(found) < len(pairs):
-        raise UserError(field="--price", found=repr(text), expected="each kind of device once", hint="drop the others")
+        raise UserError(field="--price", found=repr(text), expected="each device type once", hint="drop the others")
     return found
 
 
@@ -183,7 +185,7 @@ def _parse_price(text: str) -> float:
         raise UserError(
             field="--price",
             found=repr(text),
-            expected=f"a number from 0 to {MOST_PRICE:g}, or such by kind",
+            expected=f"a number from 0 to {MOST_PRICE:g}, or such by device type",
             hint="write for example --price 2.5, or --price h100-80gb=2.5,a100-40gb=1.1",
         )
     return value

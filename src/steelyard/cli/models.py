@@ -62,7 +62,7 @@ def devices(as_json: AsJson = False) -> None:
             [
                 {
                     "name": d.name,
-                    "kind": d.kind,
+                    "kind": d.type,
                     "backend": d.backend,
                     "memory_bytes": d.memory_bytes,
                     "peak_flop_per_s": dict(d.peak_flop_per_s),

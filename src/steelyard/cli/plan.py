@@ -49,7 +49,7 @@ from steelyard.cli.plan_options import (
 )
 from steelyard.cli.progress import progress
 from steelyard.cli.words import check_choice, check_precision, parse_image_size, parse_size
-from steelyard.cost.setting import ASSUMED_IMBALANCE
+from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.output import command
 from steelyard.plan.file import write_plan
@@ -205,7 +205,7 @@ def _print_nothing_fits(result: PlanningResult, as_json: bool) -> None:
         return
     reasons = [
         {"stages": each.pipeline.num_stages, "microbatches": each.pipeline.num_microbatches, "reason": each.reason}
-        for each in result.search.settings
+        for each in result.search.configs
     ]
     print_json(
         {

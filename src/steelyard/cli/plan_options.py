@@ -66,7 +66,7 @@ Schedules = Annotated[
 ]
 ZeroStages = Annotated[str | None, typer.Option("--zero", help="ZeRO stages that fsdp may use, as in 2,3.")]
 WhichSpace = Annotated[
-    str, typer.Option("--space", help="full: all kinds of parallelism; paper: those of Galvatron, never mixed.")
+    str, typer.Option("--space", help="full: all parallelism dimensions; paper: those of Galvatron, never mixed.")
 ]
 Uniform = Annotated[
     bool,

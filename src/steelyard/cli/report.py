@@ -9,8 +9,8 @@ import typer
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
 from steelyard.cli.progress import progress
+from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost, predict
-from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.limits import MOST_SECONDS
 from steelyard.output import write_file
@@ -40,15 +40,17 @@ def report(
         float | None,
         typer.Option(
             "--time-limit",
-            help="Seconds of computing for the frontier and the rivals; default: until all are found; 0: none of them.",
+            help="Seconds of computing for the frontier and the baselines; default: until all are found; "
+            "0: none of them.",
             min=0,
             max=MOST_SECONDS,
         ),
     ] = None,
-    all_settings: Annotated[
+    all_configs: Annotated[
         bool,
         typer.Option(
-            "--all-settings/--own-setting", help="Search them in all pipeline settings, or only in that of the plan."
+            "--all-settings/--own-setting",
+            help="Search them in all pipeline configurations, or only in that of the plan.",
         ),
     ] = True,
     as_json: AsJson = False,
@@ -61,14 +63,14 @@ def report(
         priced = priced_or_reason(plan, path, **given)
         if isinstance(priced, str):
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
-            note = f"The schedule, the frontier and the rivals are left out: {priced}."
+            note = f"The schedule, the frontier and the baselines are left out: {priced}."
             found = ReportContents(
                 plan=plan, plan_file=shlex.quote(path.name), study=nothing, record=record, notes=(note,)
             )
         else:
             request, job = priced
             cost = predict(plan, job)
-            study = _studied(plan, request, job, cost, time_limit_s=time_limit, everywhere=all_settings, progress=show)
+            study = _studied(plan, request, job, cost, time_limit_s=time_limit, everywhere=all_configs, progress=show)
             show("writing the page")
             if plan.prediction is None or any(given.values()):
                 plan = with_cost(plan, job, cost)

@@ -41,11 +41,11 @@ def solve(
     with progress("searching", silent=as_json):
         result = solve_problem(problem, budget, time_limit_s=time_limit)
         frontier = (
-            sampled_frontier(problem.settings, samples=problem.samples, max_searches=points, time_limit_s=time_limit)
+            sampled_frontier(problem.configs, samples=problem.samples, max_searches=points, time_limit_s=time_limit)
             if with_frontier
             else None
         )
-        shown = result.best or result.settings[0]
+        shown = result.best or result.configs[0]
         verdicts = strategy_verdicts(shown.tables) if everything else ()
     if as_json:
         print_json(_as_json(result, frontier, verdicts))
@@ -73,7 +73,7 @@ def _as_json(
             "step_s": each.solution.step_s if each.result.solution else None,
             "reason": each.reason,
         }
-        for each in result.settings
+        for each in result.configs
     ]
     if frontier is not None:
         content["frontier_is_complete"] = frontier.is_complete

@@ -1,4 +1,5 @@
-"""Numbers of one pipeline setting, or arrays with those of several: what both need that arithmetic does not give."""
+"""Numbers of one pipeline configuration, or arrays with those of several: what both need that arithmetic does not
+give."""
 
 from collections.abc import Callable, Hashable
 

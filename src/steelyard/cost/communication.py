@@ -52,11 +52,11 @@ from steelyard.cost.efficiency import IDEAL_LINKS, LinkEfficiency
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Cluster, Link
 from steelyard.hardware.values import UNMEASURED
-from steelyard.profiles.profile import CollectiveKind, Profile
+from steelyard.profiles.profile import Collective, Profile
 
 LOW_LATENCY, LOW_RATE = 0.48, 0.765
 """Of a message in small flagged pieces (LL128) over one in large chunks (Simple)."""
-_PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+_PASSES: dict[Collective, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 
 class Group(NamedTuple):
@@ -79,43 +79,43 @@ class Path:
     tree_latency_s: float = 0.0
 
 
-def collective(
-    kind: CollectiveKind, group: Group, cluster: Cluster, profile: Profile, reached: LinkEfficiency = IDEAL_LINKS
+def collective_time(
+    collective: Collective, group: Group, cluster: Cluster, profile: Profile, reached: LinkEfficiency = IDEAL_LINKS
 ) -> Callable[[float], float]:
     """Seconds of one collective over two ranks or more, by the bytes of its tensor.
 
-    Raises `InvalidProfileError` for a kind that has no cost here (`send_recv_s` prices transfers), and where the
+    Raises `InvalidProfileError` for a collective that has no cost here (`send_recv_s` prices transfers), and where the
     cluster's rates are unknown and the profile did not measure this collective.
     """
-    if kind not in _PASSES:
+    if collective not in _PASSES:
         raise InvalidProfileError(
             field="collectives",
-            found=kind,
+            found=collective,
             expected="one of " + ", ".join(_PASSES),
             hint="this collective has no cost yet",
         )
-    measured = profile.collective(kind, group.size, strided=group.stride > 1)
+    measured = profile.collective(collective, group.size, strided=group.stride > 1)
     if measured is not None:
         return measured.time_s
     if cluster.intra_link.needs_profile:
         raise InvalidProfileError(
             field="collectives",
-            found=f"no {kind} over {group.size} ranks",
+            found=f"no {collective} over {group.size} ranks",
             expected=f"a measurement: the rates of {cluster.name} are not in the catalogue",
             hint="run steelyard profile with as many processes as the plan has",
         )
-    if kind == "all_to_all":
+    if collective == "all_to_all":
         return partial(_exchange_s, group=group, cluster=cluster, reached=reached)
-    path, passes, fraction = _path(group, cluster, reached), _PASSES[kind], (group.size - 1) / group.size
+    path, passes, fraction = _path(group, cluster, reached), _PASSES[collective], (group.size - 1) / group.size
     traffic = passes * fraction
     if not path.num_nodes:
         link = cluster.intra_link.measured
-        s_per_byte = traffic / path.bytes_per_s / (link.all_reduce_gain if kind == "all_reduce" else 1.0)
+        s_per_byte = traffic / path.bytes_per_s / (link.all_reduce_gain if collective == "all_reduce" else 1.0)
         latency_s, climb_s = path.start_s + passes * path.latency_s, link.climb_s
         return partial(_climbing_s, latency_s=latency_s, s_per_byte=s_per_byte, climb_s=climb_s)
     s_per_byte = traffic / path.bytes_per_s
     lines: _Lines = ((passes * path.latency_s, s_per_byte),)
-    if kind == "all_reduce":
+    if collective == "all_reduce":
         lines += ((path.tree_latency_s, s_per_byte / cluster.intra_link.measured.tree_rate),)
     network = cluster.inter_link.measured if cluster.inter_link is not None else UNMEASURED
     if network.has_low_latency:

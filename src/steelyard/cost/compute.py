@@ -6,18 +6,18 @@ $$t = \sigma \Big(\frac{F_m}{e_m P} + c\,\frac{b_m}{W} + \frac{F_a}{e_a P} + \fr
 and the host, which launches kernels and collectives one by one, takes $n\,\ell + n_c\,\ell_c$; the layer takes the
 longer.
 
-| symbol     | name                     | unit   | meaning                                             |
-|------------|--------------------------|--------|-----------------------------------------------------|
-| $F_m, F_a$ | matmul, attention FLOP   | FLOP   | traced, of one rank and one microbatch; of attention  |
-|            |                          |        | those that take as long at a usual shape (`AttentionShape`) |
-| $b_m$      | matmul bytes             | bytes  | traced: operands and results of matmuls and attention |
-| $b$        | memory-bound bytes       | bytes  | traced: read and written outside matmul and attention |
-| $P, W$     | peak, memory bandwidth   | /s     | data sheet of the device                             |
-| $e$        | `Efficiency`             | –      | fraction of the data sheet's rate that is reached    |
-| $c$        | `Efficiency.operands`    | –      | part of the operands' traffic that nothing hides     |
-| $n, \rho, \ell$ | kernels, ramp, launch | –, s  | a kernel starts slowly; the host cannot launch faster |
-| $n_c, \ell_c$ | collectives, launch   | –, s   | of tensor parallelism                                |
-| $g$        | `Efficiency.straggling`  | –      | the slowest rank sets the pace, and there are more of them |
+| symbol          | name                    | unit  | meaning                                                     |
+|-----------------|-------------------------|-------|-------------------------------------------------------------|
+| $F_m, F_a$      | matmul, attention FLOP  | FLOP  | traced, of one rank and one microbatch; of attention        |
+|                 |                         |       | those that take as long at a usual shape (`AttentionShape`) |
+| $b_m$           | matmul bytes            | bytes | traced: operands and results of matmuls and attention       |
+| $b$             | memory-bound bytes      | bytes | traced: read and written outside matmul and attention       |
+| $P, W$          | peak, memory bandwidth  | /s    | data sheet of the device                                    |
+| $e$             | `Efficiency`            | –     | fraction of the data sheet's rate that is reached           |
+| $c$             | `Efficiency.operands`   | –     | part of the operands' traffic that nothing hides            |
+| $n, \rho, \ell$ | kernels, ramp, launch   | –, s  | a kernel starts slowly; the host cannot launch faster       |
+| $n_c, \ell_c$   | collectives, launch     | –, s  | of tensor parallelism                                       |
+| $g$             | `Efficiency.straggling` | –     | the slowest rank sets the pace, and there are more of them  |
 
 A matmul's efficiency so falls with its size by its arithmetic intensity $F_m / b_m$, without a table of shapes: of
 measured kernels that were withheld this form misses by 4 to 8 % in the median, and rounding to whole tiles or waves
@@ -31,7 +31,7 @@ from functools import cache
 from math import log2
 
 from steelyard.cost.amounts import at_each, hashable
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
 from steelyard.units import Amount
 
@@ -45,7 +45,7 @@ ACCUMULATION_BYTES = 10
 class ComputeTime:
     """Seconds of one layer on one rank and one microbatch, or microbatches of several sizes.
 
-    ``includes_shape``: the collectives of kinds that change the layer's shape are in them.
+    ``includes_shape``: the collectives of dimensions that change the layer's shape are in them.
 
     ``…_launch_s`` is what the host takes to launch it all.
     """

@@ -1,4 +1,4 @@
-r"""Folds the tables of a pipeline setting with chunks: all those of a stage are cut and trained alike.
+r"""Folds the tables of a pipeline configuration with chunks: all those of a stage are cut and trained alike.
 
 A model of a first layer, $B$ blocks and a last layer becomes a chain of $B/v$ blocks between the same two ends. Block
 $j$ stands for the $v$ blocks $j, j + B/v, \ldots$, one in each chunk, all under one strategy. Cut into $P$ stages, it
@@ -30,7 +30,7 @@ Entry = TypeVar("Entry")
 
 
 def why_not_folded(layers: Sequence[int], *, num_stages: int, num_chunks: int) -> str | None:
-    """Why these layers (their kinds) do not come in chunks that are cut alike; None if they do."""
+    """Why these layers (their types) do not come in chunks that are cut alike; None if they do."""
     blocks = layers[1:-1]
     if num_stages < 2 or num_chunks < 2:
         return "takes two stages and two chunks or more"
@@ -53,10 +53,10 @@ def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float)
     first, last = tables.layers[0], tables.layers[-1]
     blocks = tables.layers[1:-1]
     alone = {first, last} - set(blocks)
-    share = np.ones((len(tables.kinds), 1))
-    copies = np.full((len(tables.kinds), 1), num_chunks)
-    for kind in alone:
-        share[kind], copies[kind] = 1 / num_chunks, 1
+    share = np.ones((len(tables.layer_types), 1))
+    copies = np.full((len(tables.layer_types), 1), num_chunks)
+    for layer_type in alone:
+        share[layer_type], copies[layer_type] = 1 / num_chunks, 1
     time_s = tables.time_s * share
     time_s[first] += round_trip_s * (num_chunks - 1) / num_chunks
     return replace(
@@ -73,10 +73,10 @@ def _of_the_ends(tables: CostTables, pipeline: PipelineConfig, alone: set[int]) 
     """Activation bytes of which as many times as passes are in flight are what microbatches in their own chunk hold."""
     num_bytes = tables.activation_bytes.copy()
     for layer, stage, chunk in ((0, 0, 0), (-1, pipeline.num_stages - 1, pipeline.num_chunks - 1)):
-        kind = tables.layers[layer]
-        if kind in alone:
-            held = pipeline.passes(stage).in_flight(chunk) * tables.activation_bytes[kind]
-            num_bytes[kind] = -(-held // pipeline.in_flight(stage))
+        layer_type = tables.layers[layer]
+        if layer_type in alone:
+            held = pipeline.passes(stage).in_flight(chunk) * tables.activation_bytes[layer_type]
+            num_bytes[layer_type] = -(-held // pipeline.in_flight(stage))
     return num_bytes
 
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from steelyard.cost.execution import Execution
-from steelyard.cost.setting import Job
-from steelyard.model.chain import LayerKind, LayerRole, ModelChain
+from steelyard.cost.job import Job
+from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.routing import Routing
 from steelyard.profiles.part import Affine
 from steelyard.profiles.profile import LayerProfile, Recomputation, Work
@@ -41,28 +41,30 @@ def job_under(job: Job, execution: Execution) -> Job:
     """The job as a framework runs it; a measured profile stays as it was measured."""
     profile = job.profile
     if not profile.identity.is_measured and job.precision == "bf16":
-        kinds = {kind.name: kind for kind in job.chain.kinds}
-        layers = (_under(execution, each, kinds[each.kind], job) for each in profile.layers)
+        layer_types = {layer_type.name: layer_type for layer_type in job.chain.layer_types}
+        layers = (_under(execution, each, layer_types[each.kind], job) for each in profile.layers)
         profile = profile.model_copy(update={"layers": tuple(layers)})
     return replace(job.on(profile=profile), execution=execution)
 
 
-def _under(execution: Execution, layer: LayerProfile, kind: LayerKind, job: Job, *, rows: float = 1.0) -> LayerProfile:
+def _under(
+    execution: Execution, layer: LayerProfile, layer_type: LayerType, job: Job, *, rows: float = 1.0
+) -> LayerProfile:
     """The layer so; ``rows`` of its experts for every pair of a token and an expert."""
-    is_changed = execution.fused_kernels or (execution.keeps_every_second_product and not kind.num_experts)
-    sizes = _Sizes.of(kind, layer, job.chain, tokens=job.seq_len, rows=rows) if is_changed else None
-    is_block = kind.role is LayerRole.BLOCK
+    is_changed = execution.fused_kernels or (execution.keeps_every_second_product and not layer_type.num_experts)
+    sizes = _Sizes.of(layer_type, layer, job.chain, tokens=job.seq_len, rows=rows) if is_changed else None
+    is_block = layer_type.role is LayerRole.BLOCK
     if sizes is not None and execution.fused_kernels:
         layer = _fused(layer, sizes, *(sizes.of_block() if is_block else sizes.of_head()), is_block=is_block)
     if execution.repeats_whole_blocks and is_block:
         whole = {"work": layer.forward, "collectives": layer.forward_collectives}
         layer = _with_recomputation(layer, "full", lambda _: whole)
-    if sizes is not None and execution.keeps_every_second_product and is_block and not kind.num_experts:
+    if sizes is not None and execution.keeps_every_second_product and is_block and not layer_type.num_experts:
         layer = _with_recomputation(layer, "selective", sizes.every_second_product)
     if layer.divided_experts is not None:
         mean = 1 / layer.degrees.get("tp", 1)
         even, twice = (
-            _under(execution, each, kind, job, rows=times * mean)
+            _under(execution, each, layer_type, job, rows=times * mean)
             for times, each in zip((1, 2), layer.divided_experts, strict=True)
         )
         layer = layer.model_copy(update={"divided_experts": (even, twice)})
@@ -84,11 +86,11 @@ class _Sizes:
 
     @classmethod
     def of(
-        cls, kind: LayerKind, layer: LayerProfile, chain: ModelChain, *, tokens: int, rows: float
+        cls, layer_type: LayerType, layer: LayerProfile, chain: ModelChain, *, tokens: int, rows: float
     ) -> "_Sizes | None":
         config = chain.config
         is_of_form = "rms_norm_eps" in config and "intermediate_size" in config and "kv_lora_rank" not in config
-        if not is_of_form or not chain.rotary_size or kind.role is LayerRole.EMBEDDING:
+        if not is_of_form or not chain.rotary_size or layer_type.role is LayerRole.EMBEDDING:
             return None
         tp, heads = layer.degrees.get("tp", 1), config["num_attention_heads"]
         kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim")
@@ -98,7 +100,9 @@ class _Sizes:
             h=config["hidden_size"],
             q=heads * width / tp,
             k=max(1.0, kv_heads / tp) * width,
-            f=rows * _expert_width(kind, layer, chain) if kind.num_experts else config["intermediate_size"] / tp,
+            f=rows * _expert_width(layer_type, layer, chain)
+            if layer_type.num_experts
+            else config["intermediate_size"] / tp,
             vocab=chain.vocab_size / tp,
             tp=tp,
             has_sp="sp" in layer.degrees,
@@ -143,9 +147,9 @@ class _Sizes:
         }
 
 
-def _expert_width(kind: LayerKind, layer: LayerProfile, chain: ModelChain) -> float:
+def _expert_width(layer_type: LayerType, layer: LayerProfile, chain: ModelChain) -> float:
     """The feed-forward width of all experts of a token, of three matrices each."""
-    own = kind.num_experts / layer.degrees.get("tp", 1)
+    own = layer_type.num_experts / layer.degrees.get("tp", 1)
     return Routing.of(chain.config).top_k * layer.expert_params / (own * 3 * chain.hidden_size)
 
 

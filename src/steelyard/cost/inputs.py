@@ -9,8 +9,8 @@
 import math
 from typing import cast, overload
 
-from steelyard.cost.setting import AnySetting, AnyStrategy, Setting, Strategies
-from steelyard.model.chain import LayerKind, LayerRole
+from steelyard.cost.job import AnyConfig, AnyStrategy, JobConfig, Strategies
+from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.strategy import Strategy
 from steelyard.units import Amount
 
@@ -19,40 +19,42 @@ _IMAGE_ENTRY_BYTES = 4
 
 
 @overload
-def sample_bytes(kind: LayerKind, strategy: Strategy, setting: Setting) -> int: ...
+def sample_bytes(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> int: ...
 @overload
-def sample_bytes(kind: LayerKind, strategy: Strategies, setting: AnySetting) -> Amount: ...
-def sample_bytes(kind: LayerKind, strategy: AnyStrategy, setting: AnySetting) -> Amount:
-    """What a rank reads for a layer of this kind in one step: ids, images or labels of all its microbatches.
+def sample_bytes(layer_type: LayerType, strategy: Strategies, config: AnyConfig) -> Amount: ...
+def sample_bytes(layer_type: LayerType, strategy: AnyStrategy, config: AnyConfig) -> Amount:
+    """What a rank reads for a layer of this type in one step: ids, images or labels of all its microbatches.
 
     Token ids come with one more than the sequence has: inputs and labels are the same tensor, one place apart.
     Frameworks with states of their own: not counted.
     """
-    if kind.role is LayerRole.BLOCK or setting.job.execution.keeps_own_buffers:
+    if layer_type.role is LayerRole.BLOCK or config.job.execution.keeps_own_buffers:
         return 0
-    samples = cast(Amount, setting.num_microbatches * (setting.microbatch_samples // strategy.sample_degree))
-    chain = setting.job.chain
+    samples = cast(Amount, config.num_microbatches * (config.microbatch_samples // strategy.sample_degree))
+    chain = config.job.chain
     image, own = chain.image, chain.sample_bytes
     if own is not None:
         return samples * own
-    if chain.features and kind == chain.kind_of(0):
+    if chain.features and layer_type == chain.type_of(0):
         return samples * _IMAGE_ENTRY_BYTES * math.prod(chain.features.shape)
     if image is None:
-        return samples * _TOKEN_BYTES * (setting.job.seq_len + 1)
-    return samples * (_IMAGE_ENTRY_BYTES * math.prod(image) if kind.role is LayerRole.EMBEDDING else _TOKEN_BYTES)
+        return samples * _TOKEN_BYTES * (config.job.seq_len + 1)
+    return samples * (_IMAGE_ENTRY_BYTES * math.prod(image) if layer_type.role is LayerRole.EMBEDDING else _TOKEN_BYTES)
 
 
-def side_bytes(kinds: set[LayerKind], setting: Setting) -> int:
-    """What one forward pass through layers of these kinds makes for all of them: positions, rotary, masks.
+def side_bytes(layer_types: set[LayerType], config: JobConfig) -> int:
+    """What one forward pass through layers of these types makes for all of them: positions, rotary, masks.
 
-    A fused kernel takes a mask of one byte an entry, and only where a window slides; step by step every kind of
+    A fused kernel takes a mask of one byte an entry, and only where a window slides; step by step every layer type of
     attention takes one that is added to the scores.
     """
-    job, chain = setting.job, setting.job.chain
+    job, chain = config.job, config.job.chain
     if chain.sample_bytes is not None:
         whole, of_sample = chain.side_bytes
-        return whole + setting.microbatch_samples * (chain.sample_bytes + of_sample)
-    attention = {kind.attention for kind in kinds if kind.role is LayerRole.BLOCK and chain.rotary_size}
+        return whole + config.microbatch_samples * (chain.sample_bytes + of_sample)
+    attention = {
+        layer_type.attention for layer_type in layer_types if layer_type.role is LayerRole.BLOCK and chain.rotary_size
+    }
     num_rotary = len(attention) if chain.family.rotary_by_attention else bool(attention)
     rotary = 2 * num_rotary * chain.rotary_size * job.compute_bytes
     window = int(chain.config.get("sliding_window") or 0)

@@ -28,6 +28,7 @@ from steelyard.cost.amounts import at_each, is_positive
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
 from steelyard.cost.execution import Execution
+from steelyard.cost.job import MASTER_BYTES, AnyConfig, Job, JobConfig
 from steelyard.cost.layer_load import (
     layer_load,
     layer_profile,
@@ -36,14 +37,13 @@ from steelyard.cost.layer_load import (
     rank_samples,
     traffic_group,
 )
-from steelyard.cost.setting import MASTER_BYTES, AnySetting, Job, Setting
-from steelyard.model.chain import LayerKind, LayerRole
-from steelyard.plan.kinds import Kind
-from steelyard.plan.kinds.data import shard_levels
-from steelyard.plan.kinds.kind import Divides, Levels, Load, Phase, States, Traffic
+from steelyard.model.chain import LayerRole, LayerType
+from steelyard.plan.dimensions import Dimension
+from steelyard.plan.dimensions.data import shard_levels
+from steelyard.plan.dimensions.dimension import Divides, Levels, Load, Phase, States, Traffic
 from steelyard.plan.shared import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile, Work
+from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Work
 from steelyard.units import Amount
 
 
@@ -62,12 +62,12 @@ class LayerCost:
         return sum(self.forward_s.values()) + sum(self.backward_s.values())
 
 
-def layer_cost(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerCost:
-    """The cost of a layer of this kind under a legal strategy; raises as `layer_seconds`."""
-    seconds = layer_seconds(kind, strategy, setting, {})
+def layer_cost(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerCost:
+    """The cost of a layer of this type under a legal strategy; raises as `layer_seconds`."""
+    seconds = layer_seconds(layer_type, strategy, config, {})
     once = _in_numbers(seconds.once)
-    if setting.job.chain.sums_tied and kind.role is not LayerRole.BLOCK:
-        once["tied"] = setting.job.time_factor * tied_s(kind, strategy, setting)
+    if config.job.chain.sums_tied and layer_type.role is not LayerRole.BLOCK:
+        once["tied"] = config.job.time_factor * tied_s(layer_type, strategy, config)
     return LayerCost(forward_s=_in_numbers(seconds.forward), backward_s=_in_numbers(seconds.backward), once_s=once)
 
 
@@ -88,26 +88,29 @@ class LayerSeconds(NamedTuple):
         return sum(self.forward.values()) + sum(self.backward.values())
 
 
-def layer_seconds(kind: LayerKind, strategy: Strategy, setting: AnySetting, known: "KnownPasses") -> LayerSeconds:
-    """What a layer of this kind takes under a strategy that is legal in the setting, or in all settings.
+def layer_seconds(layer_type: LayerType, strategy: Strategy, config: AnyConfig, known: "KnownPasses") -> LayerSeconds:
+    """What a layer of this type takes under a strategy that is legal in the configuration, or in all configurations.
 
-    ``known`` saves work between strategies of one kind and setting that differ in remat alone. Raises
+    ``known`` saves work between strategies of one type and configuration that differ in remat alone. Raises
     `InvalidProfileError` where the profile lacks the layer at this tensor-parallel degree.
     """
-    layer, busiest = layer_profile(kind, strategy, setting, imbalance=1.0), layer_profile(kind, strategy, setting)
-    samples = rank_samples(strategy, setting)
+    layer, busiest = (
+        layer_profile(layer_type, strategy, config, imbalance=1.0),
+        layer_profile(layer_type, strategy, config),
+    )
+    samples = rank_samples(strategy, config)
     key = strategy.levels, strategy.variants
     plain = known.get(key)
-    passes = plain or _passes(layer, busiest, strategy, setting, samples)
+    passes = plain or _passes(layer, busiest, strategy, config, samples)
     forward, backward, sent = passes.forward, passes.backward.copy(), passes.sent
     if strategy.remat is Remat.NONE:
         known[key] = passes
     else:
-        sent = _Sent(layer, strategy, setting, beyond=sent) if plain else sent
-        backward["remat"] = _recomputation_s(layer, busiest, sent, setting, samples)
-    _add_shards(backward, "backward", sent, setting)
-    once = _once_time(layer, sent, setting, forward, backward)
-    return LayerSeconds(*(_scaled(terms, setting.job.time_factor) for terms in (forward, backward, once)))
+        sent = _Sent(layer, strategy, config, beyond=sent) if plain else sent
+        backward["remat"] = _recomputation_s(layer, busiest, sent, config, samples)
+    _add_shards(backward, "backward", sent, config)
+    once = _once_time(layer, sent, config, forward, backward)
+    return LayerSeconds(*(_scaled(terms, config.job.time_factor) for terms in (forward, backward, once)))
 
 
 def _scaled(terms: Terms, factor: float) -> Terms:
@@ -115,7 +118,7 @@ def _scaled(terms: Terms, factor: float) -> Terms:
 
 
 def _in_numbers(terms: Terms) -> dict[str, float]:
-    """Of one setting."""
+    """Of one configuration."""
     return {name: float(seconds) for name, seconds in terms.items()}
 
 
@@ -136,39 +139,39 @@ class Passes(NamedTuple):
 
 
 KnownPasses = dict[tuple[Levels, tuple[tuple[str, object], ...]], Passes]
-"""Of a kind of layer in a setting, by levels and variants of strategies without remat."""
+"""Of a layer type in a configuration, by levels and variants of strategies without remat."""
 
 
 def _passes(
-    layer: LayerProfile, busiest: LayerProfile, strategy: Strategy, setting: AnySetting, samples: Amount
+    layer: LayerProfile, busiest: LayerProfile, strategy: Strategy, config: AnyConfig, samples: Amount
 ) -> Passes:
     """``busiest`` is the layer on the rank that computes most, whom the others await."""
-    job = setting.job
+    job = config.job
     compute = compute_time(layer, samples, job)
-    sent = _Sent(layer, strategy, setting)
+    sent = _Sent(layer, strategy, config)
     forward: Terms = {"compute": compute.forward_s}
     backward: Terms = {"compute": compute.backward_s}
-    lost_s = held_up_s(strategy, setting)
-    for kind in strategy.kinds:
-        if sent.is_in_line(kind) and not (compute.includes_shape and kind.shape(strategy)):
-            forward[kind.name] = sent.in_line_s(kind, "forward")
-            backward[kind.name] = sent.in_line_s(kind, "backward")
+    lost_s = held_up_s(strategy, config)
+    for dimension in strategy.dimensions:
+        if sent.is_in_line(dimension) and not (compute.includes_shape and dimension.shape(strategy)):
+            forward[dimension.name] = sent.in_line_s(dimension, "forward")
+            backward[dimension.name] = sent.in_line_s(dimension, "backward")
     if strategy.expert_degree > 1:
         forward["imbalance"], backward["imbalance"] = _imbalance_s(layer, busiest, compute, samples, job)
     _add_host(forward, compute.forward_launch_s + lost_s * num_calls(layer.forward_collectives))
     _add_host(backward, compute.backward_launch_s + lost_s * num_calls(layer.backward_collectives))
-    _add_shards(forward, "forward", sent, setting)
+    _add_shards(forward, "forward", sent, config)
     return Passes(forward, backward, sent)
 
 
-def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", setting: AnySetting) -> None:
+def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", config: AnyConfig) -> None:
     """Adds what gathering and scattering shards takes that the rest of a pass does not hide."""
     strategy = sent.strategy
     for level in strategy.levels:
-        kind = level.kind
-        if kind.states is States.SHARDED:
-            hooks_s = setting.job.profile.sharding_s(strategy.state_shards) / 2
-            terms[kind.name] = hooks_s + _beside(sum(terms.values()), sent.beside_s(kind, phase), setting)
+        layer_type = level.dimension
+        if layer_type.states is States.SHARDED:
+            hooks_s = config.job.profile.sharding_s(strategy.state_shards) / 2
+            terms[layer_type.name] = hooks_s + _beside(sum(terms.values()), sent.beside_s(layer_type, phase), config)
 
 
 def _imbalance_s(
@@ -195,8 +198,8 @@ def _more_flop(most: Work, mean: Work, samples: float) -> float:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _SentByKind:
-    """Seconds of the collectives that one kind asks for in a layer, by phase."""
+class _SentByDimension:
+    """Seconds of the collectives that one dimension asks for in a layer, by phase."""
 
     waits: bool
     """Whether the layer waits for any of them."""
@@ -210,9 +213,9 @@ class _SentByKind:
     once: list[Traffic] = field(default_factory=list)
     """What is sent once a step."""
 
-    def copy(self) -> "_SentByKind":
+    def copy(self) -> "_SentByDimension":
         """The same, to which more is added."""
-        return _SentByKind(
+        return _SentByDimension(
             waits=self.waits,
             in_line_s=self.in_line_s.copy(),
             beside_s=self.beside_s.copy(),
@@ -223,71 +226,73 @@ class _SentByKind:
 
 
 class _Sent:
-    """Seconds of the collectives that the kinds of a strategy ask for in one layer.
+    """Seconds of the collectives that the dimensions of a strategy ask for in one layer.
 
-    ``beyond`` are those of the strategy without remat, which repeats some and changes no other. Kinds that divide
+    ``beyond`` are those of the strategy without remat, which repeats some and changes no other. Dimensions that divide
     samples send states alone, which neither remat nor the number of samples changes: the job remembers theirs.
     """
 
     def __init__(
-        self, layer: LayerProfile, strategy: Strategy, setting: AnySetting, *, beyond: "_Sent | None" = None
+        self, layer: LayerProfile, strategy: Strategy, config: AnyConfig, *, beyond: "_Sent | None" = None
     ) -> None:
-        self.strategy, self._job = strategy, setting.job
-        self._kinds: dict[Kind, _SentByKind] = {}
+        self.strategy, self._job = strategy, config.job
+        self._dimensions: dict[Dimension, _SentByDimension] = {}
         load: Load | None = None
-        for kind in strategy.kinds:
-            known = None if beyond is None else beyond._kinds[kind]
-            if kind.divides is not Divides.SAMPLES:
-                load = load or layer_load(layer, strategy, setting)
-                self._kinds[kind] = _sent_by(kind, layer, strategy, load, setting, known)
+        for dimension in strategy.dimensions:
+            known = None if beyond is None else beyond._dimensions[dimension]
+            if dimension.divides is not Divides.SAMPLES:
+                load = load or layer_load(layer, strategy, config)
+                self._dimensions[dimension] = _sent_by(dimension, layer, strategy, load, config, known)
             else:
-                self._kinds[kind] = known or _states_sent_by(kind, layer, strategy, setting)
+                self._dimensions[dimension] = known or _states_sent_by(dimension, layer, strategy, config)
 
-    def is_in_line(self, kind: Kind) -> bool:
-        """Whether a layer waits for collectives of this kind."""
-        return self._kinds[kind].waits
+    def is_in_line(self, dimension: Dimension) -> bool:
+        """Whether a layer waits for collectives of this dimension."""
+        return self._dimensions[dimension].waits
 
-    def in_line_s(self, kind: Kind, phase: Phase) -> Amount:
+    def in_line_s(self, dimension: Dimension, phase: Phase) -> Amount:
         """Seconds that a layer waits in a phase."""
-        sent = self._kinds[kind]
+        sent = self._dimensions[dimension]
         seconds = sent.in_line_s.get(phase, 0.0)
-        if kind.divides is not Divides.TENSORS:
+        if dimension.divides is not Divides.TENSORS:
             return seconds
         exposed, jitter_s = 1 - self._job.execution.hidden_collectives, self._job.efficiency.jitter_s
-        return exposed * seconds + sent.num_calls.get(phase, 0) * jitter_s * (self.strategy.degree(kind) - 1) ** 2
+        return exposed * seconds + sent.num_calls.get(phase, 0) * jitter_s * (self.strategy.degree(dimension) - 1) ** 2
 
-    def beside_s(self, kind: Kind, phase: Phase) -> Amount:
+    def beside_s(self, dimension: Dimension, phase: Phase) -> Amount:
         """Seconds of what can run beside compute in a phase, by itself."""
-        return self._kinds[kind].beside_s.get(phase, 0.0)
+        return self._dimensions[dimension].beside_s.get(phase, 0.0)
 
-    def last_s(self, kind: Kind) -> Amount:
+    def last_s(self, dimension: Dimension) -> Amount:
         """Seconds of what runs beside the last backward pass of a step and no other, by itself."""
-        return self._kinds[kind].last_s
+        return self._dimensions[dimension].last_s
 
-    def once(self, kind: Kind) -> Sequence[Traffic]:
+    def once(self, dimension: Dimension) -> Sequence[Traffic]:
         """What is sent once a step."""
-        return self._kinds[kind].once
+        return self._dimensions[dimension].once
 
 
-def _states_sent_by(kind: Kind, layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> _SentByKind:
-    def made() -> _SentByKind:
-        return _sent_by(kind, layer, strategy, layer_load(layer, strategy, setting), setting, None)
+def _states_sent_by(
+    dimension: Dimension, layer: LayerProfile, strategy: Strategy, config: AnyConfig
+) -> _SentByDimension:
+    def made() -> _SentByDimension:
+        return _sent_by(dimension, layer, strategy, layer_load(layer, strategy, config), config, None)
 
-    return setting.job.once(layer, (kind, strategy, setting.devices_per_stage), made)
+    return config.job.once(layer, (dimension, strategy, config.devices_per_stage), made)
 
 
 def _sent_by(
-    kind: Kind,
+    dimension: Dimension,
     layer: LayerProfile,
     strategy: Strategy,
     load: Load,
-    setting: AnySetting,
-    beyond: _SentByKind | None,
-) -> _SentByKind:
-    job = setting.job
-    waits_for_last = kind.states is States.SHARDED and job.execution.keeps_whole_gradients(strategy)
-    found = beyond.copy() if beyond else _SentByKind(waits=bool(kind.shape(strategy)))
-    for each in kind.traffic(load):
+    config: AnyConfig,
+    beyond: _SentByDimension | None,
+) -> _SentByDimension:
+    job = config.job
+    waits_for_last = dimension.states is States.SHARDED and job.execution.keeps_whole_gradients(strategy)
+    found = beyond.copy() if beyond else _SentByDimension(waits=bool(dimension.shape(strategy)))
+    for each in dimension.traffic(load):
         if beyond is not None and each.phase != "recomputation":
             continue
         if each.phase == "backward" and not layer.has_backward:
@@ -296,7 +301,7 @@ def _sent_by(
         if each.phase == "step":
             found.once.append(each)
             continue
-        group = traffic_group(each.over, kind, strategy, setting.devices_per_stage)
+        group = traffic_group(each.over, dimension, strategy, config.devices_per_stage)
         call_s = job.collective_s(each.collective, each.tensor_bytes / each.num_calls, group)
         seconds = each.num_calls * call_s + each.num_waits * wait_s(job)
         if waits_for_last and each.collective == "reduce_scatter":
@@ -310,31 +315,31 @@ def _sent_by(
 
 
 def _recomputation_s(
-    layer: LayerProfile, busiest: LayerProfile, sent: _Sent, setting: AnySetting, samples: Amount
+    layer: LayerProfile, busiest: LayerProfile, sent: _Sent, config: AnyConfig, samples: Amount
 ) -> Amount:
     """Seconds that the remat choice adds to a microbatch: measured, or of the work and collectives repeated.
 
     On the rank that computes most, as in `_imbalance_s`.
     """
-    job, strategy = setting.job, sent.strategy
+    job, strategy = config.job, sent.strategy
     again = busiest.recomputation(strategy.remat)
     measured = at_each(samples, partial(layer.recomputation_s, strategy.remat)) if layer.times else None
     if measured is not None and strategy.expert_degree > 1:
         more = at_each(samples, partial(_more_flop, again.work, layer.recomputation(strategy.remat).work))
         measured = (1 + more) * measured
     terms: Terms = {"compute": work_s(again.work, samples, job) if measured is None else measured}
-    for kind in strategy.kinds:
-        if sent.is_in_line(kind) and not (measured is not None and kind.shape(strategy)):
-            terms[kind.name] = sent.in_line_s(kind, "recomputation")
+    for dimension in strategy.dimensions:
+        if sent.is_in_line(dimension) and not (measured is not None and dimension.shape(strategy)):
+            terms[dimension.name] = sent.in_line_s(dimension, "recomputation")
     if measured is None:
         _add_host(terms, launch_s(again.work, again.collectives, job))
     return sum(terms.values())
 
 
-def held_up_s(strategy: Strategy, setting: AnySetting) -> float:
+def held_up_s(strategy: Strategy, config: AnyConfig) -> float:
     """What the host loses per tensor-parallel collective where it also serves a pipeline between nodes."""
-    between_nodes = setting.is_piped and setting.job.cluster.num_nodes > 1
-    return setting.job.execution.pipelined_collective_s * strategy.tensor_degree if between_nodes else 0.0
+    between_nodes = config.is_piped and config.job.cluster.num_nodes > 1
+    return config.job.execution.pipelined_collective_s * strategy.tensor_degree if between_nodes else 0.0
 
 
 def num_calls(collectives: tuple[CollectiveCount, ...]) -> int:
@@ -352,7 +357,7 @@ def _add_host(terms: Terms, launch_s: float) -> None:
 def _once_time(
     layer: LayerProfile,
     sent: _Sent,
-    setting: AnySetting,
+    config: AnyConfig,
     forward: Terms,
     backward: Terms,
 ) -> Terms:
@@ -360,14 +365,14 @@ def _once_time(
 
     Where a framework shards the optimizer (ZeRO-1) the gradients are scattered and the new parameters gathered.
     """
-    job, execution, strategy = setting.job, setting.job.execution, sent.strategy
+    job, execution, strategy = config.job, config.job.execution, sent.strategy
     terms: Terms = {"optimizer": optimizer_s(_stepped(layer.trained, strategy, execution), job)}
     forward_s, backward_s = sum(forward.values()), sum(backward.values())
-    for kind in strategy.kinds:
+    for dimension in strategy.dimensions:
         reduce_s: Amount = 0.0
         gather_s: Amount = 0.0
-        for each in sent.once(kind):
-            group = traffic_group(each.over, kind, strategy, setting.devices_per_stage)
+        for each in sent.once(dimension):
+            group = traffic_group(each.over, dimension, strategy, config.devices_per_stage)
             shards = execution.optimizer_shards(group.size) if group.size > 1 else 1
             if shards == 1:
                 reduce_s += each.num_calls * job.collective_s(
@@ -375,19 +380,19 @@ def _once_time(
                 )
             else:
                 owners = group._replace(size=min(shards, group.size))
-                reduction: CollectiveKind = "reduce_scatter" if owners.size == group.size else "all_reduce"
+                reduction: Collective = "reduce_scatter" if owners.size == group.size else "all_reduce"
                 pieces = execution.shard_pieces
                 new_bytes = each.tensor_bytes * job.compute_bytes / execution.reduce_bytes
                 gather_s += pieces * job.collective_s("all_gather", new_bytes / pieces, owners)
                 reduce_s += pieces * job.collective_s(reduction, each.tensor_bytes / pieces, group)
-        if sent.once(kind):
-            terms[kind.name] = _beside(backward_s, reduce_s, setting)
+        if sent.once(dimension):
+            terms[dimension.name] = _beside(backward_s, reduce_s, config)
             if is_positive(gather_s):
-                terms[kind.name] += _beside(forward_s, gather_s, setting)
-        if sent.last_s(kind):
-            gather_s, others_s = sent.beside_s(kind, "backward"), backward_s - backward.get(kind.name, 0.0)
-            hidden_s = _beside(others_s, gather_s, setting)
-            terms[kind.name] = _beside(others_s, gather_s + sent.last_s(kind), setting) - hidden_s
+                terms[dimension.name] += _beside(forward_s, gather_s, config)
+        if sent.last_s(dimension):
+            gather_s, others_s = sent.beside_s(dimension, "backward"), backward_s - backward.get(dimension.name, 0.0)
+            hidden_s = _beside(others_s, gather_s, config)
+            terms[dimension.name] = _beside(others_s, gather_s + sent.last_s(dimension), config) - hidden_s
     return terms
 
 
@@ -401,33 +406,33 @@ def _stepped(layer: LayerProfile, strategy: Strategy, execution: Execution) -> f
     return dense / execution.optimizer_shards(replicas) + experts / execution.optimizer_shards(of_experts)
 
 
-def tied_s(kind: LayerKind, strategy: Strategy, setting: Setting, *, alike: bool = False) -> float:
+def tied_s(layer_type: LayerType, strategy: Strategy, config: JobConfig, *, alike: bool = False) -> float:
     """Seconds, once a step, to gather the gradient of a tied matrix and to exchange it between two stages, in slices.
 
     ``alike`` where all copies are divided alike: then, and in frameworks with buffers of their own, each rank exchanges
     its part and gathers nothing.
     """
-    job = setting.job
-    if not job.chain.sums_tied or kind.role is LayerRole.BLOCK:
+    job = config.job
+    if not job.chain.sums_tied or layer_type.role is LayerRole.BLOCK:
         return 0.0
     matrix_bytes = MASTER_BYTES * job.chain.vocab_size * job.chain.hidden_size
-    distance = (setting.pipeline.num_stages - 1) * setting.devices_per_stage
+    distance = (config.pipeline.num_stages - 1) * config.devices_per_stage
     pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
     if alike or job.execution.keeps_own_buffers:
         shards = job.execution.states.tied_shards(strategy)
-        return job.collective_s("all_reduce", matrix_bytes / shards, pair) if setting.pipeline.num_stages > 1 else 0.0
-    dividing = tuple(level for level in strategy.levels if level.kind.divides is Divides.TENSORS)
+        return job.collective_s("all_reduce", matrix_bytes / shards, pair) if config.pipeline.num_stages > 1 else 0.0
+    dividing = tuple(level for level in strategy.levels if level.dimension.divides is Divides.TENSORS)
     taking = dividing, shard_levels(strategy.levels)
-    tensor, data = (levels_group(strategy, each, setting.devices_per_stage) for each in taking)
+    tensor, data = (levels_group(strategy, each, config.devices_per_stage) for each in taking)
     count = SLICES_PER_RANK * strategy.tensor_degree
     seconds = job.collective_s("all_gather", matrix_bytes / tensor.size / count, data)
     seconds += job.collective_s("all_gather", matrix_bytes / count, tensor)
-    if setting.pipeline.num_stages > 1:
+    if config.pipeline.num_stages > 1:
         seconds += job.collective_s("all_reduce", matrix_bytes / count, pair)
     return count * seconds
 
 
-def _beside(compute_s: Amount, communication_s: Amount, setting: AnySetting) -> Amount:
-    if not setting.job.overlaps:
+def _beside(compute_s: Amount, communication_s: Amount, config: AnyConfig) -> Amount:
+    if not config.job.overlaps:
         return communication_s
-    return exposed_s(compute_s, communication_s, setting.job.profile.overlap_slowdown)
+    return exposed_s(compute_s, communication_s, config.job.profile.overlap_slowdown)

@@ -10,20 +10,20 @@ from numpy.typing import NDArray
 
 from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.communication import Group, num_places
-from steelyard.cost.setting import AnySetting, AnyStrategy, Setting, Settings
+from steelyard.cost.job import AnyConfig, AnyStrategy, JobConfig, JobConfigs
 from steelyard.errors import InvalidProfileError
-from steelyard.model.chain import LayerKind
+from steelyard.model.chain import LayerType
 from steelyard.model.routing import Routing
-from steelyard.plan.kinds import Kind
-from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.kinds.kind import Batch, Levels, Load, Over, Phase
+from steelyard.plan.dimensions import Dimension
+from steelyard.plan.dimensions.data import data_levels, degree_of, replica_levels, shard_levels
+from steelyard.plan.dimensions.dimension import Batch, Levels, Load, Over, Phase
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.profiles.profile import CollectiveCount, CollectiveKind, LayerProfile
+from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile
 from steelyard.units import Amount
 
-Calls = dict[Phase, tuple[tuple[CollectiveKind, int, Amount], ...]]
-"""Collectives of a layer: kind, number of calls, bytes of all of them."""
+Calls = dict[Phase, tuple[tuple[Collective, int, Amount], ...]]
+"""Collectives of a layer: collective, number of calls, bytes of all of them."""
 
 
 def levels_group(strategy: Strategy, levels: Levels, span: int) -> Group:
@@ -48,17 +48,17 @@ def group_of_experts(over: Over, strategy: Strategy, span: int) -> Group:
 
 
 def layer_profile(
-    kind: LayerKind, strategy: Strategy, setting: AnySetting, *, imbalance: float | None = None
+    layer_type: LayerType, strategy: Strategy, config: AnyConfig, *, imbalance: float | None = None
 ) -> LayerProfile:
-    """The profile of a layer of this kind in the shape that the strategy gives it; `InvalidProfileError` if none.
+    """The profile of a layer of this type in the shape that the strategy gives it; `InvalidProfileError` if none.
 
     Where ranks divide its experts, of the one that most tokens take, ``imbalance`` times the mean (None: the job's).
     """
-    layer = setting.job.layer(kind.name, strategy.shape, expert_degree=strategy.expert_degree, imbalance=imbalance)
+    layer = config.job.layer(layer_type.name, strategy.shape, expert_degree=strategy.expert_degree, imbalance=imbalance)
     if layer is None:
         degrees = " ".join(f"{name} {degree}" for name, degree in strategy.shape.items()) or "one rank"
         raise InvalidProfileError(
-            field=f"layers.{kind.name}",
+            field=f"layers.{layer_type.name}",
             found=f"no entry for {degrees}",
             expected="an entry for every shape that the strategies give a layer",
             hint="profile or trace the model with these degrees",
@@ -66,52 +66,53 @@ def layer_profile(
     return layer
 
 
-def refusal(kind: LayerKind, strategy: Strategy, setting: Setting) -> str | None:
-    """Why no plan of this setting may run a layer of this kind so: forbidden, or beyond what the profile measured."""
-    return illegal_reason(kind, strategy, setting.batch) or unmeasured_reason(kind, strategy, setting)
+def refusal(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> str | None:
+    """Why no plan of this configuration may run a layer of this type so: forbidden, or beyond what the profile
+    measured."""
+    return illegal_reason(layer_type, strategy, config.batch) or unmeasured_reason(layer_type, strategy, config)
 
 
-def legal_counts(kind: LayerKind, strategies: Sequence[Strategy], settings: Settings) -> NDArray[np.bool_]:
-    """[S, M] in which of these settings nothing refuses a strategy (`refusal`).
+def legal_counts(layer_type: LayerType, strategies: Sequence[Strategy], configs: JobConfigs) -> NDArray[np.bool_]:
+    """[S, M] in which of these configurations nothing refuses a strategy (`refusal`).
 
     The samples of a microbatch must divide, and no other rule asks for them.
     """
     degrees = np.array([strategy.sample_degree for strategy in strategies], dtype=np.int64)
-    legal: NDArray[np.bool_] = settings.microbatch_samples % degrees[:, None] == 0
+    legal: NDArray[np.bool_] = configs.microbatch_samples % degrees[:, None] == 0
     for s, strategy in enumerate(strategies):
-        one_each = Batch(microbatch_samples=strategy.sample_degree, seq_len=settings.job.seq_len)
-        if illegal_reason(kind, strategy, one_each) is not None:
+        one_each = Batch(microbatch_samples=strategy.sample_degree, seq_len=configs.job.seq_len)
+        if illegal_reason(layer_type, strategy, one_each) is not None:
             legal[s] = False
             continue
-        layer = settings.job.layer(kind.name, strategy.shape)
+        layer = configs.job.layer(layer_type.name, strategy.shape)
         if layer is not None and layer.times:
-            legal[s] &= at_each(rank_samples(strategy, settings), layer.reaches) > 0
+            legal[s] &= at_each(rank_samples(strategy, configs), layer.reaches) > 0
     return legal
 
 
-def unmeasured_reason(kind: LayerKind, strategy: Strategy, setting: Setting) -> str | None:
+def unmeasured_reason(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> str | None:
     """Why the measured times of a layer say nothing of it here; None where they do, or where none were measured."""
-    layer = setting.job.layer(kind.name, strategy.shape)
-    if layer is None or not layer.times or layer.reaches(rank_samples(strategy, setting)):
+    layer = config.job.layer(layer_type.name, strategy.shape)
+    if layer is None or not layer.times or layer.reaches(rank_samples(strategy, config)):
         return None
     sizes = [time.samples for time in layer.times]
     return (
-        f"{rank_samples(strategy, setting):g} samples on a rank: the profile measured {', '.join(map(str, sizes))} and "
+        f"{rank_samples(strategy, config):g} samples on a rank: the profile measured {', '.join(map(str, sizes))} and "
         f"holds for {sizes[0] / 2:g} to {2 * sizes[-1]}"
     )
 
 
 @overload
-def rank_samples(strategy: Strategy, setting: Setting) -> float: ...
+def rank_samples(strategy: Strategy, config: JobConfig) -> float: ...
 @overload
-def rank_samples(strategy: AnyStrategy, setting: AnySetting) -> Amount: ...
-def rank_samples(strategy: AnyStrategy, setting: AnySetting) -> Amount:
+def rank_samples(strategy: AnyStrategy, config: AnyConfig) -> Amount: ...
+def rank_samples(strategy: AnyStrategy, config: AnyConfig) -> Amount:
     """Samples of a microbatch on a rank; of samples whose tokens are divided, the part.
 
     A rank with a part of the tokens does that part of a sample's work, of attention too: head-tail order divides it
     equally.
     """
-    return setting.microbatch_samples // strategy.sample_degree / strategy.token_degree
+    return config.microbatch_samples // strategy.sample_degree / strategy.token_degree
 
 
 def held_params(layer: LayerProfile, strategy: Strategy) -> int:
@@ -131,14 +132,14 @@ def sharded_params(layer: LayerProfile, strategy: Strategy) -> int:
     return -(-dense // shards) - (-experts // max(shards, strategy.expert_degree))
 
 
-def layer_load(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> Load:
+def layer_load(layer: LayerProfile, strategy: Strategy, config: AnyConfig) -> Load:
     """What the collectives of a layer carry."""
-    job, samples = setting.job, rank_samples(strategy, setting)
+    job, samples = config.job, rank_samples(strategy, config)
     held, experts = _held_apart(layer, strategy)
     trained, trained_experts = _held_apart(layer.trained, strategy) if layer.frozen_params else (held, experts)
     reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.execution.reduce_bytes
     traced, exchanged, key_value_bytes, attention_bytes = job.once(
-        layer, (strategy.remat, strategy.token_degree, hashable(samples)), lambda: _carried(layer, strategy, setting)
+        layer, (strategy.remat, strategy.token_degree, hashable(samples)), lambda: _carried(layer, strategy, config)
     )
     return Load(
         strategy=strategy,
@@ -148,20 +149,20 @@ def layer_load(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> 
         expert_gradient_bytes=trained_experts * reduced,
         traced=traced,
         exchanged=exchanged,
-        part_sent=_part_sent(strategy, setting),
+        part_sent=_part_sent(strategy, config),
         exchanging=("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ())),
         key_value_bytes=key_value_bytes,
         attention_bytes=attention_bytes,
     )
 
 
-def _part_sent(strategy: Strategy, setting: AnySetting) -> float:
+def _part_sent(strategy: Strategy, config: AnyConfig) -> float:
     """Of the tokens that are exchanged, one for each expert, the part that is sent."""
-    if strategy.expert_degree == 1 or not setting.job.execution.sends_once:
+    if strategy.expert_degree == 1 or not config.job.execution.sends_once:
         return 1.0
-    group = group_of_experts("experts", strategy, setting.devices_per_stage)
-    routing = Routing.of(setting.job.chain.config)
-    return routing.places(num_places(group, setting.job.cluster)) / routing.top_k
+    group = group_of_experts("experts", strategy, config.devices_per_stage)
+    routing = Routing.of(config.job.chain.config)
+    return routing.places(num_places(group, config.job.cluster)) / routing.top_k
 
 
 def _held_apart(layer: LayerProfile, strategy: Strategy) -> tuple[int, int]:
@@ -170,11 +171,11 @@ def _held_apart(layer: LayerProfile, strategy: Strategy) -> tuple[int, int]:
     return held, 0 if strategy.expert_degree == 1 else held - (layer.num_params - layer.expert_params)
 
 
-def _carried(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> tuple[Calls, Calls, Amount, Amount]:
+def _carried(layer: LayerProfile, strategy: Strategy, config: AnyConfig) -> tuple[Calls, Calls, Amount, Amount]:
     """The collectives in the trace of a layer by phase, those that exchange tokens of experts apart; bytes of keys and
     values, and of attention.
     """
-    remat, samples, imbalance = strategy.remat, rank_samples(strategy, setting), setting.job.imbalance
+    remat, samples, imbalance = strategy.remat, rank_samples(strategy, config), config.job.imbalance
     collectives: dict[Phase, tuple[CollectiveCount, ...]] = {
         "forward": layer.forward_collectives,
         "backward": layer.backward_collectives,
@@ -187,17 +188,17 @@ def _carried(layer: LayerProfile, strategy: Strategy, setting: AnySetting) -> tu
         sent = [(each.kind, each.count, each.tensor_bytes.at(samples)) for each in found]
         traced[phase] = tuple(call for call in sent if call[0] != "all_to_all")
         exchanged[phase] = tuple((name, count, imbalance * size) for name, count, size in sent if name == "all_to_all")
-    whole = setting.microbatch_samples // strategy.sample_degree
+    whole = config.microbatch_samples // strategy.sample_degree
     return traced, exchanged, layer.key_value_bytes.at(whole), layer.attention_bytes.at(samples)
 
 
 @lru_cache(maxsize=65536)
-def traffic_group(over: Over, kind: Kind, strategy: Strategy, span: int) -> Group:
-    """The groups of ranks that collectives of a kind go over, in a stage of ``span`` ranks."""
+def traffic_group(over: Over, dimension: Dimension, strategy: Strategy, span: int) -> Group:
+    """The groups of ranks that collectives of a dimension go over, in a stage of ``span`` ranks."""
     if "expert" in over:
         return group_of_experts(over, strategy, span)
     levels = strategy.levels
-    own = tuple(level for level in levels if level.kind is kind)
+    own = tuple(level for level in levels if level.dimension is dimension)
     taking = {"level": own, "shards": shard_levels(levels), "replicas": replica_levels(levels)}[over]
     return levels_group(strategy, taking, span)
 

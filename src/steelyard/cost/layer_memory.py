@@ -9,7 +9,7 @@ context, and a `steelyard.modules.replicated` layer where $f = 1$ (dp, tp alone,
 | gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
 | optimizer    | 8 N / f      | always (two AdamW moments), with counts of steps and buffers that are not trained |
 | gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to backward |
-| activations  | traced, and `Kind.working` | per microbatch in flight; what the remat choice keeps of them |
+| activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | traced, with the parameters and new gradients of the layer | while the layer runs |
 
 Not modelled: the two temporaries of an AdamW step, which are smaller than any working set.
@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.amounts import hashable
+from steelyard.cost.job import MASTER_BYTES, JobConfig
 from steelyard.cost.layer_load import held_params, layer_load, layer_profile, rank_samples, sharded_params
-from steelyard.cost.setting import MASTER_BYTES, Setting
 from steelyard.limits import MOST_BYTES
-from steelyard.model.chain import LayerKind, LayerRole
-from steelyard.plan.kinds.kind import Working, needs_nothing
+from steelyard.model.chain import LayerRole, LayerType
+from steelyard.plan.dimensions.dimension import Working, needs_nothing
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import LayerProfile
 from steelyard.units import Amount
@@ -94,19 +94,21 @@ class LayerStates:
         return self.made_gradients + self.cut_gradients + (self.reduced if is_first else 0)
 
 
-def layer_states(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerStates:
+def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
     """What no number of samples changes of a layer's bytes; one value for all strategies that have the same."""
-    key = kind.name, setting.has_several, strategy.tensor_degree, strategy.state_shards, strategy.variants
-    return setting.job.once(setting.job.profile, key, lambda: _layer_states(kind, strategy, setting))
+    key = layer_type.name, config.has_several, strategy.tensor_degree, strategy.state_shards, strategy.variants
+    return config.job.once(config.job.profile, key, lambda: _layer_states(layer_type, strategy, config))
 
 
-def _layer_states(kind: LayerKind, strategy: Strategy, setting: Setting) -> LayerStates:
-    job, layer = setting.job, layer_profile(kind, strategy, setting)
+def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
+    job, layer = config.job, layer_profile(layer_type, strategy, config)
     params, shards = held_params(layer.trained, strategy), strategy.state_shards
     computed, made = job.compute_bytes * held_params(layer, strategy), job.compute_bytes * params
     trained_shard = MASTER_BYTES * sharded_params(layer.trained, strategy)
-    keeps_whole = setting.has_several and job.execution.keeps_whole_gradients(strategy)
-    made_whole = strategy.tensor_degree if kind.role is LayerRole.EMBEDDING else 1  # DTensor makes a tp embedding's so
+    keeps_whole = config.has_several and job.execution.keeps_whole_gradients(strategy)
+    made_whole = (
+        strategy.tensor_degree if layer_type.role is LayerRole.EMBEDDING else 1
+    )  # DTensor makes a tp embedding's so
     return LayerStates(
         params=params,
         shards=shards,
@@ -118,7 +120,7 @@ def _layer_states(kind: LayerKind, strategy: Strategy, setting: Setting) -> Laye
         made_gradients=made * made_whole,
         cut_gradients=made if made_whole > 1 else 0,
         scratch=MASTER_BYTES * params if shards > 1 and job.cluster.device.backend.copies_what_it_scatters else 0,
-        holds_new=kind.role is not LayerRole.BLOCK,
+        holds_new=layer_type.role is not LayerRole.BLOCK,
         buffers=layer.buffer_bytes,
         has_backward=layer.has_backward,
     )
@@ -133,17 +135,17 @@ def work_lines(layer: LayerProfile, remat: Remat) -> tuple[float, ...]:
     return *(line.constant for line in lines), *(line.per_sample for line in lines)
 
 
-def work_needed(layer: LayerProfile, strategy: Strategy, setting: Setting) -> tuple[Amount, ...]:
-    """What the kinds of a strategy add to these four; the job remembers it."""
-    samples = hashable(rank_samples(strategy, setting))
+def work_needed(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> tuple[Amount, ...]:
+    """What the dimensions of a strategy add to these four; the job remembers it."""
+    samples = hashable(rank_samples(strategy, config))
     key = "needed", samples, strategy.token_degree, strategy.remat, strategy.variants
-    needed = setting.job.once(layer, key, lambda: working_bytes(layer, strategy, setting))
+    needed = config.job.once(layer, key, lambda: working_bytes(layer, strategy, config))
     return needed.saved, 0.0, needed.forward, needed.backward
 
 
 def needs_more(strategy: Strategy) -> bool:
     """Whether that is anything."""
-    return any(kind.working is not needs_nothing for kind in strategy.kinds)
+    return any(dimension.working is not needs_nothing for dimension in strategy.dimensions)
 
 
 def work_bytes(
@@ -160,12 +162,12 @@ def recomputed_inputs(strategy: Strategy) -> int:
     return _RECOMPUTED_INPUTS if strategy.remat is Remat.FULL else 0
 
 
-def working_bytes(layer: LayerProfile, strategy: Strategy, setting: Setting) -> Working:
-    """What the kinds of a strategy add to the saved and the short-lived bytes of the traced layer."""
+def working_bytes(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Working:
+    """What the dimensions of a strategy add to the saved and the short-lived bytes of the traced layer."""
     if not needs_more(strategy):
         return Working()
-    load = layer_load(layer, strategy, setting)
-    found = [kind.working(load) for kind in strategy.kinds]
+    load = layer_load(layer, strategy, config)
+    found = [dimension.working(load) for dimension in strategy.dimensions]
     return Working(
         saved=sum(each.saved for each in found if layer.has_backward),
         forward=sum(each.forward for each in found),

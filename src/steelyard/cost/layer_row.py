@@ -1,4 +1,4 @@
-"""Bytes of a kind of layer under several strategies of a pipeline setting, by `steelyard.cost.layer_memory`."""
+"""Bytes of a layer type under several strategies of a pipeline configuration, by `steelyard.cost.layer_memory`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.inputs import sample_bytes
+from steelyard.cost.job import JobConfig, Strategies
 from steelyard.cost.layer_load import layer_profile, rank_samples
 from steelyard.cost.layer_memory import (
     LayerStates,
@@ -19,8 +20,7 @@ from steelyard.cost.layer_memory import (
     work_lines,
     work_needed,
 )
-from steelyard.cost.setting import Setting, Strategies
-from steelyard.model.chain import LayerKind
+from steelyard.model.chain import LayerType
 from steelyard.plan.strategy import Strategy
 
 IntTable = NDArray[np.int64]
@@ -41,9 +41,9 @@ class RowWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerRow:
-    """A kind of layer under S strategies, one or more, which are legal for it; arrays are [S]."""
+    """A layer type under S strategies, one or more, which are legal for it; arrays are [S]."""
 
-    kind: LayerKind
+    layer_type: LayerType
     chosen: Sequence[Strategy]
     numbers: Strategies
     states: list[LayerStates]
@@ -52,17 +52,17 @@ class LayerRow:
     inputs: IntTable
     """As in `recomputed_inputs`."""
     needy: list[int]
-    """Places of those whose kinds need more than was traced (`needs_more`)."""
+    """Places of those whose dimensions need more than was traced (`needs_more`)."""
 
     @classmethod
-    def of(cls, kind: LayerKind, chosen: Sequence[Strategy], setting: Setting) -> Self:
-        """The same for all settings of a job that have one microbatch, or all that have several."""
-        once, has_several = setting.job.once, setting.has_several
-        cells = [once(kind, (each, has_several), partial(_cell, kind, each, setting)) for each in chosen]
+    def of(cls, layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> Self:
+        """The same for all configurations of a job that have one microbatch, or all that have several."""
+        once, has_several = config.job.once, config.has_several
+        cells = [once(layer_type, (each, has_several), partial(_cell, layer_type, each, config)) for each in chosen]
         numbers = np.array([each.numbers for each in cells]).T
         inputs, needs, *degrees = numbers
         return cls(
-            kind=kind,
+            layer_type=layer_type,
             chosen=chosen,
             numbers=Strategies(*degrees),
             states=[each.states for each in cells],
@@ -71,21 +71,21 @@ class LayerRow:
             needy=np.flatnonzero(needs).tolist(),
         )
 
-    def work(self, setting: Setting) -> RowWork:
-        """In a setting with as many microbatches, one or several."""
-        samples = rank_samples(self.numbers, setting)
+    def work(self, config: JobConfig) -> RowWork:
+        """In a configuration with as many microbatches, one or several."""
+        samples = rank_samples(self.numbers, config)
         needed = np.zeros((4, len(self.chosen)))
         for place in self.needy:
             strategy = self.chosen[place]
-            more = work_needed(layer_profile(self.kind, strategy, setting), strategy, setting)
+            more = work_needed(layer_profile(self.layer_type, strategy, config), strategy, config)
             needed[:, place] = more
         saved, entered, forward, backward = work_bytes(self.lines, samples, needed)
-        read = np.broadcast_to(sample_bytes(self.kind, self.numbers, setting), saved.shape).astype(np.int64)
+        read = np.broadcast_to(sample_bytes(self.layer_type, self.numbers, config), saved.shape).astype(np.int64)
         return RowWork(saved, entered, self.inputs * entered, forward, backward, read)
 
 
 class _Cell(NamedTuple):
-    """What no number of samples changes of a kind under a strategy."""
+    """What no number of samples changes of a layer type under a strategy."""
 
     states: LayerStates
     lines: tuple[float, ...]
@@ -93,9 +93,9 @@ class _Cell(NamedTuple):
     """`recomputed_inputs`, `needs_more`, and what `Strategies` has."""
 
 
-def _cell(kind: LayerKind, strategy: Strategy, setting: Setting) -> _Cell:
-    once, states = setting.job.once, layer_states(kind, strategy, setting)
-    layer = layer_profile(kind, strategy, setting)
+def _cell(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> _Cell:
+    once, states = config.job.once, layer_states(layer_type, strategy, config)
+    layer = layer_profile(layer_type, strategy, config)
     degrees = strategy.sample_degree, strategy.token_degree, strategy.sequence_degree
     lines = once(layer, strategy.remat, partial(work_lines, layer, strategy.remat))
     return _Cell(states, lines, (recomputed_inputs(strategy), needs_more(strategy), *degrees))

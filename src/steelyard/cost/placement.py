@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.build import KnownCosts, border_s, build_tables, usable_bytes
-from steelyard.cost.setting import Job, Setting
+from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.switching import border_table
 from steelyard.cost.tables import CostTables, Pools, Received
 from steelyard.plan.strategy import Strategy
@@ -53,10 +53,10 @@ class Placement:
         alike = zip(self.pools, self.sizes(job), self.stages, strict=True)
         return [(pool, size) for pool, size, count in alike for _ in range(count)]
 
-    def settings(self, job: Job, pipeline: PipelineConfig) -> tuple[Setting, ...]:
-        """The setting of the stages of each pool, which are all alike."""
+    def configs(self, job: Job, pipeline: PipelineConfig) -> tuple[JobConfig, ...]:
+        """The configuration of the stages of each pool, which are all alike."""
         sizes = zip(self.pools, self.sizes(job), strict=True)
-        return tuple(Setting(job=job.by_group[pool], pipeline=pipeline, stage_size=size) for pool, size in sizes)
+        return tuple(JobConfig(job=job.by_group[pool], pipeline=pipeline, stage_size=size) for pool, size in sizes)
 
 
 def pooled_tables(
@@ -67,15 +67,15 @@ def pooled_tables(
     known: Sequence[KnownCosts],
 ) -> CostTables:
     """The tables of a pipeline over these pools; ``strategies`` and ``known`` are those of each in their order."""
-    settings = placement.settings(job, pipeline)
-    parts = tuple(build_tables(*each, pooled=True) for each in zip(settings, strategies, known, strict=True))
-    border = [0.0] + [border_s(*pair) for pair in pairwise(settings)]
+    configs = placement.configs(job, pipeline)
+    parts = tuple(build_tables(*each, pooled=True) for each in zip(configs, strategies, known, strict=True))
+    border = [0.0] + [border_s(*pair) for pair in pairwise(configs)]
     of_stages = tuple(np.repeat(np.arange(len(parts)), placement.stages).tolist())
     starts = [0, *accumulate(placement.stages)]
     transfer_s = [parts[pool].transfer_s for pool in of_stages]
     for start, seconds in zip(starts, border, strict=False):
         transfer_s[start] = seconds
-    blocks = [[_switches(parts, settings, row, column) for column in range(len(parts))] for row in range(len(parts))]
+    blocks = [[_switches(parts, configs, row, column) for column in range(len(parts))] for row in range(len(parts))]
     most_bytes = usable_bytes(job)
     spared = [most_bytes - usable_bytes(job.by_group[pool]) for pool in placement.pools]
     pools = Pools(
@@ -89,15 +89,15 @@ def pooled_tables(
     return _joined(pipeline, parts, pools, np.block(blocks))
 
 
-def _switches(parts: Sequence[CostTables], settings: Sequence[Setting], row: int, column: int) -> NDArray[np.float64]:
+def _switches(parts: Sequence[CostTables], configs: Sequence[JobConfig], row: int, column: int) -> NDArray[np.float64]:
     """[K, S, S'] seconds from the strategies of one pool to those of another; 0 where none follows on the other."""
     before, after = parts[row].strategies, parts[column].strategies
     if row == column:
         return parts[row].switch_s
     if column - row == 1:
-        found = border_table(before, after, settings[row], settings[column])
-        return np.concatenate([found] * (len(parts[row].kinds) // len(found)))
-    return np.zeros((len(parts[row].kinds), len(before), len(after)))
+        found = border_table(before, after, configs[row], configs[column])
+        return np.concatenate([found] * (len(parts[row].layer_types) // len(found)))
+    return np.zeros((len(parts[row].layer_types), len(before), len(after)))
 
 
 def _joined(
@@ -107,7 +107,7 @@ def _joined(
     first = parts[0]
     return CostTables(
         pipeline=pipeline,
-        kinds=first.kinds,
+        layer_types=first.layer_types,
         layers=first.layers,
         strategies=tuple(strategy for part in parts for strategy in part.strategies),
         legal=_beside(parts, "legal"),
@@ -125,7 +125,7 @@ def _joined(
         switch_s=switch_s,
         transfer_s=min(pools.transfer_s[1:], default=0.0),
         overhead_bytes=min(pools.overhead_bytes),
-        last_kinds=first.last_kinds,
+        last_types=first.last_types,
         pools=pools,
     )
 

@@ -11,13 +11,13 @@ from itertools import pairwise
 
 from steelyard.cost.build import border_s, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
+from steelyard.cost.job import Job, JobConfig, stage_configs
 from steelyard.cost.layer import LayerCost, layer_cost, tied_s
 from steelyard.cost.memory import context_bytes, plan_memory
-from steelyard.cost.setting import Job, Setting, stage_settings
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.cost.switching import border_table, switch_table
 from steelyard.errors import InvalidPlanError
-from steelyard.model.chain import LayerKind
+from steelyard.model.chain import LayerType
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import OWN_TERMS, StagePrediction
 from steelyard.plan.shared import num_slices
@@ -40,10 +40,10 @@ class PlanCost:
     """How `mfu` counts attention."""
 
 
-def _stage_speeds(settings: Sequence[Setting]) -> list[tuple[int, tuple[float, ...]]]:
+def _stage_speeds(configs: Sequence[JobConfig]) -> list[tuple[int, tuple[float, ...]]]:
     """The pool of each stage and the speeds of one in it; empty where every stage has devices of its own."""
-    pools = [id(each.job) for each in settings]
-    found = [each.job.profile.stage_speeds(pools.count(pool)) for each, pool in zip(settings, pools, strict=True)]
+    pools = [id(each.job) for each in configs]
+    found = [each.job.profile.stage_speeds(pools.count(pool)) for each, pool in zip(configs, pools, strict=True)]
     return list(zip(pools, found, strict=True)) if any(found) else []
 
 
@@ -52,37 +52,35 @@ def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) 
 
     Stages in ``slowed`` compute so many times as long.
     """
-    settings = _settings(plan, job)
+    configs = _configs(plan, job)
     factors = slowed or {}
     parts = [
         _slowed(part, factors.get(index % plan.num_stages, 1.0))
-        for index, part in enumerate(_part_costs(plan, settings))
+        for index, part in enumerate(_part_costs(plan, configs))
     ]
     timeline = simulate(
         [_stage_times(part) for part in parts],
-        settings[0].pipeline,
+        configs[0].pipeline,
         overlap_sends=job.execution.overlaps_transfers,
-        speeds=_stage_speeds(settings),
+        speeds=_stage_speeds(configs),
     )
-    memories = memory_terms([part.layers for part in plan.parts], plan.strategies, settings)
+    memories = memory_terms([part.layers for part in plan.parts], plan.strategies, configs)
     stages = [
         StagePrediction(
-            time_s=_time_terms(parts[stage :: plan.num_stages], setting, timeline, stage),
+            time_s=_time_terms(parts[stage :: plan.num_stages], config, timeline, stage),
             memory_bytes=memories[stage],
         )
-        for stage, setting in enumerate(settings)
+        for stage, config in enumerate(configs)
     ]
-    step_s = timeline.step_time_s + max(step_overhead_s(each.job) for each in settings)
+    step_s = timeline.step_time_s + max(step_overhead_s(each.job) for each in configs)
     tokens_per_s = plan.global_batch * plan.seq_len / step_s / plan.num_devices
     return PlanCost(
         timeline=timeline,
         step_time_s=step_s,
         stages=tuple(stages),
-        fits=all(
-            stage.total_bytes <= setting.job.budget_bytes for stage, setting in zip(stages, settings, strict=True)
-        ),
+        fits=all(stage.total_bytes <= config.job.budget_bytes for stage, config in zip(stages, configs, strict=True)),
         tokens_per_s_per_device=tokens_per_s,
-        mfu=_mean_utilisation(settings, tokens_per_s),
+        mfu=_mean_utilisation(configs, tokens_per_s),
         mfu_attention=job.chain.attention_words(job.seq_len),
     )
 
@@ -98,9 +96,9 @@ class LayerTimes:
 
 def layer_times(plan: Plan, job: Job) -> tuple[LayerTimes, ...]:
     """What the passes of `predict` are made of: a microbatch in each layer, with the switch from the layer before."""
-    settings = _layer_settings(plan, _settings(plan, job))
-    switches_s, found = _switches_s(plan.strategies, settings), []
-    for layer, cost in enumerate(_layer_costs(plan, settings)):
+    configs = _layer_configs(plan, _configs(plan, job))
+    switches_s, found = _switches_s(plan.strategies, configs), []
+    for layer, cost in enumerate(_layer_costs(plan, configs)):
         switch = {"switch": switches_s[layer] / 2} if switches_s[layer] else {}
         found.append(
             LayerTimes(
@@ -117,40 +115,40 @@ def predict_memory(plan: Plan, job: Job) -> tuple[dict[str, int], ...]:
 
     Raises `InvalidPlanError` if plan and job differ.
     """
-    return memory_terms([part.layers for part in plan.parts], plan.strategies, _settings(plan, job))
+    return memory_terms([part.layers for part in plan.parts], plan.strategies, _configs(plan, job))
 
 
 def memory_terms(
-    parts: Sequence[range], strategies: Sequence[Strategy], settings: Sequence[Setting]
+    parts: Sequence[range], strategies: Sequence[Strategy], configs: Sequence[JobConfig]
 ) -> tuple[dict[str, int], ...]:
     """Bytes on a rank of each stage by term.
 
-    ``parts`` are the layers of each part of the pipeline, ``strategies`` those of all layers, ``settings`` one a stage.
+    ``parts`` are the layers of each part of the pipeline, ``strategies`` those of all layers, ``configs`` one a stage.
     """
     found = []
-    for tensors, setting in zip(plan_memory(parts, strategies, settings), settings, strict=True):
-        terms = tensors | {"context": context_bytes(setting)}
-        terms["allocator slack"] = int(slack_fraction(setting.job) * _slackened_bytes(terms, setting.job))
+    for tensors, config in zip(plan_memory(parts, strategies, configs), configs, strict=True):
+        terms = tensors | {"context": context_bytes(config)}
+        terms["allocator slack"] = int(slack_fraction(config.job) * _slackened_bytes(terms, config.job))
         found.append({name: num_bytes for name, num_bytes in terms.items() if num_bytes})
     return tuple(found)
 
 
-def _settings(plan: Plan, job: Job) -> tuple[Setting, ...]:
+def _configs(plan: Plan, job: Job) -> tuple[JobConfig, ...]:
     _check_same_job(plan, job)
-    return stage_settings(plan, job)
+    return stage_configs(plan, job)
 
 
-def _layer_settings(plan: Plan, settings: Sequence[Setting]) -> list[Setting]:
-    """The setting of each layer: that of its stage."""
-    return [settings[index % plan.num_stages] for index, part in enumerate(plan.parts) for _ in part.layers]
+def _layer_configs(plan: Plan, configs: Sequence[JobConfig]) -> list[JobConfig]:
+    """The configuration of each layer: that of its stage."""
+    return [configs[index % plan.num_stages] for index, part in enumerate(plan.parts) for _ in part.layers]
 
 
-def _mean_utilisation(settings: Sequence[Setting], tokens_per_s_per_device: float) -> float | None:
+def _mean_utilisation(configs: Sequence[JobConfig], tokens_per_s_per_device: float) -> float | None:
     """`model_flop_utilisation` by the mean peak of the devices of all stages."""
-    if all(setting is settings[0] for setting in settings):
-        return model_flop_utilisation(settings[0].job, tokens_per_s_per_device)
-    each = [model_flop_utilisation(setting.job, tokens_per_s_per_device) for setting in settings]
-    sizes = [setting.devices_per_stage for setting in settings]
+    if all(config is configs[0] for config in configs):
+        return model_flop_utilisation(configs[0].job, tokens_per_s_per_device)
+    each = [model_flop_utilisation(config.job, tokens_per_s_per_device) for config in configs]
+    sizes = [config.devices_per_stage for config in configs]
     if None in each:
         return None
     return sum(sizes) / sum(size / share for size, share in zip(sizes, each, strict=True) if share)
@@ -164,7 +162,9 @@ def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | 
     (`ModelChain.attended_share`). Figures that follow Chowdhery et al. 2022 (PaLM), appendix B, count the whole square
     and are higher. With a profile from before the square was counted, attention is what its kernels compute.
     """
-    flop = _flop_per_sample(job, lambda kind, layer: _num_passes(kind, layer) * _model_flop(kind, layer, job))
+    flop = _flop_per_sample(
+        job, lambda layer_type, layer: _num_passes(layer_type, layer) * _model_flop(layer_type, layer, job)
+    )
     return None if flop is None else flop / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
 
 
@@ -172,30 +172,30 @@ def _flop(work: Work) -> float:
     return work.matmul_flop.per_sample + work.attention_flop.per_sample
 
 
-def _num_passes(kind: LayerKind, layer: LayerProfile) -> float:
+def _num_passes(layer_type: LayerType, layer: LayerProfile) -> float:
     """The forward passes that forward and backward of a layer count as: fewer than three where a part is frozen."""
     forward = _flop(layer.forward)
-    return 1 + _flop(layer.backward) / forward if kind.likeness and forward else 3
+    return 1 + _flop(layer.backward) / forward if layer_type.likeness and forward else 3
 
 
-def _model_flop(kind: LayerKind, layer: LayerProfile, job: Job) -> float:
+def _model_flop(layer_type: LayerType, layer: LayerProfile, job: Job) -> float:
     """FLOP of a forward pass for a sample, with attention as the model has it."""
     done = _flop(layer.forward)
     if layer.square_flop is None:
         return done
     square = layer.square_flop.per_sample
     in_attention = layer.forward.attention_flop.per_sample or square
-    return done - in_attention + job.chain.attended_share(kind, job.seq_len) * square
+    return done - in_attention + job.chain.attended_share(layer_type, job.seq_len) * square
 
 
-def _flop_per_sample(job: Job, flop: Callable[[LayerKind, LayerProfile], float]) -> float | None:
+def _flop_per_sample(job: Job, flop: Callable[[LayerType, LayerProfile], float]) -> float | None:
     """FLOP of all layers; None where the device's peak is not known, or a layer's FLOP."""
-    layers = [job.profile.layer(kind.name, {}) for kind in job.chain.kinds]
+    layers = [job.profile.layer(layer_type.name, {}) for layer_type in job.chain.layer_types]
     if job.cluster.device.needs_profile:
         return None
-    counts = [job.chain.layers.count(kind) for kind in range(len(layers))]
-    found = zip(counts, job.chain.kinds, layers, strict=True)
-    known = [count * flop(kind, layer) for count, kind, layer in found if layer is not None]
+    counts = [job.chain.layers.count(layer_type) for layer_type in range(len(layers))]
+    found = zip(counts, job.chain.layer_types, layers, strict=True)
+    known = [count * flop(layer_type, layer) for count, layer_type, layer in found if layer is not None]
     return sum(known) if len(known) == len(layers) else None
 
 
@@ -210,15 +210,15 @@ class _PartCost:
     gives_back: bool
 
 
-def _part_costs(plan: Plan, stage_settings: Sequence[Setting]) -> list[_PartCost]:
-    strategies, settings = plan.strategies, _layer_settings(plan, stage_settings)
-    switches = _switches_s(strategies, settings)
-    costs = _layer_costs(plan, settings)
+def _part_costs(plan: Plan, stage_configs: Sequence[JobConfig]) -> list[_PartCost]:
+    strategies, configs = plan.strategies, _layer_configs(plan, stage_configs)
+    switches = _switches_s(strategies, configs)
+    costs = _layer_costs(plan, configs)
     parts = []
     for index, part in enumerate(plan.parts):
         layers = part.layers
-        gives_back = bool(index) and any(settings[0].job.chain.flow_needs_gradient(part.first_layer - 1))
-        received_s = _received_s(plan, index, layers[0], settings) / (1 if gives_back else 2) if index else 0.0
+        gives_back = bool(index) and any(configs[0].job.chain.flow_needs_gradient(part.first_layer - 1))
+        received_s = _received_s(plan, index, layers[0], configs) / (1 if gives_back else 2) if index else 0.0
         parts.append(
             _PartCost(
                 layers=[costs[layer] for layer in layers],
@@ -245,66 +245,66 @@ def _slowed(part: _PartCost, factor: float) -> _PartCost:
     return replace(part, layers=layers)
 
 
-def _received_s(plan: Plan, index: int, first: int, settings: Sequence[Setting]) -> float:
-    before, setting = settings[first - 1], settings[first]
-    if before is not setting:
-        return border_s(before, setting)
+def _received_s(plan: Plan, index: int, first: int, configs: Sequence[JobConfig]) -> float:
+    before, config = configs[first - 1], configs[first]
+    if before is not config:
+        return border_s(before, config)
     stages_apart = 1 if index % plan.num_stages else plan.num_stages - 1
-    return _copies_sent(plan.strategies[first], setting) * transfer_s(setting, stages_apart)
+    return _copies_sent(plan.strategies[first], config) * transfer_s(config, stages_apart)
 
 
-def _switches_s(strategies: Sequence[Strategy], settings: Sequence[Setting]) -> list[float]:
+def _switches_s(strategies: Sequence[Strategy], configs: Sequence[JobConfig]) -> list[float]:
     """For each layer the seconds of the switch from the one before, there and back."""
     known: dict[tuple[int, int, Strategy, Strategy], float] = {}
     found = [0.0]
-    kinds = settings[0].job.chain.layers[1:]
-    for kind, (before, after), (sending, receiving) in zip(
-        kinds, pairwise(strategies), pairwise(settings), strict=True
+    layer_types = configs[0].job.chain.layers[1:]
+    for layer_type, (before, after), (sending, receiving) in zip(
+        layer_types, pairwise(strategies), pairwise(configs), strict=True
     ):
-        key = id(receiving), kind, before, after
+        key = id(receiving), layer_type, before, after
         if sending is not receiving:
-            found.append(float(border_table((before,), (after,), sending, receiving)[kind, 0, 0]))
+            found.append(float(border_table((before,), (after,), sending, receiving)[layer_type, 0, 0]))
         else:
             if key not in known:
-                known[key] = float(switch_table((before, after), receiving)[kind, 0, 1])
+                known[key] = float(switch_table((before, after), receiving)[layer_type, 0, 1])
             found.append(known[key])
     return found
 
 
-def _copies_sent(strategy: Strategy, setting: Setting) -> int:
+def _copies_sent(strategy: Strategy, config: JobConfig) -> int:
     """How often a stage's ranks hand over the same part of an activation where a framework sends it whole."""
-    return strategy.hidden.copies if setting.job.execution.transfer == "whole" else 1
+    return strategy.hidden.copies if config.job.execution.transfer == "whole" else 1
 
 
-def _layer_costs(plan: Plan, settings: Sequence[Setting]) -> list[LayerCost]:
+def _layer_costs(plan: Plan, configs: Sequence[JobConfig]) -> list[LayerCost]:
     known: dict[tuple[int, Strategy, int], LayerCost] = {}
-    chain = settings[0].job.chain
+    chain = configs[0].job.chain
     costs = []
-    for kind, strategy, setting in zip(chain.layers, plan.strategies, settings, strict=True):
-        key = kind, strategy, id(setting)
+    for layer_type, strategy, config in zip(chain.layers, plan.strategies, configs, strict=True):
+        key = layer_type, strategy, id(config)
         if key not in known:
-            known[key] = _cost_in_plan(chain.kinds[kind], strategy, plan, setting)
+            known[key] = _cost_in_plan(chain.layer_types[layer_type], strategy, plan, config)
         costs.append(known[key])
     return costs
 
 
-def _cost_in_plan(kind: LayerKind, strategy: Strategy, plan: Plan, setting: Setting) -> LayerCost:
+def _cost_in_plan(layer_type: LayerType, strategy: Strategy, plan: Plan, config: JobConfig) -> LayerCost:
     """The cost of a layer; where the plan has all copies of a tied matrix divided alike, they are not gathered."""
-    cost, chain = layer_cost(kind, strategy, setting), setting.job.chain
+    cost, chain = layer_cost(layer_type, strategy, config), config.job.chain
     if "tied" not in cost.once_s or num_slices(chain.shared[0], plan.strategies, chain) is not None:
         return cost
-    seconds = setting.job.time_factor * tied_s(kind, strategy, setting, alike=True)
+    seconds = config.job.time_factor * tied_s(layer_type, strategy, config, alike=True)
     return replace(cost, once_s=cost.once_s | {"tied": seconds})
 
 
-def _time_terms(chunks: list[_PartCost], setting: Setting, timeline: Timeline, stage: int) -> dict[str, float]:
+def _time_terms(chunks: list[_PartCost], config: JobConfig, timeline: Timeline, stage: int) -> dict[str, float]:
     """Seconds of one microbatch on a stage by term, once-a-step terms spread over the microbatches.
 
     All microbatches together are within the step: work takes as long as the timeline says, which is less than with all
     processes at work where they share cores, and handing over is counted only as far as no work hides it.
     """
     added: Counter[str] = Counter()
-    count = setting.pipeline.num_microbatches
+    count = config.pipeline.num_microbatches
     for chunk in chunks:
         for cost in chunk.layers:
             for part in (cost.forward_s, cost.backward_s):
@@ -312,7 +312,7 @@ def _time_terms(chunks: list[_PartCost], setting: Setting, timeline: Timeline, s
             added.update({name: seconds / count for name, seconds in cost.once_s.items()})
         added.update({"switch": chunk.switch_s})
     worked_s = timeline.worked_s(stage)
-    scale = worked_s / (count * added.total()) if setting.job.profile.busy_speeds else 1.0
+    scale = worked_s / (count * added.total()) if config.job.profile.busy_speeds else 1.0
     terms = {name: seconds * scale for name, seconds in added.items()}
     idle_s = max(0.0, timeline.step_time_s - worked_s)
     terms["pipeline"] = min(sum(chunk.received_s for chunk in chunks), idle_s / count)

@@ -16,7 +16,7 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTable:
-    """What follows from a pass and how long it takes, by pass group: its kind times the number of parts, and its part.
+    """What follows from a pass and how long it takes, by pass group: its work times the number of parts, and its part.
 
     A pass has the code group · m + microbatch.
     """

@@ -65,7 +65,7 @@ class Event:
     """One pass of a stage in the timeline; ``microbatch`` is −1 for what is done once a step."""
 
     stage: int
-    kind: Work
+    work: Work
     microbatch: int
     start_s: float
     end_s: float
@@ -78,7 +78,7 @@ class Send:
 
     stage: int
     chunk: int
-    kind: Literal["activation", "gradient"]
+    payload: Literal["activation", "gradient"]
     microbatch: int
     receiver: int
     start_s: float
@@ -129,7 +129,7 @@ class Timeline:
         events = self.stages[stage]
         gaps: list[tuple[Wait, int, float, float]] = [("pipeline fills", events[0].microbatch, 0.0, events[0].start_s)]
         for before, after in pairwise(events):
-            gaps.append((_WAITS[after.kind], after.microbatch, before.end_s, after.start_s))
+            gaps.append((_WAITS[after.work], after.microbatch, before.end_s, after.start_s))
         gaps.append(("step ends", -1, events[-1].end_s, self.step_time_s))
         return tuple(
             Bubble(stage=stage, reason=reason, microbatch=microbatch, start_s=start, end_s=end)
@@ -148,9 +148,9 @@ class Timeline:
         run = self._runs[stage]
         events = []
         for code, start, end in zip(run.codes, run.starts_s, run.ends_s, strict=True):
-            kind, chunk, microbatch = self._place(code)
+            work, chunk, microbatch = self._place(code)
             events.append(
-                Event(stage=stage, kind=_PASSES[kind], microbatch=microbatch, start_s=start, end_s=end, chunk=chunk)
+                Event(stage=stage, work=_PASSES[work], microbatch=microbatch, start_s=start, end_s=end, chunk=chunk)
             )
         return events
 
@@ -159,12 +159,12 @@ class Timeline:
         for code, end in zip(run.codes, run.sent_s, strict=True):
             group = code // self.pipeline.num_microbatches
             if table.transfer_s[group] > 0:
-                kind, chunk, microbatch = self._place(code)
+                work, chunk, microbatch = self._place(code)
                 sends.append(
                     Send(
                         stage=stage,
                         chunk=chunk,
-                        kind="activation" if kind == _FORWARD else "gradient",
+                        payload="activation" if work == _FORWARD else "gradient",
                         microbatch=microbatch,
                         receiver=table.receiver[group],
                         start_s=end - table.transfer_s[group],
@@ -174,10 +174,10 @@ class Timeline:
         return sends
 
     def _place(self, code: int) -> tuple[int, int, int]:
-        """Kind, chunk and microbatch of a pass."""
+        """Work, chunk and microbatch of a pass."""
         group, microbatch = divmod(code, self.pipeline.num_microbatches)
-        kind, part = divmod(group, self._table.num_parts)
-        return kind, part // self.pipeline.num_stages, microbatch
+        work, part = divmod(group, self._table.num_parts)
+        return work, part // self.pipeline.num_stages, microbatch
 
 
 def simulate(
@@ -288,5 +288,5 @@ def _close(run: StageRun, stage: int, parts: Sequence[StageTimes], num_stages: i
     now = run.ends_s[-1]
     for part in range(stage, len(parts), num_stages):
         end_s = now + parts[part].once_s
-        yield Event(stage=stage, kind="once", microbatch=-1, start_s=now, end_s=end_s, chunk=part // num_stages)
+        yield Event(stage=stage, work="once", microbatch=-1, start_s=now, end_s=end_s, chunk=part // num_stages)
         now = end_s

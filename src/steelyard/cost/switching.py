@@ -20,16 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.communication import Group
-from steelyard.cost.setting import AnySetting, Job, Setting
+from steelyard.cost.job import AnyConfig, Job, JobConfig
 from steelyard.model.chain import ModelChain
-from steelyard.plan.kinds.kind import Placed
+from steelyard.plan.dimensions.dimension import Placed
 from steelyard.plan.strategy import Strategy, mesh_axes
-from steelyard.profiles.profile import CollectiveKind
+from steelyard.profiles.profile import Collective
 from steelyard.units import Amount
 
 Placement = str
-"""A letter of `steelyard.plan.kinds.kind.Placed` for each axis of the stage mesh."""
-Step = tuple[CollectiveKind, int, float]
+"""A letter of `steelyard.plan.dimensions.dimension.Placed` for each axis of the stage mesh."""
+Step = tuple[Collective, int, float]
 """A collective, its axis of the stage mesh, and the tensor's bytes as a fraction of all of it."""
 _Flow = tuple[tuple[int, bool], ...]
 """Entries of tensors for one sample, and whether the gradient of each is needed."""
@@ -37,30 +37,30 @@ _HEAD_TAIL = Placed.HEAD_TAIL.value
 _OF_SEQUENCE = {Placed.HEAD_TAIL.value, Placed.SEQUENCE.value}
 
 
-def switch_table(strategies: tuple[Strategy, ...], setting: Setting) -> NDArray[np.float64]:
-    """[K, S, S] seconds between two strategies' layouts, by the kind of the receiving layer, for a microbatch.
+def switch_table(strategies: tuple[Strategy, ...], config: JobConfig) -> NDArray[np.float64]:
+    """[K, S, S] seconds between two strategies' layouts, by the type of the receiving layer, for a microbatch.
 
     There, and the gradient back where it is needed. Every tensor that flows into the layer is redistributed once and by
     itself: what it reads, and what it hands on to layers behind it.
     """
-    return Switches(strategies, setting).table()
+    return Switches(strategies, config).table()
 
 
 class Switches:
-    """The seconds of `switch_table` in one setting, or in several settings of a stage size at once."""
+    """The seconds of `switch_table` in one configuration, or in several configurations of a stage size at once."""
 
-    def __init__(self, strategies: tuple[Strategy, ...], setting: AnySetting) -> None:
+    def __init__(self, strategies: tuple[Strategy, ...], config: AnyConfig) -> None:
         layouts = [strategy.hidden for strategy in strategies]
         distinct = list(dict.fromkeys(layouts))
         self._index = np.array([distinct.index(layout) for layout in layouts])
-        sizes = mesh_axes(setting.devices_per_stage)
+        sizes = mesh_axes(config.devices_per_stage)
         placements = [layout.placements(sizes) for layout in distinct]
-        self._flows = _entering(setting.job)
-        self._costs = [_between(placements, sizes, each, setting) for each in dict.fromkeys(self._flows)]
+        self._flows = _entering(config.job)
+        self._costs = [_between(placements, sizes, each, config) for each in dict.fromkeys(self._flows)]
         """[D, D, M] of each flow"""
 
     def table(self, place: int = 0) -> NDArray[np.float64]:
-        """[K, S, S] in the setting at this place."""
+        """[K, S, S] in the configuration at this place."""
         tables = np.stack([costs[:, :, place] for costs in self._costs])[:, self._index[:, None], self._index]
         if len(tables) == 1:
             return np.broadcast_to(tables[0], (len(self._flows), *tables[0].shape))
@@ -70,7 +70,7 @@ class Switches:
 
 
 def border_table(
-    before: tuple[Strategy, ...], after: tuple[Strategy, ...], sending: Setting, receiving: Setting
+    before: tuple[Strategy, ...], after: tuple[Strategy, ...], sending: JobConfig, receiving: JobConfig
 ) -> NDArray[np.float64]:
     """[K, S, S'] the same over the border of two stages: between equal ones as within the one that receives.
 
@@ -84,24 +84,24 @@ def border_table(
 
 
 def _gather_seconds(
-    strategies: tuple[Strategy, ...], setting: Setting, *, gradients: bool = False
+    strategies: tuple[Strategy, ...], config: JobConfig, *, gradients: bool = False
 ) -> NDArray[np.float64]:
     """[K, S] seconds to gather what enters a layer where it arrived in even parts and ranks hold copies of it.
 
     Or of its ``gradients`` those that are needed.
     """
-    sizes = mesh_axes(setting.devices_per_stage)
+    sizes = mesh_axes(config.devices_per_stage)
     whole, even = Placed.WHOLE.value, Placed.BATCH.value
 
     @cache
     def seconds(placements: Placement, flow: _Flow) -> float:
         steps = moves(placements.replace(whole, even), placements, sizes)
         sent = [entries for entries, is_needed in flow if is_needed or not gradients]
-        each = (_step_seconds(sizes, entries, setting)(step) for entries in sent for step in steps)
-        return float(setting.job.time_factor * sum(each, start=0.0))
+        each = (_step_seconds(sizes, entries, config)(step) for entries in sent for step in steps)
+        return float(config.job.time_factor * sum(each, start=0.0))
 
     placed = [strategy.hidden.placements(sizes) for strategy in strategies]
-    return np.array([[seconds(each, flow) for each in placed] for flow in _entering(setting.job)])
+    return np.array([[seconds(each, flow) for each in placed] for flow in _entering(config.job)])
 
 
 def _entering(job: Job) -> tuple[_Flow, ...]:
@@ -109,16 +109,16 @@ def _entering(job: Job) -> tuple[_Flow, ...]:
 
 
 def _entering_entries(chain: ModelChain, seq_len: int) -> tuple[_Flow, ...]:
-    """For each kind the entries of every tensor that flows into its layers, for one sample.
+    """For each layer type the entries of every tensor that flows into its layers, for one sample.
 
-    The most of them where they differ; of a kind that nothing flows into, which has no switch, as of another.
+    The most of them where they differ; of a layer type that nothing flows into, which has no switch, as of another.
     """
     entering: dict[int, _Flow] = {}
     for layer in range(1, chain.num_layers):
         entries = map(prod, chain.flow_shapes(layer - 1, seq_len))
         flow = tuple(zip(entries, chain.flow_needs_gradient(layer - 1), strict=True))
         entering[chain.layers[layer]] = max(flow, entering.get(chain.layers[layer], ()), key=_there_and_back)
-    return tuple(entering.get(kind, entering[chain.layers[1]]) for kind in range(len(chain.kinds)))
+    return tuple(entering.get(layer_type, entering[chain.layers[1]]) for layer_type in range(len(chain.layer_types)))
 
 
 def _there_and_back(flow: _Flow) -> int:
@@ -129,31 +129,31 @@ def _between(
     placements: list[Placement],
     sizes: tuple[int, ...],
     flow: _Flow,
-    setting: AnySetting,
+    config: AnyConfig,
 ) -> NDArray[np.float64]:
     """[D, D, M] seconds from each placement to each other, there and back, for tensors of a flow."""
-    costs = np.zeros((len(placements), len(placements), np.size(setting.num_microbatches)))
+    costs = np.zeros((len(placements), len(placements), np.size(config.num_microbatches)))
     for entries, is_needed in flow:
-        step_s = _step_seconds(sizes, entries, setting)
+        step_s = _step_seconds(sizes, entries, config)
         for row, before in enumerate(placements):
             for column, after in enumerate(placements):
                 steps = (*moves(before, after, sizes), *(moves(after, before, sizes) if is_needed else ()))
-                costs[row, column] += setting.job.time_factor * sum(map(step_s, steps), start=0.0)
+                costs[row, column] += config.job.time_factor * sum(map(step_s, steps), start=0.0)
     return costs
 
 
-def _step_seconds(sizes: tuple[int, ...], entries: int, setting: AnySetting) -> Callable[[Step], Amount]:
+def _step_seconds(sizes: tuple[int, ...], entries: int, config: AnyConfig) -> Callable[[Step], Amount]:
     """Seconds of a step of a redistribution on the stage mesh, of a tensor of so many entries of each sample."""
-    whole_bytes = setting.microbatch_samples * setting.job.compute_bytes * entries
-    has_all_to_all = setting.job.cluster.device.backend.has_all_to_all
+    whole_bytes = config.microbatch_samples * config.job.compute_bytes * entries
+    has_all_to_all = config.job.cluster.device.backend.has_all_to_all
 
     @cache
     def seconds(step: Step) -> Amount:
-        kind, axis, fraction = step
-        group = Group(size=sizes[axis], stride=prod(sizes[axis + 1 :]), span=setting.devices_per_stage)
-        if kind == "all_to_all" and not has_all_to_all:
-            kind, fraction = "all_gather", fraction * sizes[axis]
-        return setting.job.collective_s(kind, fraction * whole_bytes, group)
+        collective, axis, fraction = step
+        group = Group(size=sizes[axis], stride=prod(sizes[axis + 1 :]), span=config.devices_per_stage)
+        if collective == "all_to_all" and not has_all_to_all:
+            collective, fraction = "all_gather", fraction * sizes[axis]
+        return config.job.collective_s(collective, fraction * whole_bytes, group)
 
     return seconds
 

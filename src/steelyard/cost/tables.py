@@ -1,6 +1,6 @@
-r"""The search problem as numbers: what each layer costs under each strategy, for one pipeline setting.
+r"""The search problem as numbers: what each layer costs under each strategy, for one pipeline configuration.
 
-With $l = 1..L$ layers of kinds $k_l$, strategies $s_l$, stages $i = 1..P$ of consecutive layers and $m$ microbatches,
+With $l = 1..L$ layers of types $k_l$, strategies $s_l$, stages $i = 1..P$ of consecutive layers and $m$ microbatches,
 the step time that the search minimises and the memory that it bounds are
 
 $$T = \sum_i t_i + (mv-1)\,\max_i t_i, \qquad
@@ -12,8 +12,9 @@ with $U_i = \max_{l \in i} u(k_l, s_l)$ where nothing is freed and no buffers wa
 defines it.
 
 The first layer of the model has no $r$; the first layer of a later stage pays $r$ from the last layer of the stage
-before it, since the receiver redistributes. A side input $v$ is a value that layers $R_v$ read besides the output of
-the layer before them: an encoder's output read by every decoder layer, a tied embedding's weight read by the head.
+before it, since the receiver redistributes. A cross-layer input $v$ is a value that layers $R_v$ read besides the
+output of the layer before them: an encoder's output read by every decoder layer, a tied embedding's weight read by the
+head.
 
 $v$ is 1 but for schedules that take chunks. There the tables are folded (`steelyard.cost.fold`): a stage holds $v$
 chunks that are cut alike, so one layer of the tables stands for the $v$ layers at the same place of the chunks. Its
@@ -24,7 +25,7 @@ without a layer, so the stages with the first and the last layer, which no other
 |--------|----------------------|-------|---------------------------------------------------------------------------|
 | $t$    | `time_s`             | s     | forward + backward of one microbatch, plus 1/m of what is done once a step |
 | $r$    | `switch_s`           | s     | redistribution of one microbatch's activation and its gradient            |
-| $d_v$  | `side_inputs`        | s     | redistribution of a side input from its source layer $o_v$ to one reader  |
+| $d_v$  | `cross_layer_inputs` | s     | redistribution of an input from its source layer $o_v$ to one reader      |
 | $c_i$  | `transfer_s`         | s     | send and receive between two stages, 0 for the first stage                |
 | $a$    | `static_bytes`, `stage_bytes` | bytes | parameters, gradients, optimizer states                          |
 | $b$    | `activation_bytes`   | bytes | saved for backward, per microbatch in flight                              |
@@ -38,7 +39,7 @@ Where the stages lie in unlike pools of devices (`Pools`), each strategy is one 
 its own alone; $c_i$ and $o$ are then those of the stage, and $r$ between strategies of two pools is paid at their
 border.
 
-Not modelled: overlap of a switch with compute; memory of side inputs beyond what their readers' own tables hold.
+Not modelled: overlap of a switch with compute; memory of cross-layer inputs beyond what their readers' own tables hold.
 """
 
 import itertools
@@ -55,11 +56,11 @@ from steelyard.plan.strategy import Strategy
 from steelyard.schedules import PipelineConfig, names_of
 
 LAST = ", last"
-"""Ends the name of a kind of layers that are the last of a stage."""
+"""Ends the name of a layer type whose layers are the last of a stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SideInput:
+class CrossLayerInput:
     """A value that layers read besides the output of the layer before them; each reader redistributes it for itself."""
 
     source: int
@@ -132,16 +133,17 @@ class Received:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostTables:
-    """Costs of one pipeline setting; arrays are over K layer kinds and S strategies, see the module for the symbols."""
+    """Costs of one pipeline configuration; arrays are over K layer types and S strategies, see the module for the
+    symbols."""
 
     pipeline: PipelineConfig
     """With two chunks or more the tables are folded."""
-    kinds: tuple[str, ...]
+    layer_types: tuple[str, ...]
     layers: tuple[int, ...]
-    """For each of the L layers in order, the index of its kind."""
+    """For each of the L layers in order, the index of its type."""
     strategies: tuple[Strategy, ...]
     legal: NDArray[np.bool_]
-    """[K, S] whether the strategy may be used for the kind; the other tables are ignored where not."""
+    """[K, S] whether the strategy may be used for the layer type; the other tables are ignored where not."""
     time_s: NDArray[np.float64]
     """[K, S]"""
     static_bytes: NDArray[np.int64]
@@ -151,12 +153,13 @@ class CostTables:
     transient_bytes: NDArray[np.int64]
     """[K, S]"""
     switch_s: NDArray[np.float64]
-    """[K, S, S]: kind of the receiving layer, strategy of the layer before, strategy of the receiving layer."""
+    """[K, S, S]: type of the receiving layer, strategy of the layer before, strategy of the receiving layer."""
     transfer_s: float
     overhead_bytes: int
-    side_inputs: tuple[SideInput, ...] = ()
-    last_kinds: tuple[int, ...] = ()
-    """[K] the kind whose bytes a layer of each kind takes where it is the last of its stage; itself where empty."""
+    cross_layer_inputs: tuple[CrossLayerInput, ...] = ()
+    last_types: tuple[int, ...] = ()
+    """[K] the layer type whose bytes a layer of each type takes where it is the last of its stage; itself where
+    empty."""
     stage_bytes: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
     """[K, S] static bytes beside those of every stage, by the passes in flight on the stages that hold them."""
     freed_bytes: NDArray[np.int64] | None = None
@@ -173,15 +176,15 @@ class CostTables:
     """Where stages lie in unlike pools; ``transfer_s`` and ``overhead_bytes`` are then the least of all stages."""
 
     def __post_init__(self) -> None:
-        num_kinds, num_strategies = len(self.kinds), len(self.strategies)
-        pairs = (num_kinds, num_strategies)
+        num_types, num_strategies = len(self.layer_types), len(self.strategies)
+        pairs = (num_types, num_strategies)
         for name, shape in (
             ("legal", pairs),
             ("time_s", pairs),
             ("static_bytes", pairs),
             ("activation_bytes", pairs),
             ("transient_bytes", pairs),
-            ("switch_s", (num_kinds, num_strategies, num_strategies)),
+            ("switch_s", (num_types, num_strategies, num_strategies)),
         ):
             table = getattr(self, name)
             if table.shape != shape:
@@ -191,19 +194,20 @@ class CostTables:
                 raise InvalidProblemError(
                     field=name, found="a negative or non-finite entry", expected="finite numbers of zero or more"
                 )
-        if not self.layers or not all(0 <= kind < num_kinds for kind in self.layers):
+        if not self.layers or not all(0 <= layer_type < num_types for layer_type in self.layers):
             raise InvalidProblemError(
-                field="layers", found=str(self.layers[:8]), expected=f"one or more indices below {num_kinds}"
+                field="layers", found=str(self.layers[:8]), expected=f"one or more indices below {num_types}"
             )
         _check_chunks(self)
         if self.pools is not None:
             _check_pools(self, self.pools)
-        for index, side in enumerate(self.side_inputs):
-            _check_side_input(f"side_inputs.{index}", side, len(self.layers), num_strategies)
+        for index, side in enumerate(self.cross_layer_inputs):
+            _check_cross_layer_inputs(f"side_inputs.{index}", side, len(self.layers), num_strategies)
 
     def __str__(self) -> str:
         shape, count = self.pipeline, len(self.strategies)
-        layers = f"{len(self.layers)} layers of {len(self.kinds)} kinds ({', '.join(self.kinds)}), {count} strategies"
+        names = ", ".join(self.layer_types)
+        layers = f"{len(self.layers)} layers of {len(self.layer_types)} types ({names}), {count} strategies"
         return f"{shape.num_stages} stages, {shape.num_microbatches} microbatches, {shape.schedule}: {layers}"
 
     @property
@@ -213,9 +217,9 @@ class CostTables:
 
     @property
     def are_last(self) -> NDArray[np.bool_]:
-        """[K] whether layers of a kind may be the last of a stage."""
-        found = np.full(len(self.kinds), not self.last_kinds)
-        found[list(self.last_kinds)] = True
+        """[K] whether layers of a type may be the last of a stage."""
+        found = np.full(len(self.layer_types), not self.last_types)
+        found[list(self.last_types)] = True
         return found
 
     @property
@@ -229,12 +233,12 @@ class CostTables:
             return np.zeros_like(self.static_bytes)
         return self.freed_bytes + self.stage_bytes.get(in_flight, 0)
 
-    def moments_of(self, kinds: Sequence[int], strategies: ArrayLike, in_flight: int) -> NDArray[np.int64]:
+    def moments_of(self, layer_types: Sequence[int], strategies: ArrayLike, in_flight: int) -> NDArray[np.int64]:
         """[..., layers] what these layers of a stage take beside all that they hold, as each of them works.
 
         For ``strategies`` [..., layers]; as `steelyard.cost.memory` defines it.
         """
-        chosen, own = np.asarray(strategies), list(kinds)
+        chosen, own = np.asarray(strategies), list(layer_types)
         works, freed, once, ahead, left = (
             table[own, chosen] for table in (self.transient_bytes, self.freed_of(in_flight), *self.buffers_of)
         )
@@ -247,9 +251,9 @@ class CostTables:
         found[..., :-1] -= freed[..., :0:-1].cumsum(axis=-1)[..., ::-1]
         return found
 
-    def transient_of(self, kinds: Sequence[int], strategies: ArrayLike, in_flight: int) -> NDArray[np.int64]:
+    def transient_of(self, layer_types: Sequence[int], strategies: ArrayLike, in_flight: int) -> NDArray[np.int64]:
         """[...] the most of these."""
-        found: NDArray[np.int64] = self.moments_of(kinds, strategies, in_flight).max(axis=-1)
+        found: NDArray[np.int64] = self.moments_of(layer_types, strategies, in_flight).max(axis=-1)
         return found
 
     def static_of(self, in_flight: int) -> NDArray[np.int64]:
@@ -265,60 +269,66 @@ class CostTables:
         fits = self.activation_bytes <= room // in_flight
         return static + np.where(fits, in_flight * np.where(fits, self.activation_bytes, 0), room)
 
-    def with_last_kinds(self, *, apart: Container[int] = (), **tables: NDArray[np.int64]) -> "CostTables":
-        """The tables with these [K, S] for the last layer of every stage, but for the kinds ``apart``, always last."""
-        num_kinds = len(self.kinds)
+    def with_last_types(self, *, apart: Container[int] = (), **tables: NDArray[np.int64]) -> "CostTables":
+        """The tables with these [K, S] for the last layer of every stage, but for the layer types ``apart``, always
+        last."""
+        num_types = len(self.layer_types)
         whole: dict[str, Any] = {n: np.concatenate([getattr(self, n), table]) for n, table in tables.items()}
         return replace(
-            self.select(kinds=[*range(num_kinds)] * 2),
-            kinds=(*self.kinds, *(name + LAST for name in self.kinds)),
-            last_kinds=tuple(kind if kind in apart else kind + num_kinds for kind in range(num_kinds)) * 2,
+            self.select(layer_types=[*range(num_types)] * 2),
+            layer_types=(*self.layer_types, *(name + LAST for name in self.layer_types)),
+            last_types=tuple(
+                layer_type if layer_type in apart else layer_type + num_types for layer_type in range(num_types)
+            )
+            * 2,
             **whole,
         )
 
     def as_plain(self) -> "CostTables":
         """Tables in which nothing is freed and no layer is another at the end of a stage, which bound from above."""
-        lasts, count = self.last_kinds or tuple(range(len(self.kinds))), self.pipeline.num_stages
+        lasts, count = self.last_types or tuple(range(len(self.layer_types))), self.pipeline.num_stages
         names = ("static_bytes", "activation_bytes", "transient_bytes")
         beside = self.transient_bytes + int(np.where(self.legal, self.buffers_of, 0).max(axis=(1, 2), initial=0).sum())
         most: dict[str, Any] = {
             name: np.maximum(table, table[list(lasts)])
             for name, table in zip(names, (self.static_bytes, self.activation_bytes, beside), strict=True)
         }
-        kept = [kind for kind, name in enumerate(self.kinds) if not name.endswith(LAST)]
+        kept = [layer_type for layer_type, name in enumerate(self.layer_types) if not name.endswith(LAST)]
         overhead = max(self.overhead_of(stage) for stage in range(count))
         nothing: dict[str, Any] = dict.fromkeys(("freed_bytes", "buffers", "received"))
-        whole = replace(self, **most, **nothing, stage_bytes={}, last_kinds=())
-        return replace(whole.select(kinds=kept), overhead_bytes=overhead, stage_overheads=())
+        whole = replace(self, **most, **nothing, stage_bytes={}, last_types=())
+        return replace(whole.select(layer_types=kept), overhead_bytes=overhead, stage_overheads=())
 
-    def switches_of(self, kinds: Sequence[int]) -> NDArray[np.float64]:
-        """[kinds, S, S] the ``switch_s`` of these kinds; one table for all of them where all kinds share one."""
+    def switches_of(self, layer_types: Sequence[int]) -> NDArray[np.float64]:
+        """[layer types, S, S] the ``switch_s`` of these layer types; one table for all of them where all layer types
+        share one."""
         if self.switch_s.strides[0]:
-            return self.switch_s[list(kinds)]
-        return np.broadcast_to(self.switch_s[0], (len(kinds), *self.switch_s.shape[1:]))
+            return self.switch_s[list(layer_types)]
+        return np.broadcast_to(self.switch_s[0], (len(layer_types), *self.switch_s.shape[1:]))
 
-    def run_kinds(self, start: int, end: int) -> tuple[int, ...]:
-        """The kinds of the layers ``start..end-1`` where they are the run of a stage."""
-        kinds = self.layers[start:end]
-        return (*kinds[:-1], self.last_kinds[kinds[-1]]) if self.last_kinds and kinds else kinds
+    def run_types(self, start: int, end: int) -> tuple[int, ...]:
+        """The layer types of the layers ``start..end-1`` where they are the run of a stage."""
+        layer_types = self.layers[start:end]
+        return (*layer_types[:-1], self.last_types[layer_types[-1]]) if self.last_types and layer_types else layer_types
 
     def select(
         self,
         *,
         strategies: Sequence[int] | None = None,
-        kinds: Sequence[int] | None = None,
+        layer_types: Sequence[int] | None = None,
         layers: Sequence[int] | None = None,
     ) -> Self:
-        """The tables with these strategies and these kinds alone, by their indices, in this order; all where None.
+        """The tables with these strategies and these layer types alone, by their indices, in this order; all where
+        None.
 
-        A kind may be taken more than once. ``layers`` gives the index of each layer's kind among those taken.
+        A layer type may be taken more than once. ``layers`` gives the index of each layer's type among those taken.
         """
-        rows = list(range(len(self.kinds)) if kinds is None else kinds)
+        rows = list(range(len(self.layer_types)) if layer_types is None else layer_types)
         columns = list(range(len(self.strategies)) if strategies is None else strategies)
         pairs = np.ix_(rows, columns)
         return replace(
             self,
-            kinds=tuple(self.kinds[kind] for kind in rows),
+            layer_types=tuple(self.layer_types[layer_type] for layer_type in rows),
             layers=self.layers if layers is None else tuple(layers),
             strategies=self.strategies if strategies is None else tuple(self.strategies[index] for index in columns),
             legal=self.legal[pairs],
@@ -330,15 +340,15 @@ class CostTables:
             buffers=None if self.buffers is None else self.buffers[np.ix_(range(3), rows, columns)],
             received=self.received and self.received.select(columns),
             switch_s=self.switches_of(rows) if strategies is None else self.switch_s[np.ix_(rows, columns, columns)],
-            side_inputs=tuple(
-                replace(side, seconds=side.seconds[np.ix_(columns, columns)]) for side in self.side_inputs
+            cross_layer_inputs=tuple(
+                replace(side, seconds=side.seconds[np.ix_(columns, columns)]) for side in self.cross_layer_inputs
             ),
             stage_bytes={in_flight: table[pairs] for in_flight, table in self.stage_bytes.items()},
             pools=self.pools and replace(self.pools, of_strategies=self.pools.of_strategies[columns], parts=()),
         )
 
     def legal_on(self, stage: int) -> NDArray[np.bool_]:
-        """[K, S] whether a stage may use the strategy for the kind: those of its pool alone."""
+        """[K, S] whether a stage may use the strategy for the layer type: those of its pool alone."""
         return self.legal if self.pools is None else self.legal & (self.pools.of_strategies == self.pool_of(stage))
 
     def pool_of(self, stage: int) -> int:
@@ -399,9 +409,11 @@ def _check_chunks(tables: CostTables) -> None:
             expected=f"{' or '.join(names_of(with_chunks=True))} with two or more chunks and stages, or another "
             "schedule with one chunk",
         )
-    if takes_chunks and tables.side_inputs:
+    if takes_chunks and tables.cross_layer_inputs:
         raise InvalidProblemError(
-            field="side_inputs", found=str(len(tables.side_inputs)), expected=f"none under {pipeline.schedule}"
+            field="cross_layer_inputs",
+            found=str(len(tables.cross_layer_inputs)),
+            expected=f"none under {pipeline.schedule}",
         )
     if takes_chunks:
         pipeline.check()
@@ -410,15 +422,15 @@ def _check_chunks(tables: CostTables) -> None:
 def _check_pools(tables: CostTables, pools: Pools) -> None:
     shapes = len(pools.of_strategies), len(pools.of_stages), len(pools.transfer_s), len(pools.overhead_bytes)
     stages = tables.pipeline.num_stages
-    if shapes != (len(tables.strategies), stages, stages, stages) or tables.side_inputs:
+    if shapes != (len(tables.strategies), stages, stages, stages) or tables.cross_layer_inputs:
         raise InvalidProblemError(
             field="pools",
-            found=f"{shapes} entries and {len(tables.side_inputs)} side inputs",
-            expected=f"one for each of {len(tables.strategies)} strategies and {stages} stages, and no side inputs",
+            found=f"{shapes} entries and {len(tables.cross_layer_inputs)} cross-layer inputs",
+            expected=f"one for each of {len(tables.strategies)} strategies and {stages} stages, no cross-layer inputs",
         )
 
 
-def _check_side_input(place: str, side: SideInput, num_layers: int, num_strategies: int) -> None:
+def _check_cross_layer_inputs(place: str, side: CrossLayerInput, num_layers: int, num_strategies: int) -> None:
     if not 0 <= side.source < num_layers:
         raise InvalidProblemError(
             field=f"{place}.source", found=str(side.source), expected=f"a layer, 0 to {num_layers - 1}"

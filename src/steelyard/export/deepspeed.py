@@ -12,12 +12,12 @@ from typing import Any
 from steelyard.cost.execution import DEEPSPEED
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import UniformPlan
-from steelyard.plan.capabilities import Capabilities, kinds_of
+from steelyard.plan.capabilities import Capabilities, dimensions_of
 from steelyard.plan.strategy import Remat
 
 CAPABILITIES = Capabilities(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
+    dimensions=dimensions_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
     why_not={
         "ep": "which in DeepSpeed is a matter of the model's code (its MoE layer and ep_size), not of a configuration"

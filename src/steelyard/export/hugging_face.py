@@ -13,20 +13,20 @@ from steelyard.cost.execution import ACCELERATE as RUN_BY_ACCELERATE
 from steelyard.cost.execution import TRANSFORMERS as RUN_BY_TRANSFORMERS
 from steelyard.export.target import RENDEZVOUS_PORT, Draft, Request, Target
 from steelyard.export.uniform import UniformPlan
-from steelyard.plan.capabilities import Capabilities, kinds_of
+from steelyard.plan.capabilities import Capabilities, dimensions_of
 from steelyard.plan.strategy import Remat
 from steelyard.units import format_plural
 
 _REMATS = frozenset({Remat.NONE, Remat.FULL})
 ACCELERATE_CAPABILITIES = Capabilities(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp"),
+    dimensions=dimensions_of("dp", "fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
     remats=_REMATS,
 )
 TRANSFORMERS_CAPABILITIES = Capabilities(
     mixes_layers=False,
-    kinds=kinds_of("dp", "fsdp", "tp", "fsdp+tp"),
+    dimensions=dimensions_of("dp", "fsdp", "tp", "fsdp+tp"),
     variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
     variants_beside={"tp": {"zero": frozenset({3})}},
     remats=_REMATS,

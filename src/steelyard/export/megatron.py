@@ -20,8 +20,8 @@ from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import PipelinePart, UniformPlan
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
-from steelyard.plan.capabilities import Capabilities, kinds_of
-from steelyard.plan.kinds.ep import DEGREE
+from steelyard.plan.capabilities import Capabilities, dimensions_of
+from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
@@ -30,7 +30,7 @@ _COMMUNICATION = {"gather": "allgather", "ulysses": "a2a"}
 
 CAPABILITIES = Capabilities(
     mixes_layers=False,
-    kinds=kinds_of("dp", "tp", "dp+tp", "dp+ep", "dp+tp+ep", "cp", "dp+cp", "cp+tp", "dp+cp+tp"),
+    dimensions=dimensions_of("dp", "tp", "dp+tp", "dp+ep", "dp+tp+ep", "cp", "dp+cp", "cp+tp", "dp+cp+tp"),
     variants={
         "sp": frozenset({False, True}),
         "cp_method": frozenset(_COMMUNICATION),
@@ -45,7 +45,7 @@ CAPABILITIES = Capabilities(
 
 FSDP_CAPABILITIES = replace(
     CAPABILITIES,
-    kinds=kinds_of(
+    dimensions=dimensions_of(
         *("fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp", "fsdp+ep", "fsdp+tp+ep", "fsdp+cp", "fsdp+cp+tp"),
         *("tp", "cp", "cp+tp"),
     ),

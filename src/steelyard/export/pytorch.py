@@ -15,7 +15,7 @@ from typing import Any
 from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import BEGIN_WITH_THE_LAST, LayerKind, LayerRole, Task
+from steelyard.model.family import BEGIN_WITH_THE_LAST, LayerRole, LayerType, Task
 from steelyard.model.split import BlockCall, ModelSplit
 from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import OTHER_PLANS, Plan
@@ -25,8 +25,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "train_plan.py"
 """What the export copies."""
 CAPABILITIES = Capabilities(mixes_layers=True)
 
-KINDS = frozenset({"dp", "fsdp", "tp"})
-"""Kinds of parallelism that the script carries out."""
+DIMENSIONS = frozenset({"dp", "fsdp", "tp"})
+"""Parallelism dimensions that the script carries out."""
 STYLES: Mapping[str, str] = {
     "columns": "colwise",
     "rows": "rowwise",
@@ -83,8 +83,10 @@ def _write(request: Request) -> Draft:
 
 def _check(plan: Plan, chain: ModelChain) -> None:
     """Raises `UserError` for a model, or a tensor parallelism of it, that the script has no stock calls for."""
-    divided = {chain.kind_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tensor_degree > 1}
-    reason = _why_not(chain) or next(filter(None, (_why_no_tp(_split_styles(chain, kind)) for kind in divided)), "")
+    divided = {chain.type_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tensor_degree > 1}
+    reason = _why_not(chain) or next(
+        filter(None, (_why_no_tp(_split_styles(chain, layer_type)) for layer_type in divided)), ""
+    )
     sizes = plan.stage_sizes
     if len(set(sizes)) > 1:
         raise UserError(
@@ -101,12 +103,12 @@ def _check(plan: Plan, chain: ModelChain) -> None:
             expected=f"a tp degree that divides them: stock calls let no ranks share {shared[1]}",
             hint=f"plan with --max-tp {shared[2]}, or run the plan with `steelyard train`",
         )
-    others = sorted({kind.name for strategy in plan.strategies for kind in strategy.kinds} - KINDS)
+    others = sorted({dimension.name for strategy in plan.strategies for dimension in strategy.dimensions} - DIMENSIONS)
     if others:
         raise UserError(
             field="--to",
             found=f"pytorch for a plan with {', '.join(others)}",
-            expected="a plan of " + ", ".join(sorted(KINDS)),
+            expected="a plan of " + ", ".join(sorted(DIMENSIONS)),
             hint="plan with --space paper, or run the plan with `steelyard train`",
         )
     if reason:
@@ -127,7 +129,7 @@ def _why_not(chain: ModelChain) -> str:
     split, task = chain.split, chain.family.task
     if not isinstance(split, ModelSplit):
         return ", which is no model of transformers"
-    is_block = [chain.kind_of(layer).role is LayerRole.BLOCK for layer in range(chain.num_layers)]
+    is_block = [chain.type_of(layer).role is LayerRole.BLOCK for layer in range(chain.num_layers)]
     calls = [split.call_of(layer) for layer in range(chain.num_layers) if is_block[layer]]
     plain = [each.model_copy(update={"num_results": None, "result": each.result or None}) for each in calls]
     encoder = split.encoder
@@ -140,7 +142,7 @@ def _why_not(chain: ModelChain) -> str:
         "blocks read something for each sample": split.sides_by_sample,
         "length is rounded up": split.multiple > 1,
         "states have other places than tokens": any(
-            kind.tokens != (1, 0) or len(kind.shape) not in (0, 2) for kind in split.kinds
+            layer_type.tokens != (1, 0) or len(layer_type.shape) not in (0, 2) for layer_type in split.kinds
         ),
         "layers share more than tables": not all(path.endswith(_TABLE) for _, path in of_blocks),
         "modules are not all trained, or hold blocks": split.resting or split.holders,
@@ -152,7 +154,7 @@ def _why_not(chain: ModelChain) -> str:
 
 
 def _why_no_tp(styles: Mapping[str, str]) -> str:
-    """What the script has no stock calls for in the styles of a kind; empty where it divides all modules."""
+    """What the script has no stock calls for in the styles of a layer type; empty where it divides all modules."""
     for path, style in styles.items():
         word, *given = style.split(":")
         numbers = given[1].split(",") if word == "enter" and given[1:] else []
@@ -170,10 +172,10 @@ def _is_gathered(path: str, styles: Mapping[str, str]) -> bool:
     return any(each.startswith(beside) and style.startswith("columns_gathered") for each, style in styles.items())
 
 
-def _styles(chain: ModelChain, kind: LayerKind) -> dict[str, str]:
-    """The styles of the modules of a kind, those alone that the script has."""
+def _styles(chain: ModelChain, layer_type: LayerType) -> dict[str, str]:
+    """The styles of the modules of a layer type, those alone that the script has."""
     found: dict[str, str] = {}
-    styles = _split_styles(chain, kind)
+    styles = _split_styles(chain, layer_type)
     for path, style in styles.items():
         word, *given = style.split(":")
         if word in STYLES and not (word == "whole" and _is_gathered(path, styles)):
@@ -181,8 +183,8 @@ def _styles(chain: ModelChain, kind: LayerKind) -> dict[str, str]:
     return found
 
 
-def _split_styles(chain: ModelChain, kind: LayerKind) -> Mapping[str, str]:
-    return chain.family.of_kind(chain.family.tp, kind) or {}
+def _split_styles(chain: ModelChain, layer_type: LayerType) -> Mapping[str, str]:
+    return chain.family.of_type(chain.family.tp, layer_type) or {}
 
 
 def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
@@ -196,7 +198,7 @@ def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:
     split = chain.split
     assert isinstance(split, ModelSplit), "it was checked"
     layers = range(chain.num_layers)
-    calls = {chain.kind_of(layer): split.call_of(layer).num_results or 0 for layer in layers}
+    calls = {chain.type_of(layer): split.call_of(layer).num_results or 0 for layer in layers}
     return {
         "task": chain.family.task.value,
         "vocab_size": chain.vocab_size,
@@ -206,12 +208,16 @@ def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:
         "fused_attention": chain.family.fused_attention,
         "shared": [[list(copy) for copy in shared.copies] for shared in chain.shared],
         "kinds": {
-            kind.name: {"role": kind.role.value, "styles": _styles(chain, kind), "num_results": num_results}
-            for kind, num_results in calls.items()
+            layer_type.name: {
+                "role": layer_type.role.value,
+                "styles": _styles(chain, layer_type),
+                "num_results": num_results,
+            }
+            for layer_type, num_results in calls.items()
         },
         "layers": [
             {
-                "kind": chain.kind_of(layer).name,
+                "kind": chain.type_of(layer).name,
                 "modules": dict(split.modules(layer)),
                 "flow": chain.flow_shapes(layer, seq_len),
             }

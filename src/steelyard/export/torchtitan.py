@@ -20,14 +20,14 @@ from steelyard.errors import UserError
 from steelyard.export.target import Draft, Request, Target
 from steelyard.export.uniform import PipelinePart, UniformPlan
 from steelyard.model.chain import ModelChain
-from steelyard.plan.capabilities import Capabilities, kinds_of
-from steelyard.plan.kinds.ep import DEGREE
+from steelyard.plan.capabilities import Capabilities, dimensions_of
+from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
 CAPABILITIES = Capabilities(
     mixes_layers=False,
-    kinds=kinds_of(
+    dimensions=dimensions_of(
         *("dp", "fsdp", "dp+fsdp", "tp", "dp+tp", "fsdp+tp", "dp+fsdp+tp"),
         *("fsdp+cp", "fsdp+cp+tp", "dp+fsdp+cp", "dp+fsdp+cp+tp"),
         *("fsdp+ep", "fsdp+tp+ep", "dp+fsdp+ep", "dp+fsdp+tp+ep"),

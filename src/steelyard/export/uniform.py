@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from steelyard.plan.capabilities import block_layers, first_blocks_recomputed
-from steelyard.plan.kinds import CP, DP, FSDP, TP
+from steelyard.plan.dimensions import CP, DP, FSDP, TP
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import PipelineConfig
@@ -63,7 +63,7 @@ class UniformPlan:
             cp_method=str(strategy.variant("cp_method")),
             tp=strategy.degree(TP),
             ep=max(each.expert_degree for each in plan.strategies),
-            has_experts=any(kind.num_experts for kind in chain.kinds),
+            has_experts=any(layer_type.num_experts for layer_type in chain.layer_types),
             sp=bool(strategy.variant("sp")),
             zero=int(strategy.variant("zero")),
             remat=Remat.FULL if mixed else remats.pop(),

@@ -22,14 +22,14 @@ from steelyard.hardware.parse import (
     pools_of,
     with_network,
 )
-from steelyard.hardware.values import Backend, Cluster, Device, DeviceKind, Link, MixedCluster, Vendor, joined_pools
+from steelyard.hardware.values import Backend, Cluster, Device, DeviceType, Link, MixedCluster, Vendor, joined_pools
 
 __all__ = [
     "Backend",
     "Cluster",
     "ClusterFile",
     "Device",
-    "DeviceKind",
+    "DeviceType",
     "HardwareFile",
     "Link",
     "MixedCluster",

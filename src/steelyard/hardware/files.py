@@ -24,7 +24,7 @@ from pydantic import (
 from steelyard.errors import InvalidClusterError, nearest
 from steelyard.files import MOST_YAML_BYTES, parse_yaml
 from steelyard.files import read_text as read_file
-from steelyard.hardware.values import USUAL_BACKENDS, Backend, Device, DeviceKind, Link, MeasuredLink, Vendor
+from steelyard.hardware.values import USUAL_BACKENDS, Backend, Device, DeviceType, Link, MeasuredLink, Vendor
 from steelyard.limits import MOST_BYTES, MOST_DEVICES
 from steelyard.units import GB, GIB, TERA
 
@@ -137,12 +137,12 @@ class LinkRow(LinkSpec):
 class DeviceSpec(FileModel):
     """A device described in full; without peaks it is one that only a profile can describe.
 
-    ``kind`` may be left out where the catalogue has a device of this name, whose kind and backend are taken, ``vendor``
-    likewise; ``backend`` where it is the usual one of the kind: nccl for gpu, gloo for cpu.
+    ``kind`` may be left out where the catalogue has a device of this name, whose type and backend are taken, ``vendor``
+    likewise; ``backend`` where it is the usual one of the device type: nccl for gpu, gloo for cpu.
     """
 
     name: str
-    kind: DeviceKind | None = None
+    kind: DeviceType | None = None
     vendor: Vendor | None = None
     backend: Backend | None = None
     memory_GiB: Annotated[Positive, Field(le=MOST_BYTES / GIB)] | None = None  # noqa: N815
@@ -161,14 +161,15 @@ class DeviceSpec(FileModel):
         return self
 
     def to_device(self, known: Device | None = None) -> Device:
-        """The device in bytes, bytes/s and FLOP/s; of a kind that is not stated it is what the ``known`` device is.
+        """The device in bytes, bytes/s and FLOP/s; of a device type that is not stated it is what the ``known`` device
+        is.
 
-        Raises `InvalidClusterError` where neither says of what kind it is.
+        Raises `InvalidClusterError` where neither says of what device type it is.
         """
         if self.kind is None and known is not None:
-            kind, usual = known.kind, known.backend
+            device_type, usual = known.type, known.backend
         elif self.kind is not None:
-            kind, usual = self.kind, USUAL_BACKENDS[self.kind]
+            device_type, usual = self.kind, USUAL_BACKENDS[self.kind]
         else:
             raise InvalidClusterError(
                 field="device.kind",
@@ -178,7 +179,7 @@ class DeviceSpec(FileModel):
             )
         return Device(
             name=self.name,
-            kind=kind,
+            type=device_type,
             vendor=self.vendor or (None if known is None else known.vendor),
             backend=self.backend or usual,
             memory_bytes=self._memory_bytes(),
@@ -201,7 +202,7 @@ class DeviceRow(DeviceSpec):
     joins at the speed of ``intra_link``, across node borders.
     """
 
-    kind: DeviceKind
+    kind: DeviceType
     backend: Backend
     source: str
     intra_link: str

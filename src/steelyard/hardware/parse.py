@@ -40,7 +40,7 @@ def parse_cluster(text: str) -> Cluster:
         raise InvalidClusterError(
             field="cluster",
             found=f"{found.name}, which has {len(found.pools)} pools of unlike devices",
-            expected="a cluster of one kind of device",
+            expected="a cluster of one device type",
             hint="name one of the pools; `plan`, `explain` and `frontier --price` take several",
         )
     return found
@@ -196,7 +196,7 @@ def _spec(device: Device) -> DeviceSpec:
     return DeviceSpec.model_validate(
         {
             "name": device.name,
-            "kind": device.kind,
+            "kind": device.type,
             "vendor": device.vendor,
             "backend": device.backend,
             "memory_GiB": None if memory is None else memory / GIB,

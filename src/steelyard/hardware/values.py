@@ -20,7 +20,7 @@ from steelyard.units import GB, format_bytes
 
 _PROFILE_HINT = "run `steelyard profile -o profile.json` on this machine and pass --profile profile.json"
 
-DeviceKind = Literal["gpu", "cpu"]
+DeviceType = Literal["gpu", "cpu"]
 """A gpu has streams beside which the host goes on, a context of its own and an allocator that keeps a reserve; a cpu, a
 process of the host, has none of them."""
 Vendor = Literal["nvidia", "amd"]
@@ -43,26 +43,26 @@ class Backend(StrEnum):
         return self is Backend.GLOO
 
 
-USUAL_BACKENDS: Mapping[DeviceKind, Backend] = {"gpu": Backend.NCCL, "cpu": Backend.GLOO}
-"""The backend that torch takes for a kind of device."""
+USUAL_BACKENDS: Mapping[DeviceType, Backend] = {"gpu": Backend.NCCL, "cpu": Backend.GLOO}
+"""The backend that torch takes for a device type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator (or one CPU process) as the framework sees it.
 
-    ``kind`` and ``backend``: what it is and what carries its collectives; neither follows from which rates are known.
+    ``type`` and ``backend``: what it is and what carries its collectives; neither follows from which rates are known.
     ``vendor``: whose a gpu is; None for a cpu, and where nobody said.
     ``memory_bytes``: what torch reports as the device's total, which is below the data sheet; None when unknown.
     ``peak_flop_per_s``: dense matmul peak per dtype name (``bf16``, ``fp16``, ``fp32``; also ``tf32`` and ``fp8`` where
     the device has them). ``fp32`` is the true fp32 rate, which torch uses by default; ``tf32`` must be switched on.
     Empty for a device that only a profile can describe. ``memory_bytes_per_s``: peak of the device memory, or None.
     ``source``: address of the data sheet. Raises `InvalidClusterError` for numbers that are not positive and finite,
-    for an unknown kind or backend, and for two of them that do not go together.
+    for an unknown device type or backend, and for two of them that do not go together.
     """
 
     name: str
-    kind: DeviceKind
+    type: DeviceType
     backend: Backend
     memory_bytes: int | None
     peak_flop_per_s: Mapping[str, float] = field(hash=False)
@@ -73,7 +73,7 @@ class Device:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flop_per_s", dict(self.peak_flop_per_s))
-        _require_one_of(f"device {self.name!r}: kind", self.kind, get_args(DeviceKind))
+        _require_one_of(f"device {self.name!r}: kind", self.type, get_args(DeviceType))
         _require_one_of(f"device {self.name!r}: backend", self.backend, [each.value for each in Backend])
         if self.vendor is not None:
             _require_one_of(f"device {self.name!r}: vendor", self.vendor, get_args(Vendor))
@@ -81,7 +81,7 @@ class Device:
         if self.backend is Backend.NCCL and not self.is_gpu:
             raise InvalidClusterError(
                 field=f"device {self.name!r}: backend",
-                found=f"{self.backend} for a {self.kind}",
+                found=f"{self.backend} for a {self.type}",
                 expected="a backend for processes of a host, such as gloo",
                 hint="write backend: gloo, or kind: gpu",
             )
@@ -95,7 +95,7 @@ class Device:
     @property
     def is_gpu(self) -> bool:
         """Whether it has streams, a context and an allocator of its own."""
-        return self.kind == "gpu"
+        return self.type == "gpu"
 
     @property
     def needs_profile(self) -> bool:

@@ -1,1 +1,1 @@
-"""What is trained: a model as a chain of layer kinds, read from a Hugging Face config."""
+"""What is trained: a model as a chain of layer types, read from a Hugging Face config."""

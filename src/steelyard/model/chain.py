@@ -13,12 +13,12 @@ from typing import Any
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.config_values import ROUTER_LOSS
-from steelyard.model.family import Family, LayerKind, LayerRole, Layout, SharedWeight, Task
+from steelyard.model.family import Family, LayerRole, LayerType, Layout, SharedWeight, Task
 from steelyard.model.freeze import Freeze
 from steelyard.model.own import Split
 from steelyard.model.split import TEXT_PART, ModelSplit, SplitFeatures
 
-__all__ = ["LayerKind", "LayerRole", "ModelChain", "SharedWeight"]
+__all__ = ["LayerRole", "LayerType", "ModelChain", "SharedWeight"]
 
 _USUAL_TOKENS = 4096
 
@@ -42,7 +42,7 @@ class ModelChain(Layout):
     """What is not trained; made so by `steelyard.model.freezing.frozen_chain`."""
 
     def __str__(self) -> str:
-        counts = Counter(self.kind_of(layer).name for layer in range(self.num_layers))
+        counts = Counter(self.type_of(layer).name for layer in range(self.num_layers))
         return f"{self.name}: {', '.join(f'{count} × {name}' for name, count in counts.items())}"
 
     @property
@@ -73,24 +73,24 @@ class ModelChain(Layout):
     @property
     def num_streams(self) -> int:
         """The most hidden states that flow between two layers of the chain."""
-        return max(kind.num_streams for kind in self.kinds)
+        return max(layer_type.num_streams for layer_type in self.layer_types)
 
-    def kind_of(self, layer: int) -> LayerKind:
-        """The kind of one layer of the chain."""
-        return self.kinds[self.layers[layer]]
+    def type_of(self, layer: int) -> LayerType:
+        """The layer type of one layer of the chain."""
+        return self.layer_types[self.layers[layer]]
 
     def hidden_shape(self, layer: int, seq_len: int) -> tuple[int, int]:
         """Sequence length and width of what flows out of a layer, for samples of ``seq_len`` tokens."""
-        kind = self.kind_of(layer)
-        times, beside = kind.tokens
-        return kind.hidden or (times * seq_len + beside, self.hidden_size)
+        layer_type = self.type_of(layer)
+        times, beside = layer_type.tokens
+        return layer_type.hidden or (times * seq_len + beside, self.hidden_size)
 
     def state_shapes(self, layer: int, seq_len: int) -> tuple[tuple[int, ...], ...]:
         """The shapes of the hidden states that flow out of a layer, for one sample of ``seq_len`` tokens."""
         fixed = self.split.fixed_shapes(layer)
         if fixed is not None:
             return fixed
-        encoded = (self._encoded_shape(seq_len),) * (self.kind_of(layer).num_streams - 1)
+        encoded = (self._encoded_shape(seq_len),) * (self.type_of(layer).num_streams - 1)
         return (self.hidden_shape(layer, seq_len), *encoded)
 
     def _encoded_shape(self, seq_len: int) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ class ModelChain(Layout):
         """Of the states that flow out of a layer, and of these streams."""
         fixed = self.split.fixed_shapes(layer)
         states = [self._is_trained_up_to(layer)] * (1 if fixed is None else len(fixed))
-        if self.kind_of(layer).num_streams > 1:
+        if self.type_of(layer).num_streams > 1:
             states.append(self._is_encoder_trained())
         read = [self.split.streams[number] for number in streams]
         return (*states, *(not each.whole and self._is_trained_up_to(each.maker) for each in read))
@@ -167,13 +167,18 @@ class ModelChain(Layout):
         return self._num_states(layer, seq_len) + self._num_entries(self.split.past(layer), seq_len)
 
     def _num_states(self, layer: int, seq_len: int) -> int:
-        encoded = prod(self._encoded_shape(seq_len)) * (self.kind_of(layer).num_streams - 1)
+        encoded = prod(self._encoded_shape(seq_len)) * (self.type_of(layer).num_streams - 1)
         return prod(self.hidden_shape(layer, seq_len)) + encoded
 
     def most_in_states(self, seq_len: int) -> int:
         """The most entries of the hidden states that flow between two layers, for one sample."""
-        longest = max(times * seq_len + beside for times, beside in (kind.tokens for kind in self.kinds))
-        fixed = max((prod(kind.hidden) for kind in self.kinds if kind.hidden and self.features), default=0)
+        longest = max(
+            times * seq_len + beside for times, beside in (layer_type.tokens for layer_type in self.layer_types)
+        )
+        fixed = max(
+            (prod(layer_type.hidden) for layer_type in self.layer_types if layer_type.hidden and self.features),
+            default=0,
+        )
         encoded = prod(self._encoded_shape(seq_len)) * (self.num_streams - 1)
         return max(longest * self.hidden_size + encoded, fixed)
 
@@ -201,38 +206,38 @@ class ModelChain(Layout):
     def _streams(self, numbers: Iterable[int], seq_len: int) -> tuple[tuple[int, ...], ...]:
         return tuple(self.split.streams[number].of_tokens(seq_len) for number in numbers)
 
-    def window(self, kind: LayerKind) -> int | None:
-        """The most tokens that a token of a kind of block attends to, its own among them; None for all before it.
+    def window(self, layer_type: LayerType) -> int | None:
+        """The most tokens that a token of a block type attends to, its own among them; None for all before it.
 
         A model that was split by its structure, and whose config does not tell its blocks apart, slides in all of them.
         """
         window = self.config.get("sliding_window")
         if (
             not isinstance(window, int)
-            or kind.role is not LayerRole.BLOCK
+            or layer_type.role is not LayerRole.BLOCK
             or not self.config.get("use_sliding_window", 1)
         ):
             return None
-        slides = {each.attention for each in self.kinds} - {"full_attention"}
-        return window if kind.attention in slides or not slides else None
+        slides = {each.attention for each in self.layer_types} - {"full_attention"}
+        return window if layer_type.attention in slides or not slides else None
 
-    def attended_share(self, kind: LayerKind, seq_len: int) -> float:
-        """The pairs of tokens of a sample that attention of a kind of block relates, over all pairs.
+    def attended_share(self, layer_type: LayerType, seq_len: int) -> float:
+        """The pairs of tokens of a sample that attention of a block type relates, over all pairs.
 
         Half of them where a token sees those before it, fewer within a window, and all where it sees the others too; a
         decoder's block does both, and sees all of the encoder's output.
         """
-        if not self.is_causal(kind):
+        if not self.is_causal(layer_type):
             return 1.0
-        part = min(self.window(kind) or seq_len, seq_len) / seq_len
+        part = min(self.window(layer_type) or seq_len, seq_len) / seq_len
         causal = part - part**2 / 2
-        crossed = self._encoded_shape(seq_len)[0] / seq_len if kind.num_streams > 1 else 0
+        crossed = self._encoded_shape(seq_len)[0] / seq_len if layer_type.num_streams > 1 else 0
         return (causal + crossed) / (1 + crossed)
 
-    def is_causal(self, kind: LayerKind) -> bool:
-        """Whether a token of a kind of block attends to none behind it; a decoder's, but for the encoder's output."""
-        of_text = self.family.task is Task.IMAGE_TEXT and kind.hidden is None
-        return of_text or self.family.task is Task.CAUSAL_LM or kind.num_streams > 1
+    def is_causal(self, layer_type: LayerType) -> bool:
+        """Whether a token of a block type attends to none behind it; a decoder's, but for the encoder's output."""
+        of_text = self.family.task is Task.IMAGE_TEXT and layer_type.hidden is None
+        return of_text or self.family.task is Task.CAUSAL_LM or layer_type.num_streams > 1
 
     def attention_words(self, seq_len: int) -> str:
         """How blocks attend to tokens: ``causal``, ``bidirectional``, ``sliding over 4096 tokens``, or several.
@@ -242,11 +247,11 @@ class ModelChain(Layout):
         if self.family.task is Task.OWN:
             return ""
         words = []
-        for kind in self.kinds:
-            window = self.window(kind)
-            if kind.role is not LayerRole.BLOCK:
+        for layer_type in self.layer_types:
+            window = self.window(layer_type)
+            if layer_type.role is not LayerRole.BLOCK:
                 continue
-            if not self.is_causal(kind):
+            if not self.is_causal(layer_type):
                 words.append("bidirectional")
             elif window is not None and window < seq_len:
                 words.append(f"sliding over {window} tokens")
@@ -338,10 +343,10 @@ class ModelChain(Layout):
 
     def layer_name(self, layer: int) -> str:
         """A name for messages: ``embedding``, ``block 3`` (counted from 0, anew after each embedding) or ``head``."""
-        kind = self.kind_of(layer)
-        if kind.role is not LayerRole.BLOCK:
-            return kind.plain_name
+        layer_type = self.type_of(layer)
+        if layer_type.role is not LayerRole.BLOCK:
+            return layer_type.plain_name
         first = layer
-        while self.kind_of(first - 1).role is LayerRole.BLOCK:
+        while self.type_of(first - 1).role is LayerRole.BLOCK:
             first -= 1
-        return f"{kind.plain_name} {layer - first}"
+        return f"{layer_type.plain_name} {layer - first}"

@@ -1,4 +1,5 @@
-"""How a model is taken apart: its `Layout`, the chain of layers and kinds, and its `Family`, the modules of each layer.
+"""How a model is taken apart: its `Layout`, the chain of layers and layer types, and its `Family`, the modules of each
+layer.
 
 Nothing here imports torch, so that the planner can read it. What the types `Tensor` and `Layer` stand for is used by
 the runtime and the tracer alone.
@@ -24,7 +25,7 @@ Run = Callable[[Layer, Any, Context], Any]
 
 
 QUERY_HEADS, KV_HEADS = "attention heads", "key-value heads"
-"""Their names among the sizes that a tensor-parallel degree divides, or that divide it (`LayerKind.tp_shares`)."""
+"""Their names among the sizes that a tensor-parallel degree divides, or that divide it (`LayerType.tp_shares`)."""
 
 
 BEGIN_WITH_THE_LAST = frozenset(("fsmt", "mbart", "plbart"))
@@ -91,8 +92,8 @@ class LayerRole(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerKind:
-    """Layers of one kind are interchangeable: the same module, the same sizes, the same costs."""
+class LayerType:
+    """Layers of one type are interchangeable: the same module, the same sizes, the same costs."""
 
     name: str
     role: LayerRole
@@ -101,11 +102,11 @@ class LayerKind:
     tp_shares: tuple[str, ...] = ()
     """Names among ``tp_divides`` of what several ranks hold alike where the degree is a multiple of the size."""
     no_tp: str = ""
-    """Why the kind cannot be tensor-parallel; empty where it can."""
+    """Why the layer type cannot be tensor-parallel; empty where it can."""
     no_sp: str = ""
-    """Why the kind cannot be sequence-parallel; empty where it can."""
+    """Why the layer type cannot be sequence-parallel; empty where it can."""
     no_cp: str = NO_CP
-    """Why the kind cannot work on a part of the tokens of a sequence; empty where it can."""
+    """Why the layer type cannot work on a part of the tokens of a sequence; empty where it can."""
     num_experts: int = 0
     """Routed experts of a layer; 0 where it has none."""
     hidden: tuple[int, int] | None = None
@@ -117,13 +118,13 @@ class LayerKind:
     attention: str = "full_attention"
     """Key of the mask and of the rotary embedding that a block reads: as in ``layer_types`` of a config."""
     likeness: str = ""
-    """The name of the kind that it is but for what is frozen, of it or before it; empty where that is nothing."""
+    """The name of the layer type that it is but for what is frozen, of it or before it; empty where that is nothing."""
     needs_gradient: tuple[bool, ...] = ()
     """For each tensor that flows in whether it depends on what is trained; empty where all of them do."""
 
     @property
     def plain_name(self) -> str:
-        """The name of the kind where nothing is frozen."""
+        """The name of the layer type where nothing is frozen."""
         return self.likeness or self.name
 
 
@@ -141,9 +142,9 @@ class SharedWeight:
 class Layout:
     """How a model splits into a chain of layers."""
 
-    kinds: tuple[LayerKind, ...]
+    layer_types: tuple[LayerType, ...]
     layers: tuple[int, ...]
-    """For each layer the index of its kind."""
+    """For each layer the index of its type."""
     hidden_size: int
     """Width of the hidden state between blocks; the first one where it changes along the chain."""
     vocab_size: int
@@ -202,13 +203,13 @@ class Family:
     modules: Callable[[int], Mapping[str, str]] = field(compare=False)
     """For a layer of a chain, the path in the model of each of its modules, by its name in the layer."""
     tp: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """For each kind or role, the style of the modules that tensor parallelism divides, by their path in the layer; the
-    names of styles are those of `steelyard.modules.kinds.styles.STYLES`."""
+    """For each layer type or role, the style of the modules that tensor parallelism divides, by their path in the
+    layer; the names of styles are those of `steelyard.modules.dimensions.styles.STYLES`."""
     rotary_by_attention: bool = False
     """Whether the rotary embedding differs between kinds of attention."""
     fused_attention: bool = True
     """Whether attention runs in one kernel; else step by step, with a mask and the square of the sequence in memory."""
 
-    def of_kind(self, table: Mapping[str, _Entry], kind: LayerKind) -> _Entry | None:
-        """The entry of a kind in `run` or `tp`: under its name, else under its role."""
-        return table.get(kind.plain_name, table.get(kind.role.value))
+    def of_type(self, table: Mapping[str, _Entry], layer_type: LayerType) -> _Entry | None:
+        """The entry of a layer type in `run` or `tp`: under its name, else under its role."""
+        return table.get(layer_type.plain_name, table.get(layer_type.role.value))

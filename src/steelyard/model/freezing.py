@@ -1,7 +1,7 @@
 """The chain of a model of which a part is frozen: what a layer does follows from what of it, and before it, is trained.
 
-Layers of one kind do the same work. Frozen ones do less, and so do those whose input needs no gradient; each is a kind
-of its own, which is traced and priced like any other. A chain of which nothing is frozen is left as it is.
+Layers of one type do the same work. Frozen ones do less, and so do those whose input needs no gradient; each is a layer
+type of its own, which is traced and priced like any other. A chain of which nothing is frozen is left as it is.
 """
 
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import LayerKind
+from steelyard.model.family import LayerType
 from steelyard.model.freeze import Freeze
 
 _Variant = tuple[int, tuple[str, ...] | None, tuple[bool, ...]]
-"""A kind, what of it is frozen, and for each tensor that it reads whether that needs a gradient."""
+"""A layer type, what of it is frozen, and for each tensor that it reads whether that needs a gradient."""
 
 
 def frozen_chain(chain: ModelChain, freeze: Freeze | None) -> ModelChain:
@@ -24,9 +24,9 @@ def frozen_chain(chain: ModelChain, freeze: Freeze | None) -> ModelChain:
     chain = replace(chain, freeze=freeze)
     variants = [_variant(chain, layer) for layer in range(chain.num_layers)]
     distinct = sorted(set(variants), key=lambda each: (each[0], variants.index(each)))
-    kinds = tuple(_kinds(chain, distinct))
+    layer_types = tuple(_layer_types(chain, distinct))
     layers = tuple(distinct.index(each) for each in variants)
-    return replace(chain, kinds=kinds, layers=layers)
+    return replace(chain, layer_types=layer_types, layers=layers)
 
 
 def _check(chain: ModelChain, freeze: Freeze) -> None:
@@ -60,21 +60,21 @@ def _variant(chain: ModelChain, layer: int) -> _Variant:
     return chain.layers[layer], paths, () if all(needed) else needed
 
 
-def _kinds(chain: ModelChain, variants: list[_Variant]) -> Iterator[LayerKind]:
+def _layer_types(chain: ModelChain, variants: list[_Variant]) -> Iterator[LayerType]:
     names: list[str] = []
     for number, paths, needed in variants:
-        kind = chain.kinds[number]
+        layer_type = chain.layer_types[number]
         if paths is None and not needed:
-            yield kind
+            yield layer_type
             continue
-        names.append(f"{kind.name}, {_words(paths, needed)}")
+        names.append(f"{layer_type.name}, {_words(paths, needed)}")
         count = names.count(names[-1])
         name = f"{names[-1]} {count}" if count > 1 else names[-1]
-        yield replace(kind, name=name, likeness=kind.name, needs_gradient=needed)
+        yield replace(layer_type, name=name, likeness=layer_type.name, needs_gradient=needed)
 
 
 def _words(paths: tuple[str, ...] | None, needed: tuple[bool, ...]) -> str:
-    """What tells a kind from one of which, and before which, nothing is frozen."""
+    """What tells a layer type from one of which, and before which, nothing is frozen."""
     of_it = "" if paths is None else "partly frozen" if paths else "frozen"
     before = "behind what is frozen" if needed and paths != () else ""
     beside = "" if needed or paths != () else "behind what is trained"

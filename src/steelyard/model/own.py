@@ -21,11 +21,11 @@ from steelyard.model.split import (
     ModelSplit,
     SplitEncoder,
     SplitFeatures,
-    SplitKind,
     SplitLayers,
+    SplitLayerType,
     SplitPart,
     SplitStream,
-    layer_kind,
+    layer_type_of,
 )
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -45,8 +45,8 @@ class OwnInput(SplitPart):
     num_bytes: Count
 
 
-class OwnKind(SplitKind):
-    """One kind of layers: what it is given, what it makes of it, and what goes on."""
+class OwnLayerType(SplitLayerType):
+    """One layer type: what it is given, what it makes of it, and what goes on."""
 
     no_tp: str = "what stands before and after the blocks of a module of one's own is not divided"
     no_sp: str = "that norms may see a part of the sequence is not known of a module of one's own"
@@ -92,9 +92,9 @@ class OwnSplit(SplitLayers):
     """Length of the hidden state, in which plans count tokens."""
     blocks: tuple[str, ...]
     """Their paths, in the order of calls."""
-    kinds: tuple[OwnKind, ...]
+    kinds: tuple[OwnLayerType, ...]
     layers: tuple[Place, ...]
-    """For each layer of the chain, embedding and head included, the number of its kind."""
+    """For each layer of the chain, embedding and head included, the number of its type."""
     embedding: tuple[str, ...]
     """Paths of the parameters that are used before the first block."""
     head: tuple[str, ...]
@@ -114,7 +114,7 @@ class OwnSplit(SplitLayers):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        check_layers("model.split", self.layers, [kind.role for kind in self.kinds], 1)
+        check_layers("model.split", self.layers, [layer_type.role for layer_type in self.kinds], 1)
         if len(self.layers) != self.num_blocks + 2:
             expected = f"{self.num_blocks + 2}: embedding, blocks and head"
             raise wrong_split("model.split.layers", f"{len(self.layers)} layers", expected)
@@ -125,15 +125,15 @@ class OwnSplit(SplitLayers):
             check_place("model.split.first_read", block, blocks, "the blocks")
         for how, block, place in self.last_made:
             check_place("model.split.last_made", block, blocks, "the blocks")
-            made = range(len(self.kind(block + 1).makes))
+            made = range(len(self.type_of(block + 1).makes))
             if how == "made":
                 check_place("model.split.last_made", place, made, "the tensors that the block makes")
         for layer in (layer for copies in self.shared for layer, _ in copies):
             check_place("model.split.shared", layer, range(len(self.layers)), "the layers of the model")
-        ends = (self.first_read, self.kind(0)), (self.last_made, self.kind(self.num_blocks))
-        for name, (read, kind) in zip(("first_read", "last_made"), ends, strict=True):
-            if len(read) != len(kind.shapes):
-                expected = f"{len(kind.shapes)}, one for each tensor that flows"
+        ends = (self.first_read, self.type_of(0)), (self.last_made, self.type_of(self.num_blocks))
+        for name, (read, layer_type) in zip(("first_read", "last_made"), ends, strict=True):
+            if len(read) != len(layer_type.shapes):
+                expected = f"{len(layer_type.shapes)}, one for each tensor that flows"
                 raise wrong_split(f"model.split.{name}", f"{len(read)} entries", expected)
         return self
 
@@ -145,7 +145,7 @@ class OwnSplit(SplitLayers):
     @property
     def structure(self) -> str:
         """Identity of the structure of the module, whatever it is planned with."""
-        parts = [self.num_params, self.blocks, *(self.kind(layer).fingerprint for layer in range(len(self.layers)))]
+        parts = [self.num_params, self.blocks, *(self.type_of(layer).fingerprint for layer in range(len(self.layers)))]
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     @property
@@ -158,8 +158,8 @@ class OwnSplit(SplitLayers):
         """Bytes of one sample as it is read."""
         return sum(each.num_bytes for each in self.inputs)
 
-    def kind(self, layer: int) -> OwnKind:
-        """The kind of a layer of the chain."""
+    def type_of(self, layer: int) -> OwnLayerType:
+        """The type of a layer of the chain."""
         return self.kinds[self.layers[layer]]
 
     def modules(self, layer: int) -> Mapping[str, str]:
@@ -168,16 +168,16 @@ class OwnSplit(SplitLayers):
 
     def fixed_shapes(self, layer: int) -> tuple[Shape, ...]:
         """Shapes as `ModelSplit.fixed_shapes` has them."""
-        return self.kind(layer).shapes
+        return self.type_of(layer).shapes
 
     def layout(self) -> Layout:
         """The chain of layers."""
-        widths = [-(-sum(prod(shape) for shape in kind.shapes) // self.seq_len) for kind in self.kinds]
+        widths = [-(-sum(prod(shape) for shape in layer_type.shapes) // self.seq_len) for layer_type in self.kinds]
         widest = max(1, *widths)
         return Layout(
-            kinds=tuple(
-                layer_kind(kind, hidden=(self.seq_len, max(1, width)))
-                for kind, width in zip(self.kinds, widths, strict=True)
+            layer_types=tuple(
+                layer_type_of(layer_type, hidden=(self.seq_len, max(1, width)))
+                for layer_type, width in zip(self.kinds, widths, strict=True)
             ),
             layers=self.layers,
             hidden_size=widest,
@@ -190,16 +190,16 @@ class OwnSplit(SplitLayers):
         )
 
 
-def _check_flow(field: str, kind: OwnKind, given: range) -> None:
+def _check_flow(field: str, layer_type: OwnLayerType, given: range) -> None:
     """Whether a block reads of what flows in, and hands on what was given to it or what it made."""
-    for _, place in kind.reads:
+    for _, place in layer_type.reads:
         check_place(f"{field}.reads", place, given, "the tensors that flow in")
-    for how, place in kind.goes_on:
-        made = range(len(kind.makes))
+    for how, place in layer_type.goes_on:
+        made = range(len(layer_type.makes))
         check_place(f"{field}.goes_on", place, given if how == "given" else made, "the tensors given, or made")
-    if len(kind.goes_on) != len(kind.shapes):
-        expected = f"{len(kind.shapes)}, one for each shape of what flows out"
-        raise wrong_split(f"{field}.goes_on", f"{len(kind.goes_on)} entries", expected)
+    if len(layer_type.goes_on) != len(layer_type.shapes):
+        expected = f"{len(layer_type.shapes)}, one for each shape of what flows out"
+        raise wrong_split(f"{field}.goes_on", f"{len(layer_type.goes_on)} entries", expected)
 
 
 def _class_of(value: Any) -> str:

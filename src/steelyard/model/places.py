@@ -1,4 +1,4 @@
-"""Numbers in a split that stand for a kind, a layer, or a place in what flows: each is checked as it is read."""
+"""Numbers in a split that stand for a layer type, a layer, or a place in what flows: each is checked as it is read."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -10,7 +10,7 @@ from steelyard.limits import MOST_LAYERS, MOST_SIZE
 from steelyard.model.family import LayerRole
 
 Place = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
-"""A layer, a kind, a block, an argument or a result; in the file alone, no more is known of it."""
+"""A layer, a layer type, a block, an argument or a result; in the file alone, no more is known of it."""
 Token = Annotated[int, Field(ge=0, lt=MOST_SIZE)]
 
 
@@ -31,20 +31,21 @@ def check_place(field: str, place: int, known: range, of: str) -> None:
 
 
 def check_layers(field: str, layers: Sequence[int], roles: Sequence[LayerRole], num_embeddings: int) -> None:
-    """Raises `InvalidModelError` where layers are of kinds that are not there, or no chain from embedding to head.
+    """Raises `InvalidModelError` where layers are of layer types that are not there, or no chain from embedding to
+    head.
 
     The chain of an encoder and a decoder has two embeddings.
     """
-    for layer, kind in enumerate(layers):
-        check_place(f"{field}.layers[{layer}]", kind, range(len(roles)), "the numbers of its kinds")
-    found = [roles[kind] for kind in layers]
+    for layer, layer_type in enumerate(layers):
+        check_place(f"{field}.layers[{layer}]", layer_type, range(len(roles)), "the numbers of its types")
+    found = [roles[layer_type] for layer_type in layers]
     num_others = len(found) - found.count(LayerRole.BLOCK)
     if found[:1] + found[-1:] != [LayerRole.EMBEDDING, LayerRole.HEAD] or num_others != num_embeddings + 1:
         expected = f"an embedding first, the head last, blocks between, {num_embeddings} embeddings in all"
         raise wrong_split(f"{field}.layers", f"layers of the roles {', '.join(found):.100}", expected)
     unused = {*range(len(roles))} - {*layers}
     if unused:
-        raise wrong_split(f"{field}.kinds[{min(unused)}]", "a kind that no layer is of", "kinds of layers")
+        raise wrong_split(f"{field}.kinds[{min(unused)}]", "a layer type that no layer is of", "layer types")
 
 
 def wrong_split(field: str, found: str, expected: str) -> InvalidModelError:

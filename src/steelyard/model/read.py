@@ -138,7 +138,7 @@ def _chain_of(split: Split, name: str, config: dict[str, Any], identity: str) ->
         model_type=split.model_type,
         task=split.task,
         modules=split.modules,
-        tp={kind.name: dict(kind.styles) for kind in split.kinds},
+        tp={layer_type.name: dict(layer_type.styles) for layer_type in split.kinds},
         rotary_by_attention=split.rotary_by_attention,
         fused_attention=split.fused_attention,
     )

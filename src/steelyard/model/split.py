@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from steelyard.model.family import LayerKind, LayerRole, Layout, SharedWeight, Task, Tensor
+from steelyard.model.family import LayerRole, LayerType, Layout, SharedWeight, Task, Tensor
 from steelyard.model.places import Order, Place, Token, check_layers, check_place, wrong_split
 from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, patches_of, sizes_of
 
@@ -32,8 +32,8 @@ class SplitPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
-class SplitKind(SplitPart):
-    """One kind of layers; see the fields of the same names of `LayerKind`."""
+class SplitLayerType(SplitPart):
+    """One layer type; see the fields of the same names of `LayerType`."""
 
     name: str
     role: LayerRole
@@ -55,12 +55,14 @@ class SplitKind(SplitPart):
     """Whether blocks return the hidden state alone where others of their list return more."""
 
 
-_OF_LAYER_KIND = tuple(each.name for each in fields(LayerKind) if each.name in SplitKind.model_fields)
+_OF_LAYER_TYPE = tuple(each.name for each in fields(LayerType) if each.name in SplitLayerType.model_fields)
 
 
-def layer_kind(kind: SplitKind, *, hidden: tuple[int, int] | None, num_streams: int = 1) -> LayerKind:
-    """A kind of layers of the chain."""
-    return LayerKind(**{name: getattr(kind, name) for name in _OF_LAYER_KIND}, hidden=hidden, num_streams=num_streams)
+def layer_type_of(layer_type: SplitLayerType, *, hidden: tuple[int, int] | None, num_streams: int = 1) -> LayerType:
+    """A layer type of the chain."""
+    return LayerType(
+        **{name: getattr(layer_type, name) for name in _OF_LAYER_TYPE}, hidden=hidden, num_streams=num_streams
+    )
 
 
 def length_of(shape: tuple[int, ...]) -> int:
@@ -130,7 +132,7 @@ class BlockCall(SplitPart):
         return hidden.unsqueeze(0) if self.lone else hidden
 
     def with_number(self, arguments: "BlockArguments", block: int) -> "BlockArguments":
-        """The arguments as they are for another block of the kind."""
+        """The arguments as they are for another block of the layer type."""
         return arguments if self.number is None else BlockCall(argument=self.number).with_hidden(arguments, block)
 
     def returned(self, hidden: Tensor) -> Any:
@@ -310,9 +312,9 @@ class ModelSplit(SplitLayers):
     """Paths of the modules that hold the head's parameters."""
     holders: tuple[str, ...] = ()
     """Of these the modules that hold blocks, too: of them the parameters alone that are their own."""
-    kinds: tuple[SplitKind, ...]
+    kinds: tuple[SplitLayerType, ...]
     layers: tuple[Place, ...]
-    """For each layer of the chain, embedding and head included, the number of its kind."""
+    """For each layer of the chain, embedding and head included, the number of its type."""
     call: BlockCall
     embedding_calls: tuple[str, ...] = ()
     """Paths of the modules that, called one after another, make the first hidden state of token ids, and operations
@@ -351,7 +353,9 @@ class ModelSplit(SplitLayers):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        check_layers("model.split", self.layers, [kind.role for kind in self.kinds], 2 if self.encoder else 1)
+        check_layers(
+            "model.split", self.layers, [layer_type.role for layer_type in self.kinds], 2 if self.encoder else 1
+        )
         layers = range(len(self.layers))
         if self.called and len(self.called) != len(self.block_layers(self.blocks)):
             expected = f"{len(self.block_layers(self.blocks))}, one for each block"
@@ -376,14 +380,16 @@ class ModelSplit(SplitLayers):
     @property
     def between(self) -> int:
         """The layer of the decoder's embedding; 0 where there is no encoder."""
-        return next((place for place, kind in enumerate(self.layers) if self._is_embedding(kind) and place), 0)
+        return next(
+            (place for place, layer_type in enumerate(self.layers) if self._is_embedding(layer_type) and place), 0
+        )
 
-    def kind(self, layer: int) -> SplitKind:
-        """The kind of a layer."""
+    def type_of(self, layer: int) -> SplitLayerType:
+        """The type of a layer."""
         return self.kinds[self.layers[layer]]
 
-    def _is_embedding(self, kind: int) -> bool:
-        return self.kinds[kind].role is LayerRole.EMBEDDING
+    def _is_embedding(self, layer_type: int) -> bool:
+        return self.kinds[layer_type].role is LayerRole.EMBEDDING
 
     def _is_of_ends(self, copies: tuple[tuple[int, str], ...]) -> bool:
         """Whether embeddings or the head, and not blocks, share a parameter."""
@@ -435,7 +441,7 @@ class ModelSplit(SplitLayers):
 
     def fixed_shapes(self, layer: int) -> tuple[tuple[int, ...], ...] | None:
         """The shapes of one sample of the states that flow out of a layer; None where they follow from its tokens."""
-        shape = self.kind(layer).shape
+        shape = self.type_of(layer).shape
         return (shape,) if shape else None
 
     def places(self, layer: int, before: int) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
@@ -452,11 +458,11 @@ class ModelSplit(SplitLayers):
 
     def with_layers(self, kept: Sequence[int]) -> "ModelSplit":
         """The same split with some layers alone, the ends among them."""
-        kinds, blocks = sorted({self.layers[layer] for layer in kept}), self.block_layers(self.blocks)
+        layer_types, blocks = sorted({self.layers[layer] for layer in kept}), self.block_layers(self.blocks)
         found = self.model_copy(
             update={
-                "kinds": tuple(self.kinds[kind] for kind in kinds),
-                "layers": tuple(kinds.index(self.layers[layer]) for layer in kept),
+                "kinds": tuple(self.kinds[layer_type] for layer_type in layer_types),
+                "layers": tuple(layer_types.index(self.layers[layer]) for layer in kept),
                 "called": tuple(self.place_of(layer) for layer in blocks if layer in kept) if self.called else (),
             }
         )
@@ -482,39 +488,45 @@ class ModelSplit(SplitLayers):
         """
         width = next((config[key] for key in WIDTH_KEYS if key in config), self.hidden_size)
         heads, patches = heads_in(config), (patches_of(config), patches_of(before))
-        kinds = tuple(
-            kind.model_copy(
+        layer_types = tuple(
+            layer_type.model_copy(
                 update={
-                    "tp_divides": tuple((name, heads.get(name, divisor)) for name, _ in kind.tp_divides),
-                    "num_experts": divisor if kind.num_experts else 0,
-                    "shape": _resized(kind.shape, width, self.hidden_size, patches),
+                    "tp_divides": tuple((name, heads.get(name, divisor)) for name, _ in layer_type.tp_divides),
+                    "num_experts": divisor if layer_type.num_experts else 0,
+                    "shape": _resized(layer_type.shape, width, self.hidden_size, patches),
                 }
             )
-            for kind in self.kinds
+            for layer_type in self.kinds
         )
         vocabulary = config["vocab_size"] if self.image is None else self.vocab_size
         if patches[0] != patches[1] and self.image is not None:
             image = (self.image[0], config["image_size"], config["image_size"])
             of_image = {"image": image, "max_seq_len": self.max_seq_len * patches[0] // patches[1]}
-            return self.model_copy(update={**of_image, "hidden_size": width, "kinds": kinds})
+            return self.model_copy(update={**of_image, "hidden_size": width, "kinds": layer_types})
         known = sizes_of(before, config)
         streams = tuple(each.resized(known) for each in self.streams)
         call = self.call.model_copy(update={"inner": tuple(known.get(size, size) for size in self.call.inner)})
         width = prod(call.inner) if call.inner else width
         sizes: dict[str, object] = {"multiple": min(self.multiple, PADDED_TO)}
-        sizes |= {"hidden_size": width, "vocab_size": vocabulary, "kinds": kinds, "streams": streams, "call": call}
+        sizes |= {
+            "hidden_size": width,
+            "vocab_size": vocabulary,
+            "kinds": layer_types,
+            "streams": streams,
+            "call": call,
+        }
         return self.model_copy(update=sizes)
 
     def layout(self) -> Layout:
         """The chain of layers."""
         return Layout(
-            kinds=tuple(
-                layer_kind(
-                    kind,
-                    hidden=(length_of(kind.shape), width_of(kind.shape)) if kind.shape else None,
+            layer_types=tuple(
+                layer_type_of(
+                    layer_type,
+                    hidden=(length_of(layer_type.shape), width_of(layer_type.shape)) if layer_type.shape else None,
                     num_streams=self.num_streams(self.layers.index(number)),
                 )
-                for number, kind in enumerate(self.kinds)
+                for number, layer_type in enumerate(self.kinds)
             ),
             layers=self.layers,
             hidden_size=self.hidden_size,

@@ -1,6 +1,6 @@
 """What blocks are given beside the hidden state: masks, positions, rotary embeddings.
 
-One more forward pass with blanks for all parameters shows it, of each kind of block; it depends on no
+One more forward pass with blanks for all parameters shows it, of each block type; it depends on no
 parameter.
 """
 
@@ -18,29 +18,29 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.split import BlockArguments, ModelSplit
 from steelyard.modules.known_values import known_of, plain_token, with_first
 from steelyard.modules.model_inputs import blank, first_tokens, read_by
-from steelyard.modules.shell import Shell, recording_stubs
 from steelyard.modules.stubbed import ReachedError
+from steelyard.modules.stubbed_model import StubbedTransformers, recording_stubs
 
 
 class BlockInputs:
-    """What every kind of block reads beside the hidden state."""
+    """What every block type reads beside the hidden state."""
 
     def __init__(
-        self, model: PreTrainedModel, chain: ModelChain, kinds: Collection[str], *, makes_masks: bool = True
+        self, model: PreTrainedModel, chain: ModelChain, layer_types: Collection[str], *, makes_masks: bool = True
     ) -> None:
         split = chain.split
         assert isinstance(split, ModelSplit), "a user's own module has blocks of its own"
-        first_of = {chain.kind_of(layer).name: layer for layer in reversed(range(chain.num_layers))}
-        layers = sorted(first_of[name] for name in kinds)
+        first_of = {chain.type_of(layer).name: layer for layer in reversed(range(chain.num_layers))}
+        layers = sorted(first_of[name] for name in layer_types)
         stubs = recording_stubs(split, layers)
-        self._records = {chain.kind_of(layer).name: record for layer, record in stubs.items()}
-        self._shell = Shell(model, split, keep=(), stubs=stubs, makes_masks=makes_masks)
+        self._records = {chain.type_of(layer).name: record for layer, record in stubs.items()}
+        self._stubbed = StubbedTransformers(model, split, keep=(), stubs=stubs, makes_masks=makes_masks)
         self._by_sample, self._read = split.sides_by_sample, read_by(split)
         self._token, self._first = plain_token(model.config), first_tokens(split.features)
 
     @torch.no_grad()
     def __call__(self, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, BlockArguments]:
-        """For every kind its arguments, for one sample of so many tokens and a hidden state in ``dtype``."""
+        """For every layer type its arguments, for one sample of so many tokens and a hidden state in ``dtype``."""
         one = self._recorded(1, tokens, dtype, device)
         if not self._by_sample:
             return one
@@ -48,7 +48,8 @@ class BlockInputs:
         return {name: pytree.tree_map(_per_sample, one[name], two[name]) for name in one}
 
     def token_dims(self, device: torch.device, dtype: torch.dtype) -> dict[str, BlockArguments]:
-        """For every kind, in the place of each tensor the one dim that is tokens; None where there is none, or two."""
+        """For every layer type, in the place of each tensor the one dim that is tokens; None where there is none, or
+        two."""
         few, more = (self(tokens, dtype, device) for tokens in _LENGTHS)
         return {name: pytree.tree_map(_token_dim, few[name], more[name]) for name in few}
 
@@ -57,7 +58,7 @@ class BlockInputs:
     ) -> dict[str, BlockArguments]:
         ids = with_first(torch.full((samples, tokens), self._token, device=device), *self._first)
         with suppress(ReachedError):
-            self._shell(blank(self._read, samples, tokens, device, dtype) if self._read else ids, dtype, ids)
+            self._stubbed(blank(self._read, samples, tokens, device, dtype) if self._read else ids, dtype, ids)
         return {name: record.take_sides() for name, record in self._records.items()}
 
 

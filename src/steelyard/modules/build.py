@@ -63,7 +63,7 @@ def _check_layer_types(config: Mapping[str, Any]) -> None:
             raise InvalidModelError(
                 field=f"layer_types.{place}",
                 found=repr(name),
-                expected="a kind of layers that transformers knows",
+                expected="a layer type that transformers knows",
                 hint=nearest(str(name), ALLOWED_LAYER_TYPES),
             )
 
@@ -254,7 +254,7 @@ def materialize_layer(
             if owner not in fresh:
                 continue
             first = _owner(model, chain, first_layer, first_path)
-            if chain.kind_of(first_layer).role is LayerRole.BLOCK and not isinstance(first, nn.Embedding):
+            if chain.type_of(first_layer).role is LayerRole.BLOCK and not isinstance(first, nn.Embedding):
                 name, first_name = (each.rpartition(".")[2] for each in (path, first_path))
                 like = owner if type(owner) is type(first) else first  # which another layer may have divided by now
                 filled = copy.deepcopy(like).to_empty(device=device)

@@ -123,7 +123,7 @@ def _attend(
         raise InvalidModelError(
             field="cp",
             found=f"attention over a window of {options['sliding_window']} tokens in a layer under cp",
-            expected=f"one of {division.window}, as its kind of layer says",
+            expected=f"one of {division.window}, as its layer type says",
             hint="plan without cp",
         )
     if division.method is ContextMethod.GATHER:

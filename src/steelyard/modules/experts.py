@@ -8,7 +8,7 @@ Where a rank answers for some of the experts alone (``first_expert`` and ``num_a
 parallelism does), it leaves zeros for the pairs of the others. How many pairs are its own depends on the routing;
 counted on fake tensors it is the share of experts that the rank answers for, which is the mean. Not modelled: ranks
 waiting for the one whose experts are in demand. What a rank answers for it computes itself, unless expert parallelism
-(`steelyard.modules.kinds.ep`) has put another function in the place of `compute_pairs`.
+(`steelyard.modules.dimensions.ep`) has put another function in the place of `compute_pairs`.
 
 Legend of shapes: T tokens, k experts of a token, K pairs T·k, E experts of this rank, H hidden size, F width of an
 expert.

@@ -119,8 +119,8 @@ def look(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Look | Non
 def _look_at(arguments: Iterable[Any], key: list[Any], tensors: list[FakeTensor]) -> bool:
     """Whether how the arguments look says all that matters of them; it is added to ``key``."""
     for argument in arguments:
-        kind = type(argument)
-        if kind is FakeTensor:
+        cls = type(argument)
+        if cls is FakeTensor:
             if not _is_plain(argument):
                 return False
             tensors.append(argument)
@@ -131,10 +131,10 @@ def _look_at(arguments: Iterable[Any], key: list[Any], tensors: list[FakeTensor]
                 argument.dtype,
                 argument.untyped_storage().nbytes(),
             )
-        elif kind in _PLAIN:
-            key += (kind, argument)
-        elif kind is list or kind is tuple:
-            key += (kind, len(argument))
+        elif cls in _PLAIN:
+            key += (cls, argument)
+        elif cls is list or cls is tuple:
+            key += (cls, len(argument))
             if not _look_at(argument, key, tensors):
                 return False
         else:

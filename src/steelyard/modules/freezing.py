@@ -30,8 +30,8 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
     """What these patterns freeze of a model, and what it has without gradients; None where that is nothing.
 
     A pattern is the path of a module or parameter as ``named_parameters`` spells it, ``*`` and the like as in a
-    shell. ``own`` is a user's own module (`steelyard.modules.own_pieces.OwnModel`); one of transformers is built.
-    Raises `InvalidModelError` for a pattern that matches nothing, and where nothing is left to train.
+    stubbed module. ``own`` is a user's own module (`steelyard.modules.own_pieces.OwnModel`); one of transformers is
+    built. Raises `InvalidModelError` for a pattern that matches nothing, and where nothing is left to train.
     """
     if own is None and not patterns:
         return None

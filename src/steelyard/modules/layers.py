@@ -5,7 +5,8 @@ parallelism, else S), H hidden size, V vocabulary of this rank.
 
 Every layer maps what flows along the chain to what flows on: token ids [B, S] or images → hidden state [B, s, H] → … →
 loss []. Where an encoder's output goes along with a decoder's state, a tuple of two flows. How a layer does so
-follows from its split; what all blocks share (positions, mask) is computed once per forward and passed as `SideInputs`.
+follows from its split; what all blocks share (positions, mask) is computed once per forward and passed as
+`SharedInputs`.
 """
 
 from abc import abstractmethod
@@ -20,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from steelyard.model.chain import LayerKind, LayerRole, ModelChain
+from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.family import Family, Run, Task
 from steelyard.model.split import BlockArguments, ModelSplit, local_name
 from steelyard.modules.block_inputs import BlockInputs, tensors_in
@@ -39,12 +40,12 @@ Flow: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SideInputs:
+class SharedInputs:
     """What every block reads beside the hidden state; the same on all ranks, over the full sequence."""
 
     position_ids: Tensor
     arguments: Mapping[str, BlockArguments] = field(default_factory=dict)
-    """Of a split model: all that each kind of block is given beside the hidden state."""
+    """Of a split model: all that each block type is given beside the hidden state."""
     token_dims: Callable[[], Mapping[str, BlockArguments]] | None = None
     """In the place of each tensor of these its dim that is tokens, None where there is none, or two as of a mask."""
     of_samples: Arguments | None = None
@@ -67,7 +68,7 @@ class LayerContext:
     def __init__(
         self,
         *,
-        side: SideInputs,
+        side: SharedInputs,
         config: PreTrainedConfig,
         labels_BS: Tensor | None = None,  # noqa: N803
         num_targets: int | Tensor = 1,
@@ -95,13 +96,13 @@ class ChainLayer(nn.Module):
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], family: Family, kind: LayerKind, remat: Remat, run: Run
+        self, modules: Mapping[str, nn.Module], family: Family, layer_type: LayerType, remat: Remat, run: Run
     ) -> None:
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
         self.family = family
-        self.kind = kind
+        self.layer_type = layer_type
         self.remat = remat
         self.run_alone: Run = run
         self.entering: tuple[int, ...] | None = None
@@ -165,7 +166,7 @@ class BlockLayer(ChainLayer):
     @property
     def attention_type(self) -> str:
         """Key of the mask and the rotary embedding that the block reads."""
-        return self.kind.attention
+        return self.layer_type.attention
 
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
         """Runs the block."""
@@ -207,14 +208,14 @@ _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {
 
 def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Remat) -> ChainLayer:
     """Wraps the modules of one layer of the chain in the common calling convention."""
-    kind, split = chain.kind_of(layer), chain.split
+    layer_type, split = chain.type_of(layer), chain.split
     run = split_run(model, split, layer) if isinstance(split, ModelSplit) else model.run(layer)
-    layer_type = LossLayer if split.module and kind.role is LayerRole.HEAD else _LAYERS[kind.role]
-    found = layer_type(named_layer_modules(model, chain, layer), chain.family, kind, remat, run)
+    layer_class = LossLayer if split.module and layer_type.role is LayerRole.HEAD else _LAYERS[layer_type.role]
+    found = layer_class(named_layer_modules(model, chain, layer), chain.family, layer_type, remat, run)
     freeze_layer(found, chain, layer)
     if isinstance(split, ModelSplit) and split.streams and layer:
         found.entering, found.past = split.places(layer, layer - 1)
-    if chain.trains_routers and kind.role is LayerRole.BLOCK:
+    if chain.trains_routers and layer_type.role is LayerRole.BLOCK:
         loss = router_loss_of(model)
         found.router_loss = loss if loss.has_routers(found) else None
     for path, buffer in outside_buffers(model, split, layer).items():
@@ -232,29 +233,29 @@ def as_flow(tensors: tuple[Tensor, ...]) -> Flow:
     return tensors if len(tensors) > 1 else tensors[0]
 
 
-def side_inputs_of(
+def shared_inputs_of(
     layers: Iterable[ChainLayer], model: PreTrainedModel, chain: ModelChain, device: torch.device
-) -> "SideInputSource":
-    """What makes the `SideInputs` that the blocks among these layers read."""
+) -> "SharedInputSource":
+    """What makes the `SharedInputs` that the blocks among these layers read."""
     if chain.split.module:
-        return OwnSideInputs(model, device)
+        return OwnSharedInputs(model, device)
     blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
     makes_masks = any(reads_mask(block) for block in blocks)
-    return SplitSideInputs(model, chain, {block.kind.name for block in blocks}, makes_masks=makes_masks)
+    return SplitSharedInputs(model, chain, {block.layer_type.name for block in blocks}, makes_masks=makes_masks)
 
 
-class SplitSideInputs(nn.Module):
-    """Makes the `SideInputs` of a forward pass of a model that is split by its structure."""
+class SplitSharedInputs(nn.Module):
+    """Makes the `SharedInputs` of a forward pass of a model that is split by its structure."""
 
-    def __init__(self, model: PreTrainedModel, chain: ModelChain, kinds: set[str], *, makes_masks: bool) -> None:
+    def __init__(self, model: PreTrainedModel, chain: ModelChain, layer_types: set[str], *, makes_masks: bool) -> None:
         super().__init__()
         self.model_config = model.config
-        self._inputs = BlockInputs(model, chain, kinds, makes_masks=makes_masks) if kinds else None
+        self._inputs = BlockInputs(model, chain, layer_types, makes_masks=makes_masks) if layer_types else None
         self._token_dims: Mapping[str, BlockArguments] | None = None
 
     @torch.no_grad()
-    def forward(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SideInputs:
-        """The arguments of every kind of block for samples of ``seq_len`` tokens, made for one sample."""
+    def forward(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SharedInputs:
+        """The arguments of every block type for samples of ``seq_len`` tokens, made for one sample."""
         arguments = self._inputs(seq_len, dtype, device) if self._inputs else {}
 
         def token_dims() -> Mapping[str, BlockArguments]:
@@ -263,11 +264,11 @@ class SplitSideInputs(nn.Module):
             return self._token_dims
 
         positions = torch.arange(seq_len, device=device).unsqueeze(0)
-        return SideInputs(position_ids=positions, arguments=arguments, token_dims=token_dims)
+        return SharedInputs(position_ids=positions, arguments=arguments, token_dims=token_dims)
 
 
-class OwnSideInputs(nn.Module):
-    """As `SplitSideInputs`, for a user's own module."""
+class OwnSharedInputs(nn.Module):
+    """As `SplitSharedInputs`, for a user's own module."""
 
     model_config = None
 
@@ -275,10 +276,10 @@ class OwnSideInputs(nn.Module):
         super().__init__()
         self.arguments = model.arguments(device)
 
-    def forward(self, _seq_len: int, _dtype: torch.dtype, device: torch.device) -> SideInputs:
+    def forward(self, _seq_len: int, _dtype: torch.dtype, device: torch.device) -> SharedInputs:
         """What gives blocks their arguments when the samples are there."""
-        return SideInputs(position_ids=torch.empty(0, device=device), of_samples=self.arguments)
+        return SharedInputs(position_ids=torch.empty(0, device=device), of_samples=self.arguments)
 
 
-SideInputSource = SplitSideInputs | OwnSideInputs
-"""What makes the `SideInputs` of a forward pass."""
+SharedInputSource = SplitSharedInputs | OwnSharedInputs
+"""What makes the `SharedInputs` of a forward pass."""

@@ -10,7 +10,7 @@ from steelyard.modules.failed_at import failed_at, frames_of
 
 
 def failed_pass(config: PreTrainedConfig, error: Exception) -> InvalidModelError:
-    """Why a forward pass fails: a kind of layers that the model has no mask or positions for, or whatever it raises."""
+    """Why a forward pass fails: a layer type that the model has no mask or positions for, or whatever it raises."""
     listed = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     if isinstance(error, KeyError) and (frames := frames_of(error)) and error.args[0] in listed:
         mappings = [each for each in frames[-1][0].f_locals.values() if isinstance(each, Mapping)]
@@ -18,7 +18,7 @@ def failed_pass(config: PreTrainedConfig, error: Exception) -> InvalidModelError
         return InvalidModelError(
             field=f"layer_types.{list(listed).index(error.args[0])}",
             found=f"{error.args[0]!r}, which {config.model_type} does not know",
-            expected=f"a kind of layers of {config.model_type}" + (f", as {', '.join(known)}" if known else ""),
+            expected=f"a layer type of {config.model_type}" + (f", as {', '.join(known)}" if known else ""),
             hint="compare with the config.json that the model was published with",
         )
     what = f"{type(error).__name__}: {first_line(error)[:120]}"

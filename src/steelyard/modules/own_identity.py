@@ -31,8 +31,8 @@ def check_same_module(module: nn.Module, own: OwnSplit) -> None:
         if path not in found:
             raise _other_module(f"{type(module).__qualname__} without a block {path}", f"{own.module} with it")
         digest = fingerprint_of_block(module.get_submodule(path), number)
-        if digest != own.kind(number + 1).fingerprint:
-            raise _other_module(f"block {path} of structure {digest}", f"{own.kind(number + 1).fingerprint}")
+        if digest != own.type_of(number + 1).fingerprint:
+            raise _other_module(f"block {path} of structure {digest}", f"{own.type_of(number + 1).fingerprint}")
     digest = fingerprint_of_rest(module, own.blocks)
     if (digest, count) != (own.kinds[0].fingerprint, own.num_params):
         raise _other_module(

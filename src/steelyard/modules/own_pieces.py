@@ -3,7 +3,7 @@
 Three passes are made of it. The embedding's ends when all that flows out of it has been seen. The head's goes through
 the part before the blocks with parameters that have no values, and from the last block on with real ones. What blocks
 are given beside what flows (masks, positions, rotary embeddings) comes from a pass in which no parameter has values
-(`steelyard.modules.own_shell`).
+(`steelyard.modules.stubbed_own`).
 """
 
 import copy
@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Context, Layer, LayerRole, Run
-from steelyard.model.own import OwnKind, OwnSplit
+from steelyard.model.own import OwnLayerType, OwnSplit
 from steelyard.model.read import planned_model
 from steelyard.model.split import BlockArguments
 from steelyard.modules.blanks import HINT, META, Blank, Blanks
-from steelyard.modules.own_shell import OwnShell, Swapped, move_module
 from steelyard.modules.stubbed import ReachedError
+from steelyard.modules.stubbed_own import StubbedOwn, Swapped, move_module
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -60,7 +60,7 @@ class OwnModel:
         own = self.split
         if 0 < number <= own.num_blocks:
             return {"block": self.module.get_submodule(own.blocks[number - 1])}
-        made = OwnShell(self.module, own, keep=own.head if number else own.embedding).model
+        made = StubbedOwn(self.module, own, keep=own.head if number else own.embedding).model
         for path in (path for copies in own.shared for layer, path in copies[1:] if layer == number):
             _replace(made, made.get_parameter(path.partition(".")[2]))
         return {"model": made}
@@ -72,9 +72,9 @@ class OwnModel:
 
     def run(self, number: int) -> Run:
         """How a layer runs."""
-        role = self.split.kind(number).role
+        role = self.split.type_of(number).role
         if role is LayerRole.BLOCK:
-            return _Block(number, self.split.kind(number))
+            return _Block(number, self.split.type_of(number))
         return _Embedding(self.split) if role is LayerRole.EMBEDDING else _Head(self.split, self.loss)
 
     def arguments(self, device: torch.device) -> "Arguments":
@@ -149,10 +149,12 @@ class Arguments:
 
     def __init__(self, module: nn.Module, own: OwnSplit, device: torch.device) -> None:
         self._own, self._device = own, device
-        self._shell = OwnShell(module, own, keep=())
-        move_module(self._shell.model, device)
+        self._stubbed = StubbedOwn(module, own, keep=())
+        move_module(self._stubbed.model, device)
         self._kept: dict[int, dict[int, BlockArguments]] = {}
-        self._reads_samples = any(kind.reads_samples for kind in own.kinds if kind.role is LayerRole.BLOCK)
+        self._reads_samples = any(
+            layer_type.reads_samples for layer_type in own.kinds if layer_type.role is LayerRole.BLOCK
+        )
 
     @torch.no_grad()
     def __call__(self, inputs: Any, num_samples: int, dtype: torch.dtype) -> Mapping[int, BlockArguments]:
@@ -176,12 +178,12 @@ class Arguments:
                 raise ReachedError
 
         with Blanks():
-            self._shell.run(inputs, num_samples, dtype, at)
+            self._stubbed.run(inputs, num_samples, dtype, at)
         return found
 
     def _check(self, block: int, given: BlockArguments) -> None:
-        kind = self._own.kind(block + 1)
-        flows = {leaf for leaf, _ in kind.reads}
+        layer_type = self._own.type_of(block + 1)
+        flows = {leaf for leaf, _ in layer_type.reads}
         for place, leaf in enumerate(pytree.tree_leaves(given)):
             if isinstance(leaf, Blank) and place not in flows:
                 raise InvalidModelError(
@@ -214,25 +216,27 @@ class _Embedding:
                 blanks.enter_context(Blanks())
 
         with blanks:
-            layer.model.shell.run(batch.inputs, batch.num_samples, batch.dtype, at)
+            layer.model.stubbed.run(batch.inputs, batch.num_samples, batch.dtype, at)
         return _flow(found, batch.dtype)
 
 
 class _Block:
     """What flows in to what flows out, through one block called as the module calls it."""
 
-    def __init__(self, number: int, kind: OwnKind) -> None:
-        self._number, self._kind = number, kind
+    def __init__(self, number: int, layer_type: OwnLayerType) -> None:
+        self._number, self._layer_type = number, layer_type
 
     def __call__(self, layer: Layer, flow: Any, context: Context) -> Any:
         batch = context.batch[self._number]
         given = flow if isinstance(flow, tuple) else (flow,)
         leaves, tree = pytree.tree_flatten(batch.arguments(self._number - 1))
-        for leaf, place in self._kind.reads:
+        for leaf, place in self._layer_type.reads:
             leaves[leaf] = given[place]
         places, names = pytree.tree_unflatten(leaves, tree)
         made = returned_tensors(layer.block(*places, **names))
-        return _flow([(given if how == "given" else made)[place] for how, place in self._kind.goes_on], batch.dtype)
+        return _flow(
+            [(given if how == "given" else made)[place] for how, place in self._layer_type.goes_on], batch.dtype
+        )
 
 
 class _Head:
@@ -275,7 +279,7 @@ class _Head:
 
         with ExitStack() as after, ExitStack() as blanks:
             blanks.enter_context(Blanks())
-            outputs = layer.model.shell.run(batch.inputs, batch.num_samples, batch.dtype, at, made)
+            outputs = layer.model.stubbed.run(batch.inputs, batch.num_samples, batch.dtype, at, made)
             loss = loss_of(outputs, batch.targets, self._loss)
         if isinstance(loss, Blank):
             raise InvalidModelError(
@@ -330,10 +334,10 @@ def _flow(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | tupl
     return converted if len(converted) > 1 else converted[0]
 
 
-def _replace(shell: nn.Module, parameter: nn.Parameter) -> None:
-    """Gives a shell a copy of a parameter, wherever it has it."""
+def _replace(stubbed: nn.Module, parameter: nn.Parameter) -> None:
+    """Gives a stubbed module a copy of a parameter, wherever it has it."""
     own = nn.Parameter(parameter.detach().clone())
-    for module in shell.modules():
+    for module in stubbed.modules():
         for name, each in module._parameters.items():
             if each is parameter:
                 module._parameters[name] = own

@@ -2,7 +2,7 @@
 
 The layers of the chain, run one after another on the sample, must give the loss and all gradients of the module as it
 is, in fp32, with random weights and without dropout; and the loss must be the mean over samples. Then tensor
-parallelism is supposed of each kind of block (`steelyard.modules.split_tp`) and counts only if two ranks, which are
+parallelism is supposed of each block type (`steelyard.modules.split_tp`) and counts only if two ranks, which are
 threads, give what one gives: all that flows out, and the gradients of what flows in and of every parameter.
 """
 
@@ -22,15 +22,15 @@ from torch.utils import _pytree as pytree
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, first_line
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole
-from steelyard.model.own import OwnKind, OwnSplit
+from steelyard.model.own import OwnLayerType, OwnSplit
 from steelyard.model.read import planned_model
 from steelyard.modules.blanks import HINT
-from steelyard.modules.kinds.tp import apply_tensor_parallel
-from steelyard.modules.layers import ChainLayer, LayerContext, SideInputs, build_layer, tensors_of
+from steelyard.modules.dimensions.tp import apply_tensor_parallel
+from steelyard.modules.layers import ChainLayer, LayerContext, SharedInputs, build_layer, tensors_of
 from steelyard.modules.own_pieces import OwnBatch, OwnModel, loss_of, parts_of
-from steelyard.modules.own_shell import call_arguments
 from steelyard.modules.own_split import FoundSplit, check_sample
 from steelyard.modules.split_tp import Styles, block_suppositions, divided_rows
+from steelyard.modules.stubbed_own import call_arguments
 from steelyard.modules.two_ranks import difference, on_two_ranks
 from steelyard.plan.cache import default_folder, digest, keep
 from steelyard.plan.file import parse_file
@@ -70,19 +70,20 @@ def proved(found: FoundSplit) -> OwnModel:
             expected="a process without one: a proof has ranks of its own",
             hint="plan before torch.distributed is initialised, or in another process, and read the plan from its file",
         )
-    own = model.split.model_copy(update={"kinds": _proved_kinds(found), "no_bf16": _bf16_fault(model)})
+    own = model.split.model_copy(update={"kinds": _proved_types(found), "no_bf16": _bf16_fault(model)})
     keep(path, own.model_dump_json())
     return OwnModel(model.module, own, model.loss, model.sample)
 
 
-def _proved_kinds(found: FoundSplit) -> tuple[OwnKind, ...]:
+def _proved_types(found: FoundSplit) -> tuple[OwnLayerType, ...]:
     own = found.model.split
     if own.num_params > MOST_PARAMS:
         _logger.warning("%s has %d parameters, too many to be proved in numbers", own.module, own.num_params)
     else:
         _check_pieces(_with_values(found.model))
     return tuple(
-        _divided(found, number) if kind.role is LayerRole.BLOCK else kind for number, kind in enumerate(own.kinds)
+        _divided(found, number) if layer_type.role is LayerRole.BLOCK else layer_type
+        for number, layer_type in enumerate(own.kinds)
     )
 
 
@@ -211,18 +212,18 @@ def _loss_of_part(model: OwnModel, read: Any) -> Tensor:
 
 
 def _context(number: int, batch: OwnBatch) -> LayerContext:
-    side = SideInputs(position_ids=torch.empty(0))
+    side = SharedInputs(position_ids=torch.empty(0))
     return LayerContext(side=side, config=None, num_targets=batch.num_samples, batch={number: batch})
 
 
-def _divided(found: FoundSplit, number: int) -> OwnKind:
-    """A kind of block with its proved styles, or the reason why there are none."""
-    model, kind = found.model, found.model.split.kinds[number]
+def _divided(found: FoundSplit, number: int) -> OwnLayerType:
+    """A block type with its proved styles, or the reason why there are none."""
+    model, layer_type = found.model, found.model.split.kinds[number]
     layer = model.split.layers.index(number)
     path = model.split.blocks[layer - 1]
     block = model.module.get_submodule(path)
     if sum(parameter.numel() for parameter in block.parameters()) > MOST_PARAMS:
-        return kind.model_copy(
+        return layer_type.model_copy(
             update={"no_tp": f"a block of more than {MOST_PARAMS} parameters is not proved in numbers"}
         )
     called = {p.removeprefix(f"{path}."): keyword for p, keyword in found.keywords.items() if p.startswith(f"{path}.")}
@@ -232,12 +233,12 @@ def _divided(found: FoundSplit, number: int) -> OwnKind:
         proof = proof or _BlockProof(_with_values(model), number, layer)
         reason = on_two_ranks(partial(proof, styles=styles))
         if not reason:
-            return kind.model_copy(
+            return layer_type.model_copy(
                 update={"styles": dict(styles), "no_tp": "", "tp_divides": tuple(_sizes(block, styles))}
             )
         reasons.append(reason)
     why = "; ".join(dict.fromkeys(reasons)) or "no way is known to divide its modules"
-    return kind.model_copy(update={"no_tp": why})
+    return layer_type.model_copy(update={"no_tp": why})
 
 
 def _sizes(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
@@ -252,7 +253,7 @@ def _sizes(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
 
 
 class _BlockProof:
-    """One kind of block with values: what one rank gives, to be compared with what two give."""
+    """One block type with values: what one rank gives, to be compared with what two give."""
 
     def __init__(self, model: OwnModel, number: int, layer: int) -> None:
         self._model, self._number, self._layer = model, number, layer
@@ -260,7 +261,7 @@ class _BlockProof:
         batch.arguments(layer - 1)
         self._context = _context(layer, batch)
         generator = torch.Generator().manual_seed(2)
-        shapes = model.split.kind(layer - 1).shapes
+        shapes = model.split.type_of(layer - 1).shapes
         self._flow = [torch.randn((batch.num_samples, *shape), generator=generator) for shape in shapes]
         self._outgoing = [
             torch.randn((batch.num_samples, *shape), generator=generator) for shape in model.split.kinds[number].shapes
@@ -276,9 +277,9 @@ class _BlockProof:
 
     def _chain(self, styles: Styles) -> ModelChain:
         own = self._model.split
-        kinds = list(own.kinds)
-        kinds[self._number] = kinds[self._number].model_copy(update={"styles": dict(styles), "no_tp": ""})
-        return planned_model(own.module, None, own.model_copy(update={"kinds": tuple(kinds)}))
+        layer_types = list(own.kinds)
+        layer_types[self._number] = layer_types[self._number].model_copy(update={"styles": dict(styles), "no_tp": ""})
+        return planned_model(own.module, None, own.model_copy(update={"kinds": tuple(layer_types)}))
 
     def _results(self, layer: ChainLayer) -> dict[str, Tensor]:
         flow = [each.clone().requires_grad_() for each in self._flow]

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole
-from steelyard.model.own import OwnInput, OwnKind, OwnSplit
+from steelyard.model.own import OwnInput, OwnLayerType, OwnSplit
 from steelyard.modules.blanks import HINT, Blank, blank_of
 from steelyard.modules.own_identity import digest_of, fingerprint_of_block, fingerprint_of_rest
 from steelyard.modules.own_pieces import Loss, OwnModel, meta_copy, returned_tensors
@@ -192,8 +192,8 @@ def _split_of(seen: Seen, other: Seen, sample: Any, *, has_loss: bool) -> OwnSpl
     model, blocks, flows = seen.model, seen.blocks, _flows(seen)
     embedding, head = _ends(seen)
     shapes = {origin: _shape(seen, other, origin) for flow in flows for origin in flow}
-    kinds = [_kind(seen, flows, shapes, block) for block in range(len(blocks))]
-    distinct = [kind for place, kind in enumerate(kinds) if kinds.index(kind) == place]
+    layer_types = [_layer_type(seen, flows, shapes, block) for block in range(len(blocks))]
+    distinct = [layer_type for place, layer_type in enumerate(layer_types) if layer_types.index(layer_type) == place]
     names = ["block" if len(distinct) == 1 else f"block of kind {number}" for number in range(1, len(distinct) + 1)]
     rest = fingerprint_of_rest(model, blocks)
     first = max(shapes[flows[0][0]], (1,), key=len)
@@ -206,16 +206,16 @@ def _split_of(seen: Seen, other: Seen, sample: Any, *, has_loss: bool) -> OwnSpl
         seq_len=max(1, first[0] if len(first) > 1 else 1),
         blocks=tuple(blocks),
         kinds=(
-            OwnKind(
+            OwnLayerType(
                 name="embedding",
                 role=LayerRole.EMBEDDING,
                 fingerprint=rest,
                 shapes=tuple(shapes[origin] for origin in flows[0]),
             ),
-            *(kind.model_copy(update={"name": name}) for kind, name in zip(distinct, names, strict=True)),
-            OwnKind(name="head", role=LayerRole.HEAD, fingerprint=rest),
+            *(layer_type.model_copy(update={"name": name}) for layer_type, name in zip(distinct, names, strict=True)),
+            OwnLayerType(name="head", role=LayerRole.HEAD, fingerprint=rest),
         ),
-        layers=(0, *(1 + distinct.index(kind) for kind in kinds), len(distinct) + 1),
+        layers=(0, *(1 + distinct.index(layer_type) for layer_type in layer_types), len(distinct) + 1),
         embedding=embedding,
         head=head,
         first_read=tuple((block, place) for _, block, place in flows[0]),
@@ -269,10 +269,10 @@ def _tensor(seen: Seen, origin: Origin) -> Tensor:
     return returned_tensors(call.outputs)[place]
 
 
-def _kind(
+def _layer_type(
     seen: Seen, flows: Sequence[Sequence[Origin]], shapes: Mapping[Origin, tuple[int, ...]], block: int
-) -> OwnKind:
-    """What a block is, but for its name; equal for blocks of one kind."""
+) -> OwnLayerType:
+    """What a block is, but for its name; equal for blocks of one type."""
     before, after, call = flows[block], flows[block + 1], seen.calls[block]
     several = isinstance(call.outputs, tuple | list)
     others = [
@@ -280,7 +280,7 @@ def _kind(
         for leaf in pytree.tree_leaves(call.given)
     ]
     digest = fingerprint_of_block(seen.model.get_submodule(seen.blocks[block]), block)
-    return OwnKind(
+    return OwnLayerType(
         name=digest_of(*others),
         role=LayerRole.BLOCK,
         fingerprint=digest,
@@ -372,7 +372,7 @@ def name_of_leaf(path: Sequence[Any]) -> str:
 
 
 def _with_samples_read(model: OwnModel, sample: Any) -> OwnSplit:
-    """The split with what each kind of block needs of the samples: nothing where its arguments have values without."""
+    """The split with what each block type needs of the samples: nothing where its arguments have values without."""
     own = model.split
     cpu = torch.device("cpu")
     arguments = model.arguments(cpu)
@@ -384,7 +384,7 @@ def _with_samples_read(model: OwnModel, sample: Any) -> OwnSplit:
     with torch.no_grad():
         seen = arguments.seen(inputs, num_samples)
     for block, given in seen.items():
-        flows = {leaf for leaf, _ in own.kind(block + 1).reads}
+        flows = {leaf for leaf, _ in own.type_of(block + 1).reads}
         for place, leaf in enumerate(pytree.tree_leaves(given)):
             if not isinstance(leaf, Tensor) or place in flows:
                 continue
@@ -392,9 +392,9 @@ def _with_samples_read(model: OwnModel, sample: Any) -> OwnSplit:
                 needs.add(own.layers[block + 1])
             is_of_samples = leaf.dim() > 0 and leaf.shape[0] == num_samples
             sizes[id(leaf)] = (0, leaf.nbytes // num_samples) if is_of_samples else (leaf.nbytes, 0)
-    kinds = (
-        kind.model_copy(update={"reads_samples": kind.role is not LayerRole.BLOCK or number in needs})
-        for number, kind in enumerate(own.kinds)
+    layer_types = (
+        layer_type.model_copy(update={"reads_samples": layer_type.role is not LayerRole.BLOCK or number in needs})
+        for number, layer_type in enumerate(own.kinds)
     )
     whole, of_sample = (sum(each[place] for each in sizes.values()) for place in (0, 1))
-    return own.model_copy(update={"kinds": tuple(kinds), "side_bytes": (whole, of_sample)})
+    return own.model_copy(update={"kinds": tuple(layer_types), "side_bytes": (whole, of_sample)})

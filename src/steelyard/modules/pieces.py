@@ -23,8 +23,8 @@ from steelyard.modules.build import outside_buffers
 from steelyard.modules.called import called_at
 from steelyard.modules.known_values import KnownValues, has_values
 from steelyard.modules.model_inputs import blank, read_by
-from steelyard.modules.shell import Give, Shell, recording_stubs
 from steelyard.modules.stubbed import ReachedError
+from steelyard.modules.stubbed_model import Give, StubbedTransformers, recording_stubs
 
 
 class CalledPiece:
@@ -61,12 +61,12 @@ class ShellPiece:
     def __init__(
         self, model: PreTrainedModel, split: ModelSplit, keep: Collection[str], stubs: Mapping[int, Any]
     ) -> None:
-        self._shell = Shell(model, split, keep=keep, stubs=stubs, makes_masks=not split.fused_attention)
-        self.beside = (self._shell.model,)
+        self._stubbed = StubbedTransformers(model, split, keep=keep, stubs=stubs, makes_masks=not split.fused_attention)
+        self.beside = (self._stubbed.model,)
 
     def fill(self, device: torch.device) -> None:
         """Makes what does not follow from samples, which otherwise the first of them does."""
-        self._shell.fill(device)
+        self._stubbed.fill(device)
 
 
 class EmbeddingPiece(ShellPiece):
@@ -80,7 +80,7 @@ class EmbeddingPiece(ShellPiece):
     def __call__(self, _layer: nn.Module, ids: Tensor, _context: Context) -> Tensor | tuple[Tensor, ...]:
         """The model's own forward pass, ended where the last block begins that is the first to read something."""
         with suppress(ReachedError):
-            self._shell(ids, torch.get_default_dtype())
+            self._stubbed(ids, torch.get_default_dtype())
         given = {layer: record.take() for layer, record in self._records.items()}
         hidden = self._call.hidden(given[1])
         read = (each.reads.hidden(given[min(each.readers)]) for each in self._streams)
@@ -119,7 +119,7 @@ class DecoderEmbeddingPiece(ShellPiece):
         first = blank(self._features, 1 if one else samples, tokens, hidden.device, hidden.dtype)
         try:
             with suppress(ReachedError):
-                self._shell(first, hidden.dtype, context.decoder_ids)
+                self._stubbed(first, hidden.dtype, context.decoder_ids)
         finally:
             for give in self._gives:
                 give.hidden = None
@@ -168,7 +168,7 @@ class HeadPiece(ShellPiece):
             ids = blank(None, samples, tokens, hidden.device)
             reads_ids_alone = self._features is not None and self._features.token is not None
             first = None if reads_ids_alone else blank(self._read, samples, tokens, hidden.device, hidden.dtype)
-            outputs = self._shell(first, hidden.dtype, ids if self._features else None, buffers)
+            outputs = self._stubbed(first, hidden.dtype, ids if self._features else None, buffers)
         finally:
             self._last.hidden = None
         return outputs.logits
@@ -193,7 +193,7 @@ class BlockPiece:
         with KnownValues() if self._asks and not has_values(hidden) else nullcontext():
             for path in self._typed:
                 _set_type(layer, path, hidden.dtype)
-            places, names = self._arguments(context.side.arguments[layer.kind.name], hidden, beside)
+            places, names = self._arguments(context.side.arguments[layer.layer_type.name], hidden, beside)
             outputs = layer.block(*places, **names)
         found = self._call.result_of(outputs).contiguous()  # as it is sent to another stage
         if self._encoder:
@@ -225,7 +225,7 @@ class BlockPiece:
 
 def _set_type(layer: nn.Module, path: str, dtype: torch.dtype) -> None:
     owner, _, name = path.rpartition(".")
-    with suppress(AttributeError):  # blocks of another kind have none of this name
+    with suppress(AttributeError):  # blocks of another type have none of this name
         buffers = layer.get_submodule(owner)._buffers
         if name in buffers:
             buffers[name] = buffers[name].to(dtype)

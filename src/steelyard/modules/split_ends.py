@@ -10,7 +10,7 @@ from steelyard.model.family import Task
 from steelyard.modules.made_of import depends, own_parameters, parameters_of
 from steelyard.modules.paths import is_below, is_below_any, outermost
 from steelyard.modules.recording import Recording
-from steelyard.modules.shell import holds_parameters
+from steelyard.modules.stubbed_model import holds_parameters
 
 
 def resting_modules(model: PreTrainedModel, logits: Tensor) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from steelyard.modules.kept_splits import keep_split, kept_split
 from steelyard.modules.known_values import plain_token
 from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.model_inputs import beside_features, forward_options, given_samples, ids_beside, read_by
-from steelyard.modules.proved_kinds import divided_kinds, no_context_parallelism, no_cp, shares_heads
+from steelyard.modules.proved_types import divided_types, no_context_parallelism, no_cp, shares_heads
 from steelyard.modules.split_tp import divided_sizes
 from steelyard.modules.splitting import Found, find_split
 from steelyard.modules.trained_class import text_of
@@ -112,7 +112,7 @@ def _proved(found: Found, folder: Path | None, *, keeps_results: bool = False) -
 def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
     """Configs of small models that may split like a model, and the layers of it that they have.
 
-    First one with two blocks of each kind, where the config says how; then with all of them; then where whatever is a
+    First one with two blocks of each type, where the config says how; then with all of them; then where whatever is a
     width of the full model is made small.
     """
     given = full_config(found.config)
@@ -130,32 +130,32 @@ def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
 
 def _with_proof(found: Found, small: ModelSplit) -> ModelSplit:
     """The split of a model with what is proved of a small one, and the sizes that its own degrees divide."""
-    kinds = tuple(
-        kind.model_copy(
+    layer_types = tuple(
+        layer_type.model_copy(
             update={
                 "styles": proved.styles,
                 "no_tp": proved.no_tp,
                 "no_sp": proved.no_sp,
                 "unread_plan": proved.unread_plan,
-                "no_cp": no_cp(found.split, kind, attention_drops=found.attention_drops) or proved.no_cp,
+                "no_cp": no_cp(found.split, layer_type, attention_drops=found.attention_drops) or proved.no_cp,
                 "tp_shares": proved.tp_shares,
                 "tp_divides": divided_sizes(found.model, found.split, number, proved.styles),
             }
         )
-        for number, (kind, proved) in enumerate(zip(found.split.kinds, small.kinds, strict=True))
+        for number, (layer_type, proved) in enumerate(zip(found.split.kinds, small.kinds, strict=True))
     )
     options = {"sides_by_sample": small.sides_by_sample, "head_sees_shape": small.head_sees_shape}
-    return found.split.model_copy(update={**options, "kinds": kinds})
+    return found.split.model_copy(update={**options, "kinds": layer_types})
 
 
 def _prove(small: Found) -> ModelSplit:
     """The split of a small model, proved, with how its layers divide."""
     proofs, options = _first_proof(small)
     small = replace(small, split=small.split.model_copy(update=options))
-    divided = divided_kinds(small.model, small.split, small.keywords, proofs)
+    divided = divided_types(small.model, small.split, small.keywords, proofs)
     one_head = _proof_of_one_head(small, training=proofs.model.training)
     without_cp = no_context_parallelism(small.split, proofs)
-    kinds = tuple(
+    layer_types = tuple(
         proved.model_copy(
             update={
                 "no_cp": without_cp[proved.name],
@@ -164,7 +164,7 @@ def _prove(small: Found) -> ModelSplit:
         )
         for proved in divided
     )
-    return small.split.model_copy(update={"kinds": kinds})
+    return small.split.model_copy(update={"kinds": layer_types})
 
 
 def _proof_of_one_head(small: Found, *, training: bool) -> ThreadedProof | None:
@@ -196,11 +196,11 @@ def _first_proof(found: Found) -> tuple[ThreadedProof, dict[str, bool]]:
 def _parts(split: ModelSplit) -> tuple[object, ...]:
     """What models of one structure split alike in."""
     streams = [(each.argument, each.readers, len(each.shape)) for each in split.streams]
-    kinds = [(each.name, each.role, each.attention, each.num_experts > 0) for each in split.kinds]
+    layer_types = [(each.name, each.role, each.attention, each.num_experts > 0) for each in split.kinds]
     call = split.call.model_copy(update={"inner": ()})
     encoder = split.encoder and _parts_of_encoder(split.encoder)
     ends = split.embedding, split.blocks, split.head, split.layers
-    return *ends, call, encoder, streams, kinds, split.fused_attention
+    return *ends, call, encoder, streams, layer_types, split.fused_attention
 
 
 def _parts_of_encoder(encoder: SplitEncoder) -> SplitEncoder:
@@ -286,9 +286,15 @@ def _without_parts(module: nn.Module) -> nn.Module:
 
 
 def _first_two_of_each(chain: ModelChain) -> list[int]:
-    """The first two layers of each kind."""
+    """The first two layers of each type."""
     places = range(chain.num_layers)
-    return sorted({place for kind in set(chain.layers) for place in [n for n in places if chain.layers[n] == kind][:2]})
+    return sorted(
+        {
+            place
+            for layer_type in set(chain.layers)
+            for place in [n for n in places if chain.layers[n] == layer_type][:2]
+        }
+    )
 
 
 def _run_pieces(

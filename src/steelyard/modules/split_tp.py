@@ -2,7 +2,7 @@
 
 For blocks two suppositions are tried: the model's own plan (``base_model_tp_plan``, of the part that holds them), then
 the structure: of the matrices of one part, the one that is used last is divided by its inputs and the others by their
-outputs. Either way a region (`kinds.styles`) begins at the module that holds matrices divided by outputs
+outputs. Either way a region (`dimensions.styles`) begins at the module that holds matrices divided by outputs
 and ends at one divided by inputs; what nothing is known of is whole in it on every rank, and outside of it runs on a
 part of the sequence under sequence parallelism. Modules divide the head counts, and perhaps the widths, that they keep.
 Where the whole does not hold, a block is tried without one of its parts. Embedding and head are supposed to be a table
@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from steelyard.model.family import KV_HEADS, QUERY_HEADS, LayerRole
-from steelyard.model.split import ModelSplit, SplitKind
+from steelyard.model.split import ModelSplit, SplitLayerType
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.paths import is_below, is_below_any
 
@@ -42,11 +42,15 @@ Styles = Mapping[str, str]
 
 
 def suppositions(
-    model: PreTrainedModel, split: ModelSplit, kind: SplitKind, layer: int, keywords: Mapping[str, str | None]
+    model: PreTrainedModel,
+    split: ModelSplit,
+    layer_type: SplitLayerType,
+    layer: int,
+    keywords: Mapping[str, str | None],
 ) -> Iterator[Styles]:
-    """The styles that a layer may have, to be proved; ``keywords`` as for `divided_kinds`."""
-    if kind.role is not LayerRole.BLOCK:
-        yield from _ends(model, split, kind, layer)
+    """The styles that a layer may have, to be proved; ``keywords`` as for `divided_types`."""
+    if layer_type.role is not LayerRole.BLOCK:
+        yield from _ends(model, split, layer_type, layer)
         return
     path, block, plan = _given_block(model, split, layer, keywords)
     config = _config_of_part(path, model) if split.features else model.config.get_text_config()
@@ -356,16 +360,16 @@ def _has_own(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _ends(model: PreTrainedModel, split: ModelSplit, kind: SplitKind, layer: int) -> Iterator[Styles]:
+def _ends(model: PreTrainedModel, split: ModelSplit, layer_type: SplitLayerType, layer: int) -> Iterator[Styles]:
     """A table of tokens, and a projection to tokens; norms before it run on a part of the sequence."""
     styles: dict[str, str] = {}
     for name, path in ((name, path) for name, path in split.modules(layer).items() if path not in split.holders):
         module = model.get_submodule(path)
-        if kind.role is LayerRole.EMBEDDING and not split.image and _is_table(module, model):
+        if layer_type.role is LayerRole.EMBEDDING and not split.image and _is_table(module, model):
             styles[name] = "vocabulary"
         elif isinstance(module, nn.Linear) and module.out_features == split.vocab_size:
             styles[name] = "logits"
-        elif kind.role is LayerRole.HEAD:
+        elif layer_type.role is LayerRole.HEAD:
             owners = [path for path, each in module.named_modules() if _has_own(each)]
             styles |= {f"{name}.{path}".removesuffix("."): "on_part" for path in owners}
     if {"vocabulary", "logits"} & set(styles.values()):
@@ -377,9 +381,11 @@ def _is_table(module: nn.Module, model: PreTrainedModel) -> bool:
     return isinstance(module, nn.Embedding) and module.weight is model.get_input_embeddings().weight
 
 
-def divided_sizes(model: PreTrainedModel, split: ModelSplit, kind: int, styles: Styles) -> tuple[tuple[str, int], ...]:
-    """The sizes of a kind that a degree must divide, with their names for messages."""
-    return tuple(_divided(model, split, split.layers.index(kind), styles)) if styles else ()
+def divided_sizes(
+    model: PreTrainedModel, split: ModelSplit, layer_type: int, styles: Styles
+) -> tuple[tuple[str, int], ...]:
+    """The sizes of a layer type that a degree must divide, with their names for messages."""
+    return tuple(_divided(model, split, split.layers.index(layer_type), styles)) if styles else ()
 
 
 def _divided(model: PreTrainedModel, split: ModelSplit, layer: int, styles: Styles) -> Iterator[tuple[str, int]]:

@@ -4,7 +4,7 @@ The model is built on the meta device from its config and run once, with hooks, 
 are the list of modules, each called once and in order, that holds the most parameters. Before the first of them the
 embedding's modules are called, after the last the head's; none may be called in between. Each block must be given the
 result of the one before, in one place; whatever else it is given must not depend on parameters and be the same for all
-blocks of a kind. Blocks are of one kind if they have the same structure and are given the same.
+blocks of a type. Blocks are of one type if they have the same structure and are given the same.
 
 A model of an encoder and a decoder has two such lists, the encoder's blocks called first; each of the decoder's blocks
 must be given the same one tensor that depends on parameters, the encoder's output.
@@ -37,7 +37,7 @@ from steelyard.modules.paths import is_below, is_below_any
 from steelyard.modules.prepared import prepare
 from steelyard.modules.recording import TOKENS, Recording, Subject, argument_of, first_state, record_pass
 from steelyard.modules.split_ends import ends_by_use, find_ends, resting_modules, shared_parameters
-from steelyard.modules.split_kinds import kinds_of_layers
+from steelyard.modules.split_layer_types import types_of_layers
 from steelyard.modules.trained_class import has_fused_attention, task_of
 
 _POSITIONS = (
@@ -109,8 +109,8 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
     hidden += [each.result_of(one.outputs) for path, each in calls.items() for one in seen.chains[path]]
     fixed = len(hidden) if image else 1 + len(seen.chains[first]) if features else 0
     shapes = [tuple(each.shape[1:]) if place < fixed else () for place, each in enumerate(hidden)]
-    kinds, layers, rotary = kinds_of_layers(seen, calls, encoder, streams, lengths, shapes)
-    starts = [place for place, kind in enumerate(layers) if kinds[kind].role is LayerRole.EMBEDDING]
+    layer_types, layers, rotary = types_of_layers(seen, calls, encoder, streams, lengths, shapes)
+    starts = [place for place, layer_type in enumerate(layers) if layer_types[layer_type].role is LayerRole.EMBEDDING]
     ends = [tuple(path for path in each if path not in holders) for each in (embedding, *between, head)]
     by_layer = dict(zip([*starts, len(layers) - 1], ends, strict=True))
     by_layer |= {
@@ -127,7 +127,7 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
         called=() if _is_whole(places := seen.places[blocks]) else tuple(places),
         head=head,
         holders=holders,
-        kinds=tuple(kinds),
+        kinds=tuple(layer_types),
         layers=tuple(layers),
         call=call,
         embedding_calls=(seen.modules.between(seen.samples, hidden[0]) or ()) if not streams else (),

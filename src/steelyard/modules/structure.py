@@ -1,6 +1,6 @@
 """Which layers are alike, found by their structure: equal modules with equal parameters in equal places.
 
-Two layers are of one kind when their trees of modules have the same classes, the same parameters and buffers with the
+Two layers are of one type when their trees of modules have the same classes, the same parameters and buffers with the
 same shapes and types, and the same settings (whatever numbers, texts and switches a module keeps), but for those that
 only say where a layer stands.
 """

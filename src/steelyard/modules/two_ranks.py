@@ -31,10 +31,10 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import KV_HEADS
 from steelyard.model.read import chain_from_config
 from steelyard.model.split import ModelSplit
+from steelyard.modules.dimensions.cp import apply_context_parallel, own_context
+from steelyard.modules.dimensions.tp import apply_tensor_parallel
 from steelyard.modules.head_tail import in_order, natural_order, rank_order
-from steelyard.modules.kinds.cp import apply_context_parallel, own_context
-from steelyard.modules.kinds.tp import apply_tensor_parallel
-from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, build_layer, side_inputs_of, tensors_of
+from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, build_layer, shared_inputs_of, tensors_of
 from steelyard.modules.paths import is_below_any
 from steelyard.modules.split_tp import RANKS, Styles, divided_sizes
 from steelyard.plan.strategy import Remat
@@ -55,7 +55,7 @@ class ThreadedProof:
     model: PreTrainedModel
     chain: ModelChain
     numbers: Sequence[int]
-    """The layers of the chain that are run: embedding, head, and two blocks of each kind."""
+    """The layers of the chain that are run: embedding, head, and two blocks of each type."""
     ids: Tensor
     decoder_ids: Tensor | None
     labels: Tensor
@@ -64,28 +64,30 @@ class ThreadedProof:
     tolerance: float
 
     def __call__(self, styles: Mapping[str, Styles], sp: bool) -> str:
-        """Why the styles by kind do not hold; empty where they do."""
+        """Why the styles by layer type do not hold; empty where they do."""
         split = self._split
-        kinds = tuple(
-            kind.model_copy(update=self._dividing(number, styles[kind.name])) if kind.name in styles else kind
-            for number, kind in enumerate(split.kinds)
+        layer_types = tuple(
+            layer_type.model_copy(update=self._dividing(number, styles[layer_type.name]))
+            if layer_type.name in styles
+            else layer_type
+            for number, layer_type in enumerate(split.kinds)
         )
         chain = chain_from_config(
-            self.chain.config, name=self.chain.name, split=split.model_copy(update={"kinds": kinds})
+            self.chain.config, name=self.chain.name, split=split.model_copy(update={"kinds": layer_types})
         )
         return on_two_ranks(lambda mesh: self._compared(chain, mesh, frozenset(styles), sp=sp))
 
-    def by_tokens(self, kinds: Collection[str]) -> str:
-        """Why ranks may not compute layers of these kinds for their own tokens each; empty where they may."""
-        return on_two_ranks(lambda mesh: self._compared(self.chain, mesh, frozenset(), by_tokens=kinds))
+    def by_tokens(self, layer_types: Collection[str]) -> str:
+        """Why ranks may not compute layers of these types for their own tokens each; empty where they may."""
+        return on_two_ranks(lambda mesh: self._compared(self.chain, mesh, frozenset(), by_tokens=layer_types))
 
     @property
     def _split(self) -> ModelSplit:
         assert isinstance(self.chain.split, ModelSplit), "a user's own module is proved block by block"
         return self.chain.split
 
-    def _dividing(self, kind: int, styles: Styles) -> dict[str, object]:
-        sizes = divided_sizes(self.model, self._split, kind, styles)
+    def _dividing(self, layer_type: int, styles: Styles) -> dict[str, object]:
+        sizes = divided_sizes(self.model, self._split, layer_type, styles)
         return {"styles": dict(styles), "no_tp": "", "tp_divides": sizes, "tp_shares": (KV_HEADS,)}
 
     def _compared(
@@ -103,11 +105,11 @@ class ThreadedProof:
         places = [(layer, name, paths[id(each)]) for layer in layers for name, each in layer.named_parameters()]
         flow: Flow = self.ids
         for layer in layers:
-            cut = sp and layer.kind.name in divided
-            if layer.kind.name in divided:
+            cut = sp and layer.layer_type.name in divided
+            if layer.layer_type.name in divided:
                 apply_tensor_parallel(layer, chain, mesh, sp=sp)
             run = partial(layer.run_alone, layer)
-            if layer.kind.name in by_tokens:
+            if layer.layer_type.name in by_tokens:
                 apply_context_parallel(layer, mesh, "gather")
                 run = partial(_by_tokens, run, mesh)
             flow = layer.within(flow, context, partial(_in_parts, run, mesh) if cut else run)
@@ -117,7 +119,7 @@ class ThreadedProof:
         found = {"logits": logits.detach()}
         for layer, name, path in places:
             gradient = layer.get_parameter(name).grad
-            if gradient is not None and layer.kind.name in by_tokens:
+            if gradient is not None and layer.layer_type.name in by_tokens:
                 dist.all_reduce(gradient, group=mesh.get_group())
             if gradient is not None:
                 found[path] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
@@ -184,7 +186,7 @@ def pieces_of(
         for layer, (before, number) in zip(layers[1:], pairwise(numbers), strict=True):
             layer.entering, layer.past = split.places(number, before)
     tokens = (ids if decoder_ids is None else decoder_ids).shape[1]
-    side = side_inputs_of(layers, model, chain, ids.device)(tokens, torch.float32, ids.device)
+    side = shared_inputs_of(layers, model, chain, ids.device)(tokens, torch.float32, ids.device)
     return layers, LayerContext(side=side, config=model.config, decoder_ids=decoder_ids)
 
 

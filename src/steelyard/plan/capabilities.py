@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.plan.kinds import Value, kind_named, variants
-from steelyard.plan.kinds.kind import Divides, Kind
+from steelyard.plan.dimensions import Value, dimension_named, variants
+from steelyard.plan.dimensions.dimension import Dimension, Divides
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, Strategy
 
 Pipeline = Literal["none", "any cuts"]
-Kinds = frozenset[Kind]
+Dimensions = frozenset[Dimension]
 Allowed = Mapping[str, frozenset[Value]]
 """By the key of a variant, the values that a framework can give it."""
 
@@ -25,9 +25,11 @@ SHOWN_STRATEGIES = 4
 """Strategies of a mix that a reason lists before it ends in …"""
 
 
-def kinds_of(*names: str) -> frozenset[Kinds]:
-    """Sets of kinds that may share a layer, each written as in ``fsdp+tp``; a layer without any always may be."""
-    return frozenset(frozenset(kind_named(kind) for kind in name.split("+")) for name in names) | {frozenset()}
+def dimensions_of(*names: str) -> frozenset[Dimensions]:
+    """Sets of dimensions that may share a layer, each written as in ``fsdp+tp``; a layer without any always may be."""
+    return frozenset(frozenset(dimension_named(dimension) for dimension in name.split("+")) for name in names) | {
+        frozenset()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +38,16 @@ class Capabilities:
 
     mixes_layers: bool
     """Whether each layer may have a strategy of its own."""
-    kinds: frozenset[Kinds] = frozenset()
-    """The sets of kinds of parallelism that may share a layer."""
+    dimensions: frozenset[Dimensions] = frozenset()
+    """The sets of parallelism dimensions that may share a layer."""
     variants: Allowed = field(default_factory=dict)
-    """What each variant of these kinds may be; a variant that is not named only its default."""
+    """What each variant of these dimensions may be; a variant that is not named only its default."""
     variants_beside: Mapping[str, Allowed] = field(default_factory=dict)
-    """What takes the place of some of these where a layer uses another kind as well, by the name of that one."""
+    """What takes the place of some of these where a layer uses another dimension as well, by the name of that one."""
     experts_within_shards: bool = False
     """Whether experts are divided over ranks that share the states of the rest of a layer, and no others."""
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """By the name of a kind, why a layer cannot use it, where there is more to say than that it cannot."""
+    """By the name of a dimension, why a layer cannot use it, where there is more to say than that it cannot."""
     remats: frozenset[Remat] = frozenset()
     """What may be recomputed of all blocks alike."""
     remats_first_blocks: bool = False
@@ -58,21 +60,25 @@ class Capabilities:
         """Why the framework cannot give a layer this strategy, or None where it can."""
         if self.mixes_layers:
             return None
-        kinds = frozenset(strategy.kinds)
-        if kinds not in self.kinds:
-            named = [f"{kind.name}, {self.why_not[kind.name]}" for kind in strategy.kinds if kind.name in self.why_not]
+        dimensions = frozenset(strategy.dimensions)
+        if dimensions not in self.dimensions:
+            named = [
+                f"{dimension.name}, {self.why_not[dimension.name]}"
+                for dimension in strategy.dimensions
+                if dimension.name in self.why_not
+            ]
             if named:
                 return named[0]
-            return f"{' with '.join(sorted(kind.name for kind in kinds))} in one layer"
+            return f"{' with '.join(sorted(dimension.name for dimension in dimensions))} in one layer"
         misplaced = self._misplaced(strategy)
         if misplaced is not None:
             return misplaced
-        for kind in strategy.kinds:
-            for variant in kind.variants:
-                value, beside = strategy.variant(variant.key), self._beside(variant.key, kinds)
+        for dimension in strategy.dimensions:
+            for variant in dimension.variants:
+                value, beside = strategy.variant(variant.key), self._beside(variant.key, dimensions)
                 allowed = beside[1] if beside else self.variants.get(variant.key, frozenset({variant.default}))
                 if value not in allowed:
-                    return variant.written(kind, value) + (f" beside {beside[0]}" if beside else "")
+                    return variant.written(dimension, value) + (f" beside {beside[0]}" if beside else "")
         return None if strategy.remat in self.remats else f"{strategy.remat} remat"
 
     def offers(self, key: str, value: Value) -> bool:
@@ -81,18 +87,18 @@ class Capabilities:
         return value == variants()[key][1].default or any(value in each.get(key, frozenset()) for each in allowed)
 
     def _misplaced(self, strategy: Strategy) -> str | None:
-        """Why the framework cannot use the ranks that a strategy gives its kinds, or None where it can."""
-        if any(level.kind.divides is Divides.TENSORS for level in strategy.levels[:-1]):
+        """Why the framework cannot use the ranks that a strategy gives its dimensions, or None where it can."""
+        if any(level.dimension.divides is Divides.TENSORS for level in strategy.levels[:-1]):
             return "tensor parallelism over ranks that are not neighbours"
         experts, shards = strategy.expert_degree, strategy.state_shards
         if self.experts_within_shards and experts > shards:
             return f"experts over {experts} ranks where {shards} share the states of the other layers"
         return None
 
-    def _beside(self, key: str, kinds: Kinds) -> tuple[str, frozenset[Value]] | None:
-        """The kind among those of a layer that changes what a variant may be, and to what."""
+    def _beside(self, key: str, dimensions: Dimensions) -> tuple[str, frozenset[Value]] | None:
+        """The dimension among those of a layer that changes what a variant may be, and to what."""
         found = ((name, allowed[key]) for name, allowed in self.variants_beside.items() if key in allowed)
-        return next(((name, values) for name, values in found if kind_named(name) in kinds), None)
+        return next(((name, values) for name, values in found if dimension_named(name) in dimensions), None)
 
 
 def unsupported(plan: Plan, capabilities: Capabilities) -> tuple[str, ...]:
@@ -120,7 +126,7 @@ def unsupported(plan: Plan, capabilities: Capabilities) -> tuple[str, ...]:
 
 def block_layers(chain: ModelChain) -> tuple[int, ...]:
     """The layers of the chain that are blocks, in order."""
-    return tuple(layer for layer in range(chain.num_layers) if chain.kind_of(layer).role is LayerRole.BLOCK)
+    return tuple(layer for layer in range(chain.num_layers) if chain.type_of(layer).role is LayerRole.BLOCK)
 
 
 def recomputed_blocks(plan: Plan) -> tuple[tuple[bool, ...], ...]:
@@ -152,7 +158,7 @@ def _mixed(plan: Plan) -> list[str]:
     chain = plan.chain()
     whole = {strategy.without_remat().with_whole_experts() for strategy in plan.strategies}
     bases = [strategy.without_remat() for strategy in plan.strategies]
-    sparse = [base for layer, base in enumerate(bases) if chain.kind_of(layer).num_experts]
+    sparse = [base for layer, base in enumerate(bases) if chain.type_of(layer).num_experts]
     if len(whole) == 1 and len(set(sparse)) <= 1:
         return []
     return [f"strategies that differ between layers ({_counted(bases)})"]

@@ -1,4 +1,4 @@
-"""What could be chosen instead of a plan, as data: trade-offs, rivals, and what was left out of the search.
+"""What could be chosen instead of a plan, as data: trade-offs, baselines, and what was left out of the search.
 
 These values travel from `steelyard.planning`, which finds them, to `steelyard.report`, which shows them, and are what
 ``--json`` prints. Memory is bytes per device, the allocator's slack included; times are those of the simulator.
@@ -91,7 +91,7 @@ class TradeOffs(PlanPart):
 
 
 class StrategyVerdict(PlanPart):
-    """Whether a strategy could be of use to a kind of layer in a pipeline setting, and if not, why."""
+    """Whether a strategy could be of use to a layer type in a pipeline configuration, and if not, why."""
 
     kind: str
     """Empty where the reason holds for all of them."""
@@ -102,7 +102,7 @@ class StrategyVerdict(PlanPart):
 
 
 class NotSearched(PlanPart):
-    """Values of a setting that were never searched, and why."""
+    """Values of a configuration that were never searched, and why."""
 
     what: str
     """stages, microbatches or schedule."""
@@ -111,7 +111,7 @@ class NotSearched(PlanPart):
     reason: str
 
 
-class Rival(PlanPart):
+class ComparedBaseline(PlanPart):
     """The best plan under a restriction, next to the plan that is explained."""
 
     name: str
@@ -168,25 +168,25 @@ class SlowNode(PlanPart):
 
 
 class Explanation(PlanPart):
-    """Why a plan and not another one: each rival was searched again under its restriction."""
+    """Why a plan and not another one: each baseline was searched again under its restriction."""
 
     binds: str
     """What a faster plan would need, in a sentence."""
-    rivals: tuple[Rival, ...] = ()
-    budgets: tuple[Rival, ...] = ()
+    rivals: tuple[ComparedBaseline, ...] = ()
+    budgets: tuple[ComparedBaseline, ...] = ()
     """The best plans with a little more and a little less memory per device."""
     notes: tuple[str, ...] = ()
     slow_nodes: tuple[SlowNode, ...] = ()
     """Of the recorded run that was given."""
     why_not: WhyNot | None = None
     not_searched: tuple[NotSearched, ...] = ()
-    """Pipeline settings that were never searched."""
+    """Pipeline configurations that were never searched."""
     verdicts: tuple[StrategyVerdict, ...] = ()
-    """What became of every strategy of the tree, in the pipeline setting of the plan."""
+    """What became of every strategy of the tree, in the pipeline configuration of the plan."""
 
 
 class PlanStudy(PlanPart):
-    """What a report shows around a plan: its rivals, and time against memory, as far as the time for it reached."""
+    """What a report shows around a plan: its baselines, and time against memory, as far as the time for it reached."""
 
     scope: str
     """Among what was searched, in words; empty where nothing was."""
@@ -196,4 +196,4 @@ class PlanStudy(PlanPart):
     is_complete: bool = False
     """No plan worth having is missing between the first and the last point."""
     left_out: tuple[str, ...] = ()
-    """The rivals for which there was no time."""
+    """The baselines for which there was no time."""

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 from steelyard.errors import UserError
 from steelyard.limits import MOST_DEVICES, DeviceCount, Microbatches
-from steelyard.plan.kinds import KINDS, variants
+from steelyard.plan.dimensions import DIMENSIONS, variants
 from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
@@ -46,7 +46,7 @@ class Decisions(PlanPart):
     remats: tuple[Remat, ...] | None = None
     variants: Variants | None = None
     """Allowed values by the key of a variant of a parallelism dimension."""
-    max_degrees: Annotated[dict[str, DeviceCount], _keys_among(lambda: KINDS)] | None = None
+    max_degrees: Annotated[dict[str, DeviceCount], _keys_among(lambda: DIMENSIONS)] | None = None
     """Largest degree by the name of a parallelism dimension."""
     space: Space | None = None
     """All dimensions, or those of the papers and never two that divide samples in one layer."""

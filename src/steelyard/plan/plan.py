@@ -20,7 +20,7 @@ from steelyard.model.freezing import frozen_chain
 from steelyard.model.own import Split
 from steelyard.model.read import planned_model
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.kinds.kind import Batch
+from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.part import PlanPart
 from steelyard.plan.prediction import Prediction
@@ -87,7 +87,8 @@ class Plan(PlanPart):
     fallbacks: tuple[Fallback, ...] = ()
     """Most memory first."""
     next_best: tuple[Fallback, ...] = ()
-    """The best plans found of other pipeline settings, fastest first, for `steelyard measure` to run beside it."""
+    """The best plans found of other pipeline configurations, fastest first, for `steelyard measure` to run beside
+    it."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -115,9 +116,9 @@ class Plan(PlanPart):
     def shared_heads(self, chain: ModelChain) -> tuple[int, str, int] | None:
         """A tp degree, and the name and number of what its ranks, being more, hold alike; None where nothing is so."""
         for layer, strategy in enumerate(self.strategies):
-            kind = chain.kind_of(layer)
-            for name, size in kind.tp_divides:
-                if name in kind.tp_shares and size % strategy.tensor_degree:
+            layer_type = chain.type_of(layer)
+            for name, size in layer_type.tp_divides:
+                if name in layer_type.tp_shares and size % strategy.tensor_degree:
                     return strategy.tensor_degree, name, size
         return None
 
@@ -131,7 +132,7 @@ class Plan(PlanPart):
             raise InvalidPlanError(
                 field="cluster",
                 found=f"a plan over {len(found.pools)} pools of unlike devices ({found.name})",
-                expected="a plan on one kind of device",
+                expected="a plan on one device type",
                 hint="plan for one of the pools alone",
             )
         return found
@@ -208,7 +209,7 @@ class Plan(PlanPart):
 
     @property
     def pipeline(self) -> PipelineConfig:
-        """The pipeline setting."""
+        """The pipeline configuration."""
         return PipelineConfig(
             num_stages=self.num_stages,
             num_chunks=self.num_chunks,
@@ -388,12 +389,12 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
                     expected=f"degrees whose product is the {part.num_devices} devices of the stage",
                     hint="change a degree, or the ranks of the stage",
                 )
-            for kind in {chain.layers[layer] for layer in range(run.layers[0], run.layers[1] + 1)}:
-                reason = illegal_reason(chain.kinds[kind], strategy, plan.batch)
+            for layer_type in {chain.layers[layer] for layer in range(run.layers[0], run.layers[1] + 1)}:
+                reason = illegal_reason(chain.layer_types[layer_type], strategy, plan.batch)
                 if reason is not None:
                     raise InvalidPlanError(
                         field=f"{where}.parallel",
-                        found=f"{strategy} for the {chain.kinds[kind].plain_name} layers",
+                        found=f"{strategy} for the {chain.layer_types[layer_type].plain_name} layers",
                         expected=f"a strategy that the layer allows: {reason}",
                         hint="change the degree, num_microbatches or global_batch",
                     )

@@ -11,7 +11,7 @@ from steelyard.plan.part import PlanPart
 from steelyard.units import format_seconds
 
 OWN_TERMS = ("compute", "remat", "host", "optimizer")
-"""Terms of time in which a rank computes by itself; those of kinds of parallelism wait for others."""
+"""Terms of time in which a rank computes by itself; those of parallelism dimensions wait for others."""
 
 
 class StagePrediction(PlanPart):
@@ -42,13 +42,13 @@ class Alternative(PlanPart):
     step_time_s: Seconds | None = None
     """Absent where it was not computed exactly."""
     is_bound: bool = False
-    """Whether the setting was not searched to the end, so that its best plan may be faster."""
+    """Whether the configuration was not searched to the end, so that its best plan may be faster."""
     memory_bytes: Bytes | None = None
     """Of its fullest device; absent where it was not computed exactly."""
 
 
 class Baseline(PlanPart):
-    """The best plan of a plain kind that one takes without a planner, on the same costs."""
+    """The best plan of a simple way to train that needs no planner, on the same costs."""
 
     name: str
     step_time_s: Seconds | None = None

@@ -19,6 +19,6 @@ def num_slices(shared: SharedWeight, strategies: Sequence[Strategy], chain: Mode
     used = [strategies[layer] for layer, _ in shared.copies]
     if len({strategy.levels for strategy in used}) == 1:
         return None
-    if any(chain.kind_of(layer).role is LayerRole.BLOCK for layer, _ in shared.copies):
+    if any(chain.type_of(layer).role is LayerRole.BLOCK for layer, _ in shared.copies):
         return 1
     return SLICES_PER_RANK * max(strategy.tensor_degree for strategy in used)

@@ -119,7 +119,7 @@ def config_of_blocks(chain: ModelChain, kept: list[int], *, is_compared: bool = 
     """
     split = chain.split
     assert isinstance(split, ModelSplit), "of the user's own module there is no plan at small width"
-    if split.encoder or len({kind.shape for kind in split.kinds}) > 1:
+    if split.encoder or len({layer_type.shape for layer_type in split.kinds}) > 1:
         return (_config_of_stacks if split.encoder else _depths)(chain, kept)
     places = _blocks(chain, kept)
     ends = {0, chain.num_layers - 1}
@@ -128,16 +128,23 @@ def config_of_blocks(chain: ModelChain, kept: list[int], *, is_compared: bool = 
     if number is None or (split.streams and not is_compared) or split.called or shares_blocks:
         return None
     found: dict[str, Any] = {number: len(places)}
-    attention = [chain.kind_of(layer).attention for layer in places]
-    dense = [not chain.kind_of(layer).num_experts for layer in places]
-    kinds = {chain.layers[layer] for layer in range(1, chain.num_layers - 1)}
-    if len({(chain.kinds[kind].attention, chain.kinds[kind].num_experts) for kind in kinds}) < len(kinds):
+    attention = [chain.type_of(layer).attention for layer in places]
+    dense = [not chain.type_of(layer).num_experts for layer in places]
+    layer_types = {chain.layers[layer] for layer in range(1, chain.num_layers - 1)}
+    if len(
+        {
+            (chain.layer_types[layer_type].attention, chain.layer_types[layer_type].num_experts)
+            for layer_type in layer_types
+        }
+    ) < len(layer_types):
         return None
-    if len({chain.kinds[kind].attention for kind in kinds}) > 1 or chain.config.get("layer_types"):
+    if len({chain.layer_types[layer_type].attention for layer_type in layer_types}) > 1 or chain.config.get(
+        "layer_types"
+    ):
         found["layer_types"] = attention
     if "sliding_attention" in attention:
         found["sliding_window"] = _LEAST_SEQUENCE // 2
-    if len({chain.kinds[kind].num_experts for kind in kinds}) > 1:
+    if len({chain.layer_types[layer_type].num_experts for layer_type in layer_types}) > 1:
         if _DENSE in chain.config or _SPARSE_STEP in chain.config:
             found |= {_DENSE: [place for place, is_dense in enumerate(dense) if is_dense], _SPARSE_STEP: 1}
         elif _DENSE_FIRST in chain.config and dense == sorted(dense, reverse=True):
@@ -168,17 +175,17 @@ _NUMBERS_OF_STACKS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_
 
 
 def _config_of_stacks(chain: ModelChain, kept: list[int]) -> dict[str, Any] | None:
-    """What the config says of the blocks of an encoder and its decoder; None where each stack is not of one kind."""
+    """What the config says of the blocks of an encoder and its decoder; None where each stack is not of one type."""
     split = chain.split
     assert isinstance(split, ModelSplit)
     stacks = [range(1, split.between), range(split.between + 1, chain.num_layers - 1)]
     if chain.family.task is Task.IMAGE_TEXT:
         return _config_of_parts(chain, kept, stacks)
-    one_kind = all(len({chain.layers[layer] for layer in stack}) == 1 for stack in stacks)
+    one_type = all(len({chain.layers[layer] for layer in stack}) == 1 for stack in stacks)
     given = chain.config
     counts = {pair: (given.get(pair[0]), given.get(pair[1]) or given.get(pair[0])) for pair in _NUMBERS_OF_STACKS}
     keys = next((pair for pair, found in counts.items() if found == tuple(map(len, stacks))), None)
-    if keys is None or not one_kind or split.streams:
+    if keys is None or not one_type or split.streams:
         return None
     numbers = [len([layer for layer in kept if layer in stack]) for stack in stacks]
     also = {key: numbers[0] for key in _NUMBERS_OF_BLOCKS if given.get(key) == len(stacks[0])}
@@ -191,7 +198,7 @@ _NUMBERED = ("fullatt_block_indexes", "deepstack_visual_indexes")
 
 
 def _config_of_parts(chain: ModelChain, kept: list[int], stacks: Sequence[range]) -> dict[str, Any] | None:
-    """What the configs of a tower and of the text say of their blocks; None where they do not say their kinds.
+    """What the configs of a tower and of the text say of their blocks; None where they do not say their types.
 
     Blocks of the tower that nothing reads are kept.
     """
@@ -208,8 +215,8 @@ def _config_of_parts(chain: ModelChain, kept: list[int], stacks: Sequence[range]
         by_block = {_LISTED: [part[_LISTED][place] for place in places]} if part.get(_LISTED) else {}
         numbered = [key for key in _NUMBERED if part.get(key)]
         by_block |= {key: [n for n, place in enumerate(places) if place in part[key]] for key in numbered}
-        kinds = {chain.layers[layer] for layer in stack if not split.read_by(layer)}
-        if key is None or not (by_block or len(kinds) == 1):
+        layer_types = {chain.layers[layer] for layer in stack if not split.read_by(layer)}
+        if key is None or not (by_block or len(layer_types) == 1):
             return None
         found[name] = {key: len(places), **by_block}
     states, readers = (
@@ -230,12 +237,14 @@ def _kept_layers(plan: Plan, chain: ModelChain) -> Iterator[list[int]]:
 
 
 def _has_experts(chain: ModelChain) -> bool:
-    return any(kind.num_experts for kind in chain.kinds)
+    return any(layer_type.num_experts for layer_type in chain.layer_types)
 
 
 def _divided(chain: ModelChain) -> list[tuple[str, int]]:
-    return [size for kind in chain.kinds if kind.role is LayerRole.BLOCK for size in kind.tp_divides]
+    return [
+        size for layer_type in chain.layer_types if layer_type.role is LayerRole.BLOCK for size in layer_type.tp_divides
+    ]
 
 
 def _blocks(chain: ModelChain, kept: list[int]) -> list[int]:
-    return [layer for layer in kept if chain.kind_of(layer).role is LayerRole.BLOCK]
+    return [layer for layer in kept if chain.type_of(layer).role is LayerRole.BLOCK]

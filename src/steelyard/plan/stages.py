@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_ser
 
 from steelyard.errors import InvalidPlanError, nearest
 from steelyard.limits import MOST_DEVICES, MOST_LAYERS
-from steelyard.plan.kinds import variants
+from steelyard.plan.dimensions import variants
 from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 
@@ -21,7 +21,7 @@ RankPlace = Annotated[int, Field(ge=-1, lt=MOST_DEVICES)]
 class LayerRun(PlanPart):
     """Consecutive layers that share one strategy. ``layers`` is the first and the last layer, both included.
 
-    Variants of the kinds of parallelism in ``parallel`` (``sp``, ``zero``, …) are keys of their own beside these.
+    Variants of the parallelism dimensions in ``parallel`` (``sp``, ``zero``, …) are keys of their own beside these.
     """
 
     model_config = ConfigDict(extra="allow")

@@ -1,8 +1,8 @@
 r"""A strategy: how the devices of one pipeline stage share the work of one layer.
 
-A strategy is one leaf of the papers' decision tree: an ordered product of degrees, each with its kind, over the
-$G$ devices of a stage, together with the variants of these kinds and activation checkpointing (remat). What a kind is
-stands in `steelyard.plan.kinds`.
+A strategy is one leaf of the papers' decision tree: an ordered product of degrees, each with its dimension, over the
+$G$ devices of a stage, together with the variants of these dimensions and activation checkpointing (remat). What a
+dimension is stands in `steelyard.plan.dimensions`.
 
 Written ``fsdp4-tp2``: the outermost level first, so the last level acts on neighbouring ranks (here ranks 0 and 1
 share a tensor-parallel pair and ranks 0, 2, 4, 6 share parameters). No levels at all (``single``) means one device.
@@ -24,9 +24,9 @@ from enum import StrEnum
 from functools import lru_cache
 
 from steelyard.errors import InvalidPlanError, nearest
-from steelyard.plan.kinds import KINDS, Kind, Value, level_kinds, variants
-from steelyard.plan.kinds.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.kinds.kind import Contradiction, Divides, Level, Levels, Placed, States
+from steelyard.plan.dimensions import DIMENSIONS, Dimension, Value, level_dimensions, variants
+from steelyard.plan.dimensions.data import data_levels, degree_of, replica_levels, shard_levels
+from steelyard.plan.dimensions.dimension import Contradiction, Divides, Level, Levels, Placed, States
 
 __all__ = [
     "HiddenPlacement",
@@ -61,8 +61,8 @@ class Strategy:
     levels: Levels = ()
     remat: Remat = Remat.NONE
     variants: tuple[tuple[str, Value], ...] = ()
-    kinds: tuple[Kind, ...] = field(init=False, repr=False, compare=False)
-    """The kinds that it uses: those of its levels, and those that take ranks of other levels."""
+    dimensions: tuple[Dimension, ...] = field(init=False, repr=False, compare=False)
+    """The dimensions that it uses: those of its levels, and those that take ranks of other levels."""
     num_devices: int = field(init=False, repr=False, compare=False)
     """Devices of a stage that this strategy spans."""
     tensor_degree: int = field(init=False, repr=False, compare=False)
@@ -93,12 +93,12 @@ class Strategy:
 
     def __post_init__(self) -> None:
         self._derive()
-        kinds = [level.kind for level in self.levels]
-        if len(set(kinds)) < len(kinds):
+        dimensions = [level.dimension for level in self.levels]
+        if len(set(dimensions)) < len(dimensions):
             raise InvalidPlanError(
                 field="parallel",
                 found=self.parallel,
-                expected="each kind of parallelism on one level only",
+                expected="each parallelism dimension on one level only",
                 hint="merge the two levels into one with the product of their degrees",
             )
         for level in self.levels:
@@ -107,8 +107,8 @@ class Strategy:
                     field="parallel", found=str(level), expected="a degree of 2 or more", hint="leave the level out"
                 )
         chosen = dict(self.variants)
-        contradictions = [kind.contradiction(self.levels, chosen) for kind in self.kinds]
-        contradictions += [self._without_its_kind(key) for key in chosen]
+        contradictions = [dimension.contradiction(self.levels, chosen) for dimension in self.dimensions]
+        contradictions += [self._without_its_dimension(key) for key in chosen]
         for found in contradictions:
             if found is not None:
                 raise InvalidPlanError(field=found.field, found=str(self), expected=found.expected, hint=found.hint)
@@ -130,14 +130,14 @@ class Strategy:
         kept = tuple((key, chosen[key]) for key in known if key in chosen and chosen[key] != known[key][1].default)
         return _strategy(levels, remat, kept)
 
-    def _without_its_kind(self, key: str) -> Contradiction | None:
-        kind, variant = variants()[key]
-        if kind in self.kinds:
+    def _without_its_dimension(self, key: str) -> Contradiction | None:
+        dimension, variant = variants()[key]
+        if dimension in self.dimensions:
             return None
         return Contradiction(
             field=key,
-            expected=f"{_flag(variant.texts, self.variant(key)) or key} only together with {kind}",
-            hint=f"add a {kind} level, or leave {key} out",
+            expected=f"{_flag(variant.texts, self.variant(key)) or key} only together with {dimension}",
+            hint=f"add a {dimension} level, or leave {key} out",
         )
 
     def _derive(self) -> None:
@@ -145,11 +145,15 @@ class Strategy:
         chosen = {key for key, _ in self.variants}
         levels = self.levels
         beside = tuple(
-            kind for kind in KINDS.values() if not kind.is_level and any(each.key in chosen for each in kind.variants)
+            dimension
+            for dimension in DIMENSIONS.values()
+            if not dimension.is_level and any(each.key in chosen for each in dimension.variants)
         )
-        experts = [each.key for kind in beside if kind.divides is Divides.EXPERTS for each in kind.variants]
+        experts = [
+            each.key for dimension in beside if dimension.divides is Divides.EXPERTS for each in dimension.variants
+        ]
         derived = {
-            "kinds": (*(level.kind for level in levels), *beside),
+            "dimensions": (*(level.dimension for level in levels), *beside),
             "num_devices": degree_of(levels),
             "tensor_degree": self._divided(Divides.TENSORS),
             "sample_degree": self._divided(Divides.SAMPLES),
@@ -161,12 +165,12 @@ class Strategy:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
-        shape = {name: degree for kind in self.kinds for name, degree in kind.shape(self).items()}
+        shape = {name: degree for dimension in self.dimensions for name, degree in dimension.shape(self).items()}
         object.__setattr__(self, "shape", shape)
-        gathered = self.state_shards == 1 or any(kind.keeps_gathered(self) for kind in self.kinds)
+        gathered = self.state_shards == 1 or any(dimension.keeps_gathered(self) for dimension in self.dimensions)
         object.__setattr__(self, "keeps_gathered", gathered)
         object.__setattr__(
-            self, "hidden", HiddenPlacement.of((level.kind.placement(self), level.degree) for level in levels)
+            self, "hidden", HiddenPlacement.of((level.dimension.placement(self), level.degree) for level in levels)
         )
 
     @property
@@ -205,37 +209,37 @@ class Strategy:
         """
         if self.tensor_degree == 1:
             return self
-        levels = [level for level in self.levels if level.kind.divides is not Divides.TENSORS]
-        taking = [level for level in levels if level.kind.divides is Divides.SAMPLES]
-        sharding = [level for level in taking if level.kind.states is States.SHARDED]
+        levels = [level for level in self.levels if level.dimension.divides is not Divides.TENSORS]
+        taking = [level for level in levels if level.dimension.divides is Divides.SAMPLES]
+        sharding = [level for level in taking if level.dimension.states is States.SHARDED]
         widened = next(iter(sharding + taking), None)
         if widened is None:
-            of_samples = (each for each in KINDS.values() if each.divides is Divides.SAMPLES)
-            kind = next(each for each in of_samples if each.states is States.SHARDED)
-            levels.insert(0, Level(kind=kind, degree=self.tensor_degree))
+            of_samples = (each for each in DIMENSIONS.values() if each.divides is Divides.SAMPLES)
+            dimension = next(each for each in of_samples if each.states is States.SHARDED)
+            levels.insert(0, Level(dimension=dimension, degree=self.tensor_degree))
         else:
             degree = widened.degree * self.tensor_degree
-            levels[levels.index(widened)] = Level(kind=widened.kind, degree=degree)
-        left = {level.kind for level in levels}
+            levels[levels.index(widened)] = Level(dimension=widened.dimension, degree=degree)
+        left = {level.dimension for level in levels}
         own = {key: value for key, value in self.variants if variants()[key][0] in left}
         return Strategy.of(tuple(levels), self.remat, **own)
 
-    def level(self, kind: Kind) -> Level | None:
-        """The level of a kind, None where it is not used."""
+    def level(self, dimension: Dimension) -> Level | None:
+        """The level of a dimension, None where it is not used."""
         for level in self.levels:
-            if level.kind is kind:
+            if level.dimension is dimension:
                 return level
         return None
 
-    def degree(self, kind: Kind) -> int:
-        """The degree of a kind's level; 1 where it is not used."""
-        level = self.level(kind)
+    def degree(self, dimension: Dimension) -> int:
+        """The degree of a dimension's level; 1 where it is not used."""
+        level = self.level(dimension)
         return 1 if level is None else level.degree
 
     @property
     def head_degree(self) -> int:
         """Ways in which the heads of attention are divided."""
-        return math.prod(kind.head_degree(self) for kind in self.kinds)
+        return math.prod(dimension.head_degree(self) for dimension in self.dimensions)
 
     @property
     def sequence_degree(self) -> int:
@@ -258,10 +262,10 @@ class Strategy:
         return self.data_degree // (self.expert_degree * self.expert_state_shards)
 
     def _divided(self, what: Divides) -> int:
-        return degree_of(tuple(level for level in self.levels if level.kind.divides is what))
+        return degree_of(tuple(level for level in self.levels if level.dimension.divides is what))
 
-    def axes_of(self, *kinds: Kind) -> tuple[int, ...]:
-        """Indices into `mesh_axes` of the axes that these kinds use, outermost first.
+    def axes_of(self, *dimensions: Dimension) -> tuple[int, ...]:
+        """Indices into `mesh_axes` of the axes that these dimensions use, outermost first.
 
         Raises `InvalidPlanError` if a level boundary falls inside an axis of the stage mesh.
         """
@@ -280,17 +284,17 @@ class Strategy:
                     expected=f"levels that are runs of the stage mesh {'×'.join(map(str, sizes))}, outermost first",
                     hint="swap the levels or move a factor from one to the other",
                 )
-            if level.kind in kinds:
+            if level.dimension in dimensions:
                 found.extend(range(start, position))
         return tuple(found)
 
     def _axes(self, levels: Iterable[Level]) -> tuple[int, ...]:
-        return self.axes_of(*(level.kind for level in levels))
+        return self.axes_of(*(level.dimension for level in levels))
 
     @property
     def sample_axes(self) -> tuple[int, ...]:
         """The axes of the stage mesh over which samples are divided."""
-        return self._axes([level for level in self.levels if level.kind.divides is Divides.SAMPLES])
+        return self._axes([level for level in self.levels if level.dimension.divides is Divides.SAMPLES])
 
     @property
     def data_axes(self) -> tuple[int, ...]:
@@ -400,16 +404,16 @@ class HiddenPlacement:
 
 
 def shape_strategies(degree: int) -> Iterator[Strategy]:
-    """The strategies of one level of this degree that change the shape of a layer, with all variants of its kind.
+    """The strategies of one level of this degree that change the shape of a layer, with all variants of its dimension.
 
     One for each shape that a layer can have on a rank: under these it is traced and measured.
     """
     if degree == 1:
         yield Strategy()
         return
-    for kind in level_kinds():
-        level = (Level(kind=kind, degree=degree),)
-        choices = [[(variant.key, value) for value in variant.choices(level)] for variant in kind.variants]
+    for dimension in level_dimensions():
+        level = (Level(dimension=dimension, degree=degree),)
+        choices = [[(variant.key, value) for value in variant.choices(level)] for variant in dimension.variants]
         for pairs in itertools.product(*choices):
             strategy = Strategy.of(level, Remat.NONE, **dict(pairs))
             if strategy.shape:
@@ -441,10 +445,10 @@ _LEVEL = re.compile(r"([a-z]+)([0-9]{1,9})")
 
 @lru_cache(maxsize=4096)
 def parse_parallel(text: str) -> Levels:
-    """The levels written as in `Strategy.parallel`; raises `InvalidPlanError` for an unknown kind or form."""
+    """The levels written as in `Strategy.parallel`; raises `InvalidPlanError` for an unknown dimension or form."""
     if text == "single":
         return ()
-    by_name = {kind.name: kind for kind in level_kinds()}
+    by_name = {dimension.name: dimension for dimension in level_dimensions()}
     levels = []
     for part in text.split("-"):
         match = _LEVEL.fullmatch(part)
@@ -453,10 +457,10 @@ def parse_parallel(text: str) -> Levels:
             raise InvalidPlanError(
                 field="parallel",
                 found=repr(text),
-                expected="levels such as fsdp4-tp2 with kinds " + ", ".join(by_name) + ", or single",
+                expected="levels such as fsdp4-tp2 with dimensions " + ", ".join(by_name) + ", or single",
                 hint=f"write its degree, as in {part}2" if part in by_name else f"correct the level {part!r}: {near}",
             )
-        levels.append(Level(kind=by_name[match.group(1)], degree=int(match.group(2))))
+        levels.append(Level(dimension=by_name[match.group(1)], degree=int(match.group(2))))
     return tuple(levels)
 
 

@@ -51,8 +51,8 @@ def _listed(words: Sequence[str]) -> str:
 
 def layers_text(chain: ModelChain, first: int, last: int) -> str:
     """Consecutive layers by name, both ends included: ``embedding, blocks 0–6``."""
-    has_embedding = chain.kind_of(first).role is LayerRole.EMBEDDING
-    has_head = chain.kind_of(last).role is LayerRole.HEAD
+    has_embedding = chain.type_of(first).role is LayerRole.EMBEDDING
+    has_head = chain.type_of(last).role is LayerRole.HEAD
     names = ["embedding"] if has_embedding else []
     start, end = first + has_embedding, last - has_head
     if start == end:

@@ -19,12 +19,12 @@
 | `why_not`          | request and a pin → what it costs, or what forbids it                            |
 | `sizes`, `devices` | request → the largest batch, the longest sequence, the fewest devices that do    |
 | `fallbacks`        | plan → others in it: of less memory to go on with, the next best to measure      |
-| `explain`          | plan → what binds, its rivals, what memory is worth                              |
-| `report_search`    | plan → its frontier and rivals, as far as a time limit reaches                   |
+| `explain`          | plan → what binds, its baselines, what memory is worth                           |
+| `report_search`    | plan → its frontier and baselines, as far as a time limit reaches                |
 | `frontier`         | request → time against memory, time and money against devices                    |
 | `offers`           | request and prices → the best plan on parts of the cluster, by time and money    |
 | `not_searched`     | job → what was never searched, and why                                           |
 | `framework_fit`    | plan → the best plan that another framework can run                              |
 | `elastic`          | plan → the plan for what is left of its cluster                                  |
-| `slow_rank`        | plan and a run → what its slow ranks cost, and what planning around them gains    |
+| `slow_rank`        | plan and a run → what its slow ranks cost, and what planning around them gains   |
 """

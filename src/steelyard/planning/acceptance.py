@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steelyard.cost.build import usable_bytes
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.decisions import Partition
 from steelyard.plan.plan import Plan
 from steelyard.planning.plan_from_search import bare_plan
-from steelyard.search import OnDemand, SearchResult, SettingOutcome, nearest_miss, search
+from steelyard.search import ConfigOutcome, OnDemand, SearchResult, nearest_miss, search
 from steelyard.search.group_strategies import group_equal_strategies
 
 
@@ -20,18 +20,18 @@ from steelyard.search.group_strategies import group_equal_strategies
 class Accepted:
     """A plan that fits, and the outcome of the search that it comes from."""
 
-    outcome: SettingOutcome
+    outcome: ConfigOutcome
     plan: Plan
 
     @property
     def is_settled(self) -> bool:
-        """Whether no plan of its setting is faster."""
+        """Whether no plan of its configuration is faster."""
         return self.outcome.result.status == "optimal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Acceptance:
-    """The best plans of the settings, fastest first, and what the search says of all settings.
+    """The best plans of the configurations, fastest first, and what the search says of all configurations.
 
     Where there is none no plan takes less than ``floor_bytes``.
     """
@@ -39,12 +39,12 @@ class Acceptance:
     ranked: tuple[Accepted, ...]
     search: SearchResult
     bounds_s: tuple[float, ...]
-    """What no plan of each setting that fits is faster than, in the order given."""
+    """What no plan of each configuration that fits is faster than, in the order given."""
     floor_bytes: int = 0
 
     def bounded(self) -> tuple[OnDemand, ...]:
         """The tables that were searched with their bounds, for further searches within no more memory."""
-        pairs = zip(self.search.settings, self.bounds_s, strict=True)
+        pairs = zip(self.search.configs, self.bounds_s, strict=True)
         return tuple(each.given.bounded(bound_s) for each, bound_s in pairs)
 
 
@@ -57,7 +57,8 @@ def accept(
     partition: Partition = "exact",
     time_limit_s: float | None = None,
 ) -> Acceptance:
-    """The fastest plans of a job that fit, of all settings whose cost tables are given; arguments as of `search`."""
+    """The fastest plans of a job that fit, of all configurations whose cost tables are given; arguments as of
+    `search`."""
     room_bytes = usable_bytes(job)
     found = search(
         tables,
@@ -67,8 +68,8 @@ def accept(
         partition=partition,
         time_limit_s=time_limit_s,
     )
-    bounds = (max(each.result.lower_bound_s, each.given.least_s) for each in found.settings)
-    made = [] if found.ranked else [each.tables for each in found.settings if each.given.is_made]
+    bounds = (max(each.result.lower_bound_s, each.given.least_s) for each in found.configs)
+    made = [] if found.ranked else [each.tables for each in found.configs if each.given.is_made]
     least = [nearest_miss(each, 0) for each in made]
     return Acceptance(
         ranked=tuple(Accepted(outcome=each, plan=_plan(job, each, room_bytes)) for each in found.ranked),
@@ -78,5 +79,5 @@ def accept(
     )
 
 
-def _plan(job: Job, outcome: SettingOutcome, room_bytes: int) -> Plan:
+def _plan(job: Job, outcome: ConfigOutcome, room_bytes: int) -> Plan:
     return bare_plan(job, outcome.tables, group_equal_strategies(outcome.tables, outcome.solution, room_bytes))

@@ -4,7 +4,7 @@ Layers in shapes that one device cannot have (tp above 1) are traced and priced 
 
 $$r = \frac{\sum_k n_k\, t_k^\text{measured}}{\sum_k n_k\, t_k^\text{catalogue}}$$
 
-over the $n_k$ layers of each kind $k$ of the model, so that shapes compare as one kind of measurement. A device without
+over the $n_k$ layers of each type $k$ of the model, so that shapes compare as one kind of measurement. A device without
 rates in the catalogue has its measured shape alone, and its plans no tp.
 
 Not measured, and assumed: every collective and transfer (the links of the cluster), what the end of a step takes with
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from steelyard.cost.compute import compute_time
 from steelyard.cost.efficiency import Efficiency, efficiency_of
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.profiles.profile import LayerProfile, Profile
 
 
@@ -37,7 +37,7 @@ def measured_over_catalogue(job: Job) -> float:
     """What the layers of the model take together by the profile, over what the catalogue's rates say of them."""
     seconds = {True: 0.0, False: 0.0}
     for number in range(job.chain.num_layers):
-        layer = job.layer(job.chain.kind_of(number).name, {})
+        layer = job.layer(job.chain.type_of(number).name, {})
         if layer is not None and layer.times:
             samples = layer.times[-1].samples
             for is_measured, each in ((True, layer), (False, layer.model_copy(update={"times": ()}))):

@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Job
 from steelyard.errors import UserError
 from steelyard.files import parse_json, parse_yaml, read_text
 from steelyard.hardware import is_same_device
@@ -117,7 +117,7 @@ def _serves(profile: Profile, plan: Plan, *, same_size: bool) -> bool:
     """Whether a profile holds what a prediction of the plan needs; what was traced holds for any number of devices."""
     identity = profile.identity
     strategies, chain = plan.strategies, plan.chain()
-    held = all(profile.layer(chain.kind_of(n).name, each.shape) for n, each in enumerate(strategies))
+    held = all(profile.layer(chain.type_of(n).name, each.shape) for n, each in enumerate(strategies))
     alike = (identity.seq_len, identity.precision) == (plan.seq_len, plan.precision)
     return held and alike and (same_size or not identity.is_measured)
 

@@ -1,4 +1,4 @@
-"""Chooses the plan: searches all pipeline settings and lets the simulator rank the best few."""
+"""Chooses the plan: searches all pipeline configurations and lets the simulator rank the best few."""
 
 import math
 import time
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from steelyard.cost.build import usable_bytes
+from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.predict import PlanCost, predict
-from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.decisions import FREE, Decisions
@@ -23,11 +23,11 @@ from steelyard.planning.price import prediction_of
 from steelyard.planning.problem import make_tables
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.uniform import uniform_tables
-from steelyard.search import TIME_LIMIT_S, NearestMiss, OnDemand, SearchResult, SettingOutcome
+from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult
 from steelyard.units import format_bytes, format_plural
 
 NUM_RESCORED = 5
-"""Settings whose best plans the simulator ranks in the end, or more where more alternatives are asked for."""
+"""Configurations whose best plans the simulator ranks in the end, or more where more alternatives are asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,8 @@ class PlanningResult:
     miss: NearestMiss | None
     miss_text: str
     others: tuple[tuple[Plan, PlanCost], ...] = ()
-    """The best plans of other pipeline settings that the simulator priced, without their predictions, fastest first."""
+    """The best plans of other pipeline configurations that the simulator priced, without their predictions, fastest
+    first."""
     has_margin: bool = True
     """False for a plan that takes of the margin of the job, since none leaves it free."""
     bounded_tables: tuple[OnDemand, ...] = ()
@@ -77,17 +78,17 @@ def plan_job(
     tables: tuple[OnDemand, ...] | None = None,
     to_the_end: bool = True,
 ) -> PlanningResult:
-    """Searches every pipeline setting of a job and turns the best into a plan.
+    """Searches every pipeline configuration of a job and turns the best into a plan.
 
     ``top`` plans and more are priced by the simulator, the best and the alternatives kept with it. ``tables`` saves
     making the cost tables again where `make_tables` was asked for those of this job and these decisions. Not
     ``to_the_end`` prices no more than ``top``.
 
-    The simulator ranks every setting where `ranks_all` says so. Over several groups it ranks plans that are the best of
-    their settings: the sums of the search are a few percent off where stages are not alike.
+    The simulator ranks every configuration where `ranks_all` says so. Over several groups it ranks plans that are the
+    best of their configurations: the sums of the search are a few percent off where stages are not alike.
 
-    The time limit is that of tables and search together. Of settings without tables by then no more is known than what
-    computing takes.
+    The time limit is that of tables and search together. Of configurations without tables by then no more is known than
+    what computing takes.
 
     Where no plan leaves the margin of the job free, the fastest within all the memory that there is.
     """
@@ -146,7 +147,7 @@ def _plan_within(
         bounded_tables=found.bounded() if tables is given else given,
     )
     if not found.ranked:
-        return replace(result, miss_text=_miss_text(job, found) + _not_searched_text(found.search.settings))
+        return replace(result, miss_text=_miss_text(job, found) + _not_searched_text(found.search.configs))
     candidates = found.ranked[:num_rescored]
     costs = [predict(each.plan, job) for each in candidates]
     first, *others = sorted(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
@@ -185,18 +186,21 @@ def _uniform(job: Job, tables: tuple[OnDemand, ...]) -> tuple[OnDemand, ...]:
 
 
 def ranks_all(job: Job) -> bool:
-    """Whether the simulator must rank the plans of all settings: where processes share cores (`Profile.busy_speeds`).
+    """Whether the simulator must rank the plans of all configurations: where processes share cores
+    (`Profile.busy_speeds`).
 
-    The closed form of the search takes all processes to be busy at all times, so that it ranks settings of unlike
+    The closed form of the search takes all processes to be busy at all times, so that it ranks configurations of unlike
     numbers of stages wrongly there.
     """
     return not job.is_mixed and bool(job.profile.busy_speeds)
 
 
-def _not_searched_text(settings: Sequence[SettingOutcome]) -> str:
-    """Of how many settings it is not known whether one fits."""
-    count = sum(each.result.status == "beaten" for each in settings)
-    return f"; {count} of {len(settings)} pipeline settings were not searched before the time was up" if count else ""
+def _not_searched_text(configs: Sequence[ConfigOutcome]) -> str:
+    """Of how many configurations it is not known whether one fits."""
+    count = sum(each.result.status == "beaten" for each in configs)
+    return (
+        f"; {count} of {len(configs)} pipeline configurations were not searched before the time was up" if count else ""
+    )
 
 
 def _alternative(job: Job, other: Accepted, cost: PlanCost, best: PlanCost) -> Alternative:
@@ -212,7 +216,7 @@ def _alternative(job: Job, other: Accepted, cost: PlanCost, best: PlanCost) -> A
 
 
 def _not_simulated(job: Job, found: Acceptance, best: int, num_simulated: int) -> list[Alternative]:
-    """The settings whose plans were not simulated, and those without a plan, with the reason of the search."""
+    """The configurations whose plans were not simulated, and those without a plan, with the reason of the search."""
     chosen_s = found.ranked[best].outcome.score_s
     reasons = [
         (
@@ -221,7 +225,7 @@ def _not_simulated(job: Job, found: Acceptance, best: int, num_simulated: int) -
         )
         for each in found.ranked[num_simulated:]
     ]
-    reasons += [(each, _why_lost(job, each)) for each in found.search.settings if each.result.solution is None]
+    reasons += [(each, _why_lost(job, each)) for each in found.search.configs if each.result.solution is None]
     return [Alternative(description=describe(each.pipeline), reason=why) for each, why in reasons]
 
 
@@ -241,7 +245,7 @@ def _certificate(found: SearchResult, best: int, num_simulated: int, time_limit_
     return Certificate(status="gap", gap=found.gap, time_limit_s=time_limit_s)
 
 
-def _why_lost(job: Job, outcome: SettingOutcome) -> str:
+def _why_lost(job: Job, outcome: ConfigOutcome) -> str:
     """The reason of the search; bytes that are missing are those of a device, the allocator's slack included."""
     miss = outcome.result.miss
     if miss is None:
@@ -251,13 +255,14 @@ def _why_lost(job: Job, outcome: SettingOutcome) -> str:
     return f"does not fit: misses {format_bytes(missing)} or more; {layer} on stage {miss.stage} binds"
 
 
-def _why_unmeasured(job: Job, outcome: SettingOutcome) -> str:
-    """Why some layer has no strategy in a setting though its kind allows some: the profile's times do not reach."""
-    setting = Setting(job=job, pipeline=outcome.pipeline)
-    for kind in job.chain.kinds if job.profile.identity.is_measured else ():
-        if all(refusal(kind, each, setting) for each in outcome.tables.strategies):
-            nearest_first = sorted(outcome.tables.strategies, key=lambda each: rank_samples(each, setting))
-            reasons = (unmeasured_reason(kind, each, setting) for each in nearest_first)
+def _why_unmeasured(job: Job, outcome: ConfigOutcome) -> str:
+    """Why some layer has no strategy in a configuration though its type allows some: the profile's times do not
+    reach."""
+    config = JobConfig(job=job, pipeline=outcome.pipeline)
+    for layer_type in job.chain.layer_types if job.profile.identity.is_measured else ():
+        if all(refusal(layer_type, each, config) for each in outcome.tables.strategies):
+            nearest_first = sorted(outcome.tables.strategies, key=lambda each: rank_samples(each, config))
+            reasons = (unmeasured_reason(layer_type, each, config) for each in nearest_first)
             return next((f"left out, {reason}" for reason in reasons if reason is not None), "")
     return ""
 
@@ -272,12 +277,12 @@ def _miss_text(job: Job, found: Acceptance) -> str:
     if job.is_mixed:
         return _pooled_miss_text(job, miss)
     if miss is None or index is None:
-        unmeasured = {_why_unmeasured(job, outcome): None for outcome in found.search.settings}
+        unmeasured = {_why_unmeasured(job, outcome): None for outcome in found.search.configs}
         if all(unmeasured):
-            return f"a profile that reaches further: every pipeline setting is {next(iter(unmeasured))}"
+            return f"a profile that reaches further: every pipeline configuration is {next(iter(unmeasured))}"
         return "a strategy for every layer, but some layer has no legal one (see the reasons)"
     needed, least = device_bytes(job, miss.needed_bytes), device_bytes(job, found.floor_bytes)
-    pipeline = found.search.settings[index].pipeline
+    pipeline = found.search.configs[index].pipeline
     stages = format_plural(pipeline.num_stages, "stage")
     microbatches = format_plural(pipeline.num_microbatches, "microbatch", "microbatches")
     others = f"; no plan takes less than {format_bytes(least)}" if least < needed else ""

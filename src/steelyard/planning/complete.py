@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from steelyard.cost.job import ASSUMED_IMBALANCE, Job
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import ASSUMED_IMBALANCE, Job
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.plan.certificate import Certificate
-from steelyard.plan.choices import Rival
+from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.prediction import Baseline
@@ -27,7 +27,7 @@ from steelyard.planning.price import peak_bytes, prediction_of
 from steelyard.planning.profile_file import GivenProfiles
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.planning.sizes import largest_batch, longest_sequence
-from steelyard.planning.variants import Answer, Study, baselines, pool_rivals
+from steelyard.planning.variants import Answer, Study, baselines, pool_baselines
 from steelyard.planning.why_not import pin_error
 from steelyard.units import format_bytes
 
@@ -127,8 +127,8 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
         return result
     if result.job.is_mixed:
         progress("searching each pool alone, and even cuts, to compare with")
-        rivals = pool_rivals(result.job, request.decisions, _step_s(result.plan))
-        result = replace(result, plan=_with_baselines(result.plan, rivals))
+        baselines = pool_baselines(result.job, request.decisions, _step_s(result.plan))
+        result = replace(result, plan=_with_baselines(result.plan, baselines))
     else:
         result = _completed(result, request, result.job, progress)
     assert result.plan is not None, "as before"
@@ -178,7 +178,7 @@ def _calibrated(request: PlanRequest, job: Job) -> list[str]:
 
 def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress: Progress) -> PlanningResult:
     if request.num_next_best:
-        progress("searching the best plans of other pipeline settings")
+        progress("searching the best plans of other pipeline configurations")
         result = with_next_best(result, num_plans=request.num_next_best)
     progress("searching the plain plans to compare with")
     assert result.plan is not None, "completed where there is a plan"
@@ -232,8 +232,8 @@ def _at_least_as_fast(plan: Plan, best: Answer, job: Job) -> Plan:
     )
 
 
-def _with_baselines(plan: Plan, rivals: Sequence[Rival]) -> Plan:
-    """The plan with these rivals as the baselines of its prediction."""
+def _with_baselines(plan: Plan, baselines: Sequence[ComparedBaseline]) -> Plan:
+    """The plan with these baselines as the baselines of its prediction."""
     assert plan.prediction is not None, "compared by its prediction"
-    found = tuple(Baseline(**{name: getattr(each, name) for name in Baseline.model_fields}) for each in rivals)
+    found = tuple(Baseline(**{name: getattr(each, name) for name in Baseline.model_fields}) for each in baselines)
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"baselines": found})})

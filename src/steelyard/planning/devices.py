@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, is_as_named, parse_cluster
 from steelyard.plan.strategy import divisors

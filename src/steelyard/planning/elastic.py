@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster
 from steelyard.plan.decisions import FREE

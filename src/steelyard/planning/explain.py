@@ -1,20 +1,20 @@
-"""Why a plan and not another: what binds, the best rival under every restriction, and what memory is worth."""
+"""Why a plan and not another: what binds, the best baseline under every restriction, and what memory is worth."""
 
 import math
 import time
 from collections.abc import Callable
 
 from steelyard.cost.build import build_tables
+from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import refusal
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Job, Setting
 from steelyard.limits import MOST_BYTES
-from steelyard.plan.choices import Explanation, Rival, StrategyVerdict
+from steelyard.plan.choices import ComparedBaseline, Explanation, StrategyVerdict
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
-from steelyard.planning.not_searched import settings_not_searched, strategies_not_searched
+from steelyard.planning.not_searched import configs_not_searched, strategies_not_searched
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import stage_strategies
 from steelyard.planning.variants import (
@@ -24,7 +24,7 @@ from steelyard.planning.variants import (
     Variant,
     baselines,
     other_pipelines,
-    pool_rivals,
+    pool_baselines,
     within,
     without_techniques,
 )
@@ -46,18 +46,19 @@ def explain_plan(
     everything: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Explanation:
-    """Return what binds a plan and what its rivals cost, searched among all that a study's request allows.
+    """Return what binds a plan and what its baselines cost, searched among all that a study's request allows.
 
-    ``everything`` adds the settings that were never searched and a verdict on every strategy of the plan's setting.
+    ``everything`` adds the configurations that were never searched and a verdict on every strategy of the plan's
+    configuration.
     """
     priced = with_price(plan, study.job)
-    progress("searching the rivals of the plan")
+    progress("searching the baselines of the plan")
     explanation, _ = what_was_searched(study, priced)
     more: dict[str, object] = {"notes": pricing_notes(plan, priced) + supposed_notes(study.job)}
     if everything:
         decisions = study.request.decisions
         more |= {
-            "not_searched": settings_not_searched(study.job, decisions),
+            "not_searched": configs_not_searched(study.job, decisions),
             "verdicts": plan_verdicts(plan, study.job, decisions),
         }
     return explanation.model_copy(update=more)
@@ -65,15 +66,15 @@ def explain_plan(
 
 def explain_pools(plan: Plan, job: Job, decisions: Decisions) -> Explanation:
     """Return what a plan over several pools gains over each of them alone, and over even cuts."""
-    return Explanation(binds="", rivals=pool_rivals(job, decisions, predict(plan, job).step_time_s))
+    return Explanation(binds="", rivals=pool_baselines(job, decisions, predict(plan, job).step_time_s))
 
 
 def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) -> tuple[Explanation, tuple[str, ...]]:
-    """Return what binds a priced plan and its rivals, and the names of those for which there was no time.
+    """Return what binds a priced plan and its baselines, and the names of those for which there was no time.
 
     ``deadline`` is a `time.process_time` value.
     """
-    assert priced.prediction is not None, "rivals are compared with its prediction"
+    assert priced.prediction is not None, "baselines are compared with its prediction"
     step_s, left_out = priced.prediction.step_time_s, []
     answers = [study.of(priced, step_s, peak_bytes(priced))]
     if time.process_time() <= deadline:
@@ -83,32 +84,32 @@ def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) ->
             left_out.append(variant.name)
         else:
             answers.append(study.answer(variant))
-    num_rivals = len(answers)
+    num_baselines = len(answers)
     if time.process_time() > deadline:
         left_out.append(BUDGETS)
     else:
         answers += [study.answer(each) for each in other_budgets(study.job)]
     _, *others = (each.beside(step_s) for each in study.reconciled(answers))
-    rivals, budgets = others[: num_rivals - 1], tuple(others[num_rivals - 1 :])
-    binds = what_binds(step_s, *rivals[:2]) if rivals and rivals[1:] else ""
-    shown = tuple(each for each in rivals if each.name != UNLIMITED and is_worth_showing(each))
+    compared, budgets = others[: num_baselines - 1], tuple(others[num_baselines - 1 :])
+    binds = what_binds(step_s, *compared[:2]) if compared and compared[1:] else ""
+    shown = tuple(each for each in compared if each.name != UNLIMITED and is_worth_showing(each))
     return Explanation(binds=binds, rivals=shown, budgets=budgets), tuple(left_out)
 
 
 def plan_verdicts(plan: Plan, job: Job, decisions: Decisions) -> tuple[StrategyVerdict, ...]:
-    """What became of every strategy of the tree in the pipeline setting of a plan."""
-    setting = Setting(job=job, pipeline=plan.pipeline)
-    tables = build_tables(setting, stage_strategies(job, setting.devices_per_stage, decisions))
+    """What became of every strategy of the tree in the pipeline configuration of a plan."""
+    config = JobConfig(job=job, pipeline=plan.pipeline)
+    tables = build_tables(config, stage_strategies(job, config.devices_per_stage, decisions))
 
-    def why_illegal(kind: int, strategy: Strategy) -> str | None:
-        return refusal(job.chain.kinds[kind], strategy, setting)
+    def why_illegal(layer_type: int, strategy: Strategy) -> str | None:
+        return refusal(job.chain.layer_types[layer_type], strategy, config)
 
-    return strategy_verdicts(tables, why_illegal) + strategies_not_searched(job, setting.devices_per_stage, decisions)
+    return strategy_verdicts(tables, why_illegal) + strategies_not_searched(job, config.devices_per_stage, decisions)
 
 
-def is_worth_showing(rival: Rival) -> bool:
-    """Whether a rival says something: the best of all only where it is faster than the plan."""
-    return rival.name != ANY_PLAN or (rival.slowdown or 0.0) < -SAME
+def is_worth_showing(baseline: ComparedBaseline) -> bool:
+    """Whether a baseline says something: the best of all only where it is faster than the plan."""
+    return baseline.name != ANY_PLAN or (baseline.slowdown or 0.0) < -SAME
 
 
 def other_budgets(job: Job) -> tuple[Variant, ...]:
@@ -123,7 +124,7 @@ def other_budgets(job: Job) -> tuple[Variant, ...]:
     return tuple(found)
 
 
-def what_binds(step_s: float, best: Rival, free: Rival) -> str:
+def what_binds(step_s: float, best: ComparedBaseline, free: ComparedBaseline) -> str:
     """Return what a plan faster than ``best`` would need, in a sentence.
 
     ``step_s`` is what the plan takes, ``free`` the best plan with unlimited memory.
@@ -143,11 +144,11 @@ def what_binds(step_s: float, best: Rival, free: Rival) -> str:
 
 
 def supposed_notes(job: Job) -> tuple[str, ...]:
-    """The kinds of layers whose tp follows from their structure, and why not from their model's own plan."""
+    """The layer types whose tp follows from their structure, and why not from their model's own plan."""
     return tuple(
-        f"How tp divides the {kind.name} follows from its structure: {kind.unread_plan}."
-        for kind in job.chain.split.kinds
-        if kind.unread_plan
+        f"How tp divides the {layer_type.name} follows from its structure: {layer_type.unread_plan}."
+        for layer_type in job.chain.split.kinds
+        if layer_type.unread_plan
     )
 
 
@@ -160,7 +161,7 @@ def pricing_notes(plan: Plan, priced: Plan) -> tuple[str, ...]:
     if abs(now / before - 1) > SAME:
         notes.append(
             f"The file says {format_seconds(before)} a step; with the costs of now it is {format_seconds(now)}, with "
-            "which the rivals are compared."
+            "which the baselines are compared."
         )
     if missed := shortfall(peak_bytes(priced), priced.prediction.budget_bytes, priced.prediction.margin_bytes):
         notes.append(f"The plan itself {missed}.")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Job
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Fallback, Plan
 from steelyard.planning.acceptance import accept
@@ -16,8 +16,8 @@ from steelyard.search import OnDemand
 
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
 """Of the predicted memory of the plan: what each fallback may take at most."""
-SETTING_LIMIT_S = 5.0
-"""Seconds for the best plan of one setting more."""
+CONFIG_LIMIT_S = 5.0
+"""Seconds for the best plan of one configuration more."""
 ROUNDING_BYTES = 2
 """What is lost where the bytes of a device become those that tensors may fill."""
 
@@ -51,9 +51,10 @@ def with_fallbacks(
 
 
 def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
-    """The result whose plan has up to ``num_plans`` others in it, each the best found of its setting, fastest first.
+    """The result whose plan has up to ``num_plans`` others in it, each the best found of its configuration, fastest
+    first.
 
-    Those that the search found, then of the settings that it left unsolved the most promising.
+    Those that the search found, then of the configurations that it left unsolved the most promising.
     """
     if result.plan is None:
         return result
@@ -61,7 +62,7 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
     for tables in _most_promising(result)[: 2 * num_plans]:
         if len(found) >= num_plans:
             break
-        limit_s = SETTING_LIMIT_S
+        limit_s = CONFIG_LIMIT_S
         one = accept(job, [tables], num_alternatives=0, time_limit_s=limit_s)
         found += [(each.plan, predict(each.plan, job)) for each in one.ranked[:1]]
     found.sort(key=lambda each: each[1].step_time_s)
@@ -70,10 +71,10 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
 
 
 def _most_promising(result: PlanningResult) -> list[OnDemand]:
-    """The settings of which no plan was priced, by what no plan of theirs is faster than."""
+    """The configurations of which no plan was priced, by what no plan of theirs is faster than."""
     assert result.plan is not None, "a result without a plan has no other"
     taken = {plan.pipeline for plan in (result.plan, *(plan for plan, _ in result.others))}
-    left = [each for each in result.search.settings if each.pipeline not in taken]
+    left = [each for each in result.search.configs if each.pipeline not in taken]
     left.sort(key=lambda each: each.result.lower_bound_s)
     return [each.given for each in left]
 

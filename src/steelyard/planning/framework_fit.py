@@ -1,9 +1,9 @@
 """The best plan that a framework of limited means can express, searched on the costs of running it there.
 
-Every setting of the pipeline is searched with every strategy that all layers may share (`Capabilities`), cuts free,
-within what the user asked of the plan. Costs are those of the framework's own way of working (`Execution`), so a plan
-that it could run as it is is searched again where that way is another one. Where a framework recomputes the first n
-blocks of every stage, the best plans with remat free per block are found first; each is then given the least n with
+Every configuration of the pipeline is searched with every strategy that all layers may share (`Capabilities`), cuts
+free, within what the user asked of the plan. Costs are those of the framework's own way of working (`Execution`), so a
+plan that it could run as it is is searched again where that way is another one. Where a framework recomputes the first
+n blocks of every stage, the best plans with remat free per block are found first; each is then given the least n with
 which it fits. That last step keeps their cuts, so it is exact for one stage and a good answer, not a proven one, for
 more.
 
@@ -20,12 +20,12 @@ import numpy as np
 from steelyard.cost.build import build_tables
 from steelyard.cost.execution import OURS, Execution
 from steelyard.cost.framework_kernels import job_under
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.cost.tables import CostTables
-from steelyard.model.chain import LayerKind, LayerRole
+from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.capabilities import Capabilities, block_layers, unsupported
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.kinds import variants
+from steelyard.plan.dimensions import variants
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import Remat, Strategy
@@ -34,7 +34,7 @@ from steelyard.planning.choose import NothingFitsError, device_bytes
 from steelyard.planning.margin import without_margin
 from steelyard.planning.pins import Pin, pins_of
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import pipeline_settings, stage_strategies
+from steelyard.planning.problem import pipeline_configs, stage_strategies
 from steelyard.units import format_bytes
 
 NUM_RESCORED = 5
@@ -167,10 +167,11 @@ def _best_plans(means: _Means, demands: Iterable[Decisions]) -> list[Plan]:
 
 
 def uniform_tables_of(job: Job, capabilities: Capabilities, demands: Sequence[Decisions] = ()) -> Iterator[CostTables]:
-    """The cost tables of every setting and every strategy that all layers share, one remat choice for all blocks."""
+    """The cost tables of every configuration and every strategy that all layers share, one remat choice for all
+    blocks."""
     decisions = _decisions(capabilities, demands)
     pins = pins_of(decisions, job.chain)
-    for full in _setting_tables(job, capabilities, decisions):
+    for full in _config_tables(job, capabilities, decisions):
         for base, remats in _by_base(full.strategies).items():
             for remat in (each for each in remats if each in decisions.allowed_remats):
                 yield from _narrowed(full, base, (remat,), job, pins)
@@ -185,7 +186,7 @@ def _free_remat_tables(job: Job, capabilities: Capabilities, demands: Sequence[D
         return
     decisions = _decisions(capabilities, demands)
     pins = tuple(pin.without("remat") for pin in pins_of(decisions, job.chain))
-    for full in _setting_tables(job, capabilities, decisions):
+    for full in _config_tables(job, capabilities, decisions):
         for base, remats in _by_base(full.strategies).items():
             if {Remat.NONE, Remat.FULL} <= {*remats} & {*decisions.allowed_remats}:
                 yield from _narrowed(full, base, (Remat.NONE, Remat.FULL), job, pins)
@@ -202,16 +203,16 @@ def _decisions(capabilities: Capabilities, demands: Sequence[Decisions]) -> Deci
     return able.with_also(*demands)
 
 
-def _setting_tables(job: Job, capabilities: Capabilities, decisions: Decisions) -> Iterator[CostTables]:
-    """The cost tables of every setting within the capabilities, with every strategy within them."""
+def _config_tables(job: Job, capabilities: Capabilities, decisions: Decisions) -> Iterator[CostTables]:
+    """The cost tables of every configuration within the capabilities, with every strategy within them."""
     others = (each for each in decisions.allowed_remats if each is not Remat.NONE)
     choices = decisions.model_copy(update={"remats": (Remat.NONE, *others)})
-    for setting in pipeline_settings(job, decisions):
-        if setting.pipeline.num_stages == 1 or setting.pipeline.schedule.name in capabilities.schedules:
-            offered = stage_strategies(job, setting.devices_per_stage, choices)
+    for config in pipeline_configs(job, decisions):
+        if config.pipeline.num_stages == 1 or config.pipeline.schedule.name in capabilities.schedules:
+            offered = stage_strategies(job, config.devices_per_stage, choices)
             kept = tuple(strategy for strategy in offered if capabilities.refusal(strategy) is None)
             if kept:
-                yield build_tables(setting, kept)
+                yield build_tables(config, kept)
 
 
 def _by_base(strategies: Sequence[Strategy]) -> dict[Strategy, list[Remat]]:
@@ -241,25 +242,25 @@ def _narrowed(
     kept = sorted({place for each in allowed.values() for place in each if place is not None})
     chosen = full.select(strategies=kept)
     legal = np.zeros_like(chosen.legal)
-    for row, kind in enumerate(job.chain.kinds):
-        mine = allowed[kind.role is LayerRole.BLOCK, kind.num_experts > 0]
+    for row, layer_type in enumerate(job.chain.layer_types):
+        mine = allowed[layer_type.role is LayerRole.BLOCK, layer_type.num_experts > 0]
         asked = [
             pin for pin in pins if any(pin.covers(layer) for layer, each in enumerate(job.chain.layers) if each == row)
         ]
         for column, place in enumerate(kept):
-            is_met = place in mine and all(_meets(full.strategies[place], kind, pin) for pin in asked)
+            is_met = place in mine and all(_meets(full.strategies[place], layer_type, pin) for pin in asked)
             legal[row, column] = is_met and chosen.legal[row, column]
-    if chosen.last_kinds:
-        legal[list(chosen.last_kinds)] |= legal[np.arange(len(legal)) % len(job.chain.kinds)]
+    if chosen.last_types:
+        legal[list(chosen.last_types)] |= legal[np.arange(len(legal)) % len(job.chain.layer_types)]
     if all(legal[row].any() for row in set(full.layers)):
         yield replace(chosen, legal=legal)
 
 
-def _meets(strategy: Strategy, kind: LayerKind, pin: Pin) -> bool:
-    """Whether a layer's strategy has what a pin asks for: of all layers, what layers of its kind can have."""
+def _meets(strategy: Strategy, layer_type: LayerType, pin: Pin) -> bool:
+    """Whether a layer's strategy has what a pin asks for: of all layers, what layers of its type can have."""
     if pin.first is None:
-        pin = pin if kind.num_experts else pin.of_levels()
-        pin = pin if kind.role is LayerRole.BLOCK else pin.without("remat")
+        pin = pin if layer_type.num_experts else pin.of_levels()
+        pin = pin if layer_type.role is LayerRole.BLOCK else pin.without("remat")
     return pin.allows(strategy)
 
 
@@ -309,7 +310,7 @@ def _has_pins(plan: Plan, pins: Sequence[Pin]) -> bool:
     chain = plan.chain()
     layers = list(enumerate(plan.strategies))
     return all(
-        _meets(strategy, chain.kind_of(layer), pin) for pin in pins for layer, strategy in layers if pin.covers(layer)
+        _meets(strategy, chain.type_of(layer), pin) for pin in pins for layer, strategy in layers if pin.covers(layer)
     )
 
 

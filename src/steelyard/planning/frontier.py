@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from steelyard.cost.build import usable_bytes
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.plan.training import SECONDS_PER_HOUR

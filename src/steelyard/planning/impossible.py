@@ -1,4 +1,5 @@
-"""What of a pin no strategy could have, whatever the stages and whatever is searched: asked of the kinds that it names.
+"""What of a pin no strategy could have, whatever the stages and whatever is searched: asked of the dimensions that it
+names.
 
 Each thing that is wanted is tried alone, then all together, as the smallest strategy that has it. All that is asked for
 is the chain of layers, so that a pin is refused before the model is traced.
@@ -8,9 +9,9 @@ from collections.abc import Callable, Sequence
 from itertools import permutations
 
 from steelyard.errors import InvalidPlanError, UserError
-from steelyard.model.chain import LayerKind
-from steelyard.plan.kinds import Kind, kind_named, level_kinds, variants
-from steelyard.plan.kinds.kind import Batch, Divides, Level
+from steelyard.model.chain import LayerType
+from steelyard.plan.dimensions import Dimension, dimension_named, level_dimensions, variants
+from steelyard.plan.dimensions.dimension import Batch, Divides, Level
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 from steelyard.planning.pins import Pin, pins_of
@@ -19,7 +20,7 @@ from steelyard.planning.request import PlanRequest
 SHOWN_REASONS = 3
 Wanted = tuple[tuple[str, str], ...]
 _MOST_TRIED = 64
-"""Degrees up to it are tried to see whether a layer has anything that a kind could divide."""
+"""Degrees up to it are tried to see whether a layer has anything that a dimension could divide."""
 
 
 def refuse_impossible(request: PlanRequest) -> None:
@@ -41,15 +42,17 @@ def unmet(pin: Pin, reasons: Sequence[str]) -> UserError:
 
 def impossible(request: PlanRequest, pin: Pin) -> tuple[str, ...]:
     """Why no strategy can have what the pin asks for; empty where no such strategy is illegal by itself."""
-    named = {kind for key, value in pin.wanted if value != "1" and (kind := _kind_of(key)) is not None}
-    serves = tuple(f"{kind}: {reason}" for kind in _by_name(named) if (reason := kind.serves(request.chain)))
+    named = {dimension for key, value in pin.wanted if value != "1" and (dimension := _dimension_of(key)) is not None}
+    serves = tuple(
+        f"{dimension}: {reason}" for dimension in _by_name(named) if (reason := dimension.serves(request.chain))
+    )
     if serves:
         return serves
     parts = [*((pair,) for pair in pin.wanted), pin.wanted]
     return next((reasons for wanted in parts if (reasons := _reasons(request, pin, wanted))), ())
 
 
-def reasons_of(layers: Sequence[LayerKind], reason_of: Callable[[LayerKind], str | None]) -> tuple[str, ...]:
+def reasons_of(layers: Sequence[LayerType], reason_of: Callable[[LayerType], str | None]) -> tuple[str, ...]:
     """What forbids a strategy, naming the layers where it is not the same for all of them."""
     found: dict[str, list[str]] = {}
     for layer in layers:
@@ -61,8 +64,8 @@ def reasons_of(layers: Sequence[LayerKind], reason_of: Callable[[LayerKind], str
     )
 
 
-def _by_name(kinds: set[Kind]) -> list[Kind]:
-    return sorted(kinds, key=lambda kind: kind.name)
+def _by_name(dimensions: set[Dimension]) -> list[Dimension]:
+    return sorted(dimensions, key=lambda dimension: dimension.name)
 
 
 def _reasons(request: PlanRequest, pin: Pin, wanted: Wanted) -> tuple[str, ...]:
@@ -70,9 +73,9 @@ def _reasons(request: PlanRequest, pin: Pin, wanted: Wanted) -> tuple[str, ...]:
     if strategy is None or not strategy.levels:
         return ()
     chain = request.chain
-    covered = [kind for layer, kind in enumerate(chain.layers) if pin.covers(layer)]
-    layers = [chain.kinds[kind] for kind in dict.fromkeys(covered)]
-    if pin.first is None and not all(kind.is_level for kind in strategy.kinds):
+    covered = [layer_type for layer, layer_type in enumerate(chain.layers) if pin.covers(layer)]
+    layers = [chain.layer_types[layer_type] for layer_type in dict.fromkeys(covered)]
+    if pin.first is None and not all(dimension.is_level for dimension in strategy.dimensions):
         layers = [layer for layer in layers if _is_divisible(layer, wanted, request)] or layers
     if found := reasons_of(layers, lambda layer: _illegal(layer, strategy, wanted, request)):
         return found
@@ -82,27 +85,29 @@ def _reasons(request: PlanRequest, pin: Pin, wanted: Wanted) -> tuple[str, ...]:
     return ()
 
 
-def _kind_of(key: str) -> Kind | None:
-    """The kind of parallelism that a pin's key is about."""
+def _dimension_of(key: str) -> Dimension | None:
+    """The parallelism dimension that a pin's key is about."""
     if key in variants():
         return variants()[key][0]
-    return next((kind for kind in level_kinds() if kind.name == key), None)
+    return next((dimension for dimension in level_dimensions() if dimension.name == key), None)
 
 
 def _smallest(wanted: Wanted) -> Strategy | None:
     """The strategy of fewest devices that has all that is wanted, None where its parts contradict each other."""
-    levels = [Level(kind=kind_named(key), degree=int(value)) for key, value in wanted if _is_degree(key, value)]
+    levels = [
+        Level(dimension=dimension_named(key), degree=int(value)) for key, value in wanted if _is_degree(key, value)
+    ]
     levels += [level for key, value in wanted if key == "parallel" for level in parse_parallel(value)]
     chosen = {key: variants()[key][1].pin[value] for key, value in wanted if key in variants()}
     for key, value in chosen.items():
-        kind, variant = variants()[key]
+        dimension, variant = variants()[key]
         if value == variant.default:
             continue
-        if kind.is_level and all(level.kind is not kind for level in levels):
-            levels.append(Level(kind=kind, degree=2))
-        if not kind.is_level and not any(level.kind.divides_data for level in levels):
-            samples = next(each for each in level_kinds() if each.divides is Divides.SAMPLES)
-            levels.append(Level(kind=samples, degree=int(value)))
+        if dimension.is_level and all(level.dimension is not dimension for level in levels):
+            levels.append(Level(dimension=dimension, degree=2))
+        if not dimension.is_level and not any(level.dimension.divides_data for level in levels):
+            samples = next(each for each in level_dimensions() if each.divides is Divides.SAMPLES)
+            levels.append(Level(dimension=samples, degree=int(value)))
     for order in permutations(levels):
         try:
             return Strategy.of(order, Remat.NONE, **chosen)
@@ -112,19 +117,21 @@ def _smallest(wanted: Wanted) -> Strategy | None:
 
 
 def _is_degree(key: str, value: str) -> bool:
-    return value != "1" and any(kind.name == key for kind in level_kinds())
+    return value != "1" and any(dimension.name == key for dimension in level_dimensions())
 
 
-def _illegal(layer: LayerKind, strategy: Strategy, wanted: Wanted, request: PlanRequest) -> str | None:
+def _illegal(layer: LayerType, strategy: Strategy, wanted: Wanted, request: PlanRequest) -> str | None:
     """Why a layer cannot be divided so; of samples, those of the whole batch, where it is them that are divided."""
-    divides_samples = any((kind := _kind_of(key)) and kind.divides is Divides.SAMPLES for key, _ in wanted)
+    divides_samples = any(
+        (dimension := _dimension_of(key)) and dimension.divides is Divides.SAMPLES for key, _ in wanted
+    )
     samples = request.global_batch if divides_samples and request.global_batch else strategy.sample_degree
     assert request.seq_len is not None, "lengths are tried one by one"
     return illegal_reason(layer, strategy, Batch(microbatch_samples=samples, seq_len=request.seq_len))
 
 
-def _is_divisible(layer: LayerKind, wanted: Wanted, request: PlanRequest) -> bool:
-    """Whether the kinds that take ranks of other levels could divide the layer at some degree."""
-    beside = [key for key, _ in wanted if (kind := _kind_of(key)) and not kind.is_level]
+def _is_divisible(layer: LayerType, wanted: Wanted, request: PlanRequest) -> bool:
+    """Whether the dimensions that take ranks of other levels could divide the layer at some degree."""
+    beside = [key for key, _ in wanted if (dimension := _dimension_of(key)) and not dimension.is_level]
     tried = (_smallest(((key, str(degree)),)) for key in beside for degree in range(2, _MOST_TRIED + 1))
     return any(each is not None and _illegal(layer, each, (), request) is None for each in tried)

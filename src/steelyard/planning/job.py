@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from steelyard.cost.setting import DeviceGroup, Job
+from steelyard.cost.job import DeviceGroup, Job
 from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Cluster, Link, is_same_device, known_device
 from steelyard.model.chain import ModelChain
@@ -78,13 +78,17 @@ def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_le
         ("precision", identity.precision, precision),
     ]
     if identity.device_kind is not None:
-        wanted.append(("device_kind", identity.device_kind, cluster.device.kind))
+        wanted.append(("device_kind", identity.device_kind, cluster.device.type))
     if identity.is_measured and identity.num_devices > 1:
         wanted.append(("num_devices", identity.num_devices, cluster.num_devices))
     is_named = known_device(cluster.device.name) is not None
     if identity.is_measured and is_named and not is_same_device(identity.device, cluster.device):
         wanted.append(("device", identity.device, cluster.device.name))
-    missing = [kind.name for kind in chain.kinds if kind.likeness and profile.layer(kind.name, {}) is None]
+    missing = [
+        layer_type.name
+        for layer_type in chain.layer_types
+        if layer_type.likeness and profile.layer(layer_type.name, {}) is None
+    ]
     if missing:
         raise InvalidProfileError(
             field="layers",
@@ -98,5 +102,5 @@ def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_le
                 field=f"identity.{field}",
                 found=str(found),
                 expected=f"{expected}, as in this job",
-                hint="profile again for this model, length, precision and kind of device, on as many devices or on one",
+                hint="profile again for this model, length, precision and device type, on as many devices or on one",
             )

@@ -9,7 +9,7 @@ are searched within `MARGIN` less than a GPU has, and within all of it where non
 
 from collections.abc import Sequence
 
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import StagePrediction

@@ -1,23 +1,23 @@
-"""What the search never looked at, and why: pipeline settings and strategies that were not built into tables."""
+"""What the search never looked at, and why: pipeline configurations and strategies that were not built into tables."""
 
+from steelyard.cost.job import Job
 from steelyard.cost.layer_load import rank_samples, unmeasured_reason
-from steelyard.cost.setting import Job
 from steelyard.plan.choices import NotSearched, StrategyVerdict
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.kinds import KINDS, level_kinds
+from steelyard.plan.dimensions import DIMENSIONS, level_dimensions
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.strategy import Strategy
-from steelyard.planning.problem import pipeline_settings, space_options, stage_strategies
+from steelyard.planning.problem import pipeline_configs, space_options, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule
 from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, refusal
 from steelyard.units import format_plural, format_ranges
 
 
-def settings_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, ...]:
+def configs_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, ...]:
     """Numbers of stages and microbatches, and schedules, that were not searched, each with its reason."""
-    settings = pipeline_settings(job, decisions)
+    configs = pipeline_configs(job, decisions)
     devices, layers, batch = job.cluster.num_devices, job.chain.num_layers, job.global_batch
-    searched = {setting.pipeline.num_stages for setting in settings}
+    searched = {config.pipeline.num_stages for config in configs}
     why_not_stages = {
         count: f"fixed at {decisions.num_stages}"
         if decisions.num_stages is not None
@@ -27,7 +27,7 @@ def settings_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, 
         for count in range(1, devices + 1)
         if count not in searched
     }
-    searched = {setting.pipeline.num_microbatches for setting in settings}
+    searched = {config.pipeline.num_microbatches for config in configs}
     why_not_counts = {
         count: f"fixed at {decisions.num_microbatches}"
         if decisions.num_microbatches is not None
@@ -35,7 +35,7 @@ def settings_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, 
         for count in range(1, batch + 1)
         if count not in searched
     }
-    used = {setting.pipeline.schedule for setting in settings}
+    used = {config.pipeline.schedule for config in configs}
     unmeasured = samples_not_measured(job, decisions)
     return (
         *(() if unmeasured is None else (unmeasured,)),
@@ -54,13 +54,13 @@ def settings_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, 
 def samples_not_measured(job: Job, decisions: Decisions) -> NotSearched | None:
     """The samples on a rank of strategies that were left out since the profile's times do not reach them, if any."""
     beyond: dict[float, str] = {}
-    settings = {(each.devices_per_stage, each.microbatch_samples): each for each in pipeline_settings(job, decisions)}
-    for setting in settings.values() if job.profile.identity.is_measured else ():
-        for strategy in stage_strategies(job, setting.devices_per_stage, decisions):
-            for kind in job.chain.kinds:
-                reason = unmeasured_reason(kind, strategy, setting)
-                if reason is not None and illegal_reason(kind, strategy, setting.batch) is None:
-                    beyond[rank_samples(strategy, setting)] = reason.partition(": ")[2]
+    configs = {(each.devices_per_stage, each.microbatch_samples): each for each in pipeline_configs(job, decisions)}
+    for config in configs.values() if job.profile.identity.is_measured else ():
+        for strategy in stage_strategies(job, config.devices_per_stage, decisions):
+            for layer_type in job.chain.layer_types:
+                reason = unmeasured_reason(layer_type, strategy, config)
+                if reason is not None and illegal_reason(layer_type, strategy, config.batch) is None:
+                    beyond[rank_samples(strategy, config)] = reason.partition(": ")[2]
     if not beyond:
         return None
     return NotSearched(
@@ -79,10 +79,10 @@ def _why_no_schedule(schedule: Schedule, decisions: Decisions) -> str:
 def strategies_not_searched(job: Job, devices_per_stage: int, decisions: Decisions) -> tuple[StrategyVerdict, ...]:
     """Every leaf of the whole tree for a stage that was not offered to the search, and why."""
     limits = space_options(job, decisions)
-    whole = SpaceOptions(kinds=level_kinds(), devices_per_node=job.cluster.devices_per_node)
+    whole = SpaceOptions(dimensions=level_dimensions(), devices_per_node=job.cluster.devices_per_node)
     never = (
         ("-".join(str(level) for level in levels), mixing(levels, limits))
-        for levels in enumerate_levels(devices_per_stage, whole.kinds)
+        for levels in enumerate_levels(devices_per_stage, whole.dimensions)
     )
     return (
         *(_verdict(str(strategy), reason) for strategy, reason in not_offered(job, devices_per_stage, decisions)),
@@ -95,7 +95,7 @@ def not_offered(job: Job, devices_per_stage: int, decisions: Decisions) -> list[
     offered = set(stage_strategies(job, devices_per_stage, decisions))
     limits = space_options(job, decisions)
     whole = SpaceOptions(
-        kinds=tuple(KINDS.values()),
+        dimensions=tuple(DIMENSIONS.values()),
         variants={},
         mixes_samples=True,
         aligned_only=False,
@@ -111,7 +111,7 @@ def not_offered(job: Job, devices_per_stage: int, decisions: Decisions) -> list[
 def widened(job: Job, free: Decisions, decisions: Decisions) -> dict[Strategy, str]:
     """Return the strategies that decisions offer and ``free`` ones leave out, with the reason why these do."""
     limits = space_options(job, free)
-    sizes = sorted({setting.devices_per_stage for setting in pipeline_settings(job, decisions)})
+    sizes = sorted({config.devices_per_stage for config in pipeline_configs(job, decisions)})
     offered = dict.fromkeys(each for size in sizes for each in stage_strategies(job, size, decisions))
     return {each: reason for each in offered if (reason := refusal(each, limits))}
 
@@ -126,7 +126,7 @@ def widened_text(found: dict[Strategy, str]) -> str:
 
 
 def _serves(strategy: Strategy, job: Job) -> str:
-    return next((reason for kind in strategy.kinds if (reason := kind.serves(job.chain))), "")
+    return next((reason for dimension in strategy.dimensions if (reason := dimension.serves(job.chain))), "")
 
 
 def _no_shape(strategy: Strategy) -> str:

@@ -1,9 +1,9 @@
 """Decisions that a user takes beforehand: which strategies some layers may take, and what it costs to insist.
 
-A pin reads ``layers 0-3: tp=4``, ``blocks 8-15: fsdp8, remat=full`` or, for all layers, ``tp=8``. The name of a kind
-alone, ``fsdp``, asks for it at whatever degree is best, of all blocks where no layers are named. Layer 0 is the
-embedding, as in a plan file; block 0 is layer 1. In the cost tables a pinned layer becomes a kind of its own, with
-fewer strategies legal, so that the search needs to know nothing of pins.
+A pin reads ``layers 0-3: tp=4``, ``blocks 8-15: fsdp8, remat=full`` or, for all layers, ``tp=8``. The name of a
+dimension alone, ``fsdp``, asks for it at whatever degree is best, of all blocks where no layers are named. Layer 0 is
+the embedding, as in a plan file; block 0 is layer 1. In the cost tables a pinned layer becomes a layer type of its own,
+with fewer strategies legal, so that the search needs to know nothing of pins.
 """
 
 import re
@@ -18,20 +18,20 @@ from steelyard.cost.tables import LAST, CostTables
 from steelyard.errors import InvalidPlanError, UserError, nearest
 from steelyard.model.chain import ModelChain
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.kinds import KINDS, kind_named, level_kinds, variants
+from steelyard.plan.dimensions import DIMENSIONS, dimension_named, level_dimensions, variants
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 from steelyard.schedules import PipelineConfig
 
 SHOWN_CHOICES = 6
 """Values that a message lists before it ends in …"""
 _PLACE = re.compile(r"(layers?|blocks?)\s+(\d{1,6})(?:\s*[-–]\s*(\d{1,6}))?")
-_SETTING_KEYS = ("stages", "microbatches", "schedule")
+_PIPELINE_KEYS = ("stages", "microbatches", "schedule")
 _ANY_DEGREE = "2 or more"
 
 
 def pin_keys() -> tuple[str, ...]:
-    """What may be asked of a strategy: degrees of kinds, variants of theirs, and remat."""
-    degrees = (kind.name for kind in level_kinds())
+    """What may be asked of a strategy: degrees of dimensions, variants of theirs, and remat."""
+    degrees = (dimension.name for dimension in level_dimensions())
     return (*degrees, *variants(), "remat")
 
 
@@ -44,36 +44,36 @@ class Pin:
     last: int | None
     wanted: tuple[tuple[str, str], ...]
     is_lax: bool = False
-    """Whether layers that a kind can never divide are left as they are; so where no layers are named."""
+    """Whether layers that a dimension can never divide are left as they are; so where no layers are named."""
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether the strategy has all that is wanted of it."""
-        return all(_has(strategy, key, value) for key, value in self.wanted if key not in _SETTING_KEYS)
+        return all(_has(strategy, key, value) for key, value in self.wanted if key not in _PIPELINE_KEYS)
 
     def demands(self, strategy: Strategy) -> bool:
-        """Whether the strategy has all that is wanted of it, a kind of parallelism among it."""
-        names = {kind.name for kind in strategy.kinds} | {"parallel"}
+        """Whether the strategy has all that is wanted of it, a parallelism dimension among it."""
+        names = {dimension.name for dimension in strategy.dimensions} | {"parallel"}
         return any(key in names and value != "1" for key, value in self.wanted) and self.allows(strategy)
 
     def of_levels(self) -> "Pin":
-        """The pin without what it wants of kinds that take ranks of other levels, such as ep.
+        """The pin without what it wants of dimensions that take ranks of other levels, such as ep.
 
         Of all layers some have nothing that these could divide: that is wanted of the others alone.
         """
-        return self.without(*(key for key, (kind, _) in variants().items() if not kind.is_level))
+        return self.without(*(key for key, (dimension, _) in variants().items() if not dimension.is_level))
 
     def without(self, *keys: str) -> "Pin":
         """The pin without what it wants of these."""
         return replace(self, wanted=tuple((key, value) for key, value in self.wanted if key not in keys))
 
     def takes(self, pipeline: PipelineConfig) -> bool:
-        """Whether the pipeline setting has all that is wanted of it."""
+        """Whether the pipeline configuration has all that is wanted of it."""
         found = {
             "stages": str(pipeline.num_stages),
             "microbatches": str(pipeline.num_microbatches),
             "schedule": pipeline.schedule.name,
         }
-        return all(found[key] == value for key, value in self.wanted if key in _SETTING_KEYS)
+        return all(found[key] == value for key, value in self.wanted if key in _PIPELINE_KEYS)
 
     def covers(self, layer: int) -> bool:
         """Whether a layer, counted from 0, is pinned."""
@@ -93,7 +93,7 @@ def pins_of(decisions: Decisions, chain: ModelChain) -> tuple[Pin, ...]:
 def parse_pin(text: str, *, option: str, num_layers: int) -> Pin:
     """Return the pin that ``text`` writes; raises `UserError` naming the ``option`` for anything else."""
     place, colon, rest = text.rpartition(":")
-    keys = pin_keys() + _SETTING_KEYS
+    keys = pin_keys() + _PIPELINE_KEYS
     wanted = tuple(pair for part in rest.split(",") for pair in _requirement(part.strip(), option, keys))
     if not colon and any(value == _ANY_DEGREE for _, value in wanted):
         place = "blocks"
@@ -102,48 +102,49 @@ def parse_pin(text: str, *, option: str, num_layers: int) -> Pin:
 
 
 def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
-    """The tables with every pinned layer as a kind of its own that allows only what its pins do."""
+    """The tables with every pinned layer as a layer type of its own that allows only what its pins do."""
     if not pins:
         return tables
-    kinds: dict[tuple[int, tuple[int, ...]], int] = {}
+    layer_types: dict[tuple[int, tuple[int, ...]], int] = {}
     layers = []
-    for layer, kind in enumerate(tables.layers):
-        key = (kind, tuple(index for index, pin in enumerate(pins) if pin.covers(layer)))
-        layers.append(kinds.setdefault(key, len(kinds)))
-    ends = {each: (tables.last_kinds[each[0]], each[1]) for each in kinds} if tables.last_kinds else {}
+    for layer, layer_type in enumerate(tables.layers):
+        key = (layer_type, tuple(index for index, pin in enumerate(pins) if pin.covers(layer)))
+        layers.append(layer_types.setdefault(key, len(layer_types)))
+    ends = {each: (tables.last_types[each[0]], each[1]) for each in layer_types} if tables.last_types else {}
     for end in ends.values():
-        kinds.setdefault(end, len(kinds))
-    source = [kind for kind, _ in kinds]
-    chosen = tables.select(kinds=source, layers=layers)
+        layer_types.setdefault(end, len(layer_types))
+    source = [layer_type for layer_type, _ in layer_types]
+    chosen = tables.select(layer_types=source, layers=layers)
     legal = chosen.legal.copy()
-    for row, (_, own) in enumerate(kinds):
+    for row, (_, own) in enumerate(layer_types):
         for index in own:
             legal[row] &= _allowed(pins[index], row, chosen)
     return replace(
         chosen,
-        kinds=tuple(
-            tables.kinds[kind].removesuffix(LAST)
+        layer_types=tuple(
+            tables.layer_types[layer_type].removesuffix(LAST)
             + "".join(f" ({pins[index].text})" for index in own)
-            + (LAST if tables.kinds[kind].endswith(LAST) else "")
-            for kind, own in kinds
+            + (LAST if tables.layer_types[layer_type].endswith(LAST) else "")
+            for layer_type, own in layer_types
         ),
         legal=legal,
-        last_kinds=tuple(kinds[ends.get(each, each)] for each in kinds) if ends else (),
+        last_types=tuple(layer_types[ends.get(each, each)] for each in layer_types) if ends else (),
     )
 
 
-def _allowed(pin: Pin, kind: int, tables: CostTables) -> NDArray[np.bool_]:
-    """[S] the strategies that a pin allows a kind; those of `Pin.of_levels` where other kinds alone can have them."""
+def _allowed(pin: Pin, layer_type: int, tables: CostTables) -> NDArray[np.bool_]:
+    """[S] the strategies that a pin allows a layer type; those of `Pin.of_levels` where other layer types alone can
+    have them."""
     allowed = np.array([pin.allows(strategy) for strategy in tables.strategies], dtype=bool)
     able = (tables.legal & allowed).any(axis=1)
-    if pin.is_lax and able.any() and not able[kind]:
+    if pin.is_lax and able.any() and not able[layer_type]:
         lax = pin.of_levels()
         return np.array([lax.allows(strategy) for strategy in tables.strategies], dtype=bool)
     return allowed
 
 
 def _has(strategy: Strategy, key: str, value: str) -> bool:
-    return kind_named(key) in strategy.kinds if value == _ANY_DEGREE else _value(strategy, key) == value
+    return dimension_named(key) in strategy.dimensions if value == _ANY_DEGREE else _value(strategy, key) == value
 
 
 def _value(strategy: Strategy, key: str) -> str:
@@ -154,7 +155,7 @@ def _value(strategy: Strategy, key: str) -> str:
     if key in variants():
         value = strategy.variant(key)
         return next(text for text, each in variants()[key][1].pin.items() if each == value)
-    return str(strategy.degree(kind_named(key)))
+    return str(strategy.degree(dimension_named(key)))
 
 
 def _layers(place: str, option: str, num_layers: int) -> tuple[int, int]:
@@ -178,7 +179,7 @@ def _layers(place: str, option: str, num_layers: int) -> tuple[int, int]:
 def _requirement(part: str, option: str, keys: Sequence[str]) -> list[tuple[str, str]]:
     key, equals, value = (piece.strip() for piece in part.partition("="))
     if not equals:
-        return [(part, _ANY_DEGREE)] if part in KINDS else _levels(part, option)
+        return [(part, _ANY_DEGREE)] if part in DIMENSIONS else _levels(part, option)
     if key not in keys:
         raise UserError(field=option, found=repr(key), expected="one of " + ", ".join(keys), hint=nearest(key, keys))
     choices = tuple(each.value for each in Remat) if key == "remat" else None

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from steelyard.cost.fold import unfold_layers, unfold_parts
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.cost.tables import CostTables
 from steelyard.hardware import hardware_file
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.schedules import PipelineConfig
-from steelyard.search import SettingOutcome
+from steelyard.search import ConfigOutcome
 from steelyard.search.evaluate import Solution
 from steelyard.search.group_strategies import group_equal_strategies
 from steelyard.units import format_plural
 
 
-def grouped_plan(job: Job, outcome: SettingOutcome) -> Plan:
+def grouped_plan(job: Job, outcome: ConfigOutcome) -> Plan:
     """The plan of a search outcome, without its prediction; equal layers of equal strategies beside each other."""
     return bare_plan(job, outcome.tables, group_equal_strategies(outcome.tables, outcome.solution))
 
@@ -60,7 +60,7 @@ def assemble_plan(job: Job, pipeline: PipelineConfig, parts: Sequence[StagePart]
 
 
 def describe(pipeline: PipelineConfig, *, stages: str | None = None) -> str:
-    """A pipeline setting in words, as in ``2 stages, 16 microbatches``; the schedule only where it needs saying.
+    """A pipeline configuration in words, as in ``2 stages, 16 microbatches``; the schedule only where it needs saying.
 
     ``stages`` says more of them than how many there are.
     """

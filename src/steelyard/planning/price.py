@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Unpack
 
 from steelyard.cost.accuracy import interval_of
+from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost, predict
-from steelyard.cost.setting import Job
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
 from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan

@@ -1,10 +1,10 @@
-"""The cost tables of a job: every pipeline setting with every strategy that the options offer.
+"""The cost tables of a job: every pipeline configuration with every strategy that the options offer.
 
 Over several device groups every order of every choice of groups, every number of stages that divides each group, every
-number of microbatches and schedule is a setting of its own, with the tables of its groups side by side
-(`steelyard.cost.placement`). There are thousands, so the bounds of a setting are made one after another, the sharper
-ones from what was made for others, and its tables only when it may still be the best. Not searched: a part of a group,
-stages of unlike sizes within one, and chunks over several.
+number of microbatches and schedule is a configuration of its own, with the tables of its groups side by side
+(`steelyard.cost.placement`). There are thousands, so the bounds of a configuration are made one after another, the
+sharper ones from what was made for others, and its tables only when it may still be the best. Not searched: a part of a
+group, stages of unlike sizes within one, and chunks over several.
 """
 
 import itertools
@@ -26,19 +26,19 @@ from steelyard.cost.build import (
     usable_bytes,
 )
 from steelyard.cost.fold import why_not_folded
+from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.memory import context_bytes
 from steelyard.cost.placement import Placement, pooled_tables
-from steelyard.cost.setting import Job, Setting
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.kinds import KINDS
+from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.plan.strategy import Strategy, divisors
 from steelyard.planning.pins import Pin, pinned, pins_of
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, Schedule
-from steelyard.search import OnDemand, SpaceOptions, enumerate_strategies, paper_kinds
+from steelyard.search import OnDemand, SpaceOptions, enumerate_strategies, paper_dimensions
 from steelyard.search.layers import ROUNDING
 from steelyard.search.partition import quick_bound_s
 from steelyard.search.step_bounds import (
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
     from steelyard.search.problem import Problem
 
 LEVELS = 3
-"""Bounds of a setting beyond that by what computing takes: by its times, by its memory, and by whole cuts."""
+"""Bounds of a configuration beyond that by what computing takes: by its times, by its memory, and by whole cuts."""
 TINY_S = 1e-9
 """What a stage takes at least where nothing is known."""
 
 
 def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
-    """The cost tables of every pipeline setting of a job as `search` takes them, on one group in the order of
-    `pipeline_settings`.
+    """The cost tables of every pipeline configuration of a job as `search` takes them, on one group in the order of
+    `pipeline_configs`.
 
     Each is made when it is first asked for; what is known before is what computing takes alone. Those over several
     groups are for the budgets of the job alone. Raises `UserError` where no pipeline is as decided.
@@ -77,20 +77,20 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
         )
     offered: dict[int, tuple[Strategy, ...]] = {}
     computed_s: dict[tuple[int, int], float] = {}
-    settings, found = pipeline_settings(job, decisions), []
+    configs, found = pipeline_configs(job, decisions), []
     pins = pins_of(decisions, job.chain)
-    known = KnownCosts([setting.pipeline.num_microbatches for setting in settings])
-    for setting in settings:
-        size, pipeline = setting.devices_per_stage, setting.pipeline
+    known = KnownCosts([config.pipeline.num_microbatches for config in configs])
+    for config in configs:
+        size, pipeline = config.devices_per_stage, config.pipeline
         if size not in offered:
             offered[size] = stage_strategies(job, size, decisions)
         place = size, pipeline.num_microbatches
         if place not in computed_s:
-            of_kinds = least_times_s(_ways(offered[size]), setting)
-            computed_s[place] = sum(of_kinds[kind] for kind in job.chain.layers)
+            of_types = least_times_s(_ways(offered[size]), config)
+            computed_s[place] = sum(of_types[layer_type] for layer_type in job.chain.layers)
         bubble = (1 - 1 / pipeline.num_stages) / pipeline.num_chunks
         least_s = computed_s[place] * (pipeline.num_microbatches / pipeline.num_stages + bubble) * (1 - ROUNDING)
-        make = partial(_made, setting, offered[size], known, pins)
+        make = partial(_made, config, offered[size], known, pins)
         found.append(OnDemand(pipeline, least_s, make))
     return tuple(found)
 
@@ -102,18 +102,19 @@ def _ways(strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
     return tuple(ways.values())
 
 
-def _made(setting: Setting, offered: tuple[Strategy, ...], known: KnownCosts, pins: Sequence[Pin]) -> CostTables:
-    return pinned(build_tables(setting, offered, known), pins)
+def _made(config: JobConfig, offered: tuple[Strategy, ...], known: KnownCosts, pins: Sequence[Pin]) -> CostTables:
+    return pinned(build_tables(config, offered, known), pins)
 
 
 def problem_of(job: Job, tables: Sequence[OnDemand]) -> "Problem":
-    """The cost tables of all these settings of a job as a problem file holds them: memory as plain sums, from above."""
+    """The cost tables of all these configurations of a job as a problem file holds them: memory as plain sums, from
+    above."""
     from steelyard.search.problem import Problem
 
     return Problem(
         name=f"{job.chain.name} on {job.cluster.name}",
         budget_bytes=usable_bytes(job),
-        settings=tuple(each.tables.as_plain() for each in tables),
+        configs=tuple(each.tables.as_plain() for each in tables),
         samples=(job.global_batch,) * len(tables),
     )
 
@@ -121,15 +122,15 @@ def problem_of(job: Job, tables: Sequence[OnDemand]) -> "Problem":
 def is_beaten(job: Job, tables: Sequence[OnDemand], step_s: float) -> bool:
     """Whether every plan of a job takes more than ``step_s``, whatever memory it has.
 
-    By what computing alone takes, and the cost tables of the settings for which that is not enough. Never so where
-    processes share cores (`Profile.busy_speeds`), for which the sums of the search are no bound.
+    By what computing alone takes, and the cost tables of the configurations for which that is not enough. Never so
+    where processes share cores (`Profile.busy_speeds`), for which the sums of the search are no bound.
     """
     if any(each.profile.busy_speeds for each in job.groups):
         return False
     return all(each.least_s > step_s or quick_bound_s(each.tables) > step_s for each in tables)
 
 
-def pipeline_settings(job: Job, decisions: Decisions) -> list[Setting]:
+def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
     """Every number of stages that divides the devices with every number of microbatches that divides the batch.
 
     Under every schedule that the options allow, wherever it is tried (`Schedule.is_tried`); in chunks where the blocks
@@ -144,9 +145,9 @@ def pipeline_settings(job: Job, decisions: Decisions) -> list[Setting]:
         of_batch = f"a divisor of the batch of {job.global_batch}"
         counts = _pinned("num_microbatches", decisions.num_microbatches, counts, of_batch)
     schedules = [each for each in SCHEDULES.values() if each.name in decisions.allowed_schedules]
-    found = settings_under([each for each in schedules if not each.takes_chunks], job, stages, counts)
+    found = configs_under([each for each in schedules if not each.takes_chunks], job, stages, counts)
     if decisions.stage_partition == "exact":
-        found += settings_under([each for each in schedules if each.takes_chunks], job, stages, counts)
+        found += configs_under([each for each in schedules if each.takes_chunks], job, stages, counts)
     pins = pins_of(decisions, job.chain)
     return [
         each
@@ -168,10 +169,10 @@ def microbatch_counts(global_batch: int) -> list[int]:
     return [m for m in divisors(global_batch) if m <= MOST_MICROBATCHES]
 
 
-def settings_under(
+def configs_under(
     schedules: Sequence[Schedule], job: Job, stages: Sequence[int], counts: Sequence[int]
-) -> list[Setting]:
-    """The settings of these numbers of stages and microbatches in which one of these schedules can run."""
+) -> list[JobConfig]:
+    """The configurations of these numbers of stages and microbatches in which one of these schedules can run."""
     pipelines = [
         PipelineConfig(num_stages=p, num_chunks=chunks, num_microbatches=m, schedule=schedule)
         for p in stages
@@ -180,7 +181,7 @@ def settings_under(
         for chunks in schedule.chunk_counts
     ]
     return [
-        Setting(job=job, pipeline=each)
+        JobConfig(job=job, pipeline=each)
         for each in pipelines
         if each.schedule.refusal(each) is None and _comes_in_chunks(job, each)
     ]
@@ -200,20 +201,20 @@ def stage_strategies(job: Job, devices_per_stage: int, decisions: Decisions) -> 
 
 
 def space_options(job: Job, decisions: Decisions) -> SpaceOptions:
-    """What the decision tree may use for this job: kinds that some layer of the model could be divided by.
+    """What the decision tree may use for this job: dimensions that some layer of the model could be divided by.
 
-    What a pin asks for is offered even where its kind finds it not worth a search.
+    What a pin asks for is offered even where its dimension finds it not worth a search.
     """
     pins = pins_of(decisions, job.chain)
-    kinds = paper_kinds() if decisions.space == "paper" else tuple(KINDS.values())
+    dimensions = paper_dimensions() if decisions.space == "paper" else tuple(DIMENSIONS.values())
     return SpaceOptions(
-        kinds=tuple(kind for kind in kinds if not kind.serves(job.chain)),
+        dimensions=tuple(dimension for dimension in dimensions if not dimension.serves(job.chain)),
         variants=decisions.variants or {},
         remats=decisions.allowed_remats,
         mixes_samples=decisions.space != "paper",
         max_degrees=decisions.max_degrees or {},
         devices_per_node=job.cluster.devices_per_node,
-        layers=job.chain.kinds,
+        layers=job.chain.layer_types,
         insists=(lambda strategy: any(pin.demands(strategy) for pin in pins)) if pins else None,
     )
 
@@ -248,59 +249,61 @@ class GroupSpace:
         self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
         self._stage_layers: dict[tuple[int, int, int, int, bool], _StageLayers] = {}
         self._known_runs: dict[tuple[int, ...], HeldRuns] = {}
-        self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.kinds)).tolist()
+        self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.layer_types)).tolist()
         self._computed: dict[tuple[int, int, int], tuple[list[float], PricedLayers]] = {}
 
     def on_demand(self) -> tuple[OnDemand, ...]:
-        """The cost tables of every setting, as `search` takes them."""
-        return tuple(self._on_demand(each) for each in self.settings())
+        """The cost tables of every configuration, as `search` takes them."""
+        return tuple(self._on_demand(each) for each in self.configs())
 
-    def _on_demand(self, setting: PlacedPipeline, level: int = 0) -> OnDemand:
-        """Those of a setting, of whose bounds so many are known."""
-        make = partial(self.tables, setting)
-        if math.isfinite(setting.bound_s):
-            sharpen = partial(self._sharper, setting, level) if level < LEVELS else None
-            return OnDemand(setting.pipeline, setting.bound_s, make, sharpen=sharpen)
-        missing = partial(self.missing_bytes, setting) if level == LEVELS else lambda most: most  # more is of no use
-        return OnDemand(setting.pipeline, setting.bound_s, make, missing_bytes=missing)
+    def _on_demand(self, config: PlacedPipeline, level: int = 0) -> OnDemand:
+        """Those of a configuration, of whose bounds so many are known."""
+        make = partial(self.tables, config)
+        if math.isfinite(config.bound_s):
+            sharpen = partial(self._sharper, config, level) if level < LEVELS else None
+            return OnDemand(config.pipeline, config.bound_s, make, sharpen=sharpen)
+        missing = partial(self.missing_bytes, config) if level == LEVELS else lambda most: most  # more is of no use
+        return OnDemand(config.pipeline, config.bound_s, make, missing_bytes=missing)
 
-    def _sharper(self, setting: PlacedPipeline, level: int, cutoff_s: float) -> list[OnDemand]:
-        """A setting with one bound more; by its times it becomes one for every order of its groups."""
-        bound_s = max(setting.bound_s, self.next_bound_s(setting, level, cutoff_s))
-        orders = self.orders(setting) if level == 0 else (setting,)
+    def _sharper(self, config: PlacedPipeline, level: int, cutoff_s: float) -> list[OnDemand]:
+        """A configuration with one bound more; by its times it becomes one for every order of its groups."""
+        bound_s = max(config.bound_s, self.next_bound_s(config, level, cutoff_s))
+        orders = self.orders(config) if level == 0 else (config,)
         return [self._on_demand(replace(each, bound_s=bound_s), level + 1) for each in orders]
 
-    def settings(self) -> list[PlacedPipeline]:
-        """Every setting that can run, of each order of its pools the first, bounded by what computing takes alone."""
+    def configs(self) -> list[PlacedPipeline]:
+        """Every configuration that can run, of each order of its pools the first, bounded by what computing takes
+        alone."""
         return [*self._alone(), *self._joined()]
 
-    def orders(self, setting: PlacedPipeline) -> Iterator[PlacedPipeline]:
-        """A setting with its pools in every order along the pipeline, which the times alone do not tell apart."""
-        pairs = zip(setting.placement.pools, setting.placement.stages, strict=True)
+    def orders(self, config: PlacedPipeline) -> Iterator[PlacedPipeline]:
+        """A configuration with its pools in every order along the pipeline, which the times alone do not tell apart."""
+        pairs = zip(config.placement.pools, config.placement.stages, strict=True)
         for order in itertools.permutations(pairs):
             pools, stages = zip(*order, strict=True)
-            yield replace(setting, placement=Placement(pools=pools, stages=stages))
+            yield replace(config, placement=Placement(pools=pools, stages=stages))
 
-    def next_bound_s(self, setting: PlacedPipeline, level: int, cutoff_s: float = math.inf) -> float:
-        """What no plan of a setting is faster than: by its times, then by those and its memory, then by whole cuts too.
+    def next_bound_s(self, config: PlacedPipeline, level: int, cutoff_s: float = math.inf) -> float:
+        """What no plan of a configuration is faster than: by its times, then by those and its memory, then by whole
+        cuts too.
 
         More than ``cutoff_s`` need not be told apart.
         """
         if level == 0:
-            stages = self._stages(setting)
-            return self._least_s(setting, [each.fastest for each in stages], [each.transfer_s for each in stages])
-        slowest_s = self._slowest_s(setting, cutoff_s) if level == 2 else 0.0
-        return slowest_s if math.isinf(slowest_s) else self._bound_within_s(setting, slowest_s, are_made=level == 2)
+            stages = self._stages(config)
+            return self._least_s(config, [each.fastest for each in stages], [each.transfer_s for each in stages])
+        slowest_s = self._slowest_s(config, cutoff_s) if level == 2 else 0.0
+        return slowest_s if math.isinf(slowest_s) else self._bound_within_s(config, slowest_s, are_made=level == 2)
 
-    def tables(self, setting: PlacedPipeline) -> CostTables:
-        """The cost tables of a setting."""
-        placement = setting.placement
+    def tables(self, config: PlacedPipeline) -> CostTables:
+        """The cost tables of a configuration."""
+        placement = config.placement
         offered = [self._strategies(*each) for each in zip(placement.pools, placement.sizes(self._job), strict=True)]
         known = [self._known[pool] for pool in placement.pools]
-        return pooled_tables(self._job, placement, setting.pipeline, offered, known)
+        return pooled_tables(self._job, placement, config.pipeline, offered, known)
 
-    def _bound_within_s(self, setting: PlacedPipeline, slowest_s: float, *, are_made: bool) -> float:
-        pipeline, stages = setting.pipeline, self._stages(setting, are_made=are_made)
+    def _bound_within_s(self, config: PlacedPipeline, slowest_s: float, *, are_made: bool) -> float:
+        pipeline, stages = config.pipeline, self._stages(config, are_made=are_made)
         in_flight = [pipeline.in_flight(stage) if pipeline.num_chunks == 1 else 1 for stage in range(len(stages))]
         has_gradients = pipeline.num_chunks == 1 and max(in_flight) < pipeline.num_microbatches
         priced = [
@@ -308,26 +311,26 @@ class GroupSpace:
             for each, count in zip(stages, in_flight, strict=True)
         ]
         transfers, rooms = [each.transfer_s for each in stages], [each.room_bytes for each in stages]
-        return self._least_s(setting, priced, transfers, rooms, slowest_s)
+        return self._least_s(config, priced, transfers, rooms, slowest_s)
 
-    def _slowest_s(self, setting: PlacedPipeline, cutoff_s: float) -> float:
-        """What the slowest stage of a setting takes at least; 0 where its stages have several chunks."""
-        if setting.pipeline.num_chunks > 1:
+    def _slowest_s(self, config: PlacedPipeline, cutoff_s: float) -> float:
+        """What the slowest stage of a configuration takes at least; 0 where its stages have several chunks."""
+        if config.pipeline.num_chunks > 1:
             return 0.0
-        stages, passes = self._runs_of(setting), setting.pipeline.num_passes
-        least_s = max(setting.bound_s / (len(stages[0]) + passes - 1), TINY_S)
+        stages, passes = self._runs_of(config), config.pipeline.num_passes
+        least_s = max(config.bound_s / (len(stages[0]) + passes - 1), TINY_S)
         return least_slowest_s(*stages, self._job.chain.num_layers, least_s, cutoff_s / passes) * (1 - ROUNDING)
 
-    def missing_bytes(self, setting: PlacedPipeline, most: int) -> int:
-        """How much more memory a setting needs at least, on every device; ``most`` if not less."""
-        return missing_bytes(self._runs_of(setting)[0], self._job.chain.num_layers, most)
+    def missing_bytes(self, config: PlacedPipeline, most: int) -> int:
+        """How much more memory a configuration needs at least, on every device; ``most`` if not less."""
+        return missing_bytes(self._runs_of(config)[0], self._job.chain.num_layers, most)
 
-    def _runs_of(self, setting: PlacedPipeline) -> tuple[list[tuple[HeldRuns, int]], list[float]]:
+    def _runs_of(self, config: PlacedPipeline) -> tuple[list[tuple[HeldRuns, int]], list[float]]:
         """Of every stage its runs with the microbatches in flight, and what it takes for handing over."""
-        pipeline = setting.pipeline
-        runs = [self._runs(*each, pipeline) for each in setting.placement.of_stages(self._job)]
+        pipeline = config.pipeline
+        runs = [self._runs(*each, pipeline) for each in config.placement.of_stages(self._job)]
         flights = map(pipeline.in_flight, range(len(runs)))
-        handed = self._handed_s(setting, [each.transfer_s for each in self._stages(setting)])
+        handed = self._handed_s(config, [each.transfer_s for each in self._stages(config)])
         return list(zip(runs, flights, strict=True)), handed
 
     def _runs(self, pool: int, size: int, pipeline: PipelineConfig) -> HeldRuns:
@@ -336,23 +339,23 @@ class GroupSpace:
         count, flights = pipeline.num_microbatches, map(pipeline.in_flight, range(pipeline.num_stages))
         key = pool, size, apart, count, min(pipeline.num_stages, 2), count in flights
         if key not in self._known_runs:
-            setting = Setting(job=job, pipeline=pipeline, stage_size=size)
-            tables = build_tables(setting, self._strategies(pool, size), self._known[pool], pooled=True)
+            config = JobConfig(job=job, pipeline=pipeline, stage_size=size)
+            tables = build_tables(config, self._strategies(pool, size), self._known[pool], pooled=True)
             self._known_runs[key] = HeldRuns(tables, usable_bytes(job))
         return self._known_runs[key]
 
-    def _stages(self, setting: PlacedPipeline, *, are_made: bool = False) -> list["_StageLayers"]:
+    def _stages(self, config: PlacedPipeline, *, are_made: bool = False) -> list["_StageLayers"]:
         """``are_made`` where the tables of the stages are known, or may as well be."""
-        pipeline = _without_chunks(setting.pipeline)
-        return [self._layers(*each, pipeline, are_made) for each in setting.placement.of_stages(self._job)]
+        pipeline = _without_chunks(config.pipeline)
+        return [self._layers(*each, pipeline, are_made) for each in config.placement.of_stages(self._job)]
 
     def _alone(self) -> Iterator[PlacedPipeline]:
         for pool, job in enumerate(self._job.by_group):
             if job.cluster.num_devices % (self._decisions.num_stages or 1):
                 continue
-            for setting in pipeline_settings(job, self._decisions):
-                placement = Placement(pools=(pool,), stages=(setting.pipeline.num_stages,))
-                yield self._with_bound(placement, setting.pipeline)
+            for config in pipeline_configs(job, self._decisions):
+                placement = Placement(pools=(pool,), stages=(config.pipeline.num_stages,))
+                yield self._with_bound(placement, config.pipeline)
 
     def _joined(self) -> Iterator[PlacedPipeline]:
         job, decisions = self._job, self._decisions
@@ -365,41 +368,41 @@ class GroupSpace:
                 for stages in itertools.product(*(sizes[pool] for pool in pools)):
                     if sum(stages) > job.chain.num_layers or decisions.num_stages not in (None, sum(stages)):
                         continue
-                    for setting in settings_under(schedules, job, [sum(stages)], counts):
-                        if setting.pipeline.schedule.is_tried(setting.pipeline):
-                            yield self._with_bound(Placement(pools=pools, stages=stages), setting.pipeline)
+                    for config in configs_under(schedules, job, [sum(stages)], counts):
+                        if config.pipeline.schedule.is_tried(config.pipeline):
+                            yield self._with_bound(Placement(pools=pools, stages=stages), config.pipeline)
 
     def _with_bound(self, placement: Placement, pipeline: PipelineConfig) -> PlacedPipeline:
-        setting = PlacedPipeline(placement=placement, pipeline=pipeline, bound_s=0.0)
+        config = PlacedPipeline(placement=placement, pipeline=pipeline, bound_s=0.0)
         priced = [self._compute(*each, pipeline)[1] for each in placement.of_stages(self._job)]
-        return replace(setting, bound_s=self._least_s(setting, priced, [0.0] * len(priced)))
+        return replace(config, bound_s=self._least_s(config, priced, [0.0] * len(priced)))
 
     def _least_s(
         self,
-        setting: PlacedPipeline,
+        config: PlacedPipeline,
         stages: Sequence[PricedLayers],
         transfers: Sequence[float],
         rooms: Sequence[float] | None = None,
         slowest_s: float = 0.0,
     ) -> float:
-        handed = self._handed_s(setting, transfers)
-        passes = setting.pipeline.num_passes
+        handed = self._handed_s(config, transfers)
+        passes = config.pipeline.num_passes
         layers = self._job.chain.layers
-        ends = (layers[0], layers[-1]) if rooms is not None and setting.pipeline.num_chunks == 1 else None
+        ends = (layers[0], layers[-1]) if rooms is not None and config.pipeline.num_chunks == 1 else None
         found = least_step_s(stages, self._counts, handed, passes, rooms, slowest_s, ends)
-        return found / setting.pipeline.num_chunks * (1 - ROUNDING)
+        return found / config.pipeline.num_chunks * (1 - ROUNDING)
 
-    def _handed_s(self, setting: PlacedPipeline, transfers: Sequence[float]) -> list[float]:
+    def _handed_s(self, config: PlacedPipeline, transfers: Sequence[float]) -> list[float]:
         """What each stage takes for handing over; between pools, and between chunks, that counts for nothing."""
-        chunks, borders = setting.pipeline.num_chunks, {0, *itertools.accumulate(setting.placement.stages)}
+        chunks, borders = config.pipeline.num_chunks, {0, *itertools.accumulate(config.placement.stages)}
         return [0.0 if chunks > 1 or stage in borders else each for stage, each in enumerate(transfers)]
 
     def _compute(self, pool: int, size: int, pipeline: PipelineConfig) -> tuple[list[float], PricedLayers]:
-        """What computing alone takes on stages of a size: by kind, and of all layers."""
+        """What computing alone takes on stages of a size: by layer type, and of all layers."""
         key = pool, size, pipeline.num_microbatches
         if key not in self._computed:
-            setting = Setting(job=self._job.by_group[pool], pipeline=_without_chunks(pipeline), stage_size=size)
-            times_s = least_times_s(self._strategies(pool, size), setting)
+            config = JobConfig(job=self._job.by_group[pool], pipeline=_without_chunks(pipeline), stage_size=size)
+            times_s = least_times_s(self._strategies(pool, size), config)
             self._computed[key] = times_s, PricedLayers.unpriced(times_s, self._counts)
         return self._computed[key]
 
@@ -407,14 +410,16 @@ class GroupSpace:
         stages = pipeline.num_stages if self._job.chain.sums_tied else min(pipeline.num_stages, 2)
         key = pool, size, pipeline.num_microbatches, stages, are_made
         if key not in self._stage_layers:
-            setting = Setting(job=self._job.by_group[pool], pipeline=pipeline, stage_size=size)
-            costs = self._known[pool].of(setting, self._strategies(pool, size))
-            kinds = self._job.chain.kinds
-            made = [place for place, kind in enumerate(kinds) if are_made or kind.role is LayerRole.BLOCK]
+            config = JobConfig(job=self._job.by_group[pool], pipeline=pipeline, stage_size=size)
+            costs = self._known[pool].of(config, self._strategies(pool, size))
+            layer_types = self._job.chain.layer_types
+            made = [
+                place for place, layer_type in enumerate(layer_types) if are_made or layer_type.role is LayerRole.BLOCK
+            ]
             least_s, _ = self._compute(pool, size, pipeline)
             time_s = np.repeat(np.array(least_s)[:, None], costs.legal.shape[1], axis=1)
-            time_s[made] = costs.time_s(made, setting)
-            self._stage_layers[key] = _StageLayers(setting=setting, costs=costs, time_s=time_s, counts=self._counts)
+            time_s[made] = costs.time_s(made, config)
+            self._stage_layers[key] = _StageLayers(config=config, costs=costs, time_s=time_s, counts=self._counts)
         return self._stage_layers[key]
 
     def _strategies(self, pool: int, size: int) -> tuple[Strategy, ...]:
@@ -437,17 +442,17 @@ class _StageLayers:
     def __init__(
         self,
         *,
-        setting: Setting,
+        config: JobConfig,
         costs: LayerCosts,
         time_s: NDArray[np.float64],
         counts: Sequence[int],
     ) -> None:
         self._costs, self._time_s = costs, time_s
         self._within: dict[tuple[int, bool], PricedLayers] = {}
-        self.transfer_s = transfer_s(setting)
+        self.transfer_s = transfer_s(config)
         self.fastest = priced_layers(costs.legal, time_s, np.zeros(costs.legal.shape, dtype=np.int64), counts)
         """By their times alone."""
-        self.room_bytes = usable_bytes(setting.job) - context_bytes(setting)
+        self.room_bytes = usable_bytes(config.job) - context_bytes(config)
 
     def within(self, in_flight: int, counts: Sequence[int], *, has_gradients: bool) -> PricedLayers:
         """With the bytes that they hold with so many microbatches in flight, at least."""

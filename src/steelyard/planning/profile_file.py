@@ -25,7 +25,7 @@ def pool_profiles(given: GivenProfiles | None, names: Sequence[str]) -> Mapping[
             field="--profile",
             found="one profile" if is_one else repr(given) if isinstance(given, str) else ", ".join(found),
             expected=f"POOL=FILE, divided by commas, at most one for each pool of {', '.join(names)}",
-            hint="measure each kind of device by itself with `steelyard profile`; pools without a file are traced",
+            hint="measure each device type by itself with `steelyard profile`; pools without a file are traced",
         )
     return found
 

@@ -1,4 +1,4 @@
-"""What a report shows around a plan: the frontier, then what binds, then rivals.
+"""What a report shows around a plan: the frontier, then what binds, then baselines.
 
 Where a limit of time is set, every search has a share of it (`SEARCH_SHARE`) and gives the best plan that it has found
 by then, which for most models is the proven best. What there was no time for is named.
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from steelyard.cost.build import slack_fraction, usable_bytes
+from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost
-from steelyard.cost.setting import Job
 from steelyard.plan.choices import Explanation, FrontierPoint, PlanStudy
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
@@ -41,7 +41,8 @@ def search_for_report(
     everywhere: bool = True,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PlanStudy:
-    """The frontier and the rivals of a plan of this cost in all pipeline settings, or in its own (not ``everywhere``).
+    """The frontier and the baselines of a plan of this cost in all pipeline configurations, or in its own (not
+    ``everywhere``).
 
     Without a limit of time every machine finds the same. The limit is one of this process's computing time, so that a
     busy machine shows no less. Each search that was begun is ended, so it is overrun by up to one search; what was not
@@ -63,10 +64,10 @@ def search_for_report(
     proven = plan.prediction is not None and plan.prediction.certificate.is_optimal and not changed
     own_point = _own_point(priced, job, proven=proven)
     points = _points(study, own_point, time.process_time() + FRONTIER_SHARE * (deadline - time.process_time()))
-    progress("searching the rivals of the plan")
+    progress("searching the baselines of the plan")
     explanation, left_out = what_was_searched(study, priced, deadline)
     return PlanStudy(
-        scope="all pipeline settings" if everywhere else f"plans of {describe(plan.pipeline)}",
+        scope="all pipeline configurations" if everywhere else f"plans of {describe(plan.pipeline)}",
         explanation=explanation.model_copy(update={"notes": notes}),
         points=points,
         left_out=left_out,

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
-from steelyard.cost.setting import ASSUMED_IMBALANCE
+from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.errors import InvalidModelError, UserError, all_of
 from steelyard.hardware import Cluster, MixedCluster, parse_pools, with_network
 from steelyard.installed import require_training
@@ -201,7 +201,7 @@ def request_of_plan(
         raise UserError(
             field="--cluster",
             found=f"{machines.name} for a plan over {plan.cluster}",
-            expected="the pools of the plan, or others of the same names" if plan.is_mixed else "one kind of device",
+            expected="the pools of the plan, or others of the same names" if plan.is_mixed else "one device type",
             hint="leave --cluster out, or plan for this cluster",
         )
     profile, source = given.get("profile"), plan.prediction.profile if plan.prediction else None
@@ -316,7 +316,7 @@ def _check_sizes(request: PlanRequest) -> None:
 
 def _check_imbalance(request: PlanRequest) -> None:
     chain, imbalance = request.chain, request.imbalance
-    if imbalance != ASSUMED_IMBALANCE and not any(kind.num_experts for kind in chain.kinds):
+    if imbalance != ASSUMED_IMBALANCE and not any(layer_type.num_experts for layer_type in chain.layer_types):
         raise UserError(
             field="imbalance",
             found=f"{imbalance:g} for {chain.name}",
@@ -392,6 +392,6 @@ def not_with_pools(asked: Mapping[str, object]) -> None:
         raise UserError(
             field=option.partition(" ")[0],
             found=f"{option} with several pools of devices",
-            expected="a cluster or a plan of one kind of device",
+            expected="a cluster or a plan of one device type",
             hint="leave it out, or plan for one of the pools",
         )

@@ -15,7 +15,7 @@ Source: Miao et al. 2022, Algorithm 1 (the outer loop over batch sizes).
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.planning.choose import PlanningResult, plan_request

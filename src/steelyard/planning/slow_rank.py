@@ -9,8 +9,8 @@ factor scales all times of a pool), the price of what it finds does not, so that
 from dataclasses import replace
 from pathlib import Path
 
+from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Job
 from steelyard.hardware import Cluster
 from steelyard.plan.choices import Recut, SlowNode
 from steelyard.plan.decisions import FREE

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.build import usable_bytes
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.cost.tables import LAST, CostTables
 from steelyard.model.chain import LayerRole
 from steelyard.plan.strategy import Strategy
@@ -33,13 +33,13 @@ MOST_MISSES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UniformChoice:
-    """One strategy for all layers of a setting, with one remat choice for the blocks."""
+    """One strategy for all layers of a configuration, with one remat choice for the blocks."""
 
     index: int
-    """Of the setting among those given."""
-    setting: CostTables
+    """Of the configuration among those given."""
+    config_tables: CostTables
     column: NDArray[np.int64]
-    """[K] the strategy of each kind of layer."""
+    """[K] the strategy of each layer type."""
     least_s: float
     """What no plan of it is faster than: all stages alike, and nothing sent between them, or what is known of all."""
     least_bytes: float
@@ -47,7 +47,7 @@ class UniformChoice:
 
     def tables(self) -> CostTables:
         """The cost tables of this choice alone."""
-        return _narrowed(self.setting, self.column)
+        return _narrowed(self.config_tables, self.column)
 
 
 def uniform_tables(job: Job, given: Sequence[OnDemand], *, deadline: float = math.inf) -> list[CostTables]:
@@ -81,8 +81,8 @@ def uniform_choices(
 ) -> Iterator[UniformChoice]:
     """The choices that are legal for every layer, the one that promises the least time first.
 
-    Ends where none that is left is as fast as ``known_s``, which is asked again before each: the tables of settings
-    that come to nothing are not made.
+    Ends where none that is left is as fast as ``known_s``, which is asked again before each: the tables of
+    configurations that come to nothing are not made.
     """
     waiting: list[tuple[float, int, int, UniformChoice | None]] = [
         (each.least_s, index, 0, None) for index, each in enumerate(given)
@@ -98,7 +98,7 @@ def uniform_choices(
 
 
 def _narrowed(tables: CostTables, column: NDArray[np.int64]) -> CostTables:
-    """The tables with one strategy for each kind of layer."""
+    """The tables with one strategy for each layer type."""
     kept = distinct(column)
     narrowed = tables.select(strategies=kept.tolist())
     narrowed.legal[column[:, None] != kept] = False
@@ -106,17 +106,18 @@ def _narrowed(tables: CostTables, column: NDArray[np.int64]) -> CostTables:
 
 
 def _choices(index: int, given: OnDemand, job: Job) -> Iterator[UniformChoice]:
-    """The choices of a setting that are legal for every layer."""
+    """The choices of a configuration that are legal for every layer."""
     tables, pipeline = given.tables, given.pipeline
-    roles = {each.name: each.role for each in job.chain.kinds}
+    roles = {each.name: each.role for each in job.chain.layer_types}
     is_block = np.array(
-        [[roles[name.removesuffix(LAST).partition(" (")[0]] is LayerRole.BLOCK] for name in tables.kinds], dtype=bool
+        [[roles[name.removesuffix(LAST).partition(" (")[0]] is LayerRole.BLOCK] for name in tables.layer_types],
+        dtype=bool,
     )
     blocks, dense, ends, undivided = _alike(tables.strategies)
     of_ends = np.where(tables.legal[:, ends], ends, undivided)
     columns = np.where(is_block, np.where(tables.legal[:, blocks], blocks, dense), of_ends)
-    rows = np.arange(len(tables.kinds))[:, None]
-    counts = np.bincount(tables.layers, minlength=len(tables.kinds))
+    rows = np.arange(len(tables.layer_types))[:, None]
+    counts = np.bincount(tables.layers, minlength=len(tables.layer_types))
     has_all = tables.legal[rows, columns][counts > 0].all(axis=0) & np.any(columns == blocks, axis=0)
     columns = columns[:, has_all]
     work_s = counts @ tables.time_s[rows, columns]
@@ -125,7 +126,7 @@ def _choices(index: int, given: OnDemand, job: Job) -> Iterator[UniformChoice]:
     for number, (least_s, least_bytes) in enumerate(zip(work_s.tolist(), num_bytes.tolist(), strict=True)):
         yield UniformChoice(
             index=index,
-            setting=tables,
+            config_tables=tables,
             column=columns[:, number],
             least_s=max(given.least_s, least_s * (1 + (pipeline.num_passes - 1) / pipeline.num_stages)),
             least_bytes=tables.overhead_bytes + least_bytes / pipeline.num_stages,

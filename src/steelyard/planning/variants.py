@@ -12,11 +12,11 @@ A variant that only restricts is never faster than the free plan by the sums of 
 left of the tables of the free request, and what the search proves of those bounds it. The simulator, time limits and
 gaps may turn two plans round; so where several answers stand beside each other each gets the fastest plan of all that
 it allows (`Study.reconciled`). Pins may ask for strategies that the free search leaves out since they are not worth it
-(`Kind.not_worth`): such a variant widens, and `steelyard.planning.not_searched.widened` names them.
+(`Dimension.not_worth`): such a variant widens, and `steelyard.planning.not_searched.widened` names them.
 
 A `Study` answers variants of decisions and budget. Other sizes and devices have tables of their own: see
 `steelyard.planning.sizes` and `steelyard.planning.devices`. A plan over several device groups is compared with the best
-on each of them alone, and with even cuts (`pool_rivals`).
+on each of them alone, and with even cuts (`pool_baselines`).
 """
 
 import math
@@ -28,19 +28,19 @@ from itertools import pairwise
 
 import numpy as np
 
+from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
-from steelyard.cost.setting import Job
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
-from steelyard.plan.choices import Rival
+from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.kinds import KINDS, Kind, variants
+from steelyard.plan.dimensions import DIMENSIONS, Dimension, variants
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, divisors
 from steelyard.planning.acceptance import Acceptance, Accepted, accept
 from steelyard.planning.choose import device_bytes, plan_job, ranks_all
 from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.problem import GroupSpace, make_tables, pipeline_settings, space_options
+from steelyard.planning.problem import GroupSpace, make_tables, pipeline_configs, space_options
 from steelyard.planning.request import Budget, PlanRequest
 from steelyard.planning.uniform import uniform_tables
 from steelyard.schedules import SCHEDULES, PipelineConfig
@@ -75,18 +75,22 @@ FREE_CHOICE = Variant(name=ANY_PLAN, change=lambda request: request)
 def baselines() -> tuple[Variant, ...]:
     """Return the ways to train that need no planner, by the names that their users give them."""
     alone, found = Decisions(uniform=True, num_stages=1), []
-    for kind in KINDS.values():
-        if kind.plain_name:
-            others = (_without(each) for each in KINDS.values() if each is not kind)
-            found.append(deciding(kind.plain_name, alone.with_also(*others)))
+    for dimension in DIMENSIONS.values():
+        if dimension.plain_name:
+            others = (_without(each) for each in DIMENSIONS.values() if each is not dimension)
+            found.append(deciding(dimension.plain_name, alone.with_also(*others)))
     return (*found, deciding(UNIFORM, Decisions(uniform=True)))
 
 
 def without_techniques(plan: Plan) -> tuple[Variant, ...]:
     """Return, for each technique that a plan uses, the variant without it: a dimension, a variant of one, or remat."""
-    found = {f"without {kind}": _without(kind) for kind in reversed(KINDS.values()) if _uses(plan, kind)}
-    for key, (kind, variant) in variants().items():
-        if kind.is_level and any(each.variant(key) != variant.default for each in plan.strategies):
+    found = {
+        f"without {dimension}": _without(dimension)
+        for dimension in reversed(DIMENSIONS.values())
+        if _uses(plan, dimension)
+    }
+    for key, (dimension, variant) in variants().items():
+        if dimension.is_level and any(each.variant(key) != variant.default for each in plan.strategies):
             texts = [text.lstrip("+") for text in variant.texts.values() if text]
             found[f"without {' or '.join(texts)}"] = Decisions(variants={key: (variant.default,)})
     if any(each.remat is not Remat.NONE for each in plan.strategies):
@@ -94,14 +98,14 @@ def without_techniques(plan: Plan) -> tuple[Variant, ...]:
     return tuple(deciding(name, decisions) for name, decisions in found.items())
 
 
-def _uses(plan: Plan, kind: Kind) -> bool:
-    return any(kind in strategy.kinds for strategy in plan.strategies)
+def _uses(plan: Plan, dimension: Dimension) -> bool:
+    return any(dimension in strategy.dimensions for strategy in plan.strategies)
 
 
-def _without(kind: Kind) -> Decisions:
-    if kind.is_level:
-        return Decisions(max_degrees={kind.name: 1})
-    return Decisions(variants={variant.key: (variant.default,) for variant in kind.variants})
+def _without(dimension: Dimension) -> Decisions:
+    if dimension.is_level:
+        return Decisions(max_degrees={dimension.name: 1})
+    return Decisions(variants={variant.key: (variant.default,) for variant in dimension.variants})
 
 
 def other_pipelines(plan: Plan, searched: Iterable[PipelineConfig]) -> tuple[Variant, ...]:
@@ -157,11 +161,11 @@ class Answer:
     missing_bytes: int | None = None
     """Of a device, None where a plan fits, or no memory would help."""
 
-    def beside(self, step_s: float) -> Rival:
+    def beside(self, step_s: float) -> ComparedBaseline:
         """Return the answer next to a plan whose step takes ``step_s``."""
         if self.plan is None:
-            return Rival(name=self.name, missing_bytes=self.missing_bytes)
-        return Rival(
+            return ComparedBaseline(name=self.name, missing_bytes=self.missing_bytes)
+        return ComparedBaseline(
             name=self.name,
             step_time_s=self.step_s,
             slowdown=self.step_s / step_s - 1,
@@ -299,7 +303,7 @@ class Study:
         elif decisions.pins != self.request.decisions.pins:
             tables = list(make_tables(job, decisions))
         else:
-            wanted = {each.pipeline for each in pipeline_settings(job, decisions)}
+            wanted = {each.pipeline for each in pipeline_configs(job, decisions)}
             known = [each for each in base if each.pipeline in wanted]
             options = space_options(job, decisions)
             tables = [each.narrowed(partial(_allowed, options=options)) for each in known]
@@ -312,7 +316,7 @@ class Study:
         return [OnDemand.of(each) for each in found]
 
 
-def pool_rivals(job: Job, decisions: Decisions, step_s: float) -> tuple[Rival, ...]:
+def pool_baselines(job: Job, decisions: Decisions, step_s: float) -> tuple[ComparedBaseline, ...]:
     """Return the best plan on each pool alone, not searched to the end, and that which cuts all devices into equal
     stages of equal layers; each next to a plan whose step takes ``step_s``."""
     answers, free = [], decisions.model_copy(update={"num_stages": None})
@@ -338,10 +342,10 @@ def even_plan(job: Job, decisions: Decisions) -> Plan | None:
     space, counts = GroupSpace(job, decisions), [each.cluster.num_devices for each in job.groups]
     even = {tuple(count // size for count in counts) for size in divisors(math.gcd(*counts))}
     best: Accepted | None = None
-    for setting in sorted(space.settings(), key=lambda each: each.bound_s):
-        if setting.placement.pools != tuple(range(len(counts))) or setting.placement.stages not in even:
+    for config in sorted(space.configs(), key=lambda each: each.bound_s):
+        if config.placement.pools != tuple(range(len(counts))) or config.placement.stages not in even:
             continue
-        tables = space.tables(setting)
+        tables = space.tables(config)
         if best is None or _even_bound_s(tables) < best.outcome.score_s:
             found = accept(job, [tables], partition="even").ranked
             best = min((*found, *([best] if best else [])), key=lambda each: each.outcome.score_s, default=None)

@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from dataclasses import replace
 
+from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import refusal
-from steelyard.cost.setting import Job, Setting
 from steelyard.errors import UserError
 from steelyard.plan.choices import WhyNot
 from steelyard.plan.decisions import Decisions
@@ -16,7 +16,7 @@ from steelyard.planning.impossible import SHOWN_REASONS, impossible, reasons_of,
 from steelyard.planning.not_searched import not_offered, widened, widened_text
 from steelyard.planning.pins import Pin, pins_of
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import pipeline_settings, stage_strategies
+from steelyard.planning.problem import pipeline_configs, stage_strategies
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import insisting
 
@@ -27,8 +27,8 @@ def why_not(request: PlanRequest, job: Job, pin: Pin) -> WhyNot:
     ``job`` is that of the request.
     """
     pinned = insisting(pin.text).change(request)
-    if not pipeline_settings(job, pinned.decisions):
-        return WhyNot(asked=pin.text, reasons=(_no_setting(job, request.decisions),))
+    if not pipeline_configs(job, pinned.decisions):
+        return WhyNot(asked=pin.text, reasons=(_no_config(job, request.decisions),))
     result = plan_request(pinned, job)
     if result.plan is not None:
         beyond = widened_text(widened(job, request.decisions, pinned.decisions))
@@ -63,20 +63,20 @@ def pin_error(request: PlanRequest, job: Job) -> UserError:
 
 
 def _can_be_met(request: PlanRequest, job: Job, pin: Pin) -> bool:
-    kinds = [job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer)]
+    layer_types = [job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer)]
     asking = insisting(pin.text).change(request).decisions
     return any(
-        pin.allows(strategy) and not _reasons(setting, strategy, kinds)
-        for setting in pipeline_settings(job, request.decisions)
-        for strategy in stage_strategies(job, setting.devices_per_stage, asking)
+        pin.allows(strategy) and not _reasons(config, strategy, layer_types)
+        for config in pipeline_configs(job, request.decisions)
+        for strategy in stage_strategies(job, config.devices_per_stage, asking)
     )
 
 
-def _no_setting(job: Job, decisions: Decisions) -> str:
-    settings = pipeline_settings(job, decisions)
-    stages = ", ".join(str(count) for count in sorted({setting.pipeline.num_stages for setting in settings}))
-    counts = ", ".join(str(count) for count in sorted({setting.pipeline.num_microbatches for setting in settings}))
-    return f"no such pipeline setting is searched: stages are {stages}, microbatches {counts}"
+def _no_config(job: Job, decisions: Decisions) -> str:
+    configs = pipeline_configs(job, decisions)
+    stages = ", ".join(str(count) for count in sorted({config.pipeline.num_stages for config in configs}))
+    counts = ", ".join(str(count) for count in sorted({config.pipeline.num_microbatches for config in configs}))
+    return f"no such pipeline configuration is searched: stages are {stages}, microbatches {counts}"
 
 
 def _forbidding(request: PlanRequest, job: Job, pin: Pin) -> tuple[str, ...]:
@@ -87,15 +87,15 @@ def _forbidding(request: PlanRequest, job: Job, pin: Pin) -> tuple[str, ...]:
     """
     if never := impossible(request, pin):
         return never[:SHOWN_REASONS]
-    kinds = dict.fromkeys(job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer))
+    layer_types = dict.fromkeys(job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer))
     asking = insisting(pin.text).change(request).decisions
-    settings = pipeline_settings(job, asking)
+    configs = pipeline_configs(job, asking)
     against: list[tuple[Strategy, frozenset[str]]] = []
-    for setting in settings:
-        for strategy in stage_strategies(job, setting.devices_per_stage, asking):
+    for config in configs:
+        for strategy in stage_strategies(job, config.devices_per_stage, asking):
             if pin.allows(strategy):
-                against.append((strategy, frozenset(_reasons(setting, strategy, kinds))))
-    for size in sorted({setting.devices_per_stage for setting in settings}) if not against else ():
+                against.append((strategy, frozenset(_reasons(config, strategy, layer_types))))
+    for size in sorted({config.devices_per_stage for config in configs}) if not against else ():
         for strategy, reason in not_offered(job, size, asking):
             if pin.allows(strategy):
                 against.append((strategy, frozenset({reason})))
@@ -109,7 +109,7 @@ def _forbidding(request: PlanRequest, job: Job, pin: Pin) -> tuple[str, ...]:
     return tuple(sorted(stopped, key=lambda reason: -len(stopped[reason]))[:SHOWN_REASONS])
 
 
-def _reasons(setting: Setting, strategy: Strategy, kinds: Collection[int]) -> set[str]:
-    """What forbids a strategy in a setting."""
-    layers = [setting.job.chain.kinds[kind] for kind in kinds]
-    return {*reasons_of(layers, lambda layer: refusal(layer, strategy, setting))}
+def _reasons(config: JobConfig, strategy: Strategy, layer_types: Collection[int]) -> set[str]:
+    """What forbids a strategy in a configuration."""
+    layers = [config.job.chain.layer_types[layer_type] for layer_type in layer_types]
+    return {*reasons_of(layers, lambda layer: refusal(layer, strategy, config))}

@@ -112,14 +112,14 @@ class ElasticAgent(LocalElasticAgent):
         """Whether to start again after a failure; gives a device up where it has had its restarts."""
         if failure is not None and failure.is_final:
             return False
-        if failure is not None and failure.kind and LOST_PEER.search(failure.message):
+        if failure is not None and failure.error_type and LOST_PEER.search(failure.message):
             before, self._lost_with_peer = self._lost_with_peer, (worker_group.workers[0].world_size, _num_saved())
             if before != self._lost_with_peer and worker_group.group_world_size > 1:
                 return True
         if self._restarts_left > 0:
             self._restarts_left -= 1
             return True
-        is_device = failure is not None and (not failure.kind or bool(LOST_DEVICE.search(failure.message)))
+        is_device = failure is not None and (not failure.error_type or bool(LOST_DEVICE.search(failure.message)))
         if failure is None or not is_device:
             return False
         if self._spec.local_world_size > 1:

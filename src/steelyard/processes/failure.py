@@ -39,7 +39,7 @@ class Failure:
     rank: int
     exit_code: int
     time_s: float
-    kind: str
+    error_type: str
     message: str
     traceback: str
     is_final: bool = False
@@ -52,7 +52,7 @@ class Failure:
             rank=rank,
             exit_code=exit_code,
             time_s=time.time(),
-            kind=type(error).__name__,
+            error_type=type(error).__name__,
             message=str(error),
             traceback="".join(traceback.format_exception(error)),
             is_final=bool(getattr(error, "is_final", isinstance(error, UserError))),

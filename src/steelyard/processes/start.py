@@ -190,16 +190,16 @@ def _silent(rank: int, end: End, reported: Sequence[Failure]) -> Failure:
         message = f"ended with exit code {end.exit_code} and no message"
     if end.last_words and not end.stood_still:
         message += "; the last that it wrote:\n" + _last_lines(end.last_words)
-    return Failure(rank=rank, exit_code=1, time_s=0.0, kind="", message=message, traceback="")
+    return Failure(rank=rank, exit_code=1, time_s=0.0, error_type="", message=message, traceback="")
 
 
 def describe(failure: Failure) -> str:
-    """The failure for people: rank, kind, message, and the end of the traceback where that says more."""
-    if not failure.kind:
+    """The failure for people: rank, type, message, and the end of the traceback where that says more."""
+    if not failure.error_type:
         return f"rank {failure.rank} {failure.message}"
     if failure.is_final:
         return f"rank {failure.rank} stopped: {failure.message}"
-    return f"rank {failure.rank} failed: {failure.kind}: {failure.message}\n{_last_lines(failure.traceback)}"
+    return f"rank {failure.rank} failed: {failure.error_type}: {failure.message}\n{_last_lines(failure.traceback)}"
 
 
 def _last_lines(text: str) -> str:

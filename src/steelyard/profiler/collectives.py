@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from steelyard.profiler.clock import num_repetitions, seconds_of, typical_seconds
 from steelyard.profiler.fit import fit_latency_and_rate
-from steelyard.profiles.profile import CollectiveKind, CollectiveProfile
+from steelyard.profiles.profile import Collective, CollectiveProfile
 from steelyard.units import KIB, MIB
 
 SIZES_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)
@@ -48,23 +48,23 @@ def group_shapes(world_size: int) -> tuple[GroupShape, ...]:
 def measure_collectives(
     device: torch.device, *, left_s: Callable[[], float], sizes_bytes: Sequence[int] = SIZES_BYTES
 ) -> Iterator[CollectiveProfile]:
-    """Latency (s) and rate (bytes/s) of every kind of collective and shape of group; a collective call.
+    """Latency (s) and rate (bytes/s) of every collective and shape of group; a collective call.
 
     ``left_s`` says how many seconds are left for those not yet measured; all processes must get the same answer.
     ``send_recv`` is between two ranks, so it has groups of two alone; in an odd world it is between the first two.
     """
     wanted = _wanted(dist.get_world_size())
     meshes = {shape: shape_mesh(shape, device.type) for shape in group_shapes(dist.get_world_size())}
-    for number, (shape, kind) in enumerate(wanted):
+    for number, (shape, collective) in enumerate(wanted):
         share_s = left_s() / (len(wanted) - number) / len(sizes_bytes)
         times_s = [
-            _time_of_call(collective_call(kind, num_bytes, meshes[shape], device), device, budget_s=share_s)
+            _time_of_call(collective_call(collective, num_bytes, meshes[shape], device), device, budget_s=share_s)
             for num_bytes in sizes_bytes
         ]
         fit = fit_latency_and_rate(sizes_bytes, times_s)
         yield CollectiveProfile(
-            kind=kind,
-            group_size=2 if kind == "send_recv" else shape.size,
+            kind=collective,
+            group_size=2 if collective == "send_recv" else shape.size,
             strided=shape.stride > 1,
             latency_s=fit.latency_s,
             bytes_per_s=fit.bytes_per_s,
@@ -73,20 +73,25 @@ def measure_collectives(
 
 
 def collective_call(
-    kind: CollectiveKind, num_bytes: int, mesh: DeviceMesh, device: torch.device
+    collective: Collective, num_bytes: int, mesh: DeviceMesh, device: torch.device
 ) -> Callable[[], object]:
     """Does one collective on a tensor of about so many bytes over the one axis of ``mesh``, each time it is called."""
-    return _CALLS[kind](num_bytes, mesh, device)
+    return _CALLS[collective](num_bytes, mesh, device)
 
 
 def num_collectives(world_size: int) -> int:
-    """How many kinds of collectives and shapes of groups `measure_collectives` measures."""
+    """How many collectives and shapes of groups `measure_collectives` measures."""
     return len(_wanted(world_size))
 
 
-def _wanted(world_size: int) -> list[tuple[GroupShape, CollectiveKind]]:
+def _wanted(world_size: int) -> list[tuple[GroupShape, Collective]]:
     shapes, pair = group_shapes(world_size), 2 if world_size % 2 == 0 else world_size
-    return [(shape, kind) for shape in shapes for kind in _CALLS if kind != "send_recv" or shape.size == pair]
+    return [
+        (shape, collective)
+        for shape in shapes
+        for collective in _CALLS
+        if collective != "send_recv" or shape.size == pair
+    ]
 
 
 def shape_mesh(shape: GroupShape, device_type: str) -> DeviceMesh:
@@ -170,7 +175,7 @@ def _whole(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Tensor:
     return torch.zeros(max(num_bytes // _FP32_BYTES // unit, 1) * unit, device=device)
 
 
-_CALLS: dict[CollectiveKind, Callable[[int, DeviceMesh, torch.device], Callable[[], object]]] = {
+_CALLS: dict[Collective, Callable[[int, DeviceMesh, torch.device], Callable[[], object]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

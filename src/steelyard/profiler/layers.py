@@ -1,4 +1,4 @@
-"""Measures the layers of each kind as the runtime runs them: forward and backward seconds per number of samples.
+"""Measures the layers of each type as the runtime runs them: forward and backward seconds per number of samples.
 
 All processes run a short chain (embedding, two blocks, head) at the same time, cut at the borders of its layers: each
 layer meets the caches that its neighbours leave, and processors that are shared between processes are shared in the
@@ -31,17 +31,17 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
-from steelyard.modules.kinds import TWINS, Division
-from steelyard.modules.kinds.data_parallel import activation_dtype, replicate_over, shard_over
+from steelyard.modules.dimensions import TWINS, Division
+from steelyard.modules.dimensions.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.layers import (
     BlockLayer,
     ChainLayer,
     Flow,
     LayerContext,
-    SideInputSource,
+    SharedInputSource,
     as_flow,
     build_layer,
-    side_inputs_of,
+    shared_inputs_of,
     tensors_of,
 )
 from steelyard.plan.plan import Precision
@@ -49,7 +49,7 @@ from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiler.clock import Stopwatch, barrier, fast_half_columns, fast_half_mean, num_repetitions, over_ranks
 from steelyard.profiles.profile import MeasuredTime
 
-_NUM_BLOCKS_OF_A_KIND = 2
+_NUM_BLOCKS_OF_A_TYPE = 2
 _NUM_MICROBATCHES = 2
 
 
@@ -57,9 +57,9 @@ _NUM_MICROBATCHES = 2
 class ShortChain:
     """A few layers of a model with parameters on a device, ready to run as the runtime runs them."""
 
-    kinds: tuple[str, ...]
+    layer_types: tuple[str, ...]
     layers: tuple[ChainLayer, ...]
-    side: SideInputSource
+    side: SharedInputSource
     seq_len: int
     dtype: torch.dtype
     chain: ModelChain
@@ -91,7 +91,7 @@ class ShortChain:
         """
         place = self.places[number]
         tensors = tensors_of(flow)
-        wanted = self.chain.kind_of(place - 1).num_streams if place else 1
+        wanted = self.chain.type_of(place - 1).num_streams if place else 1
         states = [tensors[min(each, len(tensors) - 1)] for each in range(wanted)]
         shapes = self.chain.read_shapes(place, self.seq_len) if place else ()
         streams = zip(shapes[wanted:], self.chain.read_types(place)[wanted:] if place else (), strict=True)
@@ -125,7 +125,7 @@ def layer_meshes(degree: int, device_type: str) -> DeviceMesh:
 
 def build_short_chain(
     chain: ModelChain,
-    kinds: Collection[str],
+    layer_types: Collection[str],
     *,
     strategy: Strategy,
     seq_len: int,
@@ -134,11 +134,11 @@ def build_short_chain(
     mesh: DeviceMesh,
     shard_mesh: DeviceMesh | None = None,
 ) -> ShortChain:
-    """One layer of each of ``kinds`` (two of a block) with first weights on ``device``, under ``strategy``.
+    """One layer of each of ``layer_types`` (two of a block) with first weights on ``device``, under ``strategy``.
 
     Sharded over the one axis of ``shard_mesh`` where that is given, else replicas without others.
     """
-    picked = [layer for layer in _layers_of_each_kind(chain) if chain.kind_of(layer).name in kinds]
+    picked = [layer for layer in _layers_of_each_type(chain) if chain.type_of(layer).name in layer_types]
     model = build_meta_model(chain)
     prepare_model(model, chain)
     layers = tuple(_build(model, chain, layer, strategy, device, mesh) for layer in picked)
@@ -148,9 +148,9 @@ def build_short_chain(
         else:
             replicate_over(layer, mesh["one"], precision)
     return ShortChain(
-        kinds=tuple(chain.kind_of(layer).name for layer in picked),
+        layer_types=tuple(chain.type_of(layer).name for layer in picked),
         layers=layers,
-        side=side_inputs_of(layers, model, chain, device),
+        side=shared_inputs_of(layers, model, chain, device),
         seq_len=seq_len,
         dtype=activation_dtype(precision),
         chain=chain,
@@ -193,19 +193,23 @@ def middle_of(samples: Sequence[int]) -> int:
 
 
 def times_of(short: ShortChain, rounds: Sequence[Laps]) -> dict[str, tuple[MeasuredTime, ...]]:
-    """The times of each kind of layer in the chain, of all repetitions of all rounds; a collective call."""
-    times = {key: _times_by_kind(short, [row for each in rounds for row in each[key]], key[1]) for key in rounds[0]}
+    """The times of each layer type in the chain, of all repetitions of all rounds; a collective call."""
+    times = {key: _times_by_type(short, [row for each in rounds for row in each[key]], key[1]) for key in rounds[0]}
     counts = sorted({count for count, _ in times})
     plain = {count: times[count, Remat.NONE] for count in counts}
     added: dict[Remat, float] = {
-        remat: _added_share({kind: plain[count][kind] for kind in slower}, slower)
+        remat: _added_share({layer_type: plain[count][layer_type] for layer_type in slower}, slower)
         for (count, remat), slower in times.items()
         if remat is not Remat.NONE and slower
     }
-    blocks = {name for name, layer in zip(short.kinds, short.layers, strict=True) if isinstance(layer, BlockLayer)}
+    blocks = {
+        name for name, layer in zip(short.layer_types, short.layers, strict=True) if isinstance(layer, BlockLayer)
+    }
     return {
-        kind: tuple(_measured_time(count, *plain[count][kind], added, is_block=kind in blocks) for count in counts)
-        for kind in dict.fromkeys(short.kinds)
+        layer_type: tuple(
+            _measured_time(count, *plain[count][layer_type], added, is_block=layer_type in blocks) for count in counts
+        )
+        for layer_type in dict.fromkeys(short.layer_types)
     }
 
 
@@ -215,9 +219,9 @@ def _may_choose(layer: ChainLayer, remat: Remat) -> bool:
 
 
 def _added_share(plain: Mapping[str, tuple[float, float]], slower: Mapping[str, tuple[float, float]]) -> float:
-    """What a remat choice adds to forward and backward, over the forward: of all kinds that take it together.
+    """What a remat choice adds to forward and backward, over the forward: of all layer types that take it together.
 
-    Of one kind alone it is the difference of two like numbers, and for a short head less than their noise.
+    Of one layer type alone it is the difference of two like numbers, and for a short head less than their noise.
     """
     added_s = sum(map(sum, slower.values())) - sum(map(sum, plain.values()))
     return max(added_s, 0.0) / sum(forward_s for forward_s, _ in plain.values())
@@ -235,14 +239,16 @@ def _measured_time(
     )
 
 
-def _times_by_kind(short: ShortChain, rows: Sequence[Sequence[float]], remat: Remat) -> dict[str, tuple[float, float]]:
-    """Forward and backward seconds of each kind of layer that may take a remat choice, under that choice."""
+def _times_by_type(short: ShortChain, rows: Sequence[Sequence[float]], remat: Remat) -> dict[str, tuple[float, float]]:
+    """Forward and backward seconds of each layer type that may take a remat choice, under that choice."""
     laps_s = _typical_laps(short, rows)
     forward_s, backward_s = laps_s[: len(short.layers)], laps_s[len(short.layers) :]
     found: dict[str, tuple[float, float]] = {}
-    for kind in {name for name, layer in zip(short.kinds, short.layers, strict=True) if _may_choose(layer, remat)}:
-        own = [index for index, name in enumerate(short.kinds) if name == kind]
-        found[kind] = (_mean(forward_s, own), _mean(backward_s, own))
+    for layer_type in {
+        name for name, layer in zip(short.layer_types, short.layers, strict=True) if _may_choose(layer, remat)
+    }:
+        own = [index for index, name in enumerate(short.layer_types) if name == layer_type]
+        found[layer_type] = (_mean(forward_s, own), _mean(backward_s, own))
     return found
 
 
@@ -273,7 +279,7 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
             torch.randn_like(each) if each.dim() and each.requires_grad else None for each in tensors_of(hidden)
         ]
         while outputs:
-            made, states = tensors_of(outputs.pop()), short.chain.kind_of(short.places[len(outputs)]).num_streams
+            made, states = tensors_of(outputs.pop()), short.chain.type_of(short.places[len(outputs)]).num_streams
             beside = [each for each in made[states:] if each.is_floating_point()]
             zeros = [torch.zeros_like(each) for each in beside]
             torch.autograd.backward((*made[:states], *beside), [*gradients[:states], *zeros])
@@ -311,13 +317,13 @@ def repetition_laps(short: ShortChain, samples: int) -> list[float]:
     return [total / _NUM_MICROBATCHES for total in total_s]
 
 
-def _layers_of_each_kind(chain: ModelChain) -> list[int]:
-    """The first layer of each kind in the chain, and a second one of each kind of block where there is one."""
+def _layers_of_each_type(chain: ModelChain) -> list[int]:
+    """The first layer of each type in the chain, and a second one of each block type where there is one."""
     picked: list[int] = []
     for layer in range(chain.num_layers):
-        kind = chain.layers[layer]
-        most = _NUM_BLOCKS_OF_A_KIND if chain.kinds[kind].role is LayerRole.BLOCK else 1
-        if sum(chain.layers[other] == kind for other in picked) < most:
+        layer_type = chain.layers[layer]
+        most = _NUM_BLOCKS_OF_A_TYPE if chain.layer_types[layer_type].role is LayerRole.BLOCK else 1
+        if sum(chain.layers[other] == layer_type for other in picked) < most:
             picked.append(layer)
     return picked
 
@@ -334,6 +340,6 @@ def _build(
     materialize_layer(model, chain, index, seed=0, device=device)
     layer = build_layer(model, chain, index, Remat.NONE)
     division = Division(model=model, chain=chain, strategy=strategy, mesh=mesh["shape"])
-    for kind in strategy.kinds:
-        TWINS[kind.name].divide(layer, division)
+    for dimension in strategy.dimensions:
+        TWINS[dimension.name].divide(layer, division)
     return layer

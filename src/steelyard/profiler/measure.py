@@ -195,8 +195,8 @@ class _Run:
     ) -> tuple[tuple[LayerProfile, ...], _Beside]:
         """The layers with their times; undivided the optimizer, sharding, and how processes share cores.
 
-        On a CPU in rounds, so that a slow moment of the machine falls on all settings and not on one; in as many as
-        there is time for. On a GPU in one of two repetitions: the first warms up.
+        On a CPU in rounds, so that a slow moment of the machine falls on all configurations and not on one; in as many
+        as there is time for. On a GPU in one of two repetitions: the first warms up.
         """
         shapes = [
             each for each in _shapes(dist.get_world_size()) if any(layer.degrees == each.shape for layer in layers)

@@ -56,8 +56,10 @@ class AddedBySharding:
         By those rates, though another measurement of the very messages is at hand: what a plan is priced with is their
         sum, which is then what was measured, whatever the fit of the rates misses.
         """
-        of_kind = {each.kind: each for each in collectives if each.group_size == self.group_size and not each.strided}
-        gather, scatter = of_kind["all_gather"], of_kind["reduce_scatter"]
+        by_collective = {
+            each.kind: each for each in collectives if each.group_size == self.group_size and not each.strided
+        }
+        gather, scatter = by_collective["all_gather"], by_collective["reduce_scatter"]
         communication_s = sum(
             2 * gather.time_s(self.gathered_bytes * num_params) + scatter.time_s(_REDUCED_BYTES * num_params)
             for num_params in self.params_of_layers

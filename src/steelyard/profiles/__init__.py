@@ -1,1 +1,1 @@
-"""Measured and traced numbers as data: per layer kind and per collective; when, where and how."""
+"""Measured and traced numbers as data: per layer type and per collective; when, where and how."""

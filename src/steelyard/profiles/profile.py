@@ -1,4 +1,4 @@
-"""A profile: what one layer of each kind needs, counted on fake tensors or measured on real devices; versioned JSON.
+"""A profile: what one layer of each type needs, counted on fake tensors or measured on real devices; versioned JSON.
 
 Quantities of a layer that grow with the batch are affine in the samples that one rank holds: ``constant`` +
 ``per_sample`` × samples. Shapes are those of one rank: a layer of tensor-parallel degree 4 has a
@@ -17,7 +17,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidProfileError
-from steelyard.hardware import DeviceKind
+from steelyard.hardware import DeviceType
 from steelyard.limits import (
     MOST_DEVICES,
     Bytes,
@@ -34,7 +34,7 @@ from steelyard.profiles.shapes import AttentionCall, Product
 
 RematChoice = Literal["selective", "full"]
 """The choices that compute something again."""
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 
 class Work(ProfilePart):
@@ -70,12 +70,12 @@ class Work(ProfilePart):
 
 
 class CollectiveCount(ProfilePart):
-    """Collectives of one kind over the tensor-parallel ranks in one direction of a layer.
+    """Calls of one collective over the tensor-parallel ranks in one direction of a layer.
 
     ``tensor_bytes`` is the size of the whole tensor that is reduced or gathered, summed over the ``count`` calls.
     """
 
-    kind: CollectiveKind
+    kind: Collective
     count: Count
     tensor_bytes: Affine
 
@@ -114,7 +114,7 @@ Shape = Mapping[str, int]
 
 
 class LayerProfile(ProfilePart):
-    """One layer kind under the degrees that change its shapes; none of them where they are 1.
+    """One layer type under the degrees that change its shapes; none of them where they are 1.
 
     ``num_params`` on one rank of this shape, before any data sharding, ``expert_params`` of them in routed experts;
     ``frozen_params`` and ``frozen_expert_params`` are those that a plan does not train;
@@ -317,12 +317,12 @@ def _at(samples: float, low: tuple[MeasuredTime, float], high: tuple[MeasuredTim
 
 
 class CollectiveProfile(ProfilePart):
-    """Measured cost of one kind of collective over ``group_size`` ranks: seconds = latency + tensor bytes / rate.
+    """Measured cost of one collective over ``group_size`` ranks: seconds = latency + tensor bytes / rate.
 
     ``strided`` groups take every so many ranks. ``max_relative_error`` is the worst misfit over the measured sizes.
     """
 
-    kind: CollectiveKind
+    kind: Collective
     group_size: int = Field(ge=2, le=MOST_DEVICES)
     strided: bool
     latency_s: Seconds
@@ -343,7 +343,7 @@ class ProfileIdentity(ProfilePart):
     seq_len: Tokens
     precision: Literal["fp32", "bf16"]
     device: str
-    device_kind: DeviceKind | None = None
+    device_kind: DeviceType | None = None
     """What was measured on; absent where it was traced, and in profiles that were written before it was said."""
     num_devices: DeviceCount
     driver: str = "none"
@@ -406,8 +406,8 @@ class Profile(ProfilePart):
     def __str__(self) -> str:
         of, shapes = self.identity, len(self.layers)
         where = f"measured on {of.num_devices} × {of.device}" if of.is_measured else "traced"
-        kinds = ", ".join(dict.fromkeys(layer.kind for layer in self.layers))
-        return f"{of.model_name}, {of.seq_len} tokens, {of.precision}, {where}: {kinds} in {shapes} shapes"
+        layer_types = ", ".join(dict.fromkeys(layer.kind for layer in self.layers))
+        return f"{of.model_name}, {of.seq_len} tokens, {of.precision}, {where}: {layer_types} in {shapes} shapes"
 
     def stage_speeds(self, num_stages: int) -> tuple[float, ...]:
         """How fast a stage computes while 1, 2, … stages do; empty where stages have devices of their own."""
@@ -423,15 +423,15 @@ class Profile(ProfilePart):
 
     @property
     def shapes(self) -> frozenset[frozenset[tuple[str, int]]]:
-        """The shapes, as sets of their degrees, under which some kind of layer was traced or measured."""
+        """The shapes, as sets of their degrees, under which some layer type was traced or measured."""
         return frozenset(frozenset(layer.degrees.items()) for layer in self.layers)
 
-    def layer(self, kind: str, shape: Shape) -> LayerProfile | None:
-        """The layer profile of a kind under these degrees, or None where it was not traced or measured."""
-        return next((layer for layer in self.layers if layer.kind == kind and layer.degrees == shape), None)
+    def layer(self, layer_type: str, shape: Shape) -> LayerProfile | None:
+        """The layer profile of a layer type under these degrees, or None where it was not traced or measured."""
+        return next((layer for layer in self.layers if layer.kind == layer_type and layer.degrees == shape), None)
 
-    def collective(self, kind: CollectiveKind, group_size: int, *, strided: bool) -> CollectiveProfile | None:
+    def collective(self, collective: Collective, group_size: int, *, strided: bool) -> CollectiveProfile | None:
         """The measured collective; one over neighbouring ranks stands in for strided ones that were not measured."""
-        matches = [c for c in self.collectives if c.kind == kind and c.group_size == group_size]
+        matches = [c for c in self.collectives if c.kind == collective and c.group_size == group_size]
         exact = [c for c in matches if c.strided == strided]
         return next(iter(exact or matches), None)

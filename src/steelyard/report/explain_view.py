@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from steelyard.plan.choices import Explanation, NotSearched, Rival, SlowNode, StrategyVerdict, Verdict
+from steelyard.plan.choices import ComparedBaseline, Explanation, NotSearched, SlowNode, StrategyVerdict, Verdict
 from steelyard.plan.plan import Plan, headline
 from steelyard.plan.prediction import Prediction
 from steelyard.plan.words import SAME_SHARE
@@ -33,7 +33,7 @@ SMALL_SHARE = 0.01
 
 
 def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = False) -> RenderableType:
-    """The decision, where time and memory go, what binds, and the rivals; with ``everything`` all that lost too."""
+    """The decision, where time and memory go, what binds, and the baselines; with ``everything`` all that lost too."""
     num_rows = sum(len(part.runs) for part in plan.parts)
     layers = stage_table(plan) if everything or num_rows <= SHOWN_ROWS else Text(_usage(plan))
     parts: list[RenderableType] = [Text(headline(plan), style="bold"), *warning_lines(plan.prediction), layers]
@@ -44,11 +44,11 @@ def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
     parts += [Text(slow_sentence(each), style="yellow") for each in explanation.slow_nodes]
     parts += [Text(f"Note: {note}", style="yellow") for note in explanation.notes]
     if explanation.rivals:
-        parts.append(rival_table("Best plan instead", explanation.rivals, whole=everything))
+        parts.append(baseline_table("Best plan instead", explanation.rivals, whole=everything))
         if plan.prediction is not None and (line := as_good_line(plan.prediction, explanation.rivals)):
             parts.append(Text(line))
     if explanation.budgets:
-        parts.append(rival_table("Best plan with another memory per device", explanation.budgets, whole=everything))
+        parts.append(baseline_table("Best plan with another memory per device", explanation.budgets, whole=everything))
     if everything:
         parts += _everything(plan, explanation)
     return Group(*parts)
@@ -144,7 +144,7 @@ def shares(terms: Mapping[str, float]) -> str:
     return ", ".join(texts + ([f"the rest {rest:.1%}"] if rest >= 0.0005 else []))
 
 
-def rival_table(title: str, rivals: Sequence[Rival], *, whole: bool = True) -> Table:
+def baseline_table(title: str, baselines: Sequence[ComparedBaseline], *, whole: bool = True) -> Table:
     """A row for each restriction: step time, how much slower, and the plan, or the bytes that are missing.
 
     A row takes one line, cut off where it is longer, unless ``whole``.
@@ -152,20 +152,25 @@ def rival_table(title: str, rivals: Sequence[Rival], *, whole: bool = True) -> T
     plan = Column("plan", no_wrap=not whole, overflow="fold" if whole else "ellipsis", ratio=1)
     table = plain_table(title, Column("", no_wrap=True), number("step", whole=True), number("slower", whole=True), plan)
     table.expand = True  # a ratio has a meaning then: the last column takes what the others leave
-    for rival in rivals:
-        if rival.step_time_s is None:
-            missing = rival.missing_bytes
+    for baseline in baselines:
+        if baseline.step_time_s is None:
+            missing = baseline.missing_bytes
             reason = "no legal strategy" if missing is None else f"does not fit: misses {format_bytes(missing)}"
-            table.add_row(rival.name, "–", "–", reason)
+            table.add_row(baseline.name, "–", "–", reason)
         else:
-            slowdown = rival.slowdown or 0.0
+            slowdown = baseline.slowdown or 0.0
             slower = format_change(slowdown)
-            table.add_row(rival.name, format_seconds(rival.step_time_s), slower, f"{rival.setting}: {rival.strategies}")
+            table.add_row(
+                baseline.name,
+                format_seconds(baseline.step_time_s),
+                slower,
+                f"{baseline.setting}: {baseline.strategies}",
+            )
     return table
 
 
 def not_searched_table(not_searched: Sequence[NotSearched]) -> Table:
-    """Pipeline settings that were never searched."""
+    """Pipeline configurations that were never searched."""
     table = plain_table("Never searched", "", "values", "why")
     for each in not_searched:
         table.add_row(each.what, each.values, each.reason)
@@ -174,13 +179,13 @@ def not_searched_table(not_searched: Sequence[NotSearched]) -> Table:
 
 def verdict_table(verdicts: Sequence[StrategyVerdict]) -> Table:
     """Every strategy of the tree for a stage: for which layers it could be of use, and why not for the others."""
-    kinds: dict[tuple[str, str, str], list[str]] = {}
+    alike: dict[tuple[str, str, str], list[str]] = {}
     for each in verdicts:
-        kinds.setdefault((each.verdict, each.reason, each.strategy), []).append(each.kind or "any")
+        alike.setdefault((each.verdict, each.reason, each.strategy), []).append(each.kind or "any")
     strategies: dict[tuple[str, str, str], list[str]] = {}
-    for (verdict, reason, strategy), found in kinds.items():
+    for (verdict, reason, strategy), found in alike.items():
         strategies.setdefault((verdict, reason, ", ".join(found)), []).append(strategy)
-    title = "Strategies in the pipeline setting of this plan"
+    title = "Strategies in the pipeline configuration of this plan"
     table = plain_table(title, "verdict", "layers", "strategies", "why")
     order = list(get_args(Verdict))
     for (verdict, reason, layers), found in sorted(strategies.items(), key=lambda item: -order.index(item[0][0])):

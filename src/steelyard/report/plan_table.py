@@ -8,7 +8,7 @@ from rich.text import Text
 
 from steelyard.errors import InvalidClusterError
 from steelyard.hardware import Cluster, MixedCluster
-from steelyard.plan.choices import Rival
+from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.margin import margin_text
 from steelyard.plan.plan import Plan, headline, part_name
@@ -23,7 +23,8 @@ MAX_STAGE_COLUMNS = 4
 
 
 def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> RenderableType:
-    """The whole plan as one renderable: headline, stages and layers, and with a prediction time, memory and rivals."""
+    """The whole plan as one renderable: headline, stages and layers, and with a prediction time, memory and
+    baselines."""
     parts: list[RenderableType] = [
         Text(headline(plan), style="bold"),
         *warning_lines(plan.prediction),
@@ -185,9 +186,9 @@ def why_lost(prediction: Prediction, alternative: Alternative) -> str:
     return ("as good: " if prediction.is_as_good(alternative.step_time_s) else "") + alternative.reason
 
 
-def as_good_line(prediction: Prediction, rivals: Sequence[Rival]) -> str:
-    """The rivals that predictions cannot tell from the plan, by name; empty where there are none."""
-    names = [rival.name for rival in rivals if prediction.is_as_good(rival.step_time_s)]
+def as_good_line(prediction: Prediction, baselines: Sequence[ComparedBaseline]) -> str:
+    """The baselines that predictions cannot tell from the plan, by name; empty where there are none."""
+    names = [baseline.name for baseline in baselines if prediction.is_as_good(baseline.step_time_s)]
     if not names or prediction.interval is None:
         return ""
     within = f"predicted within {prediction.interval.as_good:.0%}, where the order of plans is not certain"

@@ -36,7 +36,7 @@ def machine_lines(profile: Profile) -> list[str]:
 
 
 def layer_table(profile: Profile) -> Table:
-    """Measured seconds of each layer kind, shape and number of samples on a rank."""
+    """Measured seconds of each layer type, shape and number of samples on a rank."""
     table = Table("layer", "shape", "samples on a rank", "forward", "backward", "saved", header_style="bold")
     for layer in profile.layers:
         for index, time in enumerate(layer.times):

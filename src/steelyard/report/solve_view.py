@@ -7,18 +7,18 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.report.tables import number, plain_table
-from steelyard.search import SearchResult, SettingOutcome
+from steelyard.search import ConfigOutcome, SearchResult
 from steelyard.search.tradeoff import SampledFrontier
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 
 def solve_view(name: str, result: SearchResult) -> RenderableType:
-    """The choice stage by stage, or what is missing, and every setting with its reason."""
+    """The choice stage by stage, or what is missing, and every configuration with its reason."""
     best = result.best
     parts: list[RenderableType] = [Text(solve_headline(name, result), style="bold")]
     if best is not None:
         parts += [Text(line) for line in choice_lines(best)]
-    return Group(*parts, setting_table(result))
+    return Group(*parts, config_table(result))
 
 
 def solve_headline(name: str, result: SearchResult) -> str:
@@ -37,10 +37,10 @@ def solve_headline(name: str, result: SearchResult) -> str:
     )
 
 
-def choice_lines(outcome: SettingOutcome) -> list[str]:
-    """The setting, then the strategies of each stage."""
+def choice_lines(outcome: ConfigOutcome) -> list[str]:
+    """The configuration, then the strategies of each stage."""
     tables, solution = outcome.tables, outcome.solution
-    lines = [_setting(outcome)]
+    lines = [_config(outcome)]
     for stage, (first, end) in zip(solution.stages, pairwise(solution.boundaries), strict=True):
         chosen = [str(tables.strategies[index]) for index in solution.strategies[first:end]]
         counts = {text: chosen.count(text) for text in dict.fromkeys(chosen)}
@@ -49,31 +49,31 @@ def choice_lines(outcome: SettingOutcome) -> list[str]:
     return lines
 
 
-def setting_table(result: SearchResult) -> Table:
-    """Every pipeline setting of the tables, best first, and why it won, lost or does not fit."""
-    table = plain_table("Settings", "setting", number("step", whole=True), "why")
-    unsolved = [outcome for outcome in result.settings if outcome.result.solution is None]
+def config_table(result: SearchResult) -> Table:
+    """Every pipeline configuration of the tables, best first, and why it won, lost or does not fit."""
+    table = plain_table("Configurations", "configuration", number("step", whole=True), "why")
+    unsolved = [outcome for outcome in result.configs if outcome.result.solution is None]
     for outcome in (*result.ranked, *unsolved):
         found = outcome.result.solution
-        table.add_row(_setting(outcome), "–" if found is None else format_seconds(found.step_s), outcome.reason)
+        table.add_row(_config(outcome), "–" if found is None else format_seconds(found.step_s), outcome.reason)
     return table
 
 
 def step_table(frontier: SampledFrontier) -> Table:
     """Time against memory, most memory first."""
     title = "Time against memory" + ("" if frontier.is_complete else " (sampled)")
-    table = plain_table(title, *(number(column, whole=True) for column in ("memory", "bytes", "step")), "setting")
+    table = plain_table(title, *(number(column, whole=True) for column in ("memory", "bytes", "step")), "configuration")
     for step in frontier.steps:
         table.add_row(
             format_bytes(step.peak_bytes),
             str(step.peak_bytes),
             format_seconds(step.outcome.solution.step_s),
-            _setting(step.outcome),
+            _config(step.outcome),
         )
     return table
 
 
-def _setting(outcome: SettingOutcome) -> str:
+def _config(outcome: ConfigOutcome) -> str:
     tables = outcome.tables
     stages = format_plural(tables.pipeline.num_stages, "stage")
     microbatches = format_plural(tables.pipeline.num_microbatches, "microbatch", "microbatches")

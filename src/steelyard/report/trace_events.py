@@ -112,13 +112,13 @@ def hidden_microbatches(num_microbatches: int, num_shown: int) -> range:
 def stage_slices(timeline: Timeline, stage: int, num_chunks: int) -> Iterator[Slice]:
     """All that a stage does in a step: passes, bubbles, and what it sends beside them."""
     for event in timeline.stages[stage]:
-        work = "optimizer" if event.kind == "once" else event.kind
+        work = "optimizer" if event.work == "once" else event.work
         name = work if event.microbatch < 0 else f"{work} {event.microbatch}"
-        yield _slice(event, PASSES, name, event.kind, event.chunk if num_chunks > 1 else None)
+        yield _slice(event, PASSES, name, event.work, event.chunk if num_chunks > 1 else None)
     for bubble in timeline.bubbles(stage):
         yield _slice(bubble, PASSES, f"bubble: {bubble.reason}", "bubble")
     for send in timeline.sends[stage]:
-        name = f"send {send.kind} {send.microbatch} to stage {send.receiver}"
+        name = f"send {send.payload} {send.microbatch} to stage {send.receiver}"
         yield _slice(send, _SENDS, name, "send", send.chunk if num_chunks > 1 else None)
 
 

@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 
 from steelyard.modules.head_tail import rank_order
-from steelyard.plan.kinds.kind import Placed
+from steelyard.plan.dimensions.dimension import Placed
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import mesh_axes
 
@@ -38,7 +38,7 @@ class ActivationLayout:
     sizes: tuple[int, ...]
     """Of the axes of the stage mesh."""
     letters: str
-    """How it lies over each axis, as `steelyard.plan.kinds.kind.Placed` writes it."""
+    """How it lies over each axis, as `steelyard.plan.dimensions.dimension.Placed` writes it."""
     head_tail_degree: int
     """Ranks over which tokens are divided in head-tail order; 1 for the order in which they read."""
 

@@ -1,4 +1,4 @@
-"""Which ranks of a plan hold different things, so that one of each kind stands for all.
+"""Which ranks of a plan hold different things, so that one of each type stands for all.
 
 The ranks of a stage run the same layers on as many samples. They differ only where FSDP cannot divide a parameter's
 first dim evenly: it is cut into chunks of equal size, of which the last ones are smaller or empty. Routed experts are
@@ -57,7 +57,7 @@ class _Dims:
 
 
 def _dims(chain: ModelChain, model: Any) -> dict[int, _Dims]:
-    """The sizes of the parameters, by kind of layer."""
+    """The sizes of the parameters, by layer type."""
     dims: dict[int, _Dims] = {}
     for layer in range(chain.num_layers):
         if chain.layers[layer] not in dims:
@@ -79,12 +79,12 @@ def _cut_of_experts(shape: tuple[int, ...], strategy: Strategy) -> int | None:
 
 def _uneven_shares(layers: dict[tuple[int, Strategy], None], dims: dict[int, _Dims], place: int) -> Iterator[int]:
     """Entries of each dim that does not divide evenly which the rank at ``place`` in its stage holds."""
-    for kind, strategy in layers:
-        cuts = {_cut_of_experts(shape, strategy) for shape in dims[kind].experts}
+    for layer_type, strategy in layers:
+        cuts = {_cut_of_experts(shape, strategy) for shape in dims[layer_type].experts}
         for own in sorted(each for each in cuts if each is not None):
             chunk = -(-own // strategy.expert_state_shards)
             yield min(max(own - chunk * _shard_of(strategy, strategy.expert_state_axes[1], place), 0), chunk)
-        for whole in sorted(dims[kind].first):
+        for whole in sorted(dims[layer_type].first):
             for size in sorted(
                 {whole, whole // strategy.tensor_degree if whole % strategy.tensor_degree == 0 else whole}
             ):

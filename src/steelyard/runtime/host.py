@@ -1,4 +1,4 @@
-"""What this host has for a plan: devices of the kind that it is for, and for processes of the CPU the memory they take.
+"""What this host has for a plan: devices of the type that it is for, and for processes of the CPU the memory they take.
 
 Asked before anything is allocated: without it a plan for GPUs runs on the CPU until the kernel ends it.
 """
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from steelyard.errors import InvalidClusterError, InvalidPlanError
-from steelyard.hardware import Backend, DeviceKind
+from steelyard.hardware import Backend, DeviceType
 from steelyard.plan.plan import Plan
 from steelyard.units import format_bytes, format_plural
 
@@ -16,15 +16,15 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_host(plan: Plan, ranks: range, *, device: str | None) -> None:
-    """Raises `InvalidPlanError` unless this host can run these ranks of a plan on devices of the kind that it is for.
+    """Raises `InvalidPlanError` unless this host can run these ranks of a plan on devices of the type that it is for.
 
-    ``device`` insists on another kind. On the CPU the GPUs are hidden from this process and those that it starts, and
-    the predicted bytes of all ranks are compared with the memory that is free. A plan that does not say its kind runs
-    on what there is; one without a prediction has nothing to compare.
+    ``device`` insists on another device type. On the CPU the GPUs are hidden from this process and those that it
+    starts, and the predicted bytes of all ranks are compared with the memory that is free. A plan that does not say its
+    type runs on what there is; one without a prediction has nothing to compare.
     """
-    kind = device or device_kind(plan)
-    num_gpus = 0 if kind == "cpu" else _num_gpus()
-    if kind == "gpu" and num_gpus < len(ranks):
+    device_type = device or device_type_of(plan)
+    num_gpus = 0 if device_type == "cpu" else _num_gpus()
+    if device_type == "gpu" and num_gpus < len(ranks):
         raise InvalidPlanError(
             field="cluster",
             found=f"a plan for {format_plural(plan.num_devices, 'GPU')} ({plan.cluster}), {len(ranks)} of them on this "
@@ -33,16 +33,16 @@ def check_host(plan: Plan, ranks: range, *, device: str | None) -> None:
             hint="start it where they are (several hosts: `steelyard export --to torchrun`), see here whether it fits "
             "with `steelyard check`, or insist on processes of this host's CPU with --device cpu",
         )
-    if kind == "cpu":
+    if device_type == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if num_gpus == 0:
         _check_memory(plan, ranks)
 
 
-def device_kind(plan: Plan) -> DeviceKind | None:
-    """The kind of device that a plan is for; None where neither its cluster nor its prediction says it."""
+def device_type_of(plan: Plan) -> DeviceType | None:
+    """The device type that a plan is for; None where neither its cluster nor its prediction says it."""
     try:
-        return plan.pools()[0].device.kind
+        return plan.pools()[0].device.type
     except InvalidClusterError:
         is_for_gpus = plan.prediction is not None and plan.prediction.backend is Backend.NCCL
         return "gpu" if is_for_gpus else None

@@ -68,7 +68,7 @@ def launch(
             try:
                 return _run(path, plan, data, options, restarts, elastic, stdout_to_stderr)
             except RankFailedError as error:
-                if error.failure is None or error.failure.kind != OUT_OF_MEMORY:
+                if error.failure is None or error.failure.error_type != OUT_OF_MEMORY:
                     raise
                 plan = _next_plan(plan, error)
                 print(_notice(plan, error), file=sys.stderr, flush=True)

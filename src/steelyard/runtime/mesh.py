@@ -16,8 +16,8 @@ from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from steelyard.plan.kinds import Kind
-from steelyard.plan.kinds.kind import Placed
+from steelyard.plan.dimensions import Dimension
+from steelyard.plan.dimensions.dimension import Placed
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, mesh_axes
 
@@ -82,9 +82,9 @@ class PlanMesh:
         replicas, shards = strategy.expert_state_axes
         return self.runs[replicas], self.runs[shards]
 
-    def kind(self, strategy: Strategy, kind: Kind) -> DeviceMesh:
-        """The one-axis mesh of the ranks that share a kind of the strategy."""
-        return self.runs[strategy.axes_of(kind) if kind.is_level else strategy.expert_axes]
+    def dimension(self, strategy: Strategy, dimension: Dimension) -> DeviceMesh:
+        """The one-axis mesh of the ranks that share a dimension of the strategy."""
+        return self.runs[strategy.axes_of(dimension) if dimension.is_level else strategy.expert_axes]
 
     def data(self, strategy: Strategy) -> DeviceMesh:
         """The one-axis mesh of the ranks with different samples or tokens."""
@@ -159,7 +159,7 @@ def _runs_used(strategies: tuple[Strategy, ...], together: tuple[int, ...]) -> l
 def _axes_used(strategy: Strategy) -> Iterator[tuple[int, ...]]:
     """Every run of axes over which layers of a strategy communicate."""
     yield from (strategy.sample_axes, strategy.data_axes, strategy.replica_axes, strategy.shard_axes)
-    yield from (strategy.axes_of(kind) for kind in strategy.kinds)
+    yield from (strategy.axes_of(dimension) for dimension in strategy.dimensions)
     yield from (strategy.expert_axes, *strategy.expert_state_axes)
 
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from steelyard.modules.kinds.ep import divided_parameters, expert_degree
+from steelyard.modules.dimensions.ep import divided_parameters, expert_degree
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, Flow, tensors_of
-from steelyard.plan.kinds import CP, DP, FSDP, TP
+from steelyard.plan.dimensions import CP, DP, FSDP, TP
 from steelyard.plan.strategy import Level, Strategy
 from steelyard.runtime.parallel_model import ParallelModel
 
@@ -77,8 +77,8 @@ def observed_strategy(layer: ChainLayer, hidden_shape: torch.Size, *, seq_len: i
         replicated = replicated[0], replicated[1] // tokens
     divided = (sharded[0] or replicated[0], tokens)
     levels = [
-        (name, Level(kind=kind, degree=degree))
-        for (name, degree), kind in ((replicated, DP), (sharded, FSDP), (divided, CP), (tensor, TP))
+        (name, Level(dimension=dimension, degree=degree))
+        for (name, degree), dimension in ((replicated, DP), (sharded, FSDP), (divided, CP), (tensor, TP))
         if degree > 1
     ]
     return Strategy.of(

@@ -5,12 +5,12 @@ The rate rises linearly over the warm-up and falls along a cosine to a tenth of 
 $$\eta_t = \hat\eta \frac{t+1}{w} \;(t < w), \qquad
 \eta_t = \hat\eta \Bigl(a + (1 - a) \tfrac12 \bigl(1 + \cos \pi \tfrac{t - w}{T - w}\bigr)\Bigr)$$
 
-| symbol      | argument           | meaning                                  |
-|-------------|--------------------|------------------------------------------|
-| $t$         | `step`             | step of the run, from 0                  |
-| $\hat\eta$  | `options.lr`       | peak learning rate                       |
-| $w, T$      | `options.warmup_steps`, `options.steps` | steps of warm-up, of the run |
-| $a$         | `LEAST_LR_SHARE`   | share of the peak where the cosine ends  |
+| symbol     | argument                                | meaning                                 |
+|------------|-----------------------------------------|-----------------------------------------|
+| $t$        | `step`                                  | step of the run, from 0                 |
+| $\hat\eta$ | `options.lr`                            | peak learning rate                      |
+| $w, T$     | `options.warmup_steps`, `options.steps` | steps of warm-up, of the run            |
+| $a$        | `LEAST_LR_SHARE`                        | share of the peak where the cosine ends |
 
 Weight decay is decoupled (Loshchilov and Hutter 2019) and acts on the weights of linear maps and convolutions alone.
 Norms, biases and embeddings (of tokens, positions and classes, relative position biases, a head that is tied to the
@@ -59,10 +59,10 @@ def decays(chain: ModelChain, path: str, parameter: nn.Parameter) -> bool:
     layer = int(number)
     if parameter.ndim < 2 or "bias" in name:
         return False
-    if chain.kind_of(layer).role is LayerRole.EMBEDDING:
+    if chain.type_of(layer).role is LayerRole.EMBEDDING:
         return parameter.ndim == _CONVOLUTION_DIMS
     copies = next((shared.copies for shared in chain.shared if (layer, name) in shared.copies), ())
-    return not any(chain.kind_of(each).role is LayerRole.EMBEDDING for each, _ in copies)
+    return not any(chain.type_of(each).role is LayerRole.EMBEDDING for each, _ in copies)
 
 
 def learning_rate(step: int, options: TrainOptions) -> float:

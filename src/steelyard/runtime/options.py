@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self, get_args
 
 from steelyard.errors import UserError, nearest
-from steelyard.hardware import DeviceKind
+from steelyard.hardware import DeviceType
 from steelyard.limits import MOST_BYTES, MOST_STEPS
 from steelyard.profiles.slowness import SLOW_SHARE
 from steelyard.runtime.data.prepare import TextOptions
@@ -30,12 +30,12 @@ def parse_yes(text: str) -> bool:
 def _option(
     default: Any,
     help_text: str,
-    kind: Callable[[str], Any] = float,
+    parser: Callable[[str], Any] = float,
     *,
     least: float | None = None,
     most: float = MOST_STEPS,
 ) -> Any:
-    return field(default=default, metadata={"help": help_text, "kind": kind, "least": least, "most": most})
+    return field(default=default, metadata={"help": help_text, "parser": parser, "least": least, "most": most})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +91,10 @@ class TrainOptions:
             if least is not None and value is not None and not least <= value <= most:
                 expected = f"{least} or more" + (f", at most {most:g}" if most < math.inf else "")
                 raise UserError(field=flag(option), found=str(value), expected=expected, hint="correct the option")
-        kinds = get_args(DeviceKind)
-        if self.device not in (None, *kinds):
-            hint = nearest(str(self.device), kinds)
-            raise UserError(field="--device", found=repr(self.device), expected=" or ".join(kinds), hint=hint)
+        device_types = get_args(DeviceType)
+        if self.device not in (None, *device_types):
+            hint = nearest(str(self.device), device_types)
+            raise UserError(field="--device", found=repr(self.device), expected=" or ".join(device_types), hint=hint)
 
     @property
     def text(self) -> TextOptions:
@@ -128,8 +128,8 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         default = "" if option.default is None else f" (default {option.default})"
         parser.add_argument(
             flag(option),
-            type=option.metadata["kind"],
+            type=option.metadata["parser"],
             default=option.default,
             help=option.metadata["help"] + default,
-            metavar="YES|NO" if option.type is bool else option.metadata["kind"].__name__.upper(),
+            metavar="YES|NO" if option.type is bool else option.metadata["parser"].__name__.upper(),
         )

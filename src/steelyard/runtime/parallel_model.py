@@ -237,9 +237,9 @@ class ParallelModel:
             self._pipeline_part(chunk, number * plan.num_stages + self.mesh.stage_index)
             for number, chunk in enumerate(self.chunks)
         ]
-        kind = plan.pipeline.schedule
-        schedule = getattr(pipelining, kind.torch_name)(
-            parts if kind.takes_chunks else parts[0],
+        chosen = plan.pipeline.schedule
+        schedule = getattr(pipelining, chosen.torch_name)(
+            parts if chosen.takes_chunks else parts[0],
             plan.num_microbatches,
             loss_fn=lambda loss, _labels: loss,
             scale_grads=False,
@@ -282,8 +282,8 @@ class ParallelModel:
         if not is_input and index == len(self.plan.parts) - 1:
             return torch.empty((), device="meta", requires_grad=True)
         streams = (
-            torch.empty((after if is_input else before).local_shape(shape), **kind, device="meta")
-            for before, after, shape, kind in self._crossing(index if is_input else index + 1)
+            torch.empty((after if is_input else before).local_shape(shape), **options, device="meta")
+            for before, after, shape, options in self._crossing(index if is_input else index + 1)
         )
         return as_flow(tuple(streams))
 

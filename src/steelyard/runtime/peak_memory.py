@@ -83,7 +83,7 @@ class LiveStorages(TorchDispatchMode):
         """Runs the operation and follows what it returns; a DTensor's operation is seen as its local operations."""
         if asks_device(func, args):
             return args[0].fake_device
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         result = self._run(func, args, kwargs or {})
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):

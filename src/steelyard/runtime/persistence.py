@@ -229,7 +229,7 @@ def _why_restarted() -> str:
     if not failures or LOST_PEER.search(failures[0].message):
         return "a process was lost"
     first = failures[0]
-    return f"rank {first.rank} failed with {first.kind}: {first.message.splitlines()[0]}"
+    return f"rank {first.rank} failed with {first.error_type}: {first.message.splitlines()[0]}"
 
 
 def _say(*lines: str) -> None:

@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
-from steelyard.modules.kinds import TWINS, Division
-from steelyard.modules.kinds.data_parallel import replicate_over, shard_over
+from steelyard.modules.dimensions import TWINS, Division
+from steelyard.modules.dimensions.data_parallel import replicate_over, shard_over
 from steelyard.modules.layers import ChainLayer
 from steelyard.modules.replicated import Replica
 from steelyard.plan.plan import Precision
@@ -28,19 +28,19 @@ def shard_layer(
     """The layer with its parameters sharded as ``strategy`` says, in place, or its replica where it is not sharded.
 
     Without a backward pass nothing is kept gathered for it.
-    Raises `InvalidPlanError` for a kind that no twin carries out.
+    Raises `InvalidPlanError` for a dimension that no twin carries out.
     """
-    used = {kind.name: kind for kind in strategy.kinds}
+    used = {dimension.name: dimension for dimension in strategy.dimensions}
     if unknown := sorted(used.keys() - TWINS.keys()):
         raise InvalidPlanError(
             field="parallel",
             found=f"{', '.join(unknown)} in {strategy}",
-            expected="kinds that the runtime carries out: " + ", ".join(TWINS),
-            hint="plan without it, or add its twin in steelyard/modules/kinds",
+            expected="dimensions that the runtime carries out: " + ", ".join(TWINS),
+            hint="plan without it, or add its twin in steelyard/modules/dimensions",
         )
     for name, twin in TWINS.items():
         if name in used:
-            ranks = mesh.kind(strategy, used[name])
+            ranks = mesh.dimension(strategy, used[name])
             twin.divide(layer, Division(model=model, chain=chain, strategy=strategy, mesh=ranks))
     replicas, shards = mesh.states(strategy)
     divides_experts = strategy.expert_degree > 1

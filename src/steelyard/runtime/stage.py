@@ -16,18 +16,18 @@ from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import materialize_layer, prepare_model
+from steelyard.modules.dimensions.data_parallel import activation_dtype
 from steelyard.modules.dropout import seed_dropout
 from steelyard.modules.freezing import check_frozen
 from steelyard.modules.head_tail import SEQUENCE_DIM, in_order, natural_order, rank_order
-from steelyard.modules.kinds.data_parallel import activation_dtype
 from steelyard.modules.layers import (
     ChainLayer,
     Flow,
     LayerContext,
-    SideInputSource,
+    SharedInputSource,
     as_flow,
     build_layer,
-    side_inputs_of,
+    shared_inputs_of,
     tensors_of,
 )
 from steelyard.modules.own_pieces import OwnBatch
@@ -126,7 +126,7 @@ class StageModule(nn.Module):
         loop: LayerLoop,
         *,
         replicas: Replicas,
-        side: SideInputSource,
+        side: SharedInputSource,
         seq_len: int,
         dtype: torch.dtype,
         num_tokens: int,
@@ -291,7 +291,7 @@ def _build_chunk(
     return StageModule(
         loop,
         replicas=Replicas(replicas),
-        side=side_inputs_of(layers.values(), model, chain, device),
+        side=shared_inputs_of(layers.values(), model, chain, device),
         seq_len=plan.seq_len,
         dtype=activation_dtype(plan.precision),
         num_tokens=plan.global_batch * (plan.seq_len if chain.family.task.reads_text else 1),

@@ -115,9 +115,9 @@ def _joined(target: str, pieces: list[tuple[str, str | None]], converters: list[
 
 
 def _check_known(target: str, operations: list[Any]) -> None:
-    kinds = [(type(each), each.dim) for each in operations if isinstance(each, MergeModulelist | Concatenate)]
+    merges = [(type(each), each.dim) for each in operations if isinstance(each, MergeModulelist | Concatenate)]
     known = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)], [(Concatenate, 0)])
-    if len(kinds) != len(operations) or kinds not in known:
+    if len(merges) != len(operations) or merges not in known:
         raise InvalidModelError(
             field="--init",
             found=f"{target}, made by {', '.join(type(each).__name__ for each in operations)}",

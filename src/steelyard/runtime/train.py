@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steelyard.modules.kinds import take_imbalance
+from steelyard.modules.dimensions import take_imbalance
 from steelyard.modules.own_builder import build_planned
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.output import write_file
@@ -26,7 +26,7 @@ from steelyard.profiles.slowness import OwnWork, SlowRank, slow_ranks
 from steelyard.runtime.checks import check_builder
 from steelyard.runtime.data.own import OwnData
 from steelyard.runtime.data.source import SampleData, open_samples
-from steelyard.runtime.host import device_kind, stage_pool
+from steelyard.runtime.host import device_type_of, stage_pool
 from steelyard.runtime.memory_limit import MemoryLimit
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_adamw, set_learning_rate
@@ -264,9 +264,9 @@ def predicted_busy_s(plan: Plan) -> tuple[float, ...] | None:
 def predicted_own_s(plan: Plan, device: torch.device) -> tuple[float, ...] | None:
     """For each stage the seconds of a step in which a rank is predicted to compute itself.
 
-    None where the plan predicts nothing, or for another kind of device than it runs on.
+    None where the plan predicts nothing, or for another device type than it runs on.
     """
-    if plan.prediction is None or device_kind(plan) not in (None, "gpu" if device.type == "cuda" else "cpu"):
+    if plan.prediction is None or device_type_of(plan) not in (None, "gpu" if device.type == "cuda" else "cpu"):
         return None
     return tuple(
         plan.num_microbatches * sum(stage.time_s.get(term, 0.0) for term in OWN_TERMS)

@@ -25,7 +25,7 @@ from steelyard.errors import InvalidCheckpointError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
-from steelyard.modules.kinds.data_parallel import activation_dtype
+from steelyard.modules.dimensions.data_parallel import activation_dtype
 from steelyard.modules.prepared import stored_apart
 from steelyard.modules.updates import local_part
 from steelyard.output import command

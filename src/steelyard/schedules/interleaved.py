@@ -30,7 +30,8 @@ class Interleaved1F1B(Schedule):
     """More of them send more and gain little."""
     keeps_sends = True
     why_nowhere = (
-        f"no setting has two stages or more, as many microbatches, {MOST_TRIED} at most, and blocks that divide into "
+        f"no configuration has two stages or more, as many microbatches, {MOST_TRIED} at most, and blocks that divide "
+        "into "
         "chunks"
     )
 

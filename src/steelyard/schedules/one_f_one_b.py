@@ -11,7 +11,7 @@ from steelyard.schedules.pipeline import PipelineConfig, Schedule
 
 
 class OneFOneB(Schedule):
-    """The usual schedule: that of a setting of which nothing else is said."""
+    """The usual schedule: that of a configuration of which nothing else is said."""
 
     name = "1f1b"
     title = "1F1B"

@@ -1,4 +1,5 @@
-"""A pipeline setting as one value, and what a schedule is: all that follows from the order of passes it gives a stage.
+"""A pipeline configuration as one value, and what a schedule is: all that follows from the order of passes it gives a
+stage.
 
 A stage is a group of ranks. Its layers come in one or more chunks, and chunk $c$ of stage $i$ is part $cP + i$ of the
 model, $P$ stages in all. Costs, memory, search, runtime and exports ask these two values and name no schedule.
@@ -12,7 +13,7 @@ from steelyard.schedules.passes import PassOrder
 
 
 class Schedule(ABC):
-    """In which order the stages of a pipeline do their passes. One instance each; equal by kind."""
+    """In which order the stages of a pipeline do their passes. One instance each; equal by type."""
 
     name: str
     """As plans, problem files and options write it."""
@@ -28,9 +29,9 @@ class Schedule(ABC):
     keeps_sends: bool = False
     """Whether torch waits for sends only when the step ends, so that what a stage sent would stay until then."""
     why_not_everywhere: str = ""
-    """Why the search leaves out settings in which the schedule can run; empty where it leaves out none."""
+    """Why the search leaves out configurations in which the schedule can run; empty where it leaves out none."""
     why_nowhere: str = "not searched"
-    """What to say where the search found no setting for the schedule."""
+    """What to say where the search found no configuration for the schedule."""
 
     @abstractmethod
     def passes(self, pipeline: "PipelineConfig", stage: int) -> PassOrder:
@@ -43,7 +44,7 @@ class Schedule(ABC):
 
     @property
     def words(self) -> str:
-        """How a setting is said to run under this schedule; empty where that goes without saying."""
+        """How a configuration is said to run under this schedule; empty where that goes without saying."""
         return self.name
 
     def refusal(self, pipeline: "PipelineConfig") -> InvalidPlanError | None:
@@ -51,7 +52,8 @@ class Schedule(ABC):
         return None
 
     def is_tried(self, pipeline: "PipelineConfig") -> bool:
-        """Whether the search tries a setting with chunks that the schedule takes: by default wherever it can run."""
+        """Whether the search tries a configuration with chunks that the schedule takes: by default wherever it can
+        run."""
         return self.refusal(pipeline) is None
 
     def in_flight(self, pipeline: "PipelineConfig", stage: int) -> int:
@@ -81,7 +83,8 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
-    """One pipeline setting: how the model is cut into parts, and the batch into microbatches, and how they are run."""
+    """One pipeline configuration: how the model is cut into parts, and the batch into microbatches, and how they are
+    run."""
 
     num_stages: int
     """Groups of ranks."""

@@ -1,48 +1,55 @@
 """Finds plans: strategy space (decision tree), frontiers, per-layer dynamic program, partition.
 
-| module             | idea                                                                                |
-|--------------------|-------------------------------------------------------------------------------------|
-| `space`            | which strategies a layer may take: the decision tree                                |
-| `frontier`         | (bytes, seconds) pairs that nothing beats                                           |
-| `layers`           | one strategy per layer of a run: the dynamic program on frontiers                   |
-| `least_memory`     | least memory: what fits, and the nearest miss                                       |
-| `bounds`           | lower bounds of stage times, by prices of memory                                    |
-| `runs`             | which runs of layers a stage may hold, and their exact least times                  |
-| `pipeline_dp`      | joining runs, stage after stage, into the fastest pipeline                          |
-| `partition`        | cuts and strategies together, provably fastest for one pipeline setting             |
-| `side_inputs`      | values that layers read besides the output before them: conditions on their sources |
-| `balance`          | other ways to cut: even, memory-balanced, Galvatron-BMW                             |
-| `group_strategies` | equal strategies of a plan next to each other                                       |
-| `evaluate`         | time and bytes of a given choice, from the definition                               |
-| `on_demand`        | cost tables that are made when they are first asked for                             |
-| `solve`            | the search over all pipeline settings, with reasons and proof                       |
-| `reasons`          | which strategies are illegal or dominated, and by which                             |
-| `tradeoff`         | time against memory, in as many steps as are asked for                              |
-| `problem`          | cost tables as versioned files                                                      |
+| module               | idea                                                                                |
+|----------------------|-------------------------------------------------------------------------------------|
+| `space`              | which strategies a layer may take: the decision tree                                |
+| `frontier`           | (bytes, seconds) pairs that nothing beats                                           |
+| `layers`             | one strategy per layer of a run: the dynamic program on frontiers                   |
+| `least_memory`       | least memory: what fits, and the nearest miss                                       |
+| `bounds`             | lower bounds of stage times, by prices of memory                                    |
+| `runs`               | which runs of layers a stage may hold, and their exact least times                  |
+| `pipeline_dp`        | joining runs, stage after stage, into the fastest pipeline                          |
+| `partition`          | cuts and strategies together, provably fastest for one pipeline configuration       |
+| `cross_layer_inputs` | values that layers read besides the output before them: conditions on their sources |
+| `balance`            | other ways to cut: even, memory-balanced, Galvatron-BMW                             |
+| `group_strategies`   | equal strategies of a plan next to each other                                       |
+| `evaluate`           | time and bytes of a given choice, from the definition                               |
+| `on_demand`          | cost tables that are made when they are first asked for                             |
+| `solve`              | the search over all pipeline configurations, with reasons and proof                 |
+| `reasons`            | which strategies are illegal or dominated, and by which                             |
+| `tradeoff`           | time against memory, in as many steps as are asked for                              |
+| `problem`            | cost tables as versioned files                                                      |
 """
 
+from steelyard.search.cross_layer_inputs import partition_exact
 from steelyard.search.evaluate import evaluate
 from steelyard.search.least_memory import NearestMiss, nearest_miss
 from steelyard.search.on_demand import OnDemand
-from steelyard.search.partition import SettingResult
-from steelyard.search.side_inputs import partition_exact
-from steelyard.search.solve import TIME_LIMIT_S, SearchResult, SettingOutcome, search
-from steelyard.search.space import SpaceOptions, enumerate_levels, enumerate_strategies, mixing, paper_kinds, refusal
+from steelyard.search.partition import ConfigResult
+from steelyard.search.solve import TIME_LIMIT_S, ConfigOutcome, SearchResult, search
+from steelyard.search.space import (
+    SpaceOptions,
+    enumerate_levels,
+    enumerate_strategies,
+    mixing,
+    paper_dimensions,
+    refusal,
+)
 
 __all__ = [
     "TIME_LIMIT_S",
+    "ConfigOutcome",
+    "ConfigResult",
     "NearestMiss",
     "OnDemand",
     "SearchResult",
-    "SettingOutcome",
-    "SettingResult",
     "SpaceOptions",
     "enumerate_levels",
     "enumerate_strategies",
     "evaluate",
     "mixing",
     "nearest_miss",
-    "paper_kinds",
+    "paper_dimensions",
     "partition_exact",
     "refusal",
     "search",

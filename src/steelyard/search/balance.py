@@ -26,11 +26,11 @@ from steelyard.plan.decisions import Partition
 from steelyard.schedules import names_of
 from steelyard.search.evaluate import Solution
 from steelyard.search.least_memory import furthest_boundaries, least_budget, stage_memories
-from steelyard.search.partition import Prospect, SettingResult, assess, best_for_boundaries
+from steelyard.search.partition import ConfigResult, Prospect, assess_chain, best_for_boundaries
 from steelyard.search.runs import PreparedTables
 
 
-def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> SettingResult:
+def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> ConfigResult:
     """The plan that this method of cutting finds; at most feasible, as other cuts may be faster."""
     if tables.pipeline.num_chunks > 1:
         raise InvalidProblemError(
@@ -38,14 +38,14 @@ def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> Se
             found=tables.pipeline.schedule.name,
             expected=f"{' or '.join(names_of(with_chunks=False))} for the partition {method!r}",
         )
-    prospect = assess(tables, budget_bytes)
-    if isinstance(prospect, SettingResult):
+    prospect = assess_chain(tables, budget_bytes)
+    if isinstance(prospect, ConfigResult):
         return prospect
     if method == "exact":
         raise ValueError("the exact partition is partition_exact")
     cuts = even_boundaries if method == "even" else memory_balanced_boundaries
-    start = best_for_boundaries(prospect.setting, cuts(tables))
-    return _unproven(prospect, _adjusted(prospect.setting, start) if method == "bmw" and start is not None else start)
+    start = best_for_boundaries(prospect.prepared, cuts(tables))
+    return _unproven(prospect, _adjusted(prospect.prepared, start) if method == "bmw" and start is not None else start)
 
 
 def even_boundaries(tables: CostTables) -> tuple[int, ...]:
@@ -79,16 +79,16 @@ def time_balanced_boundaries(tables: CostTables) -> tuple[int, ...]:
     return (0, *reversed(boundaries))
 
 
-def _unproven(prospect: Prospect, solution: Solution | None) -> SettingResult:
+def _unproven(prospect: Prospect, solution: Solution | None) -> ConfigResult:
     """A feasible result, or an infeasible one without a miss where only these cuts do not fit."""
     status: Literal["feasible", "infeasible"] = "feasible" if solution else "infeasible"
-    return SettingResult(status=status, solution=solution, lower_bound_s=prospect.lower_bound_s)
+    return ConfigResult(status=status, solution=solution, lower_bound_s=prospect.lower_bound_s)
 
 
-def _adjusted(setting: PreparedTables, start: Solution) -> Solution:
+def _adjusted(prepared: PreparedTables, start: Solution) -> Solution:
     """The fastest partition that Galvatron-BMW's adjustment meets on its way from the memory-balanced cuts."""
-    by_time = best_for_boundaries(setting, time_balanced_boundaries(setting.tables))
-    most_bytes = by_time.peak_bytes if by_time else setting.budget_bytes
+    by_time = best_for_boundaries(prepared, time_balanced_boundaries(prepared.tables))
+    most_bytes = by_time.peak_bytes if by_time else prepared.budget_bytes
     best, queue, seen = start, deque([start]), {start.boundaries}
     while queue:
         current = queue.popleft()
@@ -96,7 +96,7 @@ def _adjusted(setting: PreparedTables, start: Solution) -> Solution:
             if boundaries in seen:
                 continue
             seen.add(boundaries)
-            found = best_for_boundaries(setting, boundaries)
+            found = best_for_boundaries(prepared, boundaries)
             if found is not None and is_accepted(found, current, most_bytes):
                 queue.append(found)
                 best = min(best, found, key=lambda plan: plan.step_s)

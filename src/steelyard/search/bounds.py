@@ -10,7 +10,7 @@ seconds, since a plan that fits, and whose transient peak is $\tau$, saves nothi
 paid for the room that the peak leaves. Neighbouring peaks share a level as in `layers`. Switches cost at least nothing
 and are left out. While an inner layer works, those behind it may have freed what they can; the last layer of the run
 works first, with nothing freed. The bound grows with the run, and is a difference of prefix sums. The best price is a
-slope of the lower convex hull of some kind's (bytes, seconds) points, so only these are tried.
+slope of the lower convex hull of some type's (bytes, seconds) points, so only these are tried.
 
 | symbol          | name           | unit  | meaning                                                      |
 |-----------------|----------------|-------|--------------------------------------------------------------|
@@ -35,8 +35,8 @@ from steelyard.search.layers import NO_LIMIT_BYTES, StageCosts, peak_levels
 MAX_PRICES = 64
 """More hull slopes than this are thinned out; the bounds stay valid and become a little weaker."""
 
-MAX_KINDS = 32
-"""With more kinds than this, prices are taken from so many of them, and fewer of them."""
+MAX_TYPES = 32
+"""With more layer types than this, prices are taken from so many of them, and fewer of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,13 +108,13 @@ class StageBounds:
 
 
 def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, transfer_s: float) -> StageBounds:
-    """The bounds of a stage with these costs for runs of the model's ``layers`` (their kinds)."""
+    """The bounds of a stage with these costs for runs of the model's ``layers`` (their types)."""
     order, used = np.array(layers, dtype=np.int64), sorted(set(layers))
-    ends = sorted({int(costs.lasts[kind]) for kind in used})
+    ends = sorted({int(costs.lasts[layer_type]) for layer_type in used})
     prices = _hull_slopes(costs, used)
     reach = costs.transient + costs.rows[:, 6]
-    peaks = np.concatenate([reach[kind, : costs.count[kind]] for kind in {*used, *ends}])
-    least = np.concatenate([costs.transient[kind, : costs.count[kind]] for kind in ends])
+    peaks = np.concatenate([reach[layer_type, : costs.count[layer_type]] for layer_type in {*used, *ends}])
+    least = np.concatenate([costs.transient[layer_type, : costs.count[layer_type]] for layer_type in ends])
     if len(least) == 0:
         lower, upper = (np.zeros(1, np.int64),) * 2
     else:
@@ -137,13 +137,13 @@ def stage_bounds(costs: StageCosts, layers: Sequence[int], room_bytes: int, tran
     )
 
 
-def _hull_slopes(costs: StageCosts, kinds: Sequence[int]) -> FloatArray:
-    """0 and the slopes of the kinds' lower convex hulls, rising, at most `MAX_PRICES` of them."""
-    some, options = np.array(kinds[:: -(-len(kinds) // MAX_KINDS)]), costs.rows.shape[2]
+def _hull_slopes(costs: StageCosts, layer_types: Sequence[int]) -> FloatArray:
+    """0 and the slopes of the layer types' lower convex hulls, rising, at most `MAX_PRICES` of them."""
+    some, options = np.array(layer_types[:: -(-len(layer_types) // MAX_TYPES)]), costs.rows.shape[2]
     slopes, hull = np.zeros(len(some) * options + 1), np.empty(options, dtype=np.int64)
     count = kernels.hull_slopes(some, costs.count, costs.rows, costs.seconds, slopes[1:], hull)
     rising = distinct(slopes[: count + 1])
-    most = MAX_PRICES if len(kinds) <= MAX_KINDS else MAX_PRICES // 4
+    most = MAX_PRICES if len(layer_types) <= MAX_TYPES else MAX_PRICES // 4
     if len(rising) > most:
         rising = rising[np.linspace(0, len(rising) - 1, most).round().astype(int)]
     return rising

@@ -22,7 +22,7 @@ class StageCost:
     layer_s: float
     switch_s: float
     side_s: float
-    """redistribution of side inputs that layers of this stage read"""
+    """redistribution of cross-layer inputs that layers of this stage read"""
     transfer_s: float
     static_bytes: int
     activation_bytes: int
@@ -76,8 +76,8 @@ def evaluate(tables: CostTables, boundaries: Sequence[int], strategies: Sequence
 
 
 def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Sequence[int]) -> StageCost:
-    kinds = tables.run_kinds(layers.start, layers.stop)
-    pairs = [(kind, strategies[layer]) for kind, layer in zip(kinds, layers, strict=True)]
+    layer_types = tables.run_types(layers.start, layers.stop)
+    pairs = [(layer_type, strategies[layer]) for layer_type, layer in zip(layer_types, layers, strict=True)]
     in_flight = tables.pipeline.in_flight(stage)
     static = tables.static_of(in_flight)
     return StageCost(
@@ -93,7 +93,7 @@ def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Seque
         side_s=sum(
             (
                 float(side.seconds[strategies[side.source], strategies[reader]])
-                for side in tables.side_inputs
+                for side in tables.cross_layer_inputs
                 for reader in side.readers
                 if reader in layers
             ),
@@ -102,7 +102,7 @@ def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Seque
         transfer_s=tables.received_s(stage),
         static_bytes=sum(int(static[pair]) for pair in pairs),
         activation_bytes=in_flight * sum(int(tables.activation_bytes[pair]) for pair in pairs),
-        transient_bytes=int(tables.transient_of(kinds, [strategies[layer] for layer in layers], in_flight)),
+        transient_bytes=int(tables.transient_of(layer_types, [strategies[layer] for layer in layers], in_flight)),
         overhead_bytes=tables.overhead_of(stage) + _received_bytes(tables, stage, layers.start, strategies),
     )
 
@@ -140,10 +140,10 @@ def _check(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[i
             field="strategies", found=f"{len(strategies)} strategies", expected=f"one for each of {num_layers} layers"
         )
     legal = [tables.legal_on(stage) for stage, size in enumerate(sizes) for _ in range(size)]
-    for layer, (kind, strategy) in enumerate(zip(tables.layers, strategies, strict=True)):
-        if not 0 <= strategy < len(tables.strategies) or not legal[layer][kind, strategy]:
+    for layer, (layer_type, strategy) in enumerate(zip(tables.layers, strategies, strict=True)):
+        if not 0 <= strategy < len(tables.strategies) or not legal[layer][layer_type, strategy]:
             raise InvalidProblemError(
                 field="strategies",
                 found=f"strategy {strategy} for layer {layer}",
-                expected=f"one that is legal for the kind {tables.kinds[kind]!r}",
+                expected=f"one that is legal for the layer type {tables.layer_types[layer_type]!r}",
             )

@@ -1,6 +1,6 @@
 """Puts equal strategies next to each other where that costs nothing, so that a plan reads well.
 
-Layers of one kind are interchangeable within a stage: any order of their strategies takes the same time but for the
+Layers of one type are interchangeable within a stage: any order of their strategies takes the same time but for the
 switches between them, and about the same memory. The search returns one of many equal orders; this picks one with the
 fewest changes of strategy among those that are no slower and fit.
 """
@@ -29,7 +29,7 @@ def group_equal_strategies(tables: CostTables, solution: Solution, room_bytes: i
 
 
 def _runs_of_equal_layers(tables: CostTables, solution: Solution) -> list[tuple[int, int]]:
-    """First layer and end of every run of layers of one kind within one stage."""
+    """First layer and end of every run of layers of one type within one stage."""
     runs = []
     for stage in solution.stages:
         layers = range(stage.first_layer, stage.first_layer + stage.num_layers)

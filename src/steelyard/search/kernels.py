@@ -8,9 +8,9 @@ A wheel brings them compiled, for any processor of its architecture (`hatch_buil
 on first use (about three seconds) and caches them on disk beside this file or, where that is read-only, in the user's
 cache directory. With neither they run as they stand, tens of times slower, which is said once.
 
-Shapes: K layer kinds, O options of a kind (padded), S strategies, F numbers of microbatches in flight, C switch classes
-and one more row for "no layer before", T different switch tables, J levels of transient peak, Q prices, L layers of the
-model, n layers of a run.
+Shapes: K layer types, O options of a layer type (padded), S strategies, F numbers of microbatches in flight, C switch
+classes and one more row for "no layer before", T different switch tables, J levels of transient peak, Q prices, L
+layers of the model, n layers of a run.
 """
 
 import logging
@@ -58,7 +58,7 @@ def completions(
     rest: FloatArray,
     least: IntArray,
     others: IntArray,
-    kinds: IntArray,
+    layer_types: IntArray,
     count: IntArray,
     rows: IntArray,
     seconds: FloatArray,
@@ -78,34 +78,34 @@ def completions(
     bytes) where some layer has none. ``priced`` [D] is room to work in: what is entered alike costs least whatever
     it is entered from.
     """
-    for position in range(len(kinds) - 1, -1, -1):
-        kind, freed = kinds[position], others[0, position + 1]
+    for position in range(len(layer_types) - 1, -1, -1):
+        layer_type, freed = layer_types[position], others[0, position + 1]
         most, kept = -(2**60), 2**60
-        for option in range(count[kind]):
-            most = max(most, rows[kind, 4, option])
-            kept = min(kept, rows[kind, 2, option] - rows[kind, 4, option])
-        others[0, position] = freed + most if count[kind] > 0 else freed
+        for option in range(count[layer_type]):
+            most = max(most, rows[layer_type, 4, option])
+            kept = min(kept, rows[layer_type, 2, option] - rows[layer_type, 4, option])
+        others[0, position] = freed + most if count[layer_type] > 0 else freed
         others[1, position] = min(others[1, position + 1] + kept, 2**60)
         for level in range(len(upper)):
             smallest = 2**60
-            for option in range(count[kind]):
-                if rows[kind, 3, option] - freed <= upper[level] and rows[kind, 2, option] < smallest:
-                    smallest = rows[kind, 2, option]
+            for option in range(count[layer_type]):
+                if rows[layer_type, 3, option] - freed <= upper[level] and rows[layer_type, 2, option] < smallest:
+                    smallest = rows[layer_type, 2, option]
             smallest += least[position + 1, level]
             least[position, level] = smallest if smallest < 2**60 else 2**60
             for which in range(len(prices)):
                 for own in range(len(priced)):
                     priced[own] = np.inf
-                for option in range(count[kind]):
-                    if rows[kind, 3, option] - freed <= upper[level]:
-                        own = entry[table[kind], rows[kind, 0, option]]
-                        paid = seconds[kind, option] + prices[which] * rows[kind, 2, option]
-                        paid += rest[position + 1, level, which, rows[kind, 1, option]]
+                for option in range(count[layer_type]):
+                    if rows[layer_type, 3, option] - freed <= upper[level]:
+                        own = entry[table[layer_type], rows[layer_type, 0, option]]
+                        paid = seconds[layer_type, option] + prices[which] * rows[layer_type, 2, option]
+                        paid += rest[position + 1, level, which, rows[layer_type, 1, option]]
                         priced[own] = min(priced[own], paid)
                 for before in range(entry_s.shape[1]):
                     best = np.inf
                     for own in range(len(priced)):
-                        paid = entry_s[table[kind], before, own] + priced[own]
+                        paid = entry_s[table[layer_type], before, own] + priced[own]
                         best = min(best, paid)
                     rest[position, level, which, before] = best
 
@@ -126,43 +126,46 @@ def drop_useless(  # noqa: C901, PLR0912 (as `sweep`)
 ) -> None:
     """Moves the options that runs within the limit may hold to the front, and counts them; see `layers`.
 
-    ``numbers`` [R, 3] are the kinds of a run, how many layers it has of each, and the bytes that those behind may free.
-    ``least`` [R, Q] is room to work in. Options of use are marked by a negative strategy meanwhile.
+    ``numbers`` [R, 3] are the layer types of a run, how many layers it has of each, and the bytes that those behind may
+    free. ``least`` [R, Q] is room to work in. Options of use are marked by a negative strategy meanwhile.
     """
     for level in range(len(upper)):
         for part in range(len(numbers)):
-            kind = numbers[part, 0]
+            layer_type = numbers[part, 0]
             for which in range(len(prices)):
                 least[part, which] = np.inf
-                for option in range(count[kind]):
-                    if max(rows[kind, 3, option] - numbers[part, 2], least_end) + rows[kind, 6, option] <= upper[level]:
-                        paid = seconds[kind, option] + prices[which] * rows[kind, 2, option]
+                for option in range(count[layer_type]):
+                    if (
+                        max(rows[layer_type, 3, option] - numbers[part, 2], least_end) + rows[layer_type, 6, option]
+                        <= upper[level]
+                    ):
+                        paid = seconds[layer_type, option] + prices[which] * rows[layer_type, 2, option]
                         least[part, which] = min(least[part, which], paid)
         for part in range(len(numbers)):
-            kind = numbers[part, 0]
-            for option in range(count[kind]):
-                reach = max(rows[kind, 3, option] - numbers[part, 2], least_end) + rows[kind, 6, option]
-                if rows[kind, 0, option] < 0 or reach > upper[level]:
+            layer_type = numbers[part, 0]
+            for option in range(count[layer_type]):
+                reach = max(rows[layer_type, 3, option] - numbers[part, 2], least_end) + rows[layer_type, 6, option]
+                if rows[layer_type, 0, option] < 0 or reach > upper[level]:
                     continue
                 bound = 0.0
                 for which in range(len(prices)):
                     total = prices[which] * float(lower[level] - budget)
                     for other in range(len(numbers)):
                         total += numbers[other, 1] * least[other, which]
-                    paid = seconds[kind, option] + prices[which] * rows[kind, 2, option]
+                    paid = seconds[layer_type, option] + prices[which] * rows[layer_type, 2, option]
                     bound = max(bound, total + paid - least[part, which])
                 if bound <= limit_s:
-                    rows[kind, 0, option] = -1 - rows[kind, 0, option]
+                    rows[layer_type, 0, option] = -1 - rows[layer_type, 0, option]
     for part in range(len(numbers)):
-        kind, kept = numbers[part, 0], 0
-        for option in range(count[kind]):
-            if rows[kind, 0, option] < 0:
-                rows[kind, 0, kept] = -1 - rows[kind, 0, option]
+        layer_type, kept = numbers[part, 0], 0
+        for option in range(count[layer_type]):
+            if rows[layer_type, 0, option] < 0:
+                rows[layer_type, 0, kept] = -1 - rows[layer_type, 0, option]
                 for field in range(1, rows.shape[1]):
-                    rows[kind, field, kept] = rows[kind, field, option]
-                seconds[kind, kept] = seconds[kind, option]
+                    rows[layer_type, field, kept] = rows[layer_type, field, option]
+                seconds[layer_type, kept] = seconds[layer_type, option]
                 kept += 1
-        count[kind] = kept
+        count[layer_type] = kept
 
 
 @compiled(
@@ -418,45 +421,45 @@ def drop_beaten(
     receives for no more than the second from any; ``apart`` [B, B]: so many bytes more may buffers take in the end with
     the first than with the second, -1 where that depends on the layer behind.
     """
-    for kind in range(legal.shape[0]):
-        less = receives_less[table[kind]]
+    for layer_type in range(legal.shape[0]):
+        less = receives_less[table[layer_type]]
         for own in range(legal.shape[1]):
-            left = kept.shape[0] if legal[kind, own] else 0
+            left = kept.shape[0] if legal[layer_type, own] else 0
             for other in range(legal.shape[1]):
                 if left == 0:
                     break
-                if other == own or not legal[kind, other] or group[other] != group[own]:
+                if other == own or not legal[layer_type, other] or group[other] != group[own]:
                     continue
-                worth = apart[buffer[kind, other], buffer[kind, own]]
-                if seconds[kind, other] > seconds[kind, own] or worth < 0:
+                worth = apart[buffer[layer_type, other], buffer[layer_type, own]]
+                if seconds[layer_type, other] > seconds[layer_type, own] or worth < 0:
                     continue
-                if not less[other, own] or transient[kind, other] > transient[kind, own]:
+                if not less[other, own] or transient[layer_type, other] > transient[layer_type, own]:
                     continue
-                is_equal = buffer[kind, other] == buffer[kind, own]
-                is_equal &= less[own, other] and seconds[kind, other] == seconds[kind, own]
-                is_equal &= transient[kind, other] == transient[kind, own]
+                is_equal = buffer[layer_type, other] == buffer[layer_type, own]
+                is_equal &= less[own, other] and seconds[layer_type, other] == seconds[layer_type, own]
+                is_equal &= transient[layer_type, other] == transient[layer_type, own]
                 for flight in range(kept.shape[0]):
-                    more = num_bytes[flight, kind, other] + worth - num_bytes[flight, kind, own]
-                    left_over = stays[flight, kind, other] + worth - stays[flight, kind, own]
-                    if more > 0 or left_over > 0 or not kept[flight, kind, own]:
+                    more = num_bytes[flight, layer_type, other] + worth - num_bytes[flight, layer_type, own]
+                    left_over = stays[flight, layer_type, other] + worth - stays[flight, layer_type, own]
+                    if more > 0 or left_over > 0 or not kept[flight, layer_type, own]:
                         continue
                     if more < 0 or left_over < 0 or not (is_equal and own < other):
-                        kept[flight, kind, own] = False
+                        kept[flight, layer_type, own] = False
                         left -= 1
 
 
 @compiled("i8(i8[::1], i8[::1], i8[:,:,::1], f8[:,::1], f8[::1], i8[::1])")
 def hull_slopes(
-    kinds: IntArray, count: IntArray, rows: IntArray, seconds: FloatArray, slopes: FloatArray, hull: IntArray
+    layer_types: IntArray, count: IntArray, rows: IntArray, seconds: FloatArray, slopes: FloatArray, hull: IntArray
 ) -> int:
-    """Fills in the slopes, in seconds a byte, of the lower convex hulls of the options of these kinds; how many.
+    """Fills in the slopes, in seconds a byte, of the lower convex hulls of the options of these layer types; how many.
 
     ``rows`` [K, 4, O] as in `StageCosts`; ``slopes`` has room for all options, ``hull`` [O] is to work in.
     """
     found = 0
-    for kind in kinds:
-        num_bytes, own = rows[kind, 2], seconds[kind]
-        for option in range(count[kind]):
+    for layer_type in layer_types:
+        num_bytes, own = rows[layer_type, 2], seconds[layer_type]
+        for option in range(count[layer_type]):
             slot = option
             while slot > 0:
                 before = hull[slot - 1]
@@ -468,7 +471,7 @@ def hull_slopes(
                 slot -= 1
             hull[slot] = option
         size, least = 0, np.inf
-        for place in range(count[kind]):
+        for place in range(count[layer_type]):
             option = hull[place]
             if own[option] >= least:
                 continue
@@ -493,7 +496,7 @@ def hull_slopes(
     "f8[:,:,::1], f8[:,:,::1], i8[:,::1])"
 )
 def priced_prefixes(  # noqa: C901 (as `sweep`)
-    kinds: IntArray,
+    layer_types: IntArray,
     count: IntArray,
     rows: IntArray,
     seconds: FloatArray,
@@ -510,7 +513,7 @@ def priced_prefixes(  # noqa: C901 (as `sweep`)
 ) -> None:
     """Fills in the priced cost of the first layers, and how many of them have no option in a level; see `bounds`.
 
-    ``kinds`` are those of the ``layers`` [L], and ``lasts`` [K] those that they are where they end a stage;
+    ``layer_types`` are those of the ``layers`` [L], and ``lasts`` [K] those that they are where they end a stage;
     ``freed`` is what all others free at most while an inner layer works, and ``least_end`` the least that a last layer
     works with, at which all buffers are there. ``prefix`` [J, Q, L + 1] is in seconds,
     ``ended`` the same with the last one ending a stage, and ``missing`` [J, L + 1] counts inner layers; all come
@@ -519,24 +522,24 @@ def priced_prefixes(  # noqa: C901 (as `sweep`)
     """
     for level in range(len(upper)):
         for turn in range(2):
-            for each in kinds:
-                kind = each if turn == 0 else lasts[each]
-                least[kind] = np.inf
-                for option in range(count[kind]):
-                    reach = rows[kind, 3, option]
+            for each in layer_types:
+                layer_type = each if turn == 0 else lasts[each]
+                least[layer_type] = np.inf
+                for option in range(count[layer_type]):
+                    reach = rows[layer_type, 3, option]
                     if turn == 0:
-                        reach = max(reach - freed, least_end) + rows[kind, 6, option]
+                        reach = max(reach - freed, least_end) + rows[layer_type, 6, option]
                     if reach <= upper[level]:
                         for which in range(len(prices)):
-                            paid = seconds[kind, option] + prices[which] * rows[kind, 2, option]
-                            least[kind, which] = min(least[kind, which], paid)
+                            paid = seconds[layer_type, option] + prices[which] * rows[layer_type, 2, option]
+                            least[layer_type, which] = min(least[layer_type, which], paid)
             if turn == 0:
                 for place in range(len(layers)):
-                    kind = layers[place]
-                    is_missing = least[kind, 0] == np.inf
+                    layer_type = layers[place]
+                    is_missing = least[layer_type, 0] == np.inf
                     missing[level, place + 1] = missing[level, place] + is_missing
                     for which in range(len(prices)):
-                        paid = 0.0 if is_missing else least[kind, which]
+                        paid = 0.0 if is_missing else least[layer_type, which]
                         prefix[level, which, place + 1] = prefix[level, which, place] + paid
         for which in range(len(prices)):
             cheapest = np.inf

@@ -22,16 +22,16 @@ H_{\lambda,\tau}(c) = \min_{s_{l+1}..s_n:\, u(k, s) - F \le \tau} \sum (t + r + 
 many different peaks, neighbours share a level: the choice is then taken from its upper edge and the price paid for its
 lower one.
 
-| symbol      | name           | unit   | meaning                                                        |
-|-------------|----------------|--------|----------------------------------------------------------------|
-| $h$         | `bytes`        | bytes  | `static_bytes` + microbatches in flight × `activation_bytes`   |
-| $f$         | `freed`        | bytes  | gone once the layer has worked                                 |
-| $u$         | `transient`    | bytes  | what the layer works with                                      |
-| $\beta$     | `buffers`      | bytes  | what is gathered ahead of layers, and what they leave beside others |
-| $c$, $e$    | `group`        | –      | switch class: strategies from which every switch costs the same |
-| $H_{\lambda,\tau}$ | `completion` | s | least priced cost of the layers still to come                  |
-| $\tau$      | `levels`       | bytes  | what the transient peak of the run may end on                  |
-| $\theta$    | `limit_s`      | s      | stage times above it are of no use to the caller               |
+| symbol             | name         | unit  | meaning                                                             |
+|--------------------|--------------|-------|---------------------------------------------------------------------|
+| $h$                | `bytes`      | bytes | `static_bytes` + microbatches in flight × `activation_bytes`        |
+| $f$                | `freed`      | bytes | gone once the layer has worked                                      |
+| $u$                | `transient`  | bytes | what the layer works with                                           |
+| $\beta$            | `buffers`    | bytes | what is gathered ahead of layers, and what they leave beside others |
+| $c$, $e$           | `group`      | –     | switch class: strategies from which every switch costs the same     |
+| $H_{\lambda,\tau}$ | `completion` | s     | least priced cost of the layers still to come                       |
+| $\tau$             | `levels`     | bytes | what the transient peak of the run may end on                       |
+| $\theta$           | `limit_s`    | s     | stage times above it are of no use to the caller                    |
 
 Source: Miao et al. 2022, Eq. 1; Wang et al. 2023, section 4.1 (forward memory and backward peak); the bound is
 Lagrangian duality as in Handler and Zang 1980 (constrained shortest paths).
@@ -56,8 +56,8 @@ MAX_LEVELS = 8
 MAX_PRICES_PER_LEVEL = 4
 """Prices of memory tried for each level while states are extended: the best ones for the whole run, and 0."""
 
-MAX_KINDS_SCREENED = 32
-"""With more kinds of layers than this in a run, its transient peaks are grouped into levels unseen."""
+MAX_TYPES_SCREENED = 32
+"""With more layer types than this in a run, its transient peaks are grouped into levels unseen."""
 
 MAX_CANDIDATES = 2_000_000
 """States times options of one layer; more of them take seconds and hundreds of megabytes, and seldom end in a proof."""
@@ -72,13 +72,13 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Switches:
-    """What redistribution costs by switch class, once for every different table of the layer kinds."""
+    """What redistribution costs by switch class, once for every different table of the layer types."""
 
     group: IntArray
     """[S] switch class of each strategy as the sender"""
     num_groups: int
     table: IntArray
-    """[K] which of the T tables a kind has"""
+    """[K] which of the T tables a layer type has"""
     sender: IntArray
     """[C] a strategy of each switch class"""
     seconds: FloatArray
@@ -97,16 +97,17 @@ class _Row:
     def __init__(self, place: int | tuple[slice, int]) -> None:
         self._place = place
 
-    def __get__(self, owner: Any, kind: type | None = None) -> IntArray:
+    def __get__(self, owner: Any, owner_type: type | None = None) -> IntArray:
         row: IntArray = owner.rows[self._place]
         return row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageCosts:
-    """What the layer kinds cost on a stage with a given number of microbatches in flight.
+    """What the layer types cost on a stage with a given number of microbatches in flight.
 
-    Arrays are [K, O] over the options worth considering; the first ``count`` of a kind are meant, the rest is padding.
+    Arrays are [K, O] over the options worth considering; the first ``count`` of a layer type are meant, the rest is
+    padding.
     """
 
     switches: Switches
@@ -124,7 +125,7 @@ class StageCosts:
     repeats: bool
     """As in `CostTables`."""
     lasts: IntArray
-    """[K] as `CostTables.last_kinds`"""
+    """[K] as `CostTables.last_types`"""
 
     @property
     def num_groups(self) -> int:
@@ -141,10 +142,10 @@ class StageCosts:
         """Whether nothing is freed and no buffers wait: then the peak of a run is that of one of its layers."""
         return len(self.buffers) == 1 and not self.rows[:, 4].any()
 
-    def most_freed(self, kinds: Sequence[int]) -> int:
-        """What any of the layers of these kinds free at most."""
+    def most_freed(self, layer_types: Sequence[int]) -> int:
+        """What any of the layers of these types free at most."""
         real = np.arange(self.rows.shape[2]) < self.count[:, None]
-        return int(np.where(real, self.rows[:, 4], 0).max(axis=1)[list(kinds)].sum())
+        return int(np.where(real, self.rows[:, 4], 0).max(axis=1)[list(layer_types)].sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -189,7 +190,7 @@ class ChainFrontier:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OptionTable:
-    """What every stage of one pipeline setting shares."""
+    """What every stage of one pipeline configuration shares."""
 
     tables: CostTables
     switches: Switches
@@ -231,9 +232,9 @@ class OptionTable:
         )
         count = kept.sum(axis=2)
         strategy = columns[np.argsort(~kept, axis=2, kind="stable")[:, :, : max(int(count.max()), 1)]]
-        kinds = np.arange(len(tables.kinds))[:, None]
+        layer_types = np.arange(len(tables.layer_types))[:, None]
         used = [{*row[columns[some]].tolist()} for row, some in zip(buffer, np.any(kept, axis=0), strict=True)]
-        inner = set[int]().union(*(used[kind] for kind in {*tables.layers[1:]}))
+        inner = set[int]().union(*(used[layer_type] for layer_type in {*tables.layers[1:]}))
         joined = _joined(buffers, used[tables.layers[0]], inner, repeats=tables.repeats)
         parts = [np.broadcast_to(each, num_bytes.shape) for each in (tables.transient_bytes, freed, buffer, held)]
         chosen = [np.take_along_axis(each, strategy, axis=2) for each in (num_bytes, *parts)]
@@ -246,9 +247,9 @@ class OptionTable:
                 seconds=seconds,
                 **joined,
                 repeats=tables.repeats,
-                lasts=np.array(tables.last_kinds or range(len(tables.kinds)), dtype=np.int64),
+                lasts=np.array(tables.last_types or range(len(tables.layer_types)), dtype=np.int64),
             )
-            for own, each, seconds in zip(count, rows, tables.time_s[kinds, strategy], strict=True)
+            for own, each, seconds in zip(count, rows, tables.time_s[layer_types, strategy], strict=True)
         ]
 
 
@@ -278,11 +279,11 @@ def _joined(buffers: IntArray, first: set[int], inner: set[int], *, repeats: boo
 
 
 def option_table(tables: CostTables) -> OptionTable:
-    """Switch classes of the strategies, and who receives for less, for all stages of a setting."""
+    """Switch classes of the strategies, and who receives for less, for all stages of a configuration."""
     first, table = _different_tables(tables)
     usable = tables.legal.any(axis=0)
     used = np.flatnonzero(usable if usable.any() else ~usable)
-    legal, switch = tables.legal[first], np.stack([tables.switch_s[kind] for kind in first])
+    legal, switch = tables.legal[first], np.stack([tables.switch_s[layer_type] for layer_type in first])
     group, sender = np.zeros((2, len(tables.strategies)), dtype=np.int64)
     if tables.received is not None:
         legal, switch = tables.received.told_apart(legal, switch)
@@ -315,7 +316,7 @@ def option_table(tables: CostTables) -> OptionTable:
 
 
 def _columns(tables: CostTables, used: IntArray) -> tuple[IntArray, ...]:
-    """The strategies of each pool; where there are none, those that some kind may use."""
+    """The strategies of each pool; where there are none, those that some layer type may use."""
     if tables.pools is None:
         return (used,)
     return tuple(np.flatnonzero(tables.pools.of_strategies == pool) for pool in range(max(tables.pools.of_stages) + 1))
@@ -355,16 +356,17 @@ def _numbered(rows: FloatArray) -> IntArray:
 
 
 def _different_tables(tables: CostTables) -> tuple[list[int], IntArray]:
-    """Kinds with different switch tables or legal strategies, the first of each, and for every kind which one it is."""
+    """Layer types with different switch tables or legal strategies, the first of each, and for every layer type which
+    one it is."""
     seen: dict[tuple[object, bytes], int] = {}
     first: list[int] = []
     which: list[int] = []
-    for kind, legal in enumerate(tables.legal):
-        switch = tables.switch_s[kind]
+    for layer_type, legal in enumerate(tables.legal):
+        switch = tables.switch_s[layer_type]
         content: object = switch.tobytes() if tables.switch_s.strides[0] else "shared"
         number = seen.setdefault((content, legal.tobytes()), len(seen))
         if number == len(first):
-            first.append(kind)
+            first.append(layer_type)
         which.append(number)
     return first, np.array(which, dtype=np.int64)
 
@@ -399,14 +401,14 @@ NO_PRUNING = Pruning(budget_bytes=NO_LIMIT_BYTES, limit_s=np.inf, prices=np.zero
 
 def chain_frontier(
     costs: StageCosts,
-    kinds: Sequence[int],
+    layer_types: Sequence[int],
     *,
     entries: IntArray | None = None,
     pruning: Pruning = NO_PRUNING,
     received: IntArray | None = None,
     is_last: bool = False,
 ) -> ChainFrontier:
-    """The frontier of a run of layers of these kinds, those of a stage; see the module.
+    """The frontier of a run of layers of these types, those of a stage; see the module.
 
     ``entries`` are the switch classes that the layer before may have left (None: there is no layer before);
     ``received`` [C + 1, S] the bytes that the first layer finds by them and its strategy; ``is_last``: no layer comes
@@ -415,19 +417,21 @@ def chain_frontier(
     entries = np.array([costs.num_groups]) if entries is None else entries
     states = _start(entries)
     room = np.empty((8, 0), dtype=np.int64), np.empty((2, 0))
-    costs = _useful(costs, kinds, pruning, _levels(costs, kinds, pruning, costs.transient + costs.rows[:, 6]))
-    guide = _guide(costs, kinds, entries, pruning, _levels(costs, kinds, pruning, costs.transient))
+    costs = _useful(
+        costs, layer_types, pruning, _levels(costs, layer_types, pruning, costs.transient + costs.rows[:, 6])
+    )
+    guide = _guide(costs, layer_types, entries, pruning, _levels(costs, layer_types, pruning, costs.transient))
     per_layer = []
-    for position, kind in enumerate(kinds):
+    for position, layer_type in enumerate(layer_types):
         if pruning.deadline is not None and time.monotonic() > pruning.deadline:
             raise TimeIsUpError
-        if position + 1 < len(kinds):
-            detour = costs.switches.detour[costs.switches.table[kinds[position + 1]]]
+        if position + 1 < len(layer_types):
+            detour = costs.switches.detour[costs.switches.table[layer_types[position + 1]]]
         else:
             detour = guide.nothing_follows if is_last else guide.anything_follows
-        room = _with_room(room, len(states) * int(costs.count[kind]))
+        room = _with_room(room, len(states) * int(costs.count[layer_type]))
         states = _extend(
-            states, costs, kind, detour, guide, position + 1, room, _NOTHING if received is None else received
+            states, costs, layer_type, detour, guide, position + 1, room, _NOTHING if received is None else received
         )
         received = None
         per_layer.append(states)
@@ -472,24 +476,24 @@ def peak_levels(peaks: IntArray, least: int | None = None) -> tuple[IntArray, In
     return np.append(least, upper[:-1] + 1), upper
 
 
-def _possible_peaks(costs: StageCosts, kinds: Sequence[int], peaks: IntArray, pruning: Pruning) -> IntArray:
+def _possible_peaks(costs: StageCosts, layer_types: Sequence[int], peaks: IntArray, pruning: Pruning) -> IntArray:
     """The transient peaks on which the run may end within budget and limit: the fewer, the finer are the levels.
 
     Each is bounded as in the module, at its own transient and without switches. Left as they are where there are as few
-    as levels anyway, or so many kinds that this would take longer than it saves.
+    as levels anyway, or so many layer types that this would take longer than it saves.
     """
     different = distinct(peaks)
-    numbers = Counter(kinds)
-    if len(different) <= MAX_LEVELS or len(numbers) > MAX_KINDS_SCREENED:
+    numbers = Counter(layer_types)
+    if len(different) <= MAX_LEVELS or len(numbers) > MAX_TYPES_SCREENED:
         return different
     total = pruning.prices[:, None] * (different - float(pruning.budget_bytes))
-    for kind, number in numbers.items():
-        count = costs.count[kind]
-        order = np.argsort(costs.transient[kind, :count], kind="stable")
-        priced = costs.seconds[kind, order] + pruning.prices[:, None] * costs.bytes[kind, order]
+    for layer_type, number in numbers.items():
+        count = costs.count[layer_type]
+        order = np.argsort(costs.transient[layer_type, :count], kind="stable")
+        priced = costs.seconds[layer_type, order] + pruning.prices[:, None] * costs.bytes[layer_type, order]
         least = np.full((len(pruning.prices), count + 1), np.inf)
         np.minimum.accumulate(priced, axis=1, out=least[:, 1:])
-        total += number * least[:, np.searchsorted(costs.transient[kind, order], different, side="right")]
+        total += number * least[:, np.searchsorted(costs.transient[layer_type, order], different, side="right")]
     bound = total.max(axis=0, initial=0.0)
     possible = bound <= pruning.limit_s * (1 + ROUNDING)
     possible[np.argmin(bound)] = True
@@ -497,49 +501,66 @@ def _possible_peaks(costs: StageCosts, kinds: Sequence[int], peaks: IntArray, pr
     return found
 
 
-def _levels(costs: StageCosts, kinds: Sequence[int], pruning: Pruning, reach: IntArray) -> tuple[IntArray, IntArray]:
+def _levels(
+    costs: StageCosts, layer_types: Sequence[int], pruning: Pruning, reach: IntArray
+) -> tuple[IntArray, IntArray]:
     """Lower and upper edges of the levels of ``reach`` [K, O], the transient peak, that a run is searched with."""
-    peaks = np.concatenate([reach[kind, : costs.count[kind]] for kind in set(kinds)])
+    peaks = np.concatenate([reach[layer_type, : costs.count[layer_type]] for layer_type in set(layer_types)])
     if costs.is_plain:
-        floor = max(int(costs.transient[kind, : costs.count[kind]].min(initial=2**48)) for kind in set(kinds))
-        return peak_levels(_possible_peaks(costs, kinds, np.maximum(peaks, floor), pruning))
-    return peak_levels(peaks, int(costs.transient[kinds[-1], : costs.count[kinds[-1]]].min(initial=2**48)))
+        lower_bound = max(
+            int(costs.transient[layer_type, : costs.count[layer_type]].min(initial=2**48))
+            for layer_type in set(layer_types)
+        )
+        return peak_levels(_possible_peaks(costs, layer_types, np.maximum(peaks, lower_bound), pruning))
+    return peak_levels(peaks, int(costs.transient[layer_types[-1], : costs.count[layer_types[-1]]].min(initial=2**48)))
 
 
-def _useful(costs: StageCosts, kinds: Sequence[int], pruning: Pruning, levels: tuple[IntArray, IntArray]) -> StageCosts:
+def _useful(
+    costs: StageCosts, layer_types: Sequence[int], pruning: Pruning, levels: tuple[IntArray, IntArray]
+) -> StageCosts:
     """The costs with those options alone that some run within budget and limit may hold.
 
     A run with an option takes as much longer than the bound of all runs, at any price, as the option than the cheapest
-    of its kind. Switches are left out.
+    of its type. Switches are left out.
     """
     if np.isinf(pruning.limit_s):
         return costs
-    freed = 0 if costs.is_plain else costs.most_freed(kinds)
+    freed = 0 if costs.is_plain else costs.most_freed(layer_types)
     numbers = np.array(
-        [(kind, number, freed if kind in kinds[:-1] else 0) for kind, number in sorted(Counter(kinds).items())]
+        [
+            (layer_type, number, freed if layer_type in layer_types[:-1] else 0)
+            for layer_type, number in sorted(Counter(layer_types).items())
+        ]
     )
     count, rows, seconds = costs.count.copy(), costs.rows.copy(), costs.seconds.copy()
     least = np.empty((len(numbers), len(pruning.prices)))
     limit_s = pruning.limit_s * (1 + ROUNDING)
-    end = int(costs.transient[kinds[-1], : costs.count[kinds[-1]]].min(initial=NO_LIMIT_BYTES))
+    end = int(costs.transient[layer_types[-1], : costs.count[layer_types[-1]]].min(initial=NO_LIMIT_BYTES))
     given = numbers, count, rows, seconds, pruning.prices, *levels, end, pruning.budget_bytes, limit_s, least
     kernels.drop_useless(*given)
     return replace(costs, count=count, rows=rows, seconds=seconds)
 
 
 def _guide(
-    costs: StageCosts, kinds: Sequence[int], entries: IntArray, pruning: Pruning, levels: tuple[IntArray, IntArray]
+    costs: StageCosts,
+    layer_types: Sequence[int],
+    entries: IntArray,
+    pruning: Pruning,
+    levels: tuple[IntArray, IntArray],
 ) -> _Guide:
     """Completion bounds for every level at price 0 and at those of the prices that bound the whole run best."""
     lower, upper = levels
-    completion = np.zeros((len(kinds) + 1, len(lower), len(pruning.prices), costs.num_groups + 1))
-    rest_bytes, others = np.zeros((len(kinds) + 1, len(lower)), dtype=np.int64), np.zeros((2, len(kinds) + 1), np.int64)
-    last = costs.transient[kinds[-1], : costs.count[kinds[-1]]].min(initial=NO_LIMIT_BYTES)
+    completion = np.zeros((len(layer_types) + 1, len(lower), len(pruning.prices), costs.num_groups + 1))
+    rest_bytes, others = (
+        np.zeros((len(layer_types) + 1, len(lower)), dtype=np.int64),
+        np.zeros((2, len(layer_types) + 1), np.int64),
+    )
+    last = costs.transient[layer_types[-1], : costs.count[layer_types[-1]]].min(initial=NO_LIMIT_BYTES)
     kernels.completions(
         completion,
         rest_bytes,
         others,
-        np.array(kinds, dtype=np.int64),
+        np.array(layer_types, dtype=np.int64),
         costs.count,
         costs.rows,
         costs.seconds,
@@ -562,7 +583,7 @@ def _guide(
         prices=pruning.prices[best],
         completion=np.take_along_axis(completion, best[None, :, :, None], axis=2),
         rest_bytes=rest_bytes,
-        others=np.ascontiguousarray(np.stack([*others, np.full(len(kinds) + 1, last)], axis=1)),
+        others=np.ascontiguousarray(np.stack([*others, np.full(len(layer_types) + 1, last)], axis=1)),
         nothing_follows=np.zeros((classes, classes)),
         anything_follows=np.where(np.eye(classes, dtype=bool), 0.0, np.inf),
     )
@@ -588,7 +609,7 @@ def _with_room(room: _Room, needed: int) -> _Room:
 def _extend(
     states: LayerStates,
     costs: StageCosts,
-    kind: int,
+    layer_type: int,
     detour: FloatArray,
     guide: _Guide,
     position: int,
@@ -602,10 +623,10 @@ def _extend(
     found = kernels.candidates(
         states.rows,
         states.seconds,
-        costs.count[kind],
-        costs.rows[kind],
-        costs.seconds[kind],
-        costs.switches.seconds[costs.switches.table[kind]],
+        costs.count[layer_type],
+        costs.rows[layer_type],
+        costs.seconds[layer_type],
+        costs.switches.seconds[costs.switches.table[layer_type]],
         received,
         costs.buffers,
         costs.joined,

@@ -120,10 +120,10 @@ def _ended(tables: CostTables, prefix: IntArray, least: IntArray) -> IntArray:
 
     Where a longer run would take less it counts as much less, so that the bytes rise: they bound from below then.
     """
-    if tables.is_plain and not tables.last_kinds:
+    if tables.is_plain and not tables.last_types:
         return prefix
-    ended, lasts = prefix.copy(), tables.last_kinds or range(len(tables.kinds))
-    ended[:, :, 1:] = prefix[:, :, :-1] + least[:, :, [lasts[kind] for kind in tables.layers]]
+    ended, lasts = prefix.copy(), tables.last_types or range(len(tables.layer_types))
+    ended[:, :, 1:] = prefix[:, :, :-1] + least[:, :, [lasts[layer_type] for layer_type in tables.layers]]
     ended[:] = np.minimum.accumulate(ended[:, :, ::-1], axis=2)[:, :, ::-1]
     return ended
 
@@ -139,7 +139,7 @@ def _least_by_threshold(
         return np.zeros(1, dtype=np.int64), num_bytes.min(axis=2, initial=IMPOSSIBLE)[:, None]
     order = np.argsort(transient, axis=1, kind="stable")
     rising = np.take_along_axis(transient, order, axis=1)
-    least = np.full((len(in_flight), len(tables.kinds), len(tables.strategies) + 1), IMPOSSIBLE)
+    least = np.full((len(in_flight), len(tables.layer_types), len(tables.strategies) + 1), IMPOSSIBLE)
     by_transient = np.take_along_axis(num_bytes, order[None], axis=2)
     np.minimum.accumulate(by_transient, axis=2, out=least[:, :, 1:])
     gains = (least[:, :, 1:] < least[:, :, :-1]).any(axis=0)
@@ -149,7 +149,7 @@ def _least_by_threshold(
     if len(threshold) == 0:
         threshold = np.zeros(1, dtype=np.int64)
     places = [np.searchsorted(row, threshold, side="right") for row in rising]
-    return threshold, np.stack([least[:, kind, place] for kind, place in enumerate(places)], axis=2)
+    return threshold, np.stack([least[:, layer_type, place] for layer_type, place in enumerate(places)], axis=2)
 
 
 def furthest_boundaries(
@@ -299,29 +299,29 @@ def least_memory_strategies(
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
         memory = memories[stage]
         if not tables.is_plain:
-            chosen.extend(_small_strategies(tables, stage, tables.run_kinds(start, end)))
+            chosen.extend(_small_strategies(tables, stage, tables.run_types(start, end)))
             continue
         best = int(np.argmin(memory.ended[:, end] - memory.prefix[:, start] + memory.threshold))
         num_bytes = tables.held_bytes(tables.pipeline.in_flight(stage))
         allowed = tables.legal_on(stage) & (tables.transient_bytes <= memory.threshold[best])
         smallest = np.where(allowed, num_bytes, IMPOSSIBLE).argmin(axis=1)
-        chosen.extend(int(smallest[kind]) for kind in tables.run_kinds(start, end))
+        chosen.extend(int(smallest[layer_type]) for layer_type in tables.run_types(start, end))
     return tuple(chosen)
 
 
-def _small_strategies(tables: CostTables, stage: int, kinds: Sequence[int]) -> list[int]:
+def _small_strategies(tables: CostTables, stage: int, layer_types: Sequence[int]) -> list[int]:
     """Strategies for the layers of a stage: of those that hold least within each threshold the ones that take least."""
     in_flight = tables.pipeline.in_flight(stage)
     legal, held = tables.legal_on(stage), tables.held_bytes(in_flight)
     works = tables.transient_bytes + tables.buffers_of.sum(axis=0)
-    used = sorted(set(kinds))
+    used = sorted(set(layer_types))
     peaks = distinct(works[used][legal[used]])
     found = []
     for peak in peaks[np.linspace(0, len(peaks) - 1, min(len(peaks), MAX_THRESHOLDS)).round().astype(np.int64)]:
         for num_bytes in (held, held + works):
             size = np.where(legal & (works <= peak), num_bytes, np.where(legal, IMPOSSIBLE + works, 2 * IMPOSSIBLE))
-            found.append(size.argmin(axis=1)[list(kinds)])
+            found.append(size.argmin(axis=1)[list(layer_types)])
     chosen = np.stack(found)
-    total = held[list(kinds), chosen].sum(axis=1) + tables.transient_of(kinds, chosen, in_flight)
+    total = held[list(layer_types), chosen].sum(axis=1) + tables.transient_of(layer_types, chosen, in_flight)
     best: list[int] = chosen[int(total.argmin())].tolist()
     return best

@@ -1,4 +1,5 @@
-"""Cost tables that are made when they are first asked for: most settings are beaten by what computing takes alone."""
+"""Cost tables that are made when they are first asked for: most configurations are beaten by what computing takes
+alone."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,12 +8,12 @@ from steelyard.schedules import PipelineConfig
 
 
 class OnDemand:
-    """The cost tables of a pipeline setting, made when first asked for.
+    """The cost tables of a pipeline configuration, made when first asked for.
 
     No plan of them takes less than ``least_s`` seconds; infinite where no plan can run. Where tables are dear, a
-    sharper bound comes before them: ``sharpen`` returns the settings that take this one's place, given the seconds
-    beyond which none need be told apart, and ``missing_bytes`` how much more memory a setting of infinite bound needs
-    at least, or the most that is asked about.
+    sharper bound comes before them: ``sharpen`` returns the configurations that take this one's place, given the
+    seconds beyond which none need be told apart, and ``missing_bytes`` how much more memory a configuration of infinite
+    bound needs at least, or the most that is asked about.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-r"""Cuts and strategies chosen together: the provably fastest plan of one pipeline setting.
+r"""Cuts and strategies chosen together: the provably fastest plan of one pipeline configuration.
 
 The objective $T = \sum_i t_i + (m-1) \max_i t_i$ depends on the layers only through the stage times, and rises with
 each. So a run of layers $l..l'-1$ on stage $i$, entered from switch class $e$ and left in class $x$, is summed up by
@@ -80,13 +80,13 @@ NO_PLAN = Solution(boundaries=(), strategies=(), stages=(), step_s=np.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SettingResult:
-    """The outcome for one pipeline setting.
+class ConfigResult:
+    """The outcome for one pipeline configuration.
 
     ``optimal``: ``solution`` is proven best. ``feasible``: best so far when time ran out. ``infeasible``: see
     ``miss`` (None where no budget helps). ``beaten``: proven slower than the cutoff, so not searched to the end;
     ``solution`` may then be missing, as it is where time ran out before. ``lower_bound_s`` holds for every plan of the
-    setting.
+    configuration.
     """
 
     status: Status
@@ -104,9 +104,9 @@ class SettingResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prospect:
-    """A feasible setting before its search: what is known cheaply."""
+    """A feasible configuration before its search: what is known cheaply."""
 
-    setting: PreparedTables
+    prepared: PreparedTables
     lower_bound_s: float
     fallback: Solution
     """One of little memory; `NO_PLAN` where it does not fit either."""
@@ -116,35 +116,37 @@ class Prospect:
     """Of that plan of little memory."""
 
 
-def assess(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | SettingResult:
-    """A feasible setting with a lower bound of its step time, or the proof that it is infeasible."""
+def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | ConfigResult:
+    """A feasible configuration with a lower bound of its step time, or the proof that it is infeasible."""
     known = of if isinstance(of, AnyBudget) else AnyBudget(of)
     tables = known.tables
-    if tables.side_inputs:
+    if tables.cross_layer_inputs:
         raise InvalidProblemError(
-            field="side_inputs", found=str(len(tables.side_inputs)), expected="none here: `search` resolves them first"
+            field="side_inputs",
+            found=str(len(tables.cross_layer_inputs)),
+            expected="none here: `search` resolves them first",
         )
     memories = known.memories
     fitting = furthest_boundaries(tables, memories, budget_bytes)
     if fitting is None:
         smallest = least_plan(tables, memories)
         miss = None if smallest is None else miss_of(tables, smallest, budget_bytes)
-        return SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
+        return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
     least = evaluate(tables, fitting, least_memory_strategies(tables, memories, fitting))
-    setting = known.within(budget_bytes)
-    low, high = _least_slowest_s(setting, max(stage.time_s for stage in least.stages))
+    prepared = known.within(budget_bytes)
+    low, high = _least_slowest_s(prepared, max(stage.time_s for stage in least.stages))
     return Prospect(
-        setting=setting,
-        lower_bound_s=max(quick_bound_s(tables), _step_bound_s(setting, low)),
+        prepared=prepared,
+        lower_bound_s=max(quick_bound_s(tables), _step_bound_s(prepared, low)),
         fallback=least if least.peak_bytes <= budget_bytes else NO_PLAN,
-        filled=filled_boundaries(setting, high) or fitting,
+        filled=filled_boundaries(prepared, high) or fitting,
         miss=miss_of(tables, least, budget_bytes),
     )
 
 
 def least_plan(tables: CostTables, memories: Sequence[StageMemory] | None = None) -> Solution | None:
     """A plan of little memory, the least where nothing is freed; None where some layer has no legal strategy."""
-    tables = replace(tables, side_inputs=()) if tables.side_inputs else tables
+    tables = replace(tables, cross_layer_inputs=()) if tables.cross_layer_inputs else tables
     memories = memories or stage_memories(tables)
     miss = nearest_miss(tables, 0, memories)
     if miss is None:
@@ -158,7 +160,10 @@ def miss_of(tables: CostTables, least: Solution, budget_bytes: int) -> NearestMi
     stage = int(np.argmax(sizes))
     start, end = least.boundaries[stage], least.boundaries[stage + 1]
     held = tables.held_bytes(least.stages[stage].in_flight) + tables.transient_bytes
-    alone = [held[kind, least.strategies[start + place]] for place, kind in enumerate(tables.run_kinds(start, end))]
+    alone = [
+        held[layer_type, least.strategies[start + place]]
+        for place, layer_type in enumerate(tables.run_types(start, end))
+    ]
     return NearestMiss(
         needed_bytes=sizes[stage],
         miss_bytes=sizes[stage] - budget_bytes,
@@ -168,18 +173,18 @@ def miss_of(tables: CostTables, least: Solution, budget_bytes: int) -> NearestMi
     )
 
 
-def settle(prospect: Prospect, *, cutoff_s: float = np.inf, deadline: float | None = None) -> SettingResult:
-    """The fastest plan of a feasible setting, or the proof that it is slower than the cutoff."""
+def settle_chain(prospect: Prospect, *, cutoff_s: float = np.inf, deadline: float | None = None) -> ConfigResult:
+    """The fastest plan of a feasible configuration, or the proof that it is slower than the cutoff."""
     if prospect.lower_bound_s > cutoff_s:
-        return SettingResult(status="beaten", solution=None, lower_bound_s=prospect.lower_bound_s)
+        return ConfigResult(status="beaten", solution=None, lower_bound_s=prospect.lower_bound_s)
     best = _first_or_fallback(prospect)
-    found = _search_upwards(prospect.setting, best, prospect.lower_bound_s, cutoff_s, deadline, filled=prospect.filled)
+    found = _search_upwards(prospect.prepared, best, prospect.lower_bound_s, cutoff_s, deadline, filled=prospect.filled)
     return replace(found, miss=prospect.miss) if found.status == "infeasible" else found
 
 
-def sketch(prospect: Prospect) -> SettingResult:
-    """A good plan of a setting that is beaten already; no attempt is made to prove it best."""
-    return SettingResult(
+def sketch_chain(prospect: Prospect) -> ConfigResult:
+    """A good plan of a configuration that is beaten already; no attempt is made to prove it best."""
+    return ConfigResult(
         status="beaten", solution=_known(_first_or_fallback(prospect)), lower_bound_s=prospect.lower_bound_s
     )
 
@@ -189,7 +194,7 @@ def _known(plan: Solution) -> Solution | None:
 
 
 def _first_or_fallback(prospect: Prospect) -> Solution:
-    first = first_plan(prospect.setting, prospect.filled) or prospect.fallback
+    first = first_plan(prospect.prepared, prospect.filled) or prospect.fallback
     return min(first, prospect.fallback, key=lambda plan: plan.step_s)
 
 
@@ -209,7 +214,7 @@ def quick_bound_s(tables: CostTables) -> float:
 
 
 def _pooled_bound_s(tables: CostTables, pools: Pools) -> float:
-    counts = np.bincount(tables.layers, minlength=len(tables.kinds)).tolist()
+    counts = np.bincount(tables.layers, minlength=len(tables.layer_types)).tolist()
     fastest = [
         PricedLayers.unpriced(
             np.where(tables.legal & (pools.of_strategies == pool), tables.time_s, np.inf).min(axis=1), counts
@@ -220,23 +225,23 @@ def _pooled_bound_s(tables: CostTables, pools: Pools) -> float:
     return least_step_s(stages, counts, pools.transfer_s, tables.pipeline.num_passes) * (1 - ROUNDING)
 
 
-def _least_slowest_s(setting: PreparedTables, known_s: float) -> tuple[float, float]:
+def _least_slowest_s(prepared: PreparedTables, known_s: float) -> tuple[float, float]:
     """Two times between which the least maximum of the stage bounds lies; bisection below a known one."""
-    low, high = setting.fastest_total_s / setting.tables.pipeline.num_stages, known_s
+    low, high = prepared.fastest_total_s / prepared.tables.pipeline.num_stages, known_s
     while high - low > 0.001 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if filled_boundaries(setting, middle) else (middle, high)
+        low, high = (low, middle) if filled_boundaries(prepared, middle) else (middle, high)
     return low, high
 
 
-def _step_bound_s(setting: PreparedTables, slowest_s: float) -> float:
+def _step_bound_s(prepared: PreparedTables, slowest_s: float) -> float:
     """Step time of stages of which one takes at least this long and that together take the least total."""
-    total = max(setting.fastest_total_s, slowest_s)
-    return (total + (setting.tables.pipeline.num_passes - 1) * slowest_s) * (1 - ROUNDING)
+    total = max(prepared.fastest_total_s, slowest_s)
+    return (total + (prepared.tables.pipeline.num_passes - 1) * slowest_s) * (1 - ROUNDING)
 
 
 def first_plan(
-    setting: PreparedTables, boundaries: Sequence[int], width: int = FIRST_PLAN_WIDTH, known_s: float = np.inf
+    prepared: PreparedTables, boundaries: Sequence[int], width: int = FIRST_PLAN_WIDTH, known_s: float = np.inf
 ) -> Solution | None:
     """A good plan with these boundaries: stage after stage, few states each, the fastest end taken; None if stuck.
 
@@ -245,56 +250,56 @@ def first_plan(
     strategies: list[int] = []
     entries = None
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
-        bounds = setting.bounds[stage]
+        bounds = prepared.bounds[stage]
         pruning = Pruning(
-            budget_bytes=setting.rooms[stage],
-            limit_s=known_s / setting.tables.pipeline.num_passes,
+            budget_bytes=prepared.rooms[stage],
+            limit_s=known_s / prepared.tables.pipeline.num_passes,
             prices=bounds.good_prices(start, end),
             width=width,
         )
-        kinds = setting.tables.run_kinds(start, end)
-        received = setting.received(stage)
-        chain = chain_frontier(bounds.costs, kinds, entries=entries, pruning=pruning, received=received)
+        layer_types = prepared.tables.run_types(start, end)
+        received = prepared.received(stage)
+        chain = chain_frontier(bounds.costs, layer_types, entries=entries, pruning=pruning, received=received)
         if len(chain.last) == 0:
             return None
         best = int(np.argmin(chain.last.seconds))
         strategies.extend(chain.strategies(best))
         entries = chain.last.group[best : best + 1]
-    return evaluate(setting.tables, boundaries, strategies)
+    return evaluate(prepared.tables, boundaries, strategies)
 
 
 def _search_upwards(
-    setting: PreparedTables,
+    prepared: PreparedTables,
     best: Solution,
     lower: float,
     cutoff_s: float,
     deadline: float | None,
     boundaries: Sequence[int] | None = None,
     filled: Sequence[int] = (),
-) -> SettingResult:
+) -> ConfigResult:
     """Raise the target from the lower bound until a plan is found, the best known one is reached or time is up.
 
     Where too many states lie within a target, a better plan is sought among more states, with the boundaries of the
     best plan, or those ``filled`` where none is known, and the next target lies half way to it.
     """
     aim, refused = FIRST_AIM, np.inf
-    width, retreats, slowest_s = FIRST_PLAN_WIDTH, 0, _slowest_s(setting)
+    width, retreats, slowest_s = FIRST_PLAN_WIDTH, 0, _slowest_s(prepared)
     while lower <= cutoff_s and lower < best.step_s:
         if lower > slowest_s:
-            return SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf)
+            return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf)
         target = min(lower + aim * (lower or min(best.step_s, slowest_s)), cutoff_s, best.step_s)
         try:
-            best, lower = improve(setting, best, lower, target, boundaries, deadline)
+            best, lower = improve(prepared, best, lower, target, boundaries, deadline)
         except TimeIsUpError:
-            return SettingResult(status="feasible", solution=_known(best), lower_bound_s=lower)
+            return ConfigResult(status="feasible", solution=_known(best), lower_bound_s=lower)
         except TooManyStatesError:
             retreats += 1
             if retreats > MAX_RETREATS or target < lower * (1 + LEAST_AIM):
-                return SettingResult(status="feasible", solution=_known(best), lower_bound_s=lower)
+                return ConfigResult(status="feasible", solution=_known(best), lower_bound_s=lower)
             if width < WIDEST and (near := best.boundaries or filled):
                 width *= 8
                 with suppress(TooManyStatesError):
-                    wider = first_plan(setting, near, width, best.step_s)
+                    wider = first_plan(prepared, near, width, best.step_s)
                     best = min(best, wider or best, key=lambda plan: plan.step_s)
             aim, refused = aim / 2, target
             continue
@@ -304,21 +309,21 @@ def _search_upwards(
         if lower < refused < np.inf:
             aim = min(aim, (refused - lower) / lower / 2)
     if best.step_s > cutoff_s or not best.strategies:
-        return SettingResult(status="beaten", solution=_known(best), lower_bound_s=min(lower, best.step_s))
-    return SettingResult(status="optimal", solution=best, lower_bound_s=best.step_s)
+        return ConfigResult(status="beaten", solution=_known(best), lower_bound_s=min(lower, best.step_s))
+    return ConfigResult(status="optimal", solution=best, lower_bound_s=best.step_s)
 
 
-def _slowest_s(setting: PreparedTables) -> float:
+def _slowest_s(prepared: PreparedTables) -> float:
     """No plan takes longer."""
-    tables = setting.tables
-    kinds = list(tables.layers)
-    slowest = np.where(tables.legal, tables.time_s, 0.0).max(axis=1)[kinds].sum()
-    total = float(slowest + tables.switch_s.max(axis=(1, 2))[kinds].sum()) + tables.all_received_s
+    tables = prepared.tables
+    layer_types = list(tables.layers)
+    slowest = np.where(tables.legal, tables.time_s, 0.0).max(axis=1)[layer_types].sum()
+    total = float(slowest + tables.switch_s.max(axis=(1, 2))[layer_types].sum()) + tables.all_received_s
     return total * tables.pipeline.num_passes * (1 + FIRST_AIM)
 
 
 def improve(
-    setting: PreparedTables,
+    prepared: PreparedTables,
     best: Solution,
     lower: float,
     target_s: float,
@@ -330,26 +335,26 @@ def improve(
     With ``boundaries``, of all plans with these. Raises `TimeIsUpError` after the deadline.
     """
     aim = target_s * (1 + ROUNDING)
-    stages = possible_runs(setting, aim) if boundaries is None else runs_between(setting, boundaries)
+    stages = possible_runs(prepared, aim) if boundaries is None else runs_between(prepared, boundaries)
     if stages is None:
         return best, max(lower, aim)
     while True:
-        solve_runs(setting, stages, aim, deadline)
-        pipeline = join_runs(setting, stages, aim)
+        solve_runs(prepared, stages, aim, deadline)
+        pipeline = join_runs(prepared, stages, aim)
         if pipeline is None:
             return best, max(lower, aim)
         lower = max(lower, pipeline.step_s * (1 - ROUNDING))
-        best = min(best, _plan_of(setting, stages, pipeline) or best, key=lambda plan: plan.step_s)
+        best = min(best, _plan_of(prepared, stages, pipeline) or best, key=lambda plan: plan.step_s)
         if best.step_s <= lower * (1 + 2 * ROUNDING) or not pipeline.hopeful:
             return best, best.step_s
-        limits = time_limits(setting, stages, aim)
+        limits = time_limits(prepared, stages, aim)
         for stage in pipeline.hopeful:
             runs, leg = stages[stage], pipeline.legs[stage]
             place = (leg.start - int(runs.starts[0]), leg.end - int(runs.ends[0]))
-            solve_further(setting, stage, runs, place, float(limits[stage][place]), deadline)
+            solve_further(prepared, stage, runs, place, float(limits[stage][place]), deadline)
 
 
-def _plan_of(setting: PreparedTables, stages: Sequence[StageRuns], pipeline: Pipeline) -> Solution | None:
+def _plan_of(prepared: PreparedTables, stages: Sequence[StageRuns], pipeline: Pipeline) -> Solution | None:
     """The plan of a pipeline, with the best that is known of its hopeful runs; None where nothing is.
 
     Or where it is too large: such a run was solved for another layer before.
@@ -360,18 +365,20 @@ def _plan_of(setting: PreparedTables, stages: Sequence[StageRuns], pipeline: Pip
         if known is None or len(known.seconds) == 0:
             return None
         strategies.extend(known.chain.strategies(leg.state) if leg.state >= 0 else known.best())
-    plan = evaluate(setting.tables, (0, *(leg.end for leg in pipeline.legs)), strategies)
-    return plan if plan.peak_bytes <= setting.budget_bytes else None
+    plan = evaluate(prepared.tables, (0, *(leg.end for leg in pipeline.legs)), strategies)
+    return plan if plan.peak_bytes <= prepared.budget_bytes else None
 
 
-def best_for_boundaries(setting: PreparedTables, boundaries: Sequence[int]) -> Solution | None:
+def best_for_boundaries(prepared: PreparedTables, boundaries: Sequence[int]) -> Solution | None:
     """The fastest plan with exactly these boundaries, or None if some stage cannot fit."""
     spans = itertools.pairwise(boundaries)
-    for memory, room_bytes, (start, end) in zip(setting.memories, setting.rooms, spans, strict=True):
+    for memory, room_bytes, (start, end) in zip(prepared.memories, prepared.rooms, spans, strict=True):
         if memory.least_bytes(start, end) > room_bytes:
             return None
-    least = evaluate(setting.tables, boundaries, least_memory_strategies(setting.tables, setting.memories, boundaries))
-    known = [first_plan(setting, boundaries) or NO_PLAN]
-    known += [least] if least.peak_bytes <= setting.budget_bytes else []
+    least = evaluate(
+        prepared.tables, boundaries, least_memory_strategies(prepared.tables, prepared.memories, boundaries)
+    )
+    known = [first_plan(prepared, boundaries) or NO_PLAN]
+    known += [least] if least.peak_bytes <= prepared.budget_bytes else []
     best = min(known, key=lambda plan: plan.step_s)
-    return _search_upwards(setting, best, setting.fastest_total_s, np.inf, None, boundaries).solution
+    return _search_upwards(prepared, best, prepared.fastest_total_s, np.inf, None, boundaries).solution

@@ -69,11 +69,11 @@ class Pipeline:
         return tuple(stage for stage, leg in enumerate(self.legs) if leg.state < 0)
 
 
-def join_runs(setting: PreparedTables, stages: Sequence[StageRuns], aim_s: float) -> Pipeline | None:
+def join_runs(prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: float) -> Pipeline | None:
     """The fastest pipeline with a step time within the aim, hopeful runs included, or None."""
     rest_total, rest_worst = rest_bounds(stages)
-    groups = setting.bounds[0].costs.num_groups
-    limits = time_limits(setting, stages, aim_s)
+    groups = prepared.bounds[0].costs.num_groups
+    limits = time_limits(prepared, stages, aim_s)
     transitions = [transitions_of(runs, limit, groups) for runs, limit in zip(stages, limits, strict=True)]
     joined = [_nothing_placed(groups)]
     for stage, (runs, moves) in enumerate(zip(stages, transitions, strict=True)):
@@ -82,7 +82,7 @@ def join_runs(setting: PreparedTables, stages: Sequence[StageRuns], aim_s: float
         total = before.total[parent] + moves.seconds[run]
         worst = np.maximum(before.worst[parent], moves.seconds[run])
         column = moves.end[run] - runs.ends[0]
-        bound = setting.step_s(total + rest_total[stage + 1][column], np.maximum(worst, rest_worst[stage + 1][column]))
+        bound = prepared.step_s(total + rest_total[stage + 1][column], np.maximum(worst, rest_worst[stage + 1][column]))
         useful = np.flatnonzero(bound <= aim_s)
         parent, run, total, worst = parent[useful], run[useful], total[useful], worst[useful]
         place, group = moves.end[run], moves.exit[run]
@@ -99,7 +99,7 @@ def join_runs(setting: PreparedTables, stages: Sequence[StageRuns], aim_s: float
         )
     if len(joined[-1].place) == 0:
         return None
-    step_s = setting.step_s(joined[-1].total, joined[-1].worst)
+    step_s = prepared.step_s(joined[-1].total, joined[-1].worst)
     best = int(np.argmin(step_s))
     return Pipeline(step_s=float(step_s[best]), legs=tuple(_legs(joined, transitions, best))[::-1])
 

@@ -1,8 +1,8 @@
 """Problem files: cost tables as versioned JSON, so that anyone can bring tables of their own and have them solved.
 
-A file holds a name, a budget and one or more pipeline settings. Tables list one number for each of the setting's
-``strategies``, in their order; see `CostTables` for what the numbers mean. Strategies are written as in a plan, for
-example ``fsdp4-tp2+sp remat=full``.
+A file holds a name, a budget and one or more pipeline configurations. Tables list one number for each of the
+configuration's ``strategies``, in their order; see `CostTables` for what the numbers mean. Strategies are written as in
+a plan, for example ``fsdp4-tp2+sp remat=full``.
 
 ```json
 {
@@ -24,9 +24,9 @@ example ``fsdp4-tp2+sp remat=full``.
 }
 ```
 
-A setting may list side inputs, values that layers read besides the output of the layer before them (positions count
-from 0; rows of ``seconds`` are the strategies of the source, columns those of a reader). Files with side inputs are of
-version 2, all others of version 1.
+A configuration may list cross-layer inputs, values that layers read besides the output of the layer before them
+(positions count from 0; rows of ``seconds`` are the strategies of the source, columns those of a reader). Files with
+cross-layer inputs are of version 2, all others of version 1.
 
 ```json
 "side_inputs": [{"source": 0, "readers": [1], "seconds": [[0.0, 0.002], [0.001, 0.0]]}]
@@ -45,7 +45,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from steelyard.cost.tables import CostTables, SideInput
+from steelyard.cost.tables import CostTables, CrossLayerInput
 from steelyard.errors import InvalidProblemError, UserError, nearest
 from steelyard.files import read_json
 from steelyard.limits import MOST_BYTES, MOST_LAYERS, Bytes, Microbatches, Samples, Seconds
@@ -65,8 +65,8 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, defer_build=True)
 
 
-class KindCosts(_Part):
-    """Costs of one layer kind, one entry per strategy."""
+class LayerTypeCosts(_Part):
+    """Costs of one layer type, one entry per strategy."""
 
     name: str
     legal: Annotated[list[bool], FailFast()]
@@ -77,7 +77,7 @@ class KindCosts(_Part):
 
 
 class SwitchCosts(_Part):
-    """Switch costs towards layers of these kinds: row = strategy of the layer before, column = of the layer."""
+    """Switch costs towards layers of these types: row = strategy of the layer before, column = of the layer."""
 
     kinds: list[str]
     seconds: Annotated[list[Row], FailFast()]
@@ -90,7 +90,7 @@ class EqualLayers(_Part):
     count: LayerCount
 
 
-class SideInputCosts(_Part):
+class CrossLayerInputCosts(_Part):
     """A value that the layers ``readers`` read from the layer ``source``: row = its strategy, column = the reader's."""
 
     source: LayerPlace
@@ -98,20 +98,20 @@ class SideInputCosts(_Part):
     seconds: Annotated[list[Row], FailFast()]
 
 
-class SettingCosts(_Part):
-    """One pipeline setting; ``samples`` is its global batch, 1 where all settings have the same."""
+class ConfigCosts(_Part):
+    """One pipeline configuration; ``samples`` is its global batch, 1 where all configurations have the same."""
 
     num_stages: LayerCount
     num_microbatches: Microbatches
     schedule: ScheduleName
     strategies: Annotated[list[str], FailFast()]
     layers: Annotated[list[EqualLayers], FailFast()]
-    kinds: Annotated[list[KindCosts], FailFast()]
+    kinds: Annotated[list[LayerTypeCosts], FailFast()]
     switch_s: Annotated[list[SwitchCosts], FailFast()]
     transfer_s: Seconds
     overhead_bytes: Bytes
     samples: Samples = 1
-    side_inputs: list[SideInputCosts] = []
+    side_inputs: list[CrossLayerInputCosts] = []
     num_chunks: LayerCount = 1
 
 
@@ -121,7 +121,7 @@ class ProblemFile(_Part):
     version: Literal[1, 2]
     name: str = ""
     budget_bytes: Bytes | None = None
-    settings: Annotated[list[SettingCosts], Field(min_length=1)]
+    settings: Annotated[list[ConfigCosts], Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,7 +130,7 @@ class Problem:
 
     name: str
     budget_bytes: int | None
-    settings: tuple[CostTables, ...]
+    configs: tuple[CostTables, ...]
     samples: tuple[int, ...]
 
 
@@ -143,17 +143,17 @@ def solve_problem(problem: Problem, budget_bytes: int | None = None, **options: 
         )
     if budget > MOST_BYTES:
         raise InvalidProblemError(field="budget_bytes", found=str(budget), expected=f"at most {MOST_BYTES}")
-    return search(problem.settings, budget, samples=problem.samples, **options)
+    return search(problem.configs, budget, samples=problem.samples, **options)
 
 
 def save_problem(path: Path, problem: Problem) -> None:
     """Write a problem as JSON; reading it back gives equal tables. Raises `UserError` if it cannot be written."""
     content = ProblemFile(
-        version=2 if any(tables.side_inputs for tables in problem.settings) else 1,
+        version=2 if any(tables.cross_layer_inputs for tables in problem.configs) else 1,
         name=problem.name,
         budget_bytes=problem.budget_bytes,
         settings=[
-            _setting_costs(tables, samples) for tables, samples in zip(problem.settings, problem.samples, strict=True)
+            _config_costs(tables, samples) for tables, samples in zip(problem.configs, problem.samples, strict=True)
         ],
     )
     unused = {"settings": {"__all__": {"side_inputs"}}} if content.version == 1 else None
@@ -179,110 +179,116 @@ def parse_problem(content: object) -> Problem:
         parsed = ProblemFile.model_validate(content)
     except ValidationError as error:
         raise _explained(error) from None
-    for index, setting in enumerate(parsed.settings):
-        if setting.side_inputs and parsed.version == 1:
+    for index, config in enumerate(parsed.settings):
+        if config.side_inputs and parsed.version == 1:
             raise InvalidProblemError(
                 field=f"settings.{index}.side_inputs",
-                found="side inputs in a file of version 1",
+                found="cross-layer inputs in a file of version 1",
                 expected="none, or version 2",
                 hint='write "version": 2',
             )
     return Problem(
         name=parsed.name,
         budget_bytes=parsed.budget_bytes,
-        settings=tuple(_tables(setting, f"settings.{index}") for index, setting in enumerate(parsed.settings)),
-        samples=tuple(setting.samples for setting in parsed.settings),
+        configs=tuple(_tables(config, f"settings.{index}") for index, config in enumerate(parsed.settings)),
+        samples=tuple(config.samples for config in parsed.settings),
     )
 
 
-def _setting_costs(tables: CostTables, samples: int) -> SettingCosts:
+def _config_costs(tables: CostTables, samples: int) -> ConfigCosts:
     switches: dict[bytes, list[int]] = {}
-    for kind in range(len(tables.kinds)):
-        switches.setdefault(tables.switch_s[kind].tobytes(), []).append(kind)
-    return SettingCosts(
+    for layer_type in range(len(tables.layer_types)):
+        switches.setdefault(tables.switch_s[layer_type].tobytes(), []).append(layer_type)
+    return ConfigCosts(
         num_stages=tables.pipeline.num_stages,
         num_microbatches=tables.pipeline.num_microbatches,
         schedule=tables.pipeline.schedule.name,
         strategies=[str(strategy) for strategy in tables.strategies],
-        layers=[EqualLayers(kind=tables.kinds[kind], count=len(list(run))) for kind, run in groupby(tables.layers)],
+        layers=[
+            EqualLayers(kind=tables.layer_types[layer_type], count=len(list(run)))
+            for layer_type, run in groupby(tables.layers)
+        ],
         kinds=[
-            KindCosts(
+            LayerTypeCosts(
                 name=name,
-                legal=tables.legal[kind].tolist(),
-                time_s=tables.time_s[kind].tolist(),
-                static_bytes=tables.static_bytes[kind].tolist(),
-                activation_bytes=tables.activation_bytes[kind].tolist(),
-                transient_bytes=tables.transient_bytes[kind].tolist(),
+                legal=tables.legal[layer_type].tolist(),
+                time_s=tables.time_s[layer_type].tolist(),
+                static_bytes=tables.static_bytes[layer_type].tolist(),
+                activation_bytes=tables.activation_bytes[layer_type].tolist(),
+                transient_bytes=tables.transient_bytes[layer_type].tolist(),
             )
-            for kind, name in enumerate(tables.kinds)
+            for layer_type, name in enumerate(tables.layer_types)
         ],
         switch_s=[
-            SwitchCosts(kinds=[tables.kinds[kind] for kind in kinds], seconds=tables.switch_s[kinds[0]].tolist())
-            for kinds in switches.values()
+            SwitchCosts(
+                kinds=[tables.layer_types[layer_type] for layer_type in layer_types],
+                seconds=tables.switch_s[layer_types[0]].tolist(),
+            )
+            for layer_types in switches.values()
         ],
         transfer_s=tables.transfer_s,
         overhead_bytes=tables.overhead_bytes,
         samples=samples,
         side_inputs=[
-            SideInputCosts(source=side.source, readers=list(side.readers), seconds=side.seconds.tolist())
-            for side in tables.side_inputs
+            CrossLayerInputCosts(source=side.source, readers=list(side.readers), seconds=side.seconds.tolist())
+            for side in tables.cross_layer_inputs
         ],
         num_chunks=tables.pipeline.num_chunks,
     )
 
 
-def _tables(setting: SettingCosts, place: str) -> CostTables:
-    names = [kind.name for kind in setting.kinds]
-    size = len(setting.strategies)
+def _tables(config: ConfigCosts, place: str) -> CostTables:
+    names = [layer_type.name for layer_type in config.kinds]
+    size = len(config.strategies)
     _expect_once(names, f"{place}.kinds")
-    _expect_once([name for part in setting.switch_s for name in part.kinds], f"{place}.switch_s", expected=names)
+    _expect_once([name for part in config.switch_s for name in part.kinds], f"{place}.switch_s", expected=names)
     columns: dict[str, list[list[Any]]] = {}
     for field in ("legal", "time_s", "static_bytes", "activation_bytes", "transient_bytes"):
-        columns[field] = [getattr(kind, field) for kind in setting.kinds]
+        columns[field] = [getattr(layer_type, field) for layer_type in config.kinds]
         for name, row in zip(names, columns[field], strict=True):
             _expect_length(row, size, f"{place}.kinds.{name}.{field}")
     switch = np.zeros((len(names), size, size))
-    for part in setting.switch_s:
+    for part in config.switch_s:
         _expect_length(part.seconds, size, f"{place}.switch_s")
         for row in part.seconds:
             _expect_length(row, size, f"{place}.switch_s")
         switch[[names.index(name) for name in part.kinds]] = np.array(part.seconds)
-    if sum(run.count for run in setting.layers) > MOST_LAYERS:
-        found = f"{sum(run.count for run in setting.layers)} layers"
+    if sum(run.count for run in config.layers) > MOST_LAYERS:
+        found = f"{sum(run.count for run in config.layers)} layers"
         raise InvalidProblemError(field=f"{place}.layers", found=found, expected=f"at most {MOST_LAYERS}")
-    for run in setting.layers:
+    for run in config.layers:
         if run.kind not in names:
             raise InvalidProblemError(
                 field=f"{place}.layers",
                 found=repr(run.kind),
-                expected="a kind of the setting",
+                expected="a layer type of the configuration",
                 hint=nearest(run.kind, names),
             )
     return CostTables(
         pipeline=PipelineConfig(
-            num_stages=setting.num_stages,
-            num_chunks=setting.num_chunks,
-            num_microbatches=setting.num_microbatches,
-            schedule=find_schedule(setting.schedule),
+            num_stages=config.num_stages,
+            num_chunks=config.num_chunks,
+            num_microbatches=config.num_microbatches,
+            schedule=find_schedule(config.schedule),
         ),
-        kinds=tuple(names),
-        layers=tuple(names.index(run.kind) for run in setting.layers for _ in range(run.count)),
-        strategies=tuple(_strategy(text, place) for text in setting.strategies),
+        layer_types=tuple(names),
+        layers=tuple(names.index(run.kind) for run in config.layers for _ in range(run.count)),
+        strategies=tuple(_strategy(text, place) for text in config.strategies),
         legal=np.array(columns["legal"], dtype=bool),
         time_s=np.array(columns["time_s"], dtype=np.float64),
         static_bytes=np.array(columns["static_bytes"], dtype=np.int64),
         activation_bytes=np.array(columns["activation_bytes"], dtype=np.int64),
         transient_bytes=np.array(columns["transient_bytes"], dtype=np.int64),
         switch_s=switch,
-        transfer_s=setting.transfer_s,
-        overhead_bytes=setting.overhead_bytes,
-        side_inputs=_side_inputs(setting, f"{place}.side_inputs"),
+        transfer_s=config.transfer_s,
+        overhead_bytes=config.overhead_bytes,
+        cross_layer_inputs=_cross_layer_inputs(config, f"{place}.side_inputs"),
     )
 
 
-def _side_inputs(setting: SettingCosts, place: str) -> tuple[SideInput, ...]:
-    size, num_layers = len(setting.strategies), sum(run.count for run in setting.layers)
-    for index, side in enumerate(setting.side_inputs):
+def _cross_layer_inputs(config: ConfigCosts, place: str) -> tuple[CrossLayerInput, ...]:
+    size, num_layers = len(config.strategies), sum(run.count for run in config.layers)
+    for index, side in enumerate(config.side_inputs):
         _expect_length(side.seconds, size, f"{place}.{index}.seconds")
         for row in side.seconds:
             _expect_length(row, size, f"{place}.{index}.seconds")
@@ -294,8 +300,10 @@ def _side_inputs(setting: SettingCosts, place: str) -> tuple[SideInput, ...]:
                 expected=f"one or more rising layers behind the source, up to {num_layers - 1}",
             )
     return tuple(
-        SideInput(source=side.source, readers=tuple(side.readers), seconds=np.array(side.seconds, dtype=np.float64))
-        for side in setting.side_inputs
+        CrossLayerInput(
+            source=side.source, readers=tuple(side.readers), seconds=np.array(side.seconds, dtype=np.float64)
+        )
+        for side in config.side_inputs
     )
 
 
@@ -315,13 +323,13 @@ def _expect_once(names: Iterable[str], place: str, expected: Sequence[str] | Non
     """Every name once; and exactly the expected ones, where given."""
     listed = list(names)
     if len(set(listed)) < len(listed) or (expected is not None and set(listed) != set(expected)):
-        wanted = "each kind once" + (f", of {', '.join(expected)}" if expected is not None else "")
+        wanted = "each layer type once" + (f", of {', '.join(expected)}" if expected is not None else "")
         raise InvalidProblemError(field=place, found=", ".join(listed) or "none", expected=wanted)
 
 
 _KNOWN_KEYS = {
     name
-    for part in (ProblemFile, SettingCosts, KindCosts, SwitchCosts, EqualLayers, SideInputCosts)
+    for part in (ProblemFile, ConfigCosts, LayerTypeCosts, SwitchCosts, EqualLayers, CrossLayerInputCosts)
     for name in part.model_fields
 }
 

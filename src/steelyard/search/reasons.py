@@ -1,16 +1,16 @@
-r"""Which strategies can be of no use to a kind of layer, and why: what `explain` says about all that was not chosen.
+r"""Which strategies can be of no use to a layer type, and why: what `explain` says about all that was not chosen.
 
-A strategy $s$ is dominated by $d$ for the kind $k$ if wherever $s$ stands, $d$ could stand instead: with
+A strategy $s$ is dominated by $d$ for the layer type $k$ if wherever $s$ stands, $d$ could stand instead: with
 $t_{kd} \le t_{ks}$, $u_{kd} \le u_{ks}$, $a_{kd} + n\,b_{kd} \le a_{ks} + n\,b_{ks}$ for the microbatches $n$ in flight
 on every stage, and no switch to it or from it dearer. The dynamic program drops such strategies stage by stage
 (`layers`); here one is dominated on all stages at once. Of two that are equal in all of this, the first one stays. To
 leave a dominated strategy out never changes the best step time within any budget.
 
-| symbol        | name              | unit  | meaning                                   |
-|---------------|-------------------|-------|-------------------------------------------|
-| $t$           | `time_s`          | s     | one microbatch                            |
-| $a$, $b$, $u$ | see `CostTables`  | bytes | static, per microbatch in flight, short-lived |
-| $n$           | `in_flight`       | –     | microbatches alive on a stage             |
+| symbol        | name             | unit  | meaning                                       |
+|---------------|------------------|-------|-----------------------------------------------|
+| $t$           | `time_s`         | s     | one microbatch                                |
+| $a$, $b$, $u$ | see `CostTables` | bytes | static, per microbatch in flight, short-lived |
+| $n$           | `in_flight`      | –     | microbatches alive on a stage                 |
 """
 
 from collections.abc import Callable
@@ -29,11 +29,12 @@ NOT_ALLOWED = "the tables do not allow it"
 def strategy_verdicts(
     tables: CostTables, why_illegal: Callable[[int, Strategy], str | None] = lambda *_: None
 ) -> tuple[StrategyVerdict, ...]:
-    """A verdict for each kind and strategy of a setting; ``why_illegal`` words the reason for a kind's index."""
+    """A verdict for each layer type and strategy of a configuration; ``why_illegal`` words the reason for a layer
+    type's index."""
     dominator = dominators(tables)
     return tuple(
-        _verdict(tables, kind, index, int(dominator[kind, index]), why_illegal)
-        for kind, name in enumerate(tables.kinds)
+        _verdict(tables, layer_type, index, int(dominator[layer_type, index]), why_illegal)
+        for layer_type, name in enumerate(tables.layer_types)
         if not name.endswith(LAST)
         for index in range(len(tables.strategies))
     )
@@ -42,10 +43,10 @@ def strategy_verdicts(
 def dominators(tables: CostTables) -> NDArray[np.int64]:
     """[K, S] an undominated strategy that dominates this one; −1 for one that is undominated or illegal itself."""
     found = np.full(tables.legal.shape, -1, dtype=np.int64)
-    for kind, beats in enumerate(_beats(tables)):
+    for layer_type, beats in enumerate(_beats(tables)):
         beaten = beats.any(axis=0)
         for index in np.flatnonzero(beaten):
-            found[kind, index] = np.flatnonzero(beats[:, index] & ~beaten)[0]
+            found[layer_type, index] = np.flatnonzero(beats[:, index] & ~beaten)[0]
     return found
 
 
@@ -58,7 +59,7 @@ def _beats(tables: CostTables) -> NDArray[np.bool_]:
     for in_flight in {tables.pipeline.in_flight(stage) for stage in range(tables.pipeline.num_stages)}:
         num_bytes = tables.held_bytes(in_flight)
         may_beat &= num_bytes[:, :, None] <= num_bytes[:, None, :]
-    for side in tables.side_inputs:
+    for side in tables.cross_layer_inputs:
         as_source = np.all(side.seconds[:, None, :] <= side.seconds[None, :, :], axis=2)
         as_reader = np.all(side.seconds[:, :, None] <= side.seconds[:, None, :], axis=0)
         may_beat[tables.layers[side.source]] &= as_source
@@ -68,7 +69,8 @@ def _beats(tables: CostTables) -> NDArray[np.bool_]:
 
 
 def _no_dearer_switches(tables: CostTables) -> NDArray[np.bool_]:
-    """[K, S, S] no legal receiver pays more after the first than after the second, nor does the kind to receive."""
+    """[K, S, S] no legal receiver pays more after the first than after the second, nor does the layer type to
+    receive."""
     paid = np.where(tables.legal[:, None, :], tables.switch_s, 0.0).transpose(0, 2, 1)
     as_sender = columns_no_larger(paid.reshape(-1, len(tables.strategies)))
     received = tables.switch_s[:, tables.legal.any(axis=0), :]
@@ -76,19 +78,19 @@ def _no_dearer_switches(tables: CostTables) -> NDArray[np.bool_]:
 
 
 def _verdict(
-    tables: CostTables, kind: int, index: int, dominator: int, why_illegal: Callable[[int, Strategy], str | None]
+    tables: CostTables, layer_type: int, index: int, dominator: int, why_illegal: Callable[[int, Strategy], str | None]
 ) -> StrategyVerdict:
-    name, strategy = tables.kinds[kind], tables.strategies[index]
-    if not tables.legal[kind, index]:
-        reason = why_illegal(kind, strategy) or NOT_ALLOWED
+    name, strategy = tables.layer_types[layer_type], tables.strategies[index]
+    if not tables.legal[layer_type, index]:
+        reason = why_illegal(layer_type, strategy) or NOT_ALLOWED
         return StrategyVerdict(kind=name, strategy=str(strategy), verdict="illegal", reason=reason)
     if dominator >= 0:
-        reason = _compared(tables, kind, index, dominator)
+        reason = _compared(tables, layer_type, index, dominator)
         return StrategyVerdict(kind=name, strategy=str(strategy), verdict="dominated", reason=reason)
     return StrategyVerdict(kind=name, strategy=str(strategy), verdict="undominated")
 
 
-def _compared(tables: CostTables, kind: int, index: int, dominator: int) -> str:
+def _compared(tables: CostTables, layer_type: int, index: int, dominator: int) -> str:
     """In what the dominating strategy is better; it is nowhere worse."""
     better = [
         name
@@ -98,7 +100,7 @@ def _compared(tables: CostTables, kind: int, index: int, dominator: int) -> str:
             ("activations", tables.activation_bytes),
             ("working set", tables.transient_bytes),
         )
-        if table[kind, dominator] < table[kind, index]
+        if table[layer_type, dominator] < table[layer_type, index]
     ]
     of = tables.strategies[dominator]
     return f"{of} takes less {' and '.join(better)}, and no more of the rest" if better else f"{of} costs the same"

@@ -188,49 +188,49 @@ class AnyBudget:
         )
 
 
-def filled_boundaries(setting: PreparedTables, limit_s: float) -> tuple[int, ...] | None:
+def filled_boundaries(prepared: PreparedTables, limit_s: float) -> tuple[int, ...] | None:
     """Boundaries with as many layers on each stage as fit and as the bounds allow within the limit; None if too few."""
-    if setting.tables.pools is not None:
-        return boundaries_within(setting.tables, setting.reaches(limit_s))
+    if prepared.tables.pools is not None:
+        return boundaries_within(prepared.tables, prepared.reaches(limit_s))
     boundaries = [0]
-    for stage, (memory, bounds) in enumerate(zip(setting.memories, setting.bounds, strict=True)):
+    for stage, (memory, bounds) in enumerate(zip(prepared.memories, prepared.bounds, strict=True)):
         place = boundaries[-1]
-        end = min(memory.farthest(place, setting.rooms[stage]), bounds.farthest(place, limit_s))
-        end = min(end, setting.num_layers - setting.tables.least_layers_behind(stage))
-        if end < place + setting.tables.least_layers(stage):
+        end = min(memory.farthest(place, prepared.rooms[stage]), bounds.farthest(place, limit_s))
+        end = min(end, prepared.num_layers - prepared.tables.least_layers_behind(stage))
+        if end < place + prepared.tables.least_layers(stage):
             return None
         boundaries.append(end)
-    return tuple(boundaries) if boundaries[-1] == setting.num_layers else None
+    return tuple(boundaries) if boundaries[-1] == prepared.num_layers else None
 
 
-def possible_runs(setting: PreparedTables, aim_s: float) -> list[StageRuns] | None:
+def possible_runs(prepared: PreparedTables, aim_s: float) -> list[StageRuns] | None:
     """For each stage the window of first layers and of ends, with bounds; None if some window is empty."""
-    more = setting.tables.pipeline.num_passes - 1
-    limit = (aim_s - setting.fastest_total_s) / more if more else aim_s
-    latest, earliest = [0], [setting.num_layers]
-    for stage, (memory, bounds) in enumerate(zip(setting.memories, setting.bounds, strict=True)):
+    more = prepared.tables.pipeline.num_passes - 1
+    limit = (aim_s - prepared.fastest_total_s) / more if more else aim_s
+    latest, earliest = [0], [prepared.num_layers]
+    for stage, (memory, bounds) in enumerate(zip(prepared.memories, prepared.bounds, strict=True)):
         place = latest[-1]
-        end = min(memory.farthest(place, setting.rooms[stage]), bounds.farthest(place, limit))
-        latest.append(min(end, setting.num_layers - setting.tables.least_layers_behind(stage)))
-    for stage in reversed(range(setting.tables.pipeline.num_stages)):
-        memory, bounds, end = setting.memories[stage], setting.bounds[stage], earliest[-1]
-        start = max(memory.smallest_start(end, setting.rooms[stage]), bounds.smallest_start(end, limit))
-        start = max(start, setting.tables.least_layers_before(stage))
+        end = min(memory.farthest(place, prepared.rooms[stage]), bounds.farthest(place, limit))
+        latest.append(min(end, prepared.num_layers - prepared.tables.least_layers_behind(stage)))
+    for stage in reversed(range(prepared.tables.pipeline.num_stages)):
+        memory, bounds, end = prepared.memories[stage], prepared.bounds[stage], earliest[-1]
+        start = max(memory.smallest_start(end, prepared.rooms[stage]), bounds.smallest_start(end, limit))
+        start = max(start, prepared.tables.least_layers_before(stage))
         earliest.append(start)
     windows = [np.arange(low, high + 1) for low, high in zip(reversed(earliest), latest, strict=True)]
     if any(len(window) == 0 for window in windows) or windows[0][0] > 0:
         return None
-    return _runs_of(setting, windows)
+    return _runs_of(prepared, windows)
 
 
-def runs_between(setting: PreparedTables, boundaries: Sequence[int]) -> list[StageRuns]:
+def runs_between(prepared: PreparedTables, boundaries: Sequence[int]) -> list[StageRuns]:
     """The one run of each stage that these boundaries leave."""
-    return _runs_of(setting, [np.array([place]) for place in boundaries])
+    return _runs_of(prepared, [np.array([place]) for place in boundaries])
 
 
-def _runs_of(setting: PreparedTables, windows: Sequence[IntArray]) -> list[StageRuns]:
+def _runs_of(prepared: PreparedTables, windows: Sequence[IntArray]) -> list[StageRuns]:
     stages = []
-    for bounds, starts, ends in zip(setting.bounds, windows, windows[1:], strict=False):
+    for bounds, starts, ends in zip(prepared.bounds, windows, windows[1:], strict=False):
         bound_s = bounds.matrix((int(starts[0]), len(starts)), (int(ends[0]), len(ends)))
         stages.append(StageRuns(starts=starts, ends=ends, bound_s=bound_s, level_s=bound_s.copy(), found={}))
     return stages
@@ -245,11 +245,11 @@ def rest_bounds(stages: Sequence[StageRuns]) -> tuple[list[FloatArray], list[Flo
     return totals[::-1], worsts[::-1]
 
 
-def time_limits(setting: PreparedTables, stages: Sequence[StageRuns], aim_s: float) -> list[FloatArray]:
+def time_limits(prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: float) -> list[FloatArray]:
     """[starts, ends] per stage: the longest time of use; minus infinity where no plan within the aim passes."""
     rest_total, rest_worst = rest_bounds(stages)
     total, worst = np.zeros(1), np.zeros(1)
-    more = setting.tables.pipeline.num_passes - 1
+    more = prepared.tables.pipeline.num_passes - 1
     limits = []
     for runs, after_total, after_worst in zip(stages, rest_total[1:], rest_worst[1:], strict=True):
         others = total[:, None] + after_total
@@ -262,18 +262,18 @@ def time_limits(setting: PreparedTables, stages: Sequence[StageRuns], aim_s: flo
 
 
 def solve_runs(
-    setting: PreparedTables, stages: Sequence[StageRuns], aim_s: float, deadline: float | None = None
+    prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: float, deadline: float | None = None
 ) -> None:
     """Find the least time of every run that a plan within the aim may hold, those with least room first."""
     while True:
-        limits = time_limits(setting, stages, aim_s)
+        limits = time_limits(prepared, stages, aim_s)
         rooms = [_relative_room(runs, limit) for runs, limit in zip(stages, limits, strict=True)]
         least = min(float(room.min()) for room in rooms)
         if np.isinf(least):
             return
         for stage, (runs, limit, room) in enumerate(zip(stages, limits, rooms, strict=True)):
             for row, column in np.argwhere(room <= max(2 * least, 0.01)).tolist():
-                solve_further(setting, stage, runs, (row, column), float(limit[row, column]), deadline)
+                solve_further(prepared, stage, runs, (row, column), float(limit[row, column]), deadline)
 
 
 def _relative_room(runs: StageRuns, limit: FloatArray) -> FloatArray:
@@ -285,7 +285,7 @@ def _relative_room(runs: StageRuns, limit: FloatArray) -> FloatArray:
 
 
 def solve_further(
-    setting: PreparedTables,
+    prepared: PreparedTables,
     stage: int,
     runs: StageRuns,
     place: tuple[int, int],
@@ -295,27 +295,27 @@ def solve_further(
     """Learn more of one run: its times up to the next step above its level, but not beyond the limit."""
     span = (int(runs.starts[place[0]]), int(runs.ends[place[1]]))
     level = float(runs.level_s[place])
-    kinds = np.array(setting.tables.run_kinds(*span), dtype=np.int32).tobytes()
+    layer_types = np.array(prepared.tables.run_types(*span), dtype=np.int32).tobytes()
     signature = (
-        *setting.tables.likeness(stage),
-        setting.tables.pool_of(stage - 1) if stage else None,
-        stage == setting.tables.pipeline.num_stages - 1,
-        kinds,
+        *prepared.tables.likeness(stage),
+        prepared.tables.pool_of(stage - 1) if stage else None,
+        stage == prepared.tables.pipeline.num_stages - 1,
+        layer_types,
     )
-    known = setting.solved.get(signature)
+    known = prepared.solved.get(signature)
     if known is None or known.level_s <= level:
         limit_s *= 1 + ROUNDING
-        most_options = int(setting.bounds[stage].costs.count.max())
+        most_options = int(prepared.bounds[stage].costs.count.max())
         is_easy = (span[1] - span[0]) * most_options <= FEW_CHOICES
         step = FIRST_STEP if known is None else STEP_GROWTH * known.step
         goal = limit_s if is_easy or level == 0 else min(level * (1 + step), limit_s)
         goal = max(goal, level * (1 + ROUNDING))
-        if setting.too_wide.get(signature) == goal:
+        if prepared.too_wide.get(signature) == goal:
             raise TooManyStatesError
         try:
-            known = setting.solved[signature] = best_runs(setting, stage, span, goal, step, deadline)
+            known = prepared.solved[signature] = best_runs(prepared, stage, span, goal, step, deadline)
         except TooManyStatesError:
-            setting.too_wide[signature] = goal
+            prepared.too_wide[signature] = goal
             raise
     runs.found[place] = known
     runs.level_s[place] = known.level_s
@@ -323,7 +323,7 @@ def solve_further(
 
 
 def best_runs(
-    setting: PreparedTables,
+    prepared: PreparedTables,
     stage: int,
     span: tuple[int, int],
     level_s: float,
@@ -331,19 +331,21 @@ def best_runs(
     deadline: float | None = None,
 ) -> BestRuns:
     """Least times of one run by entry and exit class, as far as they are within the level."""
-    tables, bounds = setting.tables, setting.bounds[stage]
+    tables, bounds = prepared.tables, prepared.bounds[stage]
     groups = bounds.costs.num_groups
-    is_last = stage == setting.tables.pipeline.num_stages - 1
+    is_last = stage == prepared.tables.pipeline.num_stages - 1
     pruning = Pruning(
-        budget_bytes=setting.rooms[stage],
+        budget_bytes=prepared.rooms[stage],
         limit_s=level_s - bounds.transfer_s,
         prices=bounds.good_prices(*span),
         deadline=deadline,
     )
-    entries = setting.exits(stage - 1) if stage else None
-    kinds = tables.run_kinds(*span)
-    received = setting.received(stage)
-    chain = chain_frontier(bounds.costs, kinds, entries=entries, pruning=pruning, received=received, is_last=is_last)
+    entries = prepared.exits(stage - 1) if stage else None
+    layer_types = tables.run_types(*span)
+    received = prepared.received(stage)
+    chain = chain_frontier(
+        bounds.costs, layer_types, entries=entries, pruning=pruning, received=received, is_last=is_last
+    )
     last = chain.last
     ends = last.entry * (groups + 1) + last.group
     order = np.lexsort((last.seconds, ends))

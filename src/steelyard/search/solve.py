@@ -1,11 +1,12 @@
-r"""The fastest plan over all pipeline settings within a memory budget, with proof, alternatives and reasons.
+r"""The fastest plan over all pipeline configurations within a memory budget, with proof, alternatives and reasons.
 
-Every `CostTables` is one setting (stages, microbatches, schedule). They are visited in order of their lower bounds,
-and each is solved exactly unless it is proven slower than the alternatives already in hand: where what is known
-beforehand tells it, its tables are never made (`steelyard.search.on_demand`). Ties are broken by the order in which
-the tables were given, so equal inputs give equal results.
+Every `CostTables` is one configuration (stages, microbatches, schedule). They are visited in order of their lower
+bounds, and each is solved exactly unless it is proven slower than the alternatives already in hand: where what is known
+beforehand tells it, its tables are never made (`steelyard.search.on_demand`). Ties are broken by the order in which the
+tables were given, so equal inputs give equal results.
 
-With ``samples`` (the global batch of each setting) settings compete on seconds per sample instead of seconds per step.
+With ``samples`` (the global batch of each configuration) configurations compete on seconds per sample instead of
+seconds per step.
 """
 
 import heapq
@@ -20,28 +21,35 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.plan.decisions import Partition
 from steelyard.schedules import PipelineConfig
+from steelyard.search.cross_layer_inputs import (
+    CrossLayerProspect,
+    assess,
+    partition_exact,
+    partition_with,
+    settle,
+    sketch,
+)
 from steelyard.search.evaluate import Solution
 from steelyard.search.least_memory import IMPOSSIBLE, NearestMiss
 from steelyard.search.on_demand import OnDemand
-from steelyard.search.partition import Prospect, SettingResult, quick_bound_s
-from steelyard.search.side_inputs import SideProspect, assess, partition_exact, partition_with, settle, sketch
+from steelyard.search.partition import ConfigResult, Prospect, quick_bound_s
 from steelyard.units import format_bytes, format_seconds
 
 TIME_LIMIT_S = 300.0
 """What a search takes at most where nobody says otherwise. Most take seconds."""
-REFUSED = SettingResult(status="infeasible", solution=None, lower_bound_s=np.inf)
-"""Of a setting of which its bounds show that no plan fits."""
+REFUSED = ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf)
+"""Of a configuration of which its bounds show that no plan fits."""
 SearchStatus = Literal["optimal", "feasible", "infeasible"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SettingOutcome:
-    """One setting, what the search found for it, and why it won, lost or does not fit."""
+class ConfigOutcome:
+    """One configuration, what the search found for it, and why it won, lost or does not fit."""
 
     index: int
     """position in the tables given"""
     given: OnDemand
-    result: SettingResult
+    result: ConfigResult
     reason: str
     samples: int = 1
 
@@ -58,12 +66,13 @@ class SettingOutcome:
     @property
     def solution(self) -> Solution:
         """The plan found; only for outcomes that have one."""
-        assert self.result.solution is not None, "asked for the solution of a setting that has none"
+        assert self.result.solution is not None, "asked for the solution of a configuration that has none"
         return self.result.solution
 
     @property
     def score_s(self) -> float:
-        """What settings compete on: seconds per step, or per sample where samples were given; infinite if no plan."""
+        """What configurations compete on: seconds per step, or per sample where samples were given; infinite if no
+        plan."""
         return self.result.solution.step_s / self.samples if self.result.solution else np.inf
 
 
@@ -72,28 +81,28 @@ class SearchResult:
     """Outcome of a search.
 
     ``optimal``: `best` is proven. ``feasible``: time ran out, `gap` says what may be left. ``infeasible``: nothing
-    fits and `nearest_miss` (with ``nearest_index``, its setting) says what would.
+    fits and `nearest_miss` (with ``nearest_index``, its configuration) says what would.
     """
 
     status: SearchStatus
     budget_bytes: int
-    ranked: tuple[SettingOutcome, ...]
-    """Settings with a plan, best first; the first ones, as many as asked for, are exact."""
-    settings: tuple[SettingOutcome, ...]
-    """Every setting, in the order given."""
+    ranked: tuple[ConfigOutcome, ...]
+    """Configurations with a plan, best first; the first ones, as many as asked for, are exact."""
+    configs: tuple[ConfigOutcome, ...]
+    """Every configuration, in the order given."""
     lower_bound_s: float
-    """No plan of any setting is faster (seconds per step, or per sample)."""
+    """No plan of any configuration is faster (seconds per step, or per sample)."""
     nearest_miss: NearestMiss | None = None
     nearest_index: int | None = None
 
     @property
-    def best(self) -> SettingOutcome | None:
-        """The fastest plan and its setting, or None where nothing fits."""
+    def best(self) -> ConfigOutcome | None:
+        """The fastest plan and its configuration, or None where nothing fits."""
         return self.ranked[0] if self.ranked else None
 
     @property
-    def alternatives(self) -> tuple[SettingOutcome, ...]:
-        """The best plans of the other settings, fastest first."""
+    def alternatives(self) -> tuple[ConfigOutcome, ...]:
+        """The best plans of the other configurations, fastest first."""
         return self.ranked[1:]
 
     @property
@@ -116,22 +125,23 @@ def search(
     time_limit_s: float | None = None,
     partition: Partition = "exact",
 ) -> SearchResult:
-    """The fastest plan over these settings within the budget per device.
+    """The fastest plan over these configurations within the budget per device.
 
-    The best ``num_exact`` settings are solved to proof; a setting proven slower than those is left as beaten. The
-    most promising ``num_alternatives`` of the beaten ones still get a good plan, not proven best of its setting. With
-    another ``partition`` than exact every setting is cut that way, for comparison, and nothing is proven. When the time
-    is up, all others are beaten once there is a plan, and without one those that have no tables yet.
+    The best ``num_exact`` configurations are solved to proof; a configuration proven slower than those is left as
+    beaten. The most promising ``num_alternatives`` of the beaten ones still get a good plan, not proven best of its
+    configuration. With another ``partition`` than exact every configuration is cut that way, for comparison, and
+    nothing is proven. When the time is up, all others are beaten once there is a plan, and without one those that have
+    no tables yet.
 
-    Raises `InvalidProblemError` if there are no settings, or not one entry of ``samples`` for each.
+    Raises `InvalidProblemError` if there are no configurations, or not one entry of ``samples`` for each.
     """
     given = [OnDemand.of(each) for each in tables]
     weights = list(samples) if samples is not None else [1] * len(given)
     if not given or len(weights) != len(given) or min(weights) < 1:
         raise InvalidProblemError(
             field="tables, samples",
-            found=f"{len(given)} settings, {len(weights)} sample counts",
-            expected="one or more settings, each with a sample count of 1 or more",
+            found=f"{len(given)} configurations, {len(weights)} sample counts",
+            expected="one or more configurations, each with a sample count of 1 or more",
         )
     budget_bytes = min(budget_bytes, IMPOSSIBLE - 1)  # a layer without a legal strategy fits into no budget
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
@@ -151,16 +161,17 @@ def _solve_in_order(
     budget_bytes: int,
     wanted: tuple[int, int],
     deadline: float | None,
-) -> list[SettingResult]:
-    """A result for each setting: always the one of least bound next, first to sharpen its bound, then to solve it.
+) -> list[ConfigResult]:
+    """A result for each configuration: always the one of least bound next, first to sharpen its bound, then to solve
+    it.
 
     A bound is that known beforehand, that of the tables, and that within the budget. Where one that is sharpened
     beforehand becomes several, the lists grow.
     """
     num_exact, num_alternatives = wanted
-    results: dict[int, SettingResult] = {}
+    results: dict[int, ConfigResult] = {}
     best: list[float] = []
-    waiting: list[tuple[float, int, CostTables | Prospect | SideProspect | None]] = [
+    waiting: list[tuple[float, int, CostTables | Prospect | CrossLayerProspect | None]] = [
         (each.least_s / count, index, None)
         for index, (each, count) in enumerate(zip(given, samples, strict=True))
         if each.missing_bytes is None
@@ -173,7 +184,7 @@ def _solve_in_order(
         may_end = bool(best) or (num_begun > 0 and not given[index].is_made)
         is_late = may_end and deadline is not None and time.monotonic() > deadline
         if is_late or (bound > cutoff and num_alternatives <= 0):
-            results[index] = SettingResult(status="beaten", solution=None, lower_bound_s=bound * samples[index])
+            results[index] = ConfigResult(status="beaten", solution=None, lower_bound_s=bound * samples[index])
         elif known is None and given[index].sharpen is not None:
             for each in _sharpen(given, samples, index, cutoff):
                 heapq.heappush(waiting, (max(bound, given[each].least_s / samples[each]), each, None))
@@ -183,7 +194,7 @@ def _solve_in_order(
             heapq.heappush(waiting, (quick_bound_s(tables) / samples[index], index, tables))
         elif isinstance(known, CostTables):
             assessed = assess(known, budget_bytes)
-            if isinstance(assessed, SettingResult):
+            if isinstance(assessed, ConfigResult):
                 results[index] = assessed
             else:
                 heapq.heappush(waiting, (assessed.lower_bound_s / samples[index], index, assessed))
@@ -200,9 +211,10 @@ def _solve_in_order(
 
 
 def _sharpen(given: list[OnDemand], samples: list[int], index: int, cutoff_s: float) -> list[int]:
-    """Puts the settings into the lists that take the place of one; returns the places of those that may have a plan."""
+    """Puts the configurations into the lists that take the place of one; returns the places of those that may have a
+    plan."""
     sharpen = given[index].sharpen
-    assert sharpen is not None, "asked of a setting whose bound can be sharpened"
+    assert sharpen is not None, "asked of a configuration whose bound can be sharpened"
     given[index], *others = sharpen(cutoff_s * samples[index])
     added = range(len(given), len(given) + len(others))
     given += others
@@ -210,8 +222,9 @@ def _sharpen(given: list[OnDemand], samples: list[int], index: int, cutoff_s: fl
     return [each for each in (index, *added) if given[each].missing_bytes is None]
 
 
-def _find_nearest(given: Sequence[OnDemand], results: list[SettingResult], budget_bytes: int) -> None:
-    """Replaces the results of settings without tables, which do not fit, until none can miss less than the nearest."""
+def _find_nearest(given: Sequence[OnDemand], results: list[ConfigResult], budget_bytes: int) -> None:
+    """Replaces the results of configurations without tables, which do not fit, until none can miss less than the
+    nearest."""
     least = min((each.miss.miss_bytes for each in results if each.miss is not None), default=IMPOSSIBLE)
     refused = [
         (each.missing_bytes(least), index)
@@ -227,7 +240,7 @@ def _find_nearest(given: Sequence[OnDemand], results: list[SettingResult], budge
 
 
 def _summary(
-    given: Sequence[OnDemand], samples: Sequence[int], results: Sequence[SettingResult], budget_bytes: int
+    given: Sequence[OnDemand], samples: Sequence[int], results: Sequence[ConfigResult], budget_bytes: int
 ) -> SearchResult:
     scores = [
         result.solution.step_s / count if result.solution else np.inf
@@ -236,7 +249,7 @@ def _summary(
     bounds = [result.lower_bound_s / count for result, count in zip(results, samples, strict=True)]
     fastest = min(scores)
     outcomes = tuple(
-        SettingOutcome(
+        ConfigOutcome(
             index=index,
             given=each,
             result=result,
@@ -254,39 +267,39 @@ def _summary(
         status="optimal" if proven else "feasible",
         budget_bytes=budget_bytes,
         ranked=ranked,
-        settings=outcomes,
+        configs=outcomes,
         lower_bound_s=fastest if proven else lower,
     )
 
 
-def _nothing_fits(outcomes: tuple[SettingOutcome, ...], budget_bytes: int) -> SearchResult:
+def _nothing_fits(outcomes: tuple[ConfigOutcome, ...], budget_bytes: int) -> SearchResult:
     misses = [each for each in outcomes if each.result.miss is not None]
     nearest = min(misses, key=lambda each: each.result.miss.miss_bytes if each.result.miss else 0, default=None)
     return SearchResult(
         status="infeasible",
         budget_bytes=budget_bytes,
         ranked=(),
-        settings=outcomes,
+        configs=outcomes,
         lower_bound_s=np.inf,
         nearest_miss=nearest.result.miss if nearest else None,
         nearest_index=nearest.index if nearest else None,
     )
 
 
-def _reason(given: OnDemand, result: SettingResult, score_s: float, fastest_s: float, budget_bytes: int) -> str:
-    """One sentence on why a setting won, lost or does not fit."""
+def _reason(given: OnDemand, result: ConfigResult, score_s: float, fastest_s: float, budget_bytes: int) -> str:
+    """One sentence on why a configuration won, lost or does not fit."""
     if result.status == "infeasible" or result.lower_bound_s == np.inf:
         return _why_infeasible(given, result, budget_bytes)
     if result.status == "beaten" and result.solution is None:
         return f"left unsolved: no plan of it takes less than {format_seconds(result.lower_bound_s)} a step"
-    unproven = "" if result.status == "optimal" else f", not proven best of its setting (gap {result.gap:.1%})"
+    unproven = "" if result.status == "optimal" else f", not proven best of its configuration (gap {result.gap:.1%})"
     if score_s <= fastest_s:
         return "fastest" + unproven
     slower = f"{score_s / fastest_s - 1:.2%} slower than the fastest" if fastest_s > 0 else "slower than the fastest"
     return slower + unproven
 
 
-def _why_infeasible(given: OnDemand, result: SettingResult, budget_bytes: int) -> str:
+def _why_infeasible(given: OnDemand, result: ConfigResult, budget_bytes: int) -> str:
     if result.miss is None and not given.is_made:
         return ("" if given.missing_bytes is None else "does not fit, or ") + "has a layer without a legal strategy"
     tables = given.tables
@@ -298,5 +311,6 @@ def _why_infeasible(given: OnDemand, result: SettingResult, budget_bytes: int) -
     layer = result.miss.layer
     return (
         f"does not fit: {format_bytes(result.miss.miss_bytes)} more than {format_bytes(budget_bytes)} per device "
-        f"would do; stage {result.miss.stage} binds, most of all layer {layer} ({tables.kinds[tables.layers[layer]]})"
+        f"would do; stage {result.miss.stage} binds, most of all layer {layer} "
+        f"({tables.layer_types[tables.layers[layer]]})"
     )

@@ -1,18 +1,19 @@
 r"""The strategy space: every way in which the $G$ devices of one stage may share the work of one layer.
 
 A layer takes one leaf of the papers' decision tree: an ordered factorisation $G = d_1 d_2 \cdots d_j$ in which every
-factor is at least 2 and carries a kind of parallelism of its own, the outermost level first. The rules are
+factor is at least 2 and carries a parallelism dimension of its own, the outermost level first. The rules are
 
 1. groups are equal, so the degrees divide $G$ (any $G$: primes of the count, not only powers of two);
-2. a kind of parallelism appears on one level only;
-3. order matters: tensor parallelism may lie on neighbouring or on strided ranks; what a kind cannot stand beside or
-   inside, it says itself (`steelyard.plan.kinds`);
-4. in the papers' space only one kind divides samples in one layer (this prunes the tree).
+2. a parallelism dimension appears on one level only;
+3. order matters: tensor parallelism may lie on neighbouring or on strided ranks; what a dimension cannot stand beside
+or
+   inside, it says itself (`steelyard.plan.dimensions`);
+4. in the papers' space only one dimension divides samples in one layer (this prunes the tree).
 
-Each leaf is then multiplied by the variants that its kinds allow and by the remat choices.
+Each leaf is then multiplied by the variants that its dimensions allow and by the remat choices.
 
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.2; Wang et al. 2023 (arXiv 2307.02031) for remat as a leaf.
-Not modelled here: divisibility by heads, width, vocabulary and batch, which `cost` marks as illegal per layer kind.
+Not modelled here: divisibility by heads, width, vocabulary and batch, which `cost` marks as illegal per layer type.
 """
 
 import itertools
@@ -20,16 +21,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from steelyard.model.chain import LayerKind
-from steelyard.plan.kinds import KINDS, Kind, Value, variants
-from steelyard.plan.kinds.data import degree_of
-from steelyard.plan.kinds.kind import Divides, Level, Levels, Variant
+from steelyard.model.chain import LayerType
+from steelyard.plan.dimensions import DIMENSIONS, Dimension, Value, variants
+from steelyard.plan.dimensions.data import degree_of
+from steelyard.plan.dimensions.dimension import Divides, Level, Levels, Variant
 from steelyard.plan.strategy import Remat, Strategy, divisors
 
 
-def paper_kinds() -> tuple[Kind, ...]:
-    """The kinds of Galvatron's decision tree."""
-    return tuple(kind for kind in KINDS.values() if kind.is_of_papers)
+def paper_dimensions() -> tuple[Dimension, ...]:
+    """The dimensions of Galvatron's decision tree."""
+    return tuple(dimension for dimension in DIMENSIONS.values() if dimension.is_of_papers)
 
 
 def paper_values() -> dict[str, tuple[Value, ...]]:
@@ -41,24 +42,25 @@ def paper_values() -> dict[str, tuple[Value, ...]]:
 class SpaceOptions:
     """Which leaves of the decision tree are offered.
 
-    ``max_degrees`` bounds the degrees of kinds, by name. ``devices_per_node`` bounds the span of groups of kinds that
-    stay in a node (a degree times those of the levels inside it), which keeps strided ones inside a node as well.
-    ``aligned_only`` keeps the leaves whose levels are whole axes of the stage mesh, which the runtime needs.
+    ``max_degrees`` bounds the degrees of dimensions, by name. ``devices_per_node`` bounds the span of groups of
+    dimensions that stay in a node (a degree times those of the levels inside it), which keeps strided ones inside a
+    node as well. ``aligned_only`` keeps the leaves whose levels are whole axes of the stage mesh, which the runtime
+    needs.
     """
 
-    kinds: tuple[Kind, ...] = field(default_factory=paper_kinds)
+    dimensions: tuple[Dimension, ...] = field(default_factory=paper_dimensions)
     variants: Mapping[str, tuple[Value, ...]] = field(default_factory=paper_values)
     """The values of variants that are offered; all of those that are not named."""
     remats: tuple[Remat, ...] = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
     mixes_samples: bool = False
-    """Whether one layer may divide its samples by two kinds, which the papers' rules forbid."""
+    """Whether one layer may divide its samples by two dimensions, which the papers' rules forbid."""
     max_degrees: Mapping[str, int] = field(default_factory=dict)
     devices_per_node: int | None = None
     aligned_only: bool = True
-    layers: tuple[LayerKind, ...] = ()
-    """The kinds of layers that the strategies are for."""
+    layers: tuple[LayerType, ...] = ()
+    """The layer types that the strategies are for."""
     insists: Callable[[Strategy], bool] | None = None
-    """What is offered although its kind finds it not worth a search; None where that is nothing."""
+    """What is offered although its dimension finds it not worth a search; None where that is nothing."""
 
 
 def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) -> tuple[Strategy, ...]:
@@ -66,27 +68,34 @@ def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) 
     options = options or SpaceOptions()
     return tuple(
         strategy
-        for levels in _levels_in(num_devices, options.kinds, options.devices_per_node)
+        for levels in _levels_in(num_devices, options.dimensions, options.devices_per_node)
         if not any(_refusals_of_levels(levels, options))
         for strategy in _leaves(levels, options)
         if not any(_refusals_of_leaf(strategy, options))
     )
 
 
-def enumerate_levels(num_devices: int, kinds: tuple[Kind, ...]) -> tuple[Levels, ...]:
-    """The unpruned tree: every ordered product of degrees, each with a kind of its own, that spans the devices."""
-    return tuple(_levels_in(num_devices, kinds, None))
+def enumerate_levels(num_devices: int, dimensions: tuple[Dimension, ...]) -> tuple[Levels, ...]:
+    """The unpruned tree: every ordered product of degrees, each with a dimension of its own, that spans the devices."""
+    return tuple(_levels_in(num_devices, dimensions, None))
 
 
-def _levels_in(num_devices: int, kinds: tuple[Kind, ...], devices_per_node: int | None) -> Iterator[Levels]:
+def _levels_in(num_devices: int, dimensions: tuple[Dimension, ...], devices_per_node: int | None) -> Iterator[Levels]:
     """The same, without groups that have to stay in a node and would not (`_reach`)."""
-    levelled = tuple(kind for kind in kinds if kind.is_level)
+    levelled = tuple(dimension for dimension in dimensions if dimension.is_level)
     products = [tuple(_ordered_factorisations(num_devices, depth)) for depth in range(len(levelled) + 1)]
-    own = {kind: {degree: Level(kind=kind, degree=degree) for degree in divisors(num_devices)} for kind in levelled}
+    own = {
+        dimension: {degree: Level(dimension=dimension, degree=degree) for degree in divisors(num_devices)}
+        for dimension in levelled
+    }
     for depth, found in enumerate(products):
         for order in itertools.permutations(levelled, depth):
-            made = [own[kind] for kind in order]
-            near = [place for place, kind in enumerate(order) if kind.stays_in_node and devices_per_node is not None]
+            made = [own[dimension] for dimension in order]
+            near = [
+                place
+                for place, dimension in enumerate(order)
+                if dimension.stays_in_node and devices_per_node is not None
+            ]
             for degrees in found:
                 if not near or math.prod(degrees[near[0] :]) <= (devices_per_node or 0):
                     yield tuple(levels[degree] for levels, degree in zip(made, degrees, strict=True))
@@ -105,11 +114,11 @@ def _ordered_factorisations(number: int, depth: int) -> Iterator[tuple[int, ...]
 
 def mixing(levels: Levels, options: SpaceOptions) -> str | None:
     """Why these levels are not in the space, whatever the variants, or None where they are."""
-    kinds = [level.kind for level in levels]
-    sharing = [kind.name for kind in kinds if kind.divides is Divides.SAMPLES]
+    dimensions = [level.dimension for level in levels]
+    sharing = [dimension.name for dimension in dimensions if dimension.divides is Divides.SAMPLES]
     if len(sharing) > 1 and not options.mixes_samples:
         return f"{' and '.join(sorted(sharing))} are not mixed in one layer"
-    found = (kind.contradiction(levels, {}) for kind in kinds)
+    found = (dimension.contradiction(levels, {}) for dimension in dimensions)
     return next((f"the order of its levels; expected {each.expected}" for each in found if each is not None), None)
 
 
@@ -119,28 +128,28 @@ def _refusals_of_levels(levels: Levels, options: SpaceOptions) -> Iterator[str |
     yield mixing(levels, options)
     if options.insists is None:
         for level in levels:
-            yield level.kind.not_worth(levels, options.devices_per_node)
+            yield level.dimension.not_worth(levels, options.devices_per_node)
 
 
 def _reach(levels: Levels, options: SpaceOptions) -> str | None:
     """Why these degrees are not offered, or None where they are."""
     for position, level in enumerate(levels):
-        most, node = options.max_degrees.get(level.kind.name), options.devices_per_node
+        most, node = options.max_degrees.get(level.dimension.name), options.devices_per_node
         if most is not None and level.degree > most:
-            return f"{level.kind} {level.degree} is above the largest allowed, {most}"
-        if node is not None and level.kind.stays_in_node and (span := degree_of(levels[position:])) > node:
-            return f"a {level.kind} group would reach across {span} ranks, a node has {node}"
+            return f"{level.dimension} {level.degree} is above the largest allowed, {most}"
+        if node is not None and level.dimension.stays_in_node and (span := degree_of(levels[position:])) > node:
+            return f"a {level.dimension} group would reach across {span} ranks, a node has {node}"
     return None
 
 
 def _leaves(levels: Levels, options: SpaceOptions) -> Iterator[Strategy]:
-    """The leaves that share these levels: all variants of their kinds, and remat everywhere."""
-    used = {level.kind for level in levels}
+    """The leaves that share these levels: all variants of their dimensions, and remat everywhere."""
+    used = {level.dimension for level in levels}
     choices = [
         [(variant.key, value) for value in _values(levels, variant, options)]
-        for kind in options.kinds
-        if kind in used or (levels and not kind.is_level)
-        for variant in kind.variants
+        for dimension in options.dimensions
+        if dimension in used or (levels and not dimension.is_level)
+        for variant in dimension.variants
     ]
     for pairs in itertools.product(*choices):
         for remat in options.remats:
@@ -159,13 +168,15 @@ def refusal(strategy: Strategy, options: SpaceOptions) -> str | None:
 
 
 def _refusals(strategy: Strategy, options: SpaceOptions) -> Iterator[str | None]:
-    left_out = sorted({kind.name for kind in strategy.kinds} - {kind.name for kind in options.kinds})
+    left_out = sorted(
+        {dimension.name for dimension in strategy.dimensions} - {dimension.name for dimension in options.dimensions}
+    )
     yield f"{', '.join(left_out)} is left out of the search" if left_out else None
-    for kind in strategy.kinds:
-        for variant in kind.variants:
+    for dimension in strategy.dimensions:
+        for variant in dimension.variants:
             value = strategy.variant(variant.key)
             if value not in options.variants.get(variant.key, (value,)):
-                yield f"{variant.written(kind, value)} is left out of the search"
+                yield f"{variant.written(dimension, value)} is left out of the search"
     if strategy.remat not in options.remats:
         yield f"remat={strategy.remat} is left out of the search"
     yield mixing(strategy.levels, options)
@@ -178,6 +189,6 @@ def _refusals_of_leaf(strategy: Strategy, options: SpaceOptions) -> Iterator[str
     if options.aligned_only and not strategy.is_aligned:
         yield f"the levels of {strategy.parallel} are not runs of the stage mesh"
     if options.insists is None or not options.insists(strategy):
-        for kind in strategy.kinds:
-            yield kind.not_worth(strategy.levels, options.devices_per_node)
-            yield kind.not_worth_for(strategy, options.devices_per_node, options.layers)
+        for dimension in strategy.dimensions:
+            yield dimension.not_worth(strategy.levels, options.devices_per_node)
+            yield dimension.not_worth_for(strategy, options.devices_per_node, options.layers)

@@ -1,6 +1,6 @@
 r"""What no pipeline over unlike stages is faster than, from the layers' times and bytes alone.
 
-On stage $i$ of $P$ a layer of kind $k$ under strategy $s$ takes $t_i(k, s)$ seconds and $b_i(k, s)$ bytes or more of
+On stage $i$ of $P$ a layer of type $k$ under strategy $s$ takes $t_i(k, s)$ seconds and $b_i(k, s)$ bytes or more of
 the $B_i$ that the stage has room for. The slowest stage takes at least any weighted mean of all, with $\mu \ge 0$ and
 $\sum_i \mu_i = 1$, and a stage saves nothing by paying a price $\lambda_i \ge 0$ for its bytes and being paid for its
 room. So
@@ -13,11 +13,11 @@ stages could hold all layers, each as many as it can, and the weights make all s
 $w_i \propto 1/H_i$ with $H_i = \sum_l h_i(k_l)$; both are the best where all layers are alike. A stage too slow for
 any of them has $\mu_i = 0$.
 
-Layers are whole. Of the $n$ layers of the commonest kind a stage holds, within $\theta$ seconds and its room, at most
-$\lfloor \min_\lambda (\theta - c_i + \lambda B_i) / h_i \rfloor$. The slowest stage takes at least the least $\theta$
-in which all stages together hold $n$, and at least the least in which the stages, one behind the other, can hold all
-layers (`HeldRuns`). So a step takes $(m-1-\mu)\,\theta$ more than what bounds one of $\mu + 1$ microbatches, whatever
-$\mu$.
+Layers are whole. Of the $n$ layers of the commonest layer type a stage holds, within $\theta$ seconds and its room, at
+most $\lfloor \min_\lambda (\theta - c_i + \lambda B_i) / h_i \rfloor$. The slowest stage takes at least the least
+$\theta$ in which all stages together hold $n$, and at least the least in which the stages, one behind the other, can
+hold all layers (`HeldRuns`). So a step takes $(m-1-\mu)\,\theta$ more than what bounds one of $\mu + 1$ microbatches,
+whatever $\mu$.
 
 Source: weak Lagrangian duality.
 """
@@ -69,7 +69,7 @@ class PricedLayers:
 def priced_layers(
     legal: NDArray[np.bool_], seconds: FloatArray, num_bytes: NDArray[np.int64], counts: Sequence[int]
 ) -> PricedLayers:
-    """The layers at the prices that the commonest kind has on its frontier; arrays are [K, S], ``counts`` [K]."""
+    """The layers at the prices that the commonest layer type has on its frontier; arrays are [K, S], ``counts`` [K]."""
     layers = np.asarray(counts)
     commonest = int(layers.argmax())
     mine = legal[commonest]
@@ -96,9 +96,9 @@ def least_step_s(
 ) -> float:
     """Seconds of a step, at least; without ``rooms``, the bytes of each stage, by the times alone.
 
-    ``counts`` [K] layers of each kind; ``handed_s`` what each stage takes for handing over; ``slowest_s`` what the
-    slowest stage takes at least, as far as that is known; ``ends`` the kinds of the first and the last layer, where the
-    stages are in their order.
+    ``counts`` [K] layers of each type; ``handed_s`` what each stage takes for handing over; ``slowest_s`` what the
+    slowest stage takes at least, as far as that is known; ``ends`` the layer types of the first and the last layer,
+    where the stages are in their order.
     """
     more, layers = num_passes - 1, np.array(counts)
     handed = np.asarray(handed_s, dtype=np.float64)
@@ -113,9 +113,9 @@ def least_step_s(
         places = _best_prices(whole, paid)
     own = np.arange(len(stages)), places
     fixed = np.zeros_like(whole)
-    for place, kind in zip((0, -1), ends or (), strict=False):
-        fixed[place] += stages[place].priced_s[kind]
-        layers[kind] -= 1
+    for place, layer_type in zip((0, -1), ends or (), strict=False):
+        fixed[place] += stages[place].priced_s[layer_type]
+        layers[layer_type] -= 1
     free = layers > 0
     priced = np.stack([stage.priced_s[free, place] for stage, place in zip(stages, places, strict=True)])
 
@@ -178,9 +178,9 @@ def _alike(
     """Each kind of stage, how many there are of it, and what these together take for handing over."""
     places: dict[int, int] = {}
     of_stages = [places.setdefault(id(stage), len(places)) for stage in stages]
-    kinds = list({id(stage): stage for stage in stages}.values())
+    layer_types = list({id(stage): stage for stage in stages}.values())
     counts, handed = np.bincount(of_stages), np.bincount(of_stages, weights=handed_s)
-    return kinds, counts.astype(np.float64), handed.astype(np.float64)
+    return layer_types, counts.astype(np.float64), handed.astype(np.float64)
 
 
 def _shares(whole_s: FloatArray, alike: FloatArray, more: int) -> FloatArray:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from steelyard.cost.tables import CostTables
 from steelyard.search.partition import least_plan
-from steelyard.search.solve import SettingOutcome, search
+from steelyard.search.solve import ConfigOutcome, search
 
 UNLIMITED_BYTES = 2**62
 """A budget that never binds."""
@@ -32,7 +32,7 @@ class TradeOff:
 
     peak_bytes: int
     score_s: float
-    outcome: SettingOutcome
+    outcome: ConfigOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,7 +80,7 @@ def sampled_frontier(
         budget = wanted.pop(0) if wanted else gap.next_budget
         if gap.holds(budget):
             gaps.remove(gap)
-            middle = _found(given, weights, gap.settings(weights), budget, deadline)
+            middle = _found(given, weights, gap.configs(weights), budget, deadline)
             is_proven = is_proven and middle.is_proven
             gaps += gap.divided(middle, budget)
             heapq.heapify(gaps)
@@ -92,7 +92,7 @@ def sampled_frontier(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Found:
-    """A step with, for each setting, a lower bound of its score within the budget of the step and below it."""
+    """A step with, for each configuration, a lower bound of its score within the budget of the step and below it."""
 
     step: TradeOff
     bounds_s: dict[int, float]
@@ -122,8 +122,8 @@ class _Gap:
         middle = math.isqrt(max(self.explored_bytes, 1) * max(highest, 1))
         return min(max(middle, self.explored_bytes + 1), highest)
 
-    def settings(self, samples: Sequence[int]) -> tuple[int, ...]:
-        """The settings that may be as fast as the slow step within a budget below the fast one."""
+    def configs(self, samples: Sequence[int]) -> tuple[int, ...]:
+        """The configurations that may be as fast as the slow step within a budget below the fast one."""
         reach = self.slow.score_s * (1 + 1e-9)
         return tuple(index for index, bound in self.fast.bounds_s.items() if bound / samples[index] <= reach)
 
@@ -155,24 +155,22 @@ class _Gap:
 def _found(
     tables: Sequence[CostTables],
     samples: Sequence[int],
-    settings: Sequence[int],
+    configs: Sequence[int],
     budget_bytes: int,
     deadline: float | None,
 ) -> _Found:
-    """What `search` finds among these settings within the budget, which holds something."""
+    """What `search` finds among these configurations within the budget, which holds something."""
     result = search(
-        [tables[index] for index in settings],
+        [tables[index] for index in configs],
         budget_bytes,
-        samples=[samples[index] for index in settings],
+        samples=[samples[index] for index in configs],
         num_alternatives=0,
         time_limit_s=None if deadline is None else max(0.0, deadline - time.monotonic()),
     )
     assert result.best is not None, "the least bytes that hold something were asked for"
-    best = replace(result.best, index=settings[result.best.index])
+    best = replace(result.best, index=configs[result.best.index])
     step = TradeOff(peak_bytes=best.solution.peak_bytes, score_s=best.score_s, outcome=best)
     bounds = {
-        settings[each.index]: each.result.lower_bound_s
-        for each in result.settings
-        if each.result.status != "infeasible"
+        configs[each.index]: each.result.lower_bound_s for each in result.configs if each.result.status != "infeasible"
     }
     return _Found(step=step, bounds_s=bounds, is_proven=result.status == "optimal")

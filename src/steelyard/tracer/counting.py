@@ -25,11 +25,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 import steelyard.modules.experts  # noqa: F401  registers the products that are counted here
 from steelyard.errors import InvalidModelError
 from steelyard.modules.fake_op_cache import FakeOpCache, Look, asks_device, look
-from steelyard.profiles.profile import CollectiveKind
+from steelyard.profiles.profile import Collective
 
 aten = torch.ops.aten
 
-_COLLECTIVES: dict[str, CollectiveKind] = {
+_COLLECTIVES: dict[str, Collective] = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -66,12 +66,12 @@ class OpCounts:
     """FLOP of attention if every query saw every key: of its kernels, or of its products where it runs step by step."""
     products: list["SeenProduct"] = field(default_factory=list)
     attention: list["SeenAttention"] = field(default_factory=list)
-    collectives: dict[CollectiveKind, list[float]] = field(default_factory=lambda: defaultdict(list))
+    collectives: dict[Collective, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Bytes of the whole tensor of each call."""
 
     def copy(self) -> "OpCounts":
         """The totals as they are now."""
-        collectives = defaultdict(list, {kind: list(calls) for kind, calls in self.collectives.items()})
+        collectives = defaultdict(list, {collective: list(calls) for collective, calls in self.collectives.items()})
         return replace(self, collectives=collectives, products=list(self.products), attention=list(self.attention))
 
     def add(self, other: "OpCounts") -> None:
@@ -82,15 +82,15 @@ class OpCounts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.products += other.products
         self.attention += other.attention
-        for kind, calls in other.collectives.items():
-            self.collectives[kind] += calls
+        for collective, calls in other.collectives.items():
+            self.collectives[collective] += calls
 
     def beyond(self, other: "OpCounts") -> "OpCounts":
         """What these sums have more than ``other``, of which they hold everything; a largest number is no sum."""
-        collectives: dict[CollectiveKind, list[float]] = defaultdict(list)
-        for kind, calls in self.collectives.items():
-            if more := Counter(calls) - Counter(other.collectives.get(kind, ())):
-                collectives[kind] = list(more.elements())
+        collectives: dict[Collective, list[float]] = defaultdict(list)
+        for collective, calls in self.collectives.items():
+            if more := Counter(calls) - Counter(other.collectives.get(collective, ())):
+                collectives[collective] = list(more.elements())
         return OpCounts(
             **{name: getattr(self, name) - getattr(other, name) for name in _SUMS},
             products=_beyond(self.products, other.products),
@@ -161,7 +161,7 @@ class OpCounter(TorchDispatchMode):
             self._register(tensor)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Leaves the storages of these tensors (parameters, side inputs) out of the log."""
+        """Leaves the storages of these tensors (parameters, shared inputs) out of the log."""
         for tensor in tensors:
             storage = _local(tensor).untyped_storage()
             self._ids[storage] = self._fresh_id()
@@ -178,7 +178,7 @@ class OpCounter(TorchDispatchMode):
         """Runs the operation and counts it; DTensor operations are left to unfold into local ones first."""
         if asks_device(func, args):
             return args[0].fake_device  # what the fake mode would say
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         kwargs = kwargs or {}
         looks = look(func, args, kwargs)
@@ -291,9 +291,9 @@ def _effect_of_collective(func: Any, args: tuple[Any, ...], out: Any) -> OpCount
             expected="one of " + ", ".join(sorted(_COLLECTIVES)),
             hint="this collective has no cost yet: add it in steelyard/tracer/counting.py",
         )
-    kind = _COLLECTIVES[name]
-    whole = out if kind == "all_gather" else args[0]
-    return OpCounts(collectives=defaultdict(list, {kind: [whole.numel() * whole.element_size()]}))
+    collective = _COLLECTIVES[name]
+    whole = out if collective == "all_gather" else args[0]
+    return OpCounts(collectives=defaultdict(list, {collective: [whole.numel() * whole.element_size()]}))
 
 
 _BATCHED_PRODUCTS = {aten.bmm, aten.baddbmm}

@@ -22,16 +22,16 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.own import OwnSplit
 from steelyard.modules.batch import blank_samples, decoder_inputs
+from steelyard.modules.dimensions import TWINS, Division, exchange_alone
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.kinds import TWINS, Division, exchange_alone
 from steelyard.modules.layers import (
     ChainLayer,
     Flow,
     LayerContext,
-    SideInputs,
+    SharedInputs,
     as_flow,
     build_layer,
-    side_inputs_of,
+    shared_inputs_of,
     tensors_of,
 )
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
@@ -85,7 +85,7 @@ def fake_world(size: int) -> Iterator[DeviceMesh]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSetting:
+class TracedLayer:
     """The layer to observe, and how: its place in the chain, a sequence length, a precision, and what divides it."""
 
     chain: ModelChain
@@ -101,7 +101,7 @@ class LayerSetting:
     """Where experts are divided over ranks, how many times the pairs of its tokens and their experts the rank computes;
     None where they are whole."""
     seen: Operations = field(default_factory=Operations, repr=False, compare=False)
-    """Operations that need not be run again: share one between settings."""
+    """Operations that need not be run again: share one between traced layers."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,28 +111,28 @@ class LayerSetting:
     @property
     def role(self) -> LayerRole:
         """Role of the layer."""
-        return self.chain.kind_of(self.layer).role
+        return self.chain.type_of(self.layer).role
 
 
-def observe(setting: LayerSetting, sizes: tuple[int, ...]) -> list[Observation]:
+def observe(traced: TracedLayer, sizes: tuple[int, ...]) -> list[Observation]:
     """One observation of the layer per number of samples."""
-    with fake_layer(setting) as layer:
-        side = side_inputs(setting, layer)
-        return [_observe_size(setting, layer, samples, side) for samples in sizes]
+    with fake_layer(traced) as layer:
+        side = shared_inputs(traced, layer)
+        return [_observe_size(traced, layer, samples, side) for samples in sizes]
 
 
 @contextmanager
-def fake_layer(setting: LayerSetting) -> Iterator[ChainLayer]:
-    """The layer on fake tensors, tensor-parallel as the setting says, to be run in the context."""
-    layer = copy.deepcopy(build_layer(setting.model, setting.chain, setting.layer, Remat.NONE))
+def fake_layer(traced: TracedLayer) -> Iterator[ChainLayer]:
+    """The layer on fake tensors, tensor-parallel as ``traced`` says, to be run in the context."""
+    layer = copy.deepcopy(build_layer(traced.model, traced.chain, traced.layer, Remat.NONE))
     with FakeTensorMode(allow_non_fake_inputs=False), ExitStack() as stack:
-        make_fake(layer, setting.dtype)
-        division = Division(model=setting.model, chain=setting.chain, strategy=setting.strategy, mesh=setting.mesh)
-        for kind in setting.strategy.kinds:
-            TWINS[kind.name].divide(layer, division)
-        if setting.exchanged is not None:
-            exchange_alone(layer, setting.mesh._get_root_mesh()[ALONE], received_share=setting.exchanged)
-        if setting.strategy.tensor_degree > 1 and setting.role is LayerRole.HEAD:
+        make_fake(layer, traced.dtype)
+        division = Division(model=traced.model, chain=traced.chain, strategy=traced.strategy, mesh=traced.mesh)
+        for dimension in traced.strategy.dimensions:
+            TWINS[dimension.name].divide(layer, division)
+        if traced.exchanged is not None:
+            exchange_alone(layer, traced.mesh._get_root_mesh()[ALONE], received_share=traced.exchanged)
+        if traced.strategy.tensor_degree > 1 and traced.role is LayerRole.HEAD:
             stack.enter_context(loss_parallel())
         if isinstance(layer.run_alone, ShellPiece):
             layer.run_alone.fill(torch.device("cpu"))  # once in a run, and not in every pass
@@ -143,21 +143,21 @@ def make_fake(module: nn.Module, dtype: torch.dtype) -> None:
     """Puts fake tensors on the CPU in the place of meta ones, parameters in ``dtype``, in place."""
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
-            kind = dtype if parameter.is_floating_point() else parameter.dtype
-            fake = torch.empty(parameter.shape, dtype=kind, device="cpu")
+            own_dtype = dtype if parameter.is_floating_point() else parameter.dtype
+            fake = torch.empty(parameter.shape, dtype=own_dtype, device="cpu")
             owner.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
         for name, buffer in owner.named_buffers(recurse=False):
             setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
 
 
-def _observe_size(setting: LayerSetting, layer: ChainLayer, samples: int, side: SideInputs) -> Observation:
-    plain = run_layer(setting, layer, samples, side)
+def _observe_size(traced: TracedLayer, layer: ChainLayer, samples: int, side: SharedInputs) -> Observation:
+    plain = run_layer(traced, layer, samples, side)
     selective = None
-    if setting.role is LayerRole.BLOCK:
+    if traced.role is LayerRole.BLOCK:
         layer.remat = Remat.SELECTIVE
-        selective = run_layer(setting, layer, samples, side)
+        selective = run_layer(traced, layer, samples, side)
         layer.remat = Remat.NONE
-    return observation(layer, plain, selective, knows_frozen=setting.chain.freeze is not None)
+    return observation(layer, plain, selective, knows_frozen=traced.chain.freeze is not None)
 
 
 def observation(
@@ -226,26 +226,26 @@ class CountedLayer:
     has_backward: bool
 
 
-def side_inputs(setting: LayerSetting, layer: ChainLayer) -> SideInputs:
+def shared_inputs(traced: TracedLayer, layer: ChainLayer) -> SharedInputs:
     """What a `fake_layer` reads beside the hidden state; the same for any number of samples."""
     device = torch.device("cpu")
-    builder = side_inputs_of([layer], setting.model, setting.chain, device)
-    return builder(setting.seq_len, setting.dtype, device)
+    builder = shared_inputs_of([layer], traced.model, traced.chain, device)
+    return builder(traced.seq_len, traced.dtype, device)
 
 
-def run_layer(setting: LayerSetting, layer: ChainLayer, samples: int, side: SideInputs) -> CountedLayer:
-    """Runs a `fake_layer` once forward and backward, with its `side_inputs`."""
-    context, flow = _inputs(setting, samples, side)
-    labels = context.labels_BS if setting.role is LayerRole.HEAD else None
+def run_layer(traced: TracedLayer, layer: ChainLayer, samples: int, side: SharedInputs) -> CountedLayer:
+    """Runs a `fake_layer` once forward and backward, with its `shared_inputs`."""
+    context, flow = _inputs(traced, samples, side)
+    labels = context.labels_BS if traced.role is LayerRole.HEAD else None
     beside = [each for part in getattr(layer.run_alone, "beside", ()) for each in part.buffers()]
     return count_passes(
         layer,
         lambda: tensors_of(layer(flow, context)),
         inputs=tensors_of(flow),
-        constants=[*side.tensors(), *_samples_of(setting, context), *beside],
+        constants=[*side.tensors(), *_samples_of(traced, context), *beside],
         label_bytes=0 if labels is None else labels.nbytes,
-        all_inputs=not setting.chain.kind_of(setting.layer).needs_gradient,
-        seen=setting.seen,
+        all_inputs=not traced.chain.type_of(traced.layer).needs_gradient,
+        seen=traced.seen,
     )
 
 
@@ -311,13 +311,13 @@ def count_passes(
     )
 
 
-def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[LayerContext, Flow]:
+def _inputs(traced: TracedLayer, samples: int, side: SharedInputs) -> tuple[LayerContext, Flow]:
     """The context of a forward pass, and what flows into the layer."""
-    chain, seq_len, model = setting.chain, setting.seq_len, setting.model
+    chain, seq_len, model = traced.chain, traced.seq_len, traced.model
     batch = None
     if isinstance(chain.split, OwnSplit):
         read, device = model.blank_samples(samples), torch.device("cpu")
-        batch = {setting.layer: OwnBatch(read, chain.split, side.of_samples, dtype=setting.dtype, device=device)}
+        batch = {traced.layer: OwnBatch(read, chain.split, side.of_samples, dtype=traced.dtype, device=device)}
     first, labels = blank_samples(chain, samples, seq_len)
     context = LayerContext(
         side=side,
@@ -327,24 +327,24 @@ def _inputs(setting: LayerSetting, samples: int, side: SideInputs) -> tuple[Laye
         decoder_ids=decoder_inputs(labels, model.config, chain.features) if chain.family.task.has_two_lists else None,
         batch=batch,
     )
-    if setting.layer == 0:
-        return context, first.to(setting.dtype) if first.is_floating_point() else first
-    parts = setting.strategy.sequence_degree
+    if traced.layer == 0:
+        return context, first.to(traced.dtype) if first.is_floating_point() else first
+    parts = traced.strategy.sequence_degree
     shapes = [
-        (shape[0] // parts, *shape[1:]) if parts > 1 else shape for shape in chain.read_shapes(setting.layer, seq_len)
+        (shape[0] // parts, *shape[1:]) if parts > 1 else shape for shape in chain.read_shapes(traced.layer, seq_len)
     ]
-    types = chain.read_types(setting.layer)
-    needed = chain.kind_of(setting.layer).needs_gradient or tuple(not whole for whole in types)
+    types = chain.read_types(traced.layer)
+    needed = chain.type_of(traced.layer).needs_gradient or tuple(not whole for whole in types)
     streams = (
-        torch.empty((samples, *shape), dtype=getattr(torch, whole) if whole else setting.dtype, requires_grad=each)
+        torch.empty((samples, *shape), dtype=getattr(torch, whole) if whole else traced.dtype, requires_grad=each)
         for shape, whole, each in zip(shapes, types, needed, strict=True)
     )
     return context, as_flow(tuple(streams))
 
 
-def _samples_of(setting: LayerSetting, context: LayerContext) -> Iterator[Tensor]:
+def _samples_of(traced: TracedLayer, context: LayerContext) -> Iterator[Tensor]:
     """The samples that a layer of a user's own module reads, and what it is given beside what flows."""
-    blocks = [setting.layer - 1] if setting.role is LayerRole.BLOCK else []
+    blocks = [traced.layer - 1] if traced.role is LayerRole.BLOCK else []
     for batch in context.batch.values():
         yield from tensors_of_batch(batch, blocks)
 

@@ -145,7 +145,10 @@ def spans_of(chain: ModelChain) -> list[range]:
     if not chain.family.task.reads_text:
         return [range(chain.max_seq_len, chain.max_seq_len + 1)]
     longest = chain.max_seq_len if chain.learned_positions else MOST_TOKENS
-    window = min((each for kind in chain.kinds if (each := chain.window(kind)) is not None), default=longest + 1)
+    window = min(
+        (each for layer_type in chain.layer_types if (each := chain.window(layer_type)) is not None),
+        default=longest + 1,
+    )
     within = [range(FEWEST, window)] if window > FEWEST else []
     return within + [range(length, length + 1) for length in usual_lengths(chain) if length >= window]
 

@@ -24,8 +24,8 @@ from math import lcm, prod
 from typing import Any, NamedTuple
 
 from steelyard.installed import is_as_made
-from steelyard.model.chain import LayerKind, ModelChain
-from steelyard.plan.kinds.kind import Batch
+from steelyard.model.chain import LayerType, ModelChain
+from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Strategy, shape_strategies
@@ -39,11 +39,11 @@ LEFT_OUT = "products"
 """Shapes of matrix products, which enter no price: how equal ones are folded depends on the length."""
 
 
-def legal_shapes(kind: LayerKind, degree: int, seq_len: int) -> Iterator[Strategy]:
-    """The strategies under which a kind has a shape of its own at a degree; none where the degree is illegal."""
+def legal_shapes(layer_type: LayerType, degree: int, seq_len: int) -> Iterator[Strategy]:
+    """The strategies under which a layer type has a shape of its own at a degree; none where the degree is illegal."""
     batch = Batch(microbatch_samples=degree, seq_len=seq_len)
     for strategy in shape_strategies(degree):
-        if illegal_reason(kind, strategy, batch) is None:
+        if illegal_reason(layer_type, strategy, batch) is None:
             yield strategy
 
 
@@ -85,10 +85,10 @@ def packaged_lengths(chain: ModelChain, precision: Precision) -> str:
 def profile_at(content: dict[str, Any], chain: ModelChain, *, seq_len: int, degrees: Sequence[int]) -> Profile | None:
     """The profile at a length, from what a packaged trace holds; None where length or degrees lie outside of it."""
     wanted = {
-        (kind.name, frozenset(strategy.shape.items())): degree
+        (layer_type.name, frozenset(strategy.shape.items())): degree
         for degree in degrees
-        for kind in chain.kinds
-        for strategy in legal_shapes(kind, degree, seq_len)
+        for layer_type in chain.layer_types
+        for strategy in legal_shapes(layer_type, degree, seq_len)
     }
     span = next((each for each in content["spans"] if each["first"] <= seq_len <= each["last"]), None)
     if span is None or not set(wanted.values()) <= set(content["degrees"]):

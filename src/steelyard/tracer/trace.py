@@ -1,4 +1,4 @@
-"""Traces one layer of each kind on fake tensors: work, memory and collectives of one rank, as a `Profile`.
+"""Traces one layer of each type on fake tensors: work, memory and collectives of one rank, as a `Profile`.
 
 The layer is the real `transformers` module, made tensor-parallel as the runtime does it, over a process group that
 has ranks but no processes. Nothing is computed and no memory is used, so any model can be traced on a laptop.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import transformers
 
 from steelyard.errors import InvalidProfileError
-from steelyard.model.chain import LayerKind, ModelChain
+from steelyard.model.chain import LayerType, ModelChain
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.own_pieces import OwnModel
@@ -26,8 +26,8 @@ from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
 from steelyard.profiles.part import Affine
 from steelyard.profiles.profile import (
+    Collective,
     CollectiveCount,
-    CollectiveKind,
     LayerProfile,
     Profile,
     ProfileIdentity,
@@ -37,7 +37,7 @@ from steelyard.profiles.profile import (
 )
 from steelyard.tracer.counting import OpCounts, Operations
 from steelyard.tracer.folding import folded_attention, folded_products
-from steelyard.tracer.layer import LayerSetting, Observation, fake_world, observe
+from steelyard.tracer.layer import Observation, TracedLayer, fake_world, observe
 from steelyard.tracer.packaged import legal_shapes
 
 SIZES = (2, 8)
@@ -55,11 +55,11 @@ def trace(
     degrees: Iterable[int],
     own: OwnModel | None = None,
 ) -> Profile:
-    """The traced profile of a model in every shape that kinds of parallelism give its layers at these degrees.
+    """The traced profile of a model in every shape that parallelism dimensions give its layers at these degrees.
 
     ``own`` is a user's own module, which a chain alone does not give.
-    A degree that does not divide a kind's sizes is left out for that kind. Raises `InvalidProfileError` when called in
-    a process that already has a process group.
+    A degree that does not divide a layer type's sizes is left out for that layer type. Raises `InvalidProfileError`
+    when called in a process that already has a process group.
     """
     if dist.is_initialized():
         raise InvalidProfileError(
@@ -94,9 +94,9 @@ def _trace_layers(
     seen = Operations()
     for degree in degrees:
         with fake_world(degree) as mesh:
-            for number, kind in enumerate(chain.kinds):
-                for strategy in legal_shapes(kind, degree, seq_len):
-                    setting = LayerSetting(
+            for number, layer_type in enumerate(chain.layer_types):
+                for strategy in legal_shapes(layer_type, degree, seq_len):
+                    traced = TracedLayer(
                         chain=chain,
                         layer=_representative(chain, number),
                         seq_len=seq_len,
@@ -106,27 +106,27 @@ def _trace_layers(
                         model=model,
                         seen=seen,
                     )
-                    layers.append(_profile(setting, kind))
+                    layers.append(_profile(traced, layer_type))
     return layers
 
 
-def _profile(setting: LayerSetting, kind: LayerKind) -> LayerProfile:
+def _profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
     """What is seen of a layer; of one with experts also where ranks divide them."""
-    shape, served = setting.strategy.shape, _queries_of_a_key(kind, setting.strategy.tensor_degree)
+    shape, served = traced.strategy.shape, _queries_of_a_key(layer_type, traced.strategy.tensor_degree)
 
-    def seen(of: LayerSetting) -> LayerProfile:
-        return layer_profile(kind.name, shape, observe(of, SIZES), queries_of_a_key=served)
+    def seen(of: TracedLayer) -> LayerProfile:
+        return layer_profile(layer_type.name, shape, observe(of, SIZES), queries_of_a_key=served)
 
-    layer = seen(setting)
-    if not kind.num_experts:
+    layer = seen(traced)
+    if not layer_type.num_experts:
         return layer
-    even, twice = (seen(replace(setting, exchanged=share)) for share in (1.0, 2.0))
+    even, twice = (seen(replace(traced, exchanged=share)) for share in (1.0, 2.0))
     return layer.model_copy(update={"divided_experts": (even, twice)})
 
 
-def _representative(chain: ModelChain, kind: int) -> int:
-    """The layer that is traced for a kind: its second one, since the first may be one that is never left out."""
-    places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == kind]
+def _representative(chain: ModelChain, layer_type: int) -> int:
+    """The layer that is traced for a layer type: its second one, since the first may be one that is never left out."""
+    places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == layer_type]
     return places[min(1, len(places) - 1)]
 
 
@@ -146,9 +146,9 @@ def _identity(chain: ModelChain, seq_len: int, precision: Precision) -> ProfileI
 
 
 def layer_profile(
-    kind: str, shape: Shape, observations: list[Observation], *, queries_of_a_key: float = 1.0
+    layer_type: str, shape: Shape, observations: list[Observation], *, queries_of_a_key: float = 1.0
 ) -> LayerProfile:
-    """The profile of a kind in a shape from one observation at each of `SIZES` samples.
+    """The profile of a layer type in a shape from one observation at each of `SIZES` samples.
 
     ``queries_of_a_key`` is how many query heads each key-value head serves.
     """
@@ -159,7 +159,7 @@ def layer_profile(
         return Affine(constant=low - slope * SIZES[0], per_sample=slope)
 
     return LayerProfile(
-        kind=kind,
+        kind=layer_type,
         degrees=dict(shape),
         num_params=observations[0].num_params,
         expert_params=observations[0].expert_params,
@@ -181,9 +181,9 @@ def layer_profile(
     )
 
 
-def _queries_of_a_key(kind: LayerKind, degree: int) -> float:
+def _queries_of_a_key(layer_type: LayerType, degree: int) -> float:
     """How many query heads of a rank each key-value head serves, of ``degree`` ranks that divide them."""
-    heads = dict(kind.tp_divides)
+    heads = dict(layer_type.tp_divides)
     queries = heads.get(QUERY_HEADS, 1)
     return queries / max(heads.get(KV_HEADS, queries), min(degree, queries))
 
@@ -221,10 +221,10 @@ def _work(direction: _Direction, observations: list[Observation], line: _Line) -
 
 
 def _collectives(direction: _Direction, observations: list[Observation], line: _Line) -> tuple[CollectiveCount, ...]:
-    def num_bytes(kind: CollectiveKind) -> Affine:
-        return line(lambda o: sum(direction(o).collectives[kind]))
+    def num_bytes(collective: Collective) -> Affine:
+        return line(lambda o: sum(direction(o).collectives[collective]))
 
     return tuple(
-        CollectiveCount(kind=kind, count=len(calls), tensor_bytes=num_bytes(kind))
-        for kind, calls in sorted(direction(observations[0]).collectives.items())
+        CollectiveCount(kind=collective, count=len(calls), tensor_bytes=num_bytes(collective))
+        for collective, calls in sorted(direction(observations[0]).collectives.items())
     )

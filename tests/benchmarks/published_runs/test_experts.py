@@ -9,7 +9,7 @@ from published_runs.rows import PublishedRun
 from published_runs.shapes import SPARSE
 
 from steelyard.cost.predict import predict
-from steelyard.plan.kinds import CP
+from steelyard.plan.dimensions import CP
 from steelyard.plan.strategy import Strategy
 from tests.benchmarks.published_runs.examples import case
 
@@ -64,9 +64,9 @@ def test_a_rank_holds_its_share_of_all_experts_however_they_are_divided() -> Non
 def test_dense_blocks_come_first_and_have_no_experts() -> None:
     found = case(TITAN, **SPARSE_ROW | {"moe_dense_layers": "3"})
     chain, strategies = found.job.chain, found.plan.strategies
-    kinds = [chain.kind_of(layer).name == SPARSE for layer in range(1, chain.num_layers - 1)]
-    assert kinds == [False] * 3 + [True] * (len(kinds) - 3)
-    assert [each.expert_degree > 1 for each in strategies[1:-1]] == kinds
+    layer_types = [chain.type_of(layer).name == SPARSE for layer in range(1, chain.num_layers - 1)]
+    assert layer_types == [False] * 3 + [True] * (len(layer_types) - 3)
+    assert [each.expert_degree > 1 for each in strategies[1:-1]] == layer_types
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from steelyard.cost.predict import predict
-from steelyard.plan.choices import DevicePoint, Explanation, FrontierPoint, PlanStudy, Rival, TradeOffs
+from steelyard.plan.choices import ComparedBaseline, DevicePoint, Explanation, FrontierPoint, PlanStudy, TradeOffs
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.prediction import Alternative
 from steelyard.planning.price import with_price
@@ -15,7 +15,7 @@ HOSTILE = "<script>alert(1)</script>&\"'</title>"
 
 
 def pipelined(*, num_microbatches: int = 8) -> ReportContents:
-    """Two stages of unlike strategies, with rivals, a frontier, and texts that try to be markup."""
+    """Two stages of unlike strategies, with baselines, a frontier, and texts that try to be markup."""
     of = job(cluster(2, 4))
     planned = plan(
         of,
@@ -53,13 +53,15 @@ def study(step_s: float) -> PlanStudy:
         )
         for factor in (8, 4, 2)
     )
-    rivals = (
-        Rival(name="without tp", step_time_s=2 * step_s, slowdown=1.0, setting="2 stages", strategies=HOSTILE),
-        Rival(name="without fsdp", missing_bytes=2**20),
+    baselines = (
+        ComparedBaseline(
+            name="without tp", step_time_s=2 * step_s, slowdown=1.0, setting="2 stages", strategies=HOSTILE
+        ),
+        ComparedBaseline(name="without fsdp", missing_bytes=2**20),
     )
     return PlanStudy(
         scope="plans of 2 stages",
-        explanation=Explanation(binds="Memory binds.", rivals=rivals),
+        explanation=Explanation(binds="Memory binds.", rivals=baselines),
         points=points,
         left_out=("without remat",),
     )

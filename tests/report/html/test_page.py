@@ -176,7 +176,7 @@ def test_two_pages_of_one_plan_are_equal() -> None:
     assert report_page(pipelined()) == report_page(pipelined())
 
 
-def test_rivals_without_time_are_named() -> None:
+def test_baselines_without_time_are_named() -> None:
     assert "No time was left for without remat" in "".join(read(report_page(pipelined())).text)
 
 
@@ -216,12 +216,12 @@ def test_a_colour_that_time_and_memory_share_has_one_meaning() -> None:
 
 
 @pytest.mark.parametrize("name", ["fsdp", "tp", "dp"])
-def test_layers_have_the_colour_of_the_time_that_their_kind_takes(name: str) -> None:
+def test_layers_have_the_colour_of_the_time_that_their_dimension_takes(name: str) -> None:
     strategy = parse_strategy(f"{name}4")
     assert strategy_classes((strategy,))[strategy] == time_colours()[name]
 
 
-def test_strategies_of_one_kind_differ_in_shade() -> None:
+def test_strategies_of_one_dimension_differ_in_shade() -> None:
     found = [parse_strategy(text) for text in ("fsdp8", "fsdp8", "fsdp8 zero2", "fsdp4-tp2", "single")]
     classes = strategy_classes(found)
     assert [classes[each] for each in found[1:]] == ["vermilion", "vermilion lighter", "vermilion darker", "blue"]

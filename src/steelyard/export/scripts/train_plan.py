@@ -66,16 +66,16 @@ Flow = Tensor | tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Strategy:
-    """How the ranks of a stage share a layer: kinds of parallelism with their degrees, outermost first."""
+    """How the ranks of a stage share a layer: parallelism dimensions with their degrees, outermost first."""
 
     levels: tuple[tuple[str, int], ...]
     sp: bool = False  # whether tp ranks divide the sequence between attention and feed-forward part
     zero: int = 3  # 3 frees gathered parameters between forward and backward, 2 keeps them
     remat: str = "none"  # what is computed again in backward: none, selective or full
 
-    def degree(self, *kinds: str) -> int:
-        """Ranks over which these kinds divide the layer."""
-        return math.prod(degree for kind, degree in self.levels if kind in kinds)
+    def degree(self, *dimensions: str) -> int:
+        """Ranks over which these dimensions divide the layer."""
+        return math.prod(degree for dimension, degree in self.levels if dimension in dimensions)
 
 
 class Plan:
@@ -91,8 +91,10 @@ class Plan:
         for runs in (runs for parts in zip(*chunks, strict=True) for runs in parts):  # in the order of the layers
             first = len(self.strategies)
             for run in runs:
-                levels = tuple((kind, int(degree)) for kind, degree in re.findall(r"([a-z]+)(\d+)", run["parallel"]))
-                if not {kind for kind, _ in levels} <= {"dp", "fsdp", "tp"}:
+                levels = tuple(
+                    (dimension, int(degree)) for dimension, degree in re.findall(r"([a-z]+)(\d+)", run["parallel"])
+                )
+                if not {dimension for dimension, _ in levels} <= {"dp", "fsdp", "tp"}:
                     raise SystemExit(f"layers {run['layers']}: this script cannot carry out {run['parallel']!r}")
                 rest = {key: value for key, value in run.items() if key not in ("layers", "parallel")}
                 self.strategies += [Strategy(levels, **rest)] * (run["layers"][1] + 1 - run["layers"][0])
@@ -148,11 +150,11 @@ def build_stage_mesh(plan: Plan, device_type: str) -> DeviceMesh:
 def placements(strategy: Strategy, stage_mesh: DeviceMesh) -> list[Placement]:
     """How the hidden state [B, s, H] of a layer lies on each axis of the stage; a level is a run of axes."""
     sizes, found = list(stage_mesh.shape), []
-    for kind, degree in strategy.levels:
+    for dimension, degree in strategy.levels:
         product = 1
         while product < degree:
             product *= sizes.pop(0)
-            found.append(Shard(0) if kind != "tp" else Shard(1) if strategy.sp else Replicate())
+            found.append(Shard(0) if dimension != "tp" else Shard(1) if strategy.sp else Replicate())
     return found or [Replicate()]
 
 
@@ -191,7 +193,7 @@ class Outline:
                     self.model.set_submodule(path, layer.get_submodule(name))
                 else:
                     module = self.model.get_submodule(path)
-                    module.forward = partial(self.hole, place, module)
+                    module.forward = partial(self.stub, place, module)
 
     def __call__(
         self, inputs: Tensor, given: Tensor | None = None, decoder_ids: Tensor | None = None
@@ -207,19 +209,19 @@ class Outline:
         finally:
             self.given = None
 
-    def hole(self, number: int, module: nn.Module, *places: object, **names: object) -> Tensor | tuple:
+    def stub(self, number: int, module: nn.Module, *places: object, **names: object) -> Tensor | tuple:
         """What a module returns that does not compute."""
         if number == self.end:
             raise ReachedError(places, names)
         entry = self.plan.chain["layers"][number]
-        kind = self.plan.chain["kinds"][entry["kind"]]
-        if kind["role"] == "block":
+        layer_type = self.plan.chain["kinds"][entry["kind"]]
+        if layer_type["role"] == "block":
             if self.before is None:
                 self.calls[entry["kind"]] = places, names
             (hidden, *_), (length, width) = places, entry["flow"][0]
             found = hidden if hidden.shape[-1] == width else hidden.new_zeros((len(hidden), length, width))
             found = self.given if number == self.before else found
-            return (found, *[None] * (kind["num_results"] - 1)) if kind["num_results"] else found
+            return (found, *[None] * (layer_type["num_results"] - 1)) if layer_type["num_results"] else found
         tensors = {place: each.to("meta") for place, each in enumerate(places) if isinstance(each, Tensor)}
         tensors = {place: each.float() if each.is_floating_point() else each for place, each in tensors.items()}
         on_meta = [tensors.get(place, each) for place, each in enumerate(places)]
@@ -241,12 +243,12 @@ class Layer(nn.Module):
     def __init__(self, plan: Plan, model: PreTrainedModel, bare: PreTrainedModel, number: int) -> None:
         super().__init__()
         entry = plan.chain["layers"][number]
-        self.plan, self.number, self.kind_name = plan, number, entry["kind"]
-        self.kind = plan.chain["kinds"][self.kind_name]
+        self.plan, self.number, self.type_name = plan, number, entry["kind"]
+        self.layer_type = plan.chain["kinds"][self.type_name]
         self.remat = plan.strategies[number].remat
         for name, path in entry["modules"].items():
             self.add_module(name, model.get_submodule(path))
-        self.outline = None if self.kind["role"] == "block" else Outline(plan, bare, number, self)
+        self.outline = None if self.layer_type["role"] == "block" else Outline(plan, bare, number, self)
 
     def forward(self, flow: Flow, side: dict, targets: dict[str, Tensor]) -> Flow:
         """Samples or hidden states [B, s, H] to hidden states, or to the loss."""
@@ -258,14 +260,14 @@ class Layer(nn.Module):
         """The forward pass, which remat runs again in backward."""
         where = self.plan.chain["encoded"]
         hidden, *encoded = flow if isinstance(flow, tuple) else (flow,)
-        if self.kind["role"] == "block":
-            call = with_argument(side[self.kind_name], 0, hidden)
+        if self.layer_type["role"] == "block":
+            call = with_argument(side[self.type_name], 0, hidden)
             places, names = with_argument(call, where, *encoded) if encoded else call
             outputs = self.block(*places, **names)
             found = outputs[0] if isinstance(outputs, tuple) else outputs
             return (found, encoded[0].view_as(encoded[0])) if encoded else found
         inputs = self.plan.blank(*hidden.shape[:2], hidden.device) if self.number else hidden
-        if self.kind["role"] == "embedding":
+        if self.layer_type["role"] == "embedding":
             given, ids = (hidden, targets["decoder_ids"]) if self.number else (None, None)
             places, names = self.outline(inputs, given, ids)
             read = (places[0], names[where] if isinstance(where, str) else places[where]) if self.number else places[:1]
@@ -295,8 +297,8 @@ def fill_buffers(plan: Plan, model: PreTrainedModel, device: torch.device) -> No
 
 
 @torch.no_grad()
-def side_inputs(plan: Plan, bare: PreTrainedModel, device: torch.device) -> dict[str, tuple]:
-    """What the model gives blocks of each kind (masks, rotary embeddings), by place and by name."""
+def shared_inputs(plan: Plan, bare: PreTrainedModel, device: torch.device) -> dict[str, tuple]:
+    """What the model gives blocks of each type (masks, rotary embeddings), by place and by name."""
     outline = Outline(plan, bare, len(plan.strategies) - 1)
     outline(plan.blank(1, plan.seq_len, device))
     return outline.calls
@@ -306,7 +308,7 @@ def shard_tensors(layer: Layer, mesh: DeviceMesh, sp: bool) -> None:
     """Divides the matrices of a layer over the ranks of ``mesh``, module by module, each in a style of `STYLES`."""
     between = Shard(1) if sp else Replicate()  # of the hidden state between attention and feed-forward part
     styles = {}
-    for path, style in layer.kind["styles"].items():
+    for path, style in layer.layer_type["styles"].items():
         name, keywords, numbers = (*style.split(":"), "", "")[:3]
         styles[path], module = STYLES[name](between, keywords), layer.get_submodule(path)
         for number in filter(None, numbers.split(",")):  # that attention keeps, of heads
@@ -371,8 +373,8 @@ STYLES = {
 
 def shard_data(layer: Layer, strategy: Strategy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """FSDP2 over the data ranks: ``fsdp`` divides parameters, ``dp`` replicates them, both do both (HSDP)."""
-    kinds = tuple(kind for kind, _ in strategy.levels if kind != "tp")
-    axes = kinds if "fsdp" in kinds else (*kinds, "one")
+    dimensions = tuple(dimension for dimension, _ in strategy.levels if dimension != "tp")
+    axes = dimensions if "fsdp" in dimensions else (*dimensions, "one")
     policy = MixedPrecisionPolicy() if dtype is torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
     fully_shard(layer, mesh=mesh[axes], mp_policy=policy, reshard_after_forward=strategy.zero == 3)
     layer.set_gradient_divide_factor(1.0)
@@ -504,7 +506,7 @@ def build_parts(plan: Plan, meshes: dict[tuple, DeviceMesh], device: torch.devic
     give_tables(plan, model)
     fill_buffers(plan, model, device)
     bare = copy.deepcopy(model)  # of which no layer gets weights
-    side, stage_mesh = side_inputs(plan, bare, device), build_stage_mesh(plan, device.type)
+    side, stage_mesh = shared_inputs(plan, bare, device), build_stage_mesh(plan, device.type)
     layouts = [placements(strategy, stage_mesh) for strategy in plan.strategies]
     moves = list(zip([layouts[0], *layouts[:-1]], layouts, strict=True))  # a hidden state is sent as it was made
     parts = {}
@@ -691,8 +693,8 @@ class Data:
         """Inputs (part 0) or targets (1) of a step that this rank reads for a layer, microbatch after microbatch."""
         strategy = self.plan.strategies[layer]
         place, share = 0, self.plan.share(strategy)
-        for kind, degree in strategy.levels:
-            place = place if kind == "tp" else place * degree + mesh.get_local_rank(kind)
+        for dimension, degree in strategy.levels:
+            place = place if dimension == "tp" else place * degree + mesh.get_local_rank(dimension)
         size = self.plan.global_batch // self.plan.num_microbatches
         firsts = range(step * self.plan.global_batch + place * share, (step + 1) * self.plan.global_batch, size)
         found = [self.pair(first + index)[part] for first in firsts for index in range(share)]

@@ -1,22 +1,22 @@
 """A plan as one self-contained page: no network, no library, readable without JavaScript, in light, dark and print.
 
-| module        | section of the page                                                                 |
-|---------------|-------------------------------------------------------------------------------------|
-| `markup`      | elements whose text is escaped by construction                                      |
-| `palette`     | colours that the colour-blind can tell apart, one for each term and strategy        |
-| `contents`    | all that a page shows, as one value                                                 |
-| `summary`     | the decision in a sentence, and its figures                                         |
-| `strategies`  | stages × layers, coloured by strategy                                               |
-| `bars`        | where the time of a step goes, and what fills the memory, per stage                 |
-| `timeline`    | the schedule of a step, pass by pass                                                |
-| `chart`       | axes, lines and points that stretch with the page                                   |
-| `trade_off`   | time against memory, with this plan and the others                                  |
-| `rivals`      | why the others lost                                                                 |
-| `measured`    | what a run measured beside what was predicted                                       |
-| `assumptions` | what the figures rest on, and what is not modelled                                  |
-| `glossary`    | what the names mean                                                                 |
-| `page`        | all of them                                                                         |
-| `document`    | the frame of a page, with ``style.css`` and a script inside                         |
+| module        | section of the page                                                          |
+|---------------|------------------------------------------------------------------------------|
+| `markup`      | elements whose text is escaped by construction                               |
+| `palette`     | colours that the colour-blind can tell apart, one for each term and strategy |
+| `contents`    | all that a page shows, as one value                                          |
+| `summary`     | the decision in a sentence, and its figures                                  |
+| `strategies`  | stages × layers, coloured by strategy                                        |
+| `bars`        | where the time of a step goes, and what fills the memory, per stage          |
+| `timeline`    | the schedule of a step, pass by pass                                         |
+| `chart`       | axes, lines and points that stretch with the page                            |
+| `trade_off`   | time against memory, with this plan and the others                           |
+| `baselines`   | why the others lost                                                          |
+| `measured`    | what a run measured beside what was predicted                                |
+| `assumptions` | what the figures rest on, and what is not modelled                           |
+| `glossary`    | what the names mean                                                          |
+| `page`        | all of them                                                                  |
+| `document`    | the frame of a page, with ``style.css`` and a script inside                  |
 
 `frontier_page` makes a page of trade-offs alone, `compare_page` one of two plans.
 """

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from steelyard.cost.efficiency import catalogue_rates
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.hardware import Cluster, Link
 from steelyard.plan.cost_source import CostSource
 from steelyard.plan.plan import Plan
@@ -88,7 +88,7 @@ def _source(profile: CostSource) -> str:
         links = "; links assumed, as below" if profile.links_assumed else ""
         return f"measured on {profile.num_devices} × {profile.device}, {profile.created}{links}"
     return (
-        f"each kind of layer traced on fake tensors with torch {profile.torch} and transformers "
+        f"each layer type traced on fake tensors with torch {profile.torch} and transformers "
         f"{profile.transformers}, {profile.created}; rates from the catalogue below"
         + ("" if profile.rates is None else f", {profile.rates}")
     )
@@ -131,7 +131,7 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
         f"{rates.memory:.0%} of the memory's rate, {rates.links.intra:.0%} of the link inside a node and "
         f"{rates.links.inter:.0%} of the one between nodes, fitted to published runs for all devices alike",
     )
-    if any(kind.num_experts for kind in job.chain.kinds):
+    if any(layer_type.num_experts for layer_type in job.chain.layer_types):
         yield "routing", f"{job.imbalance:g} times the mean on the rank whose experts most tokens take: assumed"
     if job.time_factor != 1.0:
         runs = "a measured run" if job.group.num_calibrating < 2 else f"{job.group.num_calibrating} measured runs"

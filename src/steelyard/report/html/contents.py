@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from steelyard.cost.setting import Job
+from steelyard.cost.job import Job
 from steelyard.cost.simulator import Timeline
 from steelyard.plan.choices import PlanStudy
 from steelyard.plan.plan import Plan

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from steelyard.plan.kinds import KINDS
+from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Html, section, tag
 
@@ -32,7 +32,7 @@ WORDS = {
 
 def meaning(name: str) -> str | None:
     """What a name means; None for one that needs no words."""
-    return KINDS[name].term if name in KINDS else WORDS.get(name)
+    return DIMENSIONS[name].term if name in DIMENSIONS else WORDS.get(name)
 
 
 def term(name: str) -> Html:
@@ -55,6 +55,6 @@ def _used(found: ReportContents) -> Iterable[str]:
     if found.plan.num_stages > 1:
         yield from ("stage", "bubble", "waiting")
     for strategy in found.plan.strategies:
-        yield from (kind.name for kind in strategy.kinds)
+        yield from (dimension.name for dimension in strategy.dimensions)
     for stage in prediction.stages:
         yield from (*stage.time_s, "fixed", *stage.memory_bytes)

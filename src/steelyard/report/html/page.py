@@ -5,12 +5,12 @@ from importlib.metadata import version
 from steelyard.plan.plan import headline
 from steelyard.report.html.assumptions import assumption_section
 from steelyard.report.html.bars import memory_section, time_section
+from steelyard.report.html.baselines import baseline_section
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.document import document
 from steelyard.report.html.glossary import glossary_section
 from steelyard.report.html.markup import Html, tag
 from steelyard.report.html.measured import measured_section
-from steelyard.report.html.rivals import rival_section
 from steelyard.report.html.strategies import strategy_section
 from steelyard.report.html.summary import summary
 from steelyard.report.html.timeline import timeline_section
@@ -26,7 +26,7 @@ def report_page(found: ReportContents) -> str:
         memory_section(found),
         timeline_section(found),
         None if found.plan.is_mixed else trade_off_section(found),
-        rival_section(found),
+        baseline_section(found),
         assumption_section(found),
         glossary_section(found),
     )

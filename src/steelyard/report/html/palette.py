@@ -1,8 +1,8 @@
 """Colours by name, for terms and strategies; the values stand in ``style.css``, one for light and one for dark.
 
-A colour has one meaning on the whole page. What a kind of parallelism spends has its colour, and so have the layers
+A colour has one meaning on the whole page. What a parallelism dimension spends has its colour, and so have the layers
 that it divides and what it gathers; what is kept has the colour of what it is kept for (activations and remat, the
-optimizer's states and its time). Two strategies of a kind differ in shade. Lines and points of charts have none of
+optimizer's states and its time). Two strategies of a dimension differ in shade. Lines and points of charts have none of
 these colours.
 
 The hues are those of Okabe and Ito (2008), which people with any common colour blindness can tell apart, with a brown,
@@ -12,8 +12,8 @@ does: stripes for recomputation, hatching for what is no work.
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from steelyard.plan.kinds import KINDS
-from steelyard.plan.kinds.kind import States
+from steelyard.plan.dimensions import DIMENSIONS
+from steelyard.plan.dimensions.dimension import States
 from steelyard.plan.strategy import Remat, Strategy
 
 _TIME_COLOURS = {
@@ -30,7 +30,9 @@ MEMORY_COLOURS = {
     "parameters": "indigo",
     "gradients": "wine",
     "optimizer": "slate",
-    "gathered parameters": next(kind.hue for kind in KINDS.values() if kind.states is States.SHARDED),
+    "gathered parameters": next(
+        dimension.hue for dimension in DIMENSIONS.values() if dimension.states is States.SHARDED
+    ),
     "activations": "sky",
     "working set": "blue",
     "pipeline buffers": "green",
@@ -46,8 +48,8 @@ PATTERNS = {Remat.NONE: "", Remat.SELECTIVE: "striped", Remat.FULL: "crossed"}
 
 
 def time_colours() -> dict[str, str]:
-    """The colour of every term of a step's time, those of the kinds of parallelism last."""
-    return _TIME_COLOURS | {kind.name: kind.hue for kind in KINDS.values()}
+    """The colour of every term of a step's time, those of the parallelism dimensions last."""
+    return _TIME_COLOURS | {dimension.name: dimension.hue for dimension in DIMENSIONS.values()}
 
 
 def colours(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
@@ -61,7 +63,7 @@ def colours(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
 
 
 def strategy_classes(strategies: Sequence[Strategy]) -> dict[Strategy, str]:
-    """The classes of each strategy: the hue of the kind that divides most, a shade, and a pattern for remat.
+    """The classes of each strategy: the hue of the dimension that divides most, a shade, and a pattern for remat.
 
     The most used strategy of a hue has the hue itself.
     """
@@ -82,7 +84,7 @@ def strategy_classes(strategies: Sequence[Strategy]) -> dict[Strategy, str]:
 def _hue(strategy: Strategy) -> str:
     """That of the level of the largest degree, the outermost of several; of compute where nothing is divided."""
     largest = max(strategy.levels, key=lambda level: level.degree, default=None)
-    return _TIME_COLOURS["compute"] if largest is None else largest.kind.hue
+    return _TIME_COLOURS["compute"] if largest is None else largest.dimension.hue
 
 
 def division(strategy: Strategy) -> str:

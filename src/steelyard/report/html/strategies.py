@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.plan.kinds import KINDS, Kind
-from steelyard.plan.kinds.kind import States
+from steelyard.plan.dimensions import DIMENSIONS, Dimension
+from steelyard.plan.dimensions.dimension import States
 from steelyard.plan.plan import Plan, part_name
 from steelyard.plan.stages import StagePart
 from steelyard.plan.strategy import Remat, Strategy
@@ -44,14 +44,16 @@ def strategy_section(found: ReportContents) -> Html:
 
 def describe_strategy(strategy: Strategy) -> str:
     """What the devices of a stage do for a layer of this strategy, in words."""
-    used = strategy.kinds
-    parts = [kind.words(strategy) for kind in sorted(KINDS.values(), key=_shards_first) if kind in used]
+    used = strategy.dimensions
+    parts = [
+        dimension.words(strategy) for dimension in sorted(DIMENSIONS.values(), key=_shards_first) if dimension in used
+    ]
     divided = "divides " + "; ".join(parts) if parts else "on a single device"
     return f"{divided}; {_REMAT_WORDS.get(strategy.remat, str(strategy.remat))}"
 
 
-def _shards_first(kind: Kind) -> bool:
-    return kind.states is not States.SHARDED
+def _shards_first(dimension: Dimension) -> bool:
+    return dimension.states is not States.SHARDED
 
 
 def ranks_text(part: StagePart) -> str:
@@ -74,7 +76,7 @@ def _row(plan: Plan, index: int, chain: ModelChain, classes: dict[Strategy, str]
     part = plan.parts[index]
     cells = []
     for layer, strategy in enumerate(part.strategies, start=part.first_layer):
-        mark = _MARKS.get(chain.kind_of(layer).role, "")
+        mark = _MARKS.get(chain.type_of(layer).role, "")
         cells.append(tag("i", mark, class_=f"cell {classes[strategy]}", title=f"{chain.layer_name(layer)}: {strategy}"))
     return tag(
         "div",

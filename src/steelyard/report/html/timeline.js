@@ -111,10 +111,10 @@
     }
     held.set(event.pointerId, event);
   });
-  for (const kind of ["pointerup", "pointercancel", "pointerleave"]) {
-    view.addEventListener(kind, (event) => {
+  for (const name of ["pointerup", "pointercancel", "pointerleave"]) {
+    view.addEventListener(name, (event) => {
       held.delete(event.pointerId);
-      if (kind !== "pointerup") tip.hidden = true;
+      if (name !== "pointerup") tip.hidden = true;
     });
   }
   view.addEventListener("wheel", (event) => {

@@ -1,6 +1,6 @@
 """The schedule of a step, pass by pass: a picture that needs no script, and with one can be zoomed and asked.
 
-Passes of one kind are one path, so that a step of thousands of them stays quick. The picture is stretched over the
+Passes of one category are one path, so that a step of thousands of them stays quick. The picture is stretched over the
 width of the page; stage names and times stand beside it as text.
 """
 
@@ -20,7 +20,7 @@ ROW, HEIGHT = 10, 8
 """Units from one stage to the next, and of a pass."""
 MOST_PASSES = 12_000
 """A step of more is shown in part: its first and its last microbatches."""
-KINDS = {
+PASS_NAMES = {
     "forward": "forward",
     "backward": "backward",
     "once": "optimizer",
@@ -37,7 +37,9 @@ def timeline_section(found: ReportContents) -> Html | None:
         return None
     hidden = hidden_microbatches(plan.num_microbatches, _num_shown(plan))
     stages = [_passes(timeline, plan, stage, hidden) for stage in range(timeline.pipeline.num_stages)]
-    kinds = [kind for kind in KINDS if any(each.category == kind for stage in stages for each in stage)]
+    categories = [
+        category for category in PASS_NAMES if any(each.category == category for stage in stages for each in stage)
+    ]
     pools = [f" on {name}" for name in found.stage_pools] or [""] * len(stages)
     parts = [
         tag("p", _lead(timeline, plan, hidden, found.fixed_s)),
@@ -47,7 +49,7 @@ def timeline_section(found: ReportContents) -> Html | None:
             tag(
                 "div",
                 tag("div", [tag("span", f"stage {stage}", on) for stage, on in enumerate(pools)], class_="names"),
-                tag("div", _picture(stages, kinds, timeline.step_time_s), class_="view", tabindex="0"),
+                tag("div", _picture(stages, categories, timeline.step_time_s), class_="view", tabindex="0"),
                 class_="lanes",
                 style=f"--stages:{len(stages)}",
             ),
@@ -56,7 +58,7 @@ def timeline_section(found: ReportContents) -> Html | None:
             class_="timeline",
             id="schedule",
         ),
-        _legend(stages, kinds, timeline.step_time_s),
+        _legend(stages, categories, timeline.step_time_s),
     ]
     if len(stages) > 1:
         parts.append(folded("Bubbles by name", _bubble_table(timeline)))
@@ -103,16 +105,16 @@ def _controls() -> Html:
     )
 
 
-def _picture(stages: Sequence[Sequence[Slice]], kinds: Sequence[str], step_s: float) -> Html:
+def _picture(stages: Sequence[Sequence[Slice]], categories: Sequence[str], step_s: float) -> Html:
     paths = []
-    for kind in kinds:
+    for category in categories:
         drawn = "".join(
             _rectangle(each, row, step_s)
             for row, slices in enumerate(stages)
             for each in slices
-            if each.category == kind
+            if each.category == category
         )
-        paths.append(tag("path", d=drawn, class_=f"pass {_look(kind)}"))
+        paths.append(tag("path", d=drawn, class_=f"pass {_look(category)}"))
     return tag(
         "svg",
         paths,
@@ -152,21 +154,26 @@ def _data(stages: Sequence[Sequence[Slice]], step_s: float) -> Html:
 
 def _name(each: Slice) -> str:
     chunk = "" if each.chunk is None else f" of chunk {each.chunk}"
-    return (each.name if each.category in ("bubble", "not shown") else KINDS.get(each.category, each.category)) + chunk
+    return (
+        each.name if each.category in ("bubble", "not shown") else PASS_NAMES.get(each.category, each.category)
+    ) + chunk
 
 
-def _legend(stages: Sequence[Sequence[Slice]], kinds: Sequence[str], step_s: float) -> Html:
+def _legend(stages: Sequence[Sequence[Slice]], categories: Sequence[str], step_s: float) -> Html:
     """Each kind of pass with its share of all stages' time."""
 
-    def share(kind: str) -> float:
-        seconds = sum(each.end_s - each.start_s for slices in stages for each in slices if each.category == kind)
+    def share(category: str) -> float:
+        seconds = sum(each.end_s - each.start_s for slices in stages for each in slices if each.category == category)
         return seconds / len(stages) / step_s
 
-    return legend((f"pass {_look(kind)}", [tag("b", KINDS[kind]), f" {share(kind):.1%}"]) for kind in kinds)
+    return legend(
+        (f"pass {_look(category)}", [tag("b", PASS_NAMES[category]), f" {share(category):.1%}"])
+        for category in categories
+    )
 
 
-def _look(kind: str) -> str:
-    return kind.replace(" ", "-")
+def _look(category: str) -> str:
+    return category.replace(" ", "-")
 
 
 def _bubble_table(timeline: Timeline) -> Html:

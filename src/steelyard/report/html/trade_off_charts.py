@@ -10,7 +10,7 @@ from steelyard.units import GIB, MIB, format_bytes, format_count, format_seconds
 _LOOKS = {
     "here": "this plan",
     "step": "least time within a budget",
-    "other": "best plans of other pipeline settings, which lost",
+    "other": "best plans of other pipeline configurations, which lost",
 }
 
 

@@ -1,0 +1,368 @@
+"""What a cost depends on beside the layer and its strategy: model, profile, cluster, batch and one pipeline
+configuration."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar, cast, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steelyard.cost.amounts import at_each, hashable
+from steelyard.cost.communication import Group, collective_time
+from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
+from steelyard.cost.execution import OURS, Execution
+from steelyard.errors import InvalidPlanError
+from steelyard.hardware import Cluster, Link, MixedCluster, joined_pools
+from steelyard.model.chain import ModelChain
+from steelyard.plan.cost_source import CostSource, ProfileFile
+from steelyard.plan.dimensions.dimension import Batch
+from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.strategy import Strategy
+from steelyard.profiles.profile import Collective, LayerProfile, Profile, Shape
+from steelyard.schedules import PipelineConfig
+from steelyard.units import Amount
+
+COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
+"""Bytes of a parameter while a layer computes, and of an activation between layers."""
+MASTER_BYTES = 4
+"""Bytes of a parameter as the optimizer keeps it, and of a gradient as it is reduced."""
+Made = TypeVar("Made")
+
+ASSUMED_IMBALANCE = 1.2
+"""Most tokens of a rank over the mean, where routed experts are divided over ranks: assumed, not measured. Training
+measures and reports it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceGroup:
+    """Equal devices that stages of a job may lie on, with what its layers cost there.
+
+    ``budget_bytes`` is what one device may hold, and ``margin_bytes`` what is left free beside it. ``rates`` takes the
+    place of the device's calibrated efficiency, and all times are multiplied by ``time_factor``, which
+    ``num_calibrating`` measured runs give. ``profile_file`` is where the profile was read from, if it was.
+    """
+
+    cluster: Cluster
+    profile: Profile
+    budget_bytes: int
+    margin_bytes: int = 0
+    rates: Efficiency | None = None
+    time_factor: float = 1.0
+    num_calibrating: int = 0
+    profile_file: ProfileFile | None = None
+    outer_link: Link | None = None
+    """What joins a device to those of other groups, where there are several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained on what: everything that does not change while pipeline configurations are compared.
+
+    ``groups`` are the device groups at hand: one where all devices are alike. Costs are those of a stage, which lies in
+    one group, so that they are asked of the job on that group alone (`by_group`).
+
+    ``global_batch`` counts samples of ``seq_len`` tokens. ``execution`` says how the framework works. ``imbalance`` is
+    how many times the mean number of tokens the rank with the most of them gets, where experts are divided over ranks.
+    """
+
+    chain: ModelChain
+    groups: tuple[DeviceGroup, ...]
+    seq_len: int
+    global_batch: int
+    precision: Precision
+    execution: Execution = OURS
+    imbalance: float = ASSUMED_IMBALANCE
+
+    @cached_property
+    def by_group(self) -> "tuple[Job, ...]":
+        """The job on each of its groups alone."""
+        return tuple(replace(self, groups=(each,)) for each in self.groups) if self.is_mixed else (self,)
+
+    @classmethod
+    def over(cls, jobs: "Sequence[Job]") -> "Job":
+        """One job on the groups of all these, which shares what they know of their costs."""
+        if len(jobs) == 1:
+            return jobs[0]
+        found = replace(jobs[0], groups=tuple(each.group for each in jobs))
+        found.__dict__["by_group"] = tuple(jobs)
+        return found
+
+    def only(self, names: Sequence[str]) -> "Job":
+        """The job on the groups of these names alone, in this order; raises `InvalidPlanError` where there is none."""
+        known = {each.cluster.name: each for each in self.by_group}
+        for name in names:
+            if name not in known:
+                raise InvalidPlanError(
+                    field="cluster",
+                    found=f"the pool {name!r}",
+                    expected="one of " + ", ".join(known),
+                    hint="plan for the pools that are there",
+                )
+        return Job.over([known[name] for name in names])
+
+    def used_by(self, plan: Plan) -> "Job":
+        """The job on the groups that a plan uses, in the order of its ranks; raises as `only`."""
+        return self.only(plan.cluster.split("+")) if self.is_mixed else self
+
+    def jobs(self, plan: Plan) -> "tuple[Job, ...]":
+        """The job of each stage of a plan; raises as `only`."""
+        used = self.used_by(plan).by_group
+        borders = [*accumulate(each.cluster.num_devices for each in used)][:-1]
+        return tuple(used[bisect_right(borders, stage.ranks[0])] for stage in plan.stages)
+
+    def on(self, **changes: Any) -> "Job":
+        """The job with these fields of its one group changed."""
+        return replace(self, groups=(replace(self.group, **changes),))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are several groups."""
+        return len(self.groups) > 1
+
+    @property
+    def hardware(self) -> Cluster | MixedCluster:
+        """All its devices."""
+        return joined_pools([each.cluster for each in self.groups], [each.outer_link for each in self.groups])
+
+    @cached_property
+    def budget_bytes(self) -> int:
+        """What a device may hold; of several groups, one of the roomiest."""
+        return max(each.budget_bytes for each in self.groups)
+
+    @cached_property
+    def group(self) -> DeviceGroup:
+        """Its group; only where there is one, as all below."""
+        (only,) = self.groups
+        return only
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """Its devices."""
+        return self.group.cluster
+
+    @cached_property
+    def profile(self) -> Profile:
+        """What its layers do and take."""
+        return self.group.profile
+
+    @cached_property
+    def margin_bytes(self) -> int:
+        """What is left free beside the budget."""
+        return self.group.margin_bytes
+
+    @cached_property
+    def time_factor(self) -> float:
+        """What all times are multiplied by."""
+        return self.group.time_factor
+
+    @cached_property
+    def _layers(self) -> dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None]:
+        return {}
+
+    def layer(
+        self, layer_type: str, shape: Shape, *, expert_degree: int = 1, imbalance: float | None = None
+    ) -> LayerProfile | None:
+        """The profile of a layer type in a shape, None where there is none.
+
+        Where ``expert_degree`` ranks divide its experts, of the one that computes ``imbalance`` times (None: the job's)
+        the pairs of its own tokens.
+        """
+        uneven = self.imbalance if imbalance is None else imbalance
+        key = layer_type, frozenset(shape.items()), expert_degree, uneven
+        if key not in self._layers:
+            found = self.profile.layer(layer_type, shape)
+            if found is not None and expert_degree > 1:
+                found = found.with_divided_experts(expert_degree, uneven)
+            self._layers[key] = found
+        return self._layers[key]
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, object], tuple[object, object]]:
+        return {}
+
+    def once(self, of: object, key: object, make: Callable[[], Made]) -> Made:
+        """What ``make`` makes of the chain or a part of the profile, once for that very object and each ``key``."""
+        known = self._made.get((id(of), key))
+        if known is None:
+            known = self._made[id(of), key] = of, make()  # which keeps the object, so that no other has its id
+        return cast(Made, known[1])
+
+    @cached_property
+    def _collectives(self) -> dict[tuple[Collective, Group], Callable[[float], float]]:
+        return {}
+
+    @cached_property
+    def _collective_seconds(self) -> dict[tuple[Collective, Hashable, Group], Amount]:
+        return {}
+
+    @overload
+    def collective_s(self, collective: Collective, tensor_bytes: float, group: Group) -> float: ...
+    @overload
+    def collective_s(self, collective: Collective, tensor_bytes: Amount, group: Group) -> Amount: ...
+    def collective_s(self, collective: Collective, tensor_bytes: Amount, group: Group) -> Amount:
+        """Seconds of one collective on the cluster; 0 for a group of one rank. Raises as `collective_time`."""
+        if group.size == 1:
+            return 0.0
+        key = collective, hashable(tensor_bytes), group
+        seconds = self._collective_seconds.get(key)
+        if seconds is None:
+            seconds = self._collective_seconds[key] = at_each(tensor_bytes, self._collective(collective, group))
+        return seconds
+
+    def _collective(self, collective: Collective, group: Group) -> Callable[[float], float]:
+        known = self._collectives.get((collective, group))
+        if known is None:
+            known = collective_time(collective, group, self.cluster, self.profile, self.efficiency.links)
+            self._collectives[collective, group] = known
+        return lambda tensor_bytes: known(tensor_bytes) if tensor_bytes else 0.0
+
+    def within(self, budget_bytes: int, *, margin_bytes: int = 0) -> "Job":
+        """The same job with another budget, which shares what is known of its costs: none depends on the budget."""
+        found = self.on(budget_bytes=budget_bytes, margin_bytes=margin_bytes)
+        for name in ("_layers", "_made", "_collectives", "_collective_seconds"):
+            found.__dict__[name] = getattr(self, name)
+        return found
+
+    def cost_source(self) -> CostSource:
+        """Where the costs come from: the profile, the factor, and the catalogue's entry where its rates are used."""
+        identity = self.profile.identity
+        has_rates = not self.cluster.device.needs_profile
+        priced_by_catalogue = self.assumes_links or not (identity.is_measured or self.group.rates)
+        rates = catalogue_rates(self.cluster.device.name) if has_rates and priced_by_catalogue else None
+        divides_experts = any(layer_type.num_experts for layer_type in self.chain.layer_types)
+        return CostSource(
+            **identity.model_dump(),
+            time_factor=self.time_factor,
+            num_calibrating=self.group.num_calibrating,
+            rates=rates,
+            links_assumed=self.assumes_links,
+            file=self.group.profile_file,
+            imbalance=self.imbalance if divides_experts else None,
+        )
+
+    @property
+    def assumes_links(self) -> bool:
+        """Whether layers were measured on one device, and what lies between devices is as the cluster says."""
+        return self.profile.identity.is_measured and self.profile.identity.num_devices < self.cluster.num_devices
+
+    @property
+    def has_measured_links(self) -> bool:
+        """Whether what lies between devices was measured, on as many as there are."""
+        return self.profile.identity.is_measured and not self.assumes_links
+
+    @cached_property
+    def efficiency(self) -> Efficiency:
+        """What fraction of the data sheet's rates the devices and links reach."""
+        network = self.cluster.inter_link
+        return self.group.rates or efficiency_of(self.cluster.device.name, network.name if network else "")
+
+    @property
+    def peak_flop_per_s(self) -> float:
+        """Dense matmul peak of a device in the type that matmuls compute in."""
+        return self.cluster.device.peak(self.execution.matmul_dtype or self.precision)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes per parameter and activation entry while a layer computes."""
+        return COMPUTE_BYTES[self.precision]
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether sharded-data communication runs beside compute: on GPUs it has streams of its own, on CPUs not."""
+        return self.execution.overlaps_data and self.cluster.device.is_gpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """One pipeline configuration of a job."""
+
+    job: Job
+    pipeline: PipelineConfig
+    stage_size: int | None = None
+    """Ranks of the stages that are meant, where not all are alike."""
+
+    @cached_property
+    def devices_per_stage(self) -> int:
+        """Ranks of each stage."""
+        return self.stage_size or self.job.cluster.num_devices // self.pipeline.num_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step."""
+        return self.pipeline.num_microbatches
+
+    @property
+    def has_several(self) -> bool:
+        """Whether there are several microbatches."""
+        return self.pipeline.num_microbatches > 1
+
+    @property
+    def is_piped(self) -> bool:
+        """Whether there are several stages."""
+        return self.pipeline.num_stages > 1
+
+    @cached_property
+    def microbatch_samples(self) -> int:
+        """Samples of a microbatch over all ranks of a stage."""
+        return self.job.global_batch // self.pipeline.num_microbatches
+
+    @cached_property
+    def batch(self) -> Batch:
+        """What strategies divide beside the layers."""
+        return Batch(microbatch_samples=self.microbatch_samples, seq_len=self.job.seq_len)
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """Bytes of what flows between two layers for one microbatch, over all ranks of a stage: the most of all layers.
+
+        Between an encoder's layers it is half of this (one hidden state and not two), in late stages of Swin less.
+        """
+        job = self.job
+        states = job.chain.most_in_states(job.seq_len)
+        return self.microbatch_samples * (states + job.chain.most_past(job.seq_len)) * job.compute_bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JobConfigs:
+    """Pipeline configurations of a job that differ in the number of microbatches alone: arrays for a `JobConfig`'s
+    numbers."""
+
+    job: Job
+    devices_per_stage: int
+    is_piped: bool
+    num_microbatches: NDArray[np.int64]
+    """[M]"""
+
+    @cached_property
+    def microbatch_samples(self) -> NDArray[np.float64]:
+        """[M] samples of a microbatch over all ranks of a stage, whole numbers."""
+        return (self.job.global_batch // self.num_microbatches).astype(np.float64)
+
+    def select(self, some: NDArray[np.bool_]) -> "JobConfigs":
+        """Some of them."""
+        return replace(self, num_microbatches=self.num_microbatches[some])
+
+
+AnyConfig = JobConfig | JobConfigs
+
+
+def stage_configs(plan: Plan, job: Job) -> tuple[JobConfig, ...]:
+    """The configuration of each stage of a plan; stages that are alike share one."""
+    stages = list(zip(job.jobs(plan), plan.stage_sizes, strict=True))
+    made = {(id(own), size): JobConfig(job=own, pipeline=plan.pipeline, stage_size=size) for own, size in stages}
+    return tuple(made[id(own), size] for own, size in stages)
+
+
+class Strategies(NamedTuple):
+    """Strategies of a stage: arrays [S] for a `Strategy`'s numbers."""
+
+    sample_degree: NDArray[np.int64]
+    token_degree: NDArray[np.int64]
+    sequence_degree: NDArray[np.int64]
+
+
+AnyStrategy = Strategy | Strategies

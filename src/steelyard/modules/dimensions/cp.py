@@ -1,0 +1,115 @@
+"""Context parallel: the tokens of every sequence divided over the ranks of an axis, in head-tail order.
+
+Every rank is given the same samples and computes what follows from its own tokens: it looks them up, rotates them by
+their own positions, attends to the tokens of others (`steelyard.modules.context_attention`), and compares them with
+their own labels. A rank's loss is the sum over its tokens divided by the global count, so losses and gradients of
+parameters add up over the axis as they do over data-parallel ranks.
+
+A layer under cp maps and returns this rank's share of the hidden state, [B, S/c, H], in head-tail order; token ids,
+labels and shared inputs come whole and in natural order. Where sequence parallelism divides the hidden state further,
+it divides the share.
+
+Source: Dubey et al. 2024, section 3.3.2.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from steelyard.errors import InvalidModelError
+from steelyard.model.family import Task
+from steelyard.modules.block_inputs import PerSample
+from steelyard.modules.context_attention import IMPLEMENTATION, ContextDivision, ContextMethod, divide
+from steelyard.modules.dimensions.twin import Division, Twin
+from steelyard.modules.head_tail import SEQUENCE_DIM, local_tokens
+from steelyard.modules.layers import BlockLayer, ChainLayer, EmbeddingLayer, Flow, LayerContext, SharedInputs
+
+
+def apply_context_parallel(layer: ChainLayer, mesh: DeviceMesh, method: str) -> None:
+    """Makes a layer compute this rank's tokens over the one axis of ``mesh``, in place; before or after tp.
+
+    ``method`` is one of `ContextMethod` and matters to blocks alone. Raises `InvalidModelError` for a layer that other
+    than causal fused attention mixes the tokens of. While it runs the layer raises `InvalidPlanError` for a sequence
+    that cannot be divided and for too few heads, and `InvalidModelError` for dropout of attention.
+    """
+    if layer.family.task is not Task.CAUSAL_LM or not layer.family.fused_attention:
+        raise _not_causal(layer)
+    if isinstance(layer, BlockLayer):
+        _divide_attention(layer, mesh, ContextMethod(method))
+    layer.divided_tokens = (mesh.size(), ContextMethod(method))
+    compute, reads_tokens = layer.compute, isinstance(layer, EmbeddingLayer)
+
+    def compute_own(inputs: Flow, context: LayerContext) -> Flow:
+        own = local_tokens(inputs, SEQUENCE_DIM, mesh) if reads_tokens else inputs
+        return compute(own, own_context(context, mesh))
+
+    layer.compute = compute_own
+
+
+def own_context(context: LayerContext, mesh: DeviceMesh) -> LayerContext:
+    """What a forward pass carries along for this rank's tokens: made once per pass, kept in ``context.own``.
+
+    Positions and labels are narrowed, and whatever else grows with the tokens; masks stay those of
+    the whole sequence.
+    """
+    share = mesh.size(), mesh.get_local_rank()
+    if share not in context.own:
+        context.own[share] = LayerContext(
+            side=_own_side(context.side, mesh),
+            config=context.config,
+            labels_BS=None if context.labels_BS is None else local_tokens(context.labels_BS, SEQUENCE_DIM, mesh),
+            num_targets=context.num_targets,
+        )
+    return context.own[share]
+
+
+def _own_side(side: SharedInputs, mesh: DeviceMesh) -> SharedInputs:
+    def own(tensor: Tensor, dim: int = SEQUENCE_DIM) -> Tensor:
+        return local_tokens(tensor, dim, mesh)
+
+    def own_argument(value: Any, dim: int | None) -> Any:
+        if dim is None:
+            return value
+        return replace(value, held=own(value.held, dim)) if isinstance(value, PerSample) else own(value, dim)
+
+    dims = side.token_dims() if side.token_dims and side.arguments else {}
+    return SharedInputs(
+        position_ids=own(side.position_ids),
+        arguments={name: pytree.tree_map(own_argument, side.arguments[name], dims[name]) for name in dims},
+    )
+
+
+def _divide_attention(layer: BlockLayer, mesh: DeviceMesh, method: ContextMethod) -> None:
+    """Marks the attention of a block."""
+    attention = [module for module in layer.modules() if _is_divisible(module)]
+    if not attention:
+        raise _not_causal(layer)
+    for module in attention:
+        slides = layer.attention_type == "sliding_attention"
+        window = getattr(module.config, "sliding_window", None) if slides else None
+        divide(module, ContextDivision(mesh, method, window))
+
+
+def _divide(layer: ChainLayer, division: Division) -> None:
+    apply_context_parallel(layer, division.mesh, str(division.strategy.variant("cp_method")))
+
+
+def _is_divisible(module: nn.Module) -> bool:
+    """Whether a module is causal attention that runs through the registry of transformers."""
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return getattr(module, "is_causal", None) is True and implementation == IMPLEMENTATION
+
+
+def _not_causal(layer: ChainLayer) -> InvalidModelError:
+    return InvalidModelError(
+        field="cp",
+        found=f"cp for the {layer.layer_type.name} layers of {layer.family.model_type}",
+        expected="a causal language model whose attention runs in one kernel",
+        hint="plan without cp",
+    )
+
+
+TWIN = Twin(divide=_divide)

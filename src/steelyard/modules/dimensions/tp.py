@@ -1,0 +1,58 @@
+"""The twin of tensor parallelism: `parallelize_module` by the styles of a split.
+
+Without sequence parallelism the hidden state is replicated over the tensor-parallel ranks: each of attention and MLP
+ends in one all-reduce, and begins with one in the backward pass. With it the hidden state is sharded over the
+sequence between them: an all-gather before, a reduce-scatter after, and the norms run on a shard.
+
+Which module gets which style is said by `Family.tp`; what the styles do is in `steelyard.modules.dimensions.styles`.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from steelyard.errors import InvalidModelError
+from steelyard.model.chain import ModelChain
+from steelyard.modules.dimensions.styles import STYLES, share_heads, style
+from steelyard.modules.dimensions.twin import Division, Twin
+from steelyard.modules.layers import ChainLayer
+
+
+def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh, *, sp: bool) -> None:
+    """Shards the layer's parameters over the one axis of ``mesh``, in place.
+
+    Raises `InvalidModelError` if a layer of its type cannot be divided, or a style is not known here.
+    """
+    if layer.layer_type.no_tp:
+        raise InvalidModelError(
+            field="tp", found=f"tp for the {layer.layer_type.name} layers", expected=f"no tp: {layer.layer_type.no_tp}"
+        )
+    styles: dict[str, ParallelStyle] = {}
+    named = chain.family.of_type(chain.family.tp, layer.layer_type) or {}
+    for path, name in named.items():
+        chosen = _style(path, name, sp=sp)
+        if chosen is not None:
+            styles[path] = chosen
+    for name, size in layer.layer_type.tp_divides:
+        if name in layer.layer_type.tp_shares and size < mesh.size():
+            divided = {path for path, name in named.items() if name in ("colwise", "columns")}
+            styles |= share_heads(layer, size, mesh.size(), divided)
+    parallelize_module(layer, mesh, styles)
+
+
+def _style(path: str, name: str, *, sp: bool) -> ParallelStyle | None:
+    if name.split(":", maxsplit=1)[0] not in STYLES:
+        raise InvalidModelError(
+            field=f"style of {path}",
+            found=repr(name),
+            expected="one of " + ", ".join(STYLES),
+            hint="plan without tp (--max-tp 1), or add the style in steelyard/modules/dimensions/styles.py",
+        )
+    return style(name, sp=sp)
+
+
+def _divide(layer: ChainLayer, division: Division) -> None:
+    sp = bool(division.strategy.variant("sp"))
+    apply_tensor_parallel(layer, division.chain, division.mesh, sp=sp)
+
+
+TWIN = Twin(divide=_divide)

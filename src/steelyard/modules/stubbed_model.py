@@ -1,0 +1,242 @@
+"""A stubbed model of transformers: what it reads, its masks, its buffers, and the stubs of its blocks."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from steelyard.model.family import Task
+from steelyard.model.split import BlockArguments, ModelSplit
+from steelyard.modules.blanks import Blanks, blank_of
+from steelyard.modules.build import fill_buffers
+from steelyard.modules.freezing import BY_PLAN
+from steelyard.modules.known_values import plain_token, without_values
+from steelyard.modules.model_inputs import (
+    beside_features,
+    blank,
+    first_tokens,
+    forward_options,
+    given_samples,
+    ids_beside,
+    read_by,
+)
+from steelyard.modules.stubbed import Fate, ReachedError, Stub, StubbedModel, Whole
+from steelyard.modules.unpadded import NO_MASK, one_sequence_each
+
+
+class StubbedTransformers(StubbedModel):
+    """A stubbed model of transformers, around the modules that it keeps.
+
+    Its blocks are the stubs given, by the layer of the chain, and for the others ones that pass on what they read.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        split: ModelSplit,
+        *,
+        keep: Collection[str],
+        stubs: Mapping[int, "_PassingStub"],
+        makes_masks: bool,
+    ) -> None:
+        self._given_config, self._config = Whole(model.config), copy.copy(model.config)
+        if not makes_masks:
+            self._config._attn_implementation_internal = NO_MASK
+        self._keep, self._token, self._first = frozenset(keep), plain_token(model.config), first_tokens(split.features)
+        self._records_outputs = split.task is Task.IMAGE_TEXT
+        super().__init__(dict(self._stubs(model, split, stubs)))
+        self._filled: list[tuple[Whole, nn.Module]] = []
+        self._holders, self._constants = split.holders, list[nn.Module]()
+        self._typed: list[nn.Module] = []
+        self._options, self._read, self._ids = forward_options(model), read_by(split), ids_beside(split.task)
+        self._part = Whole(model)
+        """The innermost model of transformers around what is being copied."""
+        self.stub(model)
+        self._device: torch.device | None = None
+
+    def __call__(
+        self,
+        first: Tensor | None,
+        dtype: torch.dtype,
+        ids: Tensor | None = None,
+        buffers: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Any:
+        """The model's outputs, with blanks of ``dtype``. ``first`` is what its first layer reads, if it does.
+
+        What else reads ``ids`` reads where there are none the same, or one token beside features. The model has
+        ``buffers`` in the place of its own, by their paths.
+        """
+        read: Any = ids if first is None else first
+        device = read.device
+        self.become(dtype, device)
+        self.fill(device)
+        for module in self._constants:
+            module._buffers = {name: buffer.to(dtype) for name, buffer in module._buffers.items()}
+        like = nn.Parameter(torch.empty((0,), dtype=dtype, device=device), requires_grad=False)
+        for module in self._typed:
+            module._parameters = {"_like": like}
+        for path, buffer in buffers.items():
+            owner, _, name = path.rpartition(".")
+            self.model.get_submodule(owner)._buffers[name] = buffer
+        if self._ids and ids is None and first is not None:
+            ids = blank(None, len(first), 1, device) if first.is_floating_point() else first
+        samples = given_samples(self._read, first)
+        samples |= {self._ids: ids} if self._ids else {}
+        with Blanks(), one_sequence_each(), without_values(samples.values(), self._token, self._first):
+            beside = {} if first is None else beside_features(self.model, self._read, ids)
+            return self.model(**samples, **beside, **self._options)
+
+    def fill(self, device: torch.device) -> None:
+        """Gives the model its buffers on a device, where it does not have them."""
+        if self._device != device:
+            for part, module in self._filled:
+                fill_buffers(part.model, module, device)
+            self._device = device
+
+    def is_whole(self, path: str) -> bool:
+        """Whether the layer keeps a module; of one that holds blocks it keeps parameters alone."""
+        return path in self._keep and path not in self._holders
+
+    def fate(self, module: nn.Module, path: str, name: str) -> Fate:
+        """Kept is what is tied to what the layer keeps."""
+        if path in self._holders:
+            return "kept" if path in self._keep else "blank"
+        if any(each.startswith(f"{path}.") for each in self._keep):
+            return "kept"
+        return "constant" if _is_constant(module) else "blank"
+
+    def copied(self, module: nn.Module, path: str = "") -> nn.Module:
+        """The copy of a module, with the config of this one and hooks of its own."""
+        outer = self._part
+        self._part = part = Whole(module) if isinstance(module, PreTrainedModel) else outer
+        found = super().copied(module, path)
+        self._part = outer
+        if found is module or isinstance(found, Stub):
+            return found
+        if self._records_outputs:  # by hooks
+            found.__dict__.pop("_output_capturing_hooks_installed", None)
+            found._forward_hooks = copy.copy(module._forward_hooks)
+        if {*module._parameters} == {*found._parameters}:
+            found._parameters = module._parameters  # the same dictionary: who replaces a parameter replaces it in both
+        elif not _is_constant(module):  # whose parameters are blank: hooks would divide its work
+            found.__dict__ |= {name: OrderedDict() for name in vars(found) if name.startswith(_HOOKS)}
+        if _is_constant(module):
+            self._constants.append(found)
+        if found._buffers:
+            self._filled.append((part, found))
+        if isinstance(module, PreTrainedModel) and not found._parameters:  # is of the type of its first parameter
+            self._typed.append(found)
+        for name, value in vars(found).items():
+            if value is self._given_config.model:
+                found.__dict__[name] = self._config
+        return found
+
+    def _stubs(
+        self, model: PreTrainedModel, split: ModelSplit, given: Mapping[int, "_PassingStub"]
+    ) -> Iterator[tuple[nn.Module, "_PassingStub"]]:
+        """A stub for each block; those that are not in the chain, which nothing reads, pass on what they get.
+
+        Where outputs of blocks are recorded, which goes by their class, stubs are of the class, too.
+        """
+        for path in split.lists:
+            layers = {split.place_of(layer): layer for layer in split.block_layers(path)}
+            for place, block in enumerate(model.get_submodule(path).children()):
+                layer = layers.get(place, [*layers.values()][-1])
+                stub = (given.get(layer) if place in layers else None) or _PassingStub(split, layer)
+                stub.stands_for = Whole(block)
+                if self._records_outputs:
+                    stub.__class__ = type(type(block).__name__, (type(stub), type(block)), {})
+                yield block, stub
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+"""How the attributes of a module begin that hold what is called before and after its forward pass."""
+
+
+def _is_constant(module: nn.Module) -> bool:
+    """Whether the parameters of a module are not trained and of a class of a model's own, which knows their values."""
+    own = list(module.parameters(recurse=False))
+    is_trained = module.__dict__.get(BY_PLAN) or any(each.requires_grad for each in own)
+    of_a_model = type(module).__module__.startswith("transformers.models.") and not list(module.children())
+    return bool(own) and of_a_model and not is_trained
+
+
+def holds_parameters(module: nn.Module) -> bool:
+    """Whether a module has parameters of its own: not those that it only points to in a module below it."""
+    own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
+    return bool(own - {id(parameter) for child in module.children() for parameter in child.parameters()})
+
+
+class _PassingStub(Stub):
+    """Passes the hidden state on."""
+
+    def __init__(self, split: ModelSplit, layer: int) -> None:
+        super().__init__()
+        self._call = split.call_of(layer)
+        self._encoder = split.reads_encoded(layer)
+        self._shape = split.kinds[split.layers[layer]].shape
+
+    def forward(self, *places: Any, **names: Any) -> Any:
+        """What the block would return, had it nothing to compute."""
+        hidden = self._call.hidden((places, names))
+        if self._shape and hidden.shape[1:] != self._shape:
+            hidden = blank_of((len(hidden), *self._shape), hidden.dtype, hidden.device)
+        return self._call.returned(hidden)
+
+
+class Give(_PassingStub):
+    """Passes on what it was told to in the place of what the block is given."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, *_places: Any, **_names: Any) -> Any:
+        """What was told, as the block returns it."""
+        assert self.hidden is not None
+        return self._call.returned(self.hidden)
+
+
+class _Record(_PassingStub):
+    _found: BlockArguments | None = None
+    is_last = False
+    """Whether nothing behind it is asked for."""
+
+    def __init__(self, split: ModelSplit, layer: int) -> None:
+        super().__init__(split, layer)
+        self._flows = [self._call, *([self._encoder.reads] if self._encoder else [])]
+        streams = [split.streams[number] for number in split.read_by(layer)]
+        self._flows += [each.reads for each in streams if each.entry is None]
+        self._entries = [(str(each.argument), each.entry[0]) for each in split.streams if each.entry]
+
+    def forward(self, *places: Any, **names: Any) -> Any:
+        self._found = places, names
+        if self.is_last:
+            raise ReachedError
+        return super().forward(*places, **names)
+
+    def take(self) -> BlockArguments:
+        """All that the block was given; forgotten here."""
+        found, self._found = self._found, None
+        assert found is not None, "the model has not run the block"
+        return found
+
+    def take_sides(self) -> BlockArguments:
+        """The same without what flows along the chain."""
+        found = self.take()
+        for each in self._flows:
+            found = each.with_hidden(found, None)
+        for name, key in self._entries:
+            if key in (mapping := found[1].get(name, {})):
+                del mapping[key]
+        return found
+
+
+def recording_stubs(split: ModelSplit, layers: Collection[int]) -> dict[int, _Record]:
+    """Stubs for these layers that record what they are given; nothing behind the last is asked for."""
+    found = {layer: _Record(split, layer) for layer in sorted(layers)}
+    found[max(layers)].is_last = True
+    return found

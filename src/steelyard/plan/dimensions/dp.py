@@ -1,0 +1,74 @@
+"""Data parallelism: every rank has the whole layer and samples of its own; gradients are summed once a step.
+
+Outside `fsdp` it is hybrid sharding: states are sharded over the ranks inside and replicated over those outside.
+Parameters are then gathered over near ranks only, and what crosses the far links is, once a step, the gradients of one
+shard.
+
+Source: Zhao et al. 2023 (PyTorch FSDP, arXiv 2304.11277), section 3.2.2, for hybrid sharding.
+"""
+
+from collections.abc import Mapping
+
+from steelyard.plan.dimensions.data import degree_of, indivisible_samples, shard_levels, summed_once
+from steelyard.plan.dimensions.dimension import (
+    Contradiction,
+    Dimension,
+    Divides,
+    Levels,
+    Placed,
+    States,
+    StrategyView,
+    Value,
+)
+
+
+def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
+    """Sharding outside replication would send whole gradients over the far links for no memory saved."""
+    dimensions = [level.dimension for level in levels]
+    inside = shard_levels(levels[: dimensions.index(DP)])
+    if not inside:
+        return None
+    return Contradiction(
+        field="parallel",
+        expected="dp outside fsdp where one layer has both: states sharded over near ranks, replicated over far ones",
+        hint="write the dp level first, as in dp4-fsdp8",
+    )
+
+
+def _not_worth(levels: Levels, devices_per_node: int | None) -> str:
+    """Of all ways to shard in groups, those are searched whose groups take a node, or 4, 16, … of them.
+
+    Twice the nodes hold half the states in each and send hardly more over their links, so a group between two of these
+    gains little over the next larger one. What divides the layer stands innermost, as near as it can.
+    """
+    inside = levels[[level.dimension for level in levels].index(DP) + 1 :]
+    if not shard_levels(inside) or devices_per_node is None:
+        return ""
+    if any(level.dimension.divides is Divides.TENSORS for level in inside[:-1]):
+        return "hybrid sharding is searched with neighbouring ranks for tensor parallelism"
+    nodes, rest = divmod(degree_of(inside), devices_per_node)
+    if rest or nodes & (nodes - 1) or nodes.bit_length() % 2 == 0:
+        return "hybrid sharding is searched with groups of one node, or of 4, 16, 64 … of them"
+    return ""
+
+
+def _words(strategy: StrategyView) -> str:
+    copies = "of the shards" if strategy.state_shards > 1 else "of the parameters"
+    return f"samples over {strategy.degree(DP)} ranks, a copy {copies} on each"
+
+
+DP = Dimension(
+    name="dp",
+    divides=Divides.SAMPLES,
+    states=States.REPLICATED,
+    illegal=indivisible_samples,
+    traffic=summed_once,
+    placement=lambda _strategy: Placed.BATCH,
+    words=_words,
+    term="reducing gradients, what compute does not hide",
+    hue="purple",
+    contradiction=_contradiction,
+    not_worth=_not_worth,
+    is_of_papers=True,
+    plain_name="plain DDP",
+)

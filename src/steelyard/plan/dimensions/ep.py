@@ -1,0 +1,127 @@
+"""Expert parallelism: each rank has some of the routed experts of a layer, and tokens travel to them and back.
+
+It takes no ranks of its own: its groups are the innermost of those that divide the layer's samples and tokens, and all
+else of the layer is as their levels say. Over the data ranks outside the groups the experts' states are sharded or
+replicated as the levels there say. All-to-alls carry the inputs and the results of the experts that a rank's tokens
+take: forward how many there are, which the host reads before it sends on, the inputs, and the results back, backward
+the gradients of both. Full remat exchanges all again, selective remat nothing. How even the routing is, is not known
+before training: times and memory are of the rank whose experts most tokens take, for an assumed imbalance.
+
+Source: Lepikhin et al. 2020 (GShard); Liu et al. 2025 (MoE parallel folding, arXiv 2504.14960).
+"""
+
+from collections.abc import Iterator, Mapping
+
+from steelyard.model.chain import LayerType, ModelChain
+from steelyard.plan.dimensions.data import data_levels, degree_of, shard_levels
+from steelyard.plan.dimensions.dimension import (
+    Batch,
+    Contradiction,
+    Dimension,
+    Divides,
+    Levels,
+    Load,
+    Placed,
+    States,
+    StrategyView,
+    Traffic,
+    Value,
+    Variant,
+)
+
+MOST = 1024
+"""The largest degree that can be written."""
+
+
+def _offered(levels: Levels) -> tuple[int, ...]:
+    """The degrees that divide the data ranks so that shards stay whole."""
+    data, shards = degree_of(data_levels(levels)), degree_of(shard_levels(levels))
+    degrees = (degree for degree in range(1, min(data, MOST) + 1) if data % degree == 0)
+    return tuple(degree for degree in degrees if degree % shards == 0 or shards % degree == 0)
+
+
+_TEXTS: dict[Value, str] = {degree: f"ep{degree}" if degree > 1 else "" for degree in range(1, MOST + 1)}
+DEGREE = Variant(
+    key="ep",
+    texts=_TEXTS,
+    pin={str(degree): degree for degree in range(1, MOST + 1)},
+    offered=_offered,
+)
+
+
+def _contradiction(levels: Levels, variants: Mapping[str, Value]) -> Contradiction | None:
+    data = degree_of(data_levels(levels))
+    if variants.get("ep", 1) in _offered(levels):
+        return None
+    return Contradiction(
+        field="ep",
+        expected=f"a degree that divides the {data} data ranks" + (f": {', '.join(map(str, _offered(levels)))}"),
+        hint="change ep, or the levels that divide samples",
+    )
+
+
+def _illegal(layer_type: LayerType, strategy: StrategyView, _batch: Batch) -> str | None:
+    degree = strategy.expert_degree
+    if not layer_type.num_experts:
+        return f"ep is for layers with experts, which the {layer_type.name} layers lack"
+    own, part = layer_type.num_experts // strategy.tensor_degree, " of a tp rank" * (strategy.tensor_degree > 1)
+    return f"ep {degree} does not divide the {own} experts{part}" if own % degree else None
+
+
+def _serves(chain: ModelChain) -> str:
+    return "" if any(layer_type.num_experts for layer_type in chain.layer_types) else "the model has no experts"
+
+
+def _not_worth_for(strategy: StrategyView, devices_per_node: int | None, layers: tuple[LayerType, ...]) -> str:
+    """Of all degrees those are searched that leave a rank the fewest experts without leaving a node, and 4, 16, … times
+    as many: within a node a larger degree sends hardly more, and each rank gathers less.
+    """
+    degree, tensors = strategy.expert_degree, strategy.tensor_degree
+    if not layers or degree == 1:
+        return ""
+    if tensors > 1 and strategy.levels[-1].dimension.divides is not Divides.TENSORS:
+        return "ep is searched with tp on neighbouring ranks"
+    counts = {layer_type.num_experts // tensors for layer_type in layers if layer_type.num_experts}
+    possible = [each for each in _offered(strategy.levels) if any(count % each == 0 for count in counts)]
+    if degree not in possible:
+        return f"ep {degree} does not divide the experts of any layer"
+    inside = max(1, (devices_per_node or strategy.num_devices) // tensors)
+    nearest = max(each for each in possible if each <= inside)
+    wider, rest = divmod(degree, nearest)
+    if rest or wider & (wider - 1) or wider.bit_length() % 2 == 0:
+        return f"ep is searched with groups of {nearest} ranks, as many as a node allows, or of 4, 16, … times as many"
+    return ""
+
+
+def _traffic(load: Load) -> Iterator[Traffic]:
+    for phase, collectives in load.exchanged.items():
+        for collective, count, num_bytes in collectives:
+            yield Traffic(
+                phase=phase,
+                collective=collective,
+                tensor_bytes=load.part_sent * num_bytes,
+                num_calls=count,
+                over="experts",
+                num_waits=0 if phase == "backward" else 1,
+            )
+
+
+def _words(strategy: StrategyView) -> str:
+    return f"experts over {strategy.expert_degree} of the data ranks, tokens sent to them and back"
+
+
+EP = Dimension(
+    name="ep",
+    divides=Divides.EXPERTS,
+    states=States.DIVIDED,
+    illegal=_illegal,
+    traffic=_traffic,
+    placement=lambda _strategy: Placed.BATCH,
+    words=_words,
+    term="tokens on their way to experts and back",
+    hue="pink",
+    variants=(DEGREE,),
+    contradiction=_contradiction,
+    not_worth_for=_not_worth_for,
+    serves=_serves,
+)

@@ -1,0 +1,287 @@
+r"""Cross-layer inputs in the chain search, exactly: by conditions on the layers that make them.
+
+A cross-layer input $v$ is made by layer $o_v$ and read by the layers $R_v$, each of which pays $d_v(s_{o_v}, s_l)$ for
+it (see `CostTables`). Once it is known that the strategy of $o_v$ is one of a set $A_v$, a reader pays at least
+
+$$\underline d_v(s_l) = \min_{s \in A_v} d_v(s, s_l)$$
+
+which is an ordinary time of this layer, so that the chain search applies: readers and sources become layer types of
+their own, and a source may take only the strategies of $A_v$. What comes out is a lower bound of every plan under the
+condition, and it is the truth if all of $A_v$ cost the readers the same (FT's branch elimination: one search for each
+switch class of the source) or if the plan found pays no more than $\underline d_v$. Else the condition is split into
+the class of the plan found and the rest, without classes that the best plan known beats by their times alone, and the
+conditions are searched in the order of their bounds until the best plan known is no slower than the least bound. So
+optimal stays optimal, and a search that time cuts short has a gap.
+
+| symbol            | name        | unit | meaning                                                            |
+|-------------------|-------------|------|--------------------------------------------------------------------|
+| $A_v$             | `Condition` | –    | strategies that a source may take, by the source's position        |
+| $\underline d_v$  | –           | s    | least that a reader pays under the condition                       |
+
+`partition_exact`, `assess`, `settle`, `sketch` and `partition_with` do for tables with or without cross-layer inputs
+what those of `partition` and `balance` do for tables without. Memory plays no part in it: what fits is the same with
+cross-layer inputs as without.
+
+Source: Cai et al. 2020 (TensorOpt, arXiv 2004.10856), section 4, for conditions on one layer; best-first branch and
+bound over them is ours. Not modelled: readers that share one redistribution.
+"""
+
+import heapq
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from steelyard.cost.tables import CostTables
+from steelyard.plan.decisions import Partition
+from steelyard.search import partition
+from steelyard.search.balance import partition_by
+from steelyard.search.evaluate import Solution, evaluate
+from steelyard.search.frontier import IntArray
+from steelyard.search.partition import NO_PLAN, ConfigResult, Prospect, quick_bound_s
+from steelyard.search.runs import AnyBudget
+
+Condition = Mapping[int, IntArray]
+"""For each layer that makes a cross-layer input, the strategies that it may take."""
+
+TIES = 1 - 1e-12
+"""A bound this close to the best plan is one of a tie: sums of the same numbers differ by about 1e-13."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CrossLayerProspect:
+    """A feasible configuration with cross-layer inputs before its search: ``relaxed`` lets every reader see the source
+    it likes."""
+
+    tables: CostTables
+    budget_bytes: int
+    relaxed: Prospect
+    fallback: Solution
+
+    @property
+    def lower_bound_s(self) -> float:
+        """No plan of the configuration is faster."""
+        return self.relaxed.lower_bound_s
+
+
+def partition_exact(
+    of: CostTables | AnyBudget, budget_bytes: int, *, cutoff_s: float = np.inf, deadline: float | None = None
+) -> ConfigResult:
+    """The fastest plan of this configuration within the budget per device, with its proof.
+
+    A configuration that cannot be as fast as ``cutoff_s`` is returned as beaten. ``deadline`` is a `time.monotonic`
+    value. `AnyBudget` saves work between budgets.
+    """
+    found = assess(of, budget_bytes)
+    return found if isinstance(found, ConfigResult) else settle(found, cutoff_s=cutoff_s, deadline=deadline)
+
+
+def assess(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | CrossLayerProspect | ConfigResult:
+    """A feasible configuration with a lower bound of its step time, or the proof that it is infeasible."""
+    tables = of.tables if isinstance(of, AnyBudget) else of
+    if not tables.cross_layer_inputs:
+        return partition.assess_chain(of, budget_bytes)
+    relaxed = partition.assess_chain(conditioned(tables, any_source(tables)), budget_bytes)
+    if isinstance(relaxed, ConfigResult):
+        return relaxed
+    fallback = _priced(tables, relaxed.fallback) if relaxed.fallback.strategies else NO_PLAN
+    return CrossLayerProspect(tables=tables, budget_bytes=budget_bytes, relaxed=relaxed, fallback=fallback)
+
+
+def settle(
+    prospect: Prospect | CrossLayerProspect, *, cutoff_s: float = np.inf, deadline: float | None = None
+) -> ConfigResult:
+    """The fastest plan of a feasible configuration, or the proof that it is slower than the cutoff."""
+    if isinstance(prospect, Prospect):
+        return partition.settle_chain(prospect, cutoff_s=cutoff_s, deadline=deadline)
+    if prospect.lower_bound_s > cutoff_s:
+        return ConfigResult(status="beaten", solution=None, lower_bound_s=prospect.lower_bound_s)
+    return _search_conditions(prospect, cutoff_s, deadline)
+
+
+def sketch(prospect: Prospect | CrossLayerProspect) -> ConfigResult:
+    """A good plan of a configuration that is beaten already; no attempt is made to prove it best."""
+    if isinstance(prospect, Prospect):
+        return partition.sketch_chain(prospect)
+    tables, first = prospect.tables, partition.sketch_chain(prospect.relaxed).solution
+    plans = [prospect.fallback]
+    if first is not None:
+        plans.append(_priced(tables, first))
+        chosen = {source: _class_of(tables, source, first) for source in any_source(tables)}
+        again = partition.assess_chain(conditioned(tables, chosen), prospect.budget_bytes)
+        second = partition.sketch_chain(again).solution if isinstance(again, Prospect) else None
+        plans += [_priced(tables, second)] if second is not None else []
+    best = min(plans, key=lambda plan: plan.step_s)
+    return ConfigResult(
+        status="beaten", solution=best if best.strategies else None, lower_bound_s=prospect.lower_bound_s
+    )
+
+
+def partition_with(method: Partition, tables: CostTables, budget_bytes: int) -> ConfigResult:
+    """The plan that this method of cutting finds; with cross-layer inputs, the fastest of those it finds per
+    condition."""
+    if not tables.cross_layer_inputs:
+        return partition_by(method, tables, budget_bytes)
+    found = assess(tables, budget_bytes)
+    if isinstance(found, ConfigResult):
+        return found
+    results = [partition_by(method, conditioned(tables, each), budget_bytes) for each in all_conditions(tables)]
+    plans = [_priced(tables, each.solution) for each in results if each.solution is not None]
+    return ConfigResult(
+        status="feasible" if plans else "infeasible",
+        solution=min(plans, key=lambda plan: plan.step_s, default=None),
+        lower_bound_s=found.lower_bound_s,
+    )
+
+
+def any_source(tables: CostTables) -> dict[int, IntArray]:
+    """The condition that excludes nothing."""
+    return {
+        source: np.flatnonzero(tables.legal[tables.layers[source]])
+        for source in sorted({side.source for side in tables.cross_layer_inputs})
+    }
+
+
+def source_classes(tables: CostTables, source: int) -> list[IntArray]:
+    """The strategies of a source in classes, within which every reader pays the same, however it is laid out itself."""
+    legal = any_source(tables)[source]
+    if len(legal) == 0:
+        return []
+    columns = []
+    for side in tables.cross_layer_inputs:
+        if side.source == source:
+            layer_types = [tables.layers[reader] for reader in side.readers]
+            columns.append(side.seconds[legal][:, tables.legal[layer_types].any(axis=0)])
+    rows = np.concatenate(columns, axis=1)
+    classes: dict[bytes, list[int]] = {}
+    for strategy, row in zip(legal.tolist(), rows, strict=True):
+        classes.setdefault((row + 0.0).tobytes(), []).append(strategy)
+    return [np.array(members) for members in classes.values()]
+
+
+def all_conditions(tables: CostTables) -> Iterator[Condition]:
+    """Every way to choose one class for each source."""
+    sources = list(any_source(tables))
+    for chosen in itertools.product(*(source_classes(tables, source) for source in sources)):
+        yield dict(zip(sources, chosen, strict=True))
+
+
+def conditioned(tables: CostTables, condition: Condition) -> CostTables:
+    """Tables without cross-layer inputs, of the same layers: sources restricted, readers paying the least they may have
+    to.
+
+    Plans take the same bytes as in the given tables and at most their time, and just their time if the strategies that
+    a source may take are of one class.
+    """
+    reads: dict[int, list[int]] = {}
+    for index, side in enumerate(tables.cross_layer_inputs):
+        for reader in side.readers:
+            reads.setdefault(reader, []).append(index)
+    roles = [
+        (layer_type, layer if layer in condition else None, tuple(reads.get(layer, ())))
+        for layer, layer_type in enumerate(tables.layers)
+    ]
+    last_roles = {role: (tables.last_types[role[0]], *role[1:]) for role in roles} if tables.last_types else {}
+    layer_types = list(dict.fromkeys([*roles, *last_roles.values()]))
+    base = [layer_type for layer_type, _, _ in layer_types]
+    chosen = tables.select(layer_types=base, layers=[layer_types.index(role) for role in roles])
+    last_types = tuple(layer_types.index(last_roles.get(role, role)) for role in layer_types) if last_roles else ()
+    legal, time_s = chosen.legal, chosen.time_s
+    for row, (_, source, sides) in enumerate(layer_types):
+        if source is not None:
+            legal[row] &= np.isin(np.arange(legal.shape[1]), condition[source])
+        for side in (tables.cross_layer_inputs[index] for index in sides):
+            allowed = side.seconds[condition[side.source]]
+            time_s[row] += allowed.min(axis=0) if len(allowed) else 0.0
+    return replace(chosen, last_types=last_types, cross_layer_inputs=())
+
+
+def _search_conditions(prospect: CrossLayerProspect, cutoff_s: float, deadline: float | None) -> ConfigResult:
+    """Conditions in the order of their bounds, split until the best plan is proven, beaten, or time is up."""
+    tables, best = prospect.tables, prospect.fallback
+    order = itertools.count()
+    waiting: list[tuple[float, int, Condition, Prospect]] = [
+        (prospect.lower_bound_s, next(order), any_source(tables), prospect.relaxed)
+    ]
+    lower, timed_out = np.inf, False  # the least time of the conditions that are done with
+    while waiting and waiting[0][0] < best.step_s * TIES and waiting[0][0] <= cutoff_s and not timed_out:
+        bound, _, condition, start = heapq.heappop(waiting)
+        limit = min(cutoff_s, best.step_s) or best.step_s  # no plan is proven slower than zero by aiming at zero
+        result = partition.settle_chain(start, cutoff_s=limit, deadline=deadline)
+        bound = max(bound, result.lower_bound_s, limit if result.status == "beaten" else 0.0)
+        plan = _priced(tables, result.solution) if result.solution is not None else None
+        if plan is not None:
+            tried = [each for each in _without_sides(tables, plan) if each.peak_bytes <= prospect.budget_bytes]
+            best = min(best, plan, *tried, key=lambda each: each.step_s)
+        limit = min(cutoff_s, best.step_s * TIES)
+        children = _split(tables, condition, plan, limit) if plan is not None and result.status == "optimal" else None
+        for child in children or ():
+            inner = partition.assess_chain(conditioned(tables, child), prospect.budget_bytes)
+            if isinstance(inner, Prospect):
+                heapq.heappush(waiting, (max(bound, inner.lower_bound_s), next(order), child, inner))
+        lower = min(lower, bound if children is None else limit)
+        timed_out = result.status == "feasible" or (deadline is not None and time.monotonic() > deadline)
+    lower = min(lower, waiting[0][0] if waiting else np.inf)
+    if not best.strategies and lower == np.inf:
+        return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=prospect.relaxed.miss)
+    return _outcome(best, lower, cutoff_s, timed_out)
+
+
+def _outcome(best: Solution, lower_s: float, cutoff_s: float, timed_out: bool) -> ConfigResult:
+    """Of a search that is over: its best plan is proven or beaten unless time was up while a bound was still below."""
+    status: Literal["feasible", "beaten"]
+    if not best.strategies:
+        status = "feasible" if timed_out and lower_s <= cutoff_s else "beaten"
+        return ConfigResult(status=status, solution=None, lower_bound_s=lower_s)
+    if best.step_s <= cutoff_s and (not timed_out or lower_s >= best.step_s * TIES):
+        return ConfigResult(status="optimal", solution=best, lower_bound_s=best.step_s)
+    status = "feasible" if timed_out and lower_s <= cutoff_s else "beaten"
+    return ConfigResult(status=status, solution=best, lower_bound_s=min(lower_s, best.step_s))
+
+
+def _without_sides(tables: CostTables, plan: Solution) -> Iterator[Solution]:
+    """The plan with another source, or with other readers, of a cross-layer input so that none of these pays for it."""
+    for side in tables.cross_layer_inputs:
+        is_free = side.seconds == 0
+        agrees_with = {side.source: is_free[:, [plan.strategies[reader] for reader in side.readers]].all(axis=1)}
+        for wanted in (agrees_with, dict.fromkeys(side.readers, is_free[plan.strategies[side.source]])):
+            strategies = list(plan.strategies)
+            for layer, allowed in wanted.items():
+                layer_type = tables.layers[layer]
+                times_s = np.where(allowed & tables.legal[layer_type], tables.time_s[layer_type], np.inf)
+                if np.isfinite(times_s).any():
+                    strategies[layer] = int(np.argmin(times_s))
+            yield evaluate(tables, plan.boundaries, strategies)
+
+
+def _split(tables: CostTables, condition: Condition, plan: Solution, limit_s: float) -> list[Condition] | None:
+    """The condition in two, if the plan pays more for some cross-layer input than the condition alone asks for; else
+    None.
+
+    Without the classes of the source of which no plan takes less than ``limit_s``, whatever memory there is.
+    """
+    for side in tables.cross_layer_inputs:
+        own, allowed = plan.strategies[side.source], condition[side.source]
+        columns = np.array([plan.strategies[reader] for reader in side.readers])
+        if np.any(side.seconds[own, columns] > side.seconds[np.ix_(allowed, columns)].min(axis=0)):
+            shared = (np.intersect1d(allowed, each) for each in source_classes(tables, side.source))
+            classes = [each for each in shared if len(each)]
+            bounds_s = [quick_bound_s(conditioned(tables, {**condition, side.source: each})) for each in classes]
+            hopeful = [each for each, bound_s in zip(classes, bounds_s, strict=True) if bound_s < limit_s]
+            same = [each for each in hopeful if own in each]
+            rest = [each for each in hopeful if own not in each]
+            return [{**condition, side.source: np.sort(np.concatenate(each))} for each in (same, rest) if each]
+    return None
+
+
+def _class_of(tables: CostTables, source: int, plan: Solution) -> IntArray:
+    """The class of the source's strategy in this plan."""
+    return next(each for each in source_classes(tables, source) if plan.strategies[source] in each)
+
+
+def _priced(tables: CostTables, plan: Solution) -> Solution:
+    """The same choice with the cross-layer inputs that it really has to pay for."""
+    return evaluate(tables, plan.boundaries, plan.strategies)
