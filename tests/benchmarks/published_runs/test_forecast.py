@@ -95,8 +95,8 @@ def test_a_step_that_takes_less_than_the_passes_freed_takes_nothing_more() -> No
     short, long = (case("bigscience_bloom_prequel", **degrees, mbs=samples) for samples in ("1", "64"))
     (terms,), (more,) = (predict_memory(each.plan, each.job) for each in (short, long))
     step = short.job.execution.step_bytes(terms["parameters"], 1)
-    assert terms["optimizer step"] == step - terms["activations"] - terms["working set"]
-    assert "optimizer step" not in more
+    assert "gradients" not in more
+    assert terms["gradients"] == step - terms["activations"]
 
 
 def test_the_allocator_holds_one_reserve_where_segments_expand_and_one_where_they_do_not() -> None:
