@@ -48,15 +48,19 @@ def held(text: str, where: JobConfig | None = None) -> LayerBytes:
 
 
 def test_one_parameter_takes_sixteen_bytes_of_states_and_a_copy_to_compute_with() -> None:
-    assert sum(held("dp8").static_bytes.values()) == (16 + 2) * BLOCK
+    assert sum(held("dp8", config(num_microbatches=8)).static_bytes.values()) == (16 + 2) * BLOCK
 
 
 def test_fsdp_divides_all_states_and_keeps_no_copy() -> None:
-    assert held("fsdp8").static_bytes == {
+    assert held("fsdp8", config(num_microbatches=8)).static_bytes == {
         "parameters": 4 * BLOCK // 8,
         "gradients": 4 * BLOCK // 8,
         "optimizer": 8 * BLOCK // 8,
     }
+
+
+def test_no_gradients_are_kept_with_one_microbatch() -> None:
+    assert "gradients" not in held("fsdp8").static_bytes
 
 
 def test_zero_2_keeps_a_copy_of_the_whole_layer_between_forward_and_backward() -> None:

@@ -24,7 +24,7 @@ class StateBytes:
     optimizer: int
     zero: int
 
-    kept_apart: ClassVar[tuple[str, ...]] = ("context", "parameters", "gradients", "optimizer")
+    kept_apart: ClassVar[tuple[str, ...]] = ("context", "parameters", "gradients", "optimizer", "optimizer step")
     """Terms of memory that no allocator holds more for than they are."""
 
     def optimizer_shards(self, data_degree: int, shard_degree: int | None) -> int:

@@ -56,7 +56,7 @@ from steelyard.schedules import USUAL
 from steelyard.units import MIB
 
 IntTable = NDArray[np.int64]
-TERMS = ("parameters", "gradients", "optimizer", "samples", "gathered parameters", "activations")
+TERMS = ("parameters", "gradients", "optimizer", "optimizer step", "samples", "gathered parameters", "activations")
 """What layers hold, by the order of `LayerRows.terms`."""
 
 CUDA_CONTEXT_BYTES = 1024 * MIB
@@ -94,7 +94,7 @@ class LayerRows:
     """Bytes [K, S] of every layer type under every strategy, 0 where illegal, for a number of microbatches."""
 
     terms: IntTable
-    """[6, K, S] what a layer holds by `TERMS`, activations those of one microbatch"""
+    """[7, K, S] what a layer holds by `TERMS`, activations those of one microbatch"""
     freed: IntTable
     works: IntTable
     ends: IntTable
@@ -111,7 +111,7 @@ class LayerRows:
 
 def layer_rows(config: JobConfig, strategies: Sequence[Strategy], legal: NDArray[np.bool_]) -> LayerRows:
     """Those of a pipeline configuration, which depend on its schedule in nothing."""
-    layer_types, found = config.job.chain.layer_types, np.zeros((14, *legal.shape), dtype=np.int64)
+    layer_types, found = config.job.chain.layer_types, np.zeros((15, *legal.shape), dtype=np.int64)
     for row, layer_type in enumerate(layer_types):
         columns = np.flatnonzero(legal[row])
         if len(columns):
@@ -120,11 +120,11 @@ def layer_rows(config: JobConfig, strategies: Sequence[Strategy], legal: NDArray
             found[:, row, columns] = price(layer_type, chosen, config)
     found = np.clip(found, _NEVER, MOST_BYTES)
     names = ("freed", "works", "ends", "first_reduction", "ahead", "left", "sent", "gathered")
-    return LayerRows(terms=found[:6], **dict(zip(names, found[6:], strict=True)))
+    return LayerRows(terms=found[:7], **dict(zip(names, found[7:], strict=True)))
 
 
 def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
-    """[14, S] the fields of `LayerRows`."""
+    """[15, S] the fields of `LayerRows`."""
     job, row = config.job, LayerRow.of(layer_type, chosen, config)
     saved, entered, reducing, forward, backward, read = row.work(config)
     states = np.array([job.once(each, "states", partial(_numbers, each)) for each in row.states]).T
@@ -149,7 +149,7 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     tied = np.where(tied > 0, tied + np.maximum(0, -freed) - kept, _NEVER)
     inner = np.maximum.reduce([forward, backward + beside, tied])
     ends = np.maximum.reduce([forward, sending + beside, reduction, tied])
-    found = [shard, gradients, optimizer, read, kept, saved, freed]
+    found = [shard, (not one) * gradients, optimizer, 0, read, kept, saved, freed]
     found += [np.maximum(inner, reduction - left), ends, np.maximum(inner, reduction_first - left)]
     found += [(1 - keeps) * gathered, left, share * flowing // sequence_degree, gathered]
     return np.stack(np.broadcast_arrays(*found)).astype(np.int64)
@@ -216,7 +216,7 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
     execution, job = config.job.execution, config.job
     assert isinstance(execution.states, StateBytes), "no other keeps buffers of its own"
     saved, _, _, forward, backward, read = LayerRow.of(layer_type, chosen, config).work(config)
-    found = np.zeros((14, len(chosen)), dtype=np.int64)
+    found = np.zeros((15, len(chosen)), dtype=np.int64)
     for place, strategy in enumerate(chosen):
         layer = layer_profile(layer_type, strategy, config)
         kept = execution.states.kept_bytes(
@@ -225,13 +225,15 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
         late = (
             kept["parameters"] * job.compute_bytes // execution.states.parameters if execution.accumulates_late else 0
         )
-        more = max(late, execution.step_bytes(kept["parameters"], strategy.data_degree)) - int(saved[place])
-        found[:3, place] = kept["parameters"], kept["gradients"] + max(0, more), kept["optimizer"]
+        late = max(0, late - int(saved[place]))
+        step = execution.step_bytes(kept["parameters"], strategy.data_degree) - int(saved[place])
+        gradients = kept["gradients"] + late
+        found[:4, place] = kept["parameters"], gradients, kept["optimizer"], max(0, step - late)
         bucket = execution.bucket_bytes if strategy.data_degree > 1 else 0
         share = config.microbatch_samples // (strategy.sample_degree * strategy.sequence_degree)
-        found[12, place] = share * _entries(layer_type, config)[1] * job.compute_bytes * execution.kept_transfers
-        found[7:10, place] = max(int(forward[place]), int(backward[place]), 0) + bucket
-    found[3], found[5] = read, saved
+        found[13, place] = share * _entries(layer_type, config)[1] * job.compute_bytes * execution.kept_transfers
+        found[8:11, place] = max(int(forward[place]), int(backward[place]), 0) + bucket
+    found[4], found[6] = read, saved
     return found
 
 
@@ -239,9 +241,7 @@ def memory_tables(config: JobConfig, strategies: Sequence[Strategy], rows: Layer
     """The fields of `CostTables` by which it has the bytes of layers that are not the last of a stage."""
     pipeline, has_several = config.pipeline, config.pipeline.num_microbatches > 1
     count, flights = pipeline.num_microbatches, list(map(pipeline.in_flight, range(pipeline.num_stages)))
-    static, saved = rows.terms[:5].sum(axis=0), rows.terms[5]
-    if not has_several:
-        static = static - rows.terms[1]
+    static, saved = rows.terms[:6].sum(axis=0), rows.terms[6]
     is_short = has_several and count in flights and pipeline.num_chunks == 1
     found: dict[str, Any] = {
         "static_bytes": static,
@@ -422,7 +422,7 @@ def _stage_terms(
     terms = dict(zip(TERMS, held.tolist(), strict=True))
     samples = terms.pop("samples")
     spared = tables.stage_bytes.get(in_flight, np.zeros_like(tables.static_bytes))[layer_types, columns].sum()
-    terms["gradients"] = int(terms["gradients"] + spared) if pipeline.num_microbatches > 1 else 0
+    terms["gradients"] += int(spared)
     runs = _runs(parts, chain.num_layers) if pipeline.num_chunks > 1 else list(parts)
     working = 0
     for run in runs:

@@ -89,14 +89,14 @@ def test_what_steps_alone_gathers_nothing() -> None:
     assert execution.step_bytes(1600, 1) == 0
 
 
-def test_a_step_that_takes_less_than_the_passes_freed_takes_nothing_more() -> None:
+def test_a_step_takes_more_only_as_far_as_the_passes_freed_less() -> None:
     """A microbatch of one sample leaves less than a step on an optimizer that is not sharded takes."""
     degrees = {"gpus": "8", "dp": "1", "tp": "8", "pp": "1", "gbs": "64", "zero_stage": "1", "act_ckpt": "full"}
     short, long = (case("bigscience_bloom_prequel", **degrees, mbs=samples) for samples in ("1", "64"))
     (terms,), (more,) = (predict_memory(each.plan, each.job) for each in (short, long))
     step = short.job.execution.step_bytes(terms["parameters"], 1)
-    assert "gradients" not in more
-    assert terms["gradients"] == step - terms["activations"]
+    assert step - terms["activations"] <= terms["optimizer step"] <= step
+    assert more["optimizer step"] < 0.03 * step
 
 
 def test_the_allocator_holds_one_reserve_where_segments_expand_and_one_where_they_do_not() -> None:
