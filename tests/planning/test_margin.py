@@ -93,7 +93,7 @@ def test_what_fits_without_the_margin_alone_is_taken_with_a_warning(comfortable:
     found = plan_job(tight, Decisions())
     assert found.plan is not None
     assert found.plan.prediction is not None
-    assert found.job == without_margin(tight)
+    assert found.job.group == without_margin(tight).group
     assert found.plan.prediction.margin_bytes == 0
     assert peak_bytes(found.plan) > tight.budget_bytes
     (warning,) = found.plan.prediction.warnings

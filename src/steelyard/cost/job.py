@@ -3,7 +3,7 @@ configuration."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar, cast, overload
@@ -58,7 +58,17 @@ class DeviceGroup:
     """What joins a device to those of other groups, where there are several."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Known:
+    """What a job remembers of its costs."""
+
+    layers: dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None] = field(default_factory=dict)
+    made: dict[tuple[int, object], tuple[object, object]] = field(default_factory=dict)
+    collectives: dict[tuple[Collective, Group], Callable[[float], float]] = field(default_factory=dict)
+    collective_s: dict[tuple[Collective, Hashable, Group], Amount] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
     """What is trained on what: everything that does not change while pipeline configurations are compared.
 
@@ -160,8 +170,8 @@ class Job:
         return self.group.time_factor
 
     @cached_property
-    def _layers(self) -> dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None]:
-        return {}
+    def _known(self) -> "_Known":
+        return _Known()
 
     def layer(
         self, layer_type: str, shape: Shape, *, expert_degree: int = 1, imbalance: float | None = None
@@ -173,31 +183,20 @@ class Job:
         """
         uneven = self.imbalance if imbalance is None else imbalance
         key = layer_type, frozenset(shape.items()), expert_degree, uneven
-        if key not in self._layers:
+        known = self._known.layers
+        if key not in known:
             found = self.profile.layer(layer_type, shape)
             if found is not None and expert_degree > 1:
                 found = found.with_divided_experts(expert_degree, uneven)
-            self._layers[key] = found
-        return self._layers[key]
-
-    @cached_property
-    def _made(self) -> dict[tuple[int, object], tuple[object, object]]:
-        return {}
+            known[key] = found
+        return known[key]
 
     def once(self, of: object, key: object, make: Callable[[], Made]) -> Made:
         """What ``make`` makes of the chain or a part of the profile, once for that very object and each ``key``."""
-        known = self._made.get((id(of), key))
+        known = self._known.made.get((id(of), key))
         if known is None:
-            known = self._made[id(of), key] = of, make()  # which keeps the object, so that no other has its id
+            known = self._known.made[id(of), key] = of, make()  # which keeps the object, so that no other has its id
         return cast(Made, known[1])
-
-    @cached_property
-    def _collectives(self) -> dict[tuple[Collective, Group], Callable[[float], float]]:
-        return {}
-
-    @cached_property
-    def _collective_seconds(self) -> dict[tuple[Collective, Hashable, Group], Amount]:
-        return {}
 
     @overload
     def collective_s(self, collective: Collective, tensor_bytes: float, group: Group) -> float: ...
@@ -208,23 +207,22 @@ class Job:
         if group.size == 1:
             return 0.0
         key = collective, hashable(tensor_bytes), group
-        seconds = self._collective_seconds.get(key)
+        seconds = self._known.collective_s.get(key)
         if seconds is None:
-            seconds = self._collective_seconds[key] = at_each(tensor_bytes, self._collective(collective, group))
+            seconds = self._known.collective_s[key] = at_each(tensor_bytes, self._collective(collective, group))
         return seconds
 
     def _collective(self, collective: Collective, group: Group) -> Callable[[float], float]:
-        known = self._collectives.get((collective, group))
+        known = self._known.collectives.get((collective, group))
         if known is None:
             known = collective_time(collective, group, self.cluster, self.profile, self.efficiency.links)
-            self._collectives[collective, group] = known
+            self._known.collectives[collective, group] = known
         return lambda tensor_bytes: known(tensor_bytes) if tensor_bytes else 0.0
 
     def within(self, budget_bytes: int, *, margin_bytes: int = 0) -> "Job":
         """The same job with another budget, which shares what is known of its costs: none depends on the budget."""
         found = self.on(budget_bytes=budget_bytes, margin_bytes=margin_bytes)
-        for name in ("_layers", "_made", "_collectives", "_collective_seconds"):
-            found.__dict__[name] = getattr(self, name)
+        found.__dict__["_known"] = self._known
         return found
 
     def cost_source(self) -> CostSource:
@@ -276,7 +274,7 @@ class Job:
         return self.execution.overlaps_data and self.cluster.device.is_gpu
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class JobConfig:
     """One pipeline configuration of a job."""
 
@@ -353,8 +351,8 @@ AnyConfig = JobConfig | JobConfigs
 def stage_configs(plan: Plan, job: Job) -> tuple[JobConfig, ...]:
     """The configuration of each stage of a plan; stages that are alike share one."""
     stages = list(zip(job.jobs(plan), plan.stage_sizes, strict=True))
-    made = {(id(own), size): JobConfig(job=own, pipeline=plan.pipeline, stage_size=size) for own, size in stages}
-    return tuple(made[id(own), size] for own, size in stages)
+    made = {each: JobConfig(job=each[0], pipeline=plan.pipeline, stage_size=each[1]) for each in stages}
+    return tuple(made[each] for each in stages)
 
 
 class Strategies(NamedTuple):

@@ -365,16 +365,16 @@ def plan_memory(
 
     ``parts`` are the layers of each part of the pipeline, ``strategies`` those of all layers, ``configs`` one a stage.
     """
-    chain, chosen = configs[0].job.chain, dict[int, dict[tuple[int, Strategy], None]]()
+    chain, chosen = configs[0].job.chain, dict[JobConfig, dict[tuple[int, Strategy], None]]()
     for stage, config in enumerate(configs):
         for part in parts[stage :: len(configs)]:
-            chosen.setdefault(id(config), {}).update(((chain.layers[layer], strategies[layer]), None) for layer in part)
-    made = {id(config): _of_pairs(config, list(chosen[id(config)])) for config in configs}
+            chosen.setdefault(config, {}).update(((chain.layers[layer], strategies[layer]), None) for layer in part)
+    made = {config: _of_pairs(config, list(pairs)) for config, pairs in chosen.items()}
     found = []
     for stage, config in enumerate(configs):
         mine = parts[stage :: len(configs)]
         before = strategies[mine[0][0] - 1] if stage and configs[stage - 1] is config else None
-        found.append(_stage_terms(*made[id(config)], stage, mine, strategies, config, before))
+        found.append(_stage_terms(*made[config], stage, mine, strategies, config, before))
     return found
 
 

@@ -42,9 +42,9 @@ class PlanCost:
 
 def _stage_speeds(configs: Sequence[JobConfig]) -> list[tuple[int, tuple[float, ...]]]:
     """The pool of each stage and the speeds of one in it; empty where every stage has devices of its own."""
-    pools = [id(each.job) for each in configs]
-    found = [each.job.profile.stage_speeds(pools.count(pool)) for each, pool in zip(configs, pools, strict=True)]
-    return list(zip(pools, found, strict=True)) if any(found) else []
+    jobs = [each.job for each in configs]
+    found = [each.profile.stage_speeds(jobs.count(each)) for each in jobs]
+    return list(zip(map(jobs.index, jobs), found, strict=True)) if any(found) else []
 
 
 def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) -> PlanCost:
@@ -255,13 +255,13 @@ def _received_s(plan: Plan, index: int, first: int, configs: Sequence[JobConfig]
 
 def _switches_s(strategies: Sequence[Strategy], configs: Sequence[JobConfig]) -> list[float]:
     """For each layer the seconds of the switch from the one before, there and back."""
-    known: dict[tuple[int, int, Strategy, Strategy], float] = {}
+    known: dict[tuple[JobConfig, int, Strategy, Strategy], float] = {}
     found = [0.0]
     layer_types = configs[0].job.chain.layers[1:]
     for layer_type, (before, after), (sending, receiving) in zip(
         layer_types, pairwise(strategies), pairwise(configs), strict=True
     ):
-        key = id(receiving), layer_type, before, after
+        key = receiving, layer_type, before, after
         if sending is not receiving:
             found.append(float(border_table((before,), (after,), sending, receiving)[layer_type, 0, 0]))
         else:
@@ -277,11 +277,11 @@ def _copies_sent(strategy: Strategy, config: JobConfig) -> int:
 
 
 def _layer_costs(plan: Plan, configs: Sequence[JobConfig]) -> list[LayerCost]:
-    known: dict[tuple[int, Strategy, int], LayerCost] = {}
+    known: dict[tuple[int, Strategy, JobConfig], LayerCost] = {}
     chain = configs[0].job.chain
     costs = []
     for layer_type, strategy, config in zip(chain.layers, plan.strategies, configs, strict=True):
-        key = layer_type, strategy, id(config)
+        key = layer_type, strategy, config
         if key not in known:
             known[key] = _cost_in_plan(chain.layer_types[layer_type], strategy, plan, config)
         costs.append(known[key])

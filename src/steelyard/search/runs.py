@@ -89,8 +89,8 @@ class PreparedTables:
     solved: dict[tuple[object, ...], BestRuns] = field(default_factory=dict)
     too_wide: dict[tuple[object, ...], float] = field(default_factory=dict)
     """The level of runs within which too many states lay when last tried."""
-    run_bounds: dict[int, FloatArray] = field(default_factory=dict)
-    """[L, L] of each of the bounds by its identity, first layer and last; as `reaches` asks for them."""
+    run_bounds: dict[StageBounds, FloatArray] = field(default_factory=dict)
+    """[L, L] of each of the bounds, by first layer and last; as `reaches` asks for them."""
 
     @property
     def num_layers(self) -> int:
@@ -115,14 +115,12 @@ class PreparedTables:
     def reaches(self, limit_s: float) -> list[IntArray]:
         """[P] of [L] the largest end of a run from each layer that fits on a stage and has a bound within the limit."""
         starts = np.arange(self.num_layers)
-        within: dict[int, IntArray] = {}
-        for bounds in self.bounds:
-            key = id(bounds)
-            if key not in self.run_bounds:
-                self.run_bounds[key] = bounds.matrix((0, self.num_layers), (1, self.num_layers))
-            if key not in within:
-                within[key] = starts + (self.run_bounds[key] <= limit_s).sum(axis=1)
-        return [np.minimum(fits, within[id(bounds)]) for fits, bounds in zip(self.fitting, self.bounds, strict=True)]
+        within: dict[StageBounds, IntArray] = {}
+        for bounds in dict.fromkeys(self.bounds):
+            if bounds not in self.run_bounds:
+                self.run_bounds[bounds] = bounds.matrix((0, self.num_layers), (1, self.num_layers))
+            within[bounds] = starts + (self.run_bounds[bounds] <= limit_s).sum(axis=1)
+        return [np.minimum(fits, within[bounds]) for fits, bounds in zip(self.fitting, self.bounds, strict=True)]
 
     def step_s(self, total: FloatArray, worst: FloatArray) -> FloatArray:
         """Step times from the sums and the maxima of the stage times."""
@@ -174,7 +172,7 @@ class AnyBudget:
         tables, rooms = self.tables, self.tables.rooms(budget_bytes)
         fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
         shared = {
-            id(bounds): replace(bounds, room_bytes=room_bytes)
+            bounds: replace(bounds, room_bytes=room_bytes)
             for bounds, room_bytes in zip(self._bounds, rooms, strict=True)
         }
         return PreparedTables(
@@ -183,7 +181,7 @@ class AnyBudget:
             rooms=rooms,
             memories=self.memories,
             fitting=[] if tables.pools is None else memory_reaches(tables, self.memories, budget_bytes),
-            bounds=[shared[id(bounds)] for bounds in self._bounds],
+            bounds=[shared[bounds] for bounds in self._bounds],
             fastest_total_s=float(fastest.sum()) + tables.all_received_s,
         )
 

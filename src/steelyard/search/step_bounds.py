@@ -176,11 +176,10 @@ def _alike(
     stages: Sequence[PricedLayers], handed_s: FloatArray
 ) -> tuple[Sequence[PricedLayers], FloatArray, FloatArray]:
     """Each kind of stage, how many there are of it, and what these together take for handing over."""
-    places: dict[int, int] = {}
-    of_stages = [places.setdefault(id(stage), len(places)) for stage in stages]
-    layer_types = list({id(stage): stage for stage in stages}.values())
+    places: dict[PricedLayers, int] = {}
+    of_stages = [places.setdefault(stage, len(places)) for stage in stages]
     counts, handed = np.bincount(of_stages), np.bincount(of_stages, weights=handed_s)
-    return layer_types, counts.astype(np.float64), handed.astype(np.float64)
+    return list(places), counts.astype(np.float64), handed.astype(np.float64)
 
 
 def _shares(whole_s: FloatArray, alike: FloatArray, more: int) -> FloatArray:
