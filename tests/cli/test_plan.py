@@ -22,10 +22,9 @@ from tests.modules.split_configs import split_config
 JOB = ("--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
 SMALL = ("llama3.2-1b", *JOB)
 USED_BY_PLAN = {
-    *("acceptance", "assumed_links", "choose", "complete", "devices", "fallbacks", "impossible", "job", "least_walked"),
-    *("margin", "not_searched", "pins", "plan_from_search", "price"),
-    *("problem", "profile_file", "refine", "request", "restrictions", "sizes", "uniform", "variants", "walked_search"),
-    *("walked_settings", "why_not"),
+    *("acceptance", "assumed_links", "choose", "complete", "devices", "fallbacks", "impossible", "job", "margin"),
+    *("not_searched", "pins", "plan_from_search", "price", "problem", "profile_file", "request", "sizes", "uniform"),
+    *("variants", "why_not"),
 }
 """Modules of the planner that a plan on one pool needs: each that it does not need takes a part of its second."""
 
