@@ -108,6 +108,7 @@ CASES = {
         devices=4,
         seq_len=32,
         precision="fp32",
+        most=1.15,
     ),
     "a head alone, gpipe, full remat": Case(
         stages=("single, single, single, single, single", "single remat=full"), devices=2, schedule="gpipe"
