@@ -136,7 +136,7 @@ def timeline_record(timeline: Timeline) -> Record:
         "step_s": timeline.step_time_s,
         "bubble_share": timeline.bubble_share(),
         "stages": [
-            [[each.kind, each.chunk, each.microbatch, each.start_s, each.end_s] for each in stage]
+            [[each.work, each.chunk, each.microbatch, each.start_s, each.end_s] for each in stage]
             for stage in timeline.stages
         ],
         "bubbles": [

@@ -123,7 +123,7 @@ def test_predicted_bytes_are_at_least_those_found_and_little_more(
 def test_no_gradient_is_sent_to_a_stage_of_which_nothing_is_trained() -> None:
     whole, part = (_job(each, "bf16", "1x4xa100-80gb") for each in (None, "the first layers"))
     found = (predict(_plan("two stages", of), of).timeline.sends for of in (whole, part))
-    sent = [{each.kind for of_stage in sends for each in of_stage} for sends in found]
+    sent = [{each.payload for of_stage in sends for each in of_stage} for sends in found]
     assert sent == [{"activation", "gradient"}, {"activation"}]
 
 

@@ -382,7 +382,7 @@ def test_stages_of_images_may_change_the_shape_of_what_flows() -> None:
     chain = chain_from_config(config, name="c", split=split_of("convnext"))
     assert [chain.flow_shapes(layer, 64) for layer in range(3)] == [((16, 8, 8),), ((16, 8, 8),), ((32, 4, 4),)]
     assert [chain.hidden_shape(layer, 64) for layer in range(3)] == [(64, 16), (64, 16), (16, 32)]
-    assert [layer.layer_type for layer in trace(chain, seq_len=64, precision="bf16", degrees=(1,)).layers] == [
+    assert [layer.kind for layer in trace(chain, seq_len=64, precision="bf16", degrees=(1,)).layers] == [
         layer_type.name for layer_type in chain.layer_types
     ]
 
