@@ -428,8 +428,9 @@ def _stage_terms(
     for run in runs:
         own = [place[strategies[layer]] for layer in run]
         working = max(working, int(tables.transient_of(_run_types(tables, run), own, in_flight)))
-    terms["activations"] = _activations(tables, parts, strategies, config, stage, place)
-    buffers = tables.overhead_of(stage) - context_bytes(config)
+    buffers = 0 if config.job.execution.keeps_own_buffers else exchanged_bytes(config)
+    read = tables.overhead_of(stage) - context_bytes(config) - buffers
+    terms["activations"] = _activations(tables, parts, strategies, config, stage, place) + read
     last = layers[-1]
     if last < chain.num_layers - 1:
         once, each = _times_sent(config)
