@@ -206,8 +206,8 @@ class CostTables:
 
     def __str__(self) -> str:
         shape, count = self.pipeline, len(self.strategies)
-        names = ", ".join(self.layer_types)
-        layers = f"{len(self.layers)} layers of {len(self.layer_types)} types ({names}), {count} strategies"
+        types = [each for each in self.layer_types if not each.endswith(LAST)]
+        layers = f"{len(self.layers)} layers of {len(types)} types ({', '.join(types)}), {count} strategies"
         return f"{shape.num_stages} stages, {shape.num_microbatches} microbatches, {shape.schedule}: {layers}"
 
     @property
