@@ -215,7 +215,7 @@ def planned_with_fallbacks(job: Callable[[], Job]) -> Record:
 
 
 def explained(job: Callable[[], Job], *, everything: bool = False) -> Record:
-    """What binds the best plan, and its baselines."""
+    """Return what binds the best plan, and its baselines."""
     of, options = job(), _options(job())
     plan = plan_job(of, options).plan
     assert plan is not None, "baselines are asked for where something fits"

@@ -95,7 +95,7 @@ def planning_questions() -> Iterator[tuple[str, Question]]:
 
 
 def around_questions() -> Iterator[tuple[str, Question]]:
-    """What stands around a plan: baselines, frontiers, other devices and batches, what other frameworks can run."""
+    """Questions around a plan: baselines, frontiers, other devices and batches, what other frameworks can run."""
     tight = partial(job_of, "llama3.2-3b", "1x8xa100-40gb", 32, 4096, "bf16", "16GiB")
     nodes = partial(job_of, "llama2-7b", "2x4xa100-40gb", 32, 2048, "bf16", "26GiB")
     t5 = partial(job_of, "t5", "1x4xa100-40gb", 32, 1024)

@@ -79,7 +79,7 @@ def config_text(tables: CostTables) -> str:
 
 
 def tables_record(problem: Problem) -> Record:
-    """Of every configuration the strategies, and sums and digests of the numbers."""
+    """Return the strategies of every configuration, and sums and digests of the numbers."""
     return [
         {
             "setting": config_text(each),

@@ -10,12 +10,12 @@ from steelyard.cost.execution import MEGATRON_CORE
 from steelyard.cost.job import Job
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_load import refusal
-from steelyard.cost.memory import layer_bytes
 from steelyard.hardware import parse_cluster
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.strategy import Remat
 from steelyard.planning.problem import stage_strategies
 from tests.cost.examples import chain, config, job, measured_profile
+from tests.cost.layer_bytes import layer_bytes
 from tests.jobs import make_job
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

@@ -10,7 +10,6 @@ from steelyard.cost.execution import Execution, StateBytes
 from steelyard.cost.job import DeviceGroup, Job, JobConfig
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_load import held_params, layer_load, layer_profile, sharded_params
-from steelyard.cost.memory import layer_bytes
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
 from steelyard.plan.dimensions.ep import EP
@@ -19,6 +18,7 @@ from steelyard.profiles.profile import LayerProfile, Work
 from steelyard.schedules import USUAL, PipelineConfig
 from steelyard.tracer.trace import trace
 from tests.cost.examples import as_measured
+from tests.cost.layer_bytes import layer_bytes
 from tests.jobs import make_job
 from tests.runtime.models import FAMILY_CONFIGS
 

@@ -18,14 +18,13 @@ from steelyard.cost.layer_load import levels_group
 from steelyard.cost.memory import (
     CUDA_CONTEXT_BYTES,
     PIPELINE_CHANNEL_BYTES,
-    LayerBytes,
     context_bytes,
-    layer_bytes,
 )
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import ShardingTime
 from tests.cost.examples import PARAMS, SEQ_LEN, cluster, collective_s, config, job, unprofiled_job
+from tests.cost.layer_bytes import LayerBytes, layer_bytes
 
 BLOCK = PARAMS["block"]
 STRATEGIES = ("dp8", "fsdp8", "fsdp8 zero2", "tp8", "tp8+sp", "fsdp4-tp2", "dp2-tp4+sp", "tp2-fsdp4")

@@ -11,7 +11,6 @@ from steelyard.cost.build import build_tables
 from steelyard.cost.execution import ACCELERATE, MEGATRON_CORE, TORCHTITAN, Execution
 from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.job import Job, JobConfig
-from steelyard.cost.memory import layer_bytes
 from steelyard.cost.predict import predict_memory
 from steelyard.cost.tables import CostTables
 from steelyard.plan.decisions import Decisions
@@ -23,6 +22,7 @@ from steelyard.planning.problem import stage_strategies
 from steelyard.schedules import PipelineConfig
 from steelyard.search.evaluate import evaluate
 from tests.cost.examples import cluster, config, job
+from tests.cost.layer_bytes import layer_bytes
 from tests.schedules.examples import pipeline
 
 CONFIGS: list[tuple[int, int, str, int]] = [

@@ -8,13 +8,13 @@ from steelyard.cost.compute import launch_s, work_s
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer import KnownPasses, LayerCost, layer_cost, layer_seconds
 from steelyard.cost.layer_load import refusal
-from steelyard.cost.memory import LayerBytes, layer_bytes
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.problem import pipeline_configs, stage_strategies
 from steelyard.profiles.profile import LayerProfile, MeasuredTime
 from tests.cost.examples import SEQ_LEN, config, job
+from tests.cost.layer_bytes import LayerBytes, layer_bytes
 from tests.jobs import make_job
 from tests.shapes import tp_shape
 

@@ -22,7 +22,7 @@ from steelyard.schedules import USUAL
 
 
 class _StageCosts:
-    """What every layer type costs under every strategy on stages of one size, for several numbers of microbatches [M].
+    """Costs of every layer type under every strategy on stages of one size, for several numbers of microbatches [M].
 
     Made when first asked for.
     """

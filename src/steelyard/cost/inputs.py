@@ -7,23 +7,18 @@
 """
 
 import math
-from typing import cast, overload
+from typing import cast
 
-from steelyard.cost.job import AnyConfig, AnyStrategy, JobConfig, Strategies
+from steelyard.cost.job import AnyStrategy, JobConfig
 from steelyard.model.chain import LayerRole, LayerType
-from steelyard.plan.strategy import Strategy
 from steelyard.units import Amount
 
 _TOKEN_BYTES = 8
 _IMAGE_ENTRY_BYTES = 4
 
 
-@overload
-def sample_bytes(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> int: ...
-@overload
-def sample_bytes(layer_type: LayerType, strategy: Strategies, config: AnyConfig) -> Amount: ...
-def sample_bytes(layer_type: LayerType, strategy: AnyStrategy, config: AnyConfig) -> Amount:
-    """What a rank reads for a layer of this type in one step: ids, images or labels of all its microbatches.
+def sample_bytes(layer_type: LayerType, strategy: AnyStrategy, config: JobConfig) -> Amount:
+    """Return the bytes that a rank reads for a layer of this type in a step: ids, images, labels of all microbatches.
 
     Token ids come with one more than the sequence has: inputs and labels are the same tensor, one place apart.
     Frameworks with states of their own: not counted.
@@ -43,7 +38,7 @@ def sample_bytes(layer_type: LayerType, strategy: AnyStrategy, config: AnyConfig
 
 
 def side_bytes(layer_types: set[LayerType], config: JobConfig) -> int:
-    """What one forward pass through layers of these types makes for all of them: positions, rotary, masks.
+    """Return the bytes that a forward pass through layers of these types makes for all: positions, rotary, masks.
 
     A fused kernel takes a mask of one byte an entry, and only where a window slides; step by step every layer type of
     attention takes one that is added to the scores.

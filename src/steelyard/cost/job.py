@@ -1,4 +1,4 @@
-"""What a cost depends on beside the layer and its strategy: model, profile, cluster, batch and one pipeline
+"""Everything that a cost depends on beside the layer and its strategy: model, profile, cluster, batch and one pipeline
 configuration."""
 
 from bisect import bisect_right
@@ -60,7 +60,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Known:
-    """What a job remembers of its costs."""
+    """Costs that a job remembers."""
 
     layers: dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None] = field(default_factory=dict)
     made: dict[tuple[int, object], tuple[object, object]] = field(default_factory=dict)

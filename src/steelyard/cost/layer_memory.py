@@ -72,11 +72,6 @@ class LayerStates:
         return self.shard + 2 * self.trained_shard + self.buffers
 
     @property
-    def drops_copy(self) -> bool:
-        """Whether a copy that was kept is gone before the gradients are reduced."""
-        return self.keeps_copy and self.shards > 1
-
-    @property
     def frees_saved(self) -> bool:
         """Whether all that was saved but the input is gone before the gradients are reduced."""
         return self.holds_new and self.shards > 1

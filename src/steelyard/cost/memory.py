@@ -68,27 +68,6 @@ _SLICES_HELD = 3
 _NEVER = -(2**12) * MOST_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBytes:
-    """Bytes of one layer on one rank: what it holds by term, of each microbatch in flight, and what it works with."""
-
-    static_bytes: dict[str, int]
-    activation_bytes: int
-    transient_bytes: int
-
-
-def layer_bytes(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerBytes:
-    """Those of a layer of this type under a legal strategy."""
-    layer_types = config.job.chain.layer_types
-    legal = np.array([[each == layer_type] for each in layer_types])
-    rows = layer_rows(config, (strategy,), legal)
-    *static, saved = rows.terms[:, layer_types.index(layer_type), 0].tolist()
-    held = {name: num_bytes for name, num_bytes in zip(TERMS, static, strict=False) if num_bytes}
-    return LayerBytes(
-        static_bytes=held, activation_bytes=saved, transient_bytes=int(rows.works[layer_types.index(layer_type), 0])
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerRows:
     """Bytes [K, S] of every layer type under every strategy, 0 where illegal, for a number of microbatches."""
@@ -110,7 +89,7 @@ class LayerRows:
 
 
 def layer_rows(config: JobConfig, strategies: Sequence[Strategy], legal: NDArray[np.bool_]) -> LayerRows:
-    """Those of a pipeline configuration, which depend on its schedule in nothing."""
+    """Return the rows of a pipeline configuration, which depend on its schedule in nothing."""
     layer_types, found = config.job.chain.layer_types, np.zeros((15, *legal.shape), dtype=np.int64)
     for row, layer_type in enumerate(layer_types):
         columns = np.flatnonzero(legal[row])

@@ -8,7 +8,6 @@ import pytest
 from torch import nn
 
 from steelyard.cost.layer import layer_cost
-from steelyard.cost.memory import layer_bytes
 from steelyard.cost.predict import predict
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import ModelChain
@@ -51,6 +50,7 @@ from steelyard.search import SpaceOptions, enumerate_strategies
 from steelyard.search.problem import load_problem, save_problem
 from steelyard.tracer.layer import TracedLayer, fake_layer, fake_world
 from tests.cost.examples import SEQ_LEN, chain, cluster, config, job, plan
+from tests.cost.layer_bytes import layer_bytes
 from tests.jobs import request_of
 
 NAME = "rp"
