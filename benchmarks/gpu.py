@@ -58,11 +58,10 @@ from steelyard.processes.group import process_group
 from steelyard.profiler.layers import build_short_chain, layer_meshes, measure_laps, times_of
 from steelyard.profiler.measure import current_device, measure
 from steelyard.profiles.profile import LayerProfile, MeasuredTime, Profile
-from steelyard.runtime.memory_limit import MemoryExceededError
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parity_run import launch_parity
 from steelyard.runtime.peak_memory import measure_peak
-from steelyard.runtime.train import train
+from steelyard.runtime.train import MemoryExceededError, train
 from steelyard.schedules import USUAL, PipelineConfig
 from steelyard.tracer.cache import cached_trace
 from steelyard.units import format_bytes, format_seconds

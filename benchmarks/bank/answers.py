@@ -43,9 +43,9 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.choose import plan_job
+from steelyard.planning.complete import with_fallbacks
 from steelyard.planning.devices import plan_fewest_devices
 from steelyard.planning.explain import explain_plan
-from steelyard.planning.fallbacks import with_fallbacks
 from steelyard.planning.framework_fit import plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.pins import parse_pin

@@ -18,9 +18,9 @@ Where groups of expert parallelism include tensor-parallel ranks the plan counts
 from dataclasses import dataclass
 from typing import Literal
 
-from steelyard.model.routing import Routing
-from steelyard.profiles.part import Affine
+from steelyard.model.family import Routing
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Recomputation, Work
+from steelyard.profiles.shapes import Affine
 
 HALF = 2
 Dispatcher = Literal["all-to-all", "deep", "all-gather"]

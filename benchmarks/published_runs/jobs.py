@@ -27,7 +27,7 @@ from steelyard.cost.efficiency import Efficiency
 from steelyard.cost.job import DeviceGroup, Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, Link, find_device, find_link
-from steelyard.hardware.catalogue import default_links
+from steelyard.hardware.files import default_links
 from steelyard.hardware.values import Device
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import KV_HEADS, Task

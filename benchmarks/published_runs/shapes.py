@@ -28,9 +28,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from published_runs.experts import ExpertRank, Experts
-from steelyard.profiles.part import Affine
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Recomputation, Work
-from steelyard.profiles.shapes import AttentionCall
+from steelyard.profiles.shapes import Affine, AttentionCall
 
 DENSE, SPARSE = "dense block", "sparse block"
 """The block types where some have experts and some do not."""

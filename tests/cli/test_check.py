@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from steelyard.hardware import Backend
-from steelyard.plan.certificate import Certificate
-from steelyard.plan.cost_source import CostSource
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
-from steelyard.plan.prediction import Prediction, StagePrediction
+from steelyard.plan.prediction import Certificate, CostSource, Prediction, StagePrediction
 from steelyard.report.check_table import CheckedRank, StageBudget, misfit_lines
 from steelyard.runtime import dry_run
 from steelyard.runtime.attribution import Peak

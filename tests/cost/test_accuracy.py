@@ -15,7 +15,7 @@ from steelyard.cost.accuracy import (
     interval_of,
     spread_of,
 )
-from steelyard.plan.cost_source import CatalogueRates, CostSource
+from steelyard.plan.prediction import CatalogueRates, CostSource
 from steelyard.plan.strategy import parse_strategy
 from tests.cost.examples import SPREADS, chain, cluster, job, measured_profile
 

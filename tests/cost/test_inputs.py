@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.cost.inputs import sample_bytes, side_bytes
-from steelyard.cost.job import DeviceGroup, Job
+from steelyard.cost.job import DeviceGroup, Job, sample_bytes, side_bytes
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.strategy import parse_strategy

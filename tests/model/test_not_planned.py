@@ -3,8 +3,7 @@
 import pytest
 
 from steelyard.errors import InvalidModelError
-from steelyard.model.not_planned import NOT_PLANNED, PAIRS
-from steelyard.model.read import chain_from_config
+from steelyard.model.read import NOT_PLANNED, PAIRS, chain_from_config
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,7 @@ import pytest
 import steelyard
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain, SharedWeight
-from steelyard.model.packaged import packaged_structure
-from steelyard.model.read import load_config, load_model, model_names
-from steelyard.model.sources import hub_names, model_source
+from steelyard.model.read import hub_names, load_config, load_model, model_names, model_source, packaged_structure
 from steelyard.tracer.packaged import packaged_trace
 
 SOURCE = Path(steelyard.__file__).parent

@@ -6,7 +6,7 @@ from math import isclose
 import pytest
 
 from steelyard.errors import InvalidModelError
-from steelyard.model.routing import Routing
+from steelyard.model.family import Routing
 
 
 def counted(top_k: int, groups: int, chosen: int, places: int) -> float:

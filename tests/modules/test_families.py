@@ -10,9 +10,9 @@ from steelyard.model.chain import LayerRole
 from steelyard.model.read import chain_from_config
 from steelyard.modules.batch import IGNORED, decoder_inputs, random_samples
 from steelyard.modules.build import build_meta_model, build_model, layer_modules, prepare_model
-from steelyard.modules.structure import signature
+from steelyard.modules.split_layer_types import signature
 from steelyard.plan.dimensions.dimension import Batch
-from steelyard.plan.legality import illegal_reason
+from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import parse_strategy
 from tests.runtime.family_chain import chain_of, length_of, loss_of_chain, loss_of_model
 from tests.runtime.models import FAMILY_CONFIGS, make_plan

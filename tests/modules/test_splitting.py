@@ -30,10 +30,9 @@ from steelyard.modules.model_inputs import forward_options
 from steelyard.modules.prepared import prepare, stored_apart
 from steelyard.modules.proved_types import no_cp
 from steelyard.modules.split_proof import split_model
-from steelyard.modules.splitting import find_split
-from steelyard.modules.trained_class import task_of
+from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.dimensions.dimension import Batch
-from steelyard.plan.legality import illegal_reason
+from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.runtime.parity import samples_of_step
 from steelyard.tracer.trace import trace

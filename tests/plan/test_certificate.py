@@ -5,8 +5,8 @@ import json
 import pytest
 
 from steelyard.errors import InvalidPlanError
-from steelyard.plan.certificate import Certificate
 from steelyard.plan.file import dump_json
+from steelyard.plan.prediction import Certificate
 from tests.plan.examples import changed, read
 
 OPTIMAL = Certificate(status="optimal", gap=0.0)

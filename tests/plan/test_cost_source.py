@@ -3,7 +3,7 @@
 import pytest
 
 from steelyard.errors import InvalidPlanError
-from steelyard.plan.cost_source import CatalogueRates, CostSource
+from steelyard.plan.prediction import CatalogueRates, CostSource
 from tests.plan.examples import COST_SOURCE, changed, read
 
 TRACED = {**COST_SOURCE, "method": "traced", "device": "any", "torch": "2", "transformers": "5"}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.dimensions.dimension import Batch
-from steelyard.plan.legality import illegal_reason
+from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.search import SpaceOptions, enumerate_strategies
 

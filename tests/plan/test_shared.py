@@ -4,7 +4,7 @@ import pytest
 
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.plan.shared import num_slices
+from steelyard.plan.stages import num_slices
 from steelyard.plan.strategy import parse_strategy
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
 

@@ -11,10 +11,10 @@ from steelyard.cost.job import Job
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.plan.decisions import Decisions
-from steelyard.planning.assumed_links import measured_over_catalogue, slowed, with_assumed_links
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import find_plan
 from steelyard.planning.devices import job_on
+from steelyard.planning.job import measured_over_catalogue, slowed, with_assumed_links
 from steelyard.profiles.profile import Profile
 from steelyard.report.plan_table import link_lines
 from tests.cost import examples

@@ -12,7 +12,7 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import plan_job
-from steelyard.planning.fallbacks import with_fallbacks, with_next_best
+from steelyard.planning.complete import with_fallbacks, with_next_best
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.problem import make_tables
 from tests.cost import examples

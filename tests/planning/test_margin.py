@@ -7,8 +7,8 @@ import pytest
 from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import headline
+from steelyard.plan.prediction import shortfall
 from steelyard.planning.choose import PlanningResult, plan_job
 from steelyard.planning.explain import other_budgets, pricing_notes
 from steelyard.planning.margin import MARGIN, warnings_of, without_margin

@@ -15,15 +15,13 @@ from steelyard.hardware.parse import pools_from_yaml
 from steelyard.hardware.values import MixedCluster
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import dump_json, read_plan, write_plan
-from steelyard.planning.acceptance import accept
 from steelyard.planning.choose import NUM_RESCORED, plan_job
 from steelyard.planning.complete import find_plan
 from steelyard.planning.explain import explain_pools
-from steelyard.planning.plan_from_search import bare_plan
+from steelyard.planning.plan_from_search import accept, bare_plan
 from steelyard.planning.price import priced_or_reason, with_price
 from steelyard.planning.problem import LEVELS, GroupSpace, PlacedPipeline, make_tables
-from steelyard.planning.profile_file import read_profile
-from steelyard.planning.request import request_of_plan
+from steelyard.planning.request import read_profile, request_of_plan
 from steelyard.planning.variants import even_plan, pool_baselines
 from steelyard.search import search
 from tests.cost.examples import SEQ_LEN, chain, measured_profile

@@ -12,7 +12,7 @@ from tests.runtime.test_launch import assert_gone, started, wait_for
 
 FORK = """
 import os, sys, time
-from steelyard.processes.parent import end_with_parent
+from steelyard.processes.rank import end_with_parent
 if os.fork() == 0:
     end_with_parent()
     open(sys.argv[1] + f"/{os.getpid()}.pid", "w").close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.processes.port import _GIVEN, free_port
+from steelyard.processes.agent import _GIVEN, free_port
 from steelyard.processes.start import run_processes
 from tests.runtime.test_launch import ROOT
 
@@ -51,5 +51,5 @@ def test_where_the_system_gives_all_ports_or_says_nothing_any_free_one_will_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     (tmp_path / "range").write_text(text)
-    monkeypatch.setattr("steelyard.processes.port._GIVEN", tmp_path / "range")
+    monkeypatch.setattr("steelyard.processes.agent._GIVEN", tmp_path / "range")
     assert free_port() >= 1024

@@ -20,7 +20,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, Self
 
-from steelyard.processes.parent import PARENT_VARIABLE
+from steelyard.processes.rank import PARENT_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 HANG_LIMIT_S = 1200

@@ -2,7 +2,7 @@
 
 import pytest
 
-from steelyard.profiles.slowness import OwnWork, slow_ranks
+from steelyard.profiles.record import OwnWork, slow_ranks
 
 
 def work(*own_s: float, stages: tuple[int, ...] | None = None) -> list[OwnWork]:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from steelyard.processes.group import quiet_notices
-from steelyard.processes.parent import end_process, end_with_parent
+from steelyard.processes.rank import end_process, end_with_parent
 from tests.processes.warm import HANG_LIMIT_S, run_warm
 
 _SHOWN_CHARACTERS = 6000

@@ -9,8 +9,8 @@ from steelyard.plan.plan import Fallback, Plan
 from steelyard.processes.failure import Failure, RankFailedError
 from steelyard.runtime import launch as launching
 from steelyard.runtime.launch import OUT_OF_MEMORY
-from steelyard.runtime.memory_limit import MemoryExceededError
 from steelyard.runtime.options import TrainOptions
+from steelyard.runtime.train import MemoryExceededError
 from tests.runtime.models import make_plan
 
 FIRST, SECOND, THIRD = "dp2, dp2, dp2, dp2", "fsdp2, fsdp2, fsdp2, fsdp2", "tp2, tp2, tp2, tp2"

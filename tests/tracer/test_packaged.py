@@ -7,8 +7,7 @@ import pytest
 from steelyard import installed
 from steelyard.errors import UserError
 from steelyard.installed import NotInstalledError, require_training
-from steelyard.model.packaged import packaged_split, packaged_structure
-from steelyard.model.read import load_model, model_names
+from steelyard.model.read import load_model, model_names, packaged_split, packaged_structure
 from steelyard.plan.plan import Precision
 from steelyard.tracer import cache, packaged
 from steelyard.tracer.cache import cached_trace

@@ -6,7 +6,7 @@ from steelyard.errors import InvalidModelError
 from steelyard.profiles.profile import LayerProfile, Work
 from steelyard.profiles.shapes import AttentionCall, Product
 from steelyard.tracer.counting import SeenProduct
-from steelyard.tracer.folding import folded_products
+from steelyard.tracer.trace import folded_products
 from tests.shapes import tp_shape
 from tests.tracer.examples import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SEQ_LEN, VOCAB
 from tests.tracer.traces import FAMILIES, traced, traced_family

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from steelyard.hardware import devices, links
-from steelyard.model.read import model_names
-from steelyard.model.sources import hub_names
+from steelyard.model.read import hub_names, model_names
 
 
 def complete_model(incomplete: str) -> list[str]:

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
-from steelyard.cli.progress import progress
+from steelyard.cli.words import progress
 from steelyard.cost.job import Job
 from steelyard.plan.choices import Explanation, SlowNode, WhyNot
 from steelyard.plan.file import read_plan, write_plan

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from steelyard.cli.completion import complete_one_of
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried_file_or_folder
-from steelyard.cli.progress import progress
+from steelyard.cli.words import progress
 from steelyard.cost.execution import OURS
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.export import TARGETS, Export, Request, Target, check_model, describe_uniform, export_plan, target_of

@@ -29,8 +29,7 @@ from steelyard.cli.options import (
     print_json,
     tried,
 )
-from steelyard.cli.progress import progress
-from steelyard.cli.words import check_precision
+from steelyard.cli.words import check_precision, progress
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.errors import UserError
 from steelyard.limits import MOST_DEVICES, MOST_PRICE

@@ -8,9 +8,7 @@ from steelyard.cost.efficiency import catalogue_rates
 from steelyard.hardware import devices as known_devices
 from steelyard.hardware import links as known_links
 from steelyard.model.chain import ModelChain
-from steelyard.model.packaged import packaged_split
-from steelyard.model.read import chain_from_config, config_hash, load_config, model_names
-from steelyard.model.sources import model_source
+from steelyard.model.read import chain_from_config, config_hash, load_config, model_names, model_source, packaged_split
 from steelyard.units import GB, TERA, format_bytes, format_seconds
 
 

@@ -8,47 +8,44 @@ import typer
 from rich.console import Console
 
 from steelyard.cli.options import (
-    AsJson,
-    ClusterOption,
-    Imbalance,
-    MaxTp,
-    Memory,
-    MemoryMargin,
-    Model,
-    NetworkOption,
-    PrecisionOption,
-    ProfileOption,
-    TimeLimit,
-    built_module,
-    print_json,
-)
-from steelyard.cli.plan_options import (
     Aim,
+    AsJson,
     Batch,
     CalibrateBy,
+    ClusterOption,
     Cuts,
     Fallbacks,
     Freezes,
     ImageSize,
+    Imbalance,
     Length,
+    MaxTp,
+    Memory,
+    MemoryMargin,
     Microbatches,
+    Model,
+    NetworkOption,
     Output,
     Pins,
+    PrecisionOption,
     Price,
+    ProfileOption,
     Remats,
     SaveProblem,
     Schedules,
     Stages,
+    TimeLimit,
     Tokens,
     Top,
     Uniform,
     WhichSpace,
     ZeroStages,
+    built_module,
     decisions_of,
+    print_json,
     runs_of,
 )
-from steelyard.cli.progress import progress
-from steelyard.cli.words import check_choice, check_precision, parse_image_size, parse_size
+from steelyard.cli.words import check_choice, check_precision, parse_image_size, parse_size, progress
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.output import command

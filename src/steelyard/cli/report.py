@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
-from steelyard.cli.progress import progress
+from steelyard.cli.words import progress
 from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.errors import UserError

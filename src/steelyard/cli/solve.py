@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, print_json
-from steelyard.cli.progress import progress
+from steelyard.cli.words import progress
 from steelyard.plan.choices import StrategyVerdict
 from steelyard.report.explain_view import verdict_table
 from steelyard.report.solve_view import solve_view, step_table

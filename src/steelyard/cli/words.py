@@ -1,11 +1,29 @@
-"""What users write in options: one of several words, or a number that may be ``max``."""
+"""What users write in options: one of several words, or a number that may be ``max``.
 
-from collections.abc import Mapping
+What a command shows while it works: a line on standard error that goes away, and nothing with ``--json``.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar, get_args
+
+from rich.console import Console
 
 from steelyard.errors import UserError, nearest
 from steelyard.limits import MOST_PIXELS
 from steelyard.plan.plan import Precision
+
+
+@contextmanager
+def progress(first: str, *, silent: bool = False) -> Iterator[Callable[[str], None]]:
+    """A function that shows what is being done now; shows nothing if ``silent`` or if nobody watches."""
+    console = Console(stderr=True)
+    if silent or not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status(first) as status:
+        yield status.update
+
 
 Chosen = TypeVar("Chosen")
 _MOST_DIGITS = 20

@@ -21,8 +21,7 @@ Not known: errors of a measured profile on GPUs, and of devices that are slower 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from steelyard.plan.cost_source import CostSource
-from steelyard.plan.prediction import Interval
+from steelyard.plan.prediction import CostSource, Interval
 from steelyard.plan.strategy import Strategy
 
 

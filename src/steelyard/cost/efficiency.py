@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from steelyard.cost.amounts import is_positive
 from steelyard.errors import InvalidProfileError
 from steelyard.files import read_packaged_yaml
-from steelyard.plan.cost_source import CatalogueRates
+from steelyard.plan.prediction import CatalogueRates
 from steelyard.profiles.profile import Work
 from steelyard.profiles.shapes import AttentionCall
 from steelyard.units import Amount

@@ -26,10 +26,9 @@ from typing import Any
 from steelyard.cost.execution import Execution
 from steelyard.cost.job import Job
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
-from steelyard.model.routing import Routing
-from steelyard.profiles.part import Affine
+from steelyard.model.family import Routing
 from steelyard.profiles.profile import LayerProfile, Recomputation, Work
-from steelyard.profiles.shapes import Product
+from steelyard.profiles.shapes import Affine, Product
 
 HALF = 2
 """Bytes of an activation or a weight in bf16."""

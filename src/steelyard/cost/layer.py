@@ -41,7 +41,7 @@ from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.dimensions import Dimension
 from steelyard.plan.dimensions.data import shard_levels
 from steelyard.plan.dimensions.dimension import Divides, Levels, Load, Phase, States, Traffic
-from steelyard.plan.shared import SLICES_PER_RANK
+from steelyard.plan.stages import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Work
 from steelyard.units import Amount

@@ -13,11 +13,11 @@ from steelyard.cost.communication import Group, num_places
 from steelyard.cost.job import AnyConfig, AnyStrategy, JobConfig, JobConfigs
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerType
-from steelyard.model.routing import Routing
+from steelyard.model.family import Routing
 from steelyard.plan.dimensions import Dimension
 from steelyard.plan.dimensions.data import data_levels, degree_of, replica_levels, shard_levels
 from steelyard.plan.dimensions.dimension import Batch, Levels, Load, Over, Phase
-from steelyard.plan.legality import illegal_reason
+from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile
 from steelyard.units import Amount

@@ -42,15 +42,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.execution import StateBytes
-from steelyard.cost.inputs import side_bytes
-from steelyard.cost.job import MASTER_BYTES, JobConfig
+from steelyard.cost.job import MASTER_BYTES, JobConfig, side_bytes
 from steelyard.cost.layer_load import layer_profile
-from steelyard.cost.layer_memory import LayerStates
-from steelyard.cost.layer_row import LayerRow
+from steelyard.cost.layer_memory import LayerRow, LayerStates
 from steelyard.cost.tables import CostTables, Received
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole, LayerType
-from steelyard.plan.shared import SLICES_PER_RANK
+from steelyard.plan.stages import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.schedules import USUAL
 from steelyard.units import MIB

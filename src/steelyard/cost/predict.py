@@ -20,7 +20,7 @@ from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerType
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import OWN_TERMS, StagePrediction
-from steelyard.plan.shared import num_slices
+from steelyard.plan.stages import num_slices
 from steelyard.plan.strategy import Strategy
 from steelyard.profiles.profile import LayerProfile, Work
 

@@ -30,8 +30,7 @@ from typing import Literal
 
 import numpy as np
 
-from steelyard.cost.shared_cores import play_on_shared_cores
-from steelyard.cost.simulated_passes import PassTable, StageRun
+from steelyard.cost.shared_cores import PassTable, StageRun, play_on_shared_cores
 from steelyard.schedules import Phase, PipelineConfig
 
 Work = Literal["forward", "backward", "once"]

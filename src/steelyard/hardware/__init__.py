@@ -1,6 +1,9 @@
 """What it runs on: devices, links and clusters; every number with its source."""
 
-from steelyard.hardware.catalogue import (
+from steelyard.hardware.files import (
+    ClusterFile,
+    HardwareFile,
+    PoolsFile,
     default_links,
     devices,
     find_device,
@@ -10,7 +13,6 @@ from steelyard.hardware.catalogue import (
     known_device,
     links,
 )
-from steelyard.hardware.files import ClusterFile, HardwareFile, PoolsFile
 from steelyard.hardware.parse import (
     cluster_file,
     cluster_of,

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware.catalogue import default_links, find_device, find_link, find_network, known_device, links
 from steelyard.hardware.files import (
     MICRO,
     ClusterFile,
@@ -18,6 +17,12 @@ from steelyard.hardware.files import (
     PoolSpec,
     SharedLink,
     checked,
+    default_links,
+    find_device,
+    find_link,
+    find_network,
+    known_device,
+    links,
     read_mapping,
     read_text,
 )

@@ -16,16 +16,19 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from steelyard.model.family import Layout, SharedWeight, Task
-from steelyard.model.places import Place, check_layers, check_place, wrong_split
 from steelyard.model.split import (
     ModelSplit,
+    Place,
     SplitEncoder,
     SplitFeatures,
     SplitLayers,
     SplitLayerType,
     SplitPart,
     SplitStream,
+    check_layers,
+    check_place,
     layer_type_of,
+    wrong_split,
 )
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -52,7 +55,7 @@ class OwnLayerType(SplitLayerType):
     no_sp: str = "that norms may see a part of the sequence is not known of a module of one's own"
     no_cp: str = "that every rank may compute its own tokens alone is not known of a module of one's own"
     fingerprint: str
-    """Of the structure of its modules; see `steelyard.modules.own_identity`."""
+    """Of the structure of its modules; see `steelyard.modules.own_split`."""
     reads: tuple[tuple[Place, Place], ...] = ()
     """Of a block, for each argument that flows: its place among all arguments, and in what flows in."""
     returns: tuple[bool, ...] | None = None

@@ -1,4 +1,18 @@
-"""Reads a model: a name from the packaged list, a path to a ``config.json``, or the config itself as a mapping."""
+"""Reads a model: a name from the packaged list, a path to a ``config.json``, or the config itself as a mapping.
+
+Splits that come in the package, for packaged models: found ahead, where transformers was at hand.
+
+They are kept by the hash of the config, and hold for the version of transformers that they were made with; where
+another one is installed they count as missing, as do those of an older way of splitting. So are the proved splits of
+the small models of their structures, by which other models of these need no proof.
+
+Where each packaged config comes from, and under which id it stands on the Hugging Face hub.
+
+The configs hold the keys that shape a model, as published at these addresses; the parameters that follow are compared
+with the published numbers (tests/model/test_packaged_models.py).
+
+Model types that are refused by name, before anything is built, each with what to do instead.
+"""
 
 import hashlib
 import json
@@ -13,13 +27,110 @@ from typing import Any
 
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.files import read_json
+from steelyard.installed import is_as_made
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import check_values, sizes_in
 from steelyard.model.family import Family
-from steelyard.model.not_planned import check_type
 from steelyard.model.own import OwnSplit, Split
-from steelyard.model.sources import hub_names
-from steelyard.model.split import TEXT_PART, ModelSplit
+from steelyard.model.split import SPLIT_VERSION, TEXT_PART, ModelSplit
+
+NOT_PLANNED = {
+    "flaubert": "use camembert, whose blocks need no special case",
+    "hrm_text": "write a function that builds it, with a sample: docs/your-own-model.md",
+    "ibert": "use roberta, whose blocks are those of ibert without quantization",
+    "longformer": "use led, or modernbert for a masked model",
+    "prophetnet": "use bart or t5",
+    "reformer": "use led, or a causal model of long sequences with cp",
+    "xlm": "use xlm-roberta",
+}
+"""Types that nobody trains, and whose blocks would need code of their own."""
+PAIRS = {
+    "clip": "CLIPForImageClassification",
+    "clipseg": "",
+    "metaclip_2": "MetaClip2ForImageClassification",
+    "siglip": "SiglipForImageClassification",
+}
+"""Types of an image and its text, whose loss compares all pairs of a batch; the class of the image tower alone."""
+
+
+def check_type(config: Mapping[str, Any]) -> None:
+    """Raises `InvalidModelError` for a config of a type that is not planned, or of pairs as a whole."""
+    model_type, named = str(config.get("model_type")), config.get("architectures")
+    if model_type in NOT_PLANNED:
+        raise InvalidModelError(
+            field="model_type",
+            found=f"{model_type}, which is not planned",
+            expected="a type that is trained today, as those of `steelyard models`",
+            hint=NOT_PLANNED[model_type],
+        )
+    tower = PAIRS.get(model_type)
+    if tower is not None and (not tower or named != [tower]):
+        raise InvalidModelError(
+            field="model_type",
+            found=f"{model_type}, whose loss compares every image of a batch with every text",
+            expected=f"its image tower alone: {tower}" if tower else "a model of one tower",
+            hint=f'write "architectures": ["{tower}"] into the config' if tower else "plan the image tower of clip",
+        )
+
+
+def model_source(name: str) -> str:
+    """The address of a packaged model's config, or what else it was made from; an unknown name is an error."""
+    known = _sources()
+    if name not in known:
+        raise InvalidModelError(
+            field="sources.json", found=f"nothing about {name!r}", expected="a source for every packaged config"
+        )
+    return known[name]
+
+
+@cache
+def hub_names() -> dict[str, str]:
+    """The packaged name of each model by its id on the hub, written as there: ``Qwen/Qwen3-14B``."""
+    found = {name: _ON_THE_HUB.fullmatch(source) for name, source in _sources().items()}
+    return {match[1]: name for name, match in found.items() if match}
+
+
+def _sources() -> dict[str, str]:
+    text = resources.files("steelyard.model").joinpath("sources.json").read_text(encoding="utf-8")
+    known: dict[str, str] = json.loads(text)
+    return known
+
+
+_ON_THE_HUB = re.compile(r"https://huggingface\.co/([^/]+/[^/]+)/blob/main/config\.json")
+
+
+def packaged_split(config_hash: str, *, must_hold: bool = True) -> ModelSplit | None:
+    """How the model of a config, or a small one, splits, where the package has it and it holds for what is installed.
+
+    ``must_hold`` is not asked where it is only shown.
+    """
+    content = _content(config_hash)
+    if content is None:
+        return None
+    holds = content["split_version"] == SPLIT_VERSION and is_as_made(content["made_with"])
+    return ModelSplit.model_validate(content["split"]) if holds or not must_hold else None
+
+
+def packaged_structure(config_hash: str) -> str:
+    """The identity of the small model of a packaged model's structure; empty where no split is packaged."""
+    content = _content(config_hash)
+    return content["structure"] if content else ""
+
+
+def _content(config_hash: str) -> dict[str, Any] | None:
+    file = resources.files("steelyard.model") / "splits" / f"{config_hash}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def packaged_split_text(split: ModelSplit, structure: str, made_with: Mapping[str, str]) -> str:
+    """The content of a file that `packaged_split` reads."""
+    content: dict[str, Any] = {
+        "split_version": SPLIT_VERSION,
+        "made_with": dict(made_with),
+        "structure": structure,
+        "split": split.model_dump(mode="json"),
+    }
+    return json.dumps(content) + "\n"
 
 
 @cache

@@ -5,8 +5,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-from steelyard.model.family import KV_HEADS, QUERY_HEADS
-from steelyard.model.routing import TOP_K_KEYS
+from steelyard.model.family import KV_HEADS, QUERY_HEADS, TOP_K_KEYS
 
 _HEADS, _HEAD_DIM, _EXPERTS, _CHOSEN = 4, 16, 4, 2
 WIDTH_KEYS = (

@@ -15,7 +15,7 @@ from steelyard.model.read import config_hash
 from steelyard.model.small import WIDTH_KEYS
 from steelyard.model.split import ModelSplit
 from steelyard.modules.kept_splits import keep_split, kept_split
-from steelyard.plan.cache import default_folder
+from steelyard.plan.file import default_folder
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Where a type knows them, under these names or its own, what a config must give: else they are another's."""

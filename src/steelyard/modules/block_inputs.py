@@ -18,8 +18,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.split import BlockArguments, ModelSplit
 from steelyard.modules.known_values import known_of, plain_token, with_first
 from steelyard.modules.model_inputs import blank, first_tokens, read_by
-from steelyard.modules.stubbed import ReachedError
-from steelyard.modules.stubbed_model import StubbedTransformers, recording_stubs
+from steelyard.modules.stubbed_model import ReachedError, StubbedTransformers, recording_stubs
 
 
 class BlockInputs:

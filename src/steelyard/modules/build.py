@@ -28,7 +28,7 @@ from steelyard.model.own import OwnSplit, Split
 from steelyard.model.split import ModelSplit
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
-from steelyard.modules.failed_at import failed_at
+from steelyard.modules.not_split import failed_at
 from steelyard.modules.prepared import prepare
 from steelyard.modules.repeated import repeat_blocks
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import Task
 from steelyard.model.split import SplitFeatures
-from steelyard.modules.failed_at import failed_at
+from steelyard.modules.not_split import failed_at
 
 _SOUND = 30 * 16_000
 

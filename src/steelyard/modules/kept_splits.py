@@ -5,10 +5,9 @@ from pathlib import Path
 
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.installed import installed_version
-from steelyard.model.packaged import packaged_split
+from steelyard.model.read import packaged_split
 from steelyard.model.split import SPLIT_VERSION, ModelSplit
-from steelyard.plan.cache import digest, keep
-from steelyard.plan.file import parse_file
+from steelyard.plan.file import digest, keep, parse_file
 
 _logger = logging.getLogger(__name__)
 

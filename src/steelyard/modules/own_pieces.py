@@ -23,7 +23,7 @@ from steelyard.model.own import OwnLayerType, OwnSplit
 from steelyard.model.read import planned_model
 from steelyard.model.split import BlockArguments
 from steelyard.modules.blanks import HINT, META, Blank, Blanks
-from steelyard.modules.stubbed import ReachedError
+from steelyard.modules.stubbed_model import ReachedError
 from steelyard.modules.stubbed_own import StubbedOwn, Swapped, move_module
 
 Loss = Callable[[Any, Any], Tensor]

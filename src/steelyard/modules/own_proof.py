@@ -32,8 +32,7 @@ from steelyard.modules.own_split import FoundSplit, check_sample
 from steelyard.modules.split_tp import Styles, block_suppositions, divided_rows
 from steelyard.modules.stubbed_own import call_arguments
 from steelyard.modules.two_ranks import difference, on_two_ranks
-from steelyard.plan.cache import default_folder, digest, keep
-from steelyard.plan.file import parse_file
+from steelyard.plan.file import default_folder, digest, keep, parse_file
 from steelyard.plan.strategy import Remat
 
 _logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 Where all that the model does there is to call modules one after another, they are just that. Else the embedding runs
 the model up to its first block, the head from the result of its last block on; what both skip costs nothing
-(`steelyard.modules.stubbed`). Blocks are called as the model calls them (`steelyard.modules.block_inputs`).
+(`steelyard.modules.stubbed_model`). Blocks are called as the model calls them (`steelyard.modules.block_inputs`).
 """
 
 import copy
@@ -23,8 +23,7 @@ from steelyard.modules.build import outside_buffers
 from steelyard.modules.called import called_at
 from steelyard.modules.known_values import KnownValues, has_values
 from steelyard.modules.model_inputs import blank, read_by
-from steelyard.modules.stubbed import ReachedError
-from steelyard.modules.stubbed_model import Give, StubbedTransformers, recording_stubs
+from steelyard.modules.stubbed_model import Give, ReachedError, StubbedTransformers, recording_stubs
 
 
 class CalledPiece:

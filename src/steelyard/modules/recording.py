@@ -29,11 +29,11 @@ from steelyard.modules.model_inputs import (
     forward_options,
     given_samples,
     ids_beside,
+    one_sequence_each,
 )
 from steelyard.modules.not_split import failed_pass, not_split
 from steelyard.modules.paths import is_below
 from steelyard.modules.repeated import repeat_blocks
-from steelyard.modules.unpadded import one_sequence_each
 
 SAMPLES, TOKENS, LONGER, LONGEST = 2, 16, 24, 8192
 

@@ -32,8 +32,7 @@ from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.model_inputs import beside_features, forward_options, given_samples, ids_beside, read_by
 from steelyard.modules.proved_types import divided_types, no_context_parallelism, no_cp, shares_heads
 from steelyard.modules.split_tp import divided_sizes
-from steelyard.modules.splitting import Found, find_split
-from steelyard.modules.trained_class import text_of
+from steelyard.modules.splitting import Found, find_split, text_of
 from steelyard.modules.two_ranks import ThreadedProof, difference, loss_of, parameters_by_path, pieces_of
 from steelyard.plan.shrink import config_of_blocks
 

@@ -13,7 +13,7 @@ from steelyard.model.own import OwnLayerType, OwnSplit, Shape
 from steelyard.model.split import BlockArguments
 from steelyard.modules.blanks import blank_of
 from steelyard.modules.paths import is_below_any
-from steelyard.modules.stubbed import Fate, ReachedError, Stub, StubbedModel
+from steelyard.modules.stubbed_model import Fate, ReachedError, Stub, StubbedModel
 
 At = Callable[[int, BlockArguments], None]
 Made = Callable[[int, list[Tensor]], list[Tensor]]

@@ -6,10 +6,9 @@ These values travel from `steelyard.planning`, which finds them, to `steelyard.r
 
 from typing import Literal
 
-from steelyard.plan.cost_source import CostSource
-from steelyard.plan.margin import margin_text
 from steelyard.plan.part import PlanPart
 from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import CostSource, margin_text
 from steelyard.units import format_bytes
 
 Verdict = Literal["not offered", "illegal", "dominated", "undominated"]

@@ -21,10 +21,9 @@ from steelyard.model.own import Split
 from steelyard.model.read import planned_model
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions.dimension import Batch
-from steelyard.plan.legality import illegal_reason
 from steelyard.plan.part import PlanPart
 from steelyard.plan.prediction import Prediction
-from steelyard.plan.stages import LayerRun, StagePart, StagePlan
+from steelyard.plan.stages import LayerRun, StagePart, StagePlan, illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.plan.training import Training
 from steelyard.plan.words import baseline_line, layers_text

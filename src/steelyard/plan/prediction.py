@@ -1,14 +1,188 @@
-"""What the planner expects of a plan: time and memory of each stage, how sure it is, and what it was held beside."""
+"""What the planner expects of a plan: time and memory of each stage, how sure it is, and what it was held beside.
 
-from pydantic import Field
+Words for the memory that plans leave free beside their budget, so that every view says the same.
 
+What is proven of a plan: a status and a gap. The words that people read are made from them here alone.
+
+Where the costs of a plan come from: the profile, a measured run's factor, the catalogue's entry for the rates.
+"""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Backend
-from steelyard.limits import MOST_DEVICES, MOST_PER_S, Bytes, PositiveSeconds, Seconds
-from steelyard.plan.certificate import Certificate
-from steelyard.plan.cost_source import CostSource
-from steelyard.plan.margin import margin_text
+from steelyard.limits import MOST_DEVICES, MOST_PER_S, MOST_STEPS, Bytes, Count, PositiveSeconds, Seconds
 from steelyard.plan.part import PlanPart
-from steelyard.units import format_seconds
+from steelyard.profiles.profile import ProfileIdentity
+from steelyard.units import format_bytes, format_seconds
+
+
+class CatalogueRates(PlanPart):
+    """Which entry says what part of a data sheet's rates a device reaches in matrix products and attention."""
+
+    generation: str
+    """The name of the entry."""
+    is_assumed: bool
+    """Whether no run of such a device was among those that were fitted."""
+    is_stand_in: bool = False
+    """Whether the device is of no generation that is known, and this entry is taken for all such."""
+
+    @property
+    def brief(self) -> str:
+        """The words for a cell of a table: ``fitted (hopper)``."""
+        return f"{'assumed' if self.is_assumed else 'fitted'} ({self.generation})"
+
+    def __str__(self) -> str:
+        if self.is_stand_in:
+            return f"assumed: the device is of no known generation, so the entry {self.generation!r} is taken"
+        if self.is_assumed:
+            return f"assumed for {self.generation}, of which no published run was fitted"
+        return f"fitted to published runs of {self.generation}"
+
+
+class ProfileFile(PlanPart):
+    """The file that a profile was read from."""
+
+    path: str
+    """As it was given, so relative to where the plan was made, or absolute."""
+    sha256: str
+    """Of its content."""
+
+
+class CostSource(ProfileIdentity):
+    """The identity of a profile with what else the times rest on."""
+
+    time_factor: float = Field(default=1.0, gt=0)
+    """What all times were multiplied by after a measured run; 1 where there was none."""
+    num_calibrating: Count = 0
+    """Measured runs that gave it; 0 also in plans that were written before they were counted."""
+    rates: CatalogueRates | None = None
+    """Absent where times were measured or the rates given, and in plans that were written before it was said."""
+    links_assumed: bool = False
+    """Whether layers were measured on one device, and the rates of links are the cluster's."""
+
+    file: ProfileFile | None = None
+    """Absent where the profile was traced or given as a value, and in plans that were written before it was kept."""
+    imbalance: float | None = Field(default=None, ge=1)
+    """How many times the mean the rank computes whose experts most tokens take, which is assumed; absent for models
+    without experts, and in plans that were written before they were divided."""
+
+    def __str__(self) -> str:
+        runs = "a measured run" if self.num_calibrating < 2 else f"{self.num_calibrating} measured runs"
+        scaled = "" if self.time_factor == 1.0 else f"; all times × {self.time_factor:.3f}, calibrated by {runs}"
+        if self.is_measured:
+            what, links = ("layers measured", ", links assumed") if self.links_assumed else ("measured", "")
+            return f"{what} on {self.device} ({self.created}){links}{scaled}{self._routing}"
+        rates = "" if self.rates is None else f", {self.rates}"
+        how = f"traced with torch {self.torch}, transformers {self.transformers}"
+        return f"{how}; catalogue rates{rates}{scaled}{self._routing}"
+
+    @property
+    def _routing(self) -> str:
+        return "" if self.imbalance is None else f"; imbalance of divided experts assumed: {self.imbalance:g}"
+
+
+TOLERANCE = 1e-4
+"""A gap that solvers of integer programs by custom leave (HiGHS and Gurobi: ``mip_rel_gap``, ``MIPGap``)."""
+Status = Literal["optimal", "gap", "simulated", "priced"]
+
+
+class Certificate(PlanPart):
+    """How sure the planner is that no plan is faster.
+
+    ``optimal``: none is, by the cost tables. ``gap``: it is the best that was found, in the time that
+    there was or of those that fit; optimal to so much where that is within `TOLERANCE`. ``simulated``: the
+    fastest in simulation of several that the search found. ``priced``: given, not searched.
+    """
+
+    status: Status
+    gap: float | None = Field(default=None, ge=0, le=1)
+    """The part of the plan's step by the cost tables that `Prediction.lower_bound_s` does not prove necessary; absent
+    where nothing is proven."""
+    time_limit_s: Seconds | None = None
+    """What the search might take, where that ended it before it proved its plan; absent where it ended by itself."""
+    num_simulated: int | None = Field(default=None, ge=2, le=MOST_STEPS)
+    """Plans among which the simulator chose; absent where it confirmed the search's best."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for field, needed_by in (("gap", "gap"), ("num_simulated", "simulated")):
+            if self.status == needed_by and getattr(self, field) is None:
+                raise InvalidPlanError(
+                    field=f"certificate.{field}",
+                    found="nothing",
+                    expected=f"a number, since the status is {self.status}",
+                    hint="plan again",
+                )
+        return self
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no plan that was searched is faster, by the cost tables."""
+        return self.status == "optimal"
+
+    @property
+    def _is_within_tolerance(self) -> bool:
+        return self.gap is not None and self.gap <= TOLERANCE
+
+    @property
+    def brief(self) -> tuple[str, str]:
+        """A word or two, and what they mean."""
+        match self.status:
+            case "optimal":
+                return "optimal", "none that was searched is faster"
+            case "gap" if self._is_within_tolerance:
+                return f"optimal to {TOLERANCE:.2%}", "no plan that fits is faster by more"
+            case "gap":
+                ended = (
+                    "left when the time was up"
+                    if self.time_limit_s is not None
+                    else "no plan that fits is faster by more"
+                )
+                return f"gap {self.gap:.2%}", ended
+            case "simulated":
+                return "simulated", "the fastest of the search's best"
+            case "priced":
+                return "none", "priced as given, not searched"
+
+    def __str__(self) -> str:
+        match self.status:
+            case "optimal":
+                return "optimal for the cost tables"
+            case "gap" if self._is_within_tolerance:
+                return f"optimal for the cost tables to {TOLERANCE:.2%}: no plan that fits is faster by more"
+            case "gap":
+                if self.time_limit_s is not None:
+                    limit = format_seconds(self.time_limit_s)
+                    return f"best so far, gap {self.gap:.2%}: the search ended at its limit of {limit}"
+                return f"best found, gap {self.gap:.2%}: no plan that fits is faster by more"
+            case "simulated":
+                return (
+                    f"fastest in simulation among the search's best {self.num_simulated}; in its closed form another is"
+                )
+            case "priced":
+                return "priced as given, not searched"
+
+
+def margin_text(budget_bytes: int, margin_bytes: int) -> str:
+    """What is left free beside the budget of a device, where something is."""
+    if not margin_bytes:
+        return ""
+    device_bytes = budget_bytes + margin_bytes
+    return f"{margin_bytes / device_bytes:.0%} of {format_bytes(device_bytes)} left free"
+
+
+def shortfall(peak_bytes: int, budget_bytes: int, margin_bytes: int) -> str:
+    """How a plan of so many bytes on its fullest device misses the budget, or takes of the margin; empty if neither."""
+    over = peak_bytes - budget_bytes
+    if over <= 0:
+        return ""
+    if over > margin_bytes:
+        return f"does not fit: misses {format_bytes(over - margin_bytes)} per device"
+    return f"fits under pressure: takes {format_bytes(over)} of the {format_bytes(margin_bytes)} to be left free"
+
 
 OWN_TERMS = ("compute", "remat", "host", "optimizer")
 """Terms of time in which a rank computes by itself; those of parallelism dimensions wait for others."""

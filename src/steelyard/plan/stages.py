@@ -1,4 +1,12 @@
-"""The stages of a pipeline: ranks, and a strategy for each of their layers."""
+"""The stages of a pipeline: ranks, and a strategy for each of their layers.
+
+What a strategy may not do to a layer: the rules that plans are checked by and that the search obeys.
+
+One rule, one reason in words; the same function serves a plan that a user wrote and every candidate of a search. The
+rules of a parallelism dimension stand in its own file (`steelyard.plan.dimensions`).
+
+How the gradients of a shared parameter's copies meet under a plan; the runtime does it, the cost model counts it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +16,53 @@ from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_ser
 
 from steelyard.errors import InvalidPlanError, nearest
 from steelyard.limits import MOST_DEVICES, MOST_LAYERS
-from steelyard.plan.dimensions import variants
+from steelyard.model.chain import LayerRole, LayerType, ModelChain, SharedWeight
+from steelyard.plan.dimensions import DIMENSIONS, variants
+from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
+
+SLICES_PER_RANK = 4
+"""Three slices of fp32 are then less than what a rank's part of a matrix takes in its own backward pass."""
+
+
+def num_slices(shared: SharedWeight, strategies: Sequence[Strategy], chain: ModelChain) -> int | None:
+    """In how many slices the gradients are gathered whole and summed, or None where each rank sums its own parts.
+
+    Ranks need no others where all copies are divided alike. Matrices of the vocabulary are divided by rows alone, so
+    slices of their columns can be gathered; what blocks share is small and gathered at once. ``strategies`` are those
+    of all layers.
+    """
+    used = [strategies[layer] for layer, _ in shared.copies]
+    if len({strategy.levels for strategy in used}) == 1:
+        return None
+    if any(chain.type_of(layer).role is LayerRole.BLOCK for layer, _ in shared.copies):
+        return 1
+    return SLICES_PER_RANK * max(strategy.tensor_degree for strategy in used)
+
+
+_PRODUCTS = {
+    LayerRole.EMBEDDING: "an embedding has none",
+    LayerRole.HEAD: "those of the head are the logits, most of what it holds",
+}
+
+
+def illegal_reason(layer_type: LayerType, strategy: Strategy, batch: Batch) -> str | None:
+    """Why ``strategy`` cannot run a layer of this ``layer_type``, or None where it can.
+
+    Nothing is ever rounded: a degree that does not divide is illegal.
+    """
+    for each in DIMENSIONS.values():
+        if each in strategy.dimensions:
+            found = each.illegal(layer_type, strategy, batch)
+            if found is not None:
+                return found
+    if strategy.remat is Remat.SELECTIVE and layer_type.role is not LayerRole.BLOCK:
+        return f"selective remat, which keeps matrix products, is for blocks: {_PRODUCTS[layer_type.role]}"
+    if not strategy.is_aligned:
+        return f"the levels of {strategy.parallel} are not runs of the stage mesh"
+    return None
+
 
 LayerPlace = Annotated[int, Field(ge=-1, lt=MOST_LAYERS)]
 

@@ -11,14 +11,12 @@ from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.errors import UserError
-from steelyard.plan.certificate import Certificate
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan
-from steelyard.plan.prediction import Alternative
-from steelyard.planning.acceptance import Acceptance, Accepted, accept
+from steelyard.plan.prediction import Alternative, Certificate
 from steelyard.planning.job import job_of
 from steelyard.planning.margin import warnings_of, without_margin
-from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.plan_from_search import Acceptance, Accepted, accept, describe, summarise
 from steelyard.planning.price import prediction_of
 from steelyard.planning.problem import make_tables
 from steelyard.planning.request import PlanRequest

@@ -4,7 +4,7 @@ Model, global batch, sequence length, memory per device and the source of all co
 unequally while a plan is for equal nodes, so a candidate takes as many devices from each of as many hosts as have them.
 The fastest candidate is taken of those with at least half of the devices of the largest that has a plan: five devices
 often have a plan that is slower than that of four. What was asked of the plan is kept where any candidate can have it.
-A search that a run waits for is not taken to the end (`steelyard.planning.acceptance.accept`).
+A search that a run waits for is not taken to the end (`steelyard.planning.plan_from_search.accept`).
 
 Of a plan over pools of unlike devices every host says of which pool it is. A candidate takes so much of each pool that
 has hosts, and the search over pools decides which of these take part and in which order.

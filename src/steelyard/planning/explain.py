@@ -11,8 +11,8 @@ from steelyard.cost.predict import predict
 from steelyard.limits import MOST_BYTES
 from steelyard.plan.choices import ComparedBaseline, Explanation, StrategyVerdict
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import shortfall
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.not_searched import configs_not_searched, strategies_not_searched
 from steelyard.planning.price import peak_bytes, with_price

@@ -12,7 +12,7 @@ from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import LayerType
 from steelyard.plan.dimensions import Dimension, dimension_named, level_dimensions, variants
 from steelyard.plan.dimensions.dimension import Batch, Divides, Level
-from steelyard.plan.legality import illegal_reason
+from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 from steelyard.planning.pins import Pin, pins_of
 from steelyard.planning.request import PlanRequest

@@ -5,7 +5,7 @@ from steelyard.cost.layer_load import rank_samples, unmeasured_reason
 from steelyard.plan.choices import NotSearched, StrategyVerdict
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, level_dimensions
-from steelyard.plan.legality import illegal_reason
+from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.problem import pipeline_configs, space_options, stage_strategies
 from steelyard.schedules import SCHEDULES, Schedule

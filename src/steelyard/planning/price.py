@@ -8,15 +8,13 @@ from steelyard.cost.accuracy import interval_of
 from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
-from steelyard.plan.certificate import Certificate
 from steelyard.plan.plan import Plan
-from steelyard.plan.prediction import Alternative, PoolUse, Prediction
+from steelyard.plan.prediction import Alternative, Certificate, PoolUse, Prediction
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning.acceptance import Accepted
 from steelyard.planning.job import job_of
 from steelyard.planning.margin import warnings_of
-from steelyard.planning.plan_from_search import assemble_plan
+from steelyard.planning.plan_from_search import Accepted, assemble_plan
 from steelyard.planning.problem import microbatch_counts
 from steelyard.planning.request import Elsewhere, PlanRequest, request_of_plan
 from steelyard.schedules import USUAL, PipelineConfig

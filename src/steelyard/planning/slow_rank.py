@@ -22,8 +22,7 @@ from steelyard.planning.devices import with_shape
 from steelyard.planning.elastic import fastest_on, left_without
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.request import PlanRequest
-from steelyard.profiles.record import RunRecord
-from steelyard.profiles.slowness import SLOW_SHARE, OwnWork, SlowRank, slow_ranks
+from steelyard.profiles.record import SLOW_SHARE, OwnWork, RunRecord, SlowRank, slow_ranks
 
 MOST_S = 10.0
 """Seconds that the search of a plan with a slow node may take."""

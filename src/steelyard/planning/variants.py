@@ -37,9 +37,8 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, variants
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, divisors
-from steelyard.planning.acceptance import Acceptance, Accepted, accept
 from steelyard.planning.choose import device_bytes, plan_job, ranks_all
-from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.plan_from_search import Acceptance, Accepted, accept, describe, summarise
 from steelyard.planning.problem import GroupSpace, make_tables, pipeline_configs, space_options
 from steelyard.planning.request import Budget, PlanRequest
 from steelyard.planning.uniform import uniform_tables

@@ -8,8 +8,8 @@ from steelyard.cost.layer_load import refusal
 from steelyard.errors import UserError
 from steelyard.plan.choices import WhyNot
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import shortfall
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_request
 from steelyard.planning.impossible import SHOWN_REASONS, impossible, reasons_of, unmet

@@ -25,7 +25,7 @@ from steelyard.processes.failure import (
     read_ends,
     read_failures,
 )
-from steelyard.processes.parent import PARENT_VARIABLE
+from steelyard.processes.rank import PARENT_VARIABLE
 
 _AGENT = "steelyard.processes.agent"
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)

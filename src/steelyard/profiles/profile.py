@@ -29,8 +29,7 @@ from steelyard.limits import (
     Seconds,
     Tokens,
 )
-from steelyard.profiles.part import Affine, ProfilePart
-from steelyard.profiles.shapes import AttentionCall, Product
+from steelyard.profiles.shapes import Affine, AttentionCall, Product, ProfilePart
 
 RematChoice = Literal["selective", "full"]
 """The choices that compute something again."""

@@ -1,13 +1,41 @@
 """The shapes of a layer's products and attention on one rank, as data: sizes of one sample, and which of them grows.
 
 Equal calls are folded into one with a count, so that a trace stays small.
+
+What all parts of a profile share: immutable values, and quantities that grow with the samples.
 """
 
-from typing import Literal
+from typing import Annotated, Literal, overload
 
-from steelyard.limits import Count
-from steelyard.profiles.part import ProfilePart, Size
+from pydantic import BaseModel, ConfigDict, Field
+
+from steelyard.limits import MOST_QUANTITY, Count, Quantity
 from steelyard.units import Amount
+
+Size = Annotated[float, Field(gt=0, le=MOST_QUANTITY, allow_inf_nan=False)]
+"""Of a dim, for one sample: whole, or the mean of parts that differ."""
+
+
+class ProfilePart(BaseModel):
+    """Common to all parts of a profile: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
+
+
+class Affine(ProfilePart):
+    """A quantity of ``constant + per_sample × samples``."""
+
+    constant: Quantity = 0.0
+    per_sample: Quantity = 0.0
+
+    @overload
+    def at(self, samples: float) -> float: ...
+    @overload
+    def at(self, samples: Amount) -> Amount: ...
+    def at(self, samples: Amount) -> Amount:
+        """The quantity for this many samples on a rank."""
+        return self.constant + self.per_sample * samples
+
 
 Dim = Literal["groups", "m", "n", "k"]
 DIMS: tuple[Dim, ...] = ("groups", "m", "n", "k")

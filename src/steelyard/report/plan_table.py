@@ -9,10 +9,8 @@ from rich.text import Text
 from steelyard.errors import InvalidClusterError
 from steelyard.hardware import Cluster, MixedCluster
 from steelyard.plan.choices import ComparedBaseline
-from steelyard.plan.cost_source import CostSource
-from steelyard.plan.margin import margin_text
 from steelyard.plan.plan import Plan, headline, part_name
-from steelyard.plan.prediction import Alternative, Baseline, Prediction
+from steelyard.plan.prediction import Alternative, Baseline, CostSource, Prediction, margin_text
 from steelyard.plan.words import SAME_SHARE, against, layers_text, misfits
 from steelyard.report.tables import framed_table, number
 from steelyard.units import format_bytes, format_days, format_money, format_plural, format_seconds

@@ -10,7 +10,7 @@ from typing import Any, Self, get_args
 from steelyard.errors import UserError, nearest
 from steelyard.hardware import DeviceType
 from steelyard.limits import MOST_BYTES, MOST_STEPS
-from steelyard.profiles.slowness import SLOW_SHARE
+from steelyard.profiles.record import SLOW_SHARE
 from steelyard.runtime.data.prepare import TextOptions
 
 DATA_HELP = (

@@ -16,7 +16,7 @@ from typing import Any
 from steelyard.model.family import Task
 from steelyard.output import explained, say
 from steelyard.plan.plan import Plan
-from steelyard.profiles.slowness import SlowRank
+from steelyard.profiles.record import SlowRank
 from steelyard.runtime.options import TrainOptions
 from steelyard.units import format_bytes, format_count
 

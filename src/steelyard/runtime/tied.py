@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from steelyard.model.chain import ModelChain, SharedWeight
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
-from steelyard.plan.shared import num_slices
+from steelyard.plan.stages import num_slices
 
 
 class SharedGradient:

@@ -1,11 +1,17 @@
-"""Trains a model under a plan: the loop that every rank runs, and the record of what it measured."""
+"""Trains a model under a plan: the loop that every rank runs, and the record of what it measured.
+
+What happens when memory runs out: an error that names the predicted and the measured bytes.
+
+With ``--enforce-memory`` a rank may take no more than the plan's budget, so that a plan can be tried on devices that
+have more: the CUDA allocator refuses what is above it; on the CPU the peak of the first full step is compared.
+"""
 
 import math
 import socket
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain as concatenated
 from pathlib import Path
@@ -14,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from steelyard.errors import InvalidPlanError
 from steelyard.modules.dimensions import take_imbalance
 from steelyard.modules.own_builder import build_planned
 from steelyard.modules.own_pieces import OwnModel
@@ -21,13 +28,11 @@ from steelyard.output import write_file
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import OWN_TERMS
 from steelyard.processes.allocator import allocator_setting
-from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
-from steelyard.profiles.slowness import OwnWork, SlowRank, slow_ranks
+from steelyard.profiles.record import OwnWork, RankRecord, RunRecord, SlowRank, StepRecord, slow_ranks
 from steelyard.runtime.checks import check_builder
 from steelyard.runtime.data.own import OwnData
 from steelyard.runtime.data.source import SampleData, open_samples
 from steelyard.runtime.host import device_type_of, stage_pool
-from steelyard.runtime.memory_limit import MemoryLimit
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_adamw, set_learning_rate
 from steelyard.runtime.options import TrainOptions
@@ -35,6 +40,72 @@ from steelyard.runtime.parallel_model import ParallelModel, parallelize_checked,
 from steelyard.runtime.peak_memory import measure_peak, memory_method
 from steelyard.runtime.persistence import Persistence
 from steelyard.runtime.progress import Step, model_flop_utilisation, reported
+from steelyard.units import format_bytes
+
+_CPU_MESSAGE = "DefaultCPUAllocator: can't allocate memory"
+
+
+class MemoryExceededError(RuntimeError):
+    """A rank ran out of memory, or took more than the budget that is enforced."""
+
+    is_final = True
+
+
+class MemoryLimit:
+    """The memory that this rank may take, and how it ends when that is not enough.
+
+    Raises `InvalidPlanError` where a budget is to be enforced and the plan has none.
+    """
+
+    def __init__(self, plan: Plan, *, enforce: bool) -> None:
+        self._plan = plan
+        self._stage = plan.stage_of(dist.get_rank())
+        self._budget_bytes = _budget_bytes(plan) if enforce else None
+        if self._budget_bytes is not None and torch.cuda.is_available():
+            total_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self._budget_bytes / total_bytes))
+
+    def check(self, peak_bytes: int) -> None:
+        """Raises `MemoryExceededError` if the peak of a step is above the budget that is enforced."""
+        if self._budget_bytes is not None and peak_bytes > self._budget_bytes:
+            raise MemoryExceededError(f"its tensors took {format_bytes(peak_bytes)} in a step; {self._predicted()}")
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turns what PyTorch raises in the context when memory runs out into a `MemoryExceededError`."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise MemoryExceededError(self._message(str(error))) from error
+        except RuntimeError as error:
+            if _CPU_MESSAGE not in str(error):
+                raise
+            raise MemoryExceededError(self._message(str(error))) from error
+
+    def _message(self, cause: str) -> str:
+        held = ""
+        if torch.cuda.is_available():
+            held = f"its tensors took {format_bytes(torch.cuda.max_memory_allocated())} by then; "
+        return f"memory ran out; {held}{self._predicted()}\n{cause.splitlines()[0]}"
+
+    def _predicted(self) -> str:
+        prediction = self._plan.prediction
+        if prediction is None:
+            return "the plan has no prediction"
+        predicted = format_bytes(prediction.stages[self._stage].total_bytes)
+        return f"predicted for stage {self._stage}: {predicted}, of a budget of {format_bytes(prediction.device_bytes)}"
+
+
+def _budget_bytes(plan: Plan) -> int:
+    if plan.prediction is None:
+        raise InvalidPlanError(
+            field="prediction",
+            found="nothing",
+            expected="a plan with a budget, for --enforce-memory",
+            hint="write the plan with `steelyard plan`, or leave the option out",
+        )
+    return plan.prediction.device_bytes
+
 
 MAX_WARMUP_STEPS = 3
 """Steps at the start of a run that its median step time leaves out."""

@@ -24,9 +24,8 @@
 from steelyard.search.cross_layer_inputs import partition_exact
 from steelyard.search.evaluate import evaluate
 from steelyard.search.least_memory import NearestMiss, nearest_miss
-from steelyard.search.on_demand import OnDemand
 from steelyard.search.partition import ConfigResult
-from steelyard.search.solve import TIME_LIMIT_S, ConfigOutcome, SearchResult, search
+from steelyard.search.solve import TIME_LIMIT_S, ConfigOutcome, OnDemand, SearchResult, search
 from steelyard.search.space import (
     SpaceOptions,
     enumerate_levels,

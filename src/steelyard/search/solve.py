@@ -2,16 +2,19 @@ r"""The fastest plan over all pipeline configurations within a memory budget, wi
 
 Every `CostTables` is one configuration (stages, microbatches, schedule). They are visited in order of their lower
 bounds, and each is solved exactly unless it is proven slower than the alternatives already in hand: where what is known
-beforehand tells it, its tables are never made (`steelyard.search.on_demand`). Ties are broken by the order in which the
+beforehand tells it, its tables are never made (`steelyard.search.solve`). Ties are broken by the order in which the
 tables were given, so equal inputs give equal results.
 
 With ``samples`` (the global batch of each configuration) configurations compete on seconds per sample instead of
 seconds per step.
+
+Cost tables that are made when they are first asked for: most configurations are beaten by what computing takes
+alone.
 """
 
 import heapq
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,9 +34,63 @@ from steelyard.search.cross_layer_inputs import (
 )
 from steelyard.search.evaluate import Solution
 from steelyard.search.least_memory import IMPOSSIBLE, NearestMiss
-from steelyard.search.on_demand import OnDemand
 from steelyard.search.partition import ConfigResult, Prospect, quick_bound_s
 from steelyard.units import format_bytes, format_seconds
+
+
+class OnDemand:
+    """The cost tables of a pipeline configuration, made when first asked for.
+
+    No plan of them takes less than ``least_s`` seconds; infinite where no plan can run. Where tables are dear, a
+    sharper bound comes before them: ``sharpen`` returns the configurations that take this one's place, given the
+    seconds beyond which none need be told apart, and ``missing_bytes`` how much more memory a configuration of infinite
+    bound needs at least, or the most that is asked about.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        least_s: float,
+        make: Callable[[], CostTables],
+        *,
+        sharpen: "Callable[[float], Sequence[OnDemand]] | None" = None,
+        missing_bytes: Callable[[int], int] | None = None,
+    ) -> None:
+        self.pipeline, self.least_s, self._make = pipeline, least_s, make
+        self.sharpen, self.missing_bytes = sharpen, missing_bytes
+        self._tables: CostTables | None = None
+
+    @classmethod
+    def of(cls, tables: "CostTables | OnDemand") -> "OnDemand":
+        """Tables that are there already, of whose plans nothing is known beforehand."""
+        if isinstance(tables, OnDemand):
+            return tables
+        found = cls(tables.pipeline, 0.0, lambda: tables)
+        found._tables = tables
+        return found
+
+    @property
+    def tables(self) -> CostTables:
+        """The tables themselves."""
+        if self._tables is None:
+            self._tables = self._make()
+        return self._tables
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the tables are there."""
+        return self._tables is not None
+
+    def bounded(self, least_s: float) -> "OnDemand":
+        """The same tables, of which it is known that no plan takes less than ``least_s``."""
+        found = OnDemand(self.pipeline, max(least_s, self.least_s), lambda: self.tables)
+        found._tables = self._tables
+        return found
+
+    def narrowed(self, narrow: Callable[[CostTables], CostTables]) -> "OnDemand":
+        """What is left of the tables when ``narrow`` has taken choices away."""
+        return OnDemand(self.pipeline, self.least_s, lambda: narrow(self.tables))
+
 
 TIME_LIMIT_S = 300.0
 """What a search takes at most where nobody says otherwise. Most take seconds."""

@@ -11,8 +11,7 @@ from typing import Any
 from steelyard.errors import InvalidProfileError
 from steelyard.installed import TRAINING, installed_version, require_training
 from steelyard.model.chain import ModelChain
-from steelyard.plan.cache import default_folder, digest, keep
-from steelyard.plan.file import parse_file
+from steelyard.plan.file import default_folder, digest, keep, parse_file
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.packaged import ATTENTION, TRACER_VERSION, packaged_lengths, packaged_trace

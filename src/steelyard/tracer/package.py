@@ -19,9 +19,15 @@ from typing import Any
 from steelyard.installed import TRAINING, installed_version
 from steelyard.limits import MOST_TOKENS
 from steelyard.model.chain import ModelChain
-from steelyard.model.packaged import packaged_split, packaged_split_text, packaged_structure
-from steelyard.model.read import chain_from_config, load_config, model_names
-from steelyard.plan.cache import default_folder
+from steelyard.model.read import (
+    chain_from_config,
+    load_config,
+    model_names,
+    packaged_split,
+    packaged_split_text,
+    packaged_structure,
+)
+from steelyard.plan.file import default_folder
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.packaged import (

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 from steelyard.installed import is_as_made
 from steelyard.model.chain import LayerType, ModelChain
 from steelyard.plan.dimensions.dimension import Batch
-from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Precision
+from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Strategy, shape_strategies
 from steelyard.profiles.profile import LayerProfile, Profile, ProfileIdentity
 

@@ -33,9 +33,9 @@ from steelyard.plan.dimensions.dimension import (
     Variant,
 )
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.plan.legality import illegal_reason
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
+from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan

@@ -14,9 +14,8 @@ SOURCE = Path(steelyard.__file__).parent
 HOMES = ("plan/dimensions", "modules/dimensions")
 LANGUAGE = "speaks a framework's own language"
 MAY_NAME = {
-    "cli/options.py": "--max-tp, the short form of a largest degree",
+    "cli/options.py": "--max-tp and --zero, short forms of a largest degree and of a variant",
     "cli/plan.py": "--zero, the short form of a variant",
-    "cli/plan_options.py": "--zero, the short form of a variant",
     "cost/execution.py": "optimizers of other frameworks have ZeRO stages of their own",
     "cost/framework_kernels.py": "changes traces of tensor parallelism into those of other frameworks' kernels",
     "export/deepspeed.py": LANGUAGE,
@@ -37,7 +36,7 @@ MAY_NAME = {
 DATA = "has or reads, as data, how and why not the layers of a model divide (`LayerType`)"
 THEIRS = "uses what torch, transformers or a config call so"
 MAY_HOLD = {
-    "cli/frontier.py": "--max-tp, the short form of a largest degree",
+    "cli/frontier.py": "--max-tp and --zero, short forms of a largest degree and of a variant",
     "model/family.py": DATA,
     "model/own.py": DATA,
     "model/split.py": DATA,

@@ -26,7 +26,7 @@ from steelyard.report.html.markup import VOID
 from steelyard.report.html.palette import HUES, MEMORY_COLOURS, colours, strategy_classes, time_colours
 from steelyard.report.html.strategies import describe_strategy
 from steelyard.report.html.timeline import MOST_PASSES, timeline_section
-from steelyard.report.html.trade_off_charts import trade_off_charts
+from steelyard.report.html.trade_off import trade_off_charts
 from steelyard.report.plan_table import gain_sentence, plan_view
 from steelyard.units import format_bytes, format_days, format_money, format_seconds
 from tests.cost.examples import cluster, job, plan

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.job import Job
 from steelyard.hardware import Cluster, Link
-from steelyard.plan.cost_source import CostSource
 from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import CostSource
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, section, tag
 from steelyard.units import GB, TERA, format_bytes, format_count, format_plural, format_seconds

@@ -5,9 +5,8 @@ from importlib.metadata import version
 from steelyard.plan.choices import DevicePoint, TradeOffs
 from steelyard.report.frontier_table import figure_title, frontier_note
 from steelyard.report.html.chart import chart
-from steelyard.report.html.document import document
-from steelyard.report.html.markup import Child, Html, folded, section, table, tag
-from steelyard.report.html.trade_off_charts import trade_off_charts
+from steelyard.report.html.markup import Child, Html, document, folded, section, table, tag
+from steelyard.report.html.trade_off import trade_off_charts
 from steelyard.report.tables import cell
 from steelyard.units import format_bytes, format_count, format_seconds
 

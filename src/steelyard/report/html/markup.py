@@ -1,7 +1,12 @@
-"""HTML elements as values: text and attributes are escaped where they enter, so no section can forget to."""
+"""HTML elements as values: text and attributes are escaped where they enter, so no section can forget to.
+
+One file that is a whole page: the frame of ``page.html`` with style, content and, where there is one, a script.
+"""
 
 import html
 from collections.abc import Iterable
+from importlib import resources
+from string import Template
 
 VOID = frozenset({"meta", "br", "line", "path", "rect", "circle", "polyline"})
 """Elements that have no content."""
@@ -79,3 +84,18 @@ def _attribute(key: str, value: str | float | bool) -> str:
         return f" {name}" if value else ""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return f' {name}="{html.escape(text)}"'
+
+
+def document(title: str, description: str, content: Child, *, script: str | None = None) -> str:
+    """The text of the page; ``script`` is the name of a file beside this one."""
+    return Template(_file("page.html")).substitute(
+        title=join(title),
+        description=tag("meta", name="description", content=description),
+        style=_file("style.css"),
+        content=join(content),
+        script=f"<script>\n{_file(script)}</script>" if script else "",
+    )
+
+
+def _file(name: str) -> str:
+    return resources.files("steelyard.report.html").joinpath(name).read_text(encoding="utf-8")

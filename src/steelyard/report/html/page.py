@@ -7,9 +7,8 @@ from steelyard.report.html.assumptions import assumption_section
 from steelyard.report.html.bars import memory_section, time_section
 from steelyard.report.html.baselines import baseline_section
 from steelyard.report.html.contents import ReportContents
-from steelyard.report.html.document import document
 from steelyard.report.html.glossary import glossary_section
-from steelyard.report.html.markup import Html, tag
+from steelyard.report.html.markup import Html, document, tag
 from steelyard.report.html.measured import measured_section
 from steelyard.report.html.strategies import strategy_section
 from steelyard.report.html.summary import summary

@@ -1,7 +1,7 @@
 """The decision in one sentence, and its figures."""
 
-from steelyard.plan.margin import shortfall
 from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import shortfall
 from steelyard.report.html.assumptions import link_text
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.glossary import term

@@ -1,13 +1,156 @@
-"""Time against memory: the frontier, this plan on it, the plans that lost, and the budget."""
+"""Time against memory: the frontier, this plan on it, the plans that lost, and the budget.
 
-from collections.abc import Sequence
+Trade-offs as charts: time against memory; time, throughput and money against devices.
+"""
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.prediction import Alternative
-from steelyard.report.html.chart import Chart, Mark, chart
+from steelyard.report.html.chart import Chart, Line, Mark, chart, nice_ticks, staircase
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Html, folded, section, table, tag
-from steelyard.report.html.trade_off_charts import memory_chart
-from steelyard.units import format_bytes, format_count, format_seconds
+from steelyard.units import GIB, MIB, format_bytes, format_count, format_seconds
+
+_LOOKS = {
+    "here": "this plan",
+    "step": "least time within a budget",
+    "other": "best plans of other pipeline configurations, which lost",
+}
+
+
+def trade_off_charts(found: TradeOffs) -> tuple[Chart, ...]:
+    """Time against memory; time, throughput, and money where there is a price, against devices where several counts
+    were asked."""
+    drawn = [memory_chart(found.points, found.budget_bytes)] if found.points else []
+    counted = [point for point in found.devices if point.step_time_s is not None]
+    if len(counted) > 1:
+        drawn += [_device_chart(found, counted), _throughput_chart(found, counted)]
+        if found.price_per_device_hour is not None:
+            drawn.append(_cost_chart(found, counted))
+    offered = [offer for offer in found.offers if offer.step_time_s is not None]
+    return (*drawn, _offer_chart(offered)) if len(offered) > 1 else tuple(drawn)
+
+
+def memory_chart(
+    points: Sequence[FrontierPoint], budget_bytes: int, others: Sequence[Mark] = (), legend: tuple[str, ...] = ()
+) -> Chart:
+    """Least step time within a memory budget; ``others`` are further plans, x in bytes, and ``legend`` which looks to
+    explain."""
+    unit, name = (GIB, "GiB") if budget_bytes >= GIB else (MIB, "MiB")
+
+    def title(point: FrontierPoint) -> str:
+        size, seconds = format_bytes(point.memory_bytes), format_seconds(point.step_time_s)
+        return f"{size}, {seconds} a step: {point.setting}; {point.strategies}"
+
+    marks = tuple(
+        _mark(point.memory_bytes / unit, point.step_time_s, title(point), is_chosen=point.is_chosen)
+        for point in reversed(points)
+    )
+    return Chart(
+        title="Least step time within a memory budget",
+        x_label=f"memory per device ({name})",
+        y_label="step time (s)",
+        lines=(Line(points=staircase(_places(marks))),),
+        marks=(*marks, *(replace(mark, x=mark.x / unit) for mark in others)),
+        limit=(budget_bytes / unit, f"budget {format_bytes(budget_bytes)}"),
+        legend=tuple((f"point {look}", words) for look, words in _LOOKS.items() if look in legend),
+    )
+
+
+def _device_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
+    def words(point: DevicePoint) -> str:
+        return f"{format_seconds(point.step_time_s or 0.0)} a step; {point.setting}; {point.strategies}"
+
+    marks = _device_marks(found, counted, lambda point: point.step_time_s, words)
+    return _by_devices("Least step time on a number of devices", "step time (s)", marks)
+
+
+def _device_marks(
+    found: TradeOffs,
+    counted: list[DevicePoint],
+    height: Callable[[DevicePoint], float | None],
+    words: Callable[[DevicePoint], str],
+) -> tuple[Mark, ...]:
+    return tuple(
+        _mark(
+            point.num_devices,
+            height(point) or 0.0,
+            f"{point.cluster}: {words(point)}",
+            is_chosen=point.cluster == found.cluster,
+        )
+        for point in counted
+    )
+
+
+def _throughput_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
+    """Tokens a second, beside what they would be if all devices were worth as much as on the fewest."""
+    marks = _device_marks(
+        found,
+        counted,
+        lambda point: point.tokens_per_s,
+        lambda point: f"{format_count(point.tokens_per_s or 0.0)} tokens/s",
+    )
+    fewest = min(marks, key=lambda mark: mark.x)
+    ideal = Line(points=tuple((mark.x, fewest.y * mark.x / fewest.x) for mark in marks), look="ideal")
+    drawn = _by_devices("Throughput on a number of devices", "tokens/s", marks)
+    words = f"ideal: as many tokens/s for every device as on {fewest.x:.0f}"
+    return replace(drawn, lines=(*drawn.lines, ideal), legend=(("ideal", words),))
+
+
+def _cost_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
+    marks = _device_marks(
+        found,
+        counted,
+        lambda point: point.cost_per_billion_tokens,
+        lambda point: f"{point.cost_per_billion_tokens or 0.0:,.2f} per billion tokens",
+    )
+    return _by_devices(f"Cost at {found.price_per_device_hour:g} per device-hour", "cost of a billion tokens", marks)
+
+
+def _offer_chart(offered: list[DevicePoint]) -> Chart:
+    """Step time against the cost of tokens, both from zero, with a line through the offers that are worth having."""
+    marks = tuple(
+        _mark(
+            offer.cost_per_billion_tokens or 0.0,
+            offer.step_time_s or 0.0,
+            f"{offer.cluster}: {format_seconds(offer.step_time_s or 0.0)} a step, "
+            f"{offer.cost_per_billion_tokens or 0.0:,.2f} per billion tokens; {offer.setting}; {offer.strategies}",
+            is_chosen=False,
+        )
+        for offer in offered
+    )
+    worth = [mark for mark, offer in zip(marks, offered, strict=True) if offer.is_worth_having]
+    return Chart(
+        title="Least time for the money",
+        x_label="cost of a billion tokens",
+        y_label="step time (s)",
+        lines=(Line(points=staircase(_places(worth))),),
+        marks=marks,
+        x_ticks=nice_ticks(0.0, max(mark.x for mark in marks)),
+    )
+
+
+def _by_devices(title: str, y_label: str, marks: tuple[Mark, ...]) -> Chart:
+    return Chart(
+        title=title,
+        x_label="devices",
+        y_label=y_label,
+        lines=(Line(points=_places(marks)),),
+        marks=marks,
+        x_ticks=tuple(mark.x for mark in marks),
+    )
+
+
+def _mark(x: float, y: float, title: str, *, is_chosen: bool) -> Mark:
+    return Mark(
+        x=float(x), y=y, title=title, look="here" if is_chosen else "step", label="this plan" if is_chosen else ""
+    )
+
+
+def _places(marks: Iterable[Mark]) -> tuple[tuple[float, float], ...]:
+    return tuple((mark.x, mark.y) for mark in marks)
 
 
 def trade_off_section(found: ReportContents) -> Html:

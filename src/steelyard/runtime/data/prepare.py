@@ -15,7 +15,7 @@ from pathlib import Path
 
 from steelyard.errors import InvalidDataError
 from steelyard.model.family import Task
-from steelyard.plan.cache import default_folder
+from steelyard.plan.file import default_folder
 from steelyard.runtime.data.files import NUM_BYTE_TOKENS, is_token_file, smallest_type
 from steelyard.runtime.data.text import JSON_LINES_SUFFIXES, check_is_text, documents, text_files
 from steelyard.runtime.data.tokenizer import ByteTokenizer, TextTokenizer, open_tokenizer
