@@ -42,9 +42,9 @@ from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Device, devices, is_same_device
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config, load_model
-from steelyard.modules.batch import random_samples
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
 from steelyard.modules.layers import LayerContext, build_layer, shared_inputs_of, tensors_of
+from steelyard.modules.model_inputs import random_samples
 from steelyard.plan.parity import TOLERANCES
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan

@@ -27,7 +27,8 @@ from torch import nn
 from steelyard.modules import replicated, router_loss
 from steelyard.modules.build import build_model
 from steelyard.modules.dimensions import data_parallel
-from steelyard.runtime import parallel_model, sharding
+from steelyard.runtime import parallel_model
+from steelyard.runtime import stage as stages
 from steelyard.runtime.parity import Reference, compare, train_alone
 from tests.runtime.cases import Case
 from tests.runtime.processes import fork, run_world
@@ -81,7 +82,7 @@ def planted(fault: str | None) -> Iterator[None]:
         "no dp sum": lambda: mock.patch.object(data_parallel, "Replica", replicate_alone),
         "mean": lambda: mock.patch.object(replicated, "dist", SimpleNamespace(all_reduce=mean, Work=dist.Work)),
         "same samples": lambda: mock.patch.object(parallel_model, "data_index", return_value=0),
-        "no replica sum": lambda: mock.patch.object(sharding, "_state_mesh", nothing_to_replicate),
+        "no replica sum": lambda: mock.patch.object(stages, "_state_mesh", nothing_to_replicate),
         "routers alone": lambda: mock.patch.object(
             router_loss, "dist", SimpleNamespace(all_reduce=lambda *_, **__: None)
         ),

@@ -137,7 +137,7 @@ _AUTO_CLASSES = {
     Task.IMAGE_TEXT: "AutoModelForImageTextToText",
     Task.OWN: "",
 }
-"""Samples are what `steelyard.modules.batch` says."""
+"""Samples are what `steelyard.modules.model_inputs` says."""
 
 
 class LayerRole(StrEnum):

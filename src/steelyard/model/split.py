@@ -6,9 +6,11 @@ here: the embedding and the head are the model's own forward pass, stubbed, and 
 them (`steelyard.modules.pieces`).
 
 Numbers in a split that stand for a layer type, a layer, or a place in what flows: each is checked as it is read.
+
+Paths of modules: which lie below which.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
@@ -19,6 +21,23 @@ from steelyard.errors import InvalidModelError
 from steelyard.limits import MOST_LAYERS, MOST_SIZE
 from steelyard.model.family import LayerRole, LayerType, Layout, SharedWeight, Task, Tensor
 from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, patches_of, sizes_of
+
+
+def outermost(paths: Iterable[str]) -> tuple[str, ...]:
+    """Of paths, each once, those that lie in no other of them."""
+    distinct = list(dict.fromkeys(paths))
+    return tuple(path for path in distinct if not any(is_below(path, other) for other in distinct if other != path))
+
+
+def is_below_any(path: str, outers: Iterable[str]) -> bool:
+    """Whether a path is one of others or lies in one of them."""
+    return any(is_below(path, outer) for outer in outers)
+
+
+def is_below(path: str, outer: str) -> bool:
+    """Whether a path of a module is another one or lies in it."""
+    return path.startswith(f"{outer}.") or path == outer
+
 
 Place = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
 """A layer, a layer type, a block, an argument or a result; in the file alone, no more is known of it."""

@@ -29,8 +29,7 @@ from steelyard.model.split import ModelSplit
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
 from steelyard.modules.not_split import failed_at
-from steelyard.modules.prepared import prepare
-from steelyard.modules.repeated import repeat_blocks
+from steelyard.modules.prepared import prepare, repeat_blocks
 
 _SEED_STRIDE = 1_000_003
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

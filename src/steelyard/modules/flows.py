@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from steelyard.model.split import BlockCall, SplitFeatures, SplitStream
-from steelyard.modules.made_of import nodes_behind
 from steelyard.modules.model_inputs import first_tokens
 from steelyard.modules.recording import (
     LONGER,
@@ -19,6 +18,7 @@ from steelyard.modules.recording import (
     Recording,
     Watched,
     argument_of,
+    nodes_behind,
     record_pass,
     tensors_given,
 )

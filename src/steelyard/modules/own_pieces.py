@@ -3,7 +3,7 @@
 Three passes are made of it. The embedding's ends when all that flows out of it has been seen. The head's goes through
 the part before the blocks with parameters that have no values, and from the last block on with real ones. What blocks
 are given beside what flows (masks, positions, rotary embeddings) comes from a pass in which no parameter has values
-(`steelyard.modules.stubbed_own`).
+(`steelyard.modules.stubbed_model`).
 """
 
 import copy
@@ -22,9 +22,8 @@ from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.own import OwnLayerType, OwnSplit
 from steelyard.model.read import planned_model
 from steelyard.model.split import BlockArguments
-from steelyard.modules.blanks import HINT, META, Blank, Blanks
-from steelyard.modules.stubbed_model import ReachedError
-from steelyard.modules.stubbed_own import StubbedOwn, Swapped, move_module
+from steelyard.modules.known_values import HINT, META, Blank, Blanks
+from steelyard.modules.stubbed_model import ReachedError, StubbedOwn, Swapped, move_module
 
 Loss = Callable[[Any, Any], Tensor]
 

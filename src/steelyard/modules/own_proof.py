@@ -24,13 +24,13 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnLayerType, OwnSplit
 from steelyard.model.read import planned_model
-from steelyard.modules.blanks import HINT
 from steelyard.modules.dimensions.tp import apply_tensor_parallel
+from steelyard.modules.known_values import HINT
 from steelyard.modules.layers import ChainLayer, LayerContext, SharedInputs, build_layer, tensors_of
 from steelyard.modules.own_pieces import OwnBatch, OwnModel, loss_of, parts_of
 from steelyard.modules.own_split import FoundSplit, check_sample
 from steelyard.modules.split_tp import Styles, block_suppositions, divided_rows
-from steelyard.modules.stubbed_own import call_arguments
+from steelyard.modules.stubbed_model import call_arguments
 from steelyard.modules.two_ranks import difference, on_two_ranks
 from steelyard.plan.file import default_folder, digest, keep, parse_file
 from steelyard.plan.strategy import Remat

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from steelyard.errors import InvalidModelError, UserError, first_line
 from steelyard.model.split import BlockArguments
-from steelyard.modules.blanks import HINT, META
+from steelyard.modules.known_values import HINT, META
 from steelyard.modules.own_pieces import Loss, loss_of
-from steelyard.modules.stubbed_own import call_arguments
+from steelyard.modules.stubbed_model import call_arguments
 
 Origin = tuple[str, int, int]
 """What flows: ``given`` and the first block that reads it, or ``made`` and the block that makes it; and its place."""

@@ -25,10 +25,10 @@ from torch.utils import _pytree as pytree
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnInput, OwnLayerType, OwnSplit
-from steelyard.modules.blanks import HINT, Blank, blank_of
+from steelyard.model.split import is_below, is_below_any, outermost
+from steelyard.modules.known_values import HINT, Blank, blank_of
 from steelyard.modules.own_pieces import Loss, OwnModel, meta_copy, returned_tensors
 from steelyard.modules.own_recording import Origin, Seen, record, refused
-from steelyard.modules.paths import is_below, is_below_any, outermost
 from steelyard.modules.split_layer_types import signature
 
 

@@ -14,10 +14,21 @@ Blocks that add what their stack adds between them: features of an image, where 
 Qwen3-VL's first blocks of text take them from several blocks of the tower. An image is at the beginning of a sample.
 
 Legend of shapes: B samples, S tokens, H hidden width.
+
+A forward pass of ours in the place of that of a module of transformers.
+
+One block that a model calls again and again, in a row (ALBERT): each call has a place of its own in the list.
+
+All places hold the modules in which the block has its parameters. The model's own forward pass, which asks the list for
+the block, is given the next place in turn. Of several blocks, places behind the first would have the names that others
+have in files, so these are left as they are.
 """
 
 from collections import UserDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,8 +36,67 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from steelyard.modules.experts import group_experts
-from steelyard.modules.forward_pass import replace_forward
+from steelyard.modules.experts import run_experts
+
+
+class _InTurn(nn.ModuleList):
+    """Gives the next place in turn, whichever it is asked for."""
+
+    turn = 0
+
+    def __getitem__(self, _place: Any) -> Any:
+        self.turn += 1
+        return self._modules[str((self.turn - 1) % len(self))]
+
+
+def repeat_blocks(model: nn.Module, numbers: Mapping[str, int]) -> None:
+    """Gives the block that is alone in a list so many places, by the list's path, in place; twice does no harm."""
+    for path, number in numbers.items():
+        blocks: Any = model.get_submodule(path)
+        if len(blocks) > 1 or number == 1:
+            continue
+        kept = {id(each): each for each in blocks[0].modules() if each._parameters or not [*each.children()]}
+        owner, _, name = path.rpartition(".")
+        setattr(model.get_submodule(owner), name, _InTurn(deepcopy(blocks[0], dict(kept)) for _ in range(number)))
+        model.get_submodule(owner).register_forward_pre_hook(partial(_begin, name))
+
+
+def _begin(name: str, owner: nn.Module, _given: Any) -> None:
+    """Starts with the first place, also after a forward pass that did not end."""
+    owner.get_submodule(name).turn = 0
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Has a function of a module, and of what it is called with, be its forward pass, in place; twice does no harm.
+
+    What it replaces the function calls as ``module.own_forward``.
+    """
+    own: Any = type(module)
+    if own.forward is not forward:
+        changed: Any = type(own.__name__, (own,), {"own_forward": own.forward, "__module__": __name__})
+        changed.forward = forward  # not at its birth, when transformers wraps the forward pass of some classes
+        module.__class__ = changed
+
+
+def _grouped(experts: Any, hidden_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:  # noqa: N803
+    """The weighted sum [T, H] of each token's experts, behind which stand some that give back what they read."""
+    number = experts.num_routed_experts
+    unchanged = torch.where(experts_Tk < number, 0.0, weights_Tk).sum(-1, keepdim=True)
+    matrices = {"gate_up_proj": experts.gate_up_proj, "down_proj": experts.down_proj}
+    form = {"has_gate": True, "has_bias": False, "is_transposed": False, "_apply_gate": partial(_gated, experts)}
+    own = SimpleNamespace(num_experts=number, num_all_experts=experts.total_experts, **matrices, **form)
+    return run_experts(own, hidden_TH, experts_Tk, weights_Tk) + (hidden_TH * unchanged).to(hidden_TH.dtype)
+
+
+def _gated(experts: Any, wide: Tensor) -> Tensor:
+    gate, up = wide.chunk(2, dim=-1)
+    return experts.act_fn(gate) * up
+
+
+def group_experts(experts: Any) -> None:
+    """Has experts with some behind them that compute nothing (LongCat) work group by group; twice does no harm."""
+    if getattr(experts, "identity_expert", None) is not None and experts.num_routed_experts:
+        replace_forward(experts, _grouped)
 
 
 def _give_features(

@@ -2,6 +2,8 @@
 
 Of lists of modules those are believed to be its blocks that hold the most parameters and whose modules are called once
 each, in order; of some tasks there are two.
+
+Which parameters a tensor was made of, by the graph of its gradients.
 """
 
 from collections import UserDict
@@ -18,9 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import Task
+from steelyard.model.split import is_below
 from steelyard.modules.called import CalledModules
 from steelyard.modules.known_values import plain_token, without_values
-from steelyard.modules.made_of import parameters_of
 from steelyard.modules.model_inputs import (
     Read,
     beside_features,
@@ -32,8 +34,36 @@ from steelyard.modules.model_inputs import (
     one_sequence_each,
 )
 from steelyard.modules.not_split import failed_pass, not_split
-from steelyard.modules.paths import is_below
-from steelyard.modules.repeated import repeat_blocks
+from steelyard.modules.prepared import repeat_blocks
+
+
+def nodes_behind(results: Sequence[Tensor], last: Collection[object] = ()) -> set[Any]:
+    """The nodes of autograd through which tensors were made, none of them behind those that are to be the ``last``."""
+    left, seen = [each.grad_fn for each in results], set[Any]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left += [before for before, _ in node.next_functions] if node not in last else []
+    return seen
+
+
+def parameters_of(results: Sequence[Tensor], last: Collection[object] = ()) -> set[int]:
+    """The identities of the parameters that tensors were made of, other than by way of the ``last`` nodes."""
+    return {id(getattr(node, "variable", None)) for node in nodes_behind(results, last)}
+
+
+def depends(result: Tensor, parameters: Collection[nn.Parameter], leaving: Collection[object] = ()) -> bool:
+    """Whether a tensor was made of one of these parameters, other than by way of what is ``leaving`` the blocks."""
+    last = {each.grad_fn for each in leaving if isinstance(each, Tensor)}
+    return not parameters_of([result], last).isdisjoint(map(id, parameters))
+
+
+def own_parameters(model: nn.Module, path: str) -> list[nn.Parameter]:
+    """The parameters that a module holds itself."""
+    return list(model.get_submodule(path).parameters(recurse=False))
+
 
 SAMPLES, TOKENS, LONGER, LONGEST = 2, 16, 24, 8192
 

@@ -21,9 +21,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from steelyard.model.family import KV_HEADS, QUERY_HEADS, LayerRole
-from steelyard.model.split import ModelSplit, SplitLayerType
+from steelyard.model.split import ModelSplit, SplitLayerType, is_below, is_below_any
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.paths import is_below, is_below_any
 
 RANKS = 2
 

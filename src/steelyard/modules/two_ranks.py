@@ -30,12 +30,11 @@ from steelyard.errors import first_line
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import KV_HEADS
 from steelyard.model.read import chain_from_config
-from steelyard.model.split import ModelSplit
+from steelyard.model.split import ModelSplit, is_below_any
+from steelyard.modules.context_attention import in_order, natural_order, rank_order
 from steelyard.modules.dimensions.cp import apply_context_parallel, own_context
 from steelyard.modules.dimensions.tp import apply_tensor_parallel
-from steelyard.modules.head_tail import in_order, natural_order, rank_order
 from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, build_layer, shared_inputs_of, tensors_of
-from steelyard.modules.paths import is_below_any
 from steelyard.modules.split_tp import RANKS, Styles, divided_sizes
 from steelyard.plan.strategy import Remat
 

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from steelyard.errors import UserError
 from steelyard.output import escape_unprintable
 from steelyard.processes.failure import (
@@ -97,7 +95,10 @@ def _report(failure: Failure) -> None:
     folder = failures_folder()
     if folder is not None:
         write_failure(failure, folder)
-    elif dist.is_initialized():
+        return
+    import torch.distributed as dist  # which the process that starts others does without
+
+    if dist.is_initialized():
         print(f"rank {failure.rank} failed:\n{failure.traceback}", file=sys.stderr)
     elif _speaks_first():
         print(failure.message, file=sys.stderr)

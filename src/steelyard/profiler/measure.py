@@ -31,12 +31,12 @@ from steelyard.profiler.layers import (
 )
 from steelyard.profiler.overheads import (
     AddedBySharding,
+    measure_busy_speeds,
     measure_optimizer,
     measure_overlap_slowdown,
     measure_sharding,
     measure_step_overhead,
 )
-from steelyard.profiler.sharing import measure_busy_speeds
 from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile
 
 _log = logging.getLogger(__name__)

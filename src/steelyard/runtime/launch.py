@@ -2,11 +2,14 @@
 
 Where a plan runs out of memory, the run goes on with the next of its fallbacks, from the newest checkpoint if there is
 one, else from the start. Imports no torch: the command line that calls it starts at once.
+
+A few steps of each of some plans, one after another, each in processes of its own, to see which is fastest.
 """
 
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from steelyard.errors import InvalidPlanError, first_line
@@ -24,9 +27,8 @@ from steelyard.runtime.checkpoint_folder import (
     newest_intact,
     read_info,
 )
-from steelyard.runtime.checks import check_builder, check_elastic
+from steelyard.runtime.checks import check_builder, check_elastic, check_host
 from steelyard.runtime.data.prepare import prepare_data
-from steelyard.runtime.host import check_host
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.outputs import check_outputs
 from steelyard.units import format_bytes, format_seconds
@@ -134,3 +136,39 @@ def _from_newest_checkpoint(options: TrainOptions) -> TrainOptions:
     if options.checkpoint_dir is None or newest_intact(options.checkpoint_dir)[0] is None:
         return options
     return replace(options, resume=LATEST)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A plan that was run: what it measured, or why it failed."""
+
+    plan: Plan
+    record: RunRecord | None
+    failure: str = ""
+
+
+def run_trials(
+    plans: Sequence[Plan], data: str | Path, options: TrainOptions, *, folder: Path, stdout_to_stderr: bool = False
+) -> tuple[Trial, ...]:
+    """Trains each plan from first weights, as ``options`` say, and keeps ``plan.N.json`` and ``record.N.json`` in the
+    folder.
+
+    A run that fails does not stop the others. Raises a `UserError` for a mistake in a plan, the data or the options.
+    """
+    trials = []
+    for number, plan in enumerate(plans):
+        path, record = folder / f"plan.{number}.json", folder / f"record.{number}.json"
+        write_plan(plan, path)
+        try:
+            found = launch(path, data, replace(options, record=record), stdout_to_stderr=stdout_to_stderr)
+        except RankFailedError as error:
+            trials.append(Trial(plan=plan, record=None, failure=str(error).splitlines()[0]))
+        else:
+            trials.append(Trial(plan=plan, record=found))
+    return tuple(trials)
+
+
+def fastest(trials: Sequence[Trial]) -> Trial | None:
+    """The trial of least measured time; None where all failed."""
+    timed = [(trial.record.median_step_s, index) for index, trial in enumerate(trials) if trial.record is not None]
+    return trials[min(timed)[1]] if timed else None

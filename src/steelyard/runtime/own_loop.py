@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.optim import Optimizer
 
-from steelyard.runtime.checkpoint_reader import CheckpointReader
+from steelyard.runtime.checkpoint import CheckpointReader
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
 

@@ -3,7 +3,7 @@
 Legend of shape suffixes: N samples of the global batch, B samples of this rank over all microbatches, S sequence.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain as concatenated
 from math import prod
@@ -18,12 +18,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.own import OwnSplit
-from steelyard.modules.batch import IGNORED, blank_samples, decoder_inputs
-from steelyard.modules.build import build_meta_model
+from steelyard.modules.build import build_meta_model, hub_config
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, as_flow
+from steelyard.modules.model_inputs import IGNORED, blank_samples, decoder_inputs
 from steelyard.modules.own_builder import check_read, planned_module
 from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel, parts_of
 from steelyard.modules.own_split import refuse_compiled
@@ -31,12 +32,18 @@ from steelyard.modules.router_loss import PartRouters
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
-from steelyard.runtime.border import ActivationLayout, border, received_pieces, sent_pieces
-from steelyard.runtime.checks import check_same_model, check_world_size
+from steelyard.runtime.checks import check_world_size
 from steelyard.runtime.data.order import rank_samples
-from steelyard.runtime.data.samples import Samples
+from steelyard.runtime.data.tokens import Samples
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
-from steelyard.runtime.pipeline_part import Exchange, PipelinePart
+from steelyard.runtime.pipeline_part import (
+    ActivationLayout,
+    Exchange,
+    PipelinePart,
+    border,
+    received_pieces,
+    sent_pieces,
+)
 from steelyard.runtime.stage import StageModule, build_chunks, flow_shapes
 from steelyard.runtime.stage_clock import StageClock
 from steelyard.runtime.tied import find_shared_gradients
@@ -398,3 +405,30 @@ def _copies(parameter: nn.Parameter, strategy: Strategy) -> int:
     mesh = parameter.device_mesh
     shards = prod(mesh.size(axis) for axis, place in enumerate(parameter.placements) if not place.is_replicate())
     return strategy.num_devices // shards
+
+
+def check_same_model(config: Any, chain: ModelChain) -> None:
+    """Raises `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model; None is no config."""
+    if config is None:
+        raise InvalidPlanError(
+            field="model",
+            found="a module without a config, which is no model of transformers",
+            expected=f"{chain.name}, a {chain.family.model_type} of transformers, as in the plan",
+            hint="plan for your own module: steelyard.find_plan(model, cluster, sample=…) (docs/your-own-model.md)",
+        )
+    own_type = getattr(config, "model_type", None)  # of some types the class holds the part of text alone
+    parts = [each for each in chain.config.values() if isinstance(each, Mapping) and each.get("model_type") == own_type]
+    model_type = own_type if parts else chain.family.model_type
+    of_layers = getattr(config, "per_layer_attributes", None) or ()  # which a whole config refuses to be asked for
+    written = config.to_dict() if of_layers else {}
+    made = hub_config(chain)  # of some types what a config gives is not what it is taken for
+    sizes = {key: size if key in of_layers else getattr(made, key, size) for key, size in chain.sizes.items()}
+    for key, expected in {"model_type": model_type, **sizes}.items():
+        found = written.get(key) if key in of_layers else getattr(config, key, None)
+        if found != expected:
+            raise InvalidPlanError(
+                field=f"model.config.{key}",
+                found=f"{expected!r} in the plan",
+                expected=f"{found!r}, as the model has",
+                hint="plan for this model's config, or build the model from the plan's config",
+            )

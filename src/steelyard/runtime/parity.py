@@ -23,13 +23,18 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Task
-from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_model
 from steelyard.modules.freezing import freeze_model
-from steelyard.modules.model_inputs import beside_features, forward_options, given_samples
+from steelyard.modules.model_inputs import (
+    beside_features,
+    decoder_inputs,
+    forward_options,
+    given_samples,
+    random_samples,
+)
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
-from steelyard.runtime.data.samples import Samples
+from steelyard.runtime.data.tokens import Samples
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
 from steelyard.runtime.state import ParameterNames, parameter_names

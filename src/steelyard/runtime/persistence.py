@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from steelyard.errors import InvalidCheckpointError, InvalidDataError, UserError
 from steelyard.model.chain import ModelChain
 from steelyard.output import say, write_file
-from steelyard.processes.failure import previous_failures, restart_count
-from steelyard.processes.standing import Standing, read_standing, write_standing
+from steelyard.processes.failure import Standing, previous_failures, read_standing, restart_count, write_standing
 from steelyard.processes.start import LOST_PEER, TAKEN_IN_VARIABLE
 from steelyard.runtime.checkpoint import Checkpointer, load_checkpoint, on_first_rank, whole_checkpoint
 from steelyard.runtime.checkpoint_folder import (
@@ -31,8 +30,8 @@ from steelyard.runtime.checkpoint_folder import (
     newest_intact,
     plan_hash,
 )
-from steelyard.runtime.exported_tokenizer import tokenizer_files
 from steelyard.runtime.options import TrainOptions
+from steelyard.runtime.outputs import tokenizer_files
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
 from steelyard.runtime.weights import export_weights, load_weights

@@ -11,9 +11,8 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.replanned import Replan
 from steelyard.processes.group import host_ranks, local_rank, process_group, world_size
 from steelyard.processes.rank import run_rank
-from steelyard.runtime.checks import check_elastic, check_world_size
+from steelyard.runtime.checks import check_elastic, check_host, check_world_size
 from steelyard.runtime.data.prepare import prepare_data
-from steelyard.runtime.host import check_host
 from steelyard.runtime.options import DATA_HELP, TrainOptions, add_train_options
 from steelyard.runtime.outputs import check_outputs
 

@@ -29,10 +29,9 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import OWN_TERMS
 from steelyard.processes.allocator import allocator_setting
 from steelyard.profiles.record import OwnWork, RankRecord, RunRecord, SlowRank, StepRecord, slow_ranks
-from steelyard.runtime.checks import check_builder
+from steelyard.runtime.checks import check_builder, device_type_of, stage_pool
 from steelyard.runtime.data.own import OwnData
 from steelyard.runtime.data.source import SampleData, open_samples
-from steelyard.runtime.host import device_type_of, stage_pool
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_adamw, set_learning_rate
 from steelyard.runtime.options import TrainOptions

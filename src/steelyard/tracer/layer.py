@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.own import OwnSplit
-from steelyard.modules.batch import blank_samples, decoder_inputs
 from steelyard.modules.dimensions import TWINS, Division, exchange_alone
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.layers import (
@@ -34,6 +33,7 @@ from steelyard.modules.layers import (
     shared_inputs_of,
     tensors_of,
 )
+from steelyard.modules.model_inputs import blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.modules.pieces import ShellPiece
 from steelyard.plan.plan import Precision

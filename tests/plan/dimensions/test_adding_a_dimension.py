@@ -45,7 +45,7 @@ from steelyard.planning.problem import make_tables, problem_of
 from steelyard.planning.variants import Study
 from steelyard.report.html import ReportContents, report_page
 from steelyard.runtime.mesh import PlanMesh
-from steelyard.runtime.sharding import shard_layer
+from steelyard.runtime.stage import shard_layer
 from steelyard.search import SpaceOptions, enumerate_strategies
 from steelyard.search.problem import load_problem, save_problem
 from steelyard.tracer.layer import TracedLayer, fake_layer, fake_world

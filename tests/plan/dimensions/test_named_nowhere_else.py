@@ -41,7 +41,6 @@ MAY_HOLD = {
     "model/own.py": DATA,
     "model/split.py": DATA,
     "modules/own_split.py": DATA,
-    "modules/proved_types.py": DATA,
     "modules/split_layer_types.py": DATA,
     "modules/split_proof.py": DATA,
     "modules/split_tp.py": THEIRS,

@@ -21,11 +21,17 @@ from torch.utils import _pytree as pytree
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import Task
-from steelyard.modules.block_inputs import PerSample
-from steelyard.modules.context_attention import IMPLEMENTATION, ContextDivision, ContextMethod, divide
+from steelyard.modules.context_attention import (
+    IMPLEMENTATION,
+    SEQUENCE_DIM,
+    ContextDivision,
+    ContextMethod,
+    divide,
+    local_tokens,
+)
 from steelyard.modules.dimensions.twin import Division, Twin
-from steelyard.modules.head_tail import SEQUENCE_DIM, local_tokens
 from steelyard.modules.layers import BlockLayer, ChainLayer, EmbeddingLayer, Flow, LayerContext, SharedInputs
+from steelyard.modules.pieces import PerSample
 
 
 def apply_context_parallel(layer: ChainLayer, mesh: DeviceMesh, method: str) -> None:
