@@ -1,17 +1,11 @@
 """Reads a model: a name from the packaged list, a path to a ``config.json``, or the config itself as a mapping.
 
-Splits that come in the package, for packaged models: found ahead, where transformers was at hand.
-
-They are kept by the hash of the config, and hold for the version of transformers that they were made with; where
-another one is installed they count as missing, as do those of an older way of splitting. So are the proved splits of
-the small models of their structures, by which other models of these need no proof.
-
-Where each packaged config comes from, and under which id it stands on the Hugging Face hub.
-
-The configs hold the keys that shape a model, as published at these addresses; the parameters that follow are compared
-with the published numbers (tests/model/test_packaged_models.py).
-
-Model types that are refused by name, before anything is built, each with what to do instead.
+A packaged config holds the keys that shape a model, as published at its address on the Hugging Face hub; the parameters
+that follow are compared with the published numbers (tests/model/test_packaged_models.py). Splits come in the package
+for these models, found ahead, where transformers was at hand. They are kept by the hash of the config, and hold for the
+version of transformers that they were made with; where another one is installed they count as missing, as do those of
+an older way of splitting. So are the proved splits of the small models of their structures, by which other models of
+these need no proof. Some model types are refused by name, before anything is built, each with what to do instead.
 """
 
 import hashlib

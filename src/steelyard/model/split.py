@@ -1,13 +1,10 @@
 """A model of transformers, split by its structure: what the planner must know of it, as data.
 
 The split is found from the real modules (`steelyard.modules.splitting`, with torch), travels in the plan file beside
-the config, and is kept with the traces; so reading a plan or planning again needs no torch. How layers run is not said
-here: the embedding and the head are the model's own forward pass, stubbed, and blocks are called as the model calls
-them (`steelyard.modules.pieces`).
-
-Numbers in a split that stand for a layer type, a layer, or a place in what flows: each is checked as it is read.
-
-Paths of modules: which lie below which.
+the config, and is kept with the traces; so reading a plan or planning again needs no torch. Each number in it that
+stands for a layer type, a layer, or a place in what flows is checked as it is read. How layers run is not said here:
+the embedding and the head are the model's own forward pass, stubbed, and blocks are called as the model calls them
+(`steelyard.modules.pieces`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

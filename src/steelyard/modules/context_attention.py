@@ -1,5 +1,9 @@
 """Attention of unmodified `transformers` modules whose sequence is divided over ranks in head-tail order.
 
+Over c ranks the sequence is cut into 2c equal pieces. Rank r holds pieces r and 2c − 1 − r, one from the head and one
+from the tail, whose causal prefixes have 2c + 1 pieces together whatever r is: equal work for all. The ranks' tokens
+one after another are the *rank order*; the sequence as it reads is the *natural order*.
+
 It is an attention implementation of transformers like its own ``sdpa``, under the name `IMPLEMENTATION`, and the same
 to the bit but for the modules that `divide` has marked. A marked module is given query, key and value of this rank's
 tokens, [B, heads, s, D], and returns the output of these tokens; how the ranks help each other is its method:
@@ -14,26 +18,18 @@ What is named together goes in one collective. Gathered keys and values are not 
 rank's tokens. Full remat gathers and exchanges again; selective keeps what a gather's attention returns, and what
 all-to-alls do. Gradients of keys and values are summed over ranks in the type of the keys.
 
-With gather a rank attends with two pieces of the sequence, each to its own causal prefix: equal work for all ranks.
-With ulysses the numbers of query and of key-value heads must be multiples of the degree. Neither drops entries. With a
-sliding window gather builds what each piece sees and reads no mask; ulysses reads the mask of the whole sequence.
+With gather a rank attends with two pieces of the sequence, each to its own causal prefix. With ulysses the numbers of
+query and of key-value heads must be multiples of the degree. Neither drops entries. With a sliding window gather builds
+what each piece sees and reads no mask; ulysses reads the mask of the whole sequence.
 
 Values narrower than keys (latent attention) are padded with zeros to their width, and the output is cut: fused kernels
 then take them everywhere. That is a part (D − Dv) / 2D more work in attention, of 192 and 128 a sixth.
 
-Source: Dubey et al. 2024, section 3.3.2 (gather); Jacobs et al. 2023 (ulysses). Not here: ring attention.
+Source: Dubey et al. 2024 (The Llama 3 Herd of Models), section 3.3.2 (order, gather); Brandon et al. 2023 (Striped
+Attention) for the imbalance that the order avoids; Jacobs et al. 2023 (ulysses). Not here: ring attention.
 
 Legend of shapes: B samples, S tokens, s tokens of this rank (S/c), P of one piece (S/2c), h query heads, g key-value
 heads, D head size, c ranks.
-
-The tokens of a sequence divided over ranks so that causal attention is equal work for all: the head-tail order.
-
-Over c ranks the sequence is cut into 2c equal pieces. Rank r holds pieces r and 2c − 1 − r, one from the head and one
-from the tail, whose causal prefixes have 2c + 1 pieces together whatever r is. The ranks' tokens one after another are
-the *rank order*; the sequence as it reads is the *natural order*.
-
-Source: Dubey et al. 2024 (The Llama 3 Herd of Models), section 3.3.2; Brandon et al. 2023 (Striped Attention) for the
-imbalance that it avoids.
 """
 
 from collections.abc import Sequence

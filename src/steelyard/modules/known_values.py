@@ -1,18 +1,17 @@
-"""What is known of tensors without values: so that a forward pass runs on meta and fake tensors that asks for some.
+"""Tensors without values: blanks, which have none, and what is known of meta and fake tensors all the same.
 
-Known are the samples' token ids (`tell`), what factories make (zeros, ranges), and all that follows from known values
-alone, as masks and positions do. What is chosen among unknown values (``topk``, ``argmax``, ``sort``) is taken to be
-chosen evenly: of E experts every one gets the same share of the tokens, which is the mean over all routings. Values are
-computed, on the host, only when they are asked for (``tolist``, ``nonzero``, ``bool``, indices of a mask); a value that
-is asked for and not known is the error that it is without this.
+A blank stands for what depends on a parameter that is not there. It says that it is on a device and has nothing in
+memory; an operation that is given one computes nothing and returns one. What does not depend on parameters is computed
+as ever, and where a value of a blank would be needed, there is an error and no wrong result.
+
+Within `KnownValues` a forward pass runs on meta and fake tensors that asks for values. Known are the samples' token ids
+(`tell`), what factories make (zeros, ranges), and all that follows from known values alone, as masks and positions do.
+What is chosen among unknown values (``topk``, ``argmax``, ``sort``) is taken to be chosen evenly: of E experts every
+one gets the same share of the tokens, which is the mean over all routings. Values are computed, on the host, only when
+they are asked for (``tolist``, ``nonzero``, ``bool``, indices of a mask); a value that is asked for and not known is
+the error that it is without this.
 
 Not modelled: writing into a view of a known tensor changes nothing but the view.
-
-Tensors without values that stand for what depends on parameters which are not there.
-
-A blank says that it is on a device and has nothing in memory; an operation that is given one computes nothing and
-returns one. So what does not depend on parameters is computed as ever, and what does can never pass for a value: where
-it would be needed, there is an error and no wrong result.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

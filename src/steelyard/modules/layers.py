@@ -1,25 +1,23 @@
 """The layers of a chain as modules with one calling convention, so that a stage is a plain loop over them.
 
-Legend of shape suffixes: B samples of this rank, S sequence length, s sequence of this rank (S/tp under sequence
-parallelism, else S), H hidden size, V vocabulary of this rank.
-
 Every layer maps what flows along the chain to what flows on: token ids [B, S] or images → hidden state [B, s, H] → … →
 loss []. Where an encoder's output goes along with a decoder's state, a tuple of two flows. How a layer does so
 follows from its split; what all blocks share (positions, mask) is computed once per forward and passed as
 `SharedInputs`.
 
-Dropout that a plan can repeat: which entries fall out depends on step, microbatch, layer and share of the samples.
+Whatever a layer draws at random (dropout, the noise in front of routers, the experts that some of them draw) a plan can
+repeat: before each layer the generators are seeded with a number made from the step, the microbatch, the layer, the
+share of the samples and the seed of the run (`seed_dropout`).
 
-So does whatever else is drawn at random: the noise in front of routers, and the experts that some of them draw.
-
-Before each layer the generators are seeded with a number made from these four and the seed of the run. So
-
-- ranks that hold the same activations (tensor parallelism) drop the same entries, and their copies stay equal;
-- ranks that hold other samples, and other microbatches, layers and steps, drop others;
-- the same plan gives the same numbers twice, recomputed layers too, and a resumed run needs no generator's state.
+- Ranks that hold the same activations (tensor parallelism) drop the same entries, and their copies stay equal.
+- Ranks that hold other samples, and other microbatches, layers and steps, drop others.
+- The same plan gives the same numbers twice, recomputed layers too, and a resumed run needs no generator's state.
 
 Under another plan other entries fall out, as with any change of the ranks that draw them. Not modelled: under tensor
 parallelism the shards of attention heads, and of the sequence with sp, drop alike entries on every rank.
+
+Legend of shape suffixes: B samples of this rank, S sequence length, s sequence of this rank (S/tp under sequence
+parallelism, else S), H hidden size, V vocabulary of this rank.
 """
 
 from abc import abstractmethod

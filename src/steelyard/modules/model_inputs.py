@@ -1,31 +1,26 @@
-"""What a model of transformers is given beside its parameters: samples, as its first layer reads them, and options.
-
-Legend of shapes: B samples, S tokens, C channels, H height, W width.
-
-A forward pass of transformers that asks no values of samples: each is one sequence without padding.
-
-What the first layer of a model reads whose samples hold token ids and something else: its name and its shape.
-
-Neither is told by structure, so each type of sound is a line here. All samples have the shape that the config says;
-sound whose length no config says is taken to last `_SOUND` values, 30 seconds at 16 kHz. Images that a model takes as
-patches of a grid have the size that the config says as ``vision_config.image_size``, where `plan` puts it.
-
-What samples hold for each task: what the first layer reads, what the head compares with, and a decoder's inputs.
+"""What a model of transformers is given beside its parameters: samples and labels, and the options of its forward pass.
 
 | task                 | the first layer reads           | the head compares with                          |
 |----------------------|---------------------------------|-------------------------------------------------|
-| causal-lm            | token ids [N, S]                | the next token at every place [N, S]            |
-| masked-lm            | token ids [N, S], some hidden   | the hidden tokens [N, S], `IGNORED` elsewhere   |
-| seq2seq-lm           | the source's token ids [N, S]   | the target's token ids [N, S]                   |
-| speech-seq2seq       | features of sound [N, ...]      | the target's token ids [N, S]                   |
-| image-text-to-text   | images [N, C, H, W]             | the next token at every place [N, S], `IGNORED` |
+| causal-lm            | token ids [B, S]                | the next token at every place [B, S]            |
+| masked-lm            | token ids [B, S], some hidden   | the hidden tokens [B, S], `IGNORED` elsewhere   |
+| seq2seq-lm           | the source's token ids [B, S]   | the target's token ids [B, S]                   |
+| speech-seq2seq       | features of sound [B, ...]      | the target's token ids [B, S]                   |
+| image-text-to-text   | images [B, C, H, W]             | the next token at every place [B, S], `IGNORED` |
 |                      |                                 | at those whose next is a place of the image     |
-| image-classification | images [N, C, H, W]             | classes [N]                                     |
+| image-classification | images [B, C, H, W]             | classes [B]                                     |
 
 The loss is the mean over all labels that are not `IGNORED`. The embedding of a decoder reads the labels moved one place
 on, with the config's ``decoder_start_token_id`` (else ``pad_token_id``) in front, or, of some types, their own last
-token (a language, or the end). What merges images and text reads them so, too, with the token that
-stands for a place of the image in front and where there is no target.
+token (a language, or the end). What merges images and text reads them so, too, with the token that stands for a place
+of the image in front and where there is no target.
+
+The shape of features is that of all samples, as the config says it; each type of sound is a line here, since structure
+does not tell. Sound whose length no config says is taken to last `_SOUND` values, 30 seconds at 16 kHz. Images that a
+model takes as patches of a grid have the size of ``vision_config.image_size``, where `plan` puts it. Each sample is one
+sequence without padding, so a forward pass need not ask for values of samples (`one_sequence_each`).
+
+Legend of shapes: B samples, S tokens, C channels, H height, W width.
 """
 
 import inspect

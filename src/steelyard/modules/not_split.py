@@ -1,7 +1,4 @@
-"""Why a model of transformers does not split, as an error that names the place in its own code.
-
-Where in the code of a model of transformers an error came up: what a user can look up, or report.
-"""
+"""Why a model does not split, as an error that names the place in the model's own code where an error came up there."""
 
 import linecache
 import traceback

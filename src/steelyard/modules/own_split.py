@@ -1,14 +1,13 @@
 """Finds how a user's own module splits into embedding, blocks and head, by running it without values.
 
-A copy on the meta device is run on samples without values, with hooks on its modules and a mode that sees every
-operation. Blocks are the items of a list, dictionary or sequence of modules, each called once. A tensor that depends on
-parameters and is read by a later block, or after the last one, flows along the chain if it was made before the first
-block or by a block; made between two blocks it has no layer, and the module is refused. The same pass on another number
-of samples must show the same operations, and all that flows must have the samples as its first dim.
+A copy on the meta device is run on samples without values (`steelyard.modules.own_recording`). Blocks are the items of
+a list, dictionary or sequence of modules, each called once. A tensor that depends on parameters and is read by a later
+block, or after the last one, flows along the chain if it was made before the first block or by a block; made between
+two blocks it has no layer, and the module is refused. The same pass on another number of samples must show the same
+operations, and all that flows must have the samples as its first dim.
 
-What is refused is one error that names the place: the path of a module, and the operation.
-
-The identity of a user's own module: digests of its structure, by which a plan knows the module that it is for.
+What is refused is one error that names the place: the path of a module, and the operation. Digests of its structure
+identify a module, so that a plan knows the one that it is for.
 """
 
 import hashlib

@@ -2,12 +2,9 @@
 
 Where all that the model does there is to call modules one after another, they are just that. Else the embedding runs
 the model up to its first block, the head from the result of its last block on; what both skip costs nothing
-(`steelyard.modules.stubbed_model`). Blocks are called as the model calls them (`steelyard.modules.pieces`).
-
-What blocks are given beside the hidden state: masks, positions, rotary embeddings.
-
-One more forward pass with blanks for all parameters shows it, of each block type; it depends on no
-parameter.
+(`steelyard.modules.stubbed_model`). Blocks are called as the model calls them: what they are given beside the hidden
+state (masks, positions, rotary embeddings) depends on no parameter, and one more forward pass with blanks for all
+parameters shows it for each block type.
 """
 
 import copy

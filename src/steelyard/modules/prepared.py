@@ -1,27 +1,22 @@
-"""What makes models ready to be taken apart, in place: what attributes of modules show, of models of any type.
+"""Prepares a model to be taken apart, in place, by what attributes of its modules show, whatever its type.
 
-Blocks that read tables of the first one (T5) hold them themselves, and a first block that is never left out (BEiT) may
-be, at a rate of 0; a cut of what is read between two blocks (Gemma 4) is left out. Routers that cast their weights
-within a forward pass (NLLB-MoE) leave them as they are, an embedding with a row of its own for one token (T5Gemma 2)
-chooses it place by place, and a Conv1D whose result is split in equal parts (GPT-2) stores these apart. What stacks add
-between blocks is in `steelyard.modules.prepared`, experts that compute nothing in `steelyard.modules.experts`.
-`steelyard.modules.split_proof` proves all this equal to the unmodified model.
+| models              | change                                                                                        |
+|---------------------|-----------------------------------------------------------------------------------------------|
+| T5                  | blocks that read tables of the first one hold them themselves                                 |
+| BEiT                | a first block that is never left out may be, at a rate of 0                                   |
+| Gemma 4             | what blocks read of others is not cut between two blocks                                      |
+| NLLB-MoE            | routers do not cast their weights within a forward pass                                       |
+| T5Gemma 2           | an embedding with a row of its own for one token chooses it place by place                    |
+| GPT-2               | a Conv1D whose result is split in equal parts stores these apart                              |
+| Qwen3-VL            | the first blocks of text add features of the image, which begins a sample, that the stack     |
+|                     | adds between them                                                                             |
+| LongCat             | experts are computed group by group beside those that give back what they read                |
+| Swin                | blocks of all stages, and what merges patches behind each, are one list                       |
+| ALBERT              | one block that is called again and again has a place in the list for each call                |
 
-Legend of shapes: B samples, S tokens, H hidden width.
+`steelyard.modules.split_proof` proves the prepared model equal to the unmodified one.
 
-Blocks that add what their stack adds between them: features of an image, where it stands in a sample.
-
-Qwen3-VL's first blocks of text take them from several blocks of the tower. An image is at the beginning of a sample.
-
-Legend of shapes: B samples, S tokens, H hidden width.
-
-A forward pass of ours in the place of that of a module of transformers.
-
-One block that a model calls again and again, in a row (ALBERT): each call has a place of its own in the list.
-
-All places hold the modules in which the block has its parameters. The model's own forward pass, which asks the list for
-the block, is given the next place in turn. Of several blocks, places behind the first would have the names that others
-have in files, so these are left as they are.
+Legend of shapes: B samples, S tokens, H hidden width, T tokens of all samples, k experts of a token.
 """
 
 from collections import UserDict

@@ -1,9 +1,7 @@
-"""One forward pass of a model of transformers on tensors without values: the modules called, and how its blocks are.
+"""Records one forward pass of a model of transformers without values: the modules called, and how its blocks are.
 
-Of lists of modules those are believed to be its blocks that hold the most parameters and whose modules are called once
-each, in order; of some tasks there are two.
-
-Which parameters a tensor was made of, by the graph of its gradients.
+The blocks are the list of modules that holds the most parameters and whose modules are called once each, in order; some
+tasks have two such lists. The graph of gradients says which parameters a tensor was made of.
 """
 
 from collections import UserDict

@@ -1,10 +1,8 @@
-"""Which blocks of a recorded pass are of one type: of equal structure, and given the same.
+"""Which layers are of one type: blocks of equal structure that a recorded pass gives the same.
 
-Which layers are alike, found by their structure: equal modules with equal parameters in equal places.
-
-Two layers are of one type when their trees of modules have the same classes, the same parameters and buffers with the
-same shapes and types, and the same settings (whatever numbers, texts and switches a module keeps), but for those that
-only say where a layer stands.
+Two modules have the same structure when their trees of modules have the same classes, the same parameters and buffers
+with the same shapes and types, and the same settings (whatever numbers, texts and switches a module keeps), except
+those that only say where a layer stands.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence

@@ -1,10 +1,8 @@
 """Proves that a split is exact: the pieces of a small model, run one after another, give what the whole model gives.
 
-Both have the same random weights in fp32. Compared are the logits and the gradient of every parameter, on two inputs of
-unlike length, so that control flow that depends on values or lengths shows. How layers divide under tensor parallelism
-is proved likewise (`steelyard.modules.two_ranks`).
-
-Which layers of a split model may be tensor-, sequence- and context-parallel: proved, or the reason why not.
+Both have the same random weights in fp32. The logits and the gradient of every parameter are compared, on two inputs of
+unlike length, so that control flow that depends on values or lengths shows. Which layers may be tensor-, sequence- and
+context-parallel is proved likewise (`steelyard.modules.two_ranks`), or has a reason why not.
 """
 
 import copy

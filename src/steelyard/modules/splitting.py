@@ -1,20 +1,17 @@
 """Finds how a model of transformers splits into embedding, blocks and head, from its modules and one forward pass.
 
-The model is built on the meta device from its config and run once, with hooks, on tensors without values. The blocks
-are the list of modules, each called once and in order, that holds the most parameters. Before the first of them the
-embedding's modules are called, after the last the head's; none may be called in between. Each block must be given the
-result of the one before, in one place; whatever else it is given must not depend on parameters and be the same for all
-blocks of a type. Blocks are of one type if they have the same structure and are given the same.
+The class of the model is the one that its config names, or the first of transformers for its task. It is built on the
+meta device and run once, with hooks, on tensors without values. The blocks are the list of modules, each called once
+and in order, that holds the most parameters. Before the first of them the embedding's modules are called, after the
+last the head's; none may be called in between. Each block must be given the result of the one before, in one place;
+whatever else it is given must not depend on parameters and be the same for all blocks of a type. Blocks are of one type
+if they have the same structure and are given the same.
 
 A model of an encoder and a decoder has two such lists, the encoder's blocks called first; each of the decoder's blocks
 must be given the same one tensor that depends on parameters, the encoder's output.
 
 What does not split so is an error that names the place. So is control flow that depends on values, which tensors
 without values cannot follow. What is found here is believed only when it is proved (`steelyard.modules.split_proof`).
-
-Which class of transformers is trained for a config, and for what task.
-
-Which modules are of the embedding, of what lies between two lists of blocks, and of the head.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

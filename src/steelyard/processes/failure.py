@@ -1,10 +1,7 @@
-"""How a process of a run tells the launcher why it failed: one small JSON file per rank, in a folder of the run.
+"""What the processes of a run tell the launcher and each other, in small JSON files of a folder of the run.
 
-A run that torchrun starts again has a folder inside for each attempt.
-
-How far a run has come, for torchrun's agent and for processes that are started again: one small file on every host.
-
-The first process of a host writes it after every step, into the folder where failures are reported.
+Each rank writes why it failed; a run that torchrun starts again has a folder inside for each attempt. The first process
+of every host writes after each step how far the run has come.
 """
 
 import json

@@ -1,9 +1,7 @@
-"""The life of one process of a run: its work, and how its end is reported.
+"""The life of one process of a run: its work, how its end is reported, and that it ends when its parent is gone.
 
 Under `steelyard.processes.start` an error goes to the launcher, which shows the first one only. Under a torchrun that
 was started by hand it goes to stderr: mistakes that all processes of a host see alike are printed by one of them.
-
-How the processes of a run end: at once when they are done, and when the process that started them is gone.
 
 On Linux the kernel ends a process when its parent has ended, whatever it is doing; a thread that looks now and then
 does elsewhere, and where the parent must be given a chance to clean up.

@@ -7,9 +7,7 @@ DTensor redistribution (over gloo PyTorch gathers and cuts, which is why the red
 do inside a stage. Calls follow each other without a barrier: a collective synchronises itself, and the delay of leaving
 a barrier would be larger than a small message.
 
-Not modelled: tensor types other than fp32 (reductions in bf16), congestion between groups of different shapes.
-
-Fits the seconds of a collective over message sizes to latency plus bytes over rate.
+The seconds over message sizes are fitted to latency plus bytes over rate,
 
 $$t(b) = \alpha + \beta\,b, \qquad \min_{\alpha,\beta \ge 0} \sum_i \big((\alpha + \beta\,b_i - t_i) / t_i\big)^2$$
 
@@ -21,7 +19,8 @@ $$t(b) = \alpha + \beta\,b, \qquad \min_{\alpha,\beta \ge 0} \sum_i \big((\alpha
 | $\beta$  | 1 / rate      | s/byte | reciprocal of `bytes_per_s`                                    |
 
 Errors are relative, so that 16 KiB counts as much as 16 MiB. Source: the α–β model of Hockney 1994; the weights are
-ours. Not modelled: the change of algorithm between small and large messages (seen in ``max_relative_error``).
+ours. Not modelled: the change of algorithm between small and large messages (seen in ``max_relative_error``), tensor
+types other than fp32 (reductions in bf16), congestion between groups of different shapes.
 """
 
 from collections.abc import Callable, Iterator, Sequence

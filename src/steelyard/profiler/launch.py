@@ -1,8 +1,7 @@
-"""Starts a measurement on this host: torchrun with one process per device, and the profile that they wrote.
+"""Measures a model on this host: starts torchrun with one process per device, and returns the profile that they wrote.
 
-One process of a measurement: ``torchrun … -m steelyard.profiler --model NAME --traced traced.json -o profile.json``.
-
-The first process shows a bar of progress and writes the profile.
+A process is ``torchrun … -m steelyard.profiler --model NAME --traced traced.json -o profile.json``. The first one shows
+a bar of progress and writes the profile.
 """
 
 import argparse

@@ -1,16 +1,15 @@
-r"""Measures what a step takes beside its layers: the optimizer, the end of the step, and compute beside communication.
+r"""Measures what a step takes beside its layers: optimizer, sharding, overlap with communication, shared cores.
 
 With compute of c seconds and communication of d seconds side by side in T seconds, the slowdown κ is that of the cost
 model, where the shorter one costs κ times itself and the rest of the longer one runs alone:
 
 $$T = \kappa\,\min(c, d) + |c - d| \quad\Rightarrow\quad \kappa = \frac{T - |c - d|}{\min(c, d)}$$
 
+Processes of a host share its cores. Layers are measured while all processes compute; in a pipeline some wait for
+others, and those that do not are then faster (`measure_busy_speeds`). On GPUs every process has a device of its own,
+and nothing is to be measured.
+
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.4.
-
-Measures how fast a process computes while few of the processes of a host do: they share its cores.
-
-Layers are measured while all processes compute. In a pipeline some wait for others, and those that do not are then
-faster. On GPUs every process has a device of its own, and nothing is to be measured.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,11 +5,10 @@ training goes on; the copy and the writing take as much memory as the rank's sha
 One save is under way at a time: the next waits for it. The first rank completes a checkpoint when all have written
 (`steelyard.runtime.checkpoint_folder` says how), so all ranks must see one folder.
 
-Reads a checkpoint of `torch.distributed.checkpoint` that anyone may have written: no code of it runs.
-
-The description of its tensors (``.metadata``) is a pickle, which may name any function to be called. Here it may name
-what such descriptions are made of and nothing else; the tensors themselves `torch` reads with ``weights_only``. Objects
-that are no tensors, which `torch` unpickles whatever they are, cannot be described: steelyard writes none.
+A checkpoint may be anyone's: no code of it runs. The description of its tensors (``.metadata``) is a pickle, which may
+name any function to be called. Here it may name what such descriptions are made of and nothing else; the tensors
+themselves `torch` reads with ``weights_only``. Objects that are no tensors, which `torch` unpickles whatever they are,
+cannot be described: steelyard writes none.
 """
 
 import errno

@@ -1,8 +1,6 @@
-"""What must hold before a plan is run; checked by every process before it takes memory.
+"""What must hold before a plan is run, checked by every process before it takes memory: its options, and its host.
 
-What this host has for a plan: devices of the type that it is for, and for processes of the CPU the memory they take.
-
-Asked before anything is allocated: without it a plan for GPUs runs on the CPU until the kernel ends it.
+Without the check of the host a plan for GPUs runs on the CPU until the kernel ends it. Imports no torch.
 """
 
 import os

@@ -24,12 +24,10 @@ Gloo reduces a copy of what it scatters, which a dry run makes as well where glo
 process on the CPU: other scratch memory inside an operation or a collective. On GPUs communication has a stream of its
 own and its buffers are freed when that is done, which may be later than here.
 
-Which ranks of a plan hold different things, so that one of each type stands for all.
-
-The ranks of a stage run the same layers on as many samples. They differ only where FSDP cannot divide a parameter's
-first dim evenly: it is cut into chunks of equal size, of which the last ones are smaller or empty. Routed experts are
-cut along a dim that divides evenly, if any does (`steelyard.modules.experts.even_dim`); over the ranks that divide
-them they are always equal.
+One rank stands for all that hold the same (`distinct_ranks`). The ranks of a stage run the same layers on as many
+samples. They differ only where FSDP cannot divide a parameter's first dim evenly: it is cut into chunks of equal size,
+of which the last ones are smaller or empty. Routed experts are cut along a dim that divides evenly, if any does
+(`steelyard.modules.experts.even_dim`); over the ranks that divide them they are always equal.
 """
 
 import time

@@ -1,9 +1,7 @@
-"""Starts a training run on this host and returns what it measured.
+"""Starts a training run on this host and returns what it measured; or a few steps of several plans, to see the fastest.
 
 Where a plan runs out of memory, the run goes on with the next of its fallbacks, from the newest checkpoint if there is
 one, else from the start. Imports no torch: the command line that calls it starts at once.
-
-A few steps of each of some plans, one after another, each in processes of its own, to see which is fastest.
 """
 
 import sys

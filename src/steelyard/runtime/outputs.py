@@ -1,7 +1,4 @@
-"""What a run writes beside its checkpoints is tried before its first step: a run takes days. Imports no torch.
-
-The tokenizer that goes with exported weights, read before a run that takes days. Imports no torch.
-"""
+"""What a run writes beside its checkpoints, tried before its first step, since a run takes days. Imports no torch."""
 
 from pathlib import Path
 

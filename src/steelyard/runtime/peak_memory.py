@@ -1,16 +1,13 @@
-"""Measures the most bytes that a process's tensors hold at once during a piece of work.
+"""Measures the most bytes that a process's tensors hold at once during a piece of work, and which term each belongs to.
 
 On a GPU the allocator counts. Elsewhere a dispatch mode sees every tensor that an operation returns and follows its
 storage until that is freed or resized (FSDP frees gathered parameters by resizing them to nothing), so parameters,
-gradients, optimizer states, activations and gathered parameters all count, each storage once.
+gradients, optimizer states, activations and gathered parameters all count, each storage once. A storage belongs to the
+term that it was assigned to last, or to the working set. Terms are assigned after the fact (a gradient is known as one
+when the optimizer is about to read it), so the peak is put together when the step has ended.
 
 Not counted on the CPU: scratch memory inside an operation, and the process itself (code, libraries). Nor is what
 DTensor makes to learn the shape of a result: tensors without memory.
-
-Which term each byte of a peak belongs to: live storages with a history, and what lived when they were most.
-
-A storage belongs to the term that it was assigned to last, or to the working set. Terms are assigned after the fact (a
-gradient is known as one when the optimizer is about to read it), so the peak is put together when the step has ended.
 """
 
 import weakref

@@ -1,4 +1,4 @@
-"""A part of the pipeline as torch's schedules run it, which holds what parts exchange only while it is used.
+"""A part of the pipeline as torch's schedules run it, and what it exchanges with its neighbours, held while it is used.
 
 A stage of `torch.distributed.pipelining` has a buffer for what arrives of every microbatch of a step, made before the
 first and kept to the end of training, and some schedules wait for what was sent only when the step ends. Here a buffer
@@ -6,15 +6,12 @@ is made as a receive begins. An activation goes with the last that uses it, the 
 gradient with the backward pass that it is for. What was sent stays until it must have arrived: an activation until its
 gradient is there, a gradient until the next is sent. So what is held does not grow with the microbatches of a step.
 
-Nor does torch know but one peer before and one behind. Here each tensor is exchanged in the pieces of an `Exchange`.
-
-What the ranks of two neighbouring stages send each other of a microbatch's activation, and of its gradient back.
-
-Between stages of as many ranks each rank sends what it has to the rank at its own place, in the layout of the layer
-before, and the receiving stage brings it into the one that it wants. Stages of unlike sizes have no such place. There
-each side divides by samples what its ranks would hold copies of, where the samples allow it, and every rank gets the
-pieces of its own part from those that have them: each entry crosses the border once, whatever the degrees are, and the
-copies are gathered inside the stage. Gradients go the same way back.
+torch knows one peer before and one behind. Here each tensor is exchanged in pieces. Between stages of as many ranks
+each rank sends what it has to the rank at its own place, in the layout of the layer before, and the receiving stage
+brings it into the one that it wants. Stages of unlike sizes have no such place. There each side divides by samples what
+its ranks would hold copies of, where the samples allow it, and every rank gets the pieces of its own part from those
+that have them: each entry crosses the border once, whatever the degrees are, and the copies are gathered inside the
+stage. Gradients go the same way back.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,10 +1,9 @@
-"""One part of the pipeline as a module: its layers in order, redistributing wherever two layers differ in layout.
+"""One part of the pipeline as a module: its layers in order, each under its strategy, redistributing between them.
 
-A part is a whole stage or, interleaved, one of its chunks.
+A part is a whole stage or, interleaved, one of its chunks. A strategy first divides the layer itself, then shards or
+replicates its states.
 
 Legend of shape suffixes: B samples of this rank in a microbatch, S sequence length, s sequence of this rank, H hidden.
-
-Applies a strategy to one layer: what divides the layer itself, then sharded or replicated states around it.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,9 +1,8 @@
 """Trains a model under a plan: the loop that every rank runs, and the record of what it measured.
 
-What happens when memory runs out: an error that names the predicted and the measured bytes.
-
-With ``--enforce-memory`` a rank may take no more than the plan's budget, so that a plan can be tried on devices that
-have more: the CUDA allocator refuses what is above it; on the CPU the peak of the first full step is compared.
+When memory runs out, the error names the predicted and the measured bytes. With ``--enforce-memory`` a rank may take no
+more than the plan's budget, so that a plan can be tried on devices that have more: the CUDA allocator refuses what is
+above it; on the CPU the peak of the first full step is compared.
 """
 
 import math

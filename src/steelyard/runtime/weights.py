@@ -4,13 +4,10 @@ A folder has a ``config.json`` and either ``model.safetensors`` or several files
 Reading, each rank opens the files that hold its parameters and takes the slices that it holds. Writing, a stage gathers
 one parameter at a time on its first rank, which writes files of about `FILE_BYTES`; so no rank ever holds the model.
 
-Where the parameters of a model lie in Hugging Face files, whose tensors may have other names or be in pieces.
-
 `transformers` changes some families since their files were written: it renames tensors, and joins the matrices of all
 experts into one parameter. Its own table of these changes (``conversion_mapping``) says which; here a slice of a
-parameter becomes the slices of the tensors that it is made of, so that a rank reads what it holds and no more.
-
-Not modelled: changes other than renaming, stacking and concatenating along the first dim; they are an error.
+parameter becomes the slices of the tensors that it is made of. Not modelled: changes other than renaming, stacking and
+concatenating along the first dim; they are an error.
 """
 
 import json

@@ -4,9 +4,8 @@ The layer is the real `transformers` module, made tensor-parallel as the runtime
 has ranks but no processes. Nothing is computed and no memory is used, so any model can be traced on a laptop.
 
 Quantities that grow with the samples are traced at two sizes and kept as a line through them. Peaks are convex in the
-samples (a maximum of lines), so the line is an upper bound between the two sizes and close beyond the larger.
-
-Makes shapes of one sample out of kernels seen at numbers of samples, equal ones folded into one with a count.
+samples (a maximum of lines), so the line is an upper bound between the two sizes and close beyond the larger. Shapes of
+kernels that are seen at both sizes become those of one sample, equal ones folded into one with a count.
 """
 
 import datetime

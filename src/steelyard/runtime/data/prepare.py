@@ -3,8 +3,6 @@
 A text file that is read as bytes is used where it lies. Everything else is written to a raw token file whose name is a
 hash of what enters it: the tokenizer and the names, sizes and times of the text files.
 
-The documents of a text: a file is one, a folder has one for each of its text files, JSON lines one for each line.
-
 | path                    | documents                                                                     |
 |-------------------------|-------------------------------------------------------------------------------|
 | a text file             | its content                                                                   |
@@ -12,12 +10,9 @@ The documents of a text: a file is one, a folder has one for each of its text fi
 | a folder                | those of its text files, folder by folder in the order of their names         |
 
 In a folder hidden files, links, binary files and files that are no UTF-8 are left out; a file that is named directly
-must be text.
-
-Documents to token ids: their bytes, or what a Hugging Face tokenizer makes of them.
-
-Between documents stands an end token: byte 0 for bytes, else the ``eos_token`` that the ``tokenizer_config.json``
-beside the ``tokenizer.json`` names; without one, documents follow each other directly.
+must be text. The tokens of a document are its bytes, or what a Hugging Face tokenizer makes of it. Between documents
+stands an end token: byte 0 for bytes, else the ``eos_token`` that the ``tokenizer_config.json`` beside the
+``tokenizer.json`` names; without one, documents follow each other directly.
 """
 
 import codecs

@@ -1,27 +1,18 @@
-"""What ``--data PATH`` means for a model: token files are read as they are, text is tokenized, images are folders.
+"""What ``--data PATH`` means for a model: token files are read as they are, text is tokenized, others are folders.
 
-What has features beside token ids is a folder of arrays.
+| model                 | a folder                                                                                     |
+|-----------------------|----------------------------------------------------------------------------------------------|
+| image classification  | the images of its subfolders in the order of names; a subfolder is a class, numbered by name |
+| features beside text  | ``features.npy`` [N, ...] of the model's shape and ``tokens.npy`` [N, S] with the token ids  |
 
-Samples of image classification: a folder with one subfolder per class, or images made up from the seed.
-
-| ``--data``    | samples                                                                                       |
-|---------------|-----------------------------------------------------------------------------------------------|
-| a folder      | the images of its subfolders in the order of names; a subfolder is a class, numbered by name  |
-| ``synthetic`` | noise over a pattern of each class's own, so that there is something to learn                 |
+``synthetic`` makes samples up: of images noise over a pattern of each class's own, so that there is something to learn;
+of features noise, with token ids without meaning.
 
 An image file is scaled until it just covers the model's image, cut to its middle, and its values are mapped from 0…255
-to -1…1. Needs Pillow. Not done: random crops, flips and other augmentation.
-
-Samples of token ids with features beside them: of a folder of arrays, or made up from the seed.
-
-| ``--data``    | samples                                                                                       |
-|---------------|-----------------------------------------------------------------------------------------------|
-| a folder      | ``features.npy`` [N, ...] of the model's shape and ``tokens.npy`` [N, S] with the token ids   |
-| ``synthetic`` | noise, and token ids without meaning                                                          |
-
-Of token ids that are longer than the plan's sequences the first are read; -100 stands where there is no target. Beside
-images they are the text alone, which stands behind the places of the image. Not done: text before an image, and
-features of files of sound or images, which a model's own feature extractor makes.
+to -1…1, by Pillow. Of token ids that are longer than the plan's sequences the first are read; -100 stands where there
+is no target. Beside images they are the text alone, which stands behind the places of the image. Not done: random
+crops, flips and other augmentation; text before an image; features of files of sound or images, which a model's own
+feature extractor makes.
 """
 
 from abc import ABC, abstractmethod

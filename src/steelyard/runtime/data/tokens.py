@@ -1,19 +1,18 @@
-"""Samples of next-token prediction: ``seq_len`` + 1 consecutive tokens, sample ``i`` from token ``i · seq_len`` on.
+"""Samples of token ids from a stream of tokens, for each task of text.
 
-Samples of a batch as a rank reads them.
+| task              | a sample                                                                                         |
+|-------------------|--------------------------------------------------------------------------------------------------|
+| next token        | ``seq_len`` + 1 consecutive tokens, sample ``i`` from token ``i · seq_len`` on                   |
+| encoder, decoder  | ``seq_len`` tokens to read, and the ``seq_len`` tokens after them to write                       |
+| masked token      | ``seq_len`` consecutive tokens, some hidden; labels elsewhere are `IGNORED`                      |
 
-Samples for an encoder with a decoder: ``seq_len`` tokens to read, and the ``seq_len`` tokens after them to write.
+Exactly ``num_masked(seq_len)`` tokens of a masked sample are chosen, by a generator that the seed and the sample's
+number in the run decide: every plan and a resumed run hide the same tokens, another epoch hides others, and every rank
+knows the number of predictions in a global batch without asking. Of the chosen ones 80 % are replaced by the mask
+token, 10 % by any token, and 10 % stay.
 
-Source: Raffel et al. 2020, section 3.2.1 (prefix language modelling). Not done: span corruption.
-
-Samples of masked-token prediction: some tokens are hidden, and the model is to say which they were.
-
-A sample is ``seq_len`` consecutive tokens. Exactly ``num_masked(seq_len)`` of them are chosen, by a generator that the
-seed and the sample's number in the run decide: every plan and a resumed run hide the same tokens, another epoch hides
-others, and every rank knows the number of predictions in a global batch without asking. Of the chosen ones 80 % are
-replaced by the mask token, 10 % by any token, and 10 % stay. Labels elsewhere are `IGNORED`.
-
-Source: Devlin et al. 2019, section 3.1. Differs: the number is exact per sample where theirs is 15 % on average.
+Sources: Devlin et al. 2019, section 3.1, where the number is 15 % on average and not exact per sample; Raffel et al.
+2020, section 3.2.1 (prefix language modelling). Not done: span corruption.
 """
 
 from dataclasses import dataclass
