@@ -1,4 +1,4 @@
-r"""How a model is taken apart: its `Layout`, the chain of layers and layer types, and its `Family`, the modules of each.
+r"""How a model is taken apart: its `Layout`, the chain of layers and layer types, and its `Family`, their modules.
 
 Nothing here imports torch, so that the planner can read it. What the types `Tensor` and `Layer` stand for is used by
 the runtime and the tracer alone.

@@ -443,16 +443,12 @@ class ModelSplit(SplitLayers):
     @property
     def between(self) -> int:
         """The layer of the decoder's embedding; 0 where there is no encoder."""
-        return next(
-            (place for place, layer_type in enumerate(self.layers) if self._is_embedding(layer_type) and place), 0
-        )
+        embeddings = (place for place in range(len(self.layers)) if self.type_of(place).role is LayerRole.EMBEDDING)
+        return next(filter(None, embeddings), 0)
 
     def type_of(self, layer: int) -> SplitLayerType:
         """The type of a layer."""
         return self.kinds[self.layers[layer]]
-
-    def _is_embedding(self, layer_type: int) -> bool:
-        return self.kinds[layer_type].role is LayerRole.EMBEDDING
 
     def _is_of_ends(self, copies: tuple[tuple[int, str], ...]) -> bool:
         """Whether embeddings or the head, and not blocks, share a parameter."""

@@ -73,7 +73,10 @@ def streams_past_a_tower(tower: Sequence[Call], text: Sequence[Call], how: Block
     them: both by the layer between, which takes the tower's blocks to be called so.
     """
     between = 1 + len(tower)
-    for place in _states_read(tower, how, tensors_given(text[0])):
+    results = [each.outputs if how.result is None else each.outputs[how.result] for each in tower]
+    place_of = {each.grad_fn: place for place, each in enumerate(results)}
+    reached = nodes_behind(tensors_given(text[0]), set(place_of))
+    for place in sorted({place for node, place in place_of.items() if node in reached} - {len(tower) - 1}):
         state = how.result_of(tower[place].outputs)
         yield SplitStream(argument=how.argument, maker=1 + place, readers=(between,), shape=tuple(state.shape[1:]))
     for layer, call in enumerate(text, between + 1):
@@ -81,14 +84,6 @@ def streams_past_a_tower(tower: Sequence[Call], text: Sequence[Call], how: Block
             if entry is not None and value.requires_grad:
                 shape = tuple(value.shape[1:])
                 yield SplitStream(argument=argument, entry=entry, maker=between, readers=(layer,), shape=shape)
-
-
-def _states_read(tower: Sequence[Call], how: BlockCall, given: Sequence[Tensor]) -> list[int]:
-    """The blocks of a tower, but for the last, of whose result something is made that lies past it."""
-    results = [each.outputs if how.result is None else each.outputs[how.result] for each in tower]
-    place_of = {each.grad_fn: place for place, each in enumerate(results)}
-    reached = nodes_behind(given, set(place_of))
-    return sorted({place for node, place in place_of.items() if node in reached} - {len(tower) - 1})
 
 
 def block_call(seen: Recording, path: str) -> BlockCall:

@@ -254,7 +254,7 @@ def _later(func: Any, args: Any, kwargs: Any, name: str) -> Callable[[], Any]:
         if not known:
             with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
                 places, names = pytree.tree_unflatten([each() if callable(each) else each for each in given], form)
-                places = _copied(places, writes)
+                places = (places[0].clone(), *places[1:]) if writes and places else places
                 made = func(*places, **names)
                 known.append(places[0] if made is None else made)
         return known[0]
@@ -272,10 +272,6 @@ def _before(value: Any) -> Any:
         return lambda: value.detach().cpu()
     shape, dtype = value.shape, value.dtype
     return getattr(value, "_known", None) or (lambda: torch.zeros((), dtype=dtype).expand(shape))
-
-
-def _copied(places: Any, writes: bool) -> Any:
-    return (places[0].clone(), *places[1:]) if writes and places else places
 
 
 def _valueless(values: Any, like: Tensor) -> Any:

@@ -63,7 +63,11 @@ def decoder_inputs(
         last_B1 = labels_BS.ne(padding).sum(1, keepdim=True) - 1  # noqa: N806
         start_B1 = labels_BS.gather(1, last_B1.clamp(min=0))  # noqa: N806
     else:
-        starts = (getattr(config, "decoder_start_token_id", None), getattr(_decoder(config), "bos_token_id", None))
+        part = getattr(config, "decoder", None)
+        starts = (
+            getattr(config, "decoder_start_token_id", None),
+            getattr(part if isinstance(part, PreTrainedConfig) else None, "bos_token_id", None),
+        )
         start = next((token for token in starts if token is not None), padding)
         start_B1 = torch.full_like(labels_BS[:, :1], start)  # noqa: N806
     return torch.cat([start_B1, labels_BS[:, :-1]], 1)
@@ -76,12 +80,6 @@ def fitting_tokens(labels_BS: Tensor, features: SplitFeatures) -> Tensor:  # noq
     found = labels_BS.masked_fill(labels_BS == features.token, features.token - 1 if features.token else 1)
     found[:, : features.places - 1] = IGNORED
     return found
-
-
-def _decoder(config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """The config of a decoder that has one of its own."""
-    part = getattr(config, "decoder", None)
-    return part if isinstance(part, PreTrainedConfig) else None
 
 
 def blank_samples(chain: ModelChain, num_samples: int, seq_len: int) -> tuple[Tensor, Tensor]:

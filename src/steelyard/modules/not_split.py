@@ -13,7 +13,11 @@ from steelyard.errors import InvalidModelError, first_line
 
 def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
     """The frames of the model's own code through which an error came, and their lines."""
-    return [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_of_a_model(frame)]
+    return [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith("transformers.models.")
+    ]
 
 
 def failed_at(error: BaseException) -> str:
@@ -23,10 +27,6 @@ def failed_at(error: BaseException) -> str:
     frame, line = frames[-1]
     text = linecache.getline(frame.f_code.co_filename, line).strip()
     return f" in {frame.f_code.co_qualname} of {frame.f_globals['__name__']}, line {line}: {text}"
-
-
-def _is_of_a_model(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").startswith("transformers.models.")
 
 
 def failed_pass(config: PreTrainedConfig, error: Exception) -> InvalidModelError:

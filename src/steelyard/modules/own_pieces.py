@@ -294,7 +294,11 @@ def loss_of(outputs: Any, targets: Any, loss: Loss | None) -> Tensor:
     """The mean loss of some samples; raises `InvalidModelError` where there is none, or more than one."""
     if loss is not None:
         outputs = loss(pytree.tree_map_only(Tensor, _in_fp32, outputs), targets)
-    found = [each for each in pytree.tree_leaves(_entries(outputs)) if _is_loss(each)]
+    found = [
+        each
+        for each in pytree.tree_leaves(_entries(outputs))
+        if isinstance(each, Tensor) and each.dim() == 0 and each.is_floating_point() and each.requires_grad
+    ]
     if len(found) != 1:
         what = "loss=" if loss is not None else "forward"
         shown = ", ".join(_shown(each) for each in pytree.tree_leaves(_entries(outputs))[:4]) or "nothing"
@@ -305,10 +309,6 @@ def loss_of(outputs: Any, targets: Any, loss: Loss | None) -> Tensor:
             hint="give loss=, a function of the module's outputs and the targets that are read beside its inputs",
         )
     return found[0]
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point() and value.requires_grad
 
 
 def _entries(outputs: Any) -> Any:

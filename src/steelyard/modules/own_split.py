@@ -129,24 +129,28 @@ def find_own_split(
     num_samples = check_sample(sample, has_loss=loss is not None)
     _check_module(module)
     try:
-        return _find(module, sample, num_samples, loss, blocks)
+        model = meta_copy(module)
+        paths = _blocks_of(record(model, sample, num_samples, loss, ()), blocks)
+        seen, other = (record(model, sample, count, loss, paths) for count in (num_samples, num_samples + 1))
+        for first, second in zip(seen.operations, other.operations, strict=False):
+            if first != second:
+                raise refused(
+                    first.partition(" in ")[2],
+                    f"{first.partition(' in ')[0]} in one pass and {second} in another: operations that change",
+                    "the same operations for all samples and in every pass",
+                )
+        if len(seen.operations) != len(other.operations):
+            raise refused(
+                "", f"{len(seen.operations)} operations in one pass, {len(other.operations)} in another", "as many"
+            )
+        own = _split_of(seen, other, sample, has_loss=loss is not None)
+        own = _with_samples_read(OwnModel(model, own, loss), sample)
+        return FoundSplit(model=OwnModel(module, own, loss, sample), keywords=seen.keywords)
     except InvalidModelError as error:
         if all(each.requires_grad for each in module.parameters()):
             raise
         hint = "what flows is known by its gradients: give the module with all of them, and name in freeze= what rests"
         raise InvalidModelError(**error.parts() | {"hint": hint}) from error
-
-
-def _find(
-    module: nn.Module, sample: Any, num_samples: int, loss: Loss | None, blocks: Sequence[str] | None
-) -> FoundSplit:
-    model = meta_copy(module)
-    paths = _blocks_of(record(model, sample, num_samples, loss, ()), blocks)
-    seen, other = (record(model, sample, count, loss, paths) for count in (num_samples, num_samples + 1))
-    _check_same(seen, other)
-    own = _split_of(seen, other, sample, has_loss=loss is not None)
-    own = _with_samples_read(OwnModel(model, own, loss), sample)
-    return FoundSplit(model=OwnModel(module, own, loss, sample), keywords=seen.keywords)
 
 
 def check_sample(sample: Any, *, has_loss: bool) -> int:
@@ -250,20 +254,6 @@ def _alike(model: nn.Module, items: Sequence[str]) -> list[str]:
     ]
     alike = [place for place, digest in enumerate(digests) if digest and digests.count(digest) > 1]
     return list(items[alike[0] : alike[-1] + 1]) if alike else list(items)
-
-
-def _check_same(seen: Seen, other: Seen) -> None:
-    for first, second in zip(seen.operations, other.operations, strict=False):
-        if first != second:
-            raise refused(
-                first.partition(" in ")[2],
-                f"{first.partition(' in ')[0]} in one pass and {second} in another: operations that change",
-                "the same operations for all samples and in every pass",
-            )
-    if len(seen.operations) != len(other.operations):
-        raise refused(
-            "", f"{len(seen.operations)} operations in one pass, {len(other.operations)} in another", "as many"
-        )
 
 
 def _split_of(seen: Seen, other: Seen, sample: Any, *, has_loss: bool) -> OwnSplit:
@@ -381,23 +371,20 @@ def _ends(seen: Seen) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for path, parameter in seen.model.named_parameters(remove_duplicate=False):
         used, inside = seen.used.get(id(parameter), {}), [each for each in blocks if is_below(path, each)]
         if parameter.requires_grad:
-            _check_used(path, used, inside, len(blocks))
+            for after, what in used.items():
+                if 0 < after < len(blocks):
+                    raise refused(path, f"a parameter that is used between blocks: {what}", "parameters inside blocks")
+            if inside and used:
+                raise refused(
+                    path, f"a parameter of block {inside[0]} that is used outside it: {next(iter(used.values()))}"
+                )
+            if not inside and not used:
+                raise refused(path, "a parameter that the forward pass does not use", "parameters that are trained")
         if 0 in used:
             ends[0].append(path)
         if len(blocks) in used:
             ends[1].append(path)
     return tuple(ends[0]), tuple(ends[1])
-
-
-def _check_used(path: str, used: Mapping[int, str], inside: Sequence[str], num_blocks: int) -> None:
-    """Raises `InvalidModelError` unless a parameter is used in blocks alone, or outside and not between them."""
-    for after, what in used.items():
-        if 0 < after < num_blocks:
-            raise refused(path, f"a parameter that is used between blocks: {what}", "parameters inside blocks")
-    if inside and used:
-        raise refused(path, f"a parameter of block {inside[0]} that is used outside it: {next(iter(used.values()))}")
-    if not inside and not used:
-        raise refused(path, "a parameter that the forward pass does not use", "parameters that are trained")
 
 
 def _shared(seen: Seen, embedding: Sequence[str], head: Sequence[str]) -> Iterator[tuple[tuple[int, str], ...]]:

@@ -290,7 +290,11 @@ class BlockPiece:
         hidden, *beside = flow if isinstance(flow, tuple) else (flow,)
         with KnownValues() if self._asks and not has_values(hidden) else nullcontext():
             for path in self._typed:
-                _set_type(layer, path, hidden.dtype)
+                owner, _, name = path.rpartition(".")
+                with suppress(AttributeError):  # blocks of another type have none of this name
+                    buffers = layer.get_submodule(owner)._buffers
+                    if name in buffers:
+                        buffers[name] = buffers[name].to(hidden.dtype)
             places, names = self._arguments(context.side.arguments[layer.layer_type.name], hidden, beside)
             outputs = layer.block(*places, **names)
         found = self._call.result_of(outputs).contiguous()  # as it is sent to another stage
@@ -306,27 +310,16 @@ class BlockPiece:
         arguments = self._call.with_number(self._call.with_hidden(repeated, hidden), self._place)
         if self._encoder:
             return self._encoder.reads.with_hidden(arguments, beside[0])
-        return self._with_streams(arguments, beside)
-
-    def _with_streams(self, arguments: BlockArguments, values: Sequence[Tensor]) -> BlockArguments:
-        """The arguments with what the block reads beside the hidden state, and mappings of its own to write into."""
+        # the arguments with what the block reads beside the hidden state, and mappings of its own to write into
         places, names = arguments
         names = {name: copy.copy(each) if isinstance(each, UserDict) else each for name, each in names.items()}
-        for stream, value in zip(self._reads, values, strict=True):
+        for stream, value in zip(self._reads, beside, strict=True):
             if stream.entry is None:
                 places, names = stream.reads.with_hidden((places, names), value)
             else:
                 mapping, key = names[str(stream.argument)], stream.entry[0]
                 mapping[key] = (*mapping.get(key, ()), value)
         return places, names
-
-
-def _set_type(layer: nn.Module, path: str, dtype: torch.dtype) -> None:
-    owner, _, name = path.rpartition(".")
-    with suppress(AttributeError):  # blocks of another type have none of this name
-        buffers = layer.get_submodule(owner)._buffers
-        if name in buffers:
-            buffers[name] = buffers[name].to(dtype)
 
 
 def split_run(model: PreTrainedModel, split: ModelSplit, layer: int) -> Run:

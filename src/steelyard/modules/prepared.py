@@ -229,13 +229,6 @@ _OF_STAGES = ("donut-swin", "swin", "swinv2")
 """Types whose blocks lie in a list of stages."""
 
 
-def _join_stages(model: Any) -> None:
-    """Gives a stack of stages one list of blocks and what merges patches behind each; its forward pass calls them."""
-    stack = getattr(model, model.base_model_prefix).encoder
-    parts = [each for stage in stack.layers for each in (*stage.blocks, stage.downsample) if each is not None]
-    stack.parts = nn.ModuleList(parts)
-
-
 CHANGES: tuple[Callable[[Any], None], ...] = (
     *(_share_tables, _leave_out_alike, _keep_all_tokens, _keep_router_type, _choose_own_row),
     *(_store_apart, add_features_in_blocks, group_experts),
@@ -249,4 +242,6 @@ def prepare(model: Any, model_type: str) -> None:
         for change in CHANGES:
             change(module)
     if model_type in _OF_STAGES:
-        _join_stages(model)
+        stack = getattr(model, model.base_model_prefix).encoder
+        parts = [each for stage in stack.layers for each in (*stage.blocks, stage.downsample) if each is not None]
+        stack.parts = nn.ModuleList(parts)

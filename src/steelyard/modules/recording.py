@@ -141,7 +141,7 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     model, task, read = of.model, of.task, of.read
     tokens = more + first_tokens(read)[1]
     paths = {module: path for path, module in model.named_modules()}
-    lists = _lists(model)
+    lists = _lists_of(nn.ModuleList, model) | _lists_of(nn.Sequential, model)
     inside = _in_blocks(model, lists)
     called: list[str] = []
     calls: dict[str, list[tuple[int, Call]]] = {path: [] for path in lists}
@@ -190,7 +190,8 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
         raise of.refusal("batch norms, which would see one rank's microbatch in place of the whole batch")
     places = {path: [place for place, _ in each] for path, each in calls.items()}
-    if again := _called_again(lists, calls):
+    found = {path: [call for _, call in calls[path]] for path in list(lists)[:1] if len(lists[path]) == 1}
+    if again := {path: len(each) for path, each in found.items() if len(each) > 1 and _is_chain(each)}:
         repeat_blocks(model, again)
         return record_pass(of, more)
     chosen = _chosen(of, _in_order(lists, calls), called)
@@ -211,14 +212,6 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
         named=named,
         asks_for_values=known is not None and known.asked,
     )
-
-
-def _called_again(
-    lists: Mapping[str, Sequence[nn.Module]], calls: Mapping[str, Sequence[tuple[int, Call]]]
-) -> dict[str, int]:
-    """How often the one block of the largest list is called with what it returned before, by the list's path."""
-    found = {path: [call for _, call in calls[path]] for path in list(lists)[:1] if len(lists[path]) == 1}
-    return {path: len(each) for path, each in found.items() if len(each) > 1 and _is_chain(each)}
 
 
 def _in_order(
@@ -246,7 +239,12 @@ def _chosen(of: Subject, chains: Mapping[str, Sequence[Call]], called: Sequence[
     found = {path: chains[path] for path in chosen}
     if of.task is Task.IMAGE_TEXT:
         (_, (entered, *_)) = found.values()
-        found[chosen[0]] = _read_of(of.model, chosen[0], found[chosen[0]], entered)
+        reached = parameters_of(tensors_given(entered))
+        blocks = list(of.model.get_submodule(chosen[0]).children())
+        last = max(
+            (n for n, block in enumerate(blocks) if reached & {id(each) for each in block.parameters()}), default=0
+        )
+        found[chosen[0]] = found[chosen[0]][: last + 1]
     return found
 
 
@@ -262,14 +260,6 @@ def tensors_given(call: Call) -> list[Tensor]:
     """The tensors among the arguments of a block, and in mappings among them."""
     given = [each.data if isinstance(each, UserDict) else each for each in (*call.places, *call.names.values())]
     return [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
-
-
-def _read_of(model: nn.Module, path: str, calls: Sequence[Call], entered: Call) -> Sequence[Call]:
-    """The calls of the first blocks of a list, up to the last of which the blocks of the next list read anything."""
-    reached = parameters_of(tensors_given(entered))
-    blocks = list(model.get_submodule(path).children())
-    last = max((n for n, block in enumerate(blocks) if reached & {id(each) for each in block.parameters()}), default=0)
-    return calls[: last + 1]
 
 
 @contextmanager
@@ -301,15 +291,6 @@ def _in_blocks(model: nn.Module, lists: Collection[str]) -> dict[nn.Module, dict
         (f"{path}.{name}", each) for path in [*lists][:1] for name, each in model.get_submodule(path).named_children()
     ]
     return {block: {each: inner for inner, each in block.named_modules(prefix=path)} for path, block in blocks}
-
-
-def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The lists of modules that lie in no other of their type, by their path; those with the most parameters first, of
-    equal ones the last.
-
-    Sequences of modules that call one another come behind all lists.
-    """
-    return _lists_of(nn.ModuleList, model) | _lists_of(nn.Sequential, model)
 
 
 def _lists_of(list_type: type[nn.ModuleList | nn.Sequential], model: nn.Module) -> dict[str, list[nn.Module]]:

@@ -158,7 +158,9 @@ class _GradientSum:
         """As `collect`, with what the ranks that divide tensors sum once a step."""
         total = self.collect()
         for each, part in zip(self._parameters, self._parts(total), strict=True):
-            each.add_late(part)
+            if each.late is not None:
+                part.add_(each.late.redistribute(placements=each._tensor_placements).to_local())
+                each.late = None
 
     def reduce(self) -> None:
         """Begins to sum the buffer over the ranks."""
@@ -278,12 +280,6 @@ class _Parameter:
             self.late = gradient if self.late is None else self.late + gradient
             return None
         return gradient.redistribute(placements=self._tensor_placements).to_local()
-
-    def add_late(self, part: Tensor) -> None:
-        """Adds what the ranks that divide tensors have yet to sum to the buffer's part."""
-        if self.late is not None:
-            part += self.late.redistribute(placements=self._tensor_placements).to_local()
-            self.late = None
 
     @torch.no_grad()
     def add_gradient(self, part: Tensor) -> None:

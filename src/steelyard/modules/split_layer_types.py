@@ -156,10 +156,10 @@ def _signatures(blocks: Sequence[nn.Module], places: Sequence[int]) -> list[tupl
             seen.setdefault(part[:2], {})[block] = part[2]
     counting = {name for name, values in seen.items() if _is_counting(values)}
 
-    def without_places(parts: tuple[tuple[Any, ...], ...], block: int) -> tuple[tuple[Any, ...], ...]:
-        return tuple(p for p in parts if not (_is_index(p) and (p[2] == block or p[:2] in counting)))
-
-    return [without_places(parts, block) for block, parts in zip(places, found, strict=False)]
+    return [
+        tuple(p for p in parts if not (_is_index(p) and (p[2] == block or p[:2] in counting)))
+        for block, parts in zip(places, found, strict=False)
+    ]
 
 
 def _is_index(part: Any) -> bool:

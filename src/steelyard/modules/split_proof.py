@@ -128,8 +128,10 @@ def no_cp(split: ModelSplit, layer_type: SplitLayerType, *, attention_drops: boo
     """Why no layer of a type can be under cp; empty where that is to be tried."""
     if split.task is not Task.CAUSAL_LM:
         return NO_CP
-    if others := _other_attention(split, layer_type):
-        return f"{NO_CP}, and its blocks are of {others}"
+    blocks = [each for each in split.kinds if each.role is LayerRole.BLOCK]
+    found = {each.attention for each in ([layer_type] if layer_type.role is LayerRole.BLOCK else blocks)}
+    if any(found) and found.isdisjoint(("full_attention", "sliding_attention")):  # as a recurrence
+        return f"{NO_CP}, and its blocks are of {', '.join(sorted(found))}"
     return _undivided_by_tokens(split, attention_drops=attention_drops)
 
 
@@ -144,13 +146,6 @@ def _undivided_by_tokens(split: ModelSplit, *, attention_drops: bool) -> str:
     if attention_drops:
         return "attention drops entries at random, which ranks with parts of a sequence cannot do alike"
     return ""
-
-
-def _other_attention(split: ModelSplit, layer_type: SplitLayerType) -> str:
-    """What blocks do in the place of causal attention, as a recurrence: those of a type, or all of them; else empty."""
-    blocks = [each for each in split.kinds if each.role is LayerRole.BLOCK]
-    found = {each.attention for each in ([layer_type] if layer_type.role is LayerRole.BLOCK else blocks)}
-    return ", ".join(sorted(found)) if found.isdisjoint(("full_attention", "sliding_attention")) else ""
 
 
 def _no_sp(split: ModelSplit, layer_type: SplitLayerType) -> str:

@@ -41,7 +41,14 @@ def init_process_group(timeout_s: float, *, store: dist.Store | None = None) -> 
     if store is not None:
         place = {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     if torch.cuda.is_available():
-        _check_gpus()
+        on_host, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if on_host > gpus:
+            raise UserError(
+                field="nproc-per-node",
+                found=f"{on_host} processes on a host with {gpus} GPUs",
+                expected="at most one process per GPU",
+                hint=f"start {gpus} processes on this host, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to use the CPU",
+            )
         local_rank = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local_rank)
         dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank), **place)
@@ -92,15 +99,4 @@ def _check_environment() -> None:
             found="no torchrun environment",
             expected="one of the processes that torchrun starts",
             hint="use `steelyard train` or `steelyard profile`, or torchrun --nproc-per-node N -m steelyard.train …",
-        )
-
-
-def _check_gpus() -> None:
-    on_host, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if on_host > gpus:
-        raise UserError(
-            field="nproc-per-node",
-            found=f"{on_host} processes on a host with {gpus} GPUs",
-            expected="at most one process per GPU",
-            hint=f"start {gpus} processes on this host, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to use the CPU",
         )

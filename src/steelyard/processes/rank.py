@@ -36,7 +36,9 @@ _PR_SET_PDEATHSIG = 1
 
 def end_with_parent() -> None:
     """Has this process killed once its parent has ended, even while it is stuck outside Python."""
-    ask_kernel_for(signal.SIGKILL)
+    # has the kernel send this process a signal when the thread that started it ends; does nothing but on Linux
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     watch_parent(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -50,12 +52,6 @@ def watch_parent(when_gone: Callable[[], None]) -> None:
         when_gone()
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
-
-
-def ask_kernel_for(signal_number: int) -> None:
-    """Has the kernel send this process a signal when the thread that started it ends; does nothing but on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
 
 
 def end_process(exit_code: int) -> NoReturn:

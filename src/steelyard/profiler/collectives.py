@@ -121,7 +121,7 @@ def measure_collectives(
     for number, (shape, collective) in enumerate(wanted):
         share_s = left_s() / (len(wanted) - number) / len(sizes_bytes)
         times_s = [
-            _time_of_call(collective_call(collective, num_bytes, meshes[shape], device), device, budget_s=share_s)
+            _time_of_call(_CALLS[collective](num_bytes, meshes[shape], device), device, budget_s=share_s)
             for num_bytes in sizes_bytes
         ]
         fit = fit_latency_and_rate(sizes_bytes, times_s)
@@ -133,13 +133,6 @@ def measure_collectives(
             bytes_per_s=fit.bytes_per_s,
             max_relative_error=fit.max_relative_error,
         )
-
-
-def collective_call(
-    collective: Collective, num_bytes: int, mesh: DeviceMesh, device: torch.device
-) -> Callable[[], object]:
-    """Does one collective on a tensor of about so many bytes over the one axis of ``mesh``, each time it is called."""
-    return _CALLS[collective](num_bytes, mesh, device)
 
 
 def num_collectives(world_size: int) -> int:

@@ -93,7 +93,18 @@ def measure(
     barrier(device)
     return trace.model_copy(
         update={
-            "identity": trace.identity.model_copy(update=_measured_identity(device, world_size)),
+            "identity": trace.identity.model_copy(
+                update={
+                    "method": "measured",
+                    "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+                    "device_kind": "gpu" if device.type == "cuda" else "cpu",
+                    "num_devices": world_size,
+                    "driver": _driver(device),
+                    "torch": torch.__version__,
+                    "transformers": transformers.__version__,
+                    "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                }
+            ),
             "layers": timed,
             "collectives": collectives,
             "optimizer_s_per_param": beside.optimizer_s_per_param,
@@ -278,16 +289,3 @@ def _driver(device: torch.device) -> str:
         return "none"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return f"CUDA {torch.version.cuda}, driver {torch._C._cuda_getDriverVersion()}, NCCL {nccl}"
-
-
-def _measured_identity(device: torch.device, world_size: int) -> dict[str, object]:
-    return {
-        "method": "measured",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "device_kind": "gpu" if device.type == "cuda" else "cpu",
-        "num_devices": world_size,
-        "driver": _driver(device),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }

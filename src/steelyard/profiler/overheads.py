@@ -18,7 +18,6 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from steelyard.modules.updates import LocalAdamW, add_square_norms, clip_to_norm, local_part
@@ -128,7 +127,9 @@ def measure_sharding(
         added = AddedBySharding(
             group_size=shape.size,
             seconds=_added_s(replicated, sharded, samples, budget_s=budget_s / len(shapes)),
-            params_of_layers=tuple(_num_params(layer) for layer in sharded.layers),
+            params_of_layers=tuple(
+                sum(parameter.numel() for parameter in layer.parameters()) for layer in sharded.layers
+            ),
             gathered_bytes=sharded.dtype.itemsize,
         )
         found.append(added)
@@ -145,10 +146,6 @@ def _added_s(replicated: ShortChain, sharded: ShortChain, samples: int, *, budge
     first_s = sum(both_s())
     rows = [both_s() for _ in range(num_repetitions(first_s, budget_s - first_s, least=1))]
     return fast_half_mean([row[0] for row in rows]) - fast_half_mean([row[1] for row in rows])
-
-
-def _num_params(layer: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in layer.parameters())
 
 
 def measure_step_overhead(device: torch.device, *, budget_s: float) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 
 from steelyard.errors import InvalidProfileError
-from steelyard.profiles.profile import CollectiveProfile, LayerProfile, Profile
+from steelyard.profiles.profile import LayerProfile, Profile
 
 _MAY_DIFFER = "created"
 
@@ -13,12 +13,24 @@ def merge_profiles(a: Profile, b: Profile) -> Profile:
 
     Raises `InvalidProfileError` naming the first part of the identities that differs, apart from the date.
     """
-    _check_same_identity(a, b)
+    first, second = a.identity.model_dump(), b.identity.model_dump()
+    for field, found in second.items():
+        is_known = None not in (found, first[field])
+        if field != _MAY_DIFFER and is_known and found != first[field]:
+            raise InvalidProfileError(
+                field=f"identity.{field}",
+                found=repr(found),
+                expected=f"{first[field]!r}, as in the profile that it is merged into",
+                hint="merge profiles of one model on one machine only; keep the others in files of their own",
+            )
     layers = {_layer_key(layer): layer for layer in a.layers}
     for later in b.layers:
         earlier = layers.get(_layer_key(later))
         layers[_layer_key(later)] = later if earlier is None else _merge_times(earlier, later)
-    collectives = {_collective_key(collective): collective for collective in (*a.collectives, *b.collectives)}
+    collectives = {
+        (collective.kind, collective.group_size, collective.strided): collective
+        for collective in (*a.collectives, *b.collectives)
+    }
     optimizer_s = b.optimizer_s_per_param
     return b.model_copy(
         update={
@@ -38,22 +50,5 @@ def _merge_times(earlier: LayerProfile, later: LayerProfile) -> LayerProfile:
     return later.model_copy(update={"times": tuple(times[samples] for samples in sorted(times))})
 
 
-def _check_same_identity(a: Profile, b: Profile) -> None:
-    first, second = a.identity.model_dump(), b.identity.model_dump()
-    for field, found in second.items():
-        is_known = None not in (found, first[field])
-        if field != _MAY_DIFFER and is_known and found != first[field]:
-            raise InvalidProfileError(
-                field=f"identity.{field}",
-                found=repr(found),
-                expected=f"{first[field]!r}, as in the profile that it is merged into",
-                hint="merge profiles of one model on one machine only; keep the others in files of their own",
-            )
-
-
 def _layer_key(layer: LayerProfile) -> Hashable:
     return layer.kind, frozenset(layer.degrees.items())
-
-
-def _collective_key(collective: CollectiveProfile) -> Hashable:
-    return collective.kind, collective.group_size, collective.strided

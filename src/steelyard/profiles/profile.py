@@ -203,7 +203,12 @@ class LayerProfile(ProfilePart):
         lines = {name: _between(getattr(even, name), getattr(twice, name), imbalance) for name in names}
 
         def work(one: Work, two: Work) -> Work:
-            return _work_between(one, two, imbalance).with_experts_over(degree)
+            names = ("matmul_flop", "attention_flop", "matmul_bytes", "memory_bytes")
+            lines = {name: _between(getattr(one, name), getattr(two, name), imbalance) for name in names}
+            is_alike = len(one.products) == len(two.products)  # not where equal products of one are unlike in the other
+            pairs = zip(one.products, two.products, strict=True) if is_alike else ()
+            products = tuple(each.between(other, imbalance) for each, other in pairs)
+            return one.model_copy(update={**lines, "products": products}).with_experts_over(degree)
 
         works = {name: work(getattr(even, name), getattr(twice, name)) for name in _DIRECTIONS}
         again = tuple(
@@ -284,15 +289,6 @@ def _between(one: Affine, two: Affine, place: float) -> Affine:
         constant=one.constant + (place - 1) * (two.constant - one.constant),
         per_sample=one.per_sample + (place - 1) * (two.per_sample - one.per_sample),
     )
-
-
-def _work_between(one: Work, two: Work, place: float) -> Work:
-    names = ("matmul_flop", "attention_flop", "matmul_bytes", "memory_bytes")
-    lines = {name: _between(getattr(one, name), getattr(two, name), place) for name in names}
-    is_alike = len(one.products) == len(two.products)  # not where equal products of one are unlike in the other
-    pairs = zip(one.products, two.products, strict=True) if is_alike else ()
-    products = tuple(each.between(other, place) for each, other in pairs)
-    return one.model_copy(update={**lines, "products": products})
 
 
 def _known_at(

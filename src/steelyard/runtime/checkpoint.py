@@ -261,19 +261,6 @@ def load_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.devic
 
 
 def _read(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
-    _check_tensors(reader, tensors)
-    try:
-        dcp.load(tensors, storage_reader=reader)
-    except CheckpointException as error:
-        cause = _first_cause(error)
-        is_foreign = isinstance(cause, UnpicklingError)  # whose own text tells how to run the code
-        reason = "its files hold something else than tensors" if is_foreign else _one_line(cause)
-        raise unreadable(reader.path, reason) from error
-    except (OSError, EOFError) as error:
-        raise unreadable(reader.path, _one_line(error)) from error
-
-
-def _check_tensors(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
     stored = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         size = tuple(stored[name].size) if name in stored else None
@@ -287,13 +274,22 @@ def _check_tensors(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None
                 expected=f"{name} of shape {list(tensor.shape)}",
                 hint="resume a checkpoint of the same model and optimizer",
             )
+    try:
+        dcp.load(tensors, storage_reader=reader)
+    except CheckpointException as error:
+        cause = _first_cause(error)
+        is_foreign = isinstance(cause, UnpicklingError)  # whose own text tells how to run the code
+        reason = "its files hold something else than tensors" if is_foreign else _one_line(cause)
+        raise unreadable(reader.path, reason) from error
+    except (OSError, EOFError) as error:
+        raise unreadable(reader.path, _one_line(error)) from error
 
 
 def _not_written(error: BaseException, part: Path) -> InvalidCheckpointError:
     cause = _first_cause(error)
     step = part.name.removeprefix(".").removesuffix(".part")
     reason, expected = _one_line(cause), "a folder that stays writable"
-    if _is_full_disk(cause):
+    if getattr(cause, "errno", None) in _FULL_DISK or "inline_container" in str(cause):
         free = format_bytes(shutil.disk_usage(part.parent).free)
         reason = f"the disk, of which {free} are free, or a limit on files took no more"
         expected = "room for --keep-last checkpoints and one more"
@@ -303,11 +299,6 @@ def _not_written(error: BaseException, part: Path) -> InvalidCheckpointError:
         expected=expected,
         hint="make room and go on with --resume latest: the checkpoints before it are complete",
     )
-
-
-def _is_full_disk(cause: BaseException) -> bool:
-    """Whether a write failed for want of room; `torch.save` hides the error behind what it meets afterwards."""
-    return getattr(cause, "errno", None) in _FULL_DISK or "inline_container" in str(cause)
 
 
 def _first_cause(error: BaseException) -> BaseException:

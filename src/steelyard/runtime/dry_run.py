@@ -402,8 +402,14 @@ def _fake_tensors(backend: Backend) -> Iterator[None]:
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _vote_alone))
         stack.enter_context(mock.patch.object(schedules, "_batch_p2p", _keeping_tensors(schedules._batch_p2p)))
         if Backend(backend).copies_what_it_scatters:
-            reduce_scatter = _with_scratch(dist.reduce_scatter_single)
-            stack.enter_context(mock.patch.object(dist, "reduce_scatter_single", reduce_scatter))
+            reduce_scatter = dist.reduce_scatter_single
+
+            def with_scratch(**arguments: Any) -> None:
+                scratch = arguments["input"].clone()  # of the whole tensor while it works, as gloo makes one
+                reduce_scatter(**arguments)
+                del scratch
+
+            stack.enter_context(mock.patch.object(dist, "reduce_scatter_single", with_scratch))
         yield
 
 
@@ -418,17 +424,6 @@ def _without_modes(function: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any, **keywords: Any) -> None:
         with _disable_current_modes():
             function(*arguments, **keywords)
-
-    return run
-
-
-def _with_scratch(reduce_scatter: Callable[..., None]) -> Callable[..., None]:
-    """The function with a copy of the whole tensor while it works, as gloo makes one."""
-
-    def run(**arguments: Any) -> None:
-        scratch = arguments["input"].clone()
-        reduce_scatter(**arguments)
-        del scratch
 
     return run
 

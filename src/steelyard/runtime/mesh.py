@@ -124,17 +124,13 @@ def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
         if stage == own:
             found = _mesh_of(mesh, stage, axes, runs)
         else:
-            _join_groups_of_others(mesh, runs)
+            # as `_mesh_of`, on ranks that cannot slice the mesh: all ranks together make every group
+            for run in runs:
+                if len(run) > 1:
+                    flat = _MeshLayout([mesh._layout[1 + axis] for axis in run]).collapse()
+                    DeviceMesh._init_one_process_group(flat, mesh._rank_map, "others", (None, None))
     assert found is not None, "every rank is of a stage"
     return found
-
-
-def _join_groups_of_others(world: DeviceMesh, runs: Sequence[tuple[int, ...]]) -> None:
-    """What `_mesh_of` asks of ranks outside its stage, which cannot slice it: all ranks together make every group."""
-    for run in runs:
-        if len(run) > 1:
-            flat = _MeshLayout([world._layout[1 + axis] for axis in run]).collapse()
-            DeviceMesh._init_one_process_group(flat, world._rank_map, "others", (None, None))
 
 
 def _axis_names(axes: tuple[int, ...]) -> tuple[str, ...]:

@@ -42,7 +42,15 @@ def check_outputs(options: TrainOptions) -> None:
     if options.record is not None:
         check_file(options.record, "--record")
     if options.tensorboard is not None:
-        check_tensorboard()
+        try:
+            import tensorboard  # noqa: F401
+        except ImportError as error:
+            raise UserError(
+                field="--tensorboard",
+                found="no package tensorboard",
+                expected="tensorboard, which writes the event files",
+                hint="pip install tensorboard, or leave the option out (--metrics writes the same numbers)",
+            ) from error
         check_folder(options.tensorboard, "--tensorboard")
     if options.export_hf is not None:
         check_export(options.export_hf)
@@ -63,16 +71,3 @@ def check_export(path: Path) -> None:
 def export_part(path: Path) -> Path:
     """Where weights are written until they are complete."""
     return path.with_name(f".{path.name}.part")
-
-
-def check_tensorboard() -> None:
-    """Raises `UserError` if TensorBoard is not installed."""
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            field="--tensorboard",
-            found="no package tensorboard",
-            expected="tensorboard, which writes the event files",
-            hint="pip install tensorboard, or leave the option out (--metrics writes the same numbers)",
-        ) from error

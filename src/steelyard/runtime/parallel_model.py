@@ -4,7 +4,7 @@ Legend of shape suffixes: N samples of the global batch, B samples of this rank 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain as concatenated
 from math import prod
 from typing import Any
@@ -100,12 +100,6 @@ class ParallelModel:
         """The samples of the global batch whose labels this rank reads, in order; None if it reads none."""
         return self._samples(self.plan.strategies[-1]) if self.is_last_stage else None
 
-    def decoder_samples(self) -> list[int] | None:
-        """The samples whose labels this rank needs as inputs of a decoder, in order; None if it needs none."""
-        embeddings = [int(name) for name, layer in self.layers.items() if isinstance(layer, EmbeddingLayer)]
-        decoders = [layer for layer in embeddings if layer > 0]
-        return self._samples(self.plan.strategies[decoders[0]]) if decoders else None
-
     @property
     def router_coefficient(self) -> float:
         """What the auxiliary loss of routers is multiplied by; 0 where they are not trained."""
@@ -130,7 +124,9 @@ class ParallelModel:
         self._count_targets(labels_BS)
         for chunk in self.chunks:
             chunk.begin_step(self.plan.num_microbatches, (self._seed, self.num_steps))
-        with self._vocabulary_parallel_loss(), self._own_generators():
+        # leaves the random generators of the user's own loop as they were
+        devices = [self.device] if self.device.type == "cuda" else []
+        with self._vocabulary_parallel_loss(), torch.random.fork_rng(devices) if self._has_dropout else nullcontext():
             losses = self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
         with self.clock.working():
             for chunk in self.chunks:
@@ -189,7 +185,9 @@ class ParallelModel:
         )
 
     def _decoder_ids(self, read: Callable[[list[int]], Tensor | Samples]) -> Tensor | None:
-        samples = self.decoder_samples()
+        embeddings = [int(name) for name, layer in self.layers.items() if isinstance(layer, EmbeddingLayer)]
+        decoders = [layer for layer in embeddings if layer > 0]
+        samples = self._samples(self.plan.strategies[decoders[0]]) if decoders else None
         if samples is None:
             return None
         labels = Samples.of(read(samples)).labels.to(self.device)
@@ -320,11 +318,6 @@ class ParallelModel:
             trained = [each for each in crossing if each[-1]["requires_grad"]]
             found["coming_back"] = [received_pieces(rank, after, own, shape) for own, after, shape, _ in trained]
         return Exchange(**found)
-
-    def _own_generators(self) -> AbstractContextManager[None]:
-        """Leaves the random generators of the user's own loop as they were."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        return torch.random.fork_rng(devices) if self._has_dropout else nullcontext()
 
     @contextmanager
     def _vocabulary_parallel_loss(self) -> Iterator[None]:

@@ -100,7 +100,8 @@ class LiveStorages(TorchDispatchMode):
 
     def _follow(self, tensor: Tensor) -> None:
         tensor = held_tensor(tensor)
-        if self._is_paused or _is_meta(tensor):
+        # whether a tensor is on the meta device; of a fake one asked without an operation, which ``is_meta`` is there
+        if self._is_paused or ((tensor.fake_device.type == "meta") if type(tensor) is FakeTensor else tensor.is_meta):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -146,11 +147,6 @@ def held_tensor(tensor: Tensor) -> Tensor:
     while isinstance(tensor, _WRAPPERS):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
     return tensor
-
-
-def _is_meta(tensor: Tensor) -> bool:
-    """Whether a tensor is on the meta device; of a fake one asked without an operation, which ``is_meta`` is there."""
-    return (tensor.fake_device.type == "meta") if type(tensor) is FakeTensor else tensor.is_meta
 
 
 class _CudaPeak:

@@ -230,7 +230,13 @@ class _Trainer:
                 imbalance=self._imbalance(),
                 **self._parts(loss_value),
             )
-            _check_finite(step, result, self._options)
+            for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
+                if not math.isfinite(value):
+                    raise DivergedError(
+                        f"step {step + 1}: the {name} is {value}; the run has diverged, and nothing of this step is "
+                        f"saved. Lower --lr (now {self._options.lr:g}) or raise --warmup-steps (now "
+                        f"{self._options.warmup_steps})."
+                    )
             yield result
             self.persistence.after_step(step + 1)
         self.persistence.end()
@@ -278,15 +284,6 @@ class _Trainer:
                 yield tensor
 
 
-def _check_finite(step: int, result: Step, options: TrainOptions) -> None:
-    for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
-        if not math.isfinite(value):
-            raise DivergedError(
-                f"step {step + 1}: the {name} is {value}; the run has diverged, and nothing of this step is saved. "
-                f"Lower --lr (now {options.lr:g}) or raise --warmup-steps (now {options.warmup_steps})."
-            )
-
-
 def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
     """The record of a run, the same on every rank; a collective call."""
     plan = trainer.model.plan
@@ -299,7 +296,7 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
     return RunRecord(
         model_name=plan.model.name,
         config_hash=chain.config_hash,
-        device=_device_name(trainer.model.device),
+        device=torch.cuda.get_device_name(trainer.model.device) if trainer.model.device.type == "cuda" else "cpu",
         num_devices=plan.num_devices,
         strategies=trainer.strategies,
         num_warmup_steps=num_warmup,
@@ -360,7 +357,3 @@ def _gather_ranks(trainer: _Trainer, timed: list[Step]) -> tuple[RankRecord, ...
     ranks: list[RankRecord | None] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     return tuple(rank for rank in ranks if rank is not None)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

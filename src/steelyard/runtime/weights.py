@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 from transformers.core_model_loading import rename_source_key as renamed_key
@@ -126,25 +126,23 @@ def _joined(target: str, pieces: list[tuple[str, str | None]], converters: list[
     converter = next((each for each in converters if pattern in each.source_patterns), None)
     if converter is None:
         return StoredParameter(entries=((pieces[-1][0],),), is_stacked=False)
-    _check_known(target, converter.operations)
+    merges = [
+        (type(each), each.dim) for each in converter.operations if isinstance(each, MergeModulelist | Concatenate)
+    ]
+    known = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)], [(Concatenate, 0)])
+    if len(merges) != len(converter.operations) or merges not in known:
+        raise InvalidModelError(
+            field="--init",
+            found=f"{target}, made by {', '.join(type(each).__name__ for each in converter.operations)}",
+            expected="a parameter that is stored as it is, stacked, or in rows",
+            hint="load and save the model with transformers under its present names (save_original_format=False)",
+        )
     by_pattern = {
         source: sorted((n for n, p in pieces if p == source), key=_numbers) for source in converter.source_patterns
     }
     columns = [names for names in by_pattern.values() if names]
     is_stacked = any(isinstance(each, MergeModulelist) for each in converter.operations)
     return StoredParameter(entries=tuple(zip(*columns, strict=False)), is_stacked=is_stacked)
-
-
-def _check_known(target: str, operations: list[Any]) -> None:
-    merges = [(type(each), each.dim) for each in operations if isinstance(each, MergeModulelist | Concatenate)]
-    known = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)], [(Concatenate, 0)])
-    if len(merges) != len(operations) or merges not in known:
-        raise InvalidModelError(
-            field="--init",
-            found=f"{target}, made by {', '.join(type(each).__name__ for each in operations)}",
-            expected="a parameter that is stored as it is, stacked, or in rows",
-            hint="load and save the model with transformers under its present names (save_original_format=False)",
-        )
 
 
 def _numbers(name: str) -> tuple[int, ...]:
@@ -198,9 +196,25 @@ def load_weights(path: Path, state: RunState, chain: ModelChain) -> list[str]:
         may_lack = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()) - stored.keys()
         for copy in range(state.names.num_copies):
             weights = {name: each for name, each in state.weights(copy=copy).items() if name not in may_lack}
-            _check_present(path, weights, stored)
+            missing = [name for name in weights if name not in stored]
+            if missing:
+                raise _bad_init(
+                    f"{path} without {_some(missing)}",
+                    "every parameter of the plan's model, by its name in transformers",
+                    "load and save the model with transformers, which writes all of them under today's names",
+                )
             for name, parameter in weights.items():
-                _fill(parameter, name, stored[name], folder)
+                found = stored[name]
+                shape = found.shape(folder.tensor)
+                if shape != tuple(parameter.shape):
+                    raise _bad_init(
+                        f"{name} of shape {list(shape)} in {folder.path}",
+                        f"{name} of shape {list(parameter.shape)}",
+                        "plan for the config of these weights",
+                    )
+                local = local_part(parameter.detach())
+                if local.numel():
+                    local.copy_(found.read(folder.tensor, _local_slices(parameter)))
     extra = [name for name in unknown_names(stored, state.names.by_path.values()) if not _is_buffer(name)]
     return [f"{len(extra)} tensors of {path} are not of the model: {_some(extra)}"] if extra else []
 
@@ -234,7 +248,15 @@ class WeightFolder:
 
 def check_weights(path: Path, chain: ModelChain) -> None:
     """Raises `InvalidCheckpointError` unless the folder holds weights and a config that agrees with the chain's."""
-    config = _config_at(path)
+    try:
+        content = read_json(path / "config.json")
+    except (OSError, ValueError) as error:
+        raise _bad_init(
+            f"no config.json that can be read in {path}",
+            "a Hugging Face folder: config.json and safetensors",
+            "check the path",
+        ) from error
+    config = read_hub_config(str(content.get("model_type", "")), content)
     if chain.split.text_alone:
         config = config.get_text_config()
     found, expected = config.to_dict(), hub_config(chain).to_dict()
@@ -277,7 +299,10 @@ def export_weights(path: Path, state: RunState, plan: Plan, *, tokenizer: Mappin
         dist.all_gather_object(found, mine)
         if dist.get_rank() == 0:
             _name_files(part, [entry for files in found for entry in files])
-            _write_config(part, plan.chain(), dtype)
+            model = build_meta_model(plan.chain())
+            model.config.architectures = [type(model).__name__]
+            model.config.dtype = dtype
+            model.config.save_pretrained(part)
             for name, content in tokenizer.items():
                 (part / name).write_bytes(content)
             part.rename(path)
@@ -292,33 +317,6 @@ def export_weights(path: Path, state: RunState, plan: Plan, *, tokenizer: Mappin
         ) from error
 
 
-def _config_at(path: Path) -> PreTrainedConfig:
-    """The config of the folder."""
-    try:
-        content = read_json(path / "config.json")
-    except (OSError, ValueError) as error:
-        raise _bad_init(
-            f"no config.json that can be read in {path}",
-            "a Hugging Face folder: config.json and safetensors",
-            "check the path",
-        ) from error
-    return read_hub_config(str(content.get("model_type", "")), content)
-
-
-def _fill(parameter: Tensor, name: str, stored: StoredParameter, folder: WeightFolder) -> None:
-    """Copies this rank's part of a stored parameter into the parameter."""
-    shape = stored.shape(folder.tensor)
-    if shape != tuple(parameter.shape):
-        raise _bad_init(
-            f"{name} of shape {list(shape)} in {folder.path}",
-            f"{name} of shape {list(parameter.shape)}",
-            "plan for the config of these weights",
-        )
-    local = local_part(parameter.detach())
-    if local.numel():
-        local.copy_(stored.read(folder.tensor, _local_slices(parameter)))
-
-
 def _local_slices(parameter: Tensor) -> tuple[slice, ...]:
     if not isinstance(parameter, DTensor):
         return tuple(slice(0, size) for size in parameter.shape)
@@ -330,7 +328,16 @@ def _tensor_files(path: Path) -> dict[str, str]:
     """The file of every tensor in a folder."""
     index = path / INDEX_FILE
     if index.is_file():
-        return _indexed_files(index)
+        try:
+            files = dict[str, str](read_json(index)["weight_map"])
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise _bad_init(f"{index}, which is damaged", "an index with a weight_map", "download it again") from error
+        missing = sorted({file for file in files.values() if not (index.parent / file).is_file()})
+        if missing:
+            raise _bad_init(
+                f"no {_some(missing)} in {index.parent}", f"every file that {index.name} names", "download them again"
+            )
+        return files
     if not (path / SINGLE_FILE).is_file():
         others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
         raise _bad_init(
@@ -342,34 +349,11 @@ def _tensor_files(path: Path) -> dict[str, str]:
         return dict.fromkeys(file.keys(), SINGLE_FILE)
 
 
-def _indexed_files(index: Path) -> dict[str, str]:
-    try:
-        files = dict[str, str](read_json(index)["weight_map"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise _bad_init(f"{index}, which is damaged", "an index with a weight_map", "download it again") from error
-    missing = sorted({file for file in files.values() if not (index.parent / file).is_file()})
-    if missing:
-        raise _bad_init(
-            f"no {_some(missing)} in {index.parent}", f"every file that {index.name} names", "download them again"
-        )
-    return files
-
-
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise _bad_init(f"{path}: {error}", "a whole safetensors file", "download it again") from error
-
-
-def _check_present(path: Path, weights: dict[str, Tensor], stored: Mapping[str, StoredParameter]) -> None:
-    missing = [name for name in weights if name not in stored]
-    if missing:
-        raise _bad_init(
-            f"{path} without {_some(missing)}",
-            "every parameter of the plan's model, by its name in transformers",
-            "load and save the model with transformers, which writes all of them under today's names",
-        )
 
 
 def _write_stage(part: Path, state: RunState, plan: Plan, dtype: torch.dtype) -> list[tuple[str, dict[str, int]]]:
@@ -423,13 +407,6 @@ def _name_files(part: Path, files: list[tuple[str, dict[str, int]]]) -> None:
     total = sum(size for _, tensors in files for size in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_config(part: Path, chain: ModelChain, dtype: torch.dtype) -> None:
-    model = build_meta_model(chain)
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = dtype
-    model.config.save_pretrained(part)
 
 
 def _is_buffer(name: str) -> bool:

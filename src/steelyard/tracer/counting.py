@@ -252,10 +252,19 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     if func.is_view or packet in _FREE_OPERATIONS:
         return _NOTHING
     touched = out if packet in _FILLING_OPERATIONS else (args[1:] if packet is aten.copy_ else args, kwargs, out)
-    moved = sum(_touched_bytes(leaf) for leaf in tree_leaves(touched) if isinstance(leaf, Tensor))
+    # bytes of a tensor that an operation reads or writes; broadcast dimensions count once
+    moved = sum(
+        min(leaf.numel() * leaf.element_size(), leaf.untyped_storage().nbytes())
+        for leaf in tree_leaves(touched)
+        if isinstance(leaf, Tensor)
+    )
     if packet in _ATTENTION_CAUSAL_ARGUMENT:
         query, key, value = args[:3]
-        square_flop = _square_flop(packet, args)
+        backward = "backward" in packet.__name__
+        count: Callable[..., int] = sdpa_backward_flop_count if backward else sdpa_flop_count
+        shapes = [tensor.shape for tensor in args[: 4 if backward else 3]]
+        query_heads = shapes[1 if backward else 0][1]
+        square_flop = count(*((shape[0], query_heads, *shape[2:]) for shape in shapes))
         return OpCounts(
             num_kernels=1,
             matmul_bytes=moved,
@@ -356,25 +365,6 @@ def _is_causal(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     """Whether an attention kernel computes one half of the square alone."""
     position = _ATTENTION_CAUSAL_ARGUMENT[packet]
     return bool(kwargs.get("is_causal", args[position] if len(args) > position else False))
-
-
-def _square_flop(packet: Any, args: tuple[Any, ...]) -> float:
-    """FLOP of an attention kernel if every query saw every key."""
-    backward = "backward" in packet.__name__
-    count: Callable[..., int] = sdpa_backward_flop_count if backward else sdpa_flop_count
-    shapes = [tensor.shape for tensor in args[: 4 if backward else 3]]
-    query_heads = shapes[1 if backward else 0][1]
-    return count(*(_with_heads(shape, query_heads) for shape in shapes))
-
-
-def _with_heads(shape: torch.Size, heads: int) -> tuple[int, ...]:
-    """The shape as if key and value heads were repeated: grouped-query attention computes as many products."""
-    return (shape[0], heads, *shape[2:])
-
-
-def _touched_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor that an operation reads or writes; broadcast dimensions count once."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _local(tensor: Tensor) -> Tensor:

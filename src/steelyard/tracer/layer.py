@@ -169,7 +169,16 @@ def observation(
     """
     frozen = [each for each in module.parameters() if knows_frozen and not each.requires_grad]
     experts = [parameter for each in routed_experts(module) for parameter in each.parameters()]
-    recomputed = {Remat.FULL: _under_full(plain)}
+    kept_bytes = plain.input_bytes + plain.label_bytes if plain.has_backward else 0
+    again_bytes = plain.needed_peak_bytes + plain.output_bytes
+    recomputed = {
+        Remat.FULL: Recomputed(
+            work=plain.needed,
+            saved_bytes=kept_bytes,
+            forward_transient_bytes=plain.forward_peak_bytes - kept_bytes,
+            backward_transient_bytes=max(again_bytes, plain.backward_peak_bytes) - kept_bytes,
+        )
+    }
     if selective is not None:
         recomputed[Remat.SELECTIVE] = Recomputed(
             work=selective.backward.beyond(plain.backward),
@@ -191,17 +200,6 @@ def observation(
         forward_transient_bytes=plain.forward_peak_bytes - plain.saved_bytes,
         backward_transient_bytes=plain.backward_peak_bytes - plain.saved_bytes,
         recomputed=recomputed,
-    )
-
-
-def _under_full(plain: "CountedLayer") -> Recomputed:
-    kept_bytes = plain.input_bytes + plain.label_bytes if plain.has_backward else 0
-    again_bytes = plain.needed_peak_bytes + plain.output_bytes
-    return Recomputed(
-        work=plain.needed,
-        saved_bytes=kept_bytes,
-        forward_transient_bytes=plain.forward_peak_bytes - kept_bytes,
-        backward_transient_bytes=max(again_bytes, plain.backward_peak_bytes) - kept_bytes,
     )
 
 

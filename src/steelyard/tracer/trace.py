@@ -131,7 +131,21 @@ def trace(
         )
     with _collector_paused():
         layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}), own)
-    return Profile(identity=_identity(chain, seq_len, precision), layers=tuple(layers))
+    return Profile(
+        identity=ProfileIdentity(
+            method="traced",
+            model_name=chain.name,
+            config_hash=chain.config_hash,
+            seq_len=seq_len,
+            precision=precision,
+            device="any",
+            num_devices=1,
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        ),
+        layers=tuple(layers),
+    )
 
 
 @contextmanager
@@ -157,9 +171,10 @@ def _trace_layers(
         with fake_world(degree) as mesh:
             for number, layer_type in enumerate(chain.layer_types):
                 for strategy in legal_shapes(layer_type, degree, seq_len):
+                    places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == number]
                     traced = TracedLayer(
                         chain=chain,
-                        layer=_representative(chain, number),
+                        layer=places[min(1, len(places) - 1)],
                         seq_len=seq_len,
                         precision=precision,
                         mesh=mesh,
@@ -173,7 +188,10 @@ def _trace_layers(
 
 def _profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
     """What is seen of a layer; of one with experts also where ranks divide them."""
-    shape, served = traced.strategy.shape, _queries_of_a_key(layer_type, traced.strategy.tensor_degree)
+    heads = dict(layer_type.tp_divides)
+    queries = heads.get(QUERY_HEADS, 1)
+    shape, degree = traced.strategy.shape, traced.strategy.tensor_degree
+    served = queries / max(heads.get(KV_HEADS, queries), min(degree, queries))
 
     def seen(of: TracedLayer) -> LayerProfile:
         return layer_profile(layer_type.name, shape, observe(of, SIZES), queries_of_a_key=served)
@@ -183,27 +201,6 @@ def _profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
         return layer
     even, twice = (seen(replace(traced, exchanged=share)) for share in (1.0, 2.0))
     return layer.model_copy(update={"divided_experts": (even, twice)})
-
-
-def _representative(chain: ModelChain, layer_type: int) -> int:
-    """The layer that is traced for a layer type: its second one, since the first may be one that is never left out."""
-    places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == layer_type]
-    return places[min(1, len(places) - 1)]
-
-
-def _identity(chain: ModelChain, seq_len: int, precision: Precision) -> ProfileIdentity:
-    return ProfileIdentity(
-        method="traced",
-        model_name=chain.name,
-        config_hash=chain.config_hash,
-        seq_len=seq_len,
-        precision=precision,
-        device="any",
-        num_devices=1,
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    )
 
 
 def layer_profile(
@@ -240,13 +237,6 @@ def layer_profile(
         backward_transient_bytes=line(lambda o: o.backward_transient_bytes),
         recomputations=tuple(_recomputation(remat, observations, line) for remat in observations[0].recomputed),
     )
-
-
-def _queries_of_a_key(layer_type: LayerType, degree: int) -> float:
-    """How many query heads of a rank each key-value head serves, of ``degree`` ranks that divide them."""
-    heads = dict(layer_type.tp_divides)
-    queries = heads.get(QUERY_HEADS, 1)
-    return queries / max(heads.get(KV_HEADS, queries), min(degree, queries))
 
 
 def _repeated_bytes(counts: OpCounts, queries_of_a_key: float) -> float:

@@ -250,7 +250,12 @@ def prepare_text(path: Path, options: TextOptions, *, folder: Path | None = None
     ``folder`` is that of the cache. Raises `InvalidDataError` where there is no text or no room to write.
     """
     tokenizer = open_tokenizer(options.tokenizer)
-    if _is_read_in_place(path, options, tokenizer):
+    if (
+        path.is_file()
+        and path.suffix not in JSON_LINES_SUFFIXES
+        and isinstance(tokenizer, ByteTokenizer)
+        and options.max_bytes is None
+    ):
         check_is_text(path)
         return path
     name = _key(path, options, tokenizer) + smallest_type(tokenizer.vocab_size)
@@ -288,15 +293,6 @@ def check_vocabulary(options: TextOptions, vocab_size: int) -> None:
             expected=f"{needed} or more",
             hint="use a model with a larger vocabulary, another tokenizer, or token ids as .npy or .bin",
         )
-
-
-def _is_read_in_place(path: Path, options: TextOptions, tokenizer: TextTokenizer) -> bool:
-    return (
-        path.is_file()
-        and path.suffix not in JSON_LINES_SUFFIXES
-        and isinstance(tokenizer, ByteTokenizer)
-        and options.max_bytes is None
-    )
 
 
 def _key(path: Path, options: TextOptions, tokenizer: TextTokenizer) -> str:

@@ -177,7 +177,11 @@ class ImageFolder(ImageData):
 
     def __init__(self, folder: Path, shape: ImageShape, *, seed: int) -> None:
         classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-        self._files = [(file, label) for label, place in enumerate(classes) for file in _image_files(place)]
+        self._files = [
+            (file, label)
+            for label, place in enumerate(classes)
+            for file in sorted(path for path in place.rglob("*") if path.suffix.lower() in _IMAGE_SUFFIXES)
+        ]
         if not self._files:
             raise InvalidDataError(
                 found=f"no images in the folders of {folder}",
@@ -196,10 +200,6 @@ class ImageFolder(ImageData):
         """An image of the folder; raises `InvalidDataError` if it cannot be read any more."""
         file, label = self._files[data_sample]
         return _read_image(file, self._shape), label
-
-
-def _image_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _IMAGE_SUFFIXES)
 
 
 def _read_image(file: Path, shape: ImageShape) -> np.ndarray:

@@ -93,13 +93,9 @@ class TokenData:
         """Tokens [len, S + 1]."""
         return torch.stack([self.sample(sample) for sample in samples])
 
-    def sample_position(self, sample: int) -> int:
-        """First token of the ``sample``-th sample of the run, counted from its first step on."""
-        return self._order.data_sample(sample) * self._seq_len
-
     def sample(self, sample: int) -> Tensor:
         """The tokens [S + 1] of the ``sample``-th sample of the run; raises `InvalidDataError` for a foreign token."""
-        first = self.sample_position(sample)
+        first = self._order.data_sample(sample) * self._seq_len
         tokens = self._tokens.read(first, self._seq_len + 1)
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= self._vocab_size:
