@@ -54,9 +54,9 @@ from steelyard.planning.job import job_of
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.price import with_price
 from steelyard.planning.request import make_request
-from steelyard.processes.group import process_group
+from steelyard.processes.group import current_device, process_group
 from steelyard.profiler.layers import build_short_chain, layer_meshes, measure_laps, times_of
-from steelyard.profiler.measure import current_device, measure
+from steelyard.profiler.measure import measure
 from steelyard.profiles.profile import LayerProfile, MeasuredTime, Profile
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parity_run import launch_parity

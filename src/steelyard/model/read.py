@@ -116,17 +116,6 @@ def _content(config_hash: str) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
-def packaged_split_text(split: ModelSplit, structure: str, made_with: Mapping[str, str]) -> str:
-    """The content of a file that `packaged_split` reads."""
-    content: dict[str, Any] = {
-        "split_version": SPLIT_VERSION,
-        "made_with": dict(made_with),
-        "structure": structure,
-        "split": split.model_dump(mode="json"),
-    }
-    return json.dumps(content) + "\n"
-
-
 @cache
 def model_names() -> tuple[str, ...]:
     """Names of the packaged configs, sorted."""

@@ -6,6 +6,7 @@ An operation is written behind a colon as its name and its numbers, as ``:mul:0.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
@@ -81,14 +82,15 @@ class CalledModules:
 
     def __enter__(self) -> Self:
         self._operations.__enter__()
-        self._handles = [each.register_forward_pre_hook(self._look) for each in self._paths]
-        self._handles += [each.register_forward_hook(self._remember, with_kwargs=True) for each in self._paths]
+        self._hooks = ExitStack()
+        for each in self._paths:
+            self._hooks.enter_context(each.register_forward_pre_hook(self._look))
+            self._hooks.enter_context(each.register_forward_hook(self._remember, with_kwargs=True))
         return self
 
     def __exit__(self, _type: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
         self._operations.__exit__(None, None, None)
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def _look(self, module: nn.Module, places: tuple[Any, ...]) -> None:
         if places and isinstance(places[0], Tensor):

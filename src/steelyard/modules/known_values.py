@@ -27,8 +27,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from steelyard.errors import InvalidModelError
+from steelyard.modules.not_split import HINT
 
-HINT = "docs/your-own-model.md says what a module must be like"
 META = torch.device("meta")
 FILLED = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
 """Operations that read of a tensor its shape and type alone."""

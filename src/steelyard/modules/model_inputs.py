@@ -120,27 +120,15 @@ def random_samples(
 _SOUND = 30 * 16_000
 
 
-def _frames(config: Any) -> SplitFeatures:
-    """Mel bins by frames, two of which make one place."""
-    return SplitFeatures(name="input_features", shape=(config.num_mel_bins, 2 * config.max_source_positions))
-
-
-def _frames_first(config: Any) -> SplitFeatures:
-    return SplitFeatures(name="input_features", shape=(config.max_source_positions, config.input_feat_per_channel))
-
-
-def _sound(_config: Any) -> SplitFeatures:
-    return SplitFeatures(name="input_values", shape=(_SOUND,))
-
-
 _CHANNELS = ("in_channels", "num_channels", "in_chans")
 _UNFLATTENED = ("paddleocr_vl",)
 """Types that take patches with their channels, rows and columns, and not as rows of entries."""
-_FEATURES: Mapping[str, Callable[[Any], SplitFeatures]] = {
-    "moonshine": _sound,
-    "speech_to_text": _frames_first,
-    "whisper": _frames,
+_FEATURES: Mapping[str, Callable[[Any], tuple[str, tuple[int, ...]]]] = {
+    "moonshine": lambda _config: ("input_values", (_SOUND,)),
+    "speech_to_text": lambda config: ("input_features", (config.max_source_positions, config.input_feat_per_channel)),
+    "whisper": lambda config: ("input_features", (config.num_mel_bins, 2 * config.max_source_positions)),
 }
+"""By type the name and the shape of sound, as of mel bins by frames, two of which make one place."""
 
 
 def features_of(model: PreTrainedModel, task: Task) -> SplitFeatures:
@@ -151,7 +139,8 @@ def features_of(model: PreTrainedModel, task: Task) -> SplitFeatures:
     known = _FEATURES.get(config.model_type)
     if known is None:
         raise _unknown(config, f"sound (it is of {', '.join(_FEATURES)})")
-    return known(config)
+    name, shape = known(config)
+    return SplitFeatures(name=name, shape=shape)
 
 
 def _image_and_places(model: PreTrainedModel) -> SplitFeatures:

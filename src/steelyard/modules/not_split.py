@@ -10,6 +10,8 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from steelyard.errors import InvalidModelError, first_line
 
+HINT = "docs/your-own-model.md says what a module must be like"
+
 
 def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
     """The frames of the model's own code through which an error came, and their lines."""
@@ -54,3 +56,8 @@ def not_split(config: PreTrainedConfig, found: str) -> InvalidModelError:
         "lists, an encoder's and a decoder's, whose blocks read its output",
         hint="docs/adding-a-model.md says how to write down what does not split by itself",
     )
+
+
+def refused(place: str, found: str, expected: str = "a chain of blocks", hint: str = HINT) -> InvalidModelError:
+    """The error for what does not split: the path of a module, and what was found there."""
+    return InvalidModelError(field=place or "forward", found=found, expected=expected, hint=hint)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidDataError, InvalidModelError, first_line, nearest
 from steelyard.model.own import BUILDER, OwnSplit
-from steelyard.modules.known_values import HINT
+from steelyard.modules.not_split import HINT
 from steelyard.modules.own_pieces import Loss, OwnModel
 from steelyard.modules.own_proof import proved
 from steelyard.modules.own_split import check_same_module, find_own_split, name_of_leaf, refuse_compiled

@@ -22,7 +22,8 @@ from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.own import OwnLayerType, OwnSplit
 from steelyard.model.read import planned_model
 from steelyard.model.split import BlockArguments
-from steelyard.modules.known_values import HINT, META, Blank, Blanks
+from steelyard.modules.known_values import META, Blank, Blanks
+from steelyard.modules.not_split import HINT
 from steelyard.modules.stubbed_model import ReachedError, StubbedOwn, Swapped, move_module
 
 Loss = Callable[[Any, Any], Tensor]

@@ -9,30 +9,30 @@ threads, give what one gives: all that flows out, and the gradients of what flow
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, first_line
+from steelyard.errors import InvalidModelError, UserError, first_line
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnLayerType, OwnSplit
 from steelyard.model.read import planned_model
 from steelyard.modules.dimensions.tp import apply_tensor_parallel
-from steelyard.modules.known_values import HINT
+from steelyard.modules.kept_splits import read_kept
 from steelyard.modules.layers import ChainLayer, LayerContext, SharedInputs, build_layer, tensors_of
+from steelyard.modules.not_split import HINT
 from steelyard.modules.own_pieces import OwnBatch, OwnModel, loss_of, parts_of
 from steelyard.modules.own_split import FoundSplit, check_sample
 from steelyard.modules.split_tp import Styles, block_suppositions, divided_rows
 from steelyard.modules.stubbed_model import call_arguments
-from steelyard.modules.two_ranks import difference, on_two_ranks
-from steelyard.plan.file import default_folder, digest, keep, parse_file
+from steelyard.modules.two_ranks import difference, gradients_of, on_two_ranks, tried, undivided
+from steelyard.plan.file import default_folder, digest, keep
 from steelyard.plan.strategy import Remat
 
 _logger = logging.getLogger(__name__)
@@ -56,12 +56,9 @@ def proved(found: FoundSplit) -> OwnModel:
     model = found.model
     key = {"own": model.split.model_dump_json(), "version": OWN_VERSION, "torch": torch.__version__}
     path = default_folder() / f"own-{digest(key)}.json"
-    if path.is_file():
-        try:
-            known = parse_file(path, OwnSplit, InvalidProfileError, what="split")
-            return OwnModel(model.module, known, model.loss, model.sample)
-        except UserError as error:
-            _logger.warning("proved again, since what was kept cannot be read: %s", error)
+    known = read_kept(path, OwnSplit, "proved again, since what was kept cannot be read")
+    if known is not None:
+        return OwnModel(model.module, known, model.loss, model.sample)
     if dist.is_initialized():
         raise InvalidModelError(
             field="model",
@@ -184,7 +181,7 @@ def _whole_results(model: OwnModel) -> dict[str, Tensor]:
             hint="try loss(model(*inputs), targets).backward() on them",
         ) from error
     loss = loss.detach()
-    gradients = {path: each.grad.clone() for path, each in model.module.named_parameters() if each.grad is not None}
+    gradients = gradients_of(model.module.named_parameters())
     count = check_sample(model.sample, has_loss=model.split.has_loss)
     with torch.no_grad():
         each = [_loss_of_part(model, part) for part in parts_of(model.sample, count)]
@@ -222,22 +219,16 @@ def _divided(found: FoundSplit, number: int) -> OwnLayerType:
     path = model.split.blocks[layer - 1]
     block = model.module.get_submodule(path)
     if sum(parameter.numel() for parameter in block.parameters()) > MOST_PARAMS:
-        return layer_type.model_copy(
-            update={"no_tp": f"a block of more than {MOST_PARAMS} parameters is not proved in numbers"}
-        )
+        return undivided(layer_type, [f"a block of more than {MOST_PARAMS} parameters is not proved in numbers"])
     called = {p.removeprefix(f"{path}."): keyword for p, keyword in found.keywords.items() if p.startswith(f"{path}.")}
-    reasons: list[str] = []
-    proof: _BlockProof | None = None
-    for styles in block_suppositions(block, called):
-        proof = proof or _BlockProof(_with_values(model), number, layer)
-        reason = on_two_ranks(partial(proof, styles=styles))
-        if not reason:
-            return layer_type.model_copy(
-                update={"styles": dict(styles), "no_tp": "", "tp_divides": tuple(_sizes(block, styles))}
-            )
-        reasons.append(reason)
-    why = "; ".join(dict.fromkeys(reasons)) or "no way is known to divide its modules"
-    return layer_type.model_copy(update={"no_tp": why})
+    proof = cache(lambda: _BlockProof(_with_values(model), number, layer))
+    ways = tried(block_suppositions(block, called), lambda styles: on_two_ranks(partial(proof(), styles=styles)))
+    if not ways or ways[-1][1]:
+        return undivided(layer_type, (reason for _, reason in ways))
+    styles = ways[-1][0]
+    return layer_type.model_copy(
+        update={"styles": dict(styles), "no_tp": "", "tp_divides": tuple(_sizes(block, styles))}
+    )
 
 
 def _sizes(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
@@ -286,9 +277,5 @@ class _BlockProof:
         outputs = tensors_of(layer.run_alone(layer, tuple(flow), self._context))
         torch.autograd.backward(outputs, self._outgoing)
         found = {"logits": torch.cat([each.detach().flatten() for each in outputs])}
-        found |= {f"its input {place}": each.grad for place, each in enumerate(flow) if each.grad is not None}
-        for name, parameter in layer.named_parameters():
-            if parameter.grad is not None:
-                grad = parameter.grad
-                found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-        return found
+        inputs = ((f"its input {place}", each) for place, each in enumerate(flow))
+        return found | gradients_of([*inputs, *layer.named_parameters()])

@@ -25,9 +25,10 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnInput, OwnLayerType, OwnSplit
 from steelyard.model.split import is_below, is_below_any, outermost
-from steelyard.modules.known_values import HINT, Blank, blank_of
+from steelyard.modules.known_values import Blank, blank_of
+from steelyard.modules.not_split import HINT, refused
 from steelyard.modules.own_pieces import Loss, OwnModel, meta_copy, returned_tensors
-from steelyard.modules.own_recording import Origin, Seen, record, refused
+from steelyard.modules.own_recording import Origin, Seen, record
 from steelyard.modules.split_layer_types import signature
 
 

@@ -6,7 +6,7 @@ tasks have two such lists. The graph of gradients says which parameters a tensor
 
 from collections import UserDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -153,9 +153,7 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     def before(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any]) -> None:
         paths.update(inside.get(module, {}))
         called.append(paths[module])
-        by_place = any(isinstance(each, Tensor) for each in places)
-        first = None if by_place else next((name for name, each in names.items() if isinstance(each, Tensor)), None)
-        keywords[paths[module]], named[paths[module]] = first, names
+        keywords[paths[module]], named[paths[module]] = keyword_of(places, names), names
 
     def after(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any], outputs: Any) -> None:
         path, place = place_of[module]
@@ -164,9 +162,6 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     def watched(_block: nn.Module, places: tuple[Any, ...], names: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return places, {n: Watched(each) if isinstance(each, UserDict) else each for n, each in names.items()}
 
-    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in paths]
-    handles += [block.register_forward_pre_hook(watched, with_kwargs=True) for block in place_of]
-    handles += [block.register_forward_hook(after, with_kwargs=True) for block in place_of]
     try:
         with torch.device("meta"):
             given = given_samples(read, blank(read, SAMPLES, tokens, torch.device("meta")))
@@ -174,19 +169,22 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
             if beside := ids_beside(task):
                 given[beside] = blank(None, SAMPLES, tokens, torch.device("meta"))
         with (
+            ExitStack() as hooks,
             one_sequence_each(),
             torch.device("meta"),
             without_values(given.values(), plain_token(of.config), first_tokens(read)) as known,
             CalledModules(model) as modules,
             _called_with_hooks(place_of),
         ):
+            for module in list(paths):
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            for block in place_of:
+                hooks.enter_context(block.register_forward_pre_hook(watched, with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(after, with_kwargs=True))
             of_features = beside_features(model, read, given.get(beside))
             outputs = model(**given, **of_features, **forward_options(model))
     except Exception as error:
         raise failed_pass(of.config, error) from error
-    finally:
-        for handle in handles:
-            handle.remove()
     if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
         raise of.refusal("batch norms, which would see one rank's microbatch in place of the whole batch")
     places = {path: [place for place, _ in each] for path, each in calls.items()}
@@ -256,6 +254,13 @@ def _is_chain(calls: Sequence[Call]) -> bool:
     )
 
 
+def keyword_of(places: Sequence[Any], names: Mapping[str, Any]) -> str | None:
+    """The name by which a module is given its first tensor; None where by place, or where it is given none."""
+    if any(isinstance(each, Tensor) for each in places):
+        return None
+    return next((name for name, each in names.items() if isinstance(each, Tensor)), None)
+
+
 def tensors_given(call: Call) -> list[Tensor]:
     """The tensors among the arguments of a block, and in mappings among them."""
     given = [each.data if isinstance(each, UserDict) else each for each in (*call.places, *call.names.values())]
@@ -271,18 +276,13 @@ def _called_with_hooks(blocks: Collection[nn.Module]) -> Iterator[None]:
     def forward(block: nn.Module, *places: Any, **names: Any) -> Any:
         return type(block).forward(block, *places, **names) if block in called else block(*places, **names)
 
-    plain = [block for block in blocks if "forward" not in vars(block)]
-    handles = [each.register_forward_pre_hook(lambda module, _given: called.add(module)) for each in plain]
-    handles += [each.register_forward_hook(lambda module, *_: called.discard(module)) for each in plain]
-    for block in plain:
-        block.forward = partial(forward, block)
-    try:
+    with ExitStack() as stack:
+        for block in (block for block in blocks if "forward" not in vars(block)):
+            stack.enter_context(block.register_forward_pre_hook(lambda module, _given: called.add(module)))
+            stack.enter_context(block.register_forward_hook(lambda module, *_: called.discard(module)))
+            block.forward = partial(forward, block)
+            stack.callback(vars(block).pop, "forward")
         yield
-    finally:
-        for block in plain:
-            del block.forward
-        for handle in handles:
-            handle.remove()
 
 
 def _in_blocks(model: nn.Module, lists: Collection[str]) -> dict[nn.Module, dict[nn.Module, str]]:

@@ -7,7 +7,7 @@ context-parallel is proved likewise (`steelyard.modules.two_ranks`), or has a re
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -41,7 +41,16 @@ from steelyard.modules.model_inputs import (
 )
 from steelyard.modules.split_tp import Styles, divided_sizes, follows, suppositions, unread_plan
 from steelyard.modules.splitting import Found, find_split, text_of
-from steelyard.modules.two_ranks import ThreadedProof, difference, loss_of, parameters_by_path, pieces_of
+from steelyard.modules.two_ranks import (
+    ThreadedProof,
+    difference,
+    gradients_of,
+    loss_of,
+    parameters_by_path,
+    pieces_of,
+    tried,
+    undivided,
+)
 from steelyard.plan.shrink import config_of_blocks
 
 IMAGE_NO_SP = "the places of an image are not divided"
@@ -70,39 +79,28 @@ def divided_types(
     ``keywords`` says by what name modules are given their tensor, by their path in the model; ``prove`` returns why
     styles by layer type, with or without sequence parallelism, do not hold, an empty text where they do.
     """
-    found: dict[str, SplitLayerType] = {}
-    for number, layer_type in enumerate(split.kinds):
-        layer = split.layers.index(number)
-        is_block = layer_type.role is LayerRole.BLOCK
+
+    def divided(number: int, layer_type: SplitLayerType) -> SplitLayerType:
+        layer, is_block = split.layers.index(number), layer_type.role is LayerRole.BLOCK
         unread = unread_plan(model, split, layer, keywords) if is_block else ""
-        reasons, of_own_plan = [unread] if unread else [], list[str]()
-        for styles in suppositions(model, split, layer_type, layer, keywords):
-            reason = prove({layer_type.name: styles}, False)
-            is_own = is_block and follows(styles, model, split, layer, keywords)
-            if not reason:
-                known = _no_sp(split, layer_type)
-                no_sp = known or prove({layer_type.name: styles}, True)
-                found[layer_type.name] = layer_type.model_copy(
-                    update={
-                        "styles": dict(styles),
-                        "no_tp": "",
-                        "no_sp": known or (f"not proved: {no_sp}" if no_sp else ""),
-                        "unread_plan": unread or _unproved_plan([] if is_own else of_own_plan),
-                    }
-                )
-                break
-            reasons.append(reason)
-            of_own_plan += [reason] if is_own else []
-        else:
-            why = "; ".join(dict.fromkeys(reasons)) or "no way is known to divide its modules"
-            found[layer_type.name] = layer_type.model_copy(update={"no_tp": why})
-    return tuple(found[layer_type.name] for layer_type in split.kinds)
+        supposed = suppositions(model, split, layer_type, layer, keywords)
+        ways = tried(supposed, lambda styles: prove({layer_type.name: styles}, False))
+        if not ways or ways[-1][1]:
+            return undivided(layer_type, filter(None, [unread, *(reason for _, reason in ways)]))
+        own = [reason for styles, reason in ways if is_block and follows(styles, model, split, layer, keywords)]
+        unproved = f"its own tp plan is not proved on two ranks: {'; '.join(dict.fromkeys(own))}" if all(own) else ""
+        styles, known = ways[-1][0], _no_sp(split, layer_type)
+        no_sp = known or prove({layer_type.name: styles}, True)
+        return layer_type.model_copy(
+            update={
+                "styles": dict(styles),
+                "no_tp": "",
+                "no_sp": known or (f"not proved: {no_sp}" if no_sp else ""),
+                "unread_plan": unread or (unproved if own else ""),
+            }
+        )
 
-
-def _unproved_plan(reasons: Collection[str]) -> str:
-    """Why the model's own plan is not taken though it was tried, from the reasons of all ways to read it."""
-    found = "; ".join(dict.fromkeys(reasons))
-    return f"its own tp plan is not proved on two ranks: {found}" if found else ""
+    return tuple(divided(number, layer_type) for number, layer_type in enumerate(split.kinds))
 
 
 def shares_heads(layer_type: SplitLayerType, one_head: "ThreadedProof") -> bool:
@@ -451,8 +449,7 @@ def _results(
     """The logits, and the gradient of every parameter by its path."""
     model.zero_grad()
     loss_of(logits, labels).backward()
-    gradients = {path: each.grad.clone() for path, each in parameters.items() if each.grad is not None}
-    return {"logits": logits.detach(), **gradients}
+    return {"logits": logits.detach(), **gradients_of(parameters.items())}
 
 
 def _not_exact(split: ModelSplit, found: str) -> InvalidModelError:

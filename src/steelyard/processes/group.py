@@ -100,3 +100,10 @@ def _check_environment() -> None:
             expected="one of the processes that torchrun starts",
             hint="use `steelyard train` or `steelyard profile`, or torchrun --nproc-per-node N -m steelyard.train …",
         )
+
+
+def current_device() -> torch.device:
+    """The device of this process: its current GPU where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
-from steelyard.modules.dimensions import TWINS, Division
+from steelyard.modules.dimensions import divide_layer
 from steelyard.modules.dimensions.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.layers import (
     BlockLayer,
@@ -328,7 +328,5 @@ def _build(
     """One layer as the runtime builds it, before data parallelism."""
     materialize_layer(model, chain, index, seed=0, device=device)
     layer = build_layer(model, chain, index, Remat.NONE)
-    division = Division(model=model, chain=chain, strategy=strategy, mesh=mesh["shape"])
-    for dimension in strategy.dimensions:
-        TWINS[dimension.name].divide(layer, division)
+    divide_layer(layer, chain, strategy, mesh["shape"])
     return layer

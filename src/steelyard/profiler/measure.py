@@ -18,6 +18,7 @@ from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Strategy, shape_strategies
+from steelyard.processes.group import current_device
 from steelyard.profiler.clock import Deadline, barrier, over_ranks
 from steelyard.profiler.collectives import measure_collectives, num_collectives
 from steelyard.profiler.layers import (
@@ -157,13 +158,6 @@ def check_samples(samples: Sequence[int]) -> None:
             expected="one or more whole numbers of 1 or more",
             hint="give the samples that one rank holds in a microbatch, for example 1 2 4",
         )
-
-
-def current_device() -> torch.device:
-    """The device of this process: its current GPU where there is one, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def reserved_over_allocated(device: torch.device) -> float | None:

@@ -9,6 +9,8 @@ A checkpoint may be anyone's: no code of it runs. The description of its tensors
 name any function to be called. Here it may name what such descriptions are made of and nothing else; the tensors
 themselves `torch` reads with ``weights_only``. Objects that are no tensors, which `torch` unpickles whatever they are,
 cannot be described: steelyard writes none.
+
+Checkpoints of a `ParallelModel` in the user's own training loop, readable under any plan.
 """
 
 import errno
@@ -17,7 +19,7 @@ import os
 import pickle
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,6 +43,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.optim import Optimizer
 from torch.serialization import _get_layout
 
 from steelyard.errors import InvalidCheckpointError
@@ -56,6 +59,7 @@ from steelyard.runtime.checkpoint_folder import (
     prepare_folder,
     read_info,
 )
+from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState, random_states, set_random_states
 from steelyard.units import format_bytes
 
@@ -241,7 +245,7 @@ def whole_checkpoint(
     return found, known
 
 
-def load_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.device) -> CheckpointInfo:
+def read_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.device) -> CheckpointInfo:
     """Reads a checkpoint into the tensors of ``state``, whatever plan it was written under; a collective call.
 
     Under the same plan the random generators are set too, so that the run goes on bit by bit. Raises
@@ -326,3 +330,25 @@ def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = 
     if mistake is not None:
         raise InvalidCheckpointError(**mistake)
     return cast("Result", result)
+
+
+_NUM_STEPS = "steelyard.num_steps"
+
+
+def save_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
+    """Writes parameters, optimizer states and the number of steps to a folder; a collective call.
+
+    The folder holds a checkpoint of `torch.distributed.checkpoint` with the names of `steelyard.runtime.state`.
+    """
+    steps = {_NUM_STEPS: torch.tensor(trainer.num_steps)}
+    dcp.save(RunState(trainer, optimizers).tensors() | steps, checkpoint_id=folder)
+
+
+def load_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
+    """Reads what `save_checkpoint` wrote under this or any other plan of the model, in place; a collective call."""
+    state = RunState(trainer, optimizers)
+    state.fill_optimizers()
+    steps = {_NUM_STEPS: torch.tensor(0)}
+    for copy in range(state.names.num_copies):
+        dcp.load(state.tensors(copy=copy) | steps, storage_reader=CheckpointReader(Path(folder)))
+    trainer.num_steps = int(steps[_NUM_STEPS])

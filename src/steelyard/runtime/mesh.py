@@ -69,26 +69,13 @@ class PlanMesh:
         names = self.world.mesh_dim_names
         return self.world[_PIPELINE].get_group() if names and _PIPELINE in names else None
 
-    def samples(self, strategy: Strategy) -> DeviceMesh:
-        """The one-axis mesh over which the strategy divides samples."""
-        return self.runs[strategy.sample_axes]
-
     def states(self, strategy: Strategy) -> tuple[DeviceMesh, DeviceMesh]:
         """The one-axis meshes over which a layer's states are replicated, and over which they are sharded."""
         return self.runs[strategy.replica_axes], self.runs[strategy.shard_axes]
 
-    def expert_states(self, strategy: Strategy) -> tuple[DeviceMesh, DeviceMesh]:
-        """The same for the states of experts that are divided over ranks."""
-        replicas, shards = strategy.expert_state_axes
-        return self.runs[replicas], self.runs[shards]
-
     def dimension(self, strategy: Strategy, dimension: Dimension) -> DeviceMesh:
         """The one-axis mesh of the ranks that share a dimension of the strategy."""
         return self.runs[strategy.axes_of(dimension) if dimension.is_level else strategy.expert_axes]
-
-    def data(self, strategy: Strategy) -> DeviceMesh:
-        """The one-axis mesh of the ranks with different samples or tokens."""
-        return self.runs[strategy.data_axes]
 
     def hidden_placement(self, strategy: Strategy) -> HiddenPlacement:
         """Placement of a layer's activations [B, S, H] over the small axes of the stage."""
@@ -168,9 +155,4 @@ def _flat_mesh(world: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 def data_index(mesh: PlanMesh, strategy: Strategy) -> int:
     """Which share of every microbatch this rank holds in a layer of this strategy."""
-    return mesh.samples(strategy).get_local_rank()
-
-
-def default_device_type() -> str:
-    """``cuda`` where a GPU is at hand, else ``cpu``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return mesh.runs[strategy.sample_axes].get_local_rank()

@@ -32,10 +32,11 @@ from steelyard.modules.router_loss import PartRouters
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
+from steelyard.processes.group import current_device
 from steelyard.runtime.checks import check_world_size
 from steelyard.runtime.data.order import rank_samples
 from steelyard.runtime.data.tokens import Samples
-from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
+from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index
 from steelyard.runtime.pipeline_part import (
     ActivationLayout,
     Exchange,
@@ -143,10 +144,6 @@ class ParallelModel:
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's sharded parameters."""
         return concatenated.from_iterable(chunk.layers.parameters() for chunk in self.chunks)
-
-    def num_local_params(self) -> int:
-        """Entries of this rank's shards of the parameters."""
-        return sum(local_part(parameter).numel() for parameter in self.parameters())
 
     def make_optimizers(self, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Optimizer]:
         """One optimizer per mesh and placement among trained parameters: fused updates do not mix meshes."""
@@ -372,9 +369,8 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
 
 def parallelize_checked(model: PreTrainedModel | OwnModel, plan: Plan, seed: int) -> ParallelModel:
     """This rank's part of a model that is known to be the plan's, as `parallelize` makes it."""
-    device_type = default_device_type()
-    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    return parallelize_on(build_mesh(plan, device_type), device, model, plan, seed=seed)
+    device = current_device()
+    return parallelize_on(build_mesh(plan, device.type), device, model, plan, seed=seed)
 
 
 def parallelize_on(

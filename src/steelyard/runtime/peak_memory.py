@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from types import SimpleNamespace
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -34,14 +35,11 @@ CUDA_METHOD = "torch.cuda.max_memory_allocated"
 STORAGE_METHOD = "live tensor storages"
 
 
-class PeakMeter(Protocol):
-    """What `measure_peak` yields: ``peak_bytes`` is final when the context ends."""
+def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> AbstractContextManager[Any]:
+    """A context that measures the peak of what its body allocates together with ``tensors``, which live already.
 
-    peak_bytes: int
-
-
-def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> AbstractContextManager[PeakMeter]:
-    """A context that measures the peak of what its body allocates together with ``tensors``, which live already."""
+    ``peak_bytes`` of what it yields is final when the context ends.
+    """
     return _cuda_peak(device) if device.type == "cuda" else LiveStorages(tensors)
 
 
@@ -149,13 +147,9 @@ def held_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class _CudaPeak:
-    peak_bytes = 0
-
-
 @contextmanager
-def _cuda_peak(device: torch.device) -> Iterator[PeakMeter]:
-    meter = _CudaPeak()
+def _cuda_peak(device: torch.device) -> Iterator[SimpleNamespace]:
+    meter = SimpleNamespace(peak_bytes=0)
     torch.cuda.reset_peak_memory_stats(device)
     yield meter
     meter.peak_bytes = torch.cuda.max_memory_allocated(device)

@@ -19,7 +19,7 @@ from steelyard.errors import InvalidCheckpointError, InvalidDataError, UserError
 from steelyard.output import say, write_file
 from steelyard.processes.failure import Standing, previous_failures, read_standing, restart_count, write_standing
 from steelyard.processes.start import LOST_PEER, TAKEN_IN_VARIABLE
-from steelyard.runtime.checkpoint import Checkpointer, load_checkpoint, on_first_rank, whole_checkpoint
+from steelyard.runtime.checkpoint import Checkpointer, on_first_rank, read_checkpoint, whole_checkpoint
 from steelyard.runtime.checkpoint_folder import (
     AUTO,
     LATEST,
@@ -83,7 +83,7 @@ class Persistence:
             self._tokenizer = tokenizer_files(options.tokenizer)
         if resumed is not None:
             path, notices = resumed
-            info = load_checkpoint(path, self._state, self._model.plan, self._model.device)
+            info = read_checkpoint(path, self._state, self._model.plan, self._model.device)
             self._check_same_run(info)
             self.num_steps, self.num_samples = info.step, info.num_samples
             if options.metrics is not None:

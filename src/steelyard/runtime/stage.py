@@ -44,7 +44,6 @@ from steelyard.runtime.pipeline_part import ActivationLayout, border
 
 def shard_layer(
     layer: ChainLayer,
-    model: PreTrainedModel,
     chain: ModelChain,
     strategy: Strategy,
     mesh: PlanMesh,
@@ -68,10 +67,10 @@ def shard_layer(
     for name, twin in TWINS.items():
         if name in used:
             ranks = mesh.dimension(strategy, used[name])
-            twin.divide(layer, Division(model=model, chain=chain, strategy=strategy, mesh=ranks))
+            twin.divide(layer, Division(chain=chain, strategy=strategy, mesh=ranks))
     replicas, shards = mesh.states(strategy)
     divides_experts = strategy.expert_degree > 1
-    outer_replicas, outer_shards = mesh.expert_states(strategy)
+    outer_replicas, outer_shards = (mesh.runs[axes] for axes in strategy.expert_state_axes)
     if strategy.state_shards > 1:
         return shard_over(
             layer,
@@ -315,7 +314,7 @@ def _build_chunk(
         materialize_layer(model, chain, number, seed=seed, device=device)
         layer = build_layer(model, chain, number, strategy.remat)
         has_backward = chain.has_backward(number)
-        sharded = shard_layer(layer, model, chain, strategy, mesh, plan.precision, has_backward=has_backward)
+        sharded = shard_layer(layer, chain, strategy, mesh, plan.precision, has_backward=has_backward)
         if isinstance(sharded, Replica):
             replicas.append(sharded)
         layers[str(number)] = layer
@@ -331,7 +330,7 @@ def _build_chunk(
         incoming=_placement(arriving, mesh) if arriving else mesh.hidden_placement(strategies[0]),
         outgoing=_placement(leaving, mesh) if leaving else None,
         mesh=mesh.stage,
-        shares=[mesh.data(strategy).get_local_rank() for strategy in strategies],
+        shares=[mesh.runs[strategy.data_axes].get_local_rank() for strategy in strategies],
         routers=routers,
     )
     if len(replicas) < len(layers):

@@ -23,6 +23,7 @@ from steelyard.errors import InvalidPlanError
 from steelyard.modules.dimensions import take_imbalance
 from steelyard.modules.own_builder import build_planned
 from steelyard.modules.own_pieces import OwnModel
+from steelyard.modules.updates import local_part
 from steelyard.output import write_file
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import OWN_TERMS
@@ -32,7 +33,7 @@ from steelyard.runtime.checks import check_builder, device_type_of, stage_pool
 from steelyard.runtime.data.own import OwnData
 from steelyard.runtime.data.source import SampleData, open_samples
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
-from steelyard.runtime.optimizer import learning_rate, make_adamw, set_learning_rate
+from steelyard.runtime.optimizer import learning_rate, make_adamw
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_checked, parallelize_plan
 from steelyard.runtime.peak_memory import measure_peak, memory_method
@@ -126,6 +127,7 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
     `DivergedError` when the loss is not finite.
     """
     own = planned_own(plan, options)
+    data: SampleData | OwnData
     if own is None:
         data = open_samples(data_path, options.text, plan.chain(), seq_len=plan.seq_len, seed=options.seed)
     else:
@@ -190,7 +192,7 @@ class _Trainer:
     """The state of a run on this rank."""
 
     def __init__(
-        self, model: ParallelModel, data: SampleData, options: TrainOptions, memory_limit: MemoryLimit
+        self, model: ParallelModel, data: SampleData | OwnData, options: TrainOptions, memory_limit: MemoryLimit
     ) -> None:
         self.model = model
         self.peak_bytes = 0
@@ -209,7 +211,8 @@ class _Trainer:
         watch = SlownessWatch(self.model, self._options)
         for step in range(first_step, self._options.steps):
             lr = learning_rate(step, self._options)
-            set_learning_rate(self._optimizers, lr)
+            for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+                group["lr"] = lr
             started_s = time.perf_counter()
             if step == memory_step:
                 loss, norm = self._measured_step(step)
@@ -348,7 +351,7 @@ def _gather_ranks(trainer: _Trainer, timed: list[Step]) -> tuple[RankRecord, ...
         stage=model.mesh.stage_index,
         peak_bytes=trainer.peak_bytes,
         memory_method=memory_method(model.device),
-        num_params=model.num_local_params(),
+        num_params=sum(local_part(parameter).numel() for parameter in model.parameters()),
         busy_s=statistics.median(step.busy_s for step in timed),
         own_s=statistics.median(step.own_s for step in timed),
         host=socket.gethostname(),

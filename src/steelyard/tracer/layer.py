@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.own import OwnSplit
-from steelyard.modules.dimensions import TWINS, Division, exchange_alone
+from steelyard.modules.dimensions import divide_layer, exchange_alone
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.layers import (
     ChainLayer,
@@ -127,9 +127,7 @@ def fake_layer(traced: TracedLayer) -> Iterator[ChainLayer]:
     layer = copy.deepcopy(build_layer(traced.model, traced.chain, traced.layer, Remat.NONE))
     with FakeTensorMode(allow_non_fake_inputs=False), ExitStack() as stack:
         make_fake(layer, traced.dtype)
-        division = Division(model=traced.model, chain=traced.chain, strategy=traced.strategy, mesh=traced.mesh)
-        for dimension in traced.strategy.dimensions:
-            TWINS[dimension.name].divide(layer, division)
+        divide_layer(layer, traced.chain, traced.strategy, traced.mesh)
         if traced.exchanged is not None:
             exchange_alone(layer, traced.mesh._get_root_mesh()[ALONE], received_share=traced.exchanged)
         if traced.strategy.tensor_degree > 1 and traced.role is LayerRole.HEAD:

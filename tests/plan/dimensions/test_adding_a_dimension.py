@@ -295,4 +295,4 @@ def test_a_dimension_without_a_twin_is_refused_when_a_layer_is_made(monkeypatch:
         with pytest.raises(
             InvalidPlanError, match="rp in rp2\n  expected: dimensions that the runtime carries out: tp"
         ):
-            shard_layer(layer, model, chain(), parse_strategy("rp2"), unused, "fp32")
+            shard_layer(layer, chain(), parse_strategy("rp2"), unused, "fp32")

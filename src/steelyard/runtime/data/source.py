@@ -18,11 +18,10 @@ feature extractor makes.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from steelyard.errors import InvalidDataError
 from steelyard.model.chain import ModelChain
@@ -44,17 +43,10 @@ from steelyard.runtime.data.tokens import MadeUpTokens, MaskedData, PrefixLmData
 FEATURES, TOKENS = "features.npy", "tokens.npy"
 
 
-class _Tokens(Protocol):
-    num_samples: int
-
-    def read(self, samples: list[int]) -> Tensor:
-        """Tokens [len, S + 1]."""
-
-
 class SyntheticFeatures:
     """Noise that the seed and a sample's number decide, with the samples of ``tokens``."""
 
-    def __init__(self, features: SplitFeatures, tokens: _Tokens, *, seed: int) -> None:
+    def __init__(self, features: SplitFeatures, tokens: TokenData, *, seed: int) -> None:
         self.num_samples = tokens.num_samples
         self._features, self._tokens, self._seed = features, tokens, mixed(seed)
 
@@ -223,15 +215,8 @@ def _read_image(file: Path, shape: ImageShape) -> np.ndarray:
     return np.ascontiguousarray(values.transpose(2, 0, 1)) / 127.5 - 1
 
 
-class SampleData(Protocol):
-    """Samples in an order that no plan changes."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of an epoch."""
-
-    def read(self, samples: list[int]) -> Tensor | Samples:
-        """These samples of the run, counted from its first step on."""
+SampleData: TypeAlias = TokenData | PrefixLmData | MaskedData | ImageData | FeatureFolder | SyntheticFeatures
+"""Samples in an order that no plan changes."""
 
 
 def open_samples(path: str | Path, text: TextOptions, chain: ModelChain, *, seq_len: int, seed: int) -> SampleData:

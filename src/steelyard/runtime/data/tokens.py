@@ -16,7 +16,6 @@ Sources: Devlin et al. 2019, section 3.1, where the number is 15 % on average an
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from steelyard.errors import InvalidDataError
 from steelyard.modules.model_inputs import IGNORED
+from steelyard.runtime.data.files import TokenFile
 from steelyard.runtime.data.order import SampleOrder, mixed
 
 
@@ -38,17 +38,6 @@ class Samples:
     def of(cls, read: "Tensor | Samples") -> "Samples":
         """Samples as they are, or those of next-token prediction in token ids [N, S + 1]."""
         return cls(inputs=read[:, :-1], labels=read[:, 1:]) if isinstance(read, Tensor) else read
-
-
-class TokenSource(Protocol):
-    """A stream of token ids."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the stream."""
-
-    def read(self, first: int, count: int) -> np.ndarray:
-        """``count`` token ids from token ``first`` on, as 64-bit numbers."""
 
 
 class MadeUpTokens:
@@ -75,7 +64,9 @@ class TokenData:
     Raises `InvalidDataError` if the stream is shorter than one sample.
     """
 
-    def __init__(self, tokens: TokenSource, *, name: str, seq_len: int, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self, tokens: TokenFile | MadeUpTokens, *, name: str, seq_len: int, vocab_size: int, seed: int
+    ) -> None:
         self.num_samples = (tokens.num_tokens - 1) // seq_len
         if self.num_samples < 1:
             raise InvalidDataError(
