@@ -29,7 +29,7 @@ from steelyard.modules.prepared import stored_apart
 from steelyard.modules.split_proof import split_model
 from steelyard.plan.strategy import Remat
 from steelyard.runtime import weights
-from steelyard.runtime.outputs import check_export, tokenizer_files
+from steelyard.runtime.checks import check_export, tokenizer_files
 from steelyard.runtime.state import ParameterNames, parameter_names, saved_tensors
 from steelyard.runtime.weights import (
     INDEX_FILE,

@@ -16,8 +16,7 @@ from typing import Any
 
 from steelyard.cost.execution import MEGATRON_CORE, MEGATRON_FSDP
 from steelyard.errors import UserError
-from steelyard.export.target import Draft, Request, Target
-from steelyard.export.uniform import PipelinePart, UniformPlan
+from steelyard.export.target import Draft, PipelinePart, Request, Target, UniformPlan
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.plan.capabilities import Capabilities, dimensions_of

@@ -17,8 +17,7 @@ from typing import Any
 
 from steelyard.cost.execution import TORCHTITAN
 from steelyard.errors import UserError
-from steelyard.export.target import Draft, Request, Target
-from steelyard.export.uniform import PipelinePart, UniformPlan
+from steelyard.export.target import Draft, PipelinePart, Request, Target, UniformPlan
 from steelyard.model.chain import ModelChain
 from steelyard.plan.capabilities import Capabilities, dimensions_of
 from steelyard.plan.dimensions.ep import DEGREE

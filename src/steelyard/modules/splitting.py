@@ -39,14 +39,6 @@ from steelyard.model.split import (
     width_of,
 )
 from steelyard.modules.build import auto_class_of, build_from_config
-from steelyard.modules.flows import (
-    all_streams,
-    block_call,
-    encoded_argument,
-    order_of,
-    state_lengths,
-    streams_past_a_tower,
-)
 from steelyard.modules.model_inputs import features_of
 from steelyard.modules.not_split import not_split
 from steelyard.modules.prepared import prepare
@@ -61,7 +53,15 @@ from steelyard.modules.recording import (
     parameters_of,
     record_pass,
 )
-from steelyard.modules.split_layer_types import types_of_layers
+from steelyard.modules.split_layer_types import (
+    all_streams,
+    block_call,
+    encoded_argument,
+    order_of,
+    state_lengths,
+    streams_past_a_tower,
+    types_of_layers,
+)
 from steelyard.modules.stubbed_model import holds_parameters
 
 

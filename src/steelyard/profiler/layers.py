@@ -31,7 +31,6 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
 from steelyard.modules.dimensions import divide_layer
-from steelyard.modules.dimensions.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.layers import (
     BlockLayer,
     ChainLayer,
@@ -44,6 +43,7 @@ from steelyard.modules.layers import (
     tensors_of,
 )
 from steelyard.modules.model_inputs import decoder_inputs, random_samples
+from steelyard.modules.replicated import activation_dtype, replicate_over, shard_over
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiler.clock import Stopwatch, barrier, fast_half_columns, fast_half_mean, num_repetitions, over_ranks

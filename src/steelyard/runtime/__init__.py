@@ -15,18 +15,15 @@
 | `train`               | the training loop of one rank, its memory limit, and the run record             |
 | `persistence`         | how a run begins and what it leaves behind: resume, weights, checkpoints        |
 | `state`               | parameters and optimizer states under names that no plan changes                |
-| `checkpoint`          | writes checkpoints beside the training, reads anyone's under any plan           |
+| `checkpoint`          | checkpoints beside the training or in the user's own loop, read under any plan  |
 | `checkpoint_folder`   | which checkpoints are complete, and which may go                  (no torch)    |
-| `own_loop`            | checkpoints in the user's own training loop                                     |
 | `weights`             | Hugging Face folders, read straight into shards and written                     |
 | `parity`              | compares training under a plan with one process                                 |
 | `parity_run`          | starts that comparison on this host                               (no torch)    |
 | `dry_run`             | the memory of one rank of a plan, on fake tensors                               |
 | `peak_memory`         | the peak of what a process's tensors hold, by term                              |
-| `outputs`             | what a run writes beside its checkpoints is tried before it begins (no torch)   |
 | `options`             | options of a run and their command-line form                      (no torch)    |
 | `launch`              | starts a training run on this host                                (no torch)    |
-| `process`             | one process of a training run: arguments, checks, the run                       |
-| `elastic`             | which plan the processes of an elastic run follow                               |
-| `checks`              | what must hold before a plan is run, of options and host          (no torch)    |
+| `process`             | one process of a training run: arguments, checks, the plan it follows, the run  |
+| `checks`              | what must hold before a run, of options, outputs and host         (no torch)    |
 """

@@ -65,7 +65,7 @@ from steelyard.modules.experts import even_dim, routed_experts
 from steelyard.modules.fake_op_cache import FakeOpCache
 from steelyard.modules.layers import Flow, tensors_of
 from steelyard.modules.model_inputs import blank_samples
-from steelyard.modules.own_builder import build_planned
+from steelyard.modules.own_proof import build_planned
 from steelyard.modules.updates import LocalAdamW
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, mesh_axes

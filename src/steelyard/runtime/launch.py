@@ -25,10 +25,9 @@ from steelyard.runtime.checkpoint_folder import (
     newest_intact,
     read_info,
 )
-from steelyard.runtime.checks import check_builder, check_elastic, check_host
+from steelyard.runtime.checks import check_builder, check_elastic, check_host, check_outputs
 from steelyard.runtime.data.prepare import prepare_data
 from steelyard.runtime.options import TrainOptions
-from steelyard.runtime.outputs import check_outputs
 from steelyard.units import format_bytes, format_seconds
 
 OUT_OF_MEMORY = "MemoryExceededError"

@@ -25,8 +25,8 @@ from steelyard.model.own import OwnSplit
 from steelyard.modules.build import build_meta_model, hub_config
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, as_flow
 from steelyard.modules.model_inputs import IGNORED, blank_samples, decoder_inputs
-from steelyard.modules.own_builder import check_read, planned_module
 from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel, parts_of
+from steelyard.modules.own_proof import check_read, planned_module
 from steelyard.modules.own_split import refuse_compiled
 from steelyard.modules.router_loss import PartRouters
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part

@@ -29,8 +29,8 @@ from steelyard.runtime.checkpoint_folder import (
     newest_intact,
     plan_hash,
 )
+from steelyard.runtime.checks import tokenizer_files
 from steelyard.runtime.options import TrainOptions
-from steelyard.runtime.outputs import tokenizer_files
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
 from steelyard.runtime.weights import export_weights, load_weights

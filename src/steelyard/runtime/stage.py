@@ -20,7 +20,6 @@ from steelyard.model.chain import ModelChain
 from steelyard.modules.build import materialize_layer, prepare_model
 from steelyard.modules.context_attention import SEQUENCE_DIM, in_order, natural_order, rank_order
 from steelyard.modules.dimensions import TWINS, Division
-from steelyard.modules.dimensions.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.freezing import check_frozen
 from steelyard.modules.layers import (
     ChainLayer,
@@ -34,7 +33,7 @@ from steelyard.modules.layers import (
     tensors_of,
 )
 from steelyard.modules.own_pieces import OwnBatch
-from steelyard.modules.replicated import Replica, Replicas
+from steelyard.modules.replicated import Replica, Replicas, activation_dtype, replicate_over, shard_over
 from steelyard.modules.router_loss import PartRouters, check_routers, router_loss_of
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Strategy

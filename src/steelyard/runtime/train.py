@@ -21,8 +21,8 @@ from torch import Tensor
 
 from steelyard.errors import InvalidPlanError
 from steelyard.modules.dimensions import take_imbalance
-from steelyard.modules.own_builder import build_planned
 from steelyard.modules.own_pieces import OwnModel
+from steelyard.modules.own_proof import build_planned
 from steelyard.modules.updates import local_part
 from steelyard.output import write_file
 from steelyard.plan.plan import Plan
@@ -30,8 +30,7 @@ from steelyard.plan.prediction import OWN_TERMS
 from steelyard.processes.allocator import allocator_setting
 from steelyard.profiles.record import OwnWork, RankRecord, RunRecord, SlowRank, StepRecord, slow_ranks
 from steelyard.runtime.checks import check_builder, device_type_of, stage_pool
-from steelyard.runtime.data.own import OwnData
-from steelyard.runtime.data.source import SampleData, open_samples
+from steelyard.runtime.data.source import OwnData, SampleData, open_samples
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_adamw
 from steelyard.runtime.options import TrainOptions

@@ -35,12 +35,12 @@ from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
-from steelyard.modules.dimensions.data_parallel import activation_dtype
 from steelyard.modules.prepared import stored_apart
+from steelyard.modules.replicated import activation_dtype
 from steelyard.modules.updates import local_part
 from steelyard.output import command
 from steelyard.plan.plan import Plan
-from steelyard.runtime.outputs import export_part
+from steelyard.runtime.checks import export_part
 from steelyard.runtime.state import RunState
 
 OpenTensor = Callable[[str], Any]

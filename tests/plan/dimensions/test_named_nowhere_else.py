@@ -24,7 +24,7 @@ MAY_NAME = {
     "export/pytorch.py": "says what its script can run",
     "export/scripts/train_plan.py": "stands alone, without this package",
     "export/torchtitan.py": LANGUAGE,
-    "export/uniform.py": "has the degrees of one strategy by the names that frameworks give them",
+    "export/target.py": "has the degrees of one strategy by the names that frameworks give them",
     "model/read.py": "makes a chain of data that say how layers are divided",
     "modules/context_attention.py": "has the methods of attention over divided tokens, by name",
     "modules/own_proof.py": "proves how the blocks of a user's own module divide",

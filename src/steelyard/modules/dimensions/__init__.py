@@ -1,7 +1,7 @@
 """The twins of the parallelism dimensions: each makes a layer so on a mesh axis. One for each of
 `steelyard.plan.dimensions`.
 
-What becomes of states over ranks that divide samples is said in `data_parallel` here, for all dimensions alike.
+What becomes of states over ranks that divide samples is said in `steelyard.modules.replicated`, for all alike.
 """
 
 from torch.distributed.device_mesh import DeviceMesh

@@ -12,7 +12,7 @@ ranks over which the layer divides its data, so what they compute for each other
 | computed again, selective | none: `steelyard.modules.remat` keeps what all-to-alls return                       |
 
 A rank holds E/e experts as parameters of its own: DTensors, sharded by experts over the e ranks. Their gradients are
-of the tokens of the whole group, so they are summed over the other D/e ranks alone (`data_parallel` here).
+of the tokens of the whole group, so they are summed over the other D/e ranks alone (`steelyard.modules.replicated`).
 Under tensor parallelism, ep divides the experts of each tp rank over the ranks with the same place in tp.
 
 On fake tensors the routing is unknown: every rank sends as many pairs to each, and receives as many as it sends or so

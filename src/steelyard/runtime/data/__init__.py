@@ -10,6 +10,5 @@ its number. A rank reads the samples that it trains on and no others.
 | `files`   | token files, read in place; a file that shrinks is an error and not a crash      |
 | `prepare` | text, its documents and tokenizers, as a token file, made once and kept          |
 | `tokens`  | samples of next-token and masked-token prediction, and of encoder and decoder    |
-| `source`  | what ``--data PATH`` means; samples of images, and of features beside tokens     |
-| `own`     | samples for a user's own module                                                  |
+| `source`  | what ``--data PATH`` means; samples of images, of features, of one's own module  |
 """
