@@ -131,21 +131,28 @@ def load_model(name_or_path: str | Path, *, image_size: tuple[int, int] | None =
     """
     name, config = load_config(name_or_path)
     if image_size is not None:
-        config = _with_image_size(config, image_size)
+        vision = config.get("vision_config")
+        own = vision.get("image_size") if isinstance(vision, Mapping) else None
+        if (
+            not isinstance(vision, Mapping)
+            or "spatial_merge_size" not in vision
+            or own not in (None, image_size[0], [*image_size])
+        ):
+            raise InvalidModelError(
+                field="--image-size",
+                found=f"{image_size[0]}x{image_size[1]} for {config.get('model_type')}"
+                + (f", whose images are {own}" if own else ""),
+                expected="a model that reads any images: its vision_config has a spatial_merge_size and no image_size",
+                hint="leave the option out, or write vision_config.image_size into the config",
+            )
+        config = {
+            **config,
+            "vision_config": {
+                **vision,
+                "image_size": image_size[0] if image_size[0] == image_size[1] else [*image_size],
+            },
+        }
     return chain_from_config(config, name=name)
-
-
-def _with_image_size(config: Mapping[str, Any], size: tuple[int, int]) -> Mapping[str, Any]:
-    vision = config.get("vision_config")
-    own = vision.get("image_size") if isinstance(vision, Mapping) else None
-    if not isinstance(vision, Mapping) or "spatial_merge_size" not in vision or own not in (None, size[0], [*size]):
-        raise InvalidModelError(
-            field="--image-size",
-            found=f"{size[0]}x{size[1]} for {config.get('model_type')}" + (f", whose images are {own}" if own else ""),
-            expected="a model that reads any images: its vision_config has a spatial_merge_size and no image_size",
-            hint="leave the option out, or write vision_config.image_size into the config",
-        )
-    return {**config, "vision_config": {**vision, "image_size": size[0] if size[0] == size[1] else [*size]}}
 
 
 def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
@@ -216,7 +223,15 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
         if split is None:
             raise _unknown(model_type)
     if split.text_alone and model_type != split.model_type:
-        return chain_from_config(_text_of(config, split), name=name, split=split)
+        text = config.get(TEXT_PART)
+        if not isinstance(text, Mapping):
+            raise InvalidModelError(
+                field=TEXT_PART,
+                found="nothing",
+                expected=f"the config of a {split.model_type}, which alone is planned: {split.text_alone}",
+                hint="give the config.json that the model was published with",
+            )
+        return chain_from_config({**text, "model_type": split.model_type}, name=name, split=split)
     return _chain_of(split, name, dict(config), identity)
 
 
@@ -245,19 +260,6 @@ def _chain_of(split: Split, name: str, config: dict[str, Any], identity: str) ->
         sizes=sizes_in(config),
         split=split,
     )
-
-
-def _text_of(config: Mapping[str, Any], split: ModelSplit) -> Mapping[str, Any]:
-    """The config of the text alone; raises `InvalidModelError` where the config of the whole leaves it out."""
-    text = config.get(TEXT_PART)
-    if not isinstance(text, Mapping):
-        raise InvalidModelError(
-            field=TEXT_PART,
-            found="nothing",
-            expected=f"the config of a {split.model_type}, which alone is planned: {split.text_alone}",
-            hint="give the config.json that the model was published with",
-        )
-    return {**text, "model_type": split.model_type}
 
 
 def _unknown(model_type: str) -> InvalidModelError:

@@ -187,9 +187,7 @@ def _attend(
         return _GatheredAttention.apply(query, key, value, division.mesh, scores)
     query, key, value = _heads_to_tokens(query, key, value, division.mesh)
     output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-    ranked = in_order(output, rank_order(division.mesh.size()))
-    heads = _exchanged(ranked.unflatten(SEQUENCE_DIM, (division.mesh.size(), -1)).movedim(1, 0), division.mesh)
-    return heads.movedim(0, 2).flatten(2, 3)
+    return _tokens_to_heads(output, division.mesh)
 
 
 # gather
@@ -225,8 +223,7 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient_BshD: Tensor) -> tuple[Tensor | None, ...]:  # noqa: N803
         query_BhsD, key_BgsD, value_BgsD, output_BshD, *log_sums = ctx.saved_tensors  # noqa: N806
         keys, values = _gather_keys(key_BgsD, value_BgsD, ctx.mesh)
-        batch, heads, length, size = keys.shape
-        of_pairs = key_BgsD.new_zeros((batch, length, 2, heads, size))
+        of_pairs = key_BgsD.new_zeros(_pairs_shape(keys))
         of_keys, of_values = _unpaired(of_pairs)
         of_queries = []
         ends = _prefixes(keys, ctx.mesh)
@@ -239,16 +236,7 @@ class _GatheredAttention(torch.autograd.Function):
             of_keys[:, :, end - reach : end] += found.key
             of_values[:, :, end - reach : end] += found.value
         del keys, values
-        pieces = of_pairs.chunk(2 * ctx.mesh.size(), 1)
-        in_rank_order = torch.stack([pieces[place] for place in rank_order(ctx.mesh.size())])
-        group = ctx.mesh.get_group().group_name
-        scattered = _collective.reduce_scatter_tensor(in_rank_order, "sum", ctx.mesh.size(), group)
-        return (
-            torch.cat(of_queries, 2),
-            *_unpaired(torch.cat(_collective.wait_tensor(scattered).unbind(), 1)),
-            None,
-            None,
-        )
+        return torch.cat(of_queries, 2), *_scatter_sums(of_pairs, ctx.mesh), None, None
 
 
 def _prefixes(keys: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
@@ -269,10 +257,25 @@ def _gather_keys(key_BgsD: Tensor, value_BgsD: Tensor, mesh: DeviceMesh) -> tupl
     return _unpaired(pairs_BS2gD)
 
 
+def _pairs_shape(keys_BgSD: Tensor) -> tuple[int, ...]:  # noqa: N803
+    """Shape [B, S, 2, g, D] of keys and values side by side."""
+    batch, heads, length, size = keys_BgSD.shape
+    return batch, length, 2, heads, size
+
+
 def _unpaired(pairs_BS2gD: Tensor) -> tuple[Tensor, Tensor]:  # noqa: N803
     """Views [B, g, S, D] of keys and values side by side."""
     key, value = pairs_BS2gD.transpose(1, 3).unbind(2)
     return key, value
+
+
+def _scatter_sums(of_pairs_BS2gD: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:  # noqa: N803
+    """Of gradients of all keys and values the sums over ranks of this rank's own, [B, g, s, D] each."""
+    pieces = of_pairs_BS2gD.chunk(2 * mesh.size(), 1)
+    in_rank_order = torch.stack([pieces[place] for place in rank_order(mesh.size())])
+    group = mesh.get_group().group_name
+    scattered = _collective.reduce_scatter_tensor(in_rank_order, "sum", mesh.size(), group)
+    return _unpaired(torch.cat(_collective.wait_tensor(scattered).unbind(), 1))
 
 
 # ulysses
@@ -293,6 +296,13 @@ def _heads_to_tokens(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh
     whole = in_order(mine.transpose(0, 1).flatten(1, 2), natural_order(mesh.size()))
     query, key, value = whole.transpose(1, 2).split([part.size(3) for part in parts], 1)
     return query, key, value
+
+
+def _tokens_to_heads(output_BShD: Tensor, mesh: DeviceMesh) -> Tensor:  # noqa: N803
+    """This rank's tokens of all heads, [B, s, h, D], of all tokens in natural order of this rank's heads."""
+    ranked = in_order(output_BShD, rank_order(mesh.size()))
+    heads = _exchanged(ranked.unflatten(SEQUENCE_DIM, (mesh.size(), -1)).movedim(1, 0), mesh)
+    return heads.movedim(0, 2).flatten(2, 3)
 
 
 def _exchanged(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

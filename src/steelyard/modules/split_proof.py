@@ -204,7 +204,22 @@ def _split_and_structure(full: PreTrainedConfig, folder: Path | None) -> tuple[M
         if all(each.result is None for each in found.split.streams):
             raise
         structure, small = _proved(found, folder, keeps_results=True)
-    return _with_proof(found, small), structure, small
+    layer_types = tuple(
+        layer_type.model_copy(
+            update={
+                "styles": proved.styles,
+                "no_tp": proved.no_tp,
+                "no_sp": proved.no_sp,
+                "unread_plan": proved.unread_plan,
+                "no_cp": no_cp(found.split, layer_type, attention_drops=found.attention_drops) or proved.no_cp,
+                "tp_shares": proved.tp_shares,
+                "tp_divides": divided_sizes(found.model, found.split, number, proved.styles),
+            }
+        )
+        for number, (layer_type, proved) in enumerate(zip(found.split.kinds, small.kinds, strict=True))
+    )
+    options = {"sides_by_sample": small.sides_by_sample, "head_sees_shape": small.head_sees_shape}
+    return found.split.model_copy(update={**options, "kinds": layer_types}), structure, small
 
 
 def _proved(found: Found, folder: Path | None, *, keeps_results: bool = False) -> tuple[str, ModelSplit]:
@@ -248,26 +263,6 @@ def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
         yield with_entries(plain, {key: value for key, value in blocks.items() if key != "sliding_window"}), few
     for config in (plain, wide):
         yield config, list(range(chain.num_layers))
-
-
-def _with_proof(found: Found, small: ModelSplit) -> ModelSplit:
-    """The split of a model with what is proved of a small one, and the sizes that its own degrees divide."""
-    layer_types = tuple(
-        layer_type.model_copy(
-            update={
-                "styles": proved.styles,
-                "no_tp": proved.no_tp,
-                "no_sp": proved.no_sp,
-                "unread_plan": proved.unread_plan,
-                "no_cp": no_cp(found.split, layer_type, attention_drops=found.attention_drops) or proved.no_cp,
-                "tp_shares": proved.tp_shares,
-                "tp_divides": divided_sizes(found.model, found.split, number, proved.styles),
-            }
-        )
-        for number, (layer_type, proved) in enumerate(zip(found.split.kinds, small.kinds, strict=True))
-    )
-    options = {"sides_by_sample": small.sides_by_sample, "head_sees_shape": small.head_sees_shape}
-    return found.split.model_copy(update={**options, "kinds": layer_types})
 
 
 def _prove(small: Found) -> ModelSplit:

@@ -77,7 +77,23 @@ def measure_optimizer(short: ShortChain, *, budget_s: float) -> float:
     tensors.
     """
     num_params = sum(local_part(parameter).numel() for parameter in short.parameters())
-    return _update_seconds(short, budget_s=budget_s) / num_params
+    parameters = short.parameters()
+    optimizer = LocalAdamW(parameters, lr=1e-6)
+
+    def fill_gradients() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+
+    def update() -> None:
+        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        square = torch.zeros((), device=short.device)
+        with torch.no_grad():
+            add_square_norms(square, gradients, [1] * len(gradients))
+            clip_to_norm(gradients, square.sqrt(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return typical_seconds(update, short.device, budget_s=budget_s, prepare=fill_gradients) / num_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,23 +206,3 @@ def slowdown(compute_s: float, communication_s: float, both_s: float) -> float:
     """
     alone_s = abs(compute_s - communication_s)
     return min(max((both_s - alone_s) / min(compute_s, communication_s), 1.0), 2.0)
-
-
-def _update_seconds(short: ShortChain, *, budget_s: float) -> float:
-    parameters = short.parameters()
-    optimizer = LocalAdamW(parameters, lr=1e-6)
-
-    def fill_gradients() -> None:
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 1e-3)
-
-    def update() -> None:
-        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        square = torch.zeros((), device=short.device)
-        with torch.no_grad():
-            add_square_norms(square, gradients, [1] * len(gradients))
-            clip_to_norm(gradients, square.sqrt(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return typical_seconds(update, short.device, budget_s=budget_s, prepare=fill_gradients)

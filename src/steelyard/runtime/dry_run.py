@@ -52,7 +52,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -258,7 +257,8 @@ def _two_steps(model: ParallelModel, storages: AttributedStorages, read: Callabl
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        storages.assign("optimizer", _states(optimizers))
+        states = (state.values() for optimizer in optimizers for state in optimizer.state.values())
+        storages.assign("optimizer", (each for of_one in states for each in of_one if isinstance(each, Tensor)))
         if step == 0:
             for term, tensors in _gathered(model):
                 storages.assign(term, tensors)
@@ -291,7 +291,8 @@ def _follow_passes(model: ParallelModel, storages: AttributedStorages) -> None:
             each.register_post_accumulate_grad_hook(lambda leaf: exchanged(leaf.grad))
 
     def forward_ends(_module: nn.Module, _inputs: Any, output: Flow) -> None:
-        storages.assign("gathered parameters", _copies(model))
+        replicas = (replica for chunk in model.chunks for replica in chunk.replicas)
+        storages.assign("gathered parameters", (each for replica in replicas for each in replica.copies()))
         storages.assign_born_since(born, "activations")
         for each in tensors_of(output):
             if each.requires_grad and each.dim():
@@ -339,23 +340,13 @@ def _unsharded_gradients(model: ParallelModel) -> Iterator[Tensor]:
                 yield unsharded.grad
 
 
-def _copies(model: ParallelModel) -> Iterator[Tensor]:
-    """The parameters that replicated layers compute on, where they are copies."""
-    for chunk in model.chunks:
-        for replica in chunk.replicas:
-            yield from replica.copies()
-
-
 def _gathered(model: ParallelModel) -> Iterator[tuple[str, list[Tensor]]]:
     """The whole parameters of each sharded layer, with the term under which they count."""
     for strategy, group in _fsdp_groups(model):
-        tensors = [tensor for parameter in group.fsdp_params for tensor in _whole(parameter)]
+        tensors = [each for parameter in group.fsdp_params for each in parameter.all_gather_outputs]
+        unsharded = (getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params)
+        tensors += [each for each in unsharded if each is not None]
         yield "gathered parameters" if strategy.keeps_gathered else "working set", tensors
-
-
-def _whole(parameter: Any) -> list[Tensor]:
-    unsharded = getattr(parameter, "_unsharded_param", None)
-    return [*parameter.all_gather_outputs, *([] if unsharded is None else [unsharded])]
 
 
 def _fsdp_groups(model: ParallelModel) -> Iterator[tuple[Strategy, Any]]:
@@ -364,12 +355,6 @@ def _fsdp_groups(model: ParallelModel) -> Iterator[tuple[Strategy, Any]]:
         if isinstance(layer, FSDPModule):
             for group in layer._get_fsdp_state()._fsdp_param_groups:
                 yield model.plan.strategies[int(name)], group
-
-
-def _states(optimizers: list[Optimizer]) -> Iterator[Tensor]:
-    for optimizer in optimizers:
-        for values in optimizer.state.values():
-            yield from (value for value in values.values() if isinstance(value, Tensor))
 
 
 @contextmanager
@@ -397,8 +382,17 @@ def _fake_tensors(backend: Backend) -> Iterator[None]:
     """Tensors made in this context have no memory; the few places that need real numbers get them."""
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(mock.patch.object(DeviceMesh, "__init__", _without_modes(DeviceMesh.__init__)))
-        stack.enter_context(mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _left_as_it_is))
+
+        init = DeviceMesh.__init__
+
+        def with_real_tensors(*arguments: Any, **keywords: Any) -> None:
+            with _disable_current_modes():  # FSDP makes a mesh of a mesh to place a layer's parameters, and reads it
+                init(*arguments, **keywords)
+
+        stack.enter_context(mock.patch.object(DeviceMesh, "__init__", with_real_tensors))
+        stack.enter_context(
+            mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **_options: tensor)
+        )
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _vote_alone))
         stack.enter_context(mock.patch.object(schedules, "_batch_p2p", _keeping_tensors(schedules._batch_p2p)))
         if Backend(backend).copies_what_it_scatters:
@@ -411,21 +405,6 @@ def _fake_tensors(backend: Backend) -> Iterator[None]:
 
             stack.enter_context(mock.patch.object(dist, "reduce_scatter_single", with_scratch))
         yield
-
-
-def _left_as_it_is(tensor: Tensor, *_arguments: Any, **_keywords: Any) -> Tensor:
-    """The tensor, in the place of a function that fills it and looks at the numbers (those of truncated normals)."""
-    return tensor
-
-
-def _without_modes(function: Callable[..., None]) -> Callable[..., None]:
-    """The function on real tensors: FSDP makes a mesh of a mesh to place a layer's parameters, and reads it."""
-
-    def run(*arguments: Any, **keywords: Any) -> None:
-        with _disable_current_modes():
-            function(*arguments, **keywords)
-
-    return run
 
 
 class _WorkWithTensors:

@@ -135,7 +135,12 @@ class ParallelModel:
         self.num_steps += 1
         for shared in self._shared:
             shared.sum_gradients()
-        return self._global_loss(losses)
+        total = torch.zeros((), device=self.device)
+        if losses:
+            total += torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
+        dist.all_reduce(total)
+        routers = self.chunks[-1].routers
+        return total if routers is None else total + self.router_coefficient * self._loss_of_routers(routers)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's sharded parameters by their path below the chain's layers, ``3.block.mlp.up_proj.weight``."""
@@ -323,14 +328,6 @@ class ParallelModel:
             return
         with loss_parallel():
             yield
-
-    def _global_loss(self, losses: list[Tensor]) -> Tensor:
-        total = torch.zeros((), device=self.device)
-        if losses:
-            total += torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
-        dist.all_reduce(total)
-        routers = self.chunks[-1].routers
-        return total if routers is None else total + self.router_coefficient * self._loss_of_routers(routers)
 
     def _loss_of_routers(self, routers: PartRouters) -> Tensor:
         """The mean over the microbatches of a step, which every rank of the last stage has."""

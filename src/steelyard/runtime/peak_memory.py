@@ -21,14 +21,14 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from steelyard.modules.fake_op_cache import FakeOpCache, asks_device, look
+from steelyard.modules.fake_op_cache import FakeOpCache, asks_device
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 CUDA_METHOD = "torch.cuda.max_memory_allocated"
@@ -236,16 +236,7 @@ class AttributedStorages(LiveStorages):
         return self._num_born
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        looks = look(func, args, kwargs)
-        if looks is None:
-            return func(*args, **kwargs)
-        seen = self._seen.find(looks[0])
-        if seen is not None:
-            return seen.again(looks[1])
-        with disable_fake_tensor_cache(looks[1][0].fake_mode):  # once remembered is enough
-            out = func(*args, **kwargs)
-        self._seen.remember(looks, (func, args, kwargs), out, None)
-        return out
+        return self._seen.run(func, args, kwargs, lambda _out: None)[0]
 
     def _set_size(self, key: int, num_bytes: int) -> None:
         if key not in self._ids:

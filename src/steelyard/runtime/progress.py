@@ -90,23 +90,20 @@ class StepMetrics:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
+_AS_SEEN = ("loss", "grad_norm", "lr", "time_s", "main_loss", "router_loss", "imbalance")
+
+
 def step_metrics(number: int, step: Step, plan: Plan) -> StepMetrics:
     """What is reported of the ``number``-th step of a plan."""
     samples_per_s = plan.global_batch / step.time_s
     return StepMetrics(
         step=number,
-        loss=step.loss,
-        grad_norm=step.grad_norm,
-        lr=step.lr,
-        time_s=step.time_s,
         tokens_per_s=samples_per_s * plan.seq_len,
         samples_per_s=samples_per_s,
         mfu=model_flop_utilisation(plan, step.time_s),
         memory_bytes=step.peak_bytes or None,
-        main_loss=step.main_loss,
-        router_loss=step.router_loss,
-        imbalance=step.imbalance,
         slow=", ".join(map(str, step.slow)) or None,
+        **{name: getattr(step, name) for name in _AS_SEEN},
     )
 
 

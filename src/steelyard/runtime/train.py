@@ -295,6 +295,22 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
     num_warmup = min(MAX_WARMUP_STEPS, len(steps) - 1)
     median_s = statistics.median(times_s[num_warmup:])
     chain = trainer.model.chain
+    timed = steps[num_warmup:]
+    model = trainer.model
+    uneven = [step.imbalance for step in timed if step.imbalance is not None]
+    mine = RankRecord(
+        rank=dist.get_rank(),
+        stage=model.mesh.stage_index,
+        peak_bytes=trainer.peak_bytes,
+        memory_method=memory_method(model.device),
+        num_params=sum(local_part(parameter).numel() for parameter in model.parameters()),
+        busy_s=statistics.median(step.busy_s for step in timed),
+        own_s=statistics.median(step.own_s for step in timed),
+        host=socket.gethostname(),
+        imbalance=statistics.fmean(uneven) if uneven else None,
+    )
+    ranks: list[RankRecord | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
     return RunRecord(
         model_name=plan.model.name,
         config_hash=chain.config_hash,
@@ -310,7 +326,7 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
                 zip(steps, times_s, strict=True), start=trainer.persistence.num_steps + 1
             )
         ),
-        ranks=_gather_ranks(trainer, steps[num_warmup:]),
+        ranks=tuple(rank for rank in ranks if rank is not None),
         allocator=allocator_setting() if trainer.model.device.type == "cuda" else "",
         mfu=model_flop_utilisation(plan, median_s),
         predicted_step_s=plan.prediction.step_time_s if plan.prediction else None,
@@ -340,22 +356,3 @@ def predicted_own_s(plan: Plan, device: torch.device) -> tuple[float, ...] | Non
         plan.num_microbatches * sum(stage.time_s.get(term, 0.0) for term in OWN_TERMS)
         for stage in plan.prediction.stages
     )
-
-
-def _gather_ranks(trainer: _Trainer, timed: list[Step]) -> tuple[RankRecord, ...]:
-    model = trainer.model
-    uneven = [step.imbalance for step in timed if step.imbalance is not None]
-    mine = RankRecord(
-        rank=dist.get_rank(),
-        stage=model.mesh.stage_index,
-        peak_bytes=trainer.peak_bytes,
-        memory_method=memory_method(model.device),
-        num_params=sum(local_part(parameter).numel() for parameter in model.parameters()),
-        busy_s=statistics.median(step.busy_s for step in timed),
-        own_s=statistics.median(step.own_s for step in timed),
-        host=socket.gethostname(),
-        imbalance=statistics.fmean(uneven) if uneven else None,
-    )
-    ranks: list[RankRecord | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    return tuple(rank for rank in ranks if rank is not None)

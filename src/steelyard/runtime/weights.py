@@ -215,7 +215,11 @@ def load_weights(path: Path, state: RunState, chain: ModelChain) -> list[str]:
                 local = local_part(parameter.detach())
                 if local.numel():
                     local.copy_(found.read(folder.tensor, _local_slices(parameter)))
-    extra = [name for name in unknown_names(stored, state.names.by_path.values()) if not _is_buffer(name)]
+    extra = [
+        name
+        for name in unknown_names(stored, state.names.by_path.values())
+        if not name.endswith((".inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight", "position_ids"))
+    ]
     return [f"{len(extra)} tensors of {path} are not of the model: {_some(extra)}"] if extra else []
 
 
@@ -407,11 +411,6 @@ def _name_files(part: Path, files: list[tuple[str, dict[str, int]]]) -> None:
     total = sum(size for _, tensors in files for size in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _is_buffer(name: str) -> bool:
-    """Whether older versions of transformers saved this beside the parameters, or a second time."""
-    return name.endswith((".inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight", "position_ids"))
 
 
 def _some(names: list[str]) -> str:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +23,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 import steelyard.modules.experts  # noqa: F401  registers the products that are counted here
 from steelyard.errors import InvalidModelError
-from steelyard.modules.fake_op_cache import FakeOpCache, Look, asks_device, look
+from steelyard.modules.fake_op_cache import FakeOpCache, asks_device, look
 from steelyard.profiles.profile import Collective
 
 aten = torch.ops.aten
@@ -181,32 +180,16 @@ class OpCounter(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         kwargs = kwargs or {}
-        looks = look(func, args, kwargs)
-        seen, tensors = (None, []) if looks is None else (self._seen.find(looks[0]), looks[1])
         if _is_bookkeeping(func):
-            return seen.again(tensors) if seen is not None else func(*args, **kwargs)
-        if seen is not None:
-            out, effect = seen.again(tensors), seen.note
-        else:
-            out, effect = self._run(func, args, kwargs, looks)
+            looks = look(func, args, kwargs)
+            seen = None if looks is None else self._seen.find(looks[0])
+            return func(*args, **kwargs) if seen is None or looks is None else seen.again(looks[1])
+        out, effect = self._seen.run(func, args, kwargs, lambda out: _effect(func, args, kwargs, out))
         self.counts.add(effect)
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._register(leaf)
         return out
-
-    def _run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], looks: Look | None
-    ) -> tuple[Any, OpCounts]:
-        """The result of an operation that was not seen before, and what it adds to the counts."""
-        if looks is None:
-            out = func(*args, **kwargs)
-            return out, _effect(func, args, kwargs, out)
-        with disable_fake_tensor_cache(looks[1][0].fake_mode):  # once remembered is enough
-            out = func(*args, **kwargs)
-        effect = _effect(func, args, kwargs, out)
-        self._seen.remember(looks, (func, args, kwargs), out, effect)
-        return out, effect
 
     def _register(self, tensor: Tensor) -> None:
         storage = _local(tensor).untyped_storage()

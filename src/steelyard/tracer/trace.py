@@ -37,7 +37,7 @@ from steelyard.profiles.profile import (
     Work,
 )
 from steelyard.profiles.shapes import DIMS, Affine, AttentionCall, Dim, Product
-from steelyard.tracer.counting import OpCounts, Operations, SeenAttention, SeenProduct
+from steelyard.tracer.counting import OpCounts, Operations, SeenProduct
 from steelyard.tracer.layer import Observation, TracedLayer, fake_world, observe
 from steelyard.tracer.packaged import legal_shapes
 
@@ -82,23 +82,6 @@ def _growing(few: SeenProduct, many: SeenProduct) -> Dim | None:
     """The dim of which more samples have most more, or None."""
     most = max(DIMS, key=lambda dim: getattr(many, dim) / getattr(few, dim))
     return most if getattr(many, most) > getattr(few, most) else None
-
-
-def folded_attention(seen: Sequence[SeenAttention], *, samples: int) -> tuple[AttentionCall, ...]:
-    """Calls of one sample from those seen at a number of ``samples``."""
-    return tuple(
-        AttentionCall(
-            heads=each.rows / samples,
-            head_dim=each.head_dim,
-            queries=each.queries,
-            keys=each.keys,
-            is_causal=each.is_causal,
-            masked=each.masked,
-            backward=each.backward,
-            count=count,
-        )
-        for each, count in Counter(seen).items()
-    )
 
 
 SIZES = (2, 8)
@@ -267,7 +250,19 @@ def _work(direction: _Direction, observations: list[Observation], line: _Line) -
         memory_bytes=line(lambda o: direction(o).memory_bytes),
         num_kernels=direction(observations[0]).num_kernels,
         products=folded_products(*(direction(o).products for o in observations), samples=SIZES),
-        attention=folded_attention(direction(observations[0]).attention, samples=SIZES[0]),
+        attention=tuple(
+            AttentionCall(
+                heads=each.rows / SIZES[0],
+                head_dim=each.head_dim,
+                queries=each.queries,
+                keys=each.keys,
+                is_causal=each.is_causal,
+                masked=each.masked,
+                backward=each.backward,
+                count=count,
+            )
+            for each, count in Counter(direction(observations[0]).attention).items()
+        ),
     )
 
 

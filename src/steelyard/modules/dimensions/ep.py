@@ -120,10 +120,7 @@ class ExpertExchange:
         self.num_pairs += sum(received)
         others = inputs_KH.size(0) - sum(sent)  # pairs of other tp ranks' experts
         rows_PH = _all_to_all(inputs_KH[: sum(sent)] if others else inputs_KH, received, sent, group)  # noqa: N806
-        counts = arriving_E.view(degree, -1)
-        expert = torch.arange(counts.size(1), device=counts.device).repeat(counts.size(0))
-        expert_P = expert.repeat_interleave(counts.flatten(), output_size=sum(received))  # noqa: N806
-        order_P, own_ends = expert_P.argsort(stable=True), counts.sum(dim=0).cumsum(dim=0).to(torch.int32)  # noqa: N806
+        order_P, own_ends = _by_expert(arriving_E.view(degree, -1), num_pairs=sum(received))  # noqa: N806
         back_P = inverse(order_P)  # noqa: N806
         rows_PH = Reordered.apply(rows_PH, order_P, back_P)  # noqa: N806
         rows_PH = compute_pairs(experts, rows_PH, own_ends, 1.0)  # noqa: N806
@@ -146,6 +143,13 @@ def _all_to_all(
 ) -> Tensor:
     """The rows that the ranks of a group send to this one, in their order; equal parts where none are said."""
     return wait_tensor(all_to_all_single(rows, received, sent, group))
+
+
+def _by_expert(counts: Tensor, *, num_pairs: int) -> tuple[Tensor, Tensor]:
+    """The order that sorts received rows by expert, and where each expert's end; ``counts`` by rank and expert."""
+    expert = torch.arange(counts.size(1), device=counts.device).repeat(counts.size(0))
+    expert_P = expert.repeat_interleave(counts.flatten(), output_size=num_pairs)  # noqa: N806
+    return expert_P.argsort(stable=True), counts.sum(dim=0).cumsum(dim=0).to(torch.int32)
 
 
 # divided experts, as data parallelism and others see them
