@@ -120,8 +120,7 @@ class LayerContext:
         decoder_ids: Tensor | None = None,
         batch: Mapping[int, OwnBatch] | None = None,
     ) -> None:
-        self.side = side
-        self.config = config
+        self.side, self.config = side, config
         self.labels_BS = labels_BS
         """The target at every place, or of every image; needed by the head alone."""
         self.num_targets = num_targets
@@ -146,9 +145,7 @@ class ChainLayer(nn.Module):
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
-        self.family = family
-        self.layer_type = layer_type
-        self.remat = remat
+        self.family, self.layer_type, self.remat = family, layer_type, remat
         self.run_alone: Run = run
         self.entering: tuple[int, ...] | None = None
         """The places in what flows of what the layer reads; None where that is all."""

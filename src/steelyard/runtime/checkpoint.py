@@ -146,8 +146,7 @@ class Checkpointer:
     def __init__(
         self, folder: Path, *, keep_last: int, resumed: Path | None, known: Mapping[Path, str], timeout_s: float
     ) -> None:
-        self._folder = folder
-        self._keep_last = keep_last
+        self._folder, self._keep_last = folder, keep_last
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         """Apart from the groups of training, whose collectives go on meanwhile."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

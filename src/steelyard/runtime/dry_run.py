@@ -414,8 +414,7 @@ class _WorkWithTensors:
     """
 
     def __init__(self, work: dist.Work, tensors: list[Tensor]) -> None:
-        self._work = work
-        self._tensors = tensors
+        self._work, self._tensors = work, tensors
 
     def wait(self) -> None:
         """Waits for the transfer and lets its tensors go."""

@@ -63,10 +63,7 @@ class ParallelModel:
         *,
         seed: int = 0,
     ) -> None:
-        self.plan = plan
-        self.chain = chain
-        self.mesh = mesh
-        self.chunks = chunks
+        self.plan, self.chain, self.mesh, self.chunks = plan, chain, mesh, chunks
         self.device = device
         self.clock = StageClock(device)
         self.num_steps = 0

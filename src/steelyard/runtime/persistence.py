@@ -46,8 +46,7 @@ class Persistence:
     def __init__(
         self, model: ParallelModel, optimizers: Iterable[Optimizer], options: TrainOptions, *, data_samples: int
     ) -> None:
-        self._model = model
-        self._options = options
+        self._model, self._options = model, options
         self._state = RunState(model, optimizers)
         self._data_samples = data_samples
         self._checkpointer: Checkpointer | None = None

@@ -16,7 +16,7 @@ stage. Gradients go the same way back.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -69,8 +69,7 @@ class ActivationLayout:
     @property
     def of_copies(self) -> "ActivationLayout":
         """How what every rank of the stage has whole lies on it."""
-        letters = Placed.WHOLE.value * len(self.sizes)
-        return ActivationLayout(first_rank=self.first_rank, sizes=self.sizes, letters=letters, head_tail_degree=1)
+        return replace(self, letters=Placed.WHOLE.value * len(self.sizes), head_tail_degree=1)
 
     @cached_property
     def blocks(self) -> dict[tuple[int, int], list[int]]:
@@ -167,14 +166,7 @@ def _even(layout: ActivationLayout, plan: Plan) -> ActivationLayout:
     """The layout without copies, if a microbatch has enough samples."""
     letters = layout.letters.replace(Placed.WHOLE.value, Placed.BATCH.value)
     degree = prod(size for size, letter in zip(layout.sizes, letters, strict=True) if letter in _SAMPLES)
-    if plan.microbatch_samples % degree:
-        return layout
-    return ActivationLayout(
-        first_rank=layout.first_rank,
-        sizes=layout.sizes,
-        letters=letters,
-        head_tail_degree=layout.head_tail_degree,
-    )
+    return layout if plan.microbatch_samples % degree else replace(layout, letters=letters)
 
 
 _Where = tuple[slice, slice]

@@ -107,12 +107,10 @@ class LayerLoop(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(layers)
-        self._placements = placements
-        self._incoming = incoming
+        self._placements, self._incoming = placements, incoming
         self._outgoing = outgoing
         """How the output is sent on; None where it is the loss."""
-        self._mesh = mesh
-        self._routers = routers
+        self._mesh, self._routers = mesh, routers
         self._dropout_shares = [
             share if layer.drops else None for share, layer in zip(shares, layers.values(), strict=True)
         ]
@@ -181,13 +179,8 @@ class StageModule(nn.Module):
         has_backward: bool,
     ) -> None:
         super().__init__()
-        self.loop = loop
-        self.routers = routers
-        self._has_backward = has_backward
-        self.side = side
-        self.replicas = replicas
-        self._seq_len = seq_len
-        self.dtype = dtype
+        self.loop, self.routers, self._has_backward, self.side = loop, routers, has_backward, side
+        self.replicas, self._seq_len, self.dtype = replicas, seq_len, dtype
         self.num_targets: int | Tensor = num_tokens
         """Targets of a global batch; set it before a step where their number differs between batches."""
         self._backwards_to_go = 0

@@ -39,10 +39,7 @@ class SharedGradient:
         num_slices: int | None,
         adds: bool,
     ) -> None:
-        self._copies = copies
-        self._has_first = has_first
-        self._group = group
-        self._num_slices = num_slices
+        self._copies, self._has_first, self._group, self._num_slices = copies, has_first, group, num_slices
         self._adds = adds
 
     def is_copy(self, parameter: nn.Parameter) -> bool:

@@ -196,8 +196,7 @@ class _Trainer:
         self.model = model
         self.peak_bytes = 0
         self.strategies: tuple[str, ...] = ()
-        self._data = data
-        self._options = options
+        self._data, self._options = data, options
         self._optimizers = make_adamw(model, options)
         self._memory_limit = memory_limit
         self.persistence = Persistence(model, self._optimizers, options, data_samples=data.num_samples)

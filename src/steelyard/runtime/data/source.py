@@ -196,8 +196,7 @@ class ImageData(ABC):
     """Images and their classes, in an order that the seed decides."""
 
     def __init__(self, shape: ImageShape, *, num_samples: int, seed: int) -> None:
-        self.num_samples = num_samples
-        self._shape = shape
+        self.num_samples, self._shape = num_samples, shape
         self._order = SampleOrder(num_samples=num_samples, seed=seed)
 
     @abstractmethod

@@ -74,10 +74,7 @@ class TokenData:
                 expected=f"at least {seq_len + 1}, one sample of the plan's sequence length {seq_len}",
                 hint="give more data, or plan for a shorter --seq-len",
             )
-        self._tokens = tokens
-        self._name = name
-        self._seq_len = seq_len
-        self._vocab_size = vocab_size
+        self._tokens, self._name, self._seq_len, self._vocab_size = tokens, name, seq_len, vocab_size
         self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
 
     def read(self, samples: list[int]) -> Tensor:
@@ -135,10 +132,7 @@ class MaskedData:
                 hint="give a tokenizer with a mask token (--tokenizer), or its id (--mask-token)",
             )
         self.num_samples = tokens.num_samples
-        self._tokens = tokens
-        self._mask_token = mask_token
-        self._vocab_size = vocab_size
-        self._seed = seed
+        self._tokens, self._mask_token, self._vocab_size, self._seed = tokens, mask_token, vocab_size, seed
 
     def read(self, samples: list[int]) -> Samples:
         """Inputs and labels [len, S]."""
