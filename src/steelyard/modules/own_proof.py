@@ -86,21 +86,18 @@ def proved(found: FoundSplit) -> OwnModel:
             expected="a process without one: a proof has ranks of its own",
             hint="plan before torch.distributed is initialised, or in another process, and read the plan from its file",
         )
-    own = model.split.model_copy(update={"kinds": _proved_types(found), "no_bf16": _bf16_fault(model)})
+    if model.split.num_params > MOST_PARAMS:
+        notice = "%s has %d parameters, too many to be proved in numbers"
+        _logger.warning(notice, model.split.module, model.split.num_params)
+    else:
+        _check_pieces(_with_values(model))
+    layer_types = tuple(
+        _divided(found, number) if layer_type.role is LayerRole.BLOCK else layer_type
+        for number, layer_type in enumerate(model.split.kinds)
+    )
+    own = model.split.model_copy(update={"kinds": layer_types, "no_bf16": _bf16_fault(model)})
     keep(path, own.model_dump_json())
     return OwnModel(model.module, own, model.loss, model.sample)
-
-
-def _proved_types(found: FoundSplit) -> tuple[OwnLayerType, ...]:
-    own = found.model.split
-    if own.num_params > MOST_PARAMS:
-        _logger.warning("%s has %d parameters, too many to be proved in numbers", own.module, own.num_params)
-    else:
-        _check_pieces(_with_values(found.model))
-    return tuple(
-        _divided(found, number) if layer_type.role is LayerRole.BLOCK else layer_type
-        for number, layer_type in enumerate(own.kinds)
-    )
 
 
 def _with_values(model: OwnModel) -> OwnModel:

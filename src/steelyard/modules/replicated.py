@@ -58,7 +58,10 @@ class Replica:
         self._compute, layer.compute = layer.compute, self._compute_on_own
         self.on_ready: Callable[[], None] = lambda: None
         """Called when the last gradient of a step is made."""
-        self._sums = _sums_of(self._trained)
+        by_mesh: dict[DeviceMesh, list[_Parameter]] = {}
+        for each in self._trained:
+            by_mesh.setdefault(each.replicated_over, []).append(each)
+        self._sums = [_GradientSum(alike) for alike in by_mesh.values()]
         self._num_made = self._num_awaited = 0
 
     def begin_step(self, num_backwards: int) -> None:
@@ -185,14 +188,6 @@ class _GradientSum:
     def _parts(self, buffer: Tensor) -> list[Tensor]:
         parts = buffer.split([each.local.numel() for each in self._parameters])
         return [part.view_as(each.local) for part, each in zip(parts, self._parameters, strict=True)]
-
-
-def _sums_of(parameters: Sequence["_Parameter"]) -> list[_GradientSum]:
-    """One sum for the parameters of each mesh, in the order of their first parameters."""
-    by_mesh: dict[DeviceMesh, list[_Parameter]] = {}
-    for each in parameters:
-        by_mesh.setdefault(each.replicated_over, []).append(each)
-    return [_GradientSum(alike) for alike in by_mesh.values()]
 
 
 class Replicas:

@@ -219,6 +219,7 @@ class _Trainer:
             loss_value, norm_value = loss.item(), norm.item()
             step_s = time.perf_counter() - started_s
             busy_s, own_s = self.model.clock.take_s()
+            uneven = take_imbalance(self.model.layers)  # collective over the ranks that divide experts
             result = Step(
                 loss=loss_value,
                 grad_norm=norm_value,
@@ -228,7 +229,7 @@ class _Trainer:
                 own_s=own_s,
                 slow=watch.after_step(step - first_step, own_s),
                 peak_bytes=self.peak_bytes,
-                imbalance=self._imbalance(),
+                imbalance=statistics.fmean(uneven.values()) if uneven else None,
                 **self._parts(loss_value),
             )
             for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
@@ -248,11 +249,6 @@ class _Trainer:
             return {}
         coefficient, of_routers = self.model.router_coefficient, self.model.router_loss.item()
         return {"main_loss": loss - coefficient * of_routers, "router_loss": of_routers}
-
-    def _imbalance(self) -> float | None:
-        """Of this rank's layers on average; collective over the ranks that divide experts."""
-        found = take_imbalance(self.model.layers)
-        return statistics.fmean(found.values()) if found else None
 
     def _step(self, step: int) -> tuple[Tensor, Tensor]:
         first = self.persistence.first_sample(step)
