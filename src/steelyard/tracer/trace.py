@@ -253,13 +253,8 @@ def _work(direction: _Direction, observations: list[Observation], line: _Line) -
         attention=tuple(
             AttentionCall(
                 heads=each.rows / SIZES[0],
-                head_dim=each.head_dim,
-                queries=each.queries,
-                keys=each.keys,
-                is_causal=each.is_causal,
-                masked=each.masked,
-                backward=each.backward,
                 count=count,
+                **{name: value for name, value in each._asdict().items() if name != "rows"},
             )
             for each, count in Counter(direction(observations[0]).attention).items()
         ),
