@@ -230,10 +230,6 @@ def _llama(config: Mapping[str, Any]) -> Flags:
     return ["--normalization RMSNorm", epsilon, "--swiglu", "--disable-bias-linear"]
 
 
-def _qwen2(config: Mapping[str, Any]) -> Flags:
-    return [*_llama(config), "--add-qkv-bias"]
-
-
 def _qwen3(config: Mapping[str, Any]) -> Flags:
     return [*_llama(config), "--qk-layernorm"]
 
@@ -279,7 +275,7 @@ def _gpt_neox(config: Mapping[str, Any]) -> Flags:
 _FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Flags]] = {
     "llama": _llama,
     "mistral": _llama,
-    "qwen2": _qwen2,
+    "qwen2": lambda config: [*_llama(config), "--add-qkv-bias"],
     "qwen3": _qwen3,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,

@@ -146,7 +146,8 @@ def _training(view: UniformPlan, version: _Version) -> dict[str, Any]:
             "num_tokens_per_train_step": view.global_batch * view.seq_len,
             "max_context_length": view.seq_len,
         }
-    return sizes | {"mixed_precision_param": _dtype(view)} | ({"disable_cuda_graphs": True} if has_stages else {})
+    sizes["mixed_precision_param"] = "bfloat16" if view.precision == "bf16" else "float32"
+    return sizes | ({"disable_cuda_graphs": True} if has_stages else {})
 
 
 def _parallelism(view: UniformPlan, version: _Version) -> dict[str, Any]:
@@ -217,10 +218,6 @@ def _toml(view: UniformPlan, folder: str, flavor: str) -> str:
         for name, entries in sections.items()
     ]
     return "\n\n".join(written) + "\n"
-
-
-def _dtype(view: UniformPlan) -> str:
-    return "bfloat16" if view.precision == "bf16" else "float32"
 
 
 TARGET = Target(

@@ -136,7 +136,9 @@ class KnownValues(TorchFunctionMode):
         value = _later(func, args, kwargs, name) if name not in _UNKNOWN and all(map(is_known, read)) else None
         if name in _NUMBERS and not has_values(tensors[0]):
             self.asked = True
-            return _number(func, args, name) if value is None else value()
+            if value is not None:
+                return value()
+            return 0 if name == "item" else func(*args)  # which models compare or assert on; no branch
         try:
             found = func(*args, **kwargs)
         except RuntimeError:  # asked for values where there are none; errors of fake tensors are of this kind, too
@@ -176,11 +178,6 @@ def _is_known_size(tensor: Tensor) -> bool:
 def _as_size(tensor: Tensor) -> Any:
     with _disable_current_modes():
         return known_of(tensor).item() if _is_known_size(tensor) else tensor
-
-
-def _number(func: Any, args: Any, name: str) -> Any:
-    """What a tensor is as a number of which nothing is known: 0, which models compare or assert on; no branch."""
-    return 0 if name == "item" else func(*args)
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -290,7 +290,9 @@ def _split_of(seen: Seen, other: Seen, sample: Any, *, has_loss: bool) -> OwnSpl
         first_read=tuple((block, place) for _, block, place in flows[0]),
         last_made=tuple(("given" if how == "given" else "made", block, place) for how, block, place in flows[-1]),
         shared=shared,
-        shared_entries=max((_entries(model, copies) for copies in shared), default=0),
+        shared_entries=max(
+            (model.get_parameter(path.partition(".")[2]).numel() for (_, path), *_ in shared), default=0
+        ),
     )
 
 
@@ -413,10 +415,6 @@ def _shared(seen: Seen, embedding: Sequence[str], head: Sequence[str]) -> Iterat
                 "blocks with parameters of their own; the embedding and the head may share some",
             )
         yield tuple(sorted(first_of.items()))
-
-
-def _entries(model: nn.Module, copies: Sequence[tuple[int, str]]) -> int:
-    return model.get_parameter(copies[0][1].partition(".")[2]).numel()
 
 
 def _inputs(sample: Any) -> Iterator[OwnInput]:

@@ -335,7 +335,7 @@ def _split_of(seen: Recording, *, fused_attention: bool, keeps_results: bool) ->
         task=task,
         embedding=embedding,
         blocks=blocks,
-        called=() if _is_whole(places := seen.places[blocks]) else tuple(places),
+        called=() if list(places := seen.places[blocks]) == list(range(len(places))) else tuple(places),
         head=head,
         holders=holders,
         kinds=tuple(layer_types),
@@ -429,10 +429,6 @@ def _typed_buffers(
         }
         return tuple(sorted(f"block.{path}" for path in below))
     return ()
-
-
-def _is_whole(places: Sequence[int]) -> bool:
-    return list(places) == list(range(len(places)))
 
 
 def _image(config: PreTrainedConfig) -> tuple[int, int, int]:

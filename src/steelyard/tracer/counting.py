@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,18 +92,10 @@ class OpCounts:
                 collectives[collective] = list(more.elements())
         return OpCounts(
             **{name: getattr(self, name) - getattr(other, name) for name in _SUMS},
-            products=_beyond(self.products, other.products),
-            attention=_beyond(self.attention, other.attention),
+            products=list((Counter(self.products) - Counter(other.products)).elements()),
+            attention=list((Counter(self.attention) - Counter(other.attention)).elements()),
             collectives=collectives,
         )
-
-
-_Seen = TypeVar("_Seen", "SeenProduct", "SeenAttention")
-
-
-def _beyond(more: list[_Seen], fewer: list[_Seen]) -> list[_Seen]:
-    """What ``more`` holds oftener than ``fewer``, in its order."""
-    return list((Counter(more) - Counter(fewer)).elements())
 
 
 class SeenProduct(NamedTuple):

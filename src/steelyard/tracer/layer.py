@@ -36,6 +36,7 @@ from steelyard.modules.layers import (
 from steelyard.modules.model_inputs import blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.modules.pieces import ShellPiece
+from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
@@ -185,10 +186,12 @@ def observation(
             backward_transient_bytes=selective.backward_peak_bytes - selective.saved_bytes,
         )
     return Observation(
-        num_params=sum(_local_size(parameter) for parameter in module.parameters()),
-        expert_params=sum(map(_local_size, experts)),
-        frozen_params=sum(map(_local_size, frozen)),
-        frozen_expert_params=sum(_local_size(each) for each in experts if any(each is other for other in frozen)),
+        num_params=sum(local_part(each).numel() for each in module.parameters()),
+        expert_params=sum(local_part(each).numel() for each in experts),
+        frozen_params=sum(local_part(each).numel() for each in frozen),
+        frozen_expert_params=sum(
+            local_part(each).numel() for each in experts if any(each is other for other in frozen)
+        ),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers())
         + STEP_COUNT_BYTES * (sum(1 for _ in module.parameters()) - len(frozen)),
         forward=plain.forward,
@@ -343,8 +346,3 @@ def _samples_of(traced: TracedLayer, context: LayerContext) -> Iterator[Tensor]:
     blocks = [traced.layer - 1] if traced.role is LayerRole.BLOCK else []
     for batch in context.batch.values():
         yield from tensors_of_batch(batch, blocks)
-
-
-def _local_size(parameter: nn.Parameter) -> int:
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return local.numel()
