@@ -31,11 +31,6 @@ _BAR_WIDTH = 30
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and writes the profile, and ends the process: 0 done, 1 failed, 2 a mistake of the user."""
-    options = _parser().parse_args(arguments)
-    run_rank(lambda: _measure_and_write(options))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="steelyard.profiler", description="Measures a model on this machine.")
     parser.add_argument("--model", required=True, help="packaged model or path of a config.json")
     parser.add_argument("--traced", required=True, type=Path, help="traced profile of the model")
@@ -45,7 +40,8 @@ def _parser() -> argparse.ArgumentParser:
         "--began", type=float, help="Unix time from which the budget counts; default: the first message"
     )
     parser.add_argument("-o", "--output", required=True, type=Path, help="where the profile is written")
-    return parser
+    options = parser.parse_args(arguments)
+    run_rank(lambda: _measure_and_write(options))
 
 
 def _measure_and_write(options: argparse.Namespace) -> None:
@@ -59,7 +55,7 @@ def _measure_and_write(options: argparse.Namespace) -> None:
             samples=options.samples,
             trace=trace,
             budget_s=options.budget - (time.time() - options.began if options.began is not None else 0.0),
-            progress=_show if dist.get_rank() == 0 else _keep_quiet,
+            progress=_show if dist.get_rank() == 0 else lambda _line, _done: None,  # the first process speaks for all
         )
         if dist.get_rank() == 0:
             _show("done\n", 1.0)
@@ -79,10 +75,6 @@ def _show(line: str, done: float) -> None:
     else:
         sys.stderr.write(f"measuring: {done:4.0%} {line.strip()}\n")
     sys.stderr.flush()
-
-
-def _keep_quiet(line: str, done: float) -> None:
-    """Shows nothing: the first process speaks for all."""
 
 
 _MODULE = "steelyard.profiler"

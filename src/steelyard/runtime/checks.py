@@ -93,7 +93,11 @@ def check_host(plan: Plan, ranks: range, *, device: str | None) -> None:
     type runs on what there is; one without a prediction has nothing to compare.
     """
     device_type = device or device_type_of(plan)
-    num_gpus = 0 if device_type == "cpu" else _num_gpus()
+    num_gpus = 0
+    if device_type != "cpu":
+        import torch  # takes seconds, which a plan for the CPU need not wait for
+
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device_type == "gpu" and num_gpus < len(ranks):
         raise InvalidPlanError(
             field="cluster",
@@ -124,12 +128,6 @@ def stage_pool(plan: Plan, stage: int) -> str:
         return plan.stage_pools()[stage].name if plan.is_mixed else ""
     except InvalidClusterError:
         return ""
-
-
-def _num_gpus() -> int:
-    import torch  # takes seconds, which a plan for the CPU need not wait for
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _check_memory(plan: Plan, ranks: range) -> None:

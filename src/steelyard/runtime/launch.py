@@ -69,11 +69,15 @@ def launch(
             except RankFailedError as error:
                 if error.failure is None or error.failure.error_type != OUT_OF_MEMORY:
                     raise
-                plan = _next_plan(plan, error)
+                if not plan.fallbacks:
+                    hint = "the plan has no fallback: plan again with less --memory, or with --fallbacks to have some"
+                    raise RankFailedError(f"{first_line(error)}\n  to fix: {hint}", error.failure) from error
+                plan = plan.fallback_plan(0)
                 print(_notice(plan, error), file=sys.stderr, flush=True)
             path = Path(folder) / "fallback.json"
             write_plan(plan, path)
-            options = _from_newest_checkpoint(options)
+            if options.checkpoint_dir is not None and newest_intact(options.checkpoint_dir)[0] is not None:
+                options = replace(options, resume=LATEST)
 
 
 def _run(
@@ -112,14 +116,6 @@ def _first_ranks(plan: Plan, pool: str | None, *, num_hosts: int) -> range:
     return range(before, before + pools[place].devices_per_node)
 
 
-def _next_plan(plan: Plan, error: RankFailedError) -> Plan:
-    """The first fallback of the plan; without one, the error with what to do."""
-    if plan.fallbacks:
-        return plan.fallback_plan(0)
-    hint = "the plan has no fallback: plan again with less --memory, or with --fallbacks to have some"
-    raise RankFailedError(f"{first_line(error)}\n  to fix: {hint}", error.failure) from error
-
-
 def _notice(plan: Plan, error: RankFailedError) -> str:
     expected = "no prediction"
     if plan.prediction is not None:
@@ -127,12 +123,6 @@ def _notice(plan: Plan, error: RankFailedError) -> str:
         expected = f"{format_seconds(plan.prediction.step_time_s)} a step, {format_bytes(most)} per device"
     left = len(plan.fallbacks)
     return f"{first_line(error)}\ngoing on with the next fallback of the plan ({expected}; {left} more after it)"
-
-
-def _from_newest_checkpoint(options: TrainOptions) -> TrainOptions:
-    if options.checkpoint_dir is None or newest_intact(options.checkpoint_dir)[0] is None:
-        return options
-    return replace(options, resume=LATEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

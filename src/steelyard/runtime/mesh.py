@@ -7,7 +7,7 @@ use it share one process group. A layer that does not divide its samples shards 
 accumulation work alike everywhere.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -136,14 +136,12 @@ def _runs_used(strategies: tuple[Strategy, ...], together: tuple[int, ...]) -> l
     Those are the sizes of axes over all of which something is summed.
     """
     whole = tuple(range(len(together)))
-    return sorted({(), whole, *(run for strategy in set(strategies) for run in _axes_used(strategy))})
-
-
-def _axes_used(strategy: Strategy) -> Iterator[tuple[int, ...]]:
-    """Every run of axes over which layers of a strategy communicate."""
-    yield from (strategy.sample_axes, strategy.data_axes, strategy.replica_axes, strategy.shard_axes)
-    yield from (strategy.axes_of(dimension) for dimension in strategy.dimensions)
-    yield from (strategy.expert_axes, *strategy.expert_state_axes)
+    found = {(), whole}
+    for strategy in set(strategies):
+        found |= {strategy.sample_axes, strategy.data_axes, strategy.replica_axes, strategy.shard_axes}
+        found |= {strategy.axes_of(dimension) for dimension in strategy.dimensions}
+        found |= {strategy.expert_axes, *strategy.expert_state_axes}
+    return sorted(found)
 
 
 def _flat_mesh(world: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

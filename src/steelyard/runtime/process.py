@@ -118,7 +118,13 @@ def main(arguments: Sequence[str] | None = None, *, replan: Replan | None = None
 
     ``replan`` finds the plan of an elastic run for what is there.
     """
-    namespace = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="torchrun -m steelyard.train", description="One process of a training run under a plan."
+    )
+    parser.add_argument("plan", help="the plan file")
+    parser.add_argument("--data", required=True, help=DATA_HELP)
+    add_train_options(parser)
+    namespace = parser.parse_args(arguments)
     run_rank(lambda: _begin(namespace, replan))
 
 
@@ -151,13 +157,3 @@ def _train(plan: Plan, data: str, options: TrainOptions, *, store: "Store | None
 
     with process_group(options.timeout_s, store=store):
         train(plan, data, options)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchrun -m steelyard.train", description="One process of a training run under a plan."
-    )
-    parser.add_argument("plan", help="the plan file")
-    parser.add_argument("--data", required=True, help=DATA_HELP)
-    add_train_options(parser)
-    return parser

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from steelyard.model.family import Task
 from steelyard.output import explained, say
@@ -120,7 +119,11 @@ def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_do
     task = plan.chain().family.task
     samples = "samples" if task is Task.OWN else "images"
     with ExitStack() as stack:
-        sinks = [stack.enter_context(sink) for sink in _sinks(options, resumes=num_done > 0)]
+        sinks = []
+        if options.metrics is not None:
+            sinks.append(stack.enter_context(_json_lines(options.metrics, resumes=num_done > 0)))
+        if options.tensorboard is not None:
+            sinks.append(stack.enter_context(_tensorboard(options.tensorboard)))
         for number, step in enumerate(steps, start=num_done + 1):
             metrics = step_metrics(number, step, plan)
             _show(
@@ -130,13 +133,6 @@ def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_do
             for sink in sinks:
                 sink(metrics)
             yield step
-
-
-def _sinks(options: TrainOptions, *, resumes: bool) -> Iterator[Any]:
-    if options.metrics is not None:
-        yield _json_lines(options.metrics, resumes=resumes)
-    if options.tensorboard is not None:
-        yield _tensorboard(options.tensorboard)
 
 
 @contextmanager

@@ -290,11 +290,19 @@ def open_samples(path: str | Path, text: TextOptions, chain: ModelChain, *, seq_
     Raises `InvalidDataError` if the path is missing, holds nothing of the kind, is shorter than one sample, or does not
     belong to the model's vocabulary or classes.
     """
-    task = chain.family.task
+    task, is_made_up = chain.family.task, str(path) == SYNTHETIC
+    if not is_made_up:
+        check_data_path(path)
     if task is Task.IMAGE_CLASSIFICATION:
-        return open_images(Path(path), chain, seed=seed)
+        assert chain.image is not None, "a model of images has an image size"
+        num_channels, height, width = chain.image
+        shape = ImageShape(num_channels=num_channels, height=height, width=width, num_classes=chain.vocab_size)
+        return SyntheticImages(shape, seed=seed) if is_made_up else ImageFolder(Path(path), shape, seed=seed)
     if chain.features:
-        return open_features(Path(path), chain, seq_len=seq_len, seed=seed)
+        options = {"seq_len": seq_len, "vocab_size": chain.vocab_size, "seed": seed}
+        if is_made_up:
+            return SyntheticFeatures(chain.features, open_data(path, TextOptions(), **options), seed=seed)
+        return FeatureFolder(Path(path), chain.features, **options)
     length = 2 * seq_len if task is Task.SEQ2SEQ_LM else seq_len
     tokens = open_data(path, text, seq_len=length, vocab_size=chain.vocab_size, seed=seed)
     if task is Task.SEQ2SEQ_LM:
@@ -319,24 +327,3 @@ def open_data(path: str | Path, text: TextOptions, *, seq_len: int, vocab_size: 
         prepared = prepare_text(path, text)
         tokens = open_bytes(path) if prepared == path else open_token_file(prepared, vocab_size=vocab_size)
     return TokenData(tokens, name=str(path), seq_len=seq_len, vocab_size=vocab_size, seed=seed)
-
-
-def open_features(path: Path, chain: ModelChain, *, seq_len: int, seed: int) -> SyntheticFeatures | FeatureFolder:
-    """Features of the model's shape with token ids: those of a folder, or made-up ones for ``synthetic``."""
-    assert chain.features is not None
-    options = {"seq_len": seq_len, "vocab_size": chain.vocab_size, "seed": seed}
-    if str(path) == SYNTHETIC:
-        return SyntheticFeatures(chain.features, open_data(path, TextOptions(), **options), seed=seed)
-    check_data_path(path)
-    return FeatureFolder(path, chain.features, **options)
-
-
-def open_images(path: Path, chain: ModelChain, *, seed: int) -> ImageData:
-    """Labelled images of the model's size: those of a folder, or made-up ones where ``path`` is ``synthetic``."""
-    assert chain.image is not None, "a model of images has an image size"
-    num_channels, height, width = chain.image
-    shape = ImageShape(num_channels=num_channels, height=height, width=width, num_classes=chain.vocab_size)
-    if str(path) == SYNTHETIC:
-        return SyntheticImages(shape, seed=seed)
-    check_data_path(path)
-    return ImageFolder(path, shape, seed=seed)
