@@ -40,7 +40,7 @@ quick: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(WORKERS) -m "not processes and not slow and not nightly"
 
 traces: $(VENV)/installed
-	$(BIN)/python -m steelyard.tracer.package --jobs 2
+	$(BIN)/python benchmarks/package_traces.py --jobs 2
 
 gpu: $(VENV)/installed
 	$(BIN)/python benchmarks/gpu.py --json benchmarks/gpu.json

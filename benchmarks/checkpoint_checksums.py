@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from steelyard.runtime.checkpoint import SummedFiles
+from steelyard.runtime.checkpoint import CheckpointReader, SummedFiles
 from steelyard.runtime.checkpoint_folder import file_checksum
-from steelyard.runtime.checkpoint_reader import CheckpointReader
 
 TENSOR_MEBIBYTES = 16
 PAIRS = (("save with checksums", "save"), ("verify", "load"))

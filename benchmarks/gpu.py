@@ -42,9 +42,9 @@ from steelyard.errors import InvalidProfileError
 from steelyard.hardware import Device, devices, is_same_device
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config, load_model
-from steelyard.modules.batch import random_samples
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
 from steelyard.modules.layers import LayerContext, build_layer, shared_inputs_of, tensors_of
+from steelyard.modules.model_inputs import random_samples
 from steelyard.plan.parity import TOLERANCES
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
@@ -54,9 +54,9 @@ from steelyard.planning.job import job_of
 from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.price import with_price
 from steelyard.planning.request import make_request
-from steelyard.processes.group import process_group
+from steelyard.processes.group import current_device, process_group
 from steelyard.profiler.layers import build_short_chain, layer_meshes, measure_laps, times_of
-from steelyard.profiler.measure import current_device, measure
+from steelyard.profiler.measure import measure
 from steelyard.profiles.profile import LayerProfile, MeasuredTime, Profile
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parity_run import launch_parity

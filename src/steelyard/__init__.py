@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from steelyard.plan.file import read_plan, write_plan
     from steelyard.planning.choose import NothingFitsError
     from steelyard.planning.complete import find_plan
-    from steelyard.runtime.own_loop import load_checkpoint, save_checkpoint
+    from steelyard.runtime.checkpoint import load_checkpoint, save_checkpoint
     from steelyard.runtime.parallel_model import ParallelModel, parallelize
 
 __version__ = version("steelyard")
@@ -38,10 +38,10 @@ _HOMES = {
     "NothingFitsError": "steelyard.planning.choose",
     "ParallelModel": "steelyard.runtime.parallel_model",
     "find_plan": "steelyard.planning.complete",
-    "load_checkpoint": "steelyard.runtime.own_loop",
+    "load_checkpoint": "steelyard.runtime.checkpoint",
     "parallelize": "steelyard.runtime.parallel_model",
     "read_plan": "steelyard.plan.file",
-    "save_checkpoint": "steelyard.runtime.own_loop",
+    "save_checkpoint": "steelyard.runtime.checkpoint",
     "write_plan": "steelyard.plan.file",
 }
 

@@ -13,8 +13,8 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Certificate, CostSource, Prediction, StagePrediction
 from steelyard.report.check_table import CheckedRank, StageBudget, misfit_lines
 from steelyard.runtime import dry_run
-from steelyard.runtime.attribution import Peak
 from steelyard.runtime.dry_run import RankMemory
+from steelyard.runtime.peak_memory import Peak
 from steelyard.units import format_ranges
 from tests.cli.conftest import Run, user_error
 from tests.plan.examples import COST_SOURCE

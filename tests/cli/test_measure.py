@@ -15,7 +15,7 @@ from steelyard.planning.price import peak_bytes
 from steelyard.planning.problem import make_tables
 from steelyard.processes.failure import RankFailedError
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
-from steelyard.runtime import trials as trying
+from steelyard.runtime import launch as trying
 from steelyard.runtime.options import TrainOptions
 from tests.cli.conftest import Run, user_error
 from tests.cost import examples

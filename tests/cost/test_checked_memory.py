@@ -11,8 +11,8 @@ from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.plan import Plan, Precision
-from steelyard.runtime.attribution import TERMS
 from steelyard.runtime.dry_run import dry_run
+from steelyard.runtime.peak_memory import TERMS
 from steelyard.tracer.cache import cached_trace
 from tests.cost.examples import CONFIG, plan
 from tests.modules.split_configs import split_config

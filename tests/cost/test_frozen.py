@@ -16,8 +16,8 @@ from steelyard.modules.freezing import find_freeze
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import Profile
-from steelyard.runtime.attribution import TERMS
 from steelyard.runtime.dry_run import dry_run
+from steelyard.runtime.peak_memory import TERMS
 from steelyard.tracer.cache import cached_trace
 from steelyard.tracer.trace import trace
 from tests.cost.examples import CONFIG, config, plan

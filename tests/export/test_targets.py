@@ -17,7 +17,7 @@ import yaml
 
 from steelyard.errors import UserError
 from steelyard.export import TARGETS
-from steelyard.export.uniform import UniformPlan, describe_uniform
+from steelyard.export.target import UniformPlan, describe_uniform
 from steelyard.model.read import load_model
 from steelyard.plan.capabilities import unsupported
 from steelyard.plan.file import parse_value

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 
 from steelyard.errors import InvalidModelError
-from steelyard.modules.blanks import Blank, Blanks, blank_of
+from steelyard.modules.known_values import Blank, Blanks, blank_of
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ from transformers import AutoConfig
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.chain import LayerRole
 from steelyard.model.read import chain_from_config
-from steelyard.modules.batch import IGNORED, decoder_inputs, random_samples
 from steelyard.modules.build import build_meta_model, build_model, layer_modules, prepare_model
+from steelyard.modules.model_inputs import IGNORED, decoder_inputs, random_samples
 from steelyard.modules.split_layer_types import signature
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.stages import illegal_reason

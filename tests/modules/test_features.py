@@ -10,9 +10,9 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.split import BlockCall
-from steelyard.modules.batch import decoder_inputs, random_samples
-from steelyard.modules.block_inputs import BlockInputs
 from steelyard.modules.build import build_model, hub_config, read_hub_config
+from steelyard.modules.model_inputs import decoder_inputs, random_samples
+from steelyard.modules.pieces import BlockInputs
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.splitting import find_split
 from tests.modules.split_configs import split_config

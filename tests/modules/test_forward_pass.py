@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from steelyard.modules.forward_pass import replace_forward
+from steelyard.modules.prepared import replace_forward
 
 
 class _Block(GradientCheckpointingLayer):

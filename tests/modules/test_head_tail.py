@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from steelyard.errors import InvalidPlanError
-from steelyard.modules.head_tail import in_order, natural_order, pieces_of, rank_order
+from steelyard.modules.context_attention import in_order, natural_order, pieces_of, rank_order
 
 DEGREES = pytest.mark.parametrize("degree", [1, 2, 3, 8])
 

@@ -9,8 +9,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 from steelyard.model.family import LayerRole
 from steelyard.model.split import SplitLayerType
 from steelyard.modules.build import read_hub_config
-from steelyard.modules.proved_types import divided_types
-from steelyard.modules.split_proof import split_model
+from steelyard.modules.split_proof import divided_types, split_model
 from steelyard.modules.split_tp import Styles, follows, suppositions, unread_plan
 from steelyard.modules.splitting import Found, find_split
 from tests.modules.split_configs import split_config

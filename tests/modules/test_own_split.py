@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import steelyard
 from steelyard.errors import InvalidModelError
-from steelyard.modules.own_builder import Built, own_model
+from steelyard.modules.own_proof import Built, own_model
 from steelyard.modules.own_split import check_same_module, find_own_split
 from steelyard.plan.decisions import Decisions
 from tests.modules.own_models import CASES, NanoBlock, NanoGPT, TitanLlama, TwoTowers, UNet

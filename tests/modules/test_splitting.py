@@ -28,8 +28,7 @@ from steelyard.modules.build import (
 from steelyard.modules.layers import build_layer
 from steelyard.modules.model_inputs import forward_options
 from steelyard.modules.prepared import prepare, stored_apart
-from steelyard.modules.proved_types import no_cp
-from steelyard.modules.split_proof import split_model
+from steelyard.modules.split_proof import no_cp, split_model
 from steelyard.modules.splitting import find_split, task_of
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.stages import illegal_reason

@@ -219,7 +219,7 @@ def test_a_contradiction_is_one_clear_error(changes: dict[str, Any], field: str,
 
 
 def test_a_module_that_cannot_compute_in_bf16_is_planned_in_fp32_alone() -> None:
-    from steelyard.modules.own_builder import Built, own_model
+    from steelyard.modules.own_proof import Built, own_model
     from tests.modules.own_models import CASES
 
     case = CASES["nanogpt"]

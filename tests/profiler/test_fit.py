@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steelyard.profiler.fit import fit_latency_and_rate
+from steelyard.profiler.collectives import fit_latency_and_rate
 
 SIZES = (2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
 

@@ -9,8 +9,7 @@ from steelyard.planning.choose import plan_job
 from steelyard.processes.failure import RankFailedError
 from steelyard.profiler import launch
 from steelyard.profiler.launch import launch_profiler
-from steelyard.profiles.merge import merge_profiles
-from steelyard.profiles.profile import Profile
+from steelyard.profiles.profile import Profile, merge_profiles
 from steelyard.tracer.trace import trace
 from tests.jobs import make_job
 from tests.processes.forking_agent import fork_ranks

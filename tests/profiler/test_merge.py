@@ -1,8 +1,7 @@
 import pytest
 
 from steelyard.errors import InvalidProfileError
-from steelyard.profiles.merge import merge_profiles
-from steelyard.profiles.profile import CollectiveProfile, MeasuredTime, Profile
+from steelyard.profiles.profile import CollectiveProfile, MeasuredTime, Profile, merge_profiles
 from tests.profiler.examples import empty_layer, identity
 
 MEASURED = {"method": "measured", "device": "cpu", "num_devices": 2}

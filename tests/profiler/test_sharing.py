@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import InvalidProfileError
-from steelyard.profiler.run import progress_bar
-from steelyard.profiler.sharing import non_rising
+from steelyard.profiler.launch import progress_bar
+from steelyard.profiler.overheads import non_rising
 from steelyard.profiles.profile import Profile
 from tests.profiler.examples import empty_trace
 

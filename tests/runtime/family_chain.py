@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config
-from steelyard.modules.batch import IGNORED, decoder_inputs
 from steelyard.modules.build import prepare_model
 from steelyard.modules.layers import Flow, LayerContext, build_layer, shared_inputs_of, tensors_of
+from steelyard.modules.model_inputs import IGNORED, decoder_inputs
 from steelyard.plan.strategy import Remat
 from tests.runtime.models import FAMILY_CONFIGS
 

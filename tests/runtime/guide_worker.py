@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from steelyard.modules.own_builder import Built, own_model
+from steelyard.modules.own_proof import Built, own_model
 from tests.processes.warm import ROOT
 from tests.runtime.models import make_plan
 

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 import steelyard
 from steelyard.errors import UserError
-from steelyard.modules.own_builder import Built, own_model
 from steelyard.modules.own_pieces import loss_of
-from steelyard.modules.stubbed_own import call_arguments
+from steelyard.modules.own_proof import Built, own_model
+from steelyard.modules.stubbed_model import call_arguments
 from steelyard.plan.plan import Plan
 from steelyard.runtime.state import RunState
 from tests.modules.own_models import CASES, SAMPLES, Case

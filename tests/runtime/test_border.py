@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from steelyard.plan.plan import Plan
-from steelyard.runtime.border import border, received_pieces, sent_pieces
+from steelyard.runtime.pipeline_part import border, received_pieces, sent_pieces
 from tests.runtime.models import make_plan
 
 SAMPLES, TOKENS = 12, 32

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from steelyard.errors import InvalidCheckpointError
-from steelyard.runtime.checkpoint_reader import METADATA_FILE, CheckpointReader
+from steelyard.runtime.checkpoint import METADATA_FILE, CheckpointReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -5,7 +5,8 @@ import pytest
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.modules.build import hub_config
 from steelyard.processes.group import world_size
-from steelyard.runtime.checks import check_same_model, check_world_size
+from steelyard.runtime.checks import check_world_size
+from steelyard.runtime.parallel_model import check_same_model
 from tests.runtime.models import CONFIGS, make_plan
 
 PLAN = make_plan({**CONFIGS["llama"], "num_hidden_layers": 2}, "dp2, dp2, dp2, dp2", num_devices=2)

@@ -9,8 +9,8 @@ from transformers import SwitchTransformersConfig
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersTop1Router
 
 import steelyard
-from steelyard.modules.dropout import has_dropout, seed_dropout
-from steelyard.modules.own_builder import Built, own_model
+from steelyard.modules.layers import has_dropout, seed_dropout
+from steelyard.modules.own_proof import Built, own_model
 from steelyard.plan.plan import Plan
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
 from tests.modules.own_models import BLOCKS, CASES, NanoBlock

@@ -5,8 +5,7 @@ import torch.distributed as dist
 
 from steelyard.errors import UserError
 from steelyard.plan.plan import Plan
-from steelyard.runtime.distinct_ranks import distinct_ranks
-from steelyard.runtime.dry_run import RankMemory, dry_run
+from steelyard.runtime.dry_run import RankMemory, distinct_ranks, dry_run
 from tests.runtime.dry_run_worker import CASES, WORLD_SIZE, plan_of
 from tests.runtime.models import CONFIGS, make_plan
 from tests.runtime.processes import run_ranks

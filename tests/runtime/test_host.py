@@ -9,8 +9,8 @@ import torch
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
-from steelyard.runtime import host
-from steelyard.runtime.host import check_host, device_type_of, free_bytes
+from steelyard.runtime import checks
+from steelyard.runtime.checks import check_host, device_type_of, free_bytes
 from steelyard.runtime.launch import launch
 from steelyard.runtime.options import TrainOptions
 from tests.plan import examples
@@ -40,8 +40,8 @@ def have_memory(patch: pytest.MonkeyPatch, folder: Path, available: int, *, limi
     (folder / "memory.max").write_text("max" if limit is None else str(limit))
     (folder / "memory.current").write_text("700")
     (folder / "memory.stat").write_text("anon 500\ninactive_file 200\n")
-    patch.setattr(host, "MEMINFO", folder / "meminfo")
-    patch.setattr(host, "CGROUP", folder)
+    patch.setattr(checks, "MEMINFO", folder / "meminfo")
+    patch.setattr(checks, "CGROUP", folder)
 
 
 @pytest.mark.parametrize("num_gpus", [0, 3])
@@ -130,7 +130,7 @@ def test_a_control_group_may_leave_less(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_host_that_does_not_say_what_is_free_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host, "MEMINFO", tmp_path / "absent")
+    monkeypatch.setattr(checks, "MEMINFO", tmp_path / "absent")
     assert free_bytes() is None
     check_host(huge(), ALL, device=None)
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from steelyard.errors import UserError
 from steelyard.plan.plan import Plan
 from steelyard.profiles.record import SlowRank
+from steelyard.runtime.checks import check_outputs
 from steelyard.runtime.options import TrainOptions
-from steelyard.runtime.outputs import check_outputs
 from steelyard.runtime.progress import Step, model_flop_utilisation, reported, step_metrics
 from steelyard.runtime.stage_clock import StageClock
 from tests.plan.examples import COST_SOURCE

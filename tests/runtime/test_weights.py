@@ -29,11 +29,16 @@ from steelyard.modules.prepared import stored_apart
 from steelyard.modules.split_proof import split_model
 from steelyard.plan.strategy import Remat
 from steelyard.runtime import weights
-from steelyard.runtime.exported_tokenizer import tokenizer_files
-from steelyard.runtime.outputs import check_export
+from steelyard.runtime.checks import check_export, tokenizer_files
 from steelyard.runtime.state import ParameterNames, parameter_names, saved_tensors
-from steelyard.runtime.stored_weights import stored_parameters
-from steelyard.runtime.weights import INDEX_FILE, SINGLE_FILE, WeightFolder, export_weights, load_weights
+from steelyard.runtime.weights import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    WeightFolder,
+    export_weights,
+    load_weights,
+    stored_parameters,
+)
 from tests.modules.split_configs import split_config
 from tests.runtime.family_cases import SPLITS
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan

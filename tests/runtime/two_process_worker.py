@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steelyard.modules.dimensions.data_parallel import mixed_precision
+from steelyard.modules.replicated import mixed_precision
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
 from tests.runtime.models import CONFIGS, make_plan
 

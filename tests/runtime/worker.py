@@ -26,8 +26,8 @@ from torch import nn
 
 from steelyard.modules import replicated, router_loss
 from steelyard.modules.build import build_model
-from steelyard.modules.dimensions import data_parallel
-from steelyard.runtime import parallel_model, sharding
+from steelyard.runtime import parallel_model
+from steelyard.runtime import stage as stages
 from steelyard.runtime.parity import Reference, compare, train_alone
 from tests.runtime.cases import Case
 from tests.runtime.processes import fork, run_world
@@ -65,7 +65,7 @@ def planted(fault: str | None) -> Iterator[None]:
     if fault is None:
         yield
         return
-    right = data_parallel.Replica
+    right = replicated.Replica
 
     def replicate_alone(layer: nn.Module, _mesh: Any, dtype: torch.dtype) -> Any:
         world = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "one"))
@@ -78,10 +78,10 @@ def planted(fault: str | None) -> Iterator[None]:
         return dist.all_reduce(tensor.div_(8), **arguments)
 
     patches = {
-        "no dp sum": lambda: mock.patch.object(data_parallel, "Replica", replicate_alone),
+        "no dp sum": lambda: mock.patch.object(replicated, "Replica", replicate_alone),
         "mean": lambda: mock.patch.object(replicated, "dist", SimpleNamespace(all_reduce=mean, Work=dist.Work)),
         "same samples": lambda: mock.patch.object(parallel_model, "data_index", return_value=0),
-        "no replica sum": lambda: mock.patch.object(sharding, "_state_mesh", nothing_to_replicate),
+        "no replica sum": lambda: mock.patch.object(stages, "_state_mesh", nothing_to_replicate),
         "routers alone": lambda: mock.patch.object(
             router_loss, "dist", SimpleNamespace(all_reduce=lambda *_, **__: None)
         ),

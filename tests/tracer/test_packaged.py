@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from package_traces import PRECISIONS, difference, further_lengths, spans_of
 
 from steelyard import installed
 from steelyard.errors import UserError
@@ -11,7 +12,6 @@ from steelyard.model.read import load_model, model_names, packaged_split, packag
 from steelyard.plan.plan import Precision
 from steelyard.tracer import cache, packaged
 from steelyard.tracer.cache import cached_trace
-from steelyard.tracer.package import PRECISIONS, difference, further_lengths, spans_of
 from steelyard.tracer.packaged import counted_at, packaged_lengths, packaged_trace, profile_at
 from steelyard.tracer.trace import trace
 

@@ -51,8 +51,7 @@ def check(
     check_builder(plan, builder)
     given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
     budgets, backend = _expected(plan, given)
-    from steelyard.runtime.distinct_ranks import distinct_ranks
-    from steelyard.runtime.dry_run import dry_run_all
+    from steelyard.runtime.dry_run import distinct_ranks, dry_run_all
 
     groups = distinct_ranks(plan, builder)
     with progress(f"running {format_plural(len(groups), 'rank')} on fake tensors", silent=as_json):

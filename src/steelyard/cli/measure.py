@@ -22,7 +22,7 @@ from steelyard.report.run_table import trial_table
 from steelyard.runtime.options import DATA_HELP, TrainOptions
 
 if TYPE_CHECKING:
-    from steelyard.runtime.trials import Trial
+    from steelyard.runtime.launch import Trial
 
 STEPS = 8
 
@@ -64,7 +64,7 @@ def measure(
             hint="plan again, or leave out --alternatives",
         )
     require_training("`steelyard measure` trains")
-    from steelyard.runtime.trials import fastest, run_trials
+    from steelyard.runtime.launch import fastest, run_trials
 
     kept = folder or path.with_suffix(".measured")
     make_folder(kept, "--folder")

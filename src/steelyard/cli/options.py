@@ -120,7 +120,7 @@ def built_module(model: str) -> Any:
     if BUILDER.fullmatch(model) is None:
         return None
     require_training("a module of your own is run to be split")
-    from steelyard.modules.own_builder import build, own_model
+    from steelyard.modules.own_proof import build, own_model
 
     print(f"running {model.rpartition(':')[0]}, which builds the module", file=sys.stderr)
     return own_model(build(model))

@@ -15,8 +15,7 @@ from steelyard.model.read import load_model
 from steelyard.output import command, write_file
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.plan.strategy import divisors
-from steelyard.profiles.merge import merge_profiles
-from steelyard.profiles.profile import Profile
+from steelyard.profiles.profile import Profile, merge_profiles
 from steelyard.report.profile_table import profile_view
 
 SAMPLES = "1,2,4"

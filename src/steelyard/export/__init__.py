@@ -2,8 +2,7 @@
 
 | module         | targets                                                                    |
 |----------------|----------------------------------------------------------------------------|
-| `target`       | what a target is; the statement that every file opens with                 |
-| `uniform`      | a plan of one strategy in the words that frameworks share                  |
+| `target`       | what a target is; a plan of one strategy in words that frameworks share    |
 | `torchtitan`   | torchtitan                                                                 |
 | `megatron`     | megatron, megatron-fsdp                                                    |
 | `hugging_face` | accelerate, transformers                                                   |
@@ -17,8 +16,7 @@ work.
 
 from steelyard.errors import UserError, nearest
 from steelyard.export import deepspeed, hugging_face, launch, megatron, pytorch, torchtitan
-from steelyard.export.target import Export, Request, Target, check_model, export_plan
-from steelyard.export.uniform import describe_uniform
+from steelyard.export.target import Export, Request, Target, check_model, describe_uniform, export_plan
 
 TARGETS: dict[str, Target] = {
     target.name: target

@@ -10,8 +10,7 @@ import json
 from typing import Any
 
 from steelyard.cost.execution import DEEPSPEED
-from steelyard.export.target import Draft, Request, Target
-from steelyard.export.uniform import UniformPlan
+from steelyard.export.target import Draft, Request, Target, UniformPlan
 from steelyard.plan.capabilities import Capabilities, dimensions_of
 from steelyard.plan.strategy import Remat
 

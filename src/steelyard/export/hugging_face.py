@@ -11,8 +11,7 @@ import yaml
 
 from steelyard.cost.execution import ACCELERATE as RUN_BY_ACCELERATE
 from steelyard.cost.execution import TRANSFORMERS as RUN_BY_TRANSFORMERS
-from steelyard.export.target import RENDEZVOUS_PORT, Draft, Request, Target
-from steelyard.export.uniform import UniformPlan
+from steelyard.export.target import RENDEZVOUS_PORT, Draft, Request, Target, UniformPlan
 from steelyard.plan.capabilities import Capabilities, dimensions_of
 from steelyard.plan.strategy import Remat
 from steelyard.units import format_plural

@@ -107,7 +107,15 @@ def _write_kubeflow(request: Request) -> Draft:
             hint="write for example --image registry.example/steelyard:0.1",
         )
     name = f"steelyard-{_dashed(request.plan.model.name)}"
-    documents = [_config_map(request.plan, name), _job(cluster, name, request.image)]
+    documents = [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {"name": f"{name}-plan"},
+            "data": {"plan.json": dump_json(_without_alternatives(request.plan)) + "\n"},
+        },
+        _job(cluster, name, request.image),
+    ]
     return Draft(
         files=(("pytorchjob.yaml", yaml.dump_all(documents, Dumper=_BlockTextDumper, sort_keys=False, width=120)),),
         carried=(
@@ -131,15 +139,6 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _BlockTextDumper.add_representer(str, _text)
-
-
-def _config_map(plan: Plan, name: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": f"{name}-plan"},
-        "data": {"plan.json": dump_json(_without_alternatives(plan)) + "\n"},
-    }
 
 
 def _without_alternatives(plan: Plan) -> Plan:

@@ -16,8 +16,7 @@ from typing import Any
 
 from steelyard.cost.execution import MEGATRON_CORE, MEGATRON_FSDP
 from steelyard.errors import UserError
-from steelyard.export.target import Draft, Request, Target
-from steelyard.export.uniform import PipelinePart, UniformPlan
+from steelyard.export.target import Draft, PipelinePart, Request, Target, UniformPlan
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.plan.capabilities import Capabilities, dimensions_of
@@ -65,7 +64,12 @@ def _write(request: Request) -> Draft:
         "MODEL": _model_flags(chain, view),
         "PARALLEL": _parallel_flags(view),
         "REMAT": _remat_flags(view),
-        "BATCH": _batch_flags(view),
+        "BATCH": [
+            f"--micro-batch-size {view.microbatch_per_rank}",
+            f"--global-batch-size {view.global_batch}",
+            f"--seq-length {view.seq_len}",
+            *(["--bf16"] if view.precision == "bf16" else []),
+        ],
     }
     left_out = [
         "tokenizer, data, learning rate and first weights: give them as arguments of the script",
@@ -95,19 +99,6 @@ def _where(request: Request) -> tuple[str, ...]:
     return (f"on every host, with NODE_RANK from 0 to {last} and MASTER_ADDR the first host, which all of them reach",)
 
 
-def _launch(request: Request) -> list[str]:
-    """The lines that start as many processes on each host as it has devices."""
-    cluster = request.cluster
-    nodes, devices = (cluster.num_nodes, str(cluster.devices_per_node)) if cluster else (1, "gpu")
-    rank = "${NODE_RANK:-0}" if nodes == 1 else "${NODE_RANK:?set NODE_RANK to the number of this host, from 0}"
-    host = "${MASTER_ADDR:-127.0.0.1}" if nodes == 1 else "${MASTER_ADDR:?set MASTER_ADDR to the first host}"
-    return [
-        f'torchrun --nnodes "${{NNODES:-{nodes}}}" --nproc-per-node "${{NPROC_PER_NODE:-{devices}}}" \\',
-        f'    --node-rank "{rank}" --master-addr "{host}" \\',
-        '    --master-port "${MASTER_PORT:-29500}" \\',
-    ]
-
-
 def _script(groups: Mapping[str, Flags], view: UniformPlan, request: Request) -> str:
     connections = (
         "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1"
@@ -119,9 +110,18 @@ def _script(groups: Mapping[str, Flags], view: UniformPlan, request: Request) ->
     for name, flags in groups.items():
         lines += [f"{name}=(", *(f"    {_quoted(flag)}" for flag in flags), ")"]
     arrays = " ".join(f'"${{{name}[@]}}"' for name in groups)
+    # the lines that start as many processes on each host as it has devices
+    cluster = request.cluster
+    nodes, devices = (cluster.num_nodes, str(cluster.devices_per_node)) if cluster else (1, "gpu")
+    rank = "${NODE_RANK:-0}" if nodes == 1 else "${NODE_RANK:?set NODE_RANK to the number of this host, from 0}"
+    host = "${MASTER_ADDR:-127.0.0.1}" if nodes == 1 else "${MASTER_ADDR:?set MASTER_ADDR to the first host}"
     lines += [
         "",
-        *_launch(request),
+        *[
+            f'torchrun --nnodes "${{NNODES:-{nodes}}}" --nproc-per-node "${{NPROC_PER_NODE:-{devices}}}" \\',
+            f'    --node-rank "{rank}" --master-addr "{host}" \\',
+            '    --master-port "${MASTER_PORT:-29500}" \\',
+        ],
         f'    "$MEGATRON/pretrain_gpt.py" {arrays} "$@"',
     ]
     return "\n".join(lines) + "\n"
@@ -184,15 +184,6 @@ def _remat_flags(view: UniformPlan) -> Flags:
     return ["--recompute-granularity full", f"--recompute-method {method}", f"--recompute-num-layers {count}"]
 
 
-def _batch_flags(view: UniformPlan) -> Flags:
-    return [
-        f"--micro-batch-size {view.microbatch_per_rank}",
-        f"--global-batch-size {view.global_batch}",
-        f"--seq-length {view.seq_len}",
-        *(["--bf16"] if view.precision == "bf16" else []),
-    ]
-
-
 def _model_flags(chain: ModelChain, view: UniformPlan) -> Flags:
     config = chain.config
     special = _FAMILIES.get(chain.family.model_type)
@@ -237,10 +228,6 @@ def _rotary(config: Mapping[str, Any], key: str, default: float) -> float:
 def _llama(config: Mapping[str, Any]) -> Flags:
     epsilon = f"--norm-epsilon {config.get('rms_norm_eps', 1e-6):g}"
     return ["--normalization RMSNorm", epsilon, "--swiglu", "--disable-bias-linear"]
-
-
-def _qwen2(config: Mapping[str, Any]) -> Flags:
-    return [*_llama(config), "--add-qkv-bias"]
 
 
 def _qwen3(config: Mapping[str, Any]) -> Flags:
@@ -288,7 +275,7 @@ def _gpt_neox(config: Mapping[str, Any]) -> Flags:
 _FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Flags]] = {
     "llama": _llama,
     "mistral": _llama,
-    "qwen2": _qwen2,
+    "qwen2": lambda config: [*_llama(config), "--add-qkv-bias"],
     "qwen3": _qwen3,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,

@@ -17,8 +17,7 @@ from typing import Any
 
 from steelyard.cost.execution import TORCHTITAN
 from steelyard.errors import UserError
-from steelyard.export.target import Draft, Request, Target
-from steelyard.export.uniform import PipelinePart, UniformPlan
+from steelyard.export.target import Draft, PipelinePart, Request, Target, UniformPlan
 from steelyard.model.chain import ModelChain
 from steelyard.plan.capabilities import Capabilities, dimensions_of
 from steelyard.plan.dimensions.ep import DEGREE
@@ -73,7 +72,8 @@ def _write(request: Request) -> Draft:
         left_out.append("how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention")
     if view.tp > 1 and not view.sp:
         left_out.append("tp without sp in the .toml: 0.2 always shards the sequence beside tp")
-    name, start, size = _function(request), request.torchrun, re.sub(r"[.-]", "_", flavor.lower())
+    name = "steelyard_" + re.sub(r"[^a-z0-9]+", "_", request.plan.model.name.lower())
+    start, size = request.torchrun, re.sub(r"[.-]", "_", flavor.lower())
     return Draft(
         files=(
             (f"{name}.py", _configuration(view, RELEASE, folder, size, name)),
@@ -106,15 +106,6 @@ def _model(chain: ModelChain) -> tuple[str, str]:
     return known
 
 
-def _function(request: Request) -> str:
-    return "steelyard_" + re.sub(r"[^a-z0-9]+", "_", request.plan.model.name.lower())
-
-
-def _local_batch(view: UniformPlan) -> int:
-    """Samples that one data rank takes in one forward: all microbatches of a pipeline, one of them without."""
-    return view.microbatch_per_rank * (view.pipeline.num_microbatches if view.pipeline.num_stages > 1 else 1)
-
-
 def _fqns(part: PipelinePart, output: str) -> list[str]:
     names = ["tok_embeddings"] * part.has_embedding
     names += [f"layers.{block}" for block in part.blocks]
@@ -143,8 +134,9 @@ MAIN = _Version(
 
 def _training(view: UniformPlan, version: _Version) -> dict[str, Any]:
     has_stages = view.pipeline.num_stages > 1
+    # samples that one data rank takes in one forward: all microbatches of a pipeline, one of them without
     sizes: dict[str, Any] = {
-        "local_batch_size": _local_batch(view),
+        "local_batch_size": view.microbatch_per_rank * (view.pipeline.num_microbatches if has_stages else 1),
         "global_batch_size": view.global_batch,
         "seq_len": view.seq_len,
     }
@@ -154,7 +146,8 @@ def _training(view: UniformPlan, version: _Version) -> dict[str, Any]:
             "num_tokens_per_train_step": view.global_batch * view.seq_len,
             "max_context_length": view.seq_len,
         }
-    return sizes | {"mixed_precision_param": _dtype(view)} | ({"disable_cuda_graphs": True} if has_stages else {})
+    sizes["mixed_precision_param"] = "bfloat16" if view.precision == "bf16" else "float32"
+    return sizes | ({"disable_cuda_graphs": True} if has_stages else {})
 
 
 def _parallelism(view: UniformPlan, version: _Version) -> dict[str, Any]:
@@ -225,10 +218,6 @@ def _toml(view: UniformPlan, folder: str, flavor: str) -> str:
         for name, entries in sections.items()
     ]
     return "\n\n".join(written) + "\n"
-
-
-def _dtype(view: UniformPlan) -> str:
-    return "bfloat16" if view.precision == "bf16" else "float32"
 
 
 TARGET = Target(

@@ -1,13 +1,11 @@
-r"""How a model is taken apart: its `Layout`, the chain of layers and layer types, and its `Family`, the modules of each
-layer.
+r"""How a model is taken apart: its `Layout`, the chain of layers and layer types, and its `Family`, their modules.
 
 Nothing here imports torch, so that the planner can read it. What the types `Tensor` and `Layer` stand for is used by
 the runtime and the tracer alone.
 
-To how many places a token goes, where those who send it send it once to each place that has experts of it.
-
-A place is a rank or a node. With the experts in order over $r$ places, each as likely as another, the $t$ experts of a
-token are on
+A layer type with experts also says to how many places a token goes (`Routing`), where those who send it send it once to
+each place, a rank or a node, that has experts of it. With the experts in order over $r$ places, each as likely as
+another, the $t$ experts of a token are on
 
 $$r\,\Big(1 - \big(1 - \tfrac{1}{r}\big)^t\Big)$$
 
@@ -137,7 +135,7 @@ _AUTO_CLASSES = {
     Task.IMAGE_TEXT: "AutoModelForImageTextToText",
     Task.OWN: "",
 }
-"""Samples are what `steelyard.modules.batch` says."""
+"""Samples are what `steelyard.modules.model_inputs` says."""
 
 
 class LayerRole(StrEnum):

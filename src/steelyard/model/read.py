@@ -1,17 +1,11 @@
 """Reads a model: a name from the packaged list, a path to a ``config.json``, or the config itself as a mapping.
 
-Splits that come in the package, for packaged models: found ahead, where transformers was at hand.
-
-They are kept by the hash of the config, and hold for the version of transformers that they were made with; where
-another one is installed they count as missing, as do those of an older way of splitting. So are the proved splits of
-the small models of their structures, by which other models of these need no proof.
-
-Where each packaged config comes from, and under which id it stands on the Hugging Face hub.
-
-The configs hold the keys that shape a model, as published at these addresses; the parameters that follow are compared
-with the published numbers (tests/model/test_packaged_models.py).
-
-Model types that are refused by name, before anything is built, each with what to do instead.
+A packaged config holds the keys that shape a model, as published at its address on the Hugging Face hub; the parameters
+that follow are compared with the published numbers (tests/model/test_packaged_models.py). Splits come in the package
+for these models, found ahead, where transformers was at hand. They are kept by the hash of the config, and hold for the
+version of transformers that they were made with; where another one is installed they count as missing, as do those of
+an older way of splitting. So are the proved splits of the small models of their structures, by which other models of
+these need no proof. Some model types are refused by name, before anything is built, each with what to do instead.
 """
 
 import hashlib
@@ -122,17 +116,6 @@ def _content(config_hash: str) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
-def packaged_split_text(split: ModelSplit, structure: str, made_with: Mapping[str, str]) -> str:
-    """The content of a file that `packaged_split` reads."""
-    content: dict[str, Any] = {
-        "split_version": SPLIT_VERSION,
-        "made_with": dict(made_with),
-        "structure": structure,
-        "split": split.model_dump(mode="json"),
-    }
-    return json.dumps(content) + "\n"
-
-
 @cache
 def model_names() -> tuple[str, ...]:
     """Names of the packaged configs, sorted."""
@@ -148,21 +131,28 @@ def load_model(name_or_path: str | Path, *, image_size: tuple[int, int] | None =
     """
     name, config = load_config(name_or_path)
     if image_size is not None:
-        config = _with_image_size(config, image_size)
+        vision = config.get("vision_config")
+        own = vision.get("image_size") if isinstance(vision, Mapping) else None
+        if (
+            not isinstance(vision, Mapping)
+            or "spatial_merge_size" not in vision
+            or own not in (None, image_size[0], [*image_size])
+        ):
+            raise InvalidModelError(
+                field="--image-size",
+                found=f"{image_size[0]}x{image_size[1]} for {config.get('model_type')}"
+                + (f", whose images are {own}" if own else ""),
+                expected="a model that reads any images: its vision_config has a spatial_merge_size and no image_size",
+                hint="leave the option out, or write vision_config.image_size into the config",
+            )
+        config = {
+            **config,
+            "vision_config": {
+                **vision,
+                "image_size": image_size[0] if image_size[0] == image_size[1] else [*image_size],
+            },
+        }
     return chain_from_config(config, name=name)
-
-
-def _with_image_size(config: Mapping[str, Any], size: tuple[int, int]) -> Mapping[str, Any]:
-    vision = config.get("vision_config")
-    own = vision.get("image_size") if isinstance(vision, Mapping) else None
-    if not isinstance(vision, Mapping) or "spatial_merge_size" not in vision or own not in (None, size[0], [*size]):
-        raise InvalidModelError(
-            field="--image-size",
-            found=f"{size[0]}x{size[1]} for {config.get('model_type')}" + (f", whose images are {own}" if own else ""),
-            expected="a model that reads any images: its vision_config has a spatial_merge_size and no image_size",
-            hint="leave the option out, or write vision_config.image_size into the config",
-        )
-    return {**config, "vision_config": {**vision, "image_size": size[0] if size[0] == size[1] else [*size]}}
 
 
 def load_config(name_or_path: str | Path) -> tuple[str, Mapping[str, Any]]:
@@ -233,7 +223,15 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
         if split is None:
             raise _unknown(model_type)
     if split.text_alone and model_type != split.model_type:
-        return chain_from_config(_text_of(config, split), name=name, split=split)
+        text = config.get(TEXT_PART)
+        if not isinstance(text, Mapping):
+            raise InvalidModelError(
+                field=TEXT_PART,
+                found="nothing",
+                expected=f"the config of a {split.model_type}, which alone is planned: {split.text_alone}",
+                hint="give the config.json that the model was published with",
+            )
+        return chain_from_config({**text, "model_type": split.model_type}, name=name, split=split)
     return _chain_of(split, name, dict(config), identity)
 
 
@@ -262,19 +260,6 @@ def _chain_of(split: Split, name: str, config: dict[str, Any], identity: str) ->
         sizes=sizes_in(config),
         split=split,
     )
-
-
-def _text_of(config: Mapping[str, Any], split: ModelSplit) -> Mapping[str, Any]:
-    """The config of the text alone; raises `InvalidModelError` where the config of the whole leaves it out."""
-    text = config.get(TEXT_PART)
-    if not isinstance(text, Mapping):
-        raise InvalidModelError(
-            field=TEXT_PART,
-            found="nothing",
-            expected=f"the config of a {split.model_type}, which alone is planned: {split.text_alone}",
-            hint="give the config.json that the model was published with",
-        )
-    return {**text, "model_type": split.model_type}
 
 
 def _unknown(model_type: str) -> InvalidModelError:

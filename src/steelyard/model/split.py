@@ -1,14 +1,13 @@
 """A model of transformers, split by its structure: what the planner must know of it, as data.
 
 The split is found from the real modules (`steelyard.modules.splitting`, with torch), travels in the plan file beside
-the config, and is kept with the traces; so reading a plan or planning again needs no torch. How layers run is not said
-here: the embedding and the head are the model's own forward pass, stubbed, and blocks are called as the model calls
-them (`steelyard.modules.pieces`).
-
-Numbers in a split that stand for a layer type, a layer, or a place in what flows: each is checked as it is read.
+the config, and is kept with the traces; so reading a plan or planning again needs no torch. Each number in it that
+stands for a layer type, a layer, or a place in what flows is checked as it is read. How layers run is not said here:
+the embedding and the head are the model's own forward pass, stubbed, and blocks are called as the model calls them
+(`steelyard.modules.pieces`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
@@ -19,6 +18,23 @@ from steelyard.errors import InvalidModelError
 from steelyard.limits import MOST_LAYERS, MOST_SIZE
 from steelyard.model.family import LayerRole, LayerType, Layout, SharedWeight, Task, Tensor
 from steelyard.model.small import PADDED_TO, WIDTH_KEYS, heads_in, patches_of, sizes_of
+
+
+def outermost(paths: Iterable[str]) -> tuple[str, ...]:
+    """Of paths, each once, those that lie in no other of them."""
+    distinct = list(dict.fromkeys(paths))
+    return tuple(path for path in distinct if not any(is_below(path, other) for other in distinct if other != path))
+
+
+def is_below_any(path: str, outers: Iterable[str]) -> bool:
+    """Whether a path is one of others or lies in one of them."""
+    return any(is_below(path, outer) for outer in outers)
+
+
+def is_below(path: str, outer: str) -> bool:
+    """Whether a path of a module is another one or lies in it."""
+    return path.startswith(f"{outer}.") or path == outer
+
 
 Place = Annotated[int, Field(ge=0, lt=MOST_LAYERS)]
 """A layer, a layer type, a block, an argument or a result; in the file alone, no more is known of it."""
@@ -427,16 +443,12 @@ class ModelSplit(SplitLayers):
     @property
     def between(self) -> int:
         """The layer of the decoder's embedding; 0 where there is no encoder."""
-        return next(
-            (place for place, layer_type in enumerate(self.layers) if self._is_embedding(layer_type) and place), 0
-        )
+        embeddings = (place for place in range(len(self.layers)) if self.type_of(place).role is LayerRole.EMBEDDING)
+        return next(filter(None, embeddings), 0)
 
     def type_of(self, layer: int) -> SplitLayerType:
         """The type of a layer."""
         return self.kinds[self.layers[layer]]
-
-    def _is_embedding(self, layer_type: int) -> bool:
-        return self.kinds[layer_type].role is LayerRole.EMBEDDING
 
     def _is_of_ends(self, copies: tuple[tuple[int, str], ...]) -> bool:
         """Whether embeddings or the head, and not blocks, share a parameter."""

@@ -4,7 +4,7 @@ Imports torch and transformers only where a model is not known yet.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,9 @@ def found_once(content: str, folder: Path) -> ModelSplit | None:
         return known
     model_type = config["model_type"]
     require_training(f"a model of type {model_type!r} is not packaged and has to be split by its structure")
-    if model_type not in _types_of_transformers():
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
         return None
     from steelyard.modules.build import read_hub_config
     from steelyard.modules.split_proof import split_model
@@ -56,10 +58,3 @@ def found_once(content: str, folder: Path) -> ModelSplit | None:
     split = split_model(model_type, config, folder)
     keep_split(config_hash(config), split, folder)
     return split
-
-
-def _types_of_transformers() -> Collection[str]:
-    """The model types that the installed transformers knows."""
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING.keys()

@@ -29,8 +29,7 @@ from steelyard.model.split import ModelSplit
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
 from steelyard.modules.not_split import failed_at
-from steelyard.modules.prepared import prepare
-from steelyard.modules.repeated import repeat_blocks
+from steelyard.modules.prepared import prepare, repeat_blocks
 
 _SEED_STRIDE = 1_000_003
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -44,20 +43,7 @@ def hub_config(chain: ModelChain) -> PreTrainedConfig:
 def read_hub_config(model_type: str, config: Mapping[str, Any]) -> PreTrainedConfig:
     """The `transformers` config object of a config.json; raises `InvalidModelError` where transformers refuses it."""
     entries = {key: copy.deepcopy(value) for key, value in config.items() if key != "model_type"}  # it adds keys
-    _check_layer_types(entries)
-    with _as_the_configs(model_type):
-        return AutoConfig.for_model(model_type, **PreTrainedConfig._decode_special_floats(entries))
-
-
-def full_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """The config with all that it leaves to the defaults of transformers, in its parts too."""
-    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return found
-
-
-def _check_layer_types(config: Mapping[str, Any]) -> None:
-    """Raises `InvalidModelError` naming an entry of ``layer_types`` that no model of transformers has."""
-    listed = config.get("layer_types")
+    listed = entries.get("layer_types")
     for place, name in enumerate(remap_legacy_layer_types(listed) if isinstance(listed, list) else ()):
         if name not in ALLOWED_LAYER_TYPES:
             raise InvalidModelError(
@@ -66,6 +52,14 @@ def _check_layer_types(config: Mapping[str, Any]) -> None:
                 expected="a layer type that transformers knows",
                 hint=nearest(str(name), ALLOWED_LAYER_TYPES),
             )
+    with _as_the_configs(model_type):
+        return AutoConfig.for_model(model_type, **PreTrainedConfig._decode_special_floats(entries))
+
+
+def full_config(config: PreTrainedConfig) -> dict[str, Any]:
+    """The config with all that it leaves to the defaults of transformers, in its parts too."""
+    found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return found
 
 
 @contextmanager
@@ -261,7 +255,11 @@ def materialize_layer(
                 _initialize(model, filled, seed=seed, layer=zlib.crc32(f"{first_layer}.{first_path}".encode()))
                 owner.register_parameter(name, filled.get_parameter(first_name))
             else:
-                _initialize_shared(model, owner, first, seed=seed, layer=first_layer)
+                # fills the matrix of ``owner`` with the first weights of the table that several layers share
+                table = nn.Embedding(*owner.weight.shape, device=owner.weight.device)
+                table.padding_idx = getattr(first, "padding_idx", None)
+                _initialize(model, table, seed=seed, layer=first_layer)
+                owner.weight = table.weight
 
 
 def materialize_module(model: PreTrainedModel, module: nn.Module, *, seed: int, device: torch.device) -> None:
@@ -333,16 +331,6 @@ def _parts_of_their_own(model: PreTrainedModel) -> dict[nn.Module, PreTrainedMod
     """The innermost model of transformers that each module lies in, which says how it is filled."""
     models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     return {each: part for part in models for each in part.modules()}
-
-
-def _initialize_shared(
-    model: PreTrainedModel, owner: nn.Module, first_owner: nn.Module, *, seed: int, layer: int
-) -> None:
-    """Fills the matrix of ``owner`` with the first weights of the table that several layers share."""
-    table = nn.Embedding(*owner.weight.shape, device=owner.weight.device)
-    table.padding_idx = getattr(first_owner, "padding_idx", None)
-    _initialize(model, table, seed=seed, layer=layer)
-    owner.weight = table.weight
 
 
 def build_model(chain: ModelChain, *, seed: int, device: torch.device | str = "cpu") -> PreTrainedModel:

@@ -6,6 +6,7 @@ An operation is written behind a colon as its name and its numbers, as ``:mul:0.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
@@ -81,14 +82,15 @@ class CalledModules:
 
     def __enter__(self) -> Self:
         self._operations.__enter__()
-        self._handles = [each.register_forward_pre_hook(self._look) for each in self._paths]
-        self._handles += [each.register_forward_hook(self._remember, with_kwargs=True) for each in self._paths]
+        self._hooks = ExitStack()
+        for each in self._paths:
+            self._hooks.enter_context(each.register_forward_pre_hook(self._look))
+            self._hooks.enter_context(each.register_forward_hook(self._remember, with_kwargs=True))
         return self
 
     def __exit__(self, _type: type[BaseException] | None, _error: object, _traceback: TracebackType | None) -> None:
         self._operations.__exit__(None, None, None)
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def _look(self, module: nn.Module, places: tuple[Any, ...]) -> None:
         if places and isinstance(places[0], Tensor):
@@ -97,7 +99,9 @@ class CalledModules:
     def _remember(self, module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any], returned: Any) -> None:
         if len(places) == 1 and not names and isinstance(places[0], Tensor) and isinstance(returned, Tensor):
             call = _Call(self._paths[module], places[0], self._written[module], returned, returned._version)
-            (self._positions if _are_positions(places[0]) else self._calls).append(call)
+            tensor = places[0]
+            are_positions = tensor.ndim == 2 and values_of(tensor) == (1, tensor.shape[1], *range(tensor.shape[1]))
+            (self._positions if are_positions else self._calls).append(call)
 
     def between(self, first: Tensor, last: Tensor) -> tuple[str, ...] | None:
         """The steps (see `called_at`) that make ``last`` of ``first``; None where more is done than that."""
@@ -145,17 +149,10 @@ def _selected(index: Any) -> tuple[str, tuple[Any, ...]]:
     """The operation with its numbers that an index is which takes one place of one dim; no operation for another."""
     entries = index if isinstance(index, tuple) else (index,)
     dims = [dim for dim, each in enumerate(entries) if type(each) is int]
-    is_one = len(dims) == 1 and all(type(each) is int or _is_all(each) for each in entries)
+    is_one = len(dims) == 1 and all(
+        type(each) is int or (isinstance(each, slice) and each == slice(None)) for each in entries
+    )
     return ("select", (dims[0], entries[dims[0]])) if is_one else ("", ())
-
-
-def _is_all(entry: object) -> bool:
-    return isinstance(entry, slice) and entry == slice(None)
-
-
-def _are_positions(tensor: Tensor) -> bool:
-    """Whether a tensor is known to be the positions of all tokens [1, S]."""
-    return tensor.ndim == 2 and values_of(tensor) == (1, tensor.shape[1], *range(tensor.shape[1]))
 
 
 def _is(one: Tensor, other: Tensor) -> bool:

@@ -1,5 +1,9 @@
 """Attention of unmodified `transformers` modules whose sequence is divided over ranks in head-tail order.
 
+Over c ranks the sequence is cut into 2c equal pieces. Rank r holds pieces r and 2c − 1 − r, one from the head and one
+from the tail, whose causal prefixes have 2c + 1 pieces together whatever r is: equal work for all. The ranks' tokens
+one after another are the *rank order*; the sequence as it reads is the *natural order*.
+
 It is an attention implementation of transformers like its own ``sdpa``, under the name `IMPLEMENTATION`, and the same
 to the bit but for the modules that `divide` has marked. A marked module is given query, key and value of this rank's
 tokens, [B, heads, s, D], and returns the output of these tokens; how the ranks help each other is its method:
@@ -14,19 +18,21 @@ What is named together goes in one collective. Gathered keys and values are not 
 rank's tokens. Full remat gathers and exchanges again; selective keeps what a gather's attention returns, and what
 all-to-alls do. Gradients of keys and values are summed over ranks in the type of the keys.
 
-With gather a rank attends with two pieces of the sequence, each to its own causal prefix: equal work for all ranks.
-With ulysses the numbers of query and of key-value heads must be multiples of the degree. Neither drops entries. With a
-sliding window gather builds what each piece sees and reads no mask; ulysses reads the mask of the whole sequence.
+With gather a rank attends with two pieces of the sequence, each to its own causal prefix. With ulysses the numbers of
+query and of key-value heads must be multiples of the degree. Neither drops entries. With a sliding window gather builds
+what each piece sees and reads no mask; ulysses reads the mask of the whole sequence.
 
 Values narrower than keys (latent attention) are padded with zeros to their width, and the output is cut: fused kernels
 then take them everywhere. That is a part (D − Dv) / 2D more work in attention, of 192 and 128 a sixth.
 
-Source: Dubey et al. 2024, section 3.3.2 (gather); Jacobs et al. 2023 (ulysses). Not here: ring attention.
+Source: Dubey et al. 2024 (The Llama 3 Herd of Models), section 3.3.2 (order, gather); Brandon et al. 2023 (Striped
+Attention) for the imbalance that the order avoids; Jacobs et al. 2023 (ulysses). Not here: ring attention.
 
 Legend of shapes: B samples, S tokens, s tokens of this rank (S/c), P of one piece (S/2c), h query heads, g key-value
 heads, D head size, c ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -42,8 +48,58 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.causal_kernels import Attended, Scores, attend, attend_backward
-from steelyard.modules.head_tail import SEQUENCE_DIM, in_order, natural_order, pieces_of, rank_order
 from steelyard.modules.remat import kept_whole
+
+SEQUENCE_DIM = 1
+"""Of token ids [B, S], of hidden states [B, S, H] and of rotary embeddings [1, S, D]."""
+
+
+def piece_size(seq_len: int, degree: int) -> int:
+    """Tokens of one of the 2 · ``degree`` pieces; raises `InvalidPlanError` where they would not be equal."""
+    if seq_len % (2 * degree):
+        raise InvalidPlanError(
+            field="seq_len",
+            found=f"{seq_len} tokens under cp{degree}",
+            expected=f"a multiple of {2 * degree}: every rank holds two equal pieces of a sequence",
+            hint="choose another sequence length or a smaller cp degree",
+        )
+    return seq_len // (2 * degree)
+
+
+def pieces_of(rank: int, degree: int) -> tuple[int, int]:
+    """The natural places of the two pieces that a rank holds."""
+    return rank, 2 * degree - 1 - rank
+
+
+def rank_order(degree: int) -> list[int]:
+    """The natural places of all pieces in rank order."""
+    return [piece for rank in range(degree) for piece in pieces_of(rank, degree)]
+
+
+def natural_order(degree: int) -> list[int]:
+    """The places in rank order of all pieces in natural order: the inverse of `rank_order`."""
+    return inverse(rank_order(degree))
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """Where each number stands in a permutation."""
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def local_tokens(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """This rank's tokens of a whole sequence along ``dim``, in a tensor of their own; raises as `piece_size`."""
+    degree = mesh.size()
+    size = piece_size(tensor.size(dim), degree)
+    pieces = pieces_of(mesh.get_local_rank(), degree)
+    return torch.cat([tensor.narrow(dim, piece * size, size) for piece in pieces], dim)
+
+
+def in_order(whole: Tensor, order: Sequence[int]) -> Tensor:
+    """The pieces of a whole sequence [B, S, …] in another order; raises as `piece_size`."""
+    size = piece_size(whole.size(SEQUENCE_DIM), len(order) // 2)
+    pieces = whole.split(size, SEQUENCE_DIM)
+    return torch.cat([pieces[place] for place in order], SEQUENCE_DIM)
+
 
 IMPLEMENTATION = "steelyard"
 _ATTRIBUTE = "context_division"

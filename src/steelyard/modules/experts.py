@@ -15,9 +15,7 @@ expert.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from steelyard.modules.forward_pass import replace_forward
 from steelyard.modules.updates import local_part
 
 IMPLEMENTATION = "steelyard"
@@ -141,27 +138,6 @@ def run_experts(self: nn.Module, hidden_TH: Tensor, experts_Tk: Tensor, weights_
     compute = getattr(self, "compute_pairs", compute_pairs)
     outputs_KH = compute(self, inputs_KH, ends_E, share)  # noqa: N806
     return _WeightedSum.apply(outputs_KH, weights_Tk.to(outputs_KH.dtype), order_K, places_Tk).to(hidden_TH.dtype)
-
-
-def _grouped(experts: Any, hidden_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:  # noqa: N803
-    """The weighted sum [T, H] of each token's experts, behind which stand some that give back what they read."""
-    number = experts.num_routed_experts
-    unchanged = torch.where(experts_Tk < number, 0.0, weights_Tk).sum(-1, keepdim=True)
-    matrices = {"gate_up_proj": experts.gate_up_proj, "down_proj": experts.down_proj}
-    form = {"has_gate": True, "has_bias": False, "is_transposed": False, "_apply_gate": partial(_gated, experts)}
-    own = SimpleNamespace(num_experts=number, num_all_experts=experts.total_experts, **matrices, **form)
-    return run_experts(own, hidden_TH, experts_Tk, weights_Tk) + (hidden_TH * unchanged).to(hidden_TH.dtype)
-
-
-def _gated(experts: Any, wide: Tensor) -> Tensor:
-    gate, up = wide.chunk(2, dim=-1)
-    return experts.act_fn(gate) * up
-
-
-def group_experts(experts: Any) -> None:
-    """Has experts with some behind them that compute nothing (LongCat) work group by group; twice does no harm."""
-    if getattr(experts, "identity_expert", None) is not None and experts.num_routed_experts:
-        replace_forward(experts, _grouped)
 
 
 # Rows move between tokens and pairs by lookups in both directions. What autograd makes of an indexing's backward pass,

@@ -11,13 +11,13 @@ Not remembered: operations without a fake tensor among their arguments, those wh
 change how an argument looks, and results whose storage is neither plainly new nor plainly that of one argument.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.utils._mode_utils import no_dispatch
 
 Note = TypeVar("Note")
@@ -79,6 +79,23 @@ class FakeOpCache(Generic[Note]):
     def find(self, key: Hashable) -> CachedOp[Note] | None:
         """What the call of this key returned, if there was one."""
         return self._found.get(key)
+
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], note: Callable[[Any], Note]
+    ) -> tuple[Any, Note]:
+        """What a call returns, run only if it was not seen before, and the note of its result."""
+        looks = look(func, args, kwargs)
+        if looks is None:
+            out = func(*args, **kwargs)
+            return out, note(out)
+        seen = self.find(looks[0])
+        if seen is not None:
+            return seen.again(looks[1]), seen.note
+        with disable_fake_tensor_cache(looks[1][0].fake_mode):  # once remembered is enough
+            out = func(*args, **kwargs)
+        found = note(out)
+        self.remember(looks, (func, args, kwargs), out, found)
+        return out, found
 
     def remember(self, looks: Look, call: tuple[Any, ...], out: Any, note: Note) -> None:
         """Keeps what a call (operation, arguments, named arguments) returned, where that follows from its `look`."""

@@ -38,7 +38,24 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
     named = list(_named_parameters(build_meta_model(chain) if own is None else own, chain))
     for pattern in patterns:
         if not any(_matches(each.path, pattern) for each in named):
-            raise _unmatched(pattern, [each.path for each in named])
+            paths = [each.path for each in named]
+            modules: list[str] = []
+            for depth in range(1, 4):
+                found = list(dict.fromkeys(".".join(path.split(".")[:-1][:depth]) for path in paths))
+                if len(found) > _MOST_NAMED:
+                    break
+                modules = list(dict.fromkeys([*modules, *filter(None, found)]))
+            every = list(
+                dict.fromkeys(
+                    ".".join(path.split(".")[:end]) for path in paths for end in range(1, path.count(".") + 2)
+                )
+            )
+            raise InvalidModelError(
+                field="freeze",
+                found=f"{pattern!r}, which names nothing of the model",
+                expected=f"the path of a module or parameter, as {', '.join(modules[:_MOST_NAMED])}",
+                hint=nearest(pattern, list(every)),
+            )
     frozen = {
         (each.layer, each.local)
         for each in named
@@ -132,24 +149,6 @@ def _matches(path: str, pattern: str) -> bool:
     """Whether a parameter is what a pattern names, or lies in it."""
     parts = path.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
-
-
-def _unmatched(pattern: str, paths: Sequence[str]) -> InvalidModelError:
-    modules: list[str] = []
-    for depth in range(1, 4):
-        found = list(dict.fromkeys(".".join(path.split(".")[:-1][:depth]) for path in paths))
-        if len(found) > _MOST_NAMED:
-            break
-        modules = list(dict.fromkeys([*modules, *filter(None, found)]))
-    every = list(
-        dict.fromkeys(".".join(path.split(".")[:end]) for path in paths for end in range(1, path.count(".") + 2))
-    )
-    return InvalidModelError(
-        field="freeze",
-        found=f"{pattern!r}, which names nothing of the model",
-        expected=f"the path of a module or parameter, as {', '.join(modules[:_MOST_NAMED])}",
-        hint=nearest(pattern, list(every)),
-    )
 
 
 def _parts(named: Sequence[_Named], frozen: Collection[tuple[int, str]], num_layers: int) -> Iterator[FrozenLayers]:

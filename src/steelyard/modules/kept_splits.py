@@ -2,6 +2,9 @@
 
 import logging
 from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
 
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.installed import installed_version
@@ -10,18 +13,24 @@ from steelyard.model.split import SPLIT_VERSION, ModelSplit
 from steelyard.plan.file import digest, keep, parse_file
 
 _logger = logging.getLogger(__name__)
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def kept_split(config_hash: str, folder: Path | None) -> ModelSplit | None:
     """Return the split of a config's model, or of a small model, from the package or a folder; None if not kept."""
     packaged = packaged_split(config_hash)
     path = packaged is None and folder and _path(config_hash, folder)
-    if not path or not path.is_file():
-        return packaged
+    return read_kept(path, ModelSplit, "split again, since the cached split cannot be read") if path else packaged
+
+
+def read_kept(path: Path, schema: type[Schema], notice: str) -> Schema | None:
+    """What a file keeps; None where it is not there, or cannot be read, which the log says after ``notice``."""
+    if not path.is_file():
+        return None
     try:
-        return parse_file(path, ModelSplit, InvalidProfileError, what="split")
+        return parse_file(path, schema, InvalidProfileError, what="split")
     except UserError as error:
-        _logger.warning("split again, since the cached split cannot be read: %s", error)
+        _logger.warning("%s: %s", notice, error)
         return None
 
 

@@ -1,15 +1,20 @@
-"""What is known of tensors without values: so that a forward pass runs on meta and fake tensors that asks for some.
+"""Tensors without values: blanks, which have none, and what is known of meta and fake tensors all the same.
 
-Known are the samples' token ids (`tell`), what factories make (zeros, ranges), and all that follows from known values
-alone, as masks and positions do. What is chosen among unknown values (``topk``, ``argmax``, ``sort``) is taken to be
-chosen evenly: of E experts every one gets the same share of the tokens, which is the mean over all routings. Values are
-computed, on the host, only when they are asked for (``tolist``, ``nonzero``, ``bool``, indices of a mask); a value that
-is asked for and not known is the error that it is without this.
+A blank stands for what depends on a parameter that is not there. It says that it is on a device and has nothing in
+memory; an operation that is given one computes nothing and returns one. What does not depend on parameters is computed
+as ever, and where a value of a blank would be needed, there is an error and no wrong result.
+
+Within `KnownValues` a forward pass runs on meta and fake tensors that asks for values. Known are the samples' token ids
+(`tell`), what factories make (zeros, ranges), and all that follows from known values alone, as masks and positions do.
+What is chosen among unknown values (``topk``, ``argmax``, ``sort``) is taken to be chosen evenly: of E experts every
+one gets the same share of the tokens, which is the mean over all routings. Values are computed, on the host, only when
+they are asked for (``tolist``, ``nonzero``, ``bool``, indices of a mask); a value that is asked for and not known is
+the error that it is without this.
 
 Not modelled: writing into a view of a known tensor changes nothing but the view.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -19,9 +24,84 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from steelyard.modules.blanks import FILLED, Blank
+from steelyard.errors import InvalidModelError
+from steelyard.modules.not_split import HINT
+
+META = torch.device("meta")
+FILLED = frozenset(("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
+"""Operations that read of a tensor its shape and type alone."""
+
+
+class Blank(Tensor):
+    """A tensor without values; ``meta`` has its shape and type."""
+
+    meta: Tensor
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device) -> "Blank":
+        """Makes one like a tensor on the meta device."""
+        options = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
+        found = Tensor._make_wrapper_subclass(cls, meta.shape, **options, device=device, requires_grad=False)
+        found.meta = meta
+        return found
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Computes nothing."""
+        return _of_blanks(func, args, kwargs or {})
+
+
+class Blanks(TorchDispatchMode):
+    """Within it operations on blanks are seen by no mode that counts or keeps what is computed."""
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(each, Blank) for each in pytree.tree_leaves((args, kwargs))):
+            return _of_blanks(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def blank_of(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Blank:
+    """A blank of a shape and a type."""
+    with _disable_current_modes():
+        return Blank(torch.empty(tuple(shape), dtype=dtype, device=META), device)
+
+
+def _of_blanks(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    (first, *_) = (each for each in given if isinstance(each, Blank))
+    name = func._schema.name.partition("::")[2]
+    if name in FILLED and isinstance(args[0], Blank):
+        like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+        return func(like, *args[1:], **kwargs)
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written and isinstance(value, Tensor) and not isinstance(value, Blank):
+            raise InvalidModelError(
+                field="forward",
+                found=f"{func}, which writes what depends on parameters into a tensor of shape {list(value.shape)}",
+                expected="new tensors, outside the blocks",
+                hint=HINT,
+            )
+    device = kwargs.get("device") or first.device
+    with _disable_current_modes():
+        places, names = pytree.tree_map_only(Tensor, _on_meta, (args, kwargs))
+        found = func(*places, **(names | ({"device": META} if "device" in kwargs else {})))
+        known = {id(each.meta): each for each in given if isinstance(each, Blank)}
+        return pytree.tree_map_only(
+            Tensor, lambda each: known[id(each)] if id(each) in known else Blank(each, device), found
+        )
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Blank):
+        return tensor.meta
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
 
 _AS = frozenset(("type_as", "view_as", "expand_as", "reshape_as"))
 """Functions that read so much of their second tensor."""
@@ -56,7 +136,9 @@ class KnownValues(TorchFunctionMode):
         value = _later(func, args, kwargs, name) if name not in _UNKNOWN and all(map(is_known, read)) else None
         if name in _NUMBERS and not has_values(tensors[0]):
             self.asked = True
-            return _number(func, args, name) if value is None else value()
+            if value is not None:
+                return value()
+            return 0 if name == "item" else func(*args)  # which models compare or assert on; no branch
         try:
             found = func(*args, **kwargs)
         except RuntimeError:  # asked for values where there are none; errors of fake tensors are of this kind, too
@@ -96,11 +178,6 @@ def _is_known_size(tensor: Tensor) -> bool:
 def _as_size(tensor: Tensor) -> Any:
     with _disable_current_modes():
         return known_of(tensor).item() if _is_known_size(tensor) else tensor
-
-
-def _number(func: Any, args: Any, name: str) -> Any:
-    """What a tensor is as a number of which nothing is known: 0, which models compare or assert on; no branch."""
-    return 0 if name == "item" else func(*args)
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -174,7 +251,7 @@ def _later(func: Any, args: Any, kwargs: Any, name: str) -> Callable[[], Any]:
         if not known:
             with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
                 places, names = pytree.tree_unflatten([each() if callable(each) else each for each in given], form)
-                places = _copied(places, writes)
+                places = (places[0].clone(), *places[1:]) if writes and places else places
                 made = func(*places, **names)
                 known.append(places[0] if made is None else made)
         return known[0]
@@ -192,10 +269,6 @@ def _before(value: Any) -> Any:
         return lambda: value.detach().cpu()
     shape, dtype = value.shape, value.dtype
     return getattr(value, "_known", None) or (lambda: torch.zeros((), dtype=dtype).expand(shape))
-
-
-def _copied(places: Any, writes: bool) -> Any:
-    return (places[0].clone(), *places[1:]) if writes and places else places
 
 
 def _valueless(values: Any, like: Tensor) -> Any:

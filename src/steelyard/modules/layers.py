@@ -1,12 +1,23 @@
 """The layers of a chain as modules with one calling convention, so that a stage is a plain loop over them.
 
-Legend of shape suffixes: B samples of this rank, S sequence length, s sequence of this rank (S/tp under sequence
-parallelism, else S), H hidden size, V vocabulary of this rank.
-
 Every layer maps what flows along the chain to what flows on: token ids [B, S] or images → hidden state [B, s, H] → … →
 loss []. Where an encoder's output goes along with a decoder's state, a tuple of two flows. How a layer does so
 follows from its split; what all blocks share (positions, mask) is computed once per forward and passed as
 `SharedInputs`.
+
+Whatever a layer draws at random (dropout, the noise in front of routers, the experts that some of them draw) a plan can
+repeat: before each layer the generators are seeded with a number made from the step, the microbatch, the layer, the
+share of the samples and the seed of the run (`seed_dropout`).
+
+- Ranks that hold the same activations (tensor parallelism) drop the same entries, and their copies stay equal.
+- Ranks that hold other samples, and other microbatches, layers and steps, drop others.
+- The same plan gives the same numbers twice, recomputed layers too, and a resumed run needs no generator's state.
+
+Under another plan other entries fall out, as with any change of the ranks that draw them. Not modelled: under tensor
+parallelism the shards of attention heads, and of the sequence with sp, drop alike entries on every rank.
+
+Legend of shape suffixes: B samples of this rank, S sequence length, s sequence of this rank (S/tp under sequence
+parallelism, else S), H hidden size, V vocabulary of this rank.
 """
 
 from abc import abstractmethod
@@ -24,16 +35,50 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.family import Family, Run, Task
 from steelyard.model.split import BlockArguments, ModelSplit, local_name
-from steelyard.modules.block_inputs import BlockInputs, tensors_in
 from steelyard.modules.build import named_layer_modules, outside_buffers
 from steelyard.modules.context_attention import reads_mask
-from steelyard.modules.dropout import has_dropout
 from steelyard.modules.freezing import freeze_layer
 from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
-from steelyard.modules.pieces import split_run
+from steelyard.modules.pieces import BlockInputs, split_run, tensors_in
 from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.modules.router_loss import RouterLoss, router_loss_of
 from steelyard.plan.strategy import Remat
+
+_MIX = 0x9E3779B97F4A7C15
+_WORD = (1 << 64) - 1
+_MOST_SEED = 1 << 63
+
+
+_RATES = (
+    *("attention_dropout", "dropout_prob", "drop_prob", "dropout"),
+    *("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
+)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether anything in a module drops entries or adds noise while it trains."""
+    return any(_rate(submodule) > 0 for submodule in module.modules())
+
+
+def _rate(module: nn.Module) -> float:
+    """The share of entries that a module drops: of a dropout layer, or of attention that drops inside its kernel.
+
+    Of a router how large its noise is.
+    """
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p
+    rates = (getattr(module, name, 0.0) for name in _RATES)
+    return max((float(rate) for rate in rates if isinstance(rate, int | float)), default=0.0)
+
+
+def seed_dropout(*parts: int) -> None:
+    """Seeds the generators of all devices with a number that depends on every part and their order."""
+    seed = 0
+    for part in parts:
+        seed = ((seed ^ part) * _MIX + 1) & _WORD
+        seed ^= seed >> 29
+    torch.manual_seed(seed % _MOST_SEED)
+
 
 Flow: TypeAlias = Tensor | tuple[Tensor, ...]
 """What flows between layers."""
@@ -75,8 +120,7 @@ class LayerContext:
         decoder_ids: Tensor | None = None,
         batch: Mapping[int, OwnBatch] | None = None,
     ) -> None:
-        self.side = side
-        self.config = config
+        self.side, self.config = side, config
         self.labels_BS = labels_BS
         """The target at every place, or of every image; needed by the head alone."""
         self.num_targets = num_targets
@@ -101,9 +145,7 @@ class ChainLayer(nn.Module):
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
-        self.family = family
-        self.layer_type = layer_type
-        self.remat = remat
+        self.family, self.layer_type, self.remat = family, layer_type, remat
         self.run_alone: Run = run
         self.entering: tuple[int, ...] | None = None
         """The places in what flows of what the layer reads; None where that is all."""

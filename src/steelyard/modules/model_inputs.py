@@ -1,13 +1,31 @@
-"""What a model of transformers is given beside its parameters: samples, as its first layer reads them, and options.
+"""What a model of transformers is given beside its parameters: samples and labels, and the options of its forward pass.
+
+| task                 | the first layer reads           | the head compares with                          |
+|----------------------|---------------------------------|-------------------------------------------------|
+| causal-lm            | token ids [B, S]                | the next token at every place [B, S]            |
+| masked-lm            | token ids [B, S], some hidden   | the hidden tokens [B, S], `IGNORED` elsewhere   |
+| seq2seq-lm           | the source's token ids [B, S]   | the target's token ids [B, S]                   |
+| speech-seq2seq       | features of sound [B, ...]      | the target's token ids [B, S]                   |
+| image-text-to-text   | images [B, C, H, W]             | the next token at every place [B, S], `IGNORED` |
+|                      |                                 | at those whose next is a place of the image     |
+| image-classification | images [B, C, H, W]             | classes [B]                                     |
+
+The loss is the mean over all labels that are not `IGNORED`. The embedding of a decoder reads the labels moved one place
+on, with the config's ``decoder_start_token_id`` (else ``pad_token_id``) in front, or, of some types, their own last
+token (a language, or the end). What merges images and text reads them so, too, with the token that stands for a place
+of the image in front and where there is no target.
+
+The shape of features is that of all samples, as the config says it; each type of sound is a line here, since structure
+does not tell. Sound whose length no config says is taken to last `_SOUND` values, 30 seconds at 16 kHz. Images that a
+model takes as patches of a grid have the size of ``vision_config.image_size``, where `plan` puts it. Each sample is one
+sequence without padding, so a forward pass need not ask for values of samples (`one_sequence_each`).
 
 Legend of shapes: B samples, S tokens, C channels, H height, W width.
-
-A forward pass of transformers that asks no values of samples: each is one sequence without padding.
 """
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -15,12 +33,176 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
+from steelyard.errors import InvalidModelError
+from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
-from steelyard.model.family import Task
+from steelyard.model.family import BEGIN_WITH_THE_LAST, Task
 from steelyard.model.split import ModelSplit, SplitFeatures
 from steelyard.modules.known_values import is_known, known_of
+from steelyard.modules.not_split import failed_at
+
+IGNORED = -100
+"""The label of a place that is no target."""
+
+
+def decoder_inputs(
+    labels_BS: Tensor,  # noqa: N803
+    config: PreTrainedConfig,
+    features: SplitFeatures | None = None,
+) -> Tensor:
+    """The token ids [B, S] that a decoder, or what merges images and text, is given to predict ``labels_BS``."""
+    if features and features.token is not None:
+        token = features.token
+        shifted = torch.cat([torch.full_like(labels_BS[:, :1], token), labels_BS[:, :-1]], 1)
+        return shifted.masked_fill(shifted == IGNORED, token)
+    padding = config.pad_token_id if config.pad_token_id is not None else 0
+    labels_BS = labels_BS.masked_fill(labels_BS == IGNORED, padding)  # noqa: N806
+    if config.model_type in BEGIN_WITH_THE_LAST:
+        last_B1 = labels_BS.ne(padding).sum(1, keepdim=True) - 1  # noqa: N806
+        start_B1 = labels_BS.gather(1, last_B1.clamp(min=0))  # noqa: N806
+    else:
+        part = getattr(config, "decoder", None)
+        starts = (
+            getattr(config, "decoder_start_token_id", None),
+            getattr(part if isinstance(part, PreTrainedConfig) else None, "bos_token_id", None),
+        )
+        start = next((token for token in starts if token is not None), padding)
+        start_B1 = torch.full_like(labels_BS[:, :1], start)  # noqa: N806
+    return torch.cat([start_B1, labels_BS[:, :-1]], 1)
+
+
+def fitting_tokens(labels_BS: Tensor, features: SplitFeatures) -> Tensor:  # noqa: N803
+    """Labels [B, S] of which none is the token of a place of the image; before the text there is no target."""
+    if features.token is None:
+        return labels_BS
+    found = labels_BS.masked_fill(labels_BS == features.token, features.token - 1 if features.token else 1)
+    found[:, : features.places - 1] = IGNORED
+    return found
+
+
+def blank_samples(chain: ModelChain, num_samples: int, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of zeros of the right shapes: what is counted on fake tensors.
+
+    Of a user's own module the numbers of samples, which stand for what it reads.
+    """
+    if chain.split.module:
+        return torch.zeros(num_samples, dtype=torch.long), torch.zeros(num_samples, dtype=torch.long)
+    if chain.family.task is Task.IMAGE_CLASSIFICATION:
+        assert chain.image is not None
+        return torch.zeros((num_samples, *chain.image)), torch.zeros(num_samples, dtype=torch.long)
+    tokens = torch.zeros((num_samples, seq_len), dtype=torch.long)
+    if chain.features:
+        return torch.zeros((num_samples, *chain.features.shape)), tokens
+    return tokens, torch.zeros_like(tokens)
+
+
+def random_samples(
+    chain: ModelChain, num_samples: int, seq_len: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Random inputs and labels, on the CPU; of a masked language model about one place in seven is a target."""
+    if chain.family.task is Task.IMAGE_CLASSIFICATION:
+        assert chain.image is not None
+        images = torch.randn((num_samples, *chain.image), generator=generator)
+        return images, torch.randint(chain.vocab_size, (num_samples,), generator=generator)
+    inputs, labels = torch.randint(chain.vocab_size, (2, num_samples, seq_len), generator=generator)
+    if chain.features:
+        inputs = torch.randn((num_samples, *chain.features.shape), generator=generator)
+        labels = fitting_tokens(labels, chain.features)
+    if chain.family.task is Task.MASKED_LM:
+        is_target = torch.rand(labels.shape, generator=generator) < 1 / 7
+        is_target[:, 0] = True
+        labels = labels.masked_fill(~is_target, IGNORED)
+    return inputs, labels
+
+
+_SOUND = 30 * 16_000
+
+
+_CHANNELS = ("in_channels", "num_channels", "in_chans")
+_UNFLATTENED = ("paddleocr_vl",)
+"""Types that take patches with their channels, rows and columns, and not as rows of entries."""
+_FEATURES: Mapping[str, Callable[[Any], tuple[str, tuple[int, ...]]]] = {
+    "moonshine": lambda _config: ("input_values", (_SOUND,)),
+    "speech_to_text": lambda config: ("input_features", (config.max_source_positions, config.input_feat_per_channel)),
+    "whisper": lambda config: ("input_features", (config.num_mel_bins, 2 * config.max_source_positions)),
+}
+"""By type the name and the shape of sound, as of mel bins by frames, two of which make one place."""
+
+
+def features_of(model: PreTrainedModel, task: Task) -> SplitFeatures:
+    """What the first layer of a model reads beside token ids; raises `InvalidModelError` where that is not known."""
+    config = model.config
+    if task is Task.IMAGE_TEXT:
+        return _image_and_places(model)
+    known = _FEATURES.get(config.model_type)
+    if known is None:
+        raise _unknown(config, f"sound (it is of {', '.join(_FEATURES)})")
+    name, shape = known(config)
+    return SplitFeatures(name=name, shape=shape)
+
+
+def _image_and_places(model: PreTrainedModel) -> SplitFeatures:
+    """One image of the size that the config says, and the places that the model makes of it among the tokens."""
+    config = model.config
+    vision = getattr(config, "vision_config", None)
+    if "image_grid_thw" in inspect.signature(type(model).forward).parameters:
+        return _patches(config, vision)
+    sides, token = _sides(getattr(vision, "image_size", None)), getattr(config, "image_token_id", None)
+    if len(sides) != 2 or not isinstance(token, int):
+        raise _unknown(config, "images (its config gives no vision_config.image_size, or no image_token_id)")
+    shape = (getattr(vision, "num_channels", 3), *sides)
+    try:
+        with torch.no_grad():
+            made = model.get_image_features(pixel_values=torch.zeros((1, *shape), device="meta"))
+        found = getattr(made, "pooler_output", made)
+        places = sum(each.shape[-2] for each in found)
+    except Exception as error:
+        words = " ".join(str(error).split())[:120] + failed_at(error)
+        raise _unknown(config, f"images (one of {' × '.join(map(str, shape))} is refused: {words})") from error
+    return SplitFeatures(name="pixel_values", shape=shape, token=token, places=places)
+
+
+def _sides(size: Any) -> tuple[int, ...]:
+    """Height and width of an image, as a config says it; empty where it does not."""
+    return (size, size) if isinstance(size, int) else tuple(size or ())
+
+
+def _patches(config: Any, vision: Any) -> SplitFeatures:
+    """The patches of one image, each a row of all its entries, of which the model merges squares to places of text."""
+    patch, merge = vision.patch_size, getattr(vision, "spatial_merge_size", 1)
+    channels = next((getattr(vision, key) for key in _CHANNELS if hasattr(vision, key)), 3)
+    sides = _sides(getattr(vision, "image_size", None))
+    if not isinstance(patch, int) or not isinstance(merge, int):
+        raise _unknown(config, f"images (its patches are of {patch}, of which {merge} merge)")
+    if len(sides) != 2 or any(side <= 0 or side % (patch * merge) for side in sides):
+        raise InvalidModelError(
+            field="image_size",
+            found=f"{' × '.join(map(str, sides)) or 'none'} for {config.model_type}, which reads images of any size",
+            expected=f"one size of all images, whose sides {patch * merge} divides ({merge} patches of {patch} merge)",
+            hint=f"give --image-size {16 * patch * merge}, or vision_config.image_size in the config",
+        )
+    rows, columns = (side // patch for side in sides)
+    frames = getattr(vision, "temporal_patch_size", 1)
+    of_patch = (channels, patch, patch) if config.model_type in _UNFLATTENED else (channels * frames * patch * patch,)
+    return SplitFeatures(
+        name="pixel_values",
+        shape=(rows * columns, *of_patch),
+        token=config.image_token_id,
+        places=rows * columns // merge**2,
+        grid=(1, rows, columns),
+    )
+
+
+def _unknown(config: PreTrainedConfig, of: str) -> InvalidModelError:
+    return InvalidModelError(
+        field="model_type",
+        found=f"{config.model_type}, of which it is not known what a sample holds of {of}",
+        expected="a model whose config says the one size of what it reads",
+        hint="write a function that builds it, with a sample: docs/your-own-model.md",
+    )
+
 
 NO_MASK = "flash_attention_2"
 """An implementation of attention that reads no mask of plain sequences: so that none is made where none is read."""

@@ -1,7 +1,4 @@
-"""Why a model of transformers does not split, as an error that names the place in its own code.
-
-Where in the code of a model of transformers an error came up: what a user can look up, or report.
-"""
+"""Why a model does not split, as an error that names the place in the model's own code where an error came up there."""
 
 import linecache
 import traceback
@@ -13,10 +10,16 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from steelyard.errors import InvalidModelError, first_line
 
+HINT = "docs/your-own-model.md says what a module must be like"
+
 
 def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
     """The frames of the model's own code through which an error came, and their lines."""
-    return [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if _is_of_a_model(frame)]
+    return [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith("transformers.models.")
+    ]
 
 
 def failed_at(error: BaseException) -> str:
@@ -26,10 +29,6 @@ def failed_at(error: BaseException) -> str:
     frame, line = frames[-1]
     text = linecache.getline(frame.f_code.co_filename, line).strip()
     return f" in {frame.f_code.co_qualname} of {frame.f_globals['__name__']}, line {line}: {text}"
-
-
-def _is_of_a_model(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").startswith("transformers.models.")
 
 
 def failed_pass(config: PreTrainedConfig, error: Exception) -> InvalidModelError:
@@ -57,3 +56,8 @@ def not_split(config: PreTrainedConfig, found: str) -> InvalidModelError:
         "lists, an encoder's and a decoder's, whose blocks read its output",
         hint="docs/adding-a-model.md says how to write down what does not split by itself",
     )
+
+
+def refused(place: str, found: str, expected: str = "a chain of blocks", hint: str = HINT) -> InvalidModelError:
+    """The error for what does not split: the path of a module, and what was found there."""
+    return InvalidModelError(field=place or "forward", found=found, expected=expected, hint=hint)

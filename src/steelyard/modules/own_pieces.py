@@ -3,7 +3,7 @@
 Three passes are made of it. The embedding's ends when all that flows out of it has been seen. The head's goes through
 the part before the blocks with parameters that have no values, and from the last block on with real ones. What blocks
 are given beside what flows (masks, positions, rotary embeddings) comes from a pass in which no parameter has values
-(`steelyard.modules.stubbed_own`).
+(`steelyard.modules.stubbed_model`).
 """
 
 import copy
@@ -22,9 +22,9 @@ from steelyard.model.family import Context, Layer, LayerRole, Run
 from steelyard.model.own import OwnLayerType, OwnSplit
 from steelyard.model.read import planned_model
 from steelyard.model.split import BlockArguments
-from steelyard.modules.blanks import HINT, META, Blank, Blanks
-from steelyard.modules.stubbed_model import ReachedError
-from steelyard.modules.stubbed_own import StubbedOwn, Swapped, move_module
+from steelyard.modules.known_values import META, Blank, Blanks
+from steelyard.modules.not_split import HINT
+from steelyard.modules.stubbed_model import ReachedError, StubbedOwn, Swapped, move_module
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -294,11 +294,22 @@ class _Head:
 def loss_of(outputs: Any, targets: Any, loss: Loss | None) -> Tensor:
     """The mean loss of some samples; raises `InvalidModelError` where there is none, or more than one."""
     if loss is not None:
-        outputs = loss(pytree.tree_map_only(Tensor, _in_fp32, outputs), targets)
-    found = [each for each in pytree.tree_leaves(_entries(outputs)) if _is_loss(each)]
+        narrow = torch.bfloat16, torch.float16
+        in_fp32 = pytree.tree_map_only(Tensor, lambda each: each.float() if each.dtype in narrow else each, outputs)
+        outputs = loss(in_fp32, targets)
+    leaves = pytree.tree_leaves(tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs)
+    found = [
+        each
+        for each in leaves
+        if isinstance(each, Tensor) and each.dim() == 0 and each.is_floating_point() and each.requires_grad
+    ]
     if len(found) != 1:
         what = "loss=" if loss is not None else "forward"
-        shown = ", ".join(_shown(each) for each in pytree.tree_leaves(_entries(outputs))[:4]) or "nothing"
+        shapes = (
+            f"a tensor of shape {list(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+            for each in leaves[:4]
+        )
+        shown = ", ".join(shapes) or "nothing"
         raise InvalidModelError(
             field=what,
             found=f"{shown}: {len(found)} losses",
@@ -306,22 +317,6 @@ def loss_of(outputs: Any, targets: Any, loss: Loss | None) -> Tensor:
             hint="give loss=, a function of the module's outputs and the targets that are read beside its inputs",
         )
     return found[0]
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point() and value.requires_grad
-
-
-def _entries(outputs: Any) -> Any:
-    return tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs
-
-
-def _shown(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _in_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def returned_tensors(outputs: Any) -> list[Tensor]:

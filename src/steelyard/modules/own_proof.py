@@ -1,4 +1,9 @@
-"""Proves how a user's own module splits, and how its blocks divide under tensor parallelism, in numbers.
+"""A user's own module, built and proved: how it splits, and how its blocks divide under tensor parallelism, in numbers.
+
+It is given to `find_plan`, or built by a function that the user names on the command line: ``FILE.py:FUNCTION``, called
+without arguments, returns ``(module, sample)``, where the module returns its loss, or ``(module, sample, loss)``;
+``sample`` and ``loss`` are as for `steelyard.find_plan`. The file is run: only one that stands on the command line is,
+and never one that a plan file names. What is given for a plan is checked against what was planned.
 
 The layers of the chain, run one after another on the sample, must give the loss and all gradients of the module as it
 is, in fp32, with random weights and without dropout; and the loss must be the mean over samples. Then tensor
@@ -7,32 +12,47 @@ threads, give what one gives: all that flows out, and the gradients of what flow
 """
 
 import copy
+import importlib.util
 import logging
-from collections.abc import Iterator, Sequence
-from functools import partial
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
 
-from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, first_line
+from steelyard.errors import InvalidDataError, InvalidModelError, UserError, first_line, nearest
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole
-from steelyard.model.own import OwnLayerType, OwnSplit
+from steelyard.model.own import BUILDER, OwnLayerType, OwnSplit
 from steelyard.model.read import planned_model
-from steelyard.modules.blanks import HINT
 from steelyard.modules.dimensions.tp import apply_tensor_parallel
+from steelyard.modules.kept_splits import read_kept
 from steelyard.modules.layers import ChainLayer, LayerContext, SharedInputs, build_layer, tensors_of
-from steelyard.modules.own_pieces import OwnBatch, OwnModel, loss_of, parts_of
-from steelyard.modules.own_split import FoundSplit, check_sample
+from steelyard.modules.not_split import HINT
+from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel, loss_of, parts_of
+from steelyard.modules.own_split import (
+    FoundSplit,
+    check_same_module,
+    check_sample,
+    find_own_split,
+    name_of_leaf,
+    refuse_compiled,
+)
 from steelyard.modules.split_tp import Styles, block_suppositions, divided_rows
-from steelyard.modules.stubbed_own import call_arguments
-from steelyard.modules.two_ranks import difference, on_two_ranks
-from steelyard.plan.file import default_folder, digest, keep, parse_file
+from steelyard.modules.stubbed_model import call_arguments
+from steelyard.modules.two_ranks import difference, gradients_of, on_two_ranks, tried, undivided
+from steelyard.plan.file import default_folder, digest, keep
+from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 
 _logger = logging.getLogger(__name__)
@@ -56,12 +76,9 @@ def proved(found: FoundSplit) -> OwnModel:
     model = found.model
     key = {"own": model.split.model_dump_json(), "version": OWN_VERSION, "torch": torch.__version__}
     path = default_folder() / f"own-{digest(key)}.json"
-    if path.is_file():
-        try:
-            known = parse_file(path, OwnSplit, InvalidProfileError, what="split")
-            return OwnModel(model.module, known, model.loss, model.sample)
-        except UserError as error:
-            _logger.warning("proved again, since what was kept cannot be read: %s", error)
+    known = read_kept(path, OwnSplit, "proved again, since what was kept cannot be read")
+    if known is not None:
+        return OwnModel(model.module, known, model.loss, model.sample)
     if dist.is_initialized():
         raise InvalidModelError(
             field="model",
@@ -69,21 +86,18 @@ def proved(found: FoundSplit) -> OwnModel:
             expected="a process without one: a proof has ranks of its own",
             hint="plan before torch.distributed is initialised, or in another process, and read the plan from its file",
         )
-    own = model.split.model_copy(update={"kinds": _proved_types(found), "no_bf16": _bf16_fault(model)})
+    if model.split.num_params > MOST_PARAMS:
+        notice = "%s has %d parameters, too many to be proved in numbers"
+        _logger.warning(notice, model.split.module, model.split.num_params)
+    else:
+        _check_pieces(_with_values(model))
+    layer_types = tuple(
+        _divided(found, number) if layer_type.role is LayerRole.BLOCK else layer_type
+        for number, layer_type in enumerate(model.split.kinds)
+    )
+    own = model.split.model_copy(update={"kinds": layer_types, "no_bf16": _bf16_fault(model)})
     keep(path, own.model_dump_json())
     return OwnModel(model.module, own, model.loss, model.sample)
-
-
-def _proved_types(found: FoundSplit) -> tuple[OwnLayerType, ...]:
-    own = found.model.split
-    if own.num_params > MOST_PARAMS:
-        _logger.warning("%s has %d parameters, too many to be proved in numbers", own.module, own.num_params)
-    else:
-        _check_pieces(_with_values(found.model))
-    return tuple(
-        _divided(found, number) if layer_type.role is LayerRole.BLOCK else layer_type
-        for number, layer_type in enumerate(own.kinds)
-    )
 
 
 def _with_values(model: OwnModel) -> OwnModel:
@@ -184,7 +198,7 @@ def _whole_results(model: OwnModel) -> dict[str, Tensor]:
             hint="try loss(model(*inputs), targets).backward() on them",
         ) from error
     loss = loss.detach()
-    gradients = {path: each.grad.clone() for path, each in model.module.named_parameters() if each.grad is not None}
+    gradients = gradients_of(model.module.named_parameters())
     count = check_sample(model.sample, has_loss=model.split.has_loss)
     with torch.no_grad():
         each = [_loss_of_part(model, part) for part in parts_of(model.sample, count)]
@@ -222,22 +236,16 @@ def _divided(found: FoundSplit, number: int) -> OwnLayerType:
     path = model.split.blocks[layer - 1]
     block = model.module.get_submodule(path)
     if sum(parameter.numel() for parameter in block.parameters()) > MOST_PARAMS:
-        return layer_type.model_copy(
-            update={"no_tp": f"a block of more than {MOST_PARAMS} parameters is not proved in numbers"}
-        )
+        return undivided(layer_type, [f"a block of more than {MOST_PARAMS} parameters is not proved in numbers"])
     called = {p.removeprefix(f"{path}."): keyword for p, keyword in found.keywords.items() if p.startswith(f"{path}.")}
-    reasons: list[str] = []
-    proof: _BlockProof | None = None
-    for styles in block_suppositions(block, called):
-        proof = proof or _BlockProof(_with_values(model), number, layer)
-        reason = on_two_ranks(partial(proof, styles=styles))
-        if not reason:
-            return layer_type.model_copy(
-                update={"styles": dict(styles), "no_tp": "", "tp_divides": tuple(_sizes(block, styles))}
-            )
-        reasons.append(reason)
-    why = "; ".join(dict.fromkeys(reasons)) or "no way is known to divide its modules"
-    return layer_type.model_copy(update={"no_tp": why})
+    proof = cache(lambda: _BlockProof(_with_values(model), number, layer))
+    ways = tried(block_suppositions(block, called), lambda styles: on_two_ranks(partial(proof(), styles=styles)))
+    if not ways or ways[-1][1]:
+        return undivided(layer_type, (reason for _, reason in ways))
+    styles = ways[-1][0]
+    return layer_type.model_copy(
+        update={"styles": dict(styles), "no_tp": "", "tp_divides": tuple(_sizes(block, styles))}
+    )
 
 
 def _sizes(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
@@ -286,9 +294,161 @@ class _BlockProof:
         outputs = tensors_of(layer.run_alone(layer, tuple(flow), self._context))
         torch.autograd.backward(outputs, self._outgoing)
         found = {"logits": torch.cat([each.detach().flatten() for each in outputs])}
-        found |= {f"its input {place}": each.grad for place, each in enumerate(flow) if each.grad is not None}
-        for name, parameter in layer.named_parameters():
-            if parameter.grad is not None:
-                grad = parameter.grad
-                found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-        return found
+        inputs = ((f"its input {place}", each) for place, each in enumerate(flow))
+        return found | gradients_of([*inputs, *layer.named_parameters()])
+
+
+_WITH_LOSS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A module with what is read for some samples, its loss, and where its blocks are: as for `find_plan`."""
+
+    module: nn.Module
+    sample: Any
+    loss: Callable[[Any, Any], Any] | None = None
+    blocks: str | Sequence[str] | None = None
+
+
+def own_model(built: Built) -> OwnModel:
+    """How a module splits, proved; raises `InvalidModelError` naming what stands in the way."""
+    refuse_compiled(built.module)
+    if built.sample is None:
+        raise InvalidModelError(
+            field="sample",
+            found="nothing",
+            expected=f"what {type(built.module).__qualname__} is given for two samples or more",
+            hint="add sample=: its inputs, or a pair of inputs and targets with loss= "
+            "(for a model of transformers, give its config in the place of the model)",
+        )
+    try:
+        return proved(find_own_split(built.module, built.sample, loss=built.loss, blocks=built.blocks))
+    except InvalidModelError as error:
+        if not isinstance(built.module, PreTrainedModel):
+            raise
+        hint = "plan the config of a model of transformers, and not its module"
+        raise InvalidModelError(**error.parts() | {"hint": hint}) from error
+
+
+def build(builder: str) -> Built:
+    """What the function named by ``FILE.py:FUNCTION`` builds; runs the file. Raises `InvalidModelError`."""
+    named = BUILDER.fullmatch(builder)
+    if named is None:
+        raise _wrong(repr(builder), "FILE.py:FUNCTION", "name a function, as in mymodel.py:build_model")
+    path, name = Path(named["file"]), named["function"]
+    if not path.is_file():
+        raise _wrong(f"no file {path}", "a file of Python", "check the path")
+    module = _run(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise _wrong(f"no function {name} in {path}", "one of " + (", ".join(known) or "none"), nearest(name, known))
+    try:
+        found = function()
+    except Exception as error:
+        raise _wrong(f"{name}() raises {_where(error, path)}", "a function that returns", "call it yourself") from error
+    return _checked(found, name)
+
+
+def build_planned(builder: str, plan: Plan) -> OwnModel:
+    """What a builder builds, for a plan that was made for it; raises `InvalidModelError` for another module."""
+    split = plan.chain().split
+    if not isinstance(split, OwnSplit):
+        raise _wrong(builder, f"none: {plan.model.name} is a model of transformers", "leave --builder out")
+    built = build(builder)
+    model = planned_module(built.module, split, built.loss)
+    return OwnModel(model.module, split, built.loss, built.sample)
+
+
+def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None) -> OwnModel:
+    """The module of a plan, ready to be taken apart; raises `InvalidModelError` if it is another one."""
+    if (loss is not None) != own.has_loss:
+        raise InvalidModelError(
+            field="loss",
+            found="a loss function" if loss is not None else "no loss function",
+            expected="the one that was planned with"
+            if own.has_loss
+            else "none: the module returns its loss, as planned",
+            hint="give parallelize what find_plan was given",
+        )
+    check_same_module(module, own)
+    for path, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise InvalidModelError(
+                field=path,
+                found="a parameter on the meta device, without values",
+                expected="a module with its first weights, the same on every process",
+                hint="build it on the CPU: torch.manual_seed(0), then your class",
+            )
+    return OwnModel(module, own, loss)
+
+
+def check_read(value: Any, own: OwnSplit, num_samples: int) -> None:
+    """Raises `InvalidDataError` unless what was read is what was planned, for so many samples."""
+    leaves = pytree.tree_leaves_with_path(value)
+    found = {name_of_leaf(path): each for path, each in leaves if isinstance(each, Tensor)}
+    wanted = {each.path: each for each in own.inputs}
+    if own.has_loss and not (isinstance(value, tuple | list) and len(value) == 2):
+        raise _bad_read(f"a {type(value).__name__}", "a pair: the inputs, and the targets")
+    if found.keys() != wanted.keys():
+        raise _bad_read(f"tensors {', '.join(found) or 'none'}", f"tensors {', '.join(wanted)}")
+    for path, each in wanted.items():
+        shape, dtype = tuple(found[path].shape), str(found[path].dtype).removeprefix("torch.")
+        if (shape, dtype) != ((num_samples, *each.shape), each.dtype):
+            raise _bad_read(
+                f"{path} of {dtype} and shape {list(shape)}",
+                f"{path} of {each.dtype} and shape {[num_samples, *each.shape]}, the {num_samples} samples asked for",
+            )
+
+
+def _bad_read(found: str, expected: str) -> InvalidDataError:
+    return InvalidDataError(
+        field="read",
+        found=found,
+        expected=expected,
+        hint="return what sample= of find_plan was, for the samples asked for",
+    )
+
+
+def _checked(found: Any, name: str) -> Built:
+    expected = "(module, sample), where the module returns its loss, or (module, sample, loss)"
+    if isinstance(found, nn.Module):
+        hint = f"let {name}() return the module, and what it is given for two samples or more"
+        raise _wrong(f"{name}() returns a {type(found).__name__} alone", expected, hint)
+    if not isinstance(found, tuple) or len(found) not in (_WITH_LOSS - 1, _WITH_LOSS):
+        shown = f"a tuple of {len(found)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
+        raise _wrong(f"{name}() returns {shown}", expected, HINT)
+    module, sample, loss = (*found, None)[:_WITH_LOSS]
+    if not isinstance(module, nn.Module):
+        raise _wrong(f"{name}() returns a {type(module).__name__} first", expected, HINT)
+    if loss is not None and not callable(loss):
+        raise _wrong(f"{name}() returns a {type(loss).__name__} as loss", expected, HINT)
+    return Built(module=module, sample=sample, loss=loss)
+
+
+def _run(path: Path) -> ModuleType:
+    """The module of a file, run under its own name; files beside it can be imported."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a file that ends in .py has a loader"
+    assert spec.loader is not None, "as well"
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _wrong(f"{path} raises {_where(error, path)}", "a file that runs", f"try python {path}") from error
+    return module
+
+
+def _where(error: Exception, path: Path) -> str:
+    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if Path(each.filename) == path]
+    place = f" in line {lines[-1]}" if lines else ""
+    return f"{type(error).__name__}{place}: {first_line(error)}"
+
+
+def _wrong(found: str, expected: str, hint: str) -> InvalidModelError:
+    return InvalidModelError(field="--builder", found=found, expected=expected, hint=hint)

@@ -5,7 +5,7 @@ block, by another block, or between two. What stands in the way of a split is an
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from steelyard.errors import InvalidModelError, UserError, first_line
+from steelyard.errors import UserError, first_line
 from steelyard.model.split import BlockArguments
-from steelyard.modules.blanks import HINT, META
+from steelyard.modules.known_values import META
+from steelyard.modules.not_split import refused
 from steelyard.modules.own_pieces import Loss, loss_of
-from steelyard.modules.stubbed_own import call_arguments
+from steelyard.modules.recording import keyword_of
+from steelyard.modules.stubbed_model import call_arguments
 
 Origin = tuple[str, int, int]
 """What flows: ``given`` and the first block that reads it, or ``made`` and the block that makes it; and its place."""
@@ -58,11 +60,6 @@ class Seen:
     operations: list[str] = field(default_factory=list)
     called: list[str] = field(default_factory=list)
     keywords: dict[str, str | None] = field(default_factory=dict)
-
-
-def refused(place: str, found: str, expected: str = "a chain of blocks", hint: str = HINT) -> InvalidModelError:
-    """The error for what does not split: the path of a module, and what was found there."""
-    return InvalidModelError(field=place or "forward", found=found, expected=expected, hint=hint)
 
 
 def record(model: nn.Module, sample: Any, num_samples: int, loss: Loss | None, blocks: Sequence[str]) -> Seen:
@@ -122,9 +119,7 @@ class _Recorder(TorchFunctionMode):
         def before(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any]) -> None:
             self._stack.append(paths[module])
             self.seen.called.append(paths[module])
-            by_place = any(isinstance(each, Tensor) for each in places)
-            first = None if by_place else next((key for key, each in names.items() if isinstance(each, Tensor)), None)
-            self.seen.keywords[paths[module]] = first
+            self.seen.keywords[paths[module]] = keyword_of(places, names)
             if module in number_of:
                 self._block_begins(number_of[module], (places, dict(names)))
 
@@ -133,13 +128,11 @@ class _Recorder(TorchFunctionMode):
                 self._block_ends(number_of[module], outputs)
             self._stack.pop()
 
-        handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in paths]
-        handles += [module.register_forward_hook(after, with_kwargs=True) for module in paths]
-        try:
+        with ExitStack() as hooks:
+            for module in paths:
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def note(self, tensor: Tensor, what: str) -> Made:
         """Remembers where a tensor came from."""

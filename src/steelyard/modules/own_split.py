@@ -1,14 +1,13 @@
 """Finds how a user's own module splits into embedding, blocks and head, by running it without values.
 
-A copy on the meta device is run on samples without values, with hooks on its modules and a mode that sees every
-operation. Blocks are the items of a list, dictionary or sequence of modules, each called once. A tensor that depends on
-parameters and is read by a later block, or after the last one, flows along the chain if it was made before the first
-block or by a block; made between two blocks it has no layer, and the module is refused. The same pass on another number
-of samples must show the same operations, and all that flows must have the samples as its first dim.
+A copy on the meta device is run on samples without values (`steelyard.modules.own_recording`). Blocks are the items of
+a list, dictionary or sequence of modules, each called once. A tensor that depends on parameters and is read by a later
+block, or after the last one, flows along the chain if it was made before the first block or by a block; made between
+two blocks it has no layer, and the module is refused. The same pass on another number of samples must show the same
+operations, and all that flows must have the samples as its first dim.
 
-What is refused is one error that names the place: the path of a module, and the operation.
-
-The identity of a user's own module: digests of its structure, by which a plan knows the module that it is for.
+What is refused is one error that names the place: the path of a module, and the operation. Digests of its structure
+identify a module, so that a plan knows the one that it is for.
 """
 
 import hashlib
@@ -25,10 +24,11 @@ from torch.utils import _pytree as pytree
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import LayerRole
 from steelyard.model.own import OwnInput, OwnLayerType, OwnSplit
-from steelyard.modules.blanks import HINT, Blank, blank_of
+from steelyard.model.split import is_below, is_below_any, outermost
+from steelyard.modules.known_values import Blank, blank_of
+from steelyard.modules.not_split import HINT, refused
 from steelyard.modules.own_pieces import Loss, OwnModel, meta_copy, returned_tensors
-from steelyard.modules.own_recording import Origin, Seen, record, refused
-from steelyard.modules.paths import is_below, is_below_any, outermost
+from steelyard.modules.own_recording import Origin, Seen, record
 from steelyard.modules.split_layer_types import signature
 
 
@@ -130,24 +130,28 @@ def find_own_split(
     num_samples = check_sample(sample, has_loss=loss is not None)
     _check_module(module)
     try:
-        return _find(module, sample, num_samples, loss, blocks)
+        model = meta_copy(module)
+        paths = _blocks_of(record(model, sample, num_samples, loss, ()), blocks)
+        seen, other = (record(model, sample, count, loss, paths) for count in (num_samples, num_samples + 1))
+        for first, second in zip(seen.operations, other.operations, strict=False):
+            if first != second:
+                raise refused(
+                    first.partition(" in ")[2],
+                    f"{first.partition(' in ')[0]} in one pass and {second} in another: operations that change",
+                    "the same operations for all samples and in every pass",
+                )
+        if len(seen.operations) != len(other.operations):
+            raise refused(
+                "", f"{len(seen.operations)} operations in one pass, {len(other.operations)} in another", "as many"
+            )
+        own = _split_of(seen, other, sample, has_loss=loss is not None)
+        own = _with_samples_read(OwnModel(model, own, loss), sample)
+        return FoundSplit(model=OwnModel(module, own, loss, sample), keywords=seen.keywords)
     except InvalidModelError as error:
         if all(each.requires_grad for each in module.parameters()):
             raise
         hint = "what flows is known by its gradients: give the module with all of them, and name in freeze= what rests"
         raise InvalidModelError(**error.parts() | {"hint": hint}) from error
-
-
-def _find(
-    module: nn.Module, sample: Any, num_samples: int, loss: Loss | None, blocks: Sequence[str] | None
-) -> FoundSplit:
-    model = meta_copy(module)
-    paths = _blocks_of(record(model, sample, num_samples, loss, ()), blocks)
-    seen, other = (record(model, sample, count, loss, paths) for count in (num_samples, num_samples + 1))
-    _check_same(seen, other)
-    own = _split_of(seen, other, sample, has_loss=loss is not None)
-    own = _with_samples_read(OwnModel(model, own, loss), sample)
-    return FoundSplit(model=OwnModel(module, own, loss, sample), keywords=seen.keywords)
 
 
 def check_sample(sample: Any, *, has_loss: bool) -> int:
@@ -253,20 +257,6 @@ def _alike(model: nn.Module, items: Sequence[str]) -> list[str]:
     return list(items[alike[0] : alike[-1] + 1]) if alike else list(items)
 
 
-def _check_same(seen: Seen, other: Seen) -> None:
-    for first, second in zip(seen.operations, other.operations, strict=False):
-        if first != second:
-            raise refused(
-                first.partition(" in ")[2],
-                f"{first.partition(' in ')[0]} in one pass and {second} in another: operations that change",
-                "the same operations for all samples and in every pass",
-            )
-    if len(seen.operations) != len(other.operations):
-        raise refused(
-            "", f"{len(seen.operations)} operations in one pass, {len(other.operations)} in another", "as many"
-        )
-
-
 def _split_of(seen: Seen, other: Seen, sample: Any, *, has_loss: bool) -> OwnSplit:
     model, blocks, flows = seen.model, seen.blocks, _flows(seen)
     embedding, head = _ends(seen)
@@ -300,7 +290,9 @@ def _split_of(seen: Seen, other: Seen, sample: Any, *, has_loss: bool) -> OwnSpl
         first_read=tuple((block, place) for _, block, place in flows[0]),
         last_made=tuple(("given" if how == "given" else "made", block, place) for how, block, place in flows[-1]),
         shared=shared,
-        shared_entries=max((_entries(model, copies) for copies in shared), default=0),
+        shared_entries=max(
+            (model.get_parameter(path.partition(".")[2]).numel() for (_, path), *_ in shared), default=0
+        ),
     )
 
 
@@ -382,23 +374,20 @@ def _ends(seen: Seen) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for path, parameter in seen.model.named_parameters(remove_duplicate=False):
         used, inside = seen.used.get(id(parameter), {}), [each for each in blocks if is_below(path, each)]
         if parameter.requires_grad:
-            _check_used(path, used, inside, len(blocks))
+            for after, what in used.items():
+                if 0 < after < len(blocks):
+                    raise refused(path, f"a parameter that is used between blocks: {what}", "parameters inside blocks")
+            if inside and used:
+                raise refused(
+                    path, f"a parameter of block {inside[0]} that is used outside it: {next(iter(used.values()))}"
+                )
+            if not inside and not used:
+                raise refused(path, "a parameter that the forward pass does not use", "parameters that are trained")
         if 0 in used:
             ends[0].append(path)
         if len(blocks) in used:
             ends[1].append(path)
     return tuple(ends[0]), tuple(ends[1])
-
-
-def _check_used(path: str, used: Mapping[int, str], inside: Sequence[str], num_blocks: int) -> None:
-    """Raises `InvalidModelError` unless a parameter is used in blocks alone, or outside and not between them."""
-    for after, what in used.items():
-        if 0 < after < num_blocks:
-            raise refused(path, f"a parameter that is used between blocks: {what}", "parameters inside blocks")
-    if inside and used:
-        raise refused(path, f"a parameter of block {inside[0]} that is used outside it: {next(iter(used.values()))}")
-    if not inside and not used:
-        raise refused(path, "a parameter that the forward pass does not use", "parameters that are trained")
 
 
 def _shared(seen: Seen, embedding: Sequence[str], head: Sequence[str]) -> Iterator[tuple[tuple[int, str], ...]]:
@@ -426,10 +415,6 @@ def _shared(seen: Seen, embedding: Sequence[str], head: Sequence[str]) -> Iterat
                 "blocks with parameters of their own; the embedding and the head may share some",
             )
         yield tuple(sorted(first_of.items()))
-
-
-def _entries(model: nn.Module, copies: Sequence[tuple[int, str]]) -> int:
-    return model.get_parameter(copies[0][1].partition(".")[2]).numel()
 
 
 def _inputs(sample: Any) -> Iterator[OwnInput]:

@@ -1,12 +1,12 @@
-"""One forward pass of a model of transformers on tensors without values: the modules called, and how its blocks are.
+"""Records one forward pass of a model of transformers without values: the modules called, and how its blocks are.
 
-Of lists of modules those are believed to be its blocks that hold the most parameters and whose modules are called once
-each, in order; of some tasks there are two.
+The blocks are the list of modules that holds the most parameters and whose modules are called once each, in order; some
+tasks have two such lists. The graph of gradients says which parameters a tensor was made of.
 """
 
 from collections import UserDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import Task
+from steelyard.model.split import is_below
 from steelyard.modules.called import CalledModules
 from steelyard.modules.known_values import plain_token, without_values
-from steelyard.modules.made_of import parameters_of
 from steelyard.modules.model_inputs import (
     Read,
     beside_features,
@@ -32,8 +32,36 @@ from steelyard.modules.model_inputs import (
     one_sequence_each,
 )
 from steelyard.modules.not_split import failed_pass, not_split
-from steelyard.modules.paths import is_below
-from steelyard.modules.repeated import repeat_blocks
+from steelyard.modules.prepared import repeat_blocks
+
+
+def nodes_behind(results: Sequence[Tensor], last: Collection[object] = ()) -> set[Any]:
+    """The nodes of autograd through which tensors were made, none of them behind those that are to be the ``last``."""
+    left, seen = [each.grad_fn for each in results], set[Any]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left += [before for before, _ in node.next_functions] if node not in last else []
+    return seen
+
+
+def parameters_of(results: Sequence[Tensor], last: Collection[object] = ()) -> set[int]:
+    """The identities of the parameters that tensors were made of, other than by way of the ``last`` nodes."""
+    return {id(getattr(node, "variable", None)) for node in nodes_behind(results, last)}
+
+
+def depends(result: Tensor, parameters: Collection[nn.Parameter], leaving: Collection[object] = ()) -> bool:
+    """Whether a tensor was made of one of these parameters, other than by way of what is ``leaving`` the blocks."""
+    last = {each.grad_fn for each in leaving if isinstance(each, Tensor)}
+    return not parameters_of([result], last).isdisjoint(map(id, parameters))
+
+
+def own_parameters(model: nn.Module, path: str) -> list[nn.Parameter]:
+    """The parameters that a module holds itself."""
+    return list(model.get_submodule(path).parameters(recurse=False))
+
 
 SAMPLES, TOKENS, LONGER, LONGEST = 2, 16, 24, 8192
 
@@ -113,7 +141,7 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     model, task, read = of.model, of.task, of.read
     tokens = more + first_tokens(read)[1]
     paths = {module: path for path, module in model.named_modules()}
-    lists = _lists(model)
+    lists = _lists_of(nn.ModuleList, model) | _lists_of(nn.Sequential, model)
     inside = _in_blocks(model, lists)
     called: list[str] = []
     calls: dict[str, list[tuple[int, Call]]] = {path: [] for path in lists}
@@ -125,9 +153,7 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     def before(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any]) -> None:
         paths.update(inside.get(module, {}))
         called.append(paths[module])
-        by_place = any(isinstance(each, Tensor) for each in places)
-        first = None if by_place else next((name for name, each in names.items() if isinstance(each, Tensor)), None)
-        keywords[paths[module]], named[paths[module]] = first, names
+        keywords[paths[module]], named[paths[module]] = keyword_of(places, names), names
 
     def after(module: nn.Module, places: tuple[Any, ...], names: Mapping[str, Any], outputs: Any) -> None:
         path, place = place_of[module]
@@ -136,9 +162,6 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     def watched(_block: nn.Module, places: tuple[Any, ...], names: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return places, {n: Watched(each) if isinstance(each, UserDict) else each for n, each in names.items()}
 
-    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in paths]
-    handles += [block.register_forward_pre_hook(watched, with_kwargs=True) for block in place_of]
-    handles += [block.register_forward_hook(after, with_kwargs=True) for block in place_of]
     try:
         with torch.device("meta"):
             given = given_samples(read, blank(read, SAMPLES, tokens, torch.device("meta")))
@@ -146,23 +169,27 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
             if beside := ids_beside(task):
                 given[beside] = blank(None, SAMPLES, tokens, torch.device("meta"))
         with (
+            ExitStack() as hooks,
             one_sequence_each(),
             torch.device("meta"),
             without_values(given.values(), plain_token(of.config), first_tokens(read)) as known,
             CalledModules(model) as modules,
             _called_with_hooks(place_of),
         ):
+            for module in list(paths):
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            for block in place_of:
+                hooks.enter_context(block.register_forward_pre_hook(watched, with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(after, with_kwargs=True))
             of_features = beside_features(model, read, given.get(beside))
             outputs = model(**given, **of_features, **forward_options(model))
     except Exception as error:
         raise failed_pass(of.config, error) from error
-    finally:
-        for handle in handles:
-            handle.remove()
     if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
         raise of.refusal("batch norms, which would see one rank's microbatch in place of the whole batch")
     places = {path: [place for place, _ in each] for path, each in calls.items()}
-    if again := _called_again(lists, calls):
+    found = {path: [call for _, call in calls[path]] for path in list(lists)[:1] if len(lists[path]) == 1}
+    if again := {path: len(each) for path, each in found.items() if len(each) > 1 and _is_chain(each)}:
         repeat_blocks(model, again)
         return record_pass(of, more)
     chosen = _chosen(of, _in_order(lists, calls), called)
@@ -183,14 +210,6 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
         named=named,
         asks_for_values=known is not None and known.asked,
     )
-
-
-def _called_again(
-    lists: Mapping[str, Sequence[nn.Module]], calls: Mapping[str, Sequence[tuple[int, Call]]]
-) -> dict[str, int]:
-    """How often the one block of the largest list is called with what it returned before, by the list's path."""
-    found = {path: [call for _, call in calls[path]] for path in list(lists)[:1] if len(lists[path]) == 1}
-    return {path: len(each) for path, each in found.items() if len(each) > 1 and _is_chain(each)}
 
 
 def _in_order(
@@ -218,7 +237,12 @@ def _chosen(of: Subject, chains: Mapping[str, Sequence[Call]], called: Sequence[
     found = {path: chains[path] for path in chosen}
     if of.task is Task.IMAGE_TEXT:
         (_, (entered, *_)) = found.values()
-        found[chosen[0]] = _read_of(of.model, chosen[0], found[chosen[0]], entered)
+        reached = parameters_of(tensors_given(entered))
+        blocks = list(of.model.get_submodule(chosen[0]).children())
+        last = max(
+            (n for n, block in enumerate(blocks) if reached & {id(each) for each in block.parameters()}), default=0
+        )
+        found[chosen[0]] = found[chosen[0]][: last + 1]
     return found
 
 
@@ -230,18 +254,17 @@ def _is_chain(calls: Sequence[Call]) -> bool:
     )
 
 
+def keyword_of(places: Sequence[Any], names: Mapping[str, Any]) -> str | None:
+    """The name by which a module is given its first tensor; None where by place, or where it is given none."""
+    if any(isinstance(each, Tensor) for each in places):
+        return None
+    return next((name for name, each in names.items() if isinstance(each, Tensor)), None)
+
+
 def tensors_given(call: Call) -> list[Tensor]:
     """The tensors among the arguments of a block, and in mappings among them."""
     given = [each.data if isinstance(each, UserDict) else each for each in (*call.places, *call.names.values())]
     return [each for each in pytree.tree_leaves(given) if isinstance(each, Tensor)]
-
-
-def _read_of(model: nn.Module, path: str, calls: Sequence[Call], entered: Call) -> Sequence[Call]:
-    """The calls of the first blocks of a list, up to the last of which the blocks of the next list read anything."""
-    reached = parameters_of(tensors_given(entered))
-    blocks = list(model.get_submodule(path).children())
-    last = max((n for n, block in enumerate(blocks) if reached & {id(each) for each in block.parameters()}), default=0)
-    return calls[: last + 1]
 
 
 @contextmanager
@@ -253,18 +276,13 @@ def _called_with_hooks(blocks: Collection[nn.Module]) -> Iterator[None]:
     def forward(block: nn.Module, *places: Any, **names: Any) -> Any:
         return type(block).forward(block, *places, **names) if block in called else block(*places, **names)
 
-    plain = [block for block in blocks if "forward" not in vars(block)]
-    handles = [each.register_forward_pre_hook(lambda module, _given: called.add(module)) for each in plain]
-    handles += [each.register_forward_hook(lambda module, *_: called.discard(module)) for each in plain]
-    for block in plain:
-        block.forward = partial(forward, block)
-    try:
+    with ExitStack() as stack:
+        for block in (block for block in blocks if "forward" not in vars(block)):
+            stack.enter_context(block.register_forward_pre_hook(lambda module, _given: called.add(module)))
+            stack.enter_context(block.register_forward_hook(lambda module, *_: called.discard(module)))
+            block.forward = partial(forward, block)
+            stack.callback(vars(block).pop, "forward")
         yield
-    finally:
-        for block in plain:
-            del block.forward
-        for handle in handles:
-            handle.remove()
 
 
 def _in_blocks(model: nn.Module, lists: Collection[str]) -> dict[nn.Module, dict[nn.Module, str]]:
@@ -273,15 +291,6 @@ def _in_blocks(model: nn.Module, lists: Collection[str]) -> dict[nn.Module, dict
         (f"{path}.{name}", each) for path in [*lists][:1] for name, each in model.get_submodule(path).named_children()
     ]
     return {block: {each: inner for inner, each in block.named_modules(prefix=path)} for path, block in blocks}
-
-
-def _lists(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The lists of modules that lie in no other of their type, by their path; those with the most parameters first, of
-    equal ones the last.
-
-    Sequences of modules that call one another come behind all lists.
-    """
-    return _lists_of(nn.ModuleList, model) | _lists_of(nn.Sequential, model)
 
 
 def _lists_of(list_type: type[nn.ModuleList | nn.Sequential], model: nn.Module) -> dict[str, list[nn.Module]]:

@@ -104,12 +104,11 @@ def _forgetting_written(forward: Any) -> Iterator[None]:
         yield
     for entries in forward.storage.values():
         for place, entry in entries.items():
-            if any(each is not _RECOMPUTE and _is_written(each) for each in pytree.tree_leaves(entry)):
+            if any(
+                each is not _RECOMPUTE and isinstance(each.val, Tensor) and each.val._version != each.version
+                for each in pytree.tree_leaves(entry)
+            ):
                 entries[place] = _RECOMPUTE
-
-
-def _is_written(kept: Any) -> bool:
-    return isinstance(kept.val, Tensor) and kept.val._version != kept.version
 
 
 def _policy(_context: Any, operation: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:

@@ -1,13 +1,15 @@
-"""Replicated data parallelism: layers whose gradients are summed over ranks once a step.
+"""Data parallelism around one layer: sharded by FSDP2, or replicated, its gradients summed over ranks once a step.
+
+Both share precision, accumulation and the kind of parameter that an optimizer sees, whichever a plan chose. A rank's
+loss is already divided by the global number of tokens, so gradients are summed over ranks, not averaged; gloo has no
+scaled sum, hence the plain one.
 
 FSDP2's `replicate` takes a layer for one with a shard group of one rank: it copies all parameters before each forward
-pass and runs hooks around every pass. Here a layer computes on its parameters as they are, or in bf16 on a copy that
-lives from the first forward pass of a step to the last backward pass.
-
-The optimizer sees what FSDP2 would show it: parameters and gradients in fp32, DTensors over the axis of data and, where
-there is one, that of tensors. When a backward pass has made all gradients of a layer, they are added to one buffer and
-freed. After the last pass of a step the ranks sum the buffer, while layers before it still work backwards, and its
-parts are the gradients. A rank's loss is already divided by the global number of tokens, so nothing is averaged.
+pass and runs hooks around every pass. Here a replicated layer computes on its parameters as they are, or in bf16 on a
+copy that lives from the first forward pass of a step to the last backward pass. The optimizer sees what FSDP2 would
+show it: parameters and gradients in fp32, DTensors over the axis of data and, where there is one, that of tensors. When
+a backward pass has made all gradients of a layer, they are added to one buffer and freed. After the last pass of a step
+the ranks sum the buffer, while layers before it still work backwards, and its parts are the gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from steelyard.modules.dimensions.ep import divided_parameters, shard_placement
+from steelyard.modules.experts import routed_experts
 from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, tensors_of
 from steelyard.modules.updates import local_part
+from steelyard.plan.plan import Precision
 
 
 class Replica:
@@ -52,7 +58,10 @@ class Replica:
         self._compute, layer.compute = layer.compute, self._compute_on_own
         self.on_ready: Callable[[], None] = lambda: None
         """Called when the last gradient of a step is made."""
-        self._sums = _sums_of(self._trained)
+        by_mesh: dict[DeviceMesh, list[_Parameter]] = {}
+        for each in self._trained:
+            by_mesh.setdefault(each.replicated_over, []).append(each)
+        self._sums = [_GradientSum(alike) for alike in by_mesh.values()]
         self._num_made = self._num_awaited = 0
 
     def begin_step(self, num_backwards: int) -> None:
@@ -158,7 +167,9 @@ class _GradientSum:
         """As `collect`, with what the ranks that divide tensors sum once a step."""
         total = self.collect()
         for each, part in zip(self._parameters, self._parts(total), strict=True):
-            each.add_late(part)
+            if each.late is not None:
+                part.add_(each.late.redistribute(placements=each._tensor_placements).to_local())
+                each.late = None
 
     def reduce(self) -> None:
         """Begins to sum the buffer over the ranks."""
@@ -177,14 +188,6 @@ class _GradientSum:
     def _parts(self, buffer: Tensor) -> list[Tensor]:
         parts = buffer.split([each.local.numel() for each in self._parameters])
         return [part.view_as(each.local) for part, each in zip(parts, self._parameters, strict=True)]
-
-
-def _sums_of(parameters: Sequence["_Parameter"]) -> list[_GradientSum]:
-    """One sum for the parameters of each mesh, in the order of their first parameters."""
-    by_mesh: dict[DeviceMesh, list[_Parameter]] = {}
-    for each in parameters:
-        by_mesh.setdefault(each.replicated_over, []).append(each)
-    return [_GradientSum(alike) for alike in by_mesh.values()]
 
 
 class Replicas:
@@ -279,12 +282,6 @@ class _Parameter:
             return None
         return gradient.redistribute(placements=self._tensor_placements).to_local()
 
-    def add_late(self, part: Tensor) -> None:
-        """Adds what the ranks that divide tensors have yet to sum to the buffer's part."""
-        if self.late is not None:
-            part += self.late.redistribute(placements=self._tensor_placements).to_local()
-            self.late = None
-
     @torch.no_grad()
     def add_gradient(self, part: Tensor) -> None:
         """Makes a part of the buffer the gradient that the optimizer sees, or adds it to one that is there."""
@@ -295,3 +292,56 @@ class _Parameter:
 
     def _shown(self, local: Tensor) -> DTensor:
         return DTensor.from_local(local, self._mesh, self._placements, run_check=False, **self._size)
+
+
+def shard_over(
+    layer: ChainLayer,
+    mesh: DeviceMesh,
+    precision: Precision,
+    *,
+    reshard_after_forward: bool,
+    expert_mesh: DeviceMesh | None = None,
+) -> FSDPModule:
+    """The layer with its parameters sharded over the one axis of ``mesh``, in place.
+
+    Of two axes, over the second one, and replicated over the first (hybrid sharding).
+    Experts that ep has divided are sharded over ``expert_mesh``, which is what ep leaves of ``mesh``. Experts are cut
+    where shards come out equal: there are often fewer of them than shards.
+    """
+    module = fully_shard(
+        layer,
+        mesh=mesh,
+        mp_policy=mixed_precision(precision),
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement(layer, mesh if expert_mesh is None else expert_mesh),
+    )
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    if any(isinstance(each, nn.ModuleList | nn.ModuleDict) for each in routed_experts(layer)):
+        module.set_reduce_scatter_unused_params(True)  # ranks choose others, by their tokens
+    return module
+
+
+def replicate_over(
+    layer: ChainLayer, mesh: DeviceMesh, precision: Precision, *, expert_mesh: DeviceMesh | None = None
+) -> Replica:
+    """This rank's replica of the layer, with its parameters replicated over the one axis of ``mesh``, in place.
+
+    Experts that ep has divided are replicated over ``expert_mesh``, which is what ep leaves of ``mesh``.
+    """
+    if expert_mesh is None:
+        return Replica(layer, mesh, activation_dtype(precision))
+    others = dict.fromkeys(divided_parameters(layer), expert_mesh)
+    return Replica(layer, mesh, activation_dtype(precision), others)
+
+
+def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
+    """The policy of a precision: bf16 computes in bf16 and keeps and reduces in fp32."""
+    if precision == "bf16":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy()
+
+
+def activation_dtype(precision: Precision) -> torch.dtype:
+    """Type of the hidden state between layers."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32

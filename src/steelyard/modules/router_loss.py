@@ -30,7 +30,7 @@ which transformers keeps as they are; z losses.
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,12 +90,10 @@ class RouterLoss:
         def hook(index: int) -> Callable[[nn.Module, Any, Any], None]:
             return lambda _module, _inputs, output: found.append(output[index] if isinstance(output, tuple) else output)
 
-        handles = [router.register_forward_hook(hook(index)) for router, index in self._routers(layer)]
-        try:
+        with ExitStack() as hooks:
+            for router, index in self._routers(layer):
+                hooks.enter_context(router.register_forward_hook(hook(index)))
             yield found
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def statistics(self, logits_TE: Tensor) -> Tensor:  # noqa: N803
         """Of tokens that one router has given these logits, in the precision in which transformers takes them."""

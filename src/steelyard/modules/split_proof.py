@@ -1,13 +1,13 @@
 """Proves that a split is exact: the pieces of a small model, run one after another, give what the whole model gives.
 
-Both have the same random weights in fp32. Compared are the logits and the gradient of every parameter, on two inputs of
-unlike length, so that control flow that depends on values or lengths shows. How layers divide under tensor parallelism
-is proved likewise (`steelyard.modules.two_ranks`).
+Both have the same random weights in fp32. The logits and the gradient of every parameter are compared, on two inputs of
+unlike length, so that control flow that depends on values or lengths shows. Which layers may be tensor-, sequence- and
+context-parallel is proved likewise (`steelyard.modules.two_ranks`), or has a reason why not.
 """
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -20,21 +20,144 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.errors import InvalidModelError, first_line
 from steelyard.model.chain import ModelChain
-from steelyard.model.family import KV_HEADS
+from steelyard.model.family import KV_HEADS, NO_CP, LayerRole, Task
 from steelyard.model.read import chain_from_config, config_hash
 from steelyard.model.small import small_config, structure_of, widths_of, with_entries, without_dropout
-from steelyard.model.split import ModelSplit, SplitEncoder
-from steelyard.modules.batch import decoder_inputs, fitting_tokens, random_samples
+from steelyard.model.split import ModelSplit, SplitEncoder, SplitLayerType
 from steelyard.modules.build import build_from_config, full_config, materialize_module, prepare_model, read_hub_config
+from steelyard.modules.called import POSITIONS
 from steelyard.modules.kept_splits import keep_split, kept_split
 from steelyard.modules.known_values import plain_token
 from steelyard.modules.layers import Flow, tensors_of
-from steelyard.modules.model_inputs import beside_features, forward_options, given_samples, ids_beside, read_by
-from steelyard.modules.proved_types import divided_types, no_context_parallelism, no_cp, shares_heads
-from steelyard.modules.split_tp import divided_sizes
+from steelyard.modules.model_inputs import (
+    beside_features,
+    decoder_inputs,
+    fitting_tokens,
+    forward_options,
+    given_samples,
+    ids_beside,
+    random_samples,
+    read_by,
+)
+from steelyard.modules.split_tp import Styles, divided_sizes, follows, suppositions, unread_plan
 from steelyard.modules.splitting import Found, find_split, text_of
-from steelyard.modules.two_ranks import ThreadedProof, difference, loss_of, parameters_by_path, pieces_of
+from steelyard.modules.two_ranks import (
+    ThreadedProof,
+    difference,
+    gradients_of,
+    loss_of,
+    parameters_by_path,
+    pieces_of,
+    tried,
+    undivided,
+)
 from steelyard.plan.shrink import config_of_blocks
+
+IMAGE_NO_SP = "the places of an image are not divided"
+
+
+ENCODER_NO_SP = "two sequences flow along the decoder"
+
+
+LENGTH_NO_SP = "its states are of another length than the samples"
+
+
+STREAM_NO_SP = "what its blocks share is not divided by tokens"
+
+
+POSITIONS_NO_SP = "learned positions are added to whole sequences"
+
+
+def divided_types(
+    model: PreTrainedModel,
+    split: ModelSplit,
+    keywords: Mapping[str, str | None],
+    prove: Callable[[Mapping[str, Styles], bool], str],
+) -> tuple[SplitLayerType, ...]:
+    """The layer types with their proved styles, or the reason why there are none.
+
+    ``keywords`` says by what name modules are given their tensor, by their path in the model; ``prove`` returns why
+    styles by layer type, with or without sequence parallelism, do not hold, an empty text where they do.
+    """
+
+    def divided(number: int, layer_type: SplitLayerType) -> SplitLayerType:
+        layer, is_block = split.layers.index(number), layer_type.role is LayerRole.BLOCK
+        unread = unread_plan(model, split, layer, keywords) if is_block else ""
+        supposed = suppositions(model, split, layer_type, layer, keywords)
+        ways = tried(supposed, lambda styles: prove({layer_type.name: styles}, False))
+        if not ways or ways[-1][1]:
+            return undivided(layer_type, filter(None, [unread, *(reason for _, reason in ways)]))
+        own = [reason for styles, reason in ways if is_block and follows(styles, model, split, layer, keywords)]
+        unproved = f"its own tp plan is not proved on two ranks: {'; '.join(dict.fromkeys(own))}" if all(own) else ""
+        styles, known = ways[-1][0], _no_sp(split, layer_type)
+        no_sp = known or prove({layer_type.name: styles}, True)
+        return layer_type.model_copy(
+            update={
+                "styles": dict(styles),
+                "no_tp": "",
+                "no_sp": known or (f"not proved: {no_sp}" if no_sp else ""),
+                "unread_plan": unread or (unproved if own else ""),
+            }
+        )
+
+    return tuple(divided(number, layer_type) for number, layer_type in enumerate(split.kinds))
+
+
+def shares_heads(layer_type: SplitLayerType, one_head: "ThreadedProof") -> bool:
+    """Whether ranks of which there are more than key-value heads may have the same; ``one_head`` is of such a model."""
+    return (
+        layer_type.role is LayerRole.BLOCK
+        and bool(layer_type.styles)
+        and not one_head({layer_type.name: layer_type.styles}, False)
+    )
+
+
+def no_context_parallelism(split: ModelSplit, proof: "ThreadedProof") -> dict[str, str]:
+    """For every layer type why ranks may not compute its layers for their own tokens each; empty where that is
+    proved."""
+    known = {layer_type.name: no_cp(split, layer_type) for layer_type in split.kinds}
+    tried = [name for name, reason in known.items() if not reason]
+    together = proof.by_tokens(tried) if tried else ""
+    reasons = {name: proof.by_tokens([name]) for name in tried if together}
+    return known | {name: f"not proved: {reason}" for name, reason in reasons.items() if reason}
+
+
+def no_cp(split: ModelSplit, layer_type: SplitLayerType, *, attention_drops: bool = False) -> str:
+    """Why no layer of a type can be under cp; empty where that is to be tried."""
+    if split.task is not Task.CAUSAL_LM:
+        return NO_CP
+    blocks = [each for each in split.kinds if each.role is LayerRole.BLOCK]
+    found = {each.attention for each in ([layer_type] if layer_type.role is LayerRole.BLOCK else blocks)}
+    if any(found) and found.isdisjoint(("full_attention", "sliding_attention")):  # as a recurrence
+        return f"{NO_CP}, and its blocks are of {', '.join(sorted(found))}"
+    return _undivided_by_tokens(split, attention_drops=attention_drops)
+
+
+def _undivided_by_tokens(split: ModelSplit, *, attention_drops: bool) -> str:
+    """Why no layer of a causal model with attention can be under cp; empty where that is to be tried."""
+    if not split.fused_attention:
+        return "its attention runs step by step, with a mask of the whole sequence"
+    if any(layer_type.tokens != (1, 0) for layer_type in split.kinds):
+        return LENGTH_NO_SP
+    if split.streams:
+        return STREAM_NO_SP
+    if attention_drops:
+        return "attention drops entries at random, which ranks with parts of a sequence cannot do alike"
+    return ""
+
+
+def _no_sp(split: ModelSplit, layer_type: SplitLayerType) -> str:
+    """Why nothing of a layer type can be sequence-parallel; empty where that is to be tried."""
+    if layer_type.role is LayerRole.EMBEDDING and any(step.startswith(POSITIONS) for step in split.embedding_calls):
+        return POSITIONS_NO_SP
+    known = IMAGE_NO_SP if split.image else ENCODER_NO_SP if split.encoder else ""
+    if split.encoder and split.encoder.encoded is None:
+        known = IMAGE_NO_SP
+    if any(layer_type.tokens != (1, 0) for layer_type in split.kinds):
+        known = known or LENGTH_NO_SP
+    by_tokens = all(each.shape[0] == 0 and not each.whole for each in split.streams)
+    return known or ("" if by_tokens else STREAM_NO_SP)
+
 
 _LENGTHS = (16, 24)
 _KEY_VALUE_HEADS = "num_key_value_heads"
@@ -81,7 +204,22 @@ def _split_and_structure(full: PreTrainedConfig, folder: Path | None) -> tuple[M
         if all(each.result is None for each in found.split.streams):
             raise
         structure, small = _proved(found, folder, keeps_results=True)
-    return _with_proof(found, small), structure, small
+    layer_types = tuple(
+        layer_type.model_copy(
+            update={
+                "styles": proved.styles,
+                "no_tp": proved.no_tp,
+                "no_sp": proved.no_sp,
+                "unread_plan": proved.unread_plan,
+                "no_cp": no_cp(found.split, layer_type, attention_drops=found.attention_drops) or proved.no_cp,
+                "tp_shares": proved.tp_shares,
+                "tp_divides": divided_sizes(found.model, found.split, number, proved.styles),
+            }
+        )
+        for number, (layer_type, proved) in enumerate(zip(found.split.kinds, small.kinds, strict=True))
+    )
+    options = {"sides_by_sample": small.sides_by_sample, "head_sees_shape": small.head_sees_shape}
+    return found.split.model_copy(update={**options, "kinds": layer_types}), structure, small
 
 
 def _proved(found: Found, folder: Path | None, *, keeps_results: bool = False) -> tuple[str, ModelSplit]:
@@ -125,26 +263,6 @@ def _small_models(found: Found) -> Iterator[tuple[dict[str, Any], list[int]]]:
         yield with_entries(plain, {key: value for key, value in blocks.items() if key != "sliding_window"}), few
     for config in (plain, wide):
         yield config, list(range(chain.num_layers))
-
-
-def _with_proof(found: Found, small: ModelSplit) -> ModelSplit:
-    """The split of a model with what is proved of a small one, and the sizes that its own degrees divide."""
-    layer_types = tuple(
-        layer_type.model_copy(
-            update={
-                "styles": proved.styles,
-                "no_tp": proved.no_tp,
-                "no_sp": proved.no_sp,
-                "unread_plan": proved.unread_plan,
-                "no_cp": no_cp(found.split, layer_type, attention_drops=found.attention_drops) or proved.no_cp,
-                "tp_shares": proved.tp_shares,
-                "tp_divides": divided_sizes(found.model, found.split, number, proved.styles),
-            }
-        )
-        for number, (layer_type, proved) in enumerate(zip(found.split.kinds, small.kinds, strict=True))
-    )
-    options = {"sides_by_sample": small.sides_by_sample, "head_sees_shape": small.head_sees_shape}
-    return found.split.model_copy(update={**options, "kinds": layer_types})
 
 
 def _prove(small: Found) -> ModelSplit:
@@ -326,8 +444,7 @@ def _results(
     """The logits, and the gradient of every parameter by its path."""
     model.zero_grad()
     loss_of(logits, labels).backward()
-    gradients = {path: each.grad.clone() for path, each in parameters.items() if each.grad is not None}
-    return {"logits": logits.detach(), **gradients}
+    return {"logits": logits.detach(), **gradients_of(parameters.items())}
 
 
 def _not_exact(split: ModelSplit, found: str) -> InvalidModelError:

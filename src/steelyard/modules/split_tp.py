@@ -11,7 +11,7 @@ and a projection divided by tokens.
 A supposition counts only if two ranks give what one gives (`steelyard.modules.two_ranks`).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from types import MappingProxyType
@@ -21,9 +21,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from steelyard.model.family import KV_HEADS, QUERY_HEADS, LayerRole
-from steelyard.model.split import ModelSplit, SplitLayerType
+from steelyard.model.split import ModelSplit, SplitLayerType, is_below, is_below_any
 from steelyard.modules.experts import routed_experts
-from steelyard.modules.paths import is_below, is_below_any
 
 RANKS = 2
 
@@ -99,7 +98,10 @@ def block_suppositions(
     ``called`` has the modules that are called in it, in order, with the name by which each is given its tensor;
     ``plan`` the styles that the block's makers give; ``heads`` is how many entries a parameter has for each head.
     """
-    if inner := _only_part(block, called):
+    # the one entry of a list of one that holds all that a block computes with, as in ALBERT; empty without such
+    owners = [path for path in called if _has_own(block.get_submodule(path))]
+    lists = (name for name, each in block.named_children() if isinstance(each, nn.ModuleList) and len(each) == 1)
+    if inner := next((f"{name}.0" for name in lists if all(is_below(path, f"{name}.0") for path in owners)), ""):
         within = {path.removeprefix(f"{inner}."): name for path, name in called.items() if path.startswith(f"{inner}.")}
         for styles in block_suppositions(block.get_submodule(inner), within, heads=heads):
             yield {path.replace("block.", f"block.{inner}.", 1): style for path, style in styles.items()}
@@ -112,13 +114,6 @@ def block_suppositions(
             if styles not in seen and any(style.startswith(_DIVIDING) for style in styles.values()):
                 seen.append(styles)
                 yield styles
-
-
-def _only_part(block: nn.Module, called: Collection[str]) -> str:
-    """The one entry of a list of one that holds all that a block computes with, as in ALBERT; empty without such."""
-    owners = [path for path in called if _has_own(block.get_submodule(path))]
-    lists = (name for name, each in block.named_children() if isinstance(each, nn.ModuleList) and len(each) == 1)
-    return next((f"{name}.0" for name in lists if all(is_below(path, f"{name}.0") for path in owners)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +179,10 @@ class _Regions:
         for path in block.called:
             outer = next((each for each in [*begins, *routed] if is_below(path, each)), None)
             module = block.at(path)
-            is_divided = outer in routed or (outer is not None and self._divides_between(outer))
+            is_divided = outer in routed or (
+                outer is not None
+                and any(style == "columns" for path, style in self.matrices.items() if is_below(path, outer))
+            )
             counts = ",".join(name for name in numbers if _is_divisible(module, name)) if is_divided else ""
             heads = self._of_heads(module) if is_divided and not is_below_any(path, routed) else ""
             if path in begins or path in routed:
@@ -202,10 +200,6 @@ class _Regions:
 
     def _routed(self) -> list[str]:
         return self.block.routed() if self.divides_experts else []
-
-    def _divides_between(self, region: str) -> bool:
-        """Whether ranks have parts of what lies between the matrices of a region."""
-        return any(style == "columns" for path, style in self.matrices.items() if is_below(path, region))
 
     def _is_table(self, module: nn.Module) -> bool:
         """Whether a module looks up an entry for each head, as one of relative positions does."""
@@ -344,11 +338,7 @@ def _of_experts(block: _Block, routed: str) -> dict[str, str]:
 
 
 def _inputs_of(matrix: nn.Module) -> int:
-    return matrix.weight.shape[0] if isinstance(matrix, Conv1D) else matrix.weight.shape[1]
-
-
-def _outputs_of(matrix: nn.Module) -> int:
-    return matrix.weight.shape[-1] if isinstance(matrix, Conv1D) else matrix.weight.shape[0]
+    return matrix.weight.shape[0 if isinstance(matrix, Conv1D) else 1]
 
 
 def _is_divisible(module: nn.Module, name: str) -> bool:
@@ -427,4 +417,5 @@ def divided_rows(block: nn.Module, styles: Styles) -> Iterator[tuple[str, int]]:
         if style in ("rows", "rows_of_whole", "rows_partial"):
             yield f"inputs of {name}", _inputs_of(block.get_submodule(name))
         elif style == "columns_gathered":
-            yield f"outputs of {name}", _outputs_of(block.get_submodule(name))
+            matrix = block.get_submodule(name)
+            yield f"outputs of {name}", matrix.weight.shape[-1 if isinstance(matrix, Conv1D) else 0]

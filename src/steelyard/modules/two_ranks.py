@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,11 @@ from steelyard.errors import first_line
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import KV_HEADS
 from steelyard.model.read import chain_from_config
-from steelyard.model.split import ModelSplit
+from steelyard.model.split import ModelSplit, SplitLayerType, is_below_any
+from steelyard.modules.context_attention import in_order, natural_order, rank_order
 from steelyard.modules.dimensions.cp import apply_context_parallel, own_context
 from steelyard.modules.dimensions.tp import apply_tensor_parallel
-from steelyard.modules.head_tail import in_order, natural_order, rank_order
 from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, build_layer, shared_inputs_of, tensors_of
-from steelyard.modules.paths import is_below_any
 from steelyard.modules.split_tp import RANKS, Styles, divided_sizes
 from steelyard.plan.strategy import Remat
 
@@ -44,6 +43,7 @@ _SMALL, _SMALL_OF_ONE = 1e-3, 1e-2
 
 _SAME = (PreTrainedConfig, int, float, str)
 """What copies of a model share."""
+LayerTypeOf = TypeVar("LayerTypeOf", bound=SplitLayerType)
 _PATIENCE_S = 120.0
 """After which a rank is taken to stand still, as one whose partner has failed does."""
 
@@ -124,6 +124,28 @@ class ThreadedProof:
             if gradient is not None:
                 found[path] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         return difference(self.expected, found, chain, self.tolerance)
+
+
+def tried(suppositions: Iterable[Styles], prove: Callable[[Styles], str]) -> list[tuple[Styles, str]]:
+    """The suppositions up to the first that holds, each with the reason why it does not; that of the last is empty."""
+    found: list[tuple[Styles, str]] = []
+    for styles in suppositions:
+        found.append((styles, prove(styles)))
+        if not found[-1][1]:
+            break
+    return found
+
+
+def undivided(layer_type: LayerTypeOf, reasons: Iterable[str]) -> LayerTypeOf:
+    """A layer type that cannot be tensor-parallel, for these reasons."""
+    why = "; ".join(dict.fromkeys(reasons)) or "no way is known to divide its modules"
+    return layer_type.model_copy(update={"no_tp": why})
+
+
+def gradients_of(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    """The whole gradient of each parameter that has one, by its path."""
+    found = {path: each.grad for path, each in parameters if each.grad is not None}
+    return {path: (each.full_tensor() if isinstance(each, DTensor) else each).clone() for path, each in found.items()}
 
 
 def on_two_ranks(compared: Callable[[DeviceMesh], str]) -> str:

@@ -174,7 +174,7 @@ def find_plan(
     """
     own = None
     if is_module(config):
-        from steelyard.modules.own_builder import Built, own_model
+        from steelyard.modules.own_proof import Built, own_model
 
         own = own_model(Built(module=config, sample=sample, loss=loss, blocks=blocks))
     request = make_request(

@@ -5,9 +5,8 @@ wall of text about it, which is left out here because the launcher shows the fir
 
 torchrun gives every process a session of its own, and Linux shares processor time between sessions, not processes
 (``sched_autogroup_enabled``): on CPUs a process that waits for another one's message then gets its turn later, and
-layers with tensor parallelism take 10 to 40 % longer. Here all processes stay in the agent's session.
-
-The port on which the first process of a run listens, and which stays free until it does.
+layers with tensor parallelism take 10 to 40 % longer. Here all processes stay in the agent's session. The port on which
+the first process listens is one that stays free until it does (`free_port`).
 """
 
 import logging

@@ -22,8 +22,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from steelyard.output import say
-from steelyard.processes.failure import Failure, ends_of, failures_folder, read_failures
-from steelyard.processes.standing import read_standing
+from steelyard.processes.failure import Failure, ends_of, failures_folder, read_failures, read_standing
 from steelyard.processes.start import (
     LOST_PEER,
     RESTARTS_VARIABLE,

@@ -1,6 +1,7 @@
-"""How a process of a run tells the launcher why it failed: one small JSON file per rank, in a folder of the run.
+"""What the processes of a run tell the launcher and each other, in small JSON files of a folder of the run.
 
-A run that torchrun starts again has a folder inside for each attempt.
+Each rank writes why it failed; a run that torchrun starts again has a folder inside for each attempt. The first process
+of every host writes after each step how far the run has come.
 """
 
 import json
@@ -17,6 +18,7 @@ from steelyard.errors import UserError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 
 FAILURES_VARIABLE = "STEELYARD_FAILURES"
 """Environment variable that names the folder; absent where torchrun was started by hand."""
@@ -164,3 +166,31 @@ def read_ends(folder: Path) -> dict[int, End]:
     """How failed processes ended, by rank; nothing where torchrun did not come to say it."""
     path = folder / AGENT_FILE
     return {int(rank): End(**end) for rank, end in json.loads(path.read_text()).items()} if path.exists() else {}
+
+
+_FILE = "standing.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Steps of the run that were trained, and those of them that the newest complete checkpoint holds."""
+
+    num_steps: int = 0
+    num_saved: int = 0
+
+
+def read_standing() -> Standing:
+    """What was written last on this host; no steps where nothing was."""
+    folder = failures_folder()
+    path = None if folder is None else folder / _FILE
+    return Standing() if path is None or not path.exists() else Standing(**json.loads(path.read_text()))
+
+
+def write_standing(standing: Standing, environment: Mapping[str, str]) -> None:
+    """Writes it, as a whole or not at all, in the process that ``environment`` says is the first of its host."""
+    folder = failures_folder()
+    if folder is None or environment.get("LOCAL_RANK", "0") != "0":
+        return
+    part = folder / f"{_FILE}.part"
+    part.write_text(json.dumps(asdict(standing)))
+    part.rename(folder / _FILE)

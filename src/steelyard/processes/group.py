@@ -41,7 +41,14 @@ def init_process_group(timeout_s: float, *, store: dist.Store | None = None) -> 
     if store is not None:
         place = {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     if torch.cuda.is_available():
-        _check_gpus()
+        on_host, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+        if on_host > gpus:
+            raise UserError(
+                field="nproc-per-node",
+                found=f"{on_host} processes on a host with {gpus} GPUs",
+                expected="at most one process per GPU",
+                hint=f"start {gpus} processes on this host, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to use the CPU",
+            )
         local_rank = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local_rank)
         dist.init_process_group("nccl", timeout=timeout, device_id=torch.device("cuda", local_rank), **place)
@@ -95,12 +102,8 @@ def _check_environment() -> None:
         )
 
 
-def _check_gpus() -> None:
-    on_host, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if on_host > gpus:
-        raise UserError(
-            field="nproc-per-node",
-            found=f"{on_host} processes on a host with {gpus} GPUs",
-            expected="at most one process per GPU",
-            hint=f"start {gpus} processes on this host, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to use the CPU",
-        )
+def current_device() -> torch.device:
+    """The device of this process: its current GPU where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

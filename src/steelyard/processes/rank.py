@@ -1,9 +1,7 @@
-"""The life of one process of a run: its work, and how its end is reported.
+"""The life of one process of a run: its work, how its end is reported, and that it ends when its parent is gone.
 
 Under `steelyard.processes.start` an error goes to the launcher, which shows the first one only. Under a torchrun that
 was started by hand it goes to stderr: mistakes that all processes of a host see alike are printed by one of them.
-
-How the processes of a run end: at once when they are done, and when the process that started them is gone.
 
 On Linux the kernel ends a process when its parent has ended, whatever it is doing; a thread that looks now and then
 does elsewhere, and where the parent must be given a chance to clean up.
@@ -18,8 +16,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
-
-import torch.distributed as dist
 
 from steelyard.errors import UserError
 from steelyard.output import escape_unprintable
@@ -40,7 +36,9 @@ _PR_SET_PDEATHSIG = 1
 
 def end_with_parent() -> None:
     """Has this process killed once its parent has ended, even while it is stuck outside Python."""
-    ask_kernel_for(signal.SIGKILL)
+    # has the kernel send this process a signal when the thread that started it ends; does nothing but on Linux
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     watch_parent(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -54,12 +52,6 @@ def watch_parent(when_gone: Callable[[], None]) -> None:
         when_gone()
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
-
-
-def ask_kernel_for(signal_number: int) -> None:
-    """Has the kernel send this process a signal when the thread that started it ends; does nothing but on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
 
 
 def end_process(exit_code: int) -> NoReturn:
@@ -97,7 +89,10 @@ def _report(failure: Failure) -> None:
     folder = failures_folder()
     if folder is not None:
         write_failure(failure, folder)
-    elif dist.is_initialized():
+        return
+    import torch.distributed as dist  # which the process that starts others does without
+
+    if dist.is_initialized():
         print(f"rank {failure.rank} failed:\n{failure.traceback}", file=sys.stderr)
     elif _speaks_first():
         print(failure.message, file=sys.stderr)

@@ -121,7 +121,14 @@ def run_processes(
                 _end(agent)
                 raise
         if exit_code:
-            _raise_first_failure(Path(folder), exit_code)
+            failure = first_failure(read_failures(Path(folder)), read_ends(Path(folder)))
+            if failure is not None and failure.exit_code == UserError.exit_code:
+                raise RankUserError(failure.message)
+            if failure is not None:
+                raise RankFailedError(describe(failure), failure)
+            raise RankFailedError(
+                f"torchrun ended with exit code {exit_code} and no process said why; see its output", None
+            )
 
 
 @contextmanager
@@ -144,15 +151,6 @@ def _end(agent: subprocess.Popen[bytes]) -> None:
         agent.wait(timeout=END_S + 5)
     except subprocess.TimeoutExpired:
         agent.kill()
-
-
-def _raise_first_failure(folder: Path, exit_code: int) -> None:
-    failure = first_failure(read_failures(folder), read_ends(folder))
-    if failure is not None and failure.exit_code == UserError.exit_code:
-        raise RankUserError(failure.message)
-    if failure is not None:
-        raise RankFailedError(describe(failure), failure)
-    raise RankFailedError(f"torchrun ended with exit code {exit_code} and no process said why; see its output", None)
 
 
 def first_failure(failures: Iterable[Failure], ends: Mapping[int, End]) -> Failure | None:

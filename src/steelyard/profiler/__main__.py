@@ -4,7 +4,7 @@ from steelyard.processes.allocator import set_allocator
 
 set_allocator()  # as training has it: what the allocator holds beside tensors is measured
 
-from steelyard.profiler.run import main  # noqa: E402
+from steelyard.profiler.launch import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -1,16 +1,81 @@
-"""Starts a measurement on this host: torchrun with one process per device, and the profile that they wrote."""
+"""Measures a model on this host: starts torchrun with one process per device, and returns the profile that they wrote.
 
+A process is ``torchrun … -m steelyard.profiler --model NAME --traced traced.json -o profile.json``. The first one shows
+a bar of progress and writes the profile.
+"""
+
+import argparse
 import json
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
+from steelyard.model.read import load_model
+from steelyard.output import write_file
 from steelyard.plan.file import dump_json, parse_file
+from steelyard.processes.group import process_group
+from steelyard.processes.rank import run_rank
 from steelyard.processes.start import run_processes
-from steelyard.profiler.measure import check_samples, check_trace, measurable_layers
+from steelyard.profiler.measure import check_samples, check_trace, measurable_layers, measure
 from steelyard.profiles.profile import Profile
+
+_TIMEOUT_S = 300.0
+_BAR_WIDTH = 30
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and writes the profile, and ends the process: 0 done, 1 failed, 2 a mistake of the user."""
+    parser = argparse.ArgumentParser(prog="steelyard.profiler", description="Measures a model on this machine.")
+    parser.add_argument("--model", required=True, help="packaged model or path of a config.json")
+    parser.add_argument("--traced", required=True, type=Path, help="traced profile of the model")
+    parser.add_argument("--samples", nargs="+", type=int, default=[1, 2, 4], help="samples of a rank in a microbatch")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds that measuring may take, about")
+    parser.add_argument(
+        "--began", type=float, help="Unix time from which the budget counts; default: the first message"
+    )
+    parser.add_argument("-o", "--output", required=True, type=Path, help="where the profile is written")
+    options = parser.parse_args(arguments)
+    run_rank(lambda: _measure_and_write(options))
+
+
+def _measure_and_write(options: argparse.Namespace) -> None:
+    chain = load_model(options.model)
+    trace = parse_file(options.traced, Profile, InvalidProfileError, what="profile")
+    with process_group(_TIMEOUT_S):
+        profile = measure(
+            chain,
+            seq_len=trace.identity.seq_len,
+            precision=trace.identity.precision,
+            samples=options.samples,
+            trace=trace,
+            budget_s=options.budget - (time.time() - options.began if options.began is not None else 0.0),
+            progress=_show if dist.get_rank() == 0 else lambda _line, _done: None,  # the first process speaks for all
+        )
+        if dist.get_rank() == 0:
+            _show("done\n", 1.0)
+            write_file(options.output, dump_json(profile) + "\n", "--output")
+
+
+def progress_bar(done: float) -> str:
+    """A bar for the share that is done, 0 to 1, and the share in per cent."""
+    filled = round(_BAR_WIDTH * done)
+    return f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done:4.0%}"
+
+
+def _show(line: str, done: float) -> None:
+    """Replaces the bar of progress on a terminal; elsewhere every state is a line of its own."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[Kmeasuring {progress_bar(done)} {line}")
+    else:
+        sys.stderr.write(f"measuring: {done:4.0%} {line.strip()}\n")
+    sys.stderr.flush()
+
 
 _MODULE = "steelyard.profiler"
 

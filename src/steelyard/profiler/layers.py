@@ -17,7 +17,7 @@ Legend of shapes: B samples of this rank, S sequence length, s sequence of this 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
-from steelyard.modules.dimensions import TWINS, Division
-from steelyard.modules.dimensions.data_parallel import activation_dtype, replicate_over, shard_over
+from steelyard.modules.dimensions import divide_layer
 from steelyard.modules.layers import (
     BlockLayer,
     ChainLayer,
@@ -44,6 +42,8 @@ from steelyard.modules.layers import (
     shared_inputs_of,
     tensors_of,
 )
+from steelyard.modules.model_inputs import decoder_inputs, random_samples
+from steelyard.modules.replicated import activation_dtype, replicate_over, shard_over
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiler.clock import Stopwatch, barrier, fast_half_columns, fast_half_mean, num_repetitions, over_ranks
@@ -101,20 +101,12 @@ class ShortChain:
             states[1:] = [torch.randn((len(states[0]), *shape), **options) for shape in shapes[1:wanted]]
         return as_flow((*states, *made))
 
-    def loss_context(self) -> AbstractContextManager[None]:
-        """Keeps the logits sharded over the vocabulary under tensor parallelism, as the runtime does."""
-        return loss_parallel() if self.strategy.tensor_degree > 1 else nullcontext()
-
 
 def _entering(shape: tuple[int, ...], whole: str, options: Mapping[str, Any]) -> Tensor:
     """What a layer reads beside hidden states: random numbers, or zeros of a type of ``whole`` numbers."""
     if whole:
         return torch.zeros(shape, **{**options, "dtype": getattr(torch, whole)})
     return torch.randn(shape, **options, requires_grad=True)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
 def layer_meshes(degree: int, device_type: str) -> DeviceMesh:
@@ -241,7 +233,10 @@ def _measured_time(
 
 def _times_by_type(short: ShortChain, rows: Sequence[Sequence[float]], remat: Remat) -> dict[str, tuple[float, float]]:
     """Forward and backward seconds of each layer type that may take a remat choice, under that choice."""
-    laps_s = _typical_laps(short, rows)
+    slowest_s = over_ranks([sum(row) for row in rows], short.device, dist.ReduceOp.MAX)
+    summed = over_ranks(fast_half_columns(rows, slowest_s), short.device, dist.ReduceOp.SUM)
+    stretch = fast_half_mean(slowest_s) / sum(summed)
+    laps_s = [seconds * stretch for seconds in summed]
     forward_s, backward_s = laps_s[: len(short.layers)], laps_s[len(short.layers) :]
     found: dict[str, tuple[float, float]] = {}
     for layer_type in {
@@ -269,11 +264,13 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
     inputs: list[Flow] = []
     outputs: list[Flow] = []
     hidden: Flow = entering
-    with short.loss_context():
+    with loss_parallel() if short.strategy.tensor_degree > 1 else nullcontext():
         for number, layer in enumerate(short.layers):
             inputs.append(short.entering(number, hidden))
             outputs.append(layer(inputs[-1], context))
-            hidden = as_flow(tuple(_leaf(each) for each in tensors_of(outputs[-1])))
+            hidden = as_flow(
+                tuple(each.detach().requires_grad_(each.is_floating_point()) for each in tensors_of(outputs[-1]))
+            )
             watch.mark()
         gradients = [
             torch.randn_like(each) if each.dim() and each.requires_grad else None for each in tensors_of(hidden)
@@ -293,14 +290,6 @@ def _rows(short: ShortChain, samples: int, *, budget_s: float, least: int) -> li
     once_s = _NUM_MICROBATCHES * over_ranks([sum(first)], short.device, dist.ReduceOp.MAX)[0]
     num_more = num_repetitions(once_s, budget_s - once_s, least=least - 1)
     return [first, *(repetition_laps(short, samples) for _ in range(num_more))]
-
-
-def _typical_laps(short: ShortChain, rows: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds of each layer, forward then backward, both in the order of the chain; the same on all ranks."""
-    slowest_s = over_ranks([sum(row) for row in rows], short.device, dist.ReduceOp.MAX)
-    summed = over_ranks(fast_half_columns(rows, slowest_s), short.device, dist.ReduceOp.SUM)
-    stretch = fast_half_mean(slowest_s) / sum(summed)
-    return [seconds * stretch for seconds in summed]
 
 
 def repetition_laps(short: ShortChain, samples: int) -> list[float]:
@@ -339,7 +328,5 @@ def _build(
     """One layer as the runtime builds it, before data parallelism."""
     materialize_layer(model, chain, index, seed=0, device=device)
     layer = build_layer(model, chain, index, Remat.NONE)
-    division = Division(model=model, chain=chain, strategy=strategy, mesh=mesh["shape"])
-    for dimension in strategy.dimensions:
-        TWINS[dimension.name].divide(layer, division)
+    divide_layer(layer, chain, strategy, mesh["shape"])
     return layer

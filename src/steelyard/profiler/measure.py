@@ -18,6 +18,7 @@ from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Strategy, shape_strategies
+from steelyard.processes.group import current_device
 from steelyard.profiler.clock import Deadline, barrier, over_ranks
 from steelyard.profiler.collectives import measure_collectives, num_collectives
 from steelyard.profiler.layers import (
@@ -31,12 +32,12 @@ from steelyard.profiler.layers import (
 )
 from steelyard.profiler.overheads import (
     AddedBySharding,
+    measure_busy_speeds,
     measure_optimizer,
     measure_overlap_slowdown,
     measure_sharding,
     measure_step_overhead,
 )
-from steelyard.profiler.sharing import measure_busy_speeds
 from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile
 
 _log = logging.getLogger(__name__)
@@ -93,7 +94,18 @@ def measure(
     barrier(device)
     return trace.model_copy(
         update={
-            "identity": trace.identity.model_copy(update=_measured_identity(device, world_size)),
+            "identity": trace.identity.model_copy(
+                update={
+                    "method": "measured",
+                    "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+                    "device_kind": "gpu" if device.type == "cuda" else "cpu",
+                    "num_devices": world_size,
+                    "driver": _driver(device),
+                    "torch": torch.__version__,
+                    "transformers": transformers.__version__,
+                    "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                }
+            ),
             "layers": timed,
             "collectives": collectives,
             "optimizer_s_per_param": beside.optimizer_s_per_param,
@@ -146,13 +158,6 @@ def check_samples(samples: Sequence[int]) -> None:
             expected="one or more whole numbers of 1 or more",
             hint="give the samples that one rank holds in a microbatch, for example 1 2 4",
         )
-
-
-def current_device() -> torch.device:
-    """The device of this process: its current GPU where there is one, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def reserved_over_allocated(device: torch.device) -> float | None:
@@ -278,16 +283,3 @@ def _driver(device: torch.device) -> str:
         return "none"
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return f"CUDA {torch.version.cuda}, driver {torch._C._cuda_getDriverVersion()}, NCCL {nccl}"
-
-
-def _measured_identity(device: torch.device, world_size: int) -> dict[str, object]:
-    return {
-        "method": "measured",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "device_kind": "gpu" if device.type == "cuda" else "cpu",
-        "num_devices": world_size,
-        "driver": _driver(device),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }

@@ -1,27 +1,68 @@
-r"""Measures what a step takes beside its layers: the optimizer, the end of the step, and compute beside communication.
+r"""Measures what a step takes beside its layers: optimizer, sharding, overlap with communication, shared cores.
 
 With compute of c seconds and communication of d seconds side by side in T seconds, the slowdown κ is that of the cost
 model, where the shorter one costs κ times itself and the rest of the longer one runs alone:
 
 $$T = \kappa\,\min(c, d) + |c - d| \quad\Rightarrow\quad \kappa = \frac{T - |c - d|}{\min(c, d)}$$
 
+Processes of a host share its cores. Layers are measured while all processes compute; in a pipeline some wait for
+others, and those that do not are then faster (`measure_busy_speeds`). On GPUs every process has a device of its own,
+and nothing is to be measured.
+
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.4.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from steelyard.modules.updates import LocalAdamW, add_square_norms, clip_to_norm, local_part
-from steelyard.profiler.clock import fast_half_mean, num_repetitions, over_ranks, typical_seconds
+from steelyard.profiler.clock import barrier, fast_half_mean, num_repetitions, over_ranks, typical_seconds
 from steelyard.profiler.collectives import group_shapes, shape_mesh
 from steelyard.profiler.layers import ShortChain, repetition_laps
 from steelyard.profiles.profile import CollectiveProfile, ShardingTime
 from steelyard.units import MIB
+
+
+def measure_busy_speeds(short: ShortChain, *, samples: int, budget_s: float) -> tuple[float, ...]:
+    """The speed of a process while 1, 2, … of them compute, over its speed while all do; a collective call.
+
+    Never rising, the last one 1; empty on GPUs. ``short`` must have no tensor parallelism, so that its processes need
+    not wait for each other.
+    """
+    world_size = dist.get_world_size()
+    if short.device.type == "cuda" or world_size == 1:
+        return ()
+    counts = range(1, world_size + 1)
+    rounds = [[_seconds(short, samples, count) for count in counts]]
+    rounds += [
+        [_seconds(short, samples, count) for count in counts]
+        for _ in range(num_repetitions(sum(rounds[0]), budget_s - sum(rounds[0]), least=1))
+    ]
+    typical_s = [fast_half_mean(column) for column in zip(*rounds[1:], strict=True)]
+    return non_rising([typical_s[-1] / seconds for seconds in typical_s])
+
+
+def non_rising(speeds: list[float]) -> tuple[float, ...]:
+    """``speeds`` raised, where noise makes it necessary, so that none is below a later one."""
+    return tuple(accumulate(reversed(speeds), max))[::-1]
+
+
+def _seconds(short: ShortChain, samples: int, num_busy: int) -> float:
+    """Seconds of a microbatch on the first ``num_busy`` processes, the others idle: the mean over those that work."""
+    is_busy = dist.get_rank() < num_busy
+    if is_busy:
+        seconds = sum(repetition_laps(short, samples))
+    else:
+        barrier(short.device)  # the one with which those that work begin
+        seconds = 0.0
+    barrier(short.device)
+    return over_ranks([seconds], short.device, dist.ReduceOp.SUM)[0] / num_busy
+
 
 _OVERLAP_ELEMENTS = 4 * MIB
 _MATMUL_SIZE = 256
@@ -36,7 +77,23 @@ def measure_optimizer(short: ShortChain, *, budget_s: float) -> float:
     tensors.
     """
     num_params = sum(local_part(parameter).numel() for parameter in short.parameters())
-    return _update_seconds(short, budget_s=budget_s) / num_params
+    parameters = short.parameters()
+    optimizer = LocalAdamW(parameters, lr=1e-6)
+
+    def fill_gradients() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+
+    def update() -> None:
+        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        square = torch.zeros((), device=short.device)
+        with torch.no_grad():
+            add_square_norms(square, gradients, [1] * len(gradients))
+            clip_to_norm(gradients, square.sqrt(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return typical_seconds(update, short.device, budget_s=budget_s, prepare=fill_gradients) / num_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +143,9 @@ def measure_sharding(
         added = AddedBySharding(
             group_size=shape.size,
             seconds=_added_s(replicated, sharded, samples, budget_s=budget_s / len(shapes)),
-            params_of_layers=tuple(_num_params(layer) for layer in sharded.layers),
+            params_of_layers=tuple(
+                sum(parameter.numel() for parameter in layer.parameters()) for layer in sharded.layers
+            ),
             gathered_bytes=sharded.dtype.itemsize,
         )
         found.append(added)
@@ -103,10 +162,6 @@ def _added_s(replicated: ShortChain, sharded: ShortChain, samples: int, *, budge
     first_s = sum(both_s())
     rows = [both_s() for _ in range(num_repetitions(first_s, budget_s - first_s, least=1))]
     return fast_half_mean([row[0] for row in rows]) - fast_half_mean([row[1] for row in rows])
-
-
-def _num_params(layer: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in layer.parameters())
 
 
 def measure_step_overhead(device: torch.device, *, budget_s: float) -> float:
@@ -151,23 +206,3 @@ def slowdown(compute_s: float, communication_s: float, both_s: float) -> float:
     """
     alone_s = abs(compute_s - communication_s)
     return min(max((both_s - alone_s) / min(compute_s, communication_s), 1.0), 2.0)
-
-
-def _update_seconds(short: ShortChain, *, budget_s: float) -> float:
-    parameters = short.parameters()
-    optimizer = LocalAdamW(parameters, lr=1e-6)
-
-    def fill_gradients() -> None:
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 1e-3)
-
-    def update() -> None:
-        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        square = torch.zeros((), device=short.device)
-        with torch.no_grad():
-            add_square_norms(square, gradients, [1] * len(gradients))
-            clip_to_norm(gradients, square.sqrt(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return typical_seconds(update, short.device, budget_s=budget_s, prepare=fill_gradients)

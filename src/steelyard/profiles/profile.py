@@ -1,16 +1,16 @@
 """A profile: what one layer of each type needs, counted on fake tensors or measured on real devices; versioned JSON.
 
 Quantities of a layer that grow with the batch are affine in the samples that one rank holds: ``constant`` +
-``per_sample`` × samples. Shapes are those of one rank: a layer of tensor-parallel degree 4 has a
-quarter of the heads.
+``per_sample`` × samples. Shapes are those of one rank: a layer of tensor-parallel degree 4 has a quarter of the heads.
 
 Traced profiles (``method: traced``) carry work (FLOP and bytes) that the cost model prices on a catalogue device;
-measured profiles (``method: measured``) carry seconds as well, and the seconds of collectives.
+measured profiles (``method: measured``) carry seconds as well, and the seconds of collectives. Two measurements of one
+thing are joined to one with the samples, shapes and collectives of both.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from itertools import pairwise
 from typing import Annotated, Literal, Self
 
@@ -203,7 +203,12 @@ class LayerProfile(ProfilePart):
         lines = {name: _between(getattr(even, name), getattr(twice, name), imbalance) for name in names}
 
         def work(one: Work, two: Work) -> Work:
-            return _work_between(one, two, imbalance).with_experts_over(degree)
+            names = ("matmul_flop", "attention_flop", "matmul_bytes", "memory_bytes")
+            lines = {name: _between(getattr(one, name), getattr(two, name), imbalance) for name in names}
+            is_alike = len(one.products) == len(two.products)  # not where equal products of one are unlike in the other
+            pairs = zip(one.products, two.products, strict=True) if is_alike else ()
+            products = tuple(each.between(other, imbalance) for each, other in pairs)
+            return one.model_copy(update={**lines, "products": products}).with_experts_over(degree)
 
         works = {name: work(getattr(even, name), getattr(twice, name)) for name in _DIRECTIONS}
         again = tuple(
@@ -284,15 +289,6 @@ def _between(one: Affine, two: Affine, place: float) -> Affine:
         constant=one.constant + (place - 1) * (two.constant - one.constant),
         per_sample=one.per_sample + (place - 1) * (two.per_sample - one.per_sample),
     )
-
-
-def _work_between(one: Work, two: Work, place: float) -> Work:
-    names = ("matmul_flop", "attention_flop", "matmul_bytes", "memory_bytes")
-    lines = {name: _between(getattr(one, name), getattr(two, name), place) for name in names}
-    is_alike = len(one.products) == len(two.products)  # not where equal products of one are unlike in the other
-    pairs = zip(one.products, two.products, strict=True) if is_alike else ()
-    products = tuple(each.between(other, place) for each, other in pairs)
-    return one.model_copy(update={**lines, "products": products})
 
 
 def _known_at(
@@ -434,3 +430,52 @@ class Profile(ProfilePart):
         matches = [c for c in self.collectives if c.kind == collective and c.group_size == group_size]
         exact = [c for c in matches if c.strided == strided]
         return next(iter(exact or matches), None)
+
+
+_MAY_DIFFER = "created"
+
+
+def merge_profiles(a: Profile, b: Profile) -> Profile:
+    """What either profile knows; where both know it, what ``b`` (the later one) says.
+
+    Raises `InvalidProfileError` naming the first part of the identities that differs, apart from the date.
+    """
+    first, second = a.identity.model_dump(), b.identity.model_dump()
+    for field, found in second.items():
+        is_known = None not in (found, first[field])
+        if field != _MAY_DIFFER and is_known and found != first[field]:
+            raise InvalidProfileError(
+                field=f"identity.{field}",
+                found=repr(found),
+                expected=f"{first[field]!r}, as in the profile that it is merged into",
+                hint="merge profiles of one model on one machine only; keep the others in files of their own",
+            )
+    layers = {_layer_key(layer): layer for layer in a.layers}
+    for later in b.layers:
+        earlier = layers.get(_layer_key(later))
+        layers[_layer_key(later)] = later if earlier is None else _merge_times(earlier, later)
+    collectives = {
+        (collective.kind, collective.group_size, collective.strided): collective
+        for collective in (*a.collectives, *b.collectives)
+    }
+    optimizer_s = b.optimizer_s_per_param
+    return b.model_copy(
+        update={
+            "layers": tuple(layers.values()),
+            "collectives": tuple(collectives.values()),
+            "optimizer_s_per_param": a.optimizer_s_per_param if optimizer_s is None else optimizer_s,
+            "busy_speeds": b.busy_speeds or a.busy_speeds,
+            "sharding": b.sharding or a.sharding,
+            "reserved_over_allocated": b.reserved_over_allocated or a.reserved_over_allocated,
+        }
+    )
+
+
+def _merge_times(earlier: LayerProfile, later: LayerProfile) -> LayerProfile:
+    """The later counts with the times of both, sorted by samples."""
+    times = {time.samples: time for time in (*earlier.times, *later.times)}
+    return later.model_copy(update={"times": tuple(times[samples] for samples in sorted(times))})
+
+
+def _layer_key(layer: LayerProfile) -> Hashable:
+    return layer.kind, frozenset(layer.degrees.items())

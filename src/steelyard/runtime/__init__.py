@@ -4,8 +4,7 @@
 |-----------------------|---------------------------------------------------------------------------------|
 | `parallel_model`      | a model under a plan in the user's own training loop: `parallelize`             |
 | `mesh`                | the device mesh of a plan                                                       |
-| `sharding`            | applies a strategy to one layer                                                 |
-| `stage`               | the layers of a pipeline stage, with redistributions between unlike neighbours  |
+| `stage`               | the layers of a pipeline stage, each under its strategy, redistributing between |
 | `pipeline_part`       | what parts of a pipeline exchange, held while it is used                        |
 | `tied`                | embedding and head that share a matrix, under any two strategies                |
 | `observed_strategies` | reads back what was really done to each layer                                   |
@@ -13,20 +12,18 @@
 | `optimizer`           | AdamW on each rank's part of the parameters, and its learning rate              |
 | `progress`            | the line of progress, metrics as JSON lines, TensorBoard                        |
 | `stage_clock`         | how long a rank works in a step, without waiting for other stages               |
-| `own_loop`            | checkpoints in the user's own training loop                                     |
-| `train`               | the training loop of one rank, and the run record                               |
+| `train`               | the training loop of one rank, its memory limit, and the run record             |
 | `persistence`         | how a run begins and what it leaves behind: resume, weights, checkpoints        |
 | `state`               | parameters and optimizer states under names that no plan changes                |
-| `checkpoint`          | writes checkpoints beside the training, reads them under any plan               |
-| `checkpoint_reader`   | reads checkpoints that anyone may have written: no code of theirs runs          |
+| `checkpoint`          | checkpoints beside the training or in the user's own loop, read under any plan  |
 | `checkpoint_folder`   | which checkpoints are complete, and which may go                  (no torch)    |
 | `weights`             | Hugging Face folders, read straight into shards and written                     |
-| `stored_weights`      | where parameters lie in files whose tensors have other names or are in pieces   |
-| `memory_limit`        | how a run ends when memory runs out                                             |
-| `peak_memory`         | the peak of what a process's tensors hold                                       |
-| `outputs`             | what a run writes beside its checkpoints is tried before it begins (no torch)  |
-| `options`             | options of a run and their command-line form                         (no torch) |
-| `launch`              | starts a training run on this host                                   (no torch) |
-| `process`             | one process of a training run: arguments, checks, the run                       |
-| `checks`              | what must hold before a plan is run                                  (no torch) |
+| `parity`              | compares training under a plan with one process                                 |
+| `parity_run`          | starts that comparison on this host                               (no torch)    |
+| `dry_run`             | the memory of one rank of a plan, on fake tensors                               |
+| `peak_memory`         | the peak of what a process's tensors hold, by term                              |
+| `options`             | options of a run and their command-line form                      (no torch)    |
+| `launch`              | starts a training run on this host                                (no torch)    |
+| `process`             | one process of a training run: arguments, checks, the plan it follows, the run  |
+| `checks`              | what must hold before a run, of options, outputs and host         (no torch)    |
 """

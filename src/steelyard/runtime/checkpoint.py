@@ -4,17 +4,26 @@ A save copies the state to memory of the CPU while training waits, then a thread
 training goes on; the copy and the writing take as much memory as the rank's share of parameters and optimizer states.
 One save is under way at a time: the next waits for it. The first rank completes a checkpoint when all have written
 (`steelyard.runtime.checkpoint_folder` says how), so all ranks must see one folder.
+
+A checkpoint may be anyone's: no code of it runs. The description of its tensors (``.metadata``) is a pickle, which may
+name any function to be called. Here it may name what such descriptions are made of and nothing else; the tensors
+themselves `torch` reads with ``weights_only``. Objects that are no tensors, which `torch` unpickles whatever they are,
+cannot be described: steelyard writes none.
+
+Checkpoints of a `ParallelModel` in the user's own training loop, readable under any plan.
 """
 
 import errno
 import io
+import os
+import pickle
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from typing import Any, TypeVar, cast
 
@@ -22,8 +31,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.optim import Optimizer
+from torch.serialization import _get_layout
 
 from steelyard.errors import InvalidCheckpointError
 from steelyard.plan.plan import Plan
@@ -32,14 +53,84 @@ from steelyard.runtime.checkpoint_folder import (
     check_model,
     commit,
     content_fault,
+    damaged,
     part_path,
     plan_hash,
     prepare_folder,
     read_info,
 )
-from steelyard.runtime.checkpoint_reader import CheckpointReader, unreadable
+from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState, random_states, set_random_states
 from steelyard.units import format_bytes
+
+METADATA_FILE = ".metadata"
+_NAMED_BY_TORCH = (
+    _MEM_FORMAT_ENCODING,
+    _StorageInfo,
+    _get_layout,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(each.__module__, each.__name__): each for each in _NAMED_BY_TORCH},
+    ("torch", "Size"): torch.Size,
+    **{("torch", str(each).partition(".")[2]): each for each in vars(torch).values() if isinstance(each, torch.dtype)},
+    ("pathlib", "PosixPath"): PurePosixPath,
+    ("pathlib._local", "PosixPath"): PurePosixPath,
+}
+"""What a description may name, by module and name. The path where it was written is of no use and stays a name."""
+
+
+class CheckpointReader(FileSystemReader):
+    """A reader for `torch.distributed.checkpoint.load` that makes nothing but tensors of a foreign checkpoint.
+
+    Every tensor has a size and lies in a file of the folder. Raises `InvalidCheckpointError` if the description is
+    missing, damaged or names what is not allowed; errors in the files of tensors are those of torch.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        file = path / METADATA_FILE
+        try:
+            with file.open("rb") as opened:
+                self._metadata = _checked(_Unpickler(opened).load())
+        except Exception as error:  # a pickle that is cut or made up fails in as many ways as it has bytes
+            raise unreadable(file, str(error).strip() or type(error).__name__) from error
+
+    def read_metadata(self) -> Metadata:
+        """The description. torch looks for others, one of each rank, only where this takes keyword arguments."""
+        return self._metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs") from None
+
+
+def _checked(found: Any) -> Metadata:
+    if not isinstance(found, Metadata):
+        raise TypeError(f"it describes a {type(found).__name__}, no checkpoint")
+    found.storage_meta = StorageMeta()
+    for name, entry in found.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.size, torch.Size):
+            raise TypeError(f"it describes {name} as no tensor")
+    for place in found.storage_data.values():
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"it names a file outside its folder, {place.relative_path}")
+    return found
+
+
+def unreadable(path: str | os.PathLike[str], reason: str) -> InvalidCheckpointError:
+    """The error for a checkpoint, or a file of one, that cannot be read."""
+    return damaged(f"{path}: {reason.splitlines()[0]}")
+
 
 Result = TypeVar("Result")
 
@@ -55,8 +146,7 @@ class Checkpointer:
     def __init__(
         self, folder: Path, *, keep_last: int, resumed: Path | None, known: Mapping[Path, str], timeout_s: float
     ) -> None:
-        self._folder = folder
-        self._keep_last = keep_last
+        self._folder, self._keep_last = folder, keep_last
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         """Apart from the groups of training, whose collectives go on meanwhile."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -154,7 +244,7 @@ def whole_checkpoint(
     return found, known
 
 
-def load_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.device) -> CheckpointInfo:
+def read_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.device) -> CheckpointInfo:
     """Reads a checkpoint into the tensors of ``state``, whatever plan it was written under; a collective call.
 
     Under the same plan the random generators are set too, so that the run goes on bit by bit. Raises
@@ -174,19 +264,6 @@ def load_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.devic
 
 
 def _read(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
-    _check_tensors(reader, tensors)
-    try:
-        dcp.load(tensors, storage_reader=reader)
-    except CheckpointException as error:
-        cause = _first_cause(error)
-        is_foreign = isinstance(cause, UnpicklingError)  # whose own text tells how to run the code
-        reason = "its files hold something else than tensors" if is_foreign else _one_line(cause)
-        raise unreadable(reader.path, reason) from error
-    except (OSError, EOFError) as error:
-        raise unreadable(reader.path, _one_line(error)) from error
-
-
-def _check_tensors(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
     stored = reader.read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         size = tuple(stored[name].size) if name in stored else None
@@ -200,13 +277,22 @@ def _check_tensors(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None
                 expected=f"{name} of shape {list(tensor.shape)}",
                 hint="resume a checkpoint of the same model and optimizer",
             )
+    try:
+        dcp.load(tensors, storage_reader=reader)
+    except CheckpointException as error:
+        cause = _first_cause(error)
+        is_foreign = isinstance(cause, UnpicklingError)  # whose own text tells how to run the code
+        reason = "its files hold something else than tensors" if is_foreign else _one_line(cause)
+        raise unreadable(reader.path, reason) from error
+    except (OSError, EOFError) as error:
+        raise unreadable(reader.path, _one_line(error)) from error
 
 
 def _not_written(error: BaseException, part: Path) -> InvalidCheckpointError:
     cause = _first_cause(error)
     step = part.name.removeprefix(".").removesuffix(".part")
     reason, expected = _one_line(cause), "a folder that stays writable"
-    if _is_full_disk(cause):
+    if getattr(cause, "errno", None) in _FULL_DISK or "inline_container" in str(cause):
         free = format_bytes(shutil.disk_usage(part.parent).free)
         reason = f"the disk, of which {free} are free, or a limit on files took no more"
         expected = "room for --keep-last checkpoints and one more"
@@ -216,11 +302,6 @@ def _not_written(error: BaseException, part: Path) -> InvalidCheckpointError:
         expected=expected,
         hint="make room and go on with --resume latest: the checkpoints before it are complete",
     )
-
-
-def _is_full_disk(cause: BaseException) -> bool:
-    """Whether a write failed for want of room; `torch.save` hides the error behind what it meets afterwards."""
-    return getattr(cause, "errno", None) in _FULL_DISK or "inline_container" in str(cause)
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -248,3 +329,25 @@ def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = 
     if mistake is not None:
         raise InvalidCheckpointError(**mistake)
     return cast("Result", result)
+
+
+_NUM_STEPS = "steelyard.num_steps"
+
+
+def save_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
+    """Writes parameters, optimizer states and the number of steps to a folder; a collective call.
+
+    The folder holds a checkpoint of `torch.distributed.checkpoint` with the names of `steelyard.runtime.state`.
+    """
+    steps = {_NUM_STEPS: torch.tensor(trainer.num_steps)}
+    dcp.save(RunState(trainer, optimizers).tensors() | steps, checkpoint_id=folder)
+
+
+def load_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
+    """Reads what `save_checkpoint` wrote under this or any other plan of the model, in place; a collective call."""
+    state = RunState(trainer, optimizers)
+    state.fill_optimizers()
+    steps = {_NUM_STEPS: torch.tensor(0)}
+    for copy in range(state.names.num_copies):
+        dcp.load(state.tensors(copy=copy) | steps, storage_reader=CheckpointReader(Path(folder)))
+    trainer.num_steps = int(steps[_NUM_STEPS])

@@ -154,7 +154,10 @@ def read_info(path: Path) -> CheckpointInfo:
         reason = (
             f"no {INFO_FILE} in {path}" if missing else f"{path / INFO_FILE}, which is damaged or of another version"
         )
-        raise damaged(reason + _wrong_value(error)) from error
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        raise damaged(
+            reason + (f" ({first['loc'][0]}: {str(first['input'])[:40]})" if first and len(first["loc"]) == 1 else "")
+        ) from error
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != info.step:
         raise damaged(f"{path / INFO_FILE} of step {info.step}, which its folder is not named after")
@@ -166,12 +169,6 @@ def read_info(path: Path) -> CheckpointInfo:
         if actual != size:
             raise damaged(f"{file} with {actual} bytes instead of {size}")
     return info
-
-
-def _wrong_value(error: Exception) -> str:
-    """What `CheckpointInfo` finds wrong, where it is a value and not the file."""
-    first = error.errors()[0] if isinstance(error, ValidationError) else None
-    return f" ({first['loc'][0]}: {str(first['input'])[:40]})" if first and len(first["loc"]) == 1 else ""
 
 
 def _check(path: Path, known: Mapping[Path, str] | None) -> None:

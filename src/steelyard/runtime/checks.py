@@ -1,13 +1,167 @@
-"""What must hold before a plan is run; checked by every process before it takes memory."""
+"""What must hold before a plan is run, checked before anything takes memory: options, outputs and host.
 
-from collections.abc import Mapping
-from typing import Any
+What a run writes is tried before its first step, since a run takes days. Without the check of the host a plan for GPUs
+runs on the CPU until the kernel ends it. Imports no torch.
+"""
 
-from steelyard.errors import InvalidPlanError, UserError
-from steelyard.model.chain import ModelChain
-from steelyard.modules.build import hub_config
+import os
+from pathlib import Path
+
+from steelyard.errors import InvalidCheckpointError, InvalidClusterError, InvalidDataError, InvalidPlanError, UserError
+from steelyard.hardware import Backend, DeviceType
+from steelyard.output import check_file, check_folder
 from steelyard.plan.plan import Plan
 from steelyard.runtime.options import TrainOptions
+from steelyard.units import format_bytes, format_plural
+
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""What transformers reads beside a ``tokenizer.json``, where it is there."""
+
+
+def tokenizer_files(path: Path | None) -> dict[str, bytes]:
+    """The files of the tokenizer at ``path`` by the names that transformers knows them by; none for text as bytes.
+
+    ``path`` is a ``tokenizer.json``, whatever its name, or the folder of one. Raises `InvalidDataError` where it cannot
+    be read.
+    """
+    if path is None:
+        return {}
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        beside = {name: file.with_name(name) for name in _BESIDE}
+        found = {name: each.read_bytes() for name, each in beside.items() if each.is_file()}
+        return {"tokenizer.json": file.read_bytes()} | found
+    except OSError as error:
+        raise InvalidDataError(
+            field="tokenizer",
+            found=f"{file}: {error.strerror}",
+            expected="a tokenizer.json, or a folder that holds one",
+            hint="check the path",
+        ) from error
+
+
+def check_outputs(options: TrainOptions) -> None:
+    """Raises `UserError` unless metrics, TensorBoard's files, record and weights can be written where they are to be.
+
+    For the process that will write them.
+    """
+    if options.metrics is not None:
+        check_file(options.metrics, "--metrics", makes_folder=True)
+    if options.record is not None:
+        check_file(options.record, "--record")
+    if options.tensorboard is not None:
+        try:
+            import tensorboard  # noqa: F401
+        except ImportError as error:
+            raise UserError(
+                field="--tensorboard",
+                found="no package tensorboard",
+                expected="tensorboard, which writes the event files",
+                hint="pip install tensorboard, or leave the option out (--metrics writes the same numbers)",
+            ) from error
+        check_folder(options.tensorboard, "--tensorboard")
+    if options.export_hf is not None:
+        check_export(options.export_hf)
+
+
+def check_export(path: Path) -> None:
+    """Raises `UserError` if there is something at ``path``, or nothing can be."""
+    if path.exists():
+        raise InvalidCheckpointError(
+            field="--export-hf",
+            found=f"{path}, which exists",
+            expected="the path of a new folder",
+            hint="give another path, or move that one away",
+        )
+    check_folder(export_part(path), "--export-hf")
+
+
+def export_part(path: Path) -> Path:
+    """Where weights are written until they are complete."""
+    return path.with_name(f".{path.name}.part")
+
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def check_host(plan: Plan, ranks: range, *, device: str | None) -> None:
+    """Raises `InvalidPlanError` unless this host can run these ranks of a plan on devices of the type that it is for.
+
+    ``device`` insists on another device type. On the CPU the GPUs are hidden from this process and those that it
+    starts, and the predicted bytes of all ranks are compared with the memory that is free. A plan that does not say its
+    type runs on what there is; one without a prediction has nothing to compare.
+    """
+    device_type = device or device_type_of(plan)
+    num_gpus = 0
+    if device_type != "cpu":
+        import torch  # takes seconds, which a plan for the CPU need not wait for
+
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device_type == "gpu" and num_gpus < len(ranks):
+        raise InvalidPlanError(
+            field="cluster",
+            found=f"a plan for {format_plural(plan.num_devices, 'GPU')} ({plan.cluster}), {len(ranks)} of them on this "
+            f"host, which has {num_gpus or 'none'}",
+            expected=f"{format_plural(len(ranks), 'GPU')} that torch can use",
+            hint="start it where they are (several hosts: `steelyard export --to torchrun`), see here whether it fits "
+            "with `steelyard check`, or insist on processes of this host's CPU with --device cpu",
+        )
+    if device_type == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if num_gpus == 0:
+        _check_memory(plan, ranks)
+
+
+def device_type_of(plan: Plan) -> DeviceType | None:
+    """The device type that a plan is for; None where neither its cluster nor its prediction says it."""
+    try:
+        return plan.pools()[0].device.type
+    except InvalidClusterError:
+        is_for_gpus = plan.prediction is not None and plan.prediction.backend is Backend.NCCL
+        return "gpu" if is_for_gpus else None
+
+
+def stage_pool(plan: Plan, stage: int) -> str:
+    """The name of the pool of devices that a stage lies in; empty where all are alike, or the plan does not say."""
+    try:
+        return plan.stage_pools()[stage].name if plan.is_mixed else ""
+    except InvalidClusterError:
+        return ""
+
+
+def _check_memory(plan: Plan, ranks: range) -> None:
+    free = free_bytes()
+    if plan.prediction is None or free is None:
+        return
+    needed = sum(plan.prediction.stages[plan.stage_of(rank)].total_bytes for rank in ranks)
+    if needed > free:
+        raise InvalidPlanError(
+            field="memory",
+            found=f"a plan whose {format_plural(len(ranks), 'process', 'processes')} on this host take up to "
+            f"{format_bytes(needed)}",
+            expected=f"at most the {format_bytes(free)} that are free here",
+            hint=f"end what else holds memory, or plan with less of it: --memory {free // len(ranks) // 2**20}MiB",
+        )
+
+
+def free_bytes() -> int | None:
+    """Bytes that new processes of this host may take before the kernel ends one; None where it does not say.
+
+    What is free or can be freed, swap included, and no more than the control group of this process may still take.
+    """
+    try:
+        lines = [line.split() for line in MEMINFO.read_text().splitlines()]
+        kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
+        free = (kib["MemAvailable"] + kib.get("SwapFree", 0)) * 1024
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    try:
+        held = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(held["inactive_file"])
+        return min(free, max(0, int((CGROUP / "memory.max").read_text()) - used))
+    except (OSError, ValueError, KeyError):  # no such group, or no limit, which it calls max
+        return free
 
 
 def check_world_size(plan: Plan, world_size: int) -> None:
@@ -60,30 +214,3 @@ def check_builder(plan: Plan, builder: str | None) -> None:
         else "none: it has a config",
         hint="add --builder FILE.py:FUNCTION, as planned with; the file is run" if module else "leave --builder out",
     )
-
-
-def check_same_model(config: Any, chain: ModelChain) -> None:
-    """Raises `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model; None is no config."""
-    if config is None:
-        raise InvalidPlanError(
-            field="model",
-            found="a module without a config, which is no model of transformers",
-            expected=f"{chain.name}, a {chain.family.model_type} of transformers, as in the plan",
-            hint="plan for your own module: steelyard.find_plan(model, cluster, sample=…) (docs/your-own-model.md)",
-        )
-    own_type = getattr(config, "model_type", None)  # of some types the class holds the part of text alone
-    parts = [each for each in chain.config.values() if isinstance(each, Mapping) and each.get("model_type") == own_type]
-    model_type = own_type if parts else chain.family.model_type
-    of_layers = getattr(config, "per_layer_attributes", None) or ()  # which a whole config refuses to be asked for
-    written = config.to_dict() if of_layers else {}
-    made = hub_config(chain)  # of some types what a config gives is not what it is taken for
-    sizes = {key: size if key in of_layers else getattr(made, key, size) for key, size in chain.sizes.items()}
-    for key, expected in {"model_type": model_type, **sizes}.items():
-        found = written.get(key) if key in of_layers else getattr(config, key, None)
-        if found != expected:
-            raise InvalidPlanError(
-                field=f"model.config.{key}",
-                found=f"{expected!r} in the plan",
-                expected=f"{found!r}, as the model has",
-                hint="plan for this model's config, or build the model from the plan's config",
-            )

@@ -23,6 +23,11 @@ Each storage that lives at the peak belongs to one term:
 Gloo reduces a copy of what it scatters, which a dry run makes as well where gloo is the backend. Not seen, as in a real
 process on the CPU: other scratch memory inside an operation or a collective. On GPUs communication has a stream of its
 own and its buffers are freed when that is done, which may be later than here.
+
+One rank stands for all that hold the same (`distinct_ranks`). The ranks of a stage run the same layers on as many
+samples. They differ only where FSDP cannot divide a parameter's first dim evenly: it is cut into chunks of equal size,
+of which the last ones are smaller or empty. Routed experts are cut along a dim that divides evenly, if any does
+(`steelyard.modules.experts.even_dim`); over the ranks that divide them they are always equal.
 """
 
 import time
@@ -36,6 +41,7 @@ from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # collectives of fake tensors
@@ -46,26 +52,107 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from steelyard.errors import UserError
 from steelyard.hardware import Backend
+from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
-from steelyard.modules.batch import blank_samples
-from steelyard.modules.build import build_meta_model, prepare_model
+from steelyard.modules.build import build_meta_model, named_layer_modules, prepare_model
+from steelyard.modules.experts import even_dim, routed_experts
 from steelyard.modules.fake_op_cache import FakeOpCache
 from steelyard.modules.layers import Flow, tensors_of
-from steelyard.modules.own_builder import build_planned
+from steelyard.modules.model_inputs import blank_samples
+from steelyard.modules.own_proof import build_planned
 from steelyard.modules.updates import LocalAdamW
 from steelyard.plan.plan import Plan
-from steelyard.plan.strategy import Strategy
+from steelyard.plan.strategy import Strategy, mesh_axes
 from steelyard.processes.group import quiet_notices
-from steelyard.runtime.attribution import TERMS, AttributedStorages, Peak
-from steelyard.runtime.data.samples import Samples
+from steelyard.runtime.data.tokens import Samples
 from steelyard.runtime.mesh import build_mesh
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_on
+from steelyard.runtime.peak_memory import TERMS, AttributedStorages, Peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """Ranks of one stage that hold the same; ``rank`` is the first of them."""
+
+    rank: int
+    stage: int
+    ranks: tuple[int, ...]
+
+
+def distinct_ranks(plan: Plan, builder: str | None = None) -> tuple[RankGroup, ...]:
+    """The groups of equal ranks of a plan, stage by stage; ``builder`` builds the user's own module that it is for."""
+    chain = plan.chain()
+    dims = _dims(chain, build_planned(builder, plan).without_values() if builder else build_meta_model(chain))
+    groups = []
+    for stage, of in enumerate(plan.stages):
+        first, last = of.ranks
+        layers = [
+            (chain.layers[layer], strategy)
+            for part in of.parts
+            for layer, strategy in enumerate(part.strategies, start=part.first_layer)
+        ]
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for place in range(last - first + 1):
+            alike.setdefault(tuple(_uneven_shares(dict.fromkeys(layers), dims, place)), []).append(first + place)
+        groups += [RankGroup(rank=ranks[0], stage=stage, ranks=tuple(ranks)) for ranks in alike.values()]
+    return tuple(groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dims:
+    """Sizes of a layer's parameters: the first dims, and of those of routed experts all dims."""
+
+    first: set[int]
+    experts: set[tuple[int, ...]]
+
+
+def _dims(chain: ModelChain, model: Any) -> dict[int, _Dims]:
+    """The sizes of the parameters, by layer type."""
+    dims: dict[int, _Dims] = {}
+    for layer in range(chain.num_layers):
+        if chain.layers[layer] not in dims:
+            modules = named_layer_modules(model, chain, layer).values()
+            found = [each for module in modules for each in routed_experts(module)]
+            experts = {parameter for each in found for parameter in each.parameters()}
+            others = {p for module in modules for p in module.parameters()} - experts
+            dims[chain.layers[layer]] = _Dims(
+                first={p.shape[0] for p in others}, experts={tuple(p.shape) for p in experts}
+            )
+    return dims
+
+
+def _cut_of_experts(shape: tuple[int, ...], strategy: Strategy) -> int | None:
+    """The number of experts that shards cannot have equal parts of, None where they can."""
+    own = shape[0] // (strategy.tensor_degree * strategy.expert_degree)
+    return own if even_dim((own, *shape[1:]), strategy.expert_state_shards) is None else None
+
+
+def _uneven_shares(layers: dict[tuple[int, Strategy], None], dims: dict[int, _Dims], place: int) -> Iterator[int]:
+    """Entries of each dim that does not divide evenly which the rank at ``place`` in its stage holds."""
+    for layer_type, strategy in layers:
+        cuts = {_cut_of_experts(shape, strategy) for shape in dims[layer_type].experts}
+        for own in sorted(each for each in cuts if each is not None):
+            chunk = -(-own // strategy.expert_state_shards)
+            yield min(max(own - chunk * _shard_of(strategy, strategy.expert_state_axes[1], place), 0), chunk)
+        for whole in sorted(dims[layer_type].first):
+            for size in sorted(
+                {whole, whole // strategy.tensor_degree if whole % strategy.tensor_degree == 0 else whole}
+            ):
+                if size % strategy.state_shards:
+                    chunk = -(-size // strategy.state_shards)
+                    yield min(max(size - chunk * _shard_of(strategy, strategy.shard_axes, place), 0), chunk)
+
+
+def _shard_of(strategy: Strategy, axes: tuple[int, ...], place: int) -> int:
+    """Which shard of parameters that are sharded over ``axes`` the rank at ``place`` in its stage holds."""
+    sizes = mesh_axes(strategy.num_devices)
+    coordinates = np.unravel_index(place, sizes)
+    return int(np.ravel_multi_index([coordinates[axis] for axis in axes], [sizes[axis] for axis in axes]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +257,8 @@ def _two_steps(model: ParallelModel, storages: AttributedStorages, read: Callabl
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        storages.assign("optimizer", _states(optimizers))
+        states = (state.values() for optimizer in optimizers for state in optimizer.state.values())
+        storages.assign("optimizer", (each for of_one in states for each in of_one if isinstance(each, Tensor)))
         if step == 0:
             for term, tensors in _gathered(model):
                 storages.assign(term, tensors)
@@ -203,7 +291,8 @@ def _follow_passes(model: ParallelModel, storages: AttributedStorages) -> None:
             each.register_post_accumulate_grad_hook(lambda leaf: exchanged(leaf.grad))
 
     def forward_ends(_module: nn.Module, _inputs: Any, output: Flow) -> None:
-        storages.assign("gathered parameters", _copies(model))
+        replicas = (replica for chunk in model.chunks for replica in chunk.replicas)
+        storages.assign("gathered parameters", (each for replica in replicas for each in replica.copies()))
         storages.assign_born_since(born, "activations")
         for each in tensors_of(output):
             if each.requires_grad and each.dim():
@@ -251,23 +340,13 @@ def _unsharded_gradients(model: ParallelModel) -> Iterator[Tensor]:
                 yield unsharded.grad
 
 
-def _copies(model: ParallelModel) -> Iterator[Tensor]:
-    """The parameters that replicated layers compute on, where they are copies."""
-    for chunk in model.chunks:
-        for replica in chunk.replicas:
-            yield from replica.copies()
-
-
 def _gathered(model: ParallelModel) -> Iterator[tuple[str, list[Tensor]]]:
     """The whole parameters of each sharded layer, with the term under which they count."""
     for strategy, group in _fsdp_groups(model):
-        tensors = [tensor for parameter in group.fsdp_params for tensor in _whole(parameter)]
+        tensors = [each for parameter in group.fsdp_params for each in parameter.all_gather_outputs]
+        unsharded = (getattr(parameter, "_unsharded_param", None) for parameter in group.fsdp_params)
+        tensors += [each for each in unsharded if each is not None]
         yield "gathered parameters" if strategy.keeps_gathered else "working set", tensors
-
-
-def _whole(parameter: Any) -> list[Tensor]:
-    unsharded = getattr(parameter, "_unsharded_param", None)
-    return [*parameter.all_gather_outputs, *([] if unsharded is None else [unsharded])]
 
 
 def _fsdp_groups(model: ParallelModel) -> Iterator[tuple[Strategy, Any]]:
@@ -276,12 +355,6 @@ def _fsdp_groups(model: ParallelModel) -> Iterator[tuple[Strategy, Any]]:
         if isinstance(layer, FSDPModule):
             for group in layer._get_fsdp_state()._fsdp_param_groups:
                 yield model.plan.strategies[int(name)], group
-
-
-def _states(optimizers: list[Optimizer]) -> Iterator[Tensor]:
-    for optimizer in optimizers:
-        for values in optimizer.state.values():
-            yield from (value for value in values.values() if isinstance(value, Tensor))
 
 
 @contextmanager
@@ -309,40 +382,29 @@ def _fake_tensors(backend: Backend) -> Iterator[None]:
     """Tensors made in this context have no memory; the few places that need real numbers get them."""
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(mock.patch.object(DeviceMesh, "__init__", _without_modes(DeviceMesh.__init__)))
-        stack.enter_context(mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", _left_as_it_is))
+
+        init = DeviceMesh.__init__
+
+        def with_real_tensors(*arguments: Any, **keywords: Any) -> None:
+            with _disable_current_modes():  # FSDP makes a mesh of a mesh to place a layer's parameters, and reads it
+                init(*arguments, **keywords)
+
+        stack.enter_context(mock.patch.object(DeviceMesh, "__init__", with_real_tensors))
+        stack.enter_context(
+            mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **_options: tensor)
+        )
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _vote_alone))
         stack.enter_context(mock.patch.object(schedules, "_batch_p2p", _keeping_tensors(schedules._batch_p2p)))
         if Backend(backend).copies_what_it_scatters:
-            reduce_scatter = _with_scratch(dist.reduce_scatter_single)
-            stack.enter_context(mock.patch.object(dist, "reduce_scatter_single", reduce_scatter))
+            reduce_scatter = dist.reduce_scatter_single
+
+            def with_scratch(**arguments: Any) -> None:
+                scratch = arguments["input"].clone()  # of the whole tensor while it works, as gloo makes one
+                reduce_scatter(**arguments)
+                del scratch
+
+            stack.enter_context(mock.patch.object(dist, "reduce_scatter_single", with_scratch))
         yield
-
-
-def _left_as_it_is(tensor: Tensor, *_arguments: Any, **_keywords: Any) -> Tensor:
-    """The tensor, in the place of a function that fills it and looks at the numbers (those of truncated normals)."""
-    return tensor
-
-
-def _without_modes(function: Callable[..., None]) -> Callable[..., None]:
-    """The function on real tensors: FSDP makes a mesh of a mesh to place a layer's parameters, and reads it."""
-
-    def run(*arguments: Any, **keywords: Any) -> None:
-        with _disable_current_modes():
-            function(*arguments, **keywords)
-
-    return run
-
-
-def _with_scratch(reduce_scatter: Callable[..., None]) -> Callable[..., None]:
-    """The function with a copy of the whole tensor while it works, as gloo makes one."""
-
-    def run(**arguments: Any) -> None:
-        scratch = arguments["input"].clone()
-        reduce_scatter(**arguments)
-        del scratch
-
-    return run
 
 
 class _WorkWithTensors:
@@ -352,8 +414,7 @@ class _WorkWithTensors:
     """
 
     def __init__(self, work: dist.Work, tensors: list[Tensor]) -> None:
-        self._work = work
-        self._tensors = tensors
+        self._work, self._tensors = work, tensors
 
     def wait(self) -> None:
         """Waits for the transfer and lets its tensors go."""

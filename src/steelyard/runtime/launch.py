@@ -1,4 +1,4 @@
-"""Starts a training run on this host and returns what it measured.
+"""Starts a training run on this host and returns what it measured; or a few steps of several plans, to see the fastest.
 
 Where a plan runs out of memory, the run goes on with the next of its fallbacks, from the newest checkpoint if there is
 one, else from the start. Imports no torch: the command line that calls it starts at once.
@@ -6,7 +6,8 @@ one, else from the start. Imports no torch: the command line that calls it start
 
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from steelyard.errors import InvalidPlanError, first_line
@@ -24,11 +25,9 @@ from steelyard.runtime.checkpoint_folder import (
     newest_intact,
     read_info,
 )
-from steelyard.runtime.checks import check_builder, check_elastic
+from steelyard.runtime.checks import check_builder, check_elastic, check_host, check_outputs
 from steelyard.runtime.data.prepare import prepare_data
-from steelyard.runtime.host import check_host
 from steelyard.runtime.options import TrainOptions
-from steelyard.runtime.outputs import check_outputs
 from steelyard.units import format_bytes, format_seconds
 
 OUT_OF_MEMORY = "MemoryExceededError"
@@ -70,11 +69,15 @@ def launch(
             except RankFailedError as error:
                 if error.failure is None or error.failure.error_type != OUT_OF_MEMORY:
                     raise
-                plan = _next_plan(plan, error)
+                if not plan.fallbacks:
+                    hint = "the plan has no fallback: plan again with less --memory, or with --fallbacks to have some"
+                    raise RankFailedError(f"{first_line(error)}\n  to fix: {hint}", error.failure) from error
+                plan = plan.fallback_plan(0)
                 print(_notice(plan, error), file=sys.stderr, flush=True)
             path = Path(folder) / "fallback.json"
             write_plan(plan, path)
-            options = _from_newest_checkpoint(options)
+            if options.checkpoint_dir is not None and newest_intact(options.checkpoint_dir)[0] is not None:
+                options = replace(options, resume=LATEST)
 
 
 def _run(
@@ -113,14 +116,6 @@ def _first_ranks(plan: Plan, pool: str | None, *, num_hosts: int) -> range:
     return range(before, before + pools[place].devices_per_node)
 
 
-def _next_plan(plan: Plan, error: RankFailedError) -> Plan:
-    """The first fallback of the plan; without one, the error with what to do."""
-    if plan.fallbacks:
-        return plan.fallback_plan(0)
-    hint = "the plan has no fallback: plan again with less --memory, or with --fallbacks to have some"
-    raise RankFailedError(f"{first_line(error)}\n  to fix: {hint}", error.failure) from error
-
-
 def _notice(plan: Plan, error: RankFailedError) -> str:
     expected = "no prediction"
     if plan.prediction is not None:
@@ -130,7 +125,37 @@ def _notice(plan: Plan, error: RankFailedError) -> str:
     return f"{first_line(error)}\ngoing on with the next fallback of the plan ({expected}; {left} more after it)"
 
 
-def _from_newest_checkpoint(options: TrainOptions) -> TrainOptions:
-    if options.checkpoint_dir is None or newest_intact(options.checkpoint_dir)[0] is None:
-        return options
-    return replace(options, resume=LATEST)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A plan that was run: what it measured, or why it failed."""
+
+    plan: Plan
+    record: RunRecord | None
+    failure: str = ""
+
+
+def run_trials(
+    plans: Sequence[Plan], data: str | Path, options: TrainOptions, *, folder: Path, stdout_to_stderr: bool = False
+) -> tuple[Trial, ...]:
+    """Trains each plan from first weights, as ``options`` say, and keeps ``plan.N.json`` and ``record.N.json`` in the
+    folder.
+
+    A run that fails does not stop the others. Raises a `UserError` for a mistake in a plan, the data or the options.
+    """
+    trials = []
+    for number, plan in enumerate(plans):
+        path, record = folder / f"plan.{number}.json", folder / f"record.{number}.json"
+        write_plan(plan, path)
+        try:
+            found = launch(path, data, replace(options, record=record), stdout_to_stderr=stdout_to_stderr)
+        except RankFailedError as error:
+            trials.append(Trial(plan=plan, record=None, failure=str(error).splitlines()[0]))
+        else:
+            trials.append(Trial(plan=plan, record=found))
+    return tuple(trials)
+
+
+def fastest(trials: Sequence[Trial]) -> Trial | None:
+    """The trial of least measured time; None where all failed."""
+    timed = [(trial.record.median_step_s, index) for index, trial in enumerate(trials) if trial.record is not None]
+    return trials[min(timed)[1]] if timed else None

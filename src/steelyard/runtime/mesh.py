@@ -7,7 +7,7 @@ use it share one process group. A layer that does not divide its samples shards 
 accumulation work alike everywhere.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,26 +69,13 @@ class PlanMesh:
         names = self.world.mesh_dim_names
         return self.world[_PIPELINE].get_group() if names and _PIPELINE in names else None
 
-    def samples(self, strategy: Strategy) -> DeviceMesh:
-        """The one-axis mesh over which the strategy divides samples."""
-        return self.runs[strategy.sample_axes]
-
     def states(self, strategy: Strategy) -> tuple[DeviceMesh, DeviceMesh]:
         """The one-axis meshes over which a layer's states are replicated, and over which they are sharded."""
         return self.runs[strategy.replica_axes], self.runs[strategy.shard_axes]
 
-    def expert_states(self, strategy: Strategy) -> tuple[DeviceMesh, DeviceMesh]:
-        """The same for the states of experts that are divided over ranks."""
-        replicas, shards = strategy.expert_state_axes
-        return self.runs[replicas], self.runs[shards]
-
     def dimension(self, strategy: Strategy, dimension: Dimension) -> DeviceMesh:
         """The one-axis mesh of the ranks that share a dimension of the strategy."""
         return self.runs[strategy.axes_of(dimension) if dimension.is_level else strategy.expert_axes]
-
-    def data(self, strategy: Strategy) -> DeviceMesh:
-        """The one-axis mesh of the ranks with different samples or tokens."""
-        return self.runs[strategy.data_axes]
 
     def hidden_placement(self, strategy: Strategy) -> HiddenPlacement:
         """Placement of a layer's activations [B, S, H] over the small axes of the stage."""
@@ -124,17 +111,13 @@ def build_mesh(plan: Plan, device_type: str) -> PlanMesh:
         if stage == own:
             found = _mesh_of(mesh, stage, axes, runs)
         else:
-            _join_groups_of_others(mesh, runs)
+            # as `_mesh_of`, on ranks that cannot slice the mesh: all ranks together make every group
+            for run in runs:
+                if len(run) > 1:
+                    flat = _MeshLayout([mesh._layout[1 + axis] for axis in run]).collapse()
+                    DeviceMesh._init_one_process_group(flat, mesh._rank_map, "others", (None, None))
     assert found is not None, "every rank is of a stage"
     return found
-
-
-def _join_groups_of_others(world: DeviceMesh, runs: Sequence[tuple[int, ...]]) -> None:
-    """What `_mesh_of` asks of ranks outside its stage, which cannot slice it: all ranks together make every group."""
-    for run in runs:
-        if len(run) > 1:
-            flat = _MeshLayout([world._layout[1 + axis] for axis in run]).collapse()
-            DeviceMesh._init_one_process_group(flat, world._rank_map, "others", (None, None))
 
 
 def _axis_names(axes: tuple[int, ...]) -> tuple[str, ...]:
@@ -153,14 +136,12 @@ def _runs_used(strategies: tuple[Strategy, ...], together: tuple[int, ...]) -> l
     Those are the sizes of axes over all of which something is summed.
     """
     whole = tuple(range(len(together)))
-    return sorted({(), whole, *(run for strategy in set(strategies) for run in _axes_used(strategy))})
-
-
-def _axes_used(strategy: Strategy) -> Iterator[tuple[int, ...]]:
-    """Every run of axes over which layers of a strategy communicate."""
-    yield from (strategy.sample_axes, strategy.data_axes, strategy.replica_axes, strategy.shard_axes)
-    yield from (strategy.axes_of(dimension) for dimension in strategy.dimensions)
-    yield from (strategy.expert_axes, *strategy.expert_state_axes)
+    found = {(), whole}
+    for strategy in set(strategies):
+        found |= {strategy.sample_axes, strategy.data_axes, strategy.replica_axes, strategy.shard_axes}
+        found |= {strategy.axes_of(dimension) for dimension in strategy.dimensions}
+        found |= {strategy.expert_axes, *strategy.expert_state_axes}
+    return sorted(found)
 
 
 def _flat_mesh(world: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -172,9 +153,4 @@ def _flat_mesh(world: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 def data_index(mesh: PlanMesh, strategy: Strategy) -> int:
     """Which share of every microbatch this rank holds in a layer of this strategy."""
-    return mesh.samples(strategy).get_local_rank()
-
-
-def default_device_type() -> str:
-    """``cuda`` where a GPU is at hand, else ``cpu``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return mesh.runs[strategy.sample_axes].get_local_rank()

@@ -6,7 +6,7 @@ the hidden state that passed through the layer, ZeRO and remat from the state of
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -32,15 +32,10 @@ def observe_layers(model: ParallelModel) -> Iterator[dict[int, torch.Size]]:
 
         return hook
 
-    handles = [
-        layer.register_forward_hook(keep(int(name), isinstance(layer, EmbeddingLayer)))
-        for name, layer in model.layers.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in model.layers.items():
+            hooks.enter_context(layer.register_forward_hook(keep(int(name), isinstance(layer, EmbeddingLayer))))
         yield shapes
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def gather_strategies(model: ParallelModel, shapes: dict[int, torch.Size]) -> tuple[str, ...]:

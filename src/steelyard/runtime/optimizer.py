@@ -71,10 +71,3 @@ def learning_rate(step: int, options: TrainOptions) -> float:
         return options.lr * (step + 1) / options.warmup_steps
     progress = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
     return options.lr * (LEAST_LR_SHARE + (1 - LEAST_LR_SHARE) * (1 + math.cos(math.pi * progress)) / 2)
-
-
-def set_learning_rate(optimizers: Iterable[Optimizer], lr: float) -> None:
-    """Gives all parameters the learning rate ``lr``."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr

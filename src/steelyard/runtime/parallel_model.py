@@ -3,8 +3,8 @@
 Legend of shape suffixes: N samples of the global batch, B samples of this rank over all microbatches, S sequence.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from itertools import chain as concatenated
 from math import prod
 from typing import Any
@@ -18,25 +18,33 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.own import OwnSplit
-from steelyard.modules.batch import IGNORED, blank_samples, decoder_inputs
-from steelyard.modules.build import build_meta_model
+from steelyard.modules.build import build_meta_model, hub_config
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, as_flow
-from steelyard.modules.own_builder import check_read, planned_module
+from steelyard.modules.model_inputs import IGNORED, blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel, parts_of
+from steelyard.modules.own_proof import check_read, planned_module
 from steelyard.modules.own_split import refuse_compiled
 from steelyard.modules.router_loss import PartRouters
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
-from steelyard.runtime.border import ActivationLayout, border, received_pieces, sent_pieces
-from steelyard.runtime.checks import check_same_model, check_world_size
+from steelyard.processes.group import current_device
+from steelyard.runtime.checks import check_world_size
 from steelyard.runtime.data.order import rank_samples
-from steelyard.runtime.data.samples import Samples
-from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index, default_device_type
-from steelyard.runtime.pipeline_part import Exchange, PipelinePart
+from steelyard.runtime.data.tokens import Samples
+from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index
+from steelyard.runtime.pipeline_part import (
+    ActivationLayout,
+    Exchange,
+    PipelinePart,
+    border,
+    received_pieces,
+    sent_pieces,
+)
 from steelyard.runtime.stage import StageModule, build_chunks, flow_shapes
 from steelyard.runtime.stage_clock import StageClock
 from steelyard.runtime.tied import find_shared_gradients
@@ -55,10 +63,7 @@ class ParallelModel:
         *,
         seed: int = 0,
     ) -> None:
-        self.plan = plan
-        self.chain = chain
-        self.mesh = mesh
-        self.chunks = chunks
+        self.plan, self.chain, self.mesh, self.chunks = plan, chain, mesh, chunks
         self.device = device
         self.clock = StageClock(device)
         self.num_steps = 0
@@ -93,12 +98,6 @@ class ParallelModel:
         """The samples of the global batch whose labels this rank reads, in order; None if it reads none."""
         return self._samples(self.plan.strategies[-1]) if self.is_last_stage else None
 
-    def decoder_samples(self) -> list[int] | None:
-        """The samples whose labels this rank needs as inputs of a decoder, in order; None if it needs none."""
-        embeddings = [int(name) for name, layer in self.layers.items() if isinstance(layer, EmbeddingLayer)]
-        decoders = [layer for layer in embeddings if layer > 0]
-        return self._samples(self.plan.strategies[decoders[0]]) if decoders else None
-
     @property
     def router_coefficient(self) -> float:
         """What the auxiliary loss of routers is multiplied by; 0 where they are not trained."""
@@ -123,7 +122,9 @@ class ParallelModel:
         self._count_targets(labels_BS)
         for chunk in self.chunks:
             chunk.begin_step(self.plan.num_microbatches, (self._seed, self.num_steps))
-        with self._vocabulary_parallel_loss(), self._own_generators():
+        # leaves the random generators of the user's own loop as they were
+        devices = [self.device] if self.device.type == "cuda" else []
+        with self._vocabulary_parallel_loss(), torch.random.fork_rng(devices) if self._has_dropout else nullcontext():
             losses = self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
         with self.clock.working():
             for chunk in self.chunks:
@@ -131,7 +132,12 @@ class ParallelModel:
         self.num_steps += 1
         for shared in self._shared:
             shared.sum_gradients()
-        return self._global_loss(losses)
+        total = torch.zeros((), device=self.device)
+        if losses:
+            total += torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
+        dist.all_reduce(total)
+        routers = self.chunks[-1].routers
+        return total if routers is None else total + self.router_coefficient * self._loss_of_routers(routers)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's sharded parameters by their path below the chain's layers, ``3.block.mlp.up_proj.weight``."""
@@ -140,10 +146,6 @@ class ParallelModel:
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's sharded parameters."""
         return concatenated.from_iterable(chunk.layers.parameters() for chunk in self.chunks)
-
-    def num_local_params(self) -> int:
-        """Entries of this rank's shards of the parameters."""
-        return sum(local_part(parameter).numel() for parameter in self.parameters())
 
     def make_optimizers(self, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> list[Optimizer]:
         """One optimizer per mesh and placement among trained parameters: fused updates do not mix meshes."""
@@ -182,7 +184,9 @@ class ParallelModel:
         )
 
     def _decoder_ids(self, read: Callable[[list[int]], Tensor | Samples]) -> Tensor | None:
-        samples = self.decoder_samples()
+        embeddings = [int(name) for name, layer in self.layers.items() if isinstance(layer, EmbeddingLayer)]
+        decoders = [layer for layer in embeddings if layer > 0]
+        samples = self._samples(self.plan.strategies[decoders[0]]) if decoders else None
         if samples is None:
             return None
         labels = Samples.of(read(samples)).labels.to(self.device)
@@ -314,11 +318,6 @@ class ParallelModel:
             found["coming_back"] = [received_pieces(rank, after, own, shape) for own, after, shape, _ in trained]
         return Exchange(**found)
 
-    def _own_generators(self) -> AbstractContextManager[None]:
-        """Leaves the random generators of the user's own loop as they were."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        return torch.random.fork_rng(devices) if self._has_dropout else nullcontext()
-
     @contextmanager
     def _vocabulary_parallel_loss(self) -> Iterator[None]:
         if self.plan.strategies[-1].tensor_degree == 1 or not self.is_last_stage:
@@ -326,14 +325,6 @@ class ParallelModel:
             return
         with loss_parallel():
             yield
-
-    def _global_loss(self, losses: list[Tensor]) -> Tensor:
-        total = torch.zeros((), device=self.device)
-        if losses:
-            total += torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
-        dist.all_reduce(total)
-        routers = self.chunks[-1].routers
-        return total if routers is None else total + self.router_coefficient * self._loss_of_routers(routers)
 
     def _loss_of_routers(self, routers: PartRouters) -> Tensor:
         """The mean over the microbatches of a step, which every rank of the last stage has."""
@@ -372,9 +363,8 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
 
 def parallelize_checked(model: PreTrainedModel | OwnModel, plan: Plan, seed: int) -> ParallelModel:
     """This rank's part of a model that is known to be the plan's, as `parallelize` makes it."""
-    device_type = default_device_type()
-    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    return parallelize_on(build_mesh(plan, device_type), device, model, plan, seed=seed)
+    device = current_device()
+    return parallelize_on(build_mesh(plan, device.type), device, model, plan, seed=seed)
 
 
 def parallelize_on(
@@ -398,3 +388,30 @@ def _copies(parameter: nn.Parameter, strategy: Strategy) -> int:
     mesh = parameter.device_mesh
     shards = prod(mesh.size(axis) for axis, place in enumerate(parameter.placements) if not place.is_replicate())
     return strategy.num_devices // shards
+
+
+def check_same_model(config: Any, chain: ModelChain) -> None:
+    """Raises `InvalidPlanError` unless a `transformers` config has the sizes of the plan's model; None is no config."""
+    if config is None:
+        raise InvalidPlanError(
+            field="model",
+            found="a module without a config, which is no model of transformers",
+            expected=f"{chain.name}, a {chain.family.model_type} of transformers, as in the plan",
+            hint="plan for your own module: steelyard.find_plan(model, cluster, sample=…) (docs/your-own-model.md)",
+        )
+    own_type = getattr(config, "model_type", None)  # of some types the class holds the part of text alone
+    parts = [each for each in chain.config.values() if isinstance(each, Mapping) and each.get("model_type") == own_type]
+    model_type = own_type if parts else chain.family.model_type
+    of_layers = getattr(config, "per_layer_attributes", None) or ()  # which a whole config refuses to be asked for
+    written = config.to_dict() if of_layers else {}
+    made = hub_config(chain)  # of some types what a config gives is not what it is taken for
+    sizes = {key: size if key in of_layers else getattr(made, key, size) for key, size in chain.sizes.items()}
+    for key, expected in {"model_type": model_type, **sizes}.items():
+        found = written.get(key) if key in of_layers else getattr(config, key, None)
+        if found != expected:
+            raise InvalidPlanError(
+                field=f"model.config.{key}",
+                found=f"{expected!r} in the plan",
+                expected=f"{found!r}, as the model has",
+                hint="plan for this model's config, or build the model from the plan's config",
+            )

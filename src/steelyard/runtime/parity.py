@@ -23,13 +23,18 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Task
-from steelyard.modules.batch import decoder_inputs, random_samples
 from steelyard.modules.build import build_model
 from steelyard.modules.freezing import freeze_model
-from steelyard.modules.model_inputs import beside_features, forward_options, given_samples
+from steelyard.modules.model_inputs import (
+    beside_features,
+    decoder_inputs,
+    forward_options,
+    given_samples,
+    random_samples,
+)
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
-from steelyard.runtime.data.samples import Samples
+from steelyard.runtime.data.tokens import Samples
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_plan
 from steelyard.runtime.state import ParameterNames, parameter_names
@@ -204,7 +209,12 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
     if num_steps == len(reference.losses):
         found.weight_error, _ = _largest_difference(model, places, reference.weights, lambda p: p)
     found.strategies = gather_strategies(model, shapes)
-    worst = _worst_of_ranks(found)
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, found)
+    worst: Comparison = max(reports, key=lambda report: report.gradient_error)
+    if worst.weight_error is not None:
+        worst.weight_error = max(report.weight_error for report in reports)
+    worst.same_loss_on_all_ranks = len({tuple(report.losses) for report in reports}) == 1
     worst.expected_losses = reference.losses[:num_steps]
     worst.expected_router_losses = reference.router_losses[:num_steps]
     worst.expected_norms = reference.norms[:num_steps]
@@ -220,16 +230,6 @@ def _reader(model: ParallelModel, step: int) -> Callable[[list[int]], Samples]:
     plan = model.plan
     samples = samples_of_step(model.chain, num_samples=plan.global_batch, seq_len=plan.seq_len, step=step)
     return lambda indices: Samples(inputs=samples.inputs[indices], labels=samples.labels[indices])
-
-
-def _worst_of_ranks(mine: Comparison) -> Comparison:
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, mine)
-    worst: Comparison = max(reports, key=lambda report: report.gradient_error)
-    if worst.weight_error is not None:
-        worst.weight_error = max(report.weight_error for report in reports)
-    worst.same_loss_on_all_ranks = len({tuple(report.losses) for report in reports}) == 1
-    return worst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,22 @@
-"""Measures the most bytes that a process's tensors hold at once during a piece of work.
+"""Measures the most bytes that a process's tensors hold at once during a piece of work, and which term each belongs to.
 
 On a GPU the allocator counts. Elsewhere a dispatch mode sees every tensor that an operation returns and follows its
 storage until that is freed or resized (FSDP frees gathered parameters by resizing them to nothing), so parameters,
-gradients, optimizer states, activations and gathered parameters all count, each storage once.
+gradients, optimizer states, activations and gathered parameters all count, each storage once. A storage belongs to the
+term that it was assigned to last, or to the working set. Terms are assigned after the fact (a gradient is known as one
+when the optimizer is about to read it), so the peak is put together when the step has ended.
 
 Not counted on the CPU: scratch memory inside an operation, and the process itself (code, libraries). Nor is what
 DTensor makes to learn the shape of a result: tensors without memory.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol, Self
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -23,21 +28,18 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from steelyard.modules.fake_op_cache import asks_device
+from steelyard.modules.fake_op_cache import FakeOpCache, asks_device
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 CUDA_METHOD = "torch.cuda.max_memory_allocated"
 STORAGE_METHOD = "live tensor storages"
 
 
-class PeakMeter(Protocol):
-    """What `measure_peak` yields: ``peak_bytes`` is final when the context ends."""
+def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> AbstractContextManager[Any]:
+    """A context that measures the peak of what its body allocates together with ``tensors``, which live already.
 
-    peak_bytes: int
-
-
-def measure_peak(tensors: Iterable[Tensor], device: torch.device) -> AbstractContextManager[PeakMeter]:
-    """A context that measures the peak of what its body allocates together with ``tensors``, which live already."""
+    ``peak_bytes`` of what it yields is final when the context ends.
+    """
     return _cuda_peak(device) if device.type == "cuda" else LiveStorages(tensors)
 
 
@@ -96,7 +98,8 @@ class LiveStorages(TorchDispatchMode):
 
     def _follow(self, tensor: Tensor) -> None:
         tensor = held_tensor(tensor)
-        if self._is_paused or _is_meta(tensor):
+        # whether a tensor is on the meta device; of a fake one asked without an operation, which ``is_meta`` is there
+        if self._is_paused or ((tensor.fake_device.type == "meta") if type(tensor) is FakeTensor else tensor.is_meta):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -144,18 +147,109 @@ def held_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _is_meta(tensor: Tensor) -> bool:
-    """Whether a tensor is on the meta device; of a fake one asked without an operation, which ``is_meta`` is there."""
-    return (tensor.fake_device.type == "meta") if type(tensor) is FakeTensor else tensor.is_meta
-
-
-class _CudaPeak:
-    peak_bytes = 0
-
-
 @contextmanager
-def _cuda_peak(device: torch.device) -> Iterator[PeakMeter]:
-    meter = _CudaPeak()
+def _cuda_peak(device: torch.device) -> Iterator[SimpleNamespace]:
+    meter = SimpleNamespace(peak_bytes=0)
     torch.cuda.reset_peak_memory_stats(device)
     yield meter
     meter.peak_bytes = torch.cuda.max_memory_allocated(device)
+
+
+TERMS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered parameters",
+    "activations",
+    "pipeline buffers",
+    "working set",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most bytes that lived at once during a step, by term, and what ran then."""
+
+    terms: dict[str, int]
+    where: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the terms."""
+        return sum(self.terms.values())
+
+
+class AttributedStorages(LiveStorages):
+    """Live storages with a history, so that those that lived at the peak can be told apart afterwards.
+
+    Operations on fake tensors in ``seen`` are not run again: layers, microbatches and ranks repeat each other.
+    """
+
+    def __init__(self, seen: FakeOpCache[None]) -> None:
+        self.place = "building the model"
+        self._peak_place = self.place
+        self._ids: dict[int, int] = {}
+        self._num_born = 0
+        self._terms: dict[int, str] = {}
+        self._before: Counter[int] = Counter()
+        self._events: list[tuple[int, int]] = []
+        self._num_events_at_peak = 0
+        self._seen = seen
+        super().__init__([])
+
+    def begin(self) -> None:
+        """Starts a new measurement: what lives now is the first candidate for the peak."""
+        for identity, num_bytes in self._events:
+            self._before[identity] += num_bytes
+        self._before = +self._before
+        self._events, self._num_events_at_peak = [], 0
+        self.peak_bytes = self.live_bytes
+        self._peak_place = self.place
+
+    def peak(self) -> Peak:
+        """The peak since `begin`."""
+        sizes = self._before.copy()
+        for identity, num_bytes in self._events[: self._num_events_at_peak]:
+            sizes[identity] += num_bytes
+        terms: Counter[str] = Counter()
+        for identity, num_bytes in sizes.items():
+            terms[self._terms.get(identity, "working set")] += num_bytes
+        assert terms.total() == self.peak_bytes
+        return Peak(terms={name: terms[name] for name in TERMS if terms[name]}, where=self._peak_place)
+
+    def assign(self, term: str, tensors: Iterable[Tensor]) -> None:
+        """Counts the storages of these tensors under ``term``, whatever they counted under before."""
+        for tensor in tensors:
+            key = held_tensor(tensor).untyped_storage()._cdata
+            if key in self._ids:
+                self._terms[self._ids[key]] = term
+
+    def assign_born_since(self, first: int, term: str) -> None:
+        """Counts what was born since `num_born` was ``first``, and lives and has no term yet, under ``term``."""
+        for identity in self._ids.values():
+            if identity >= first:
+                self._terms.setdefault(identity, term)
+
+    @property
+    def num_born(self) -> int:
+        """Storages that were seen so far."""
+        return self._num_born
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._seen.run(func, args, kwargs, lambda _out: None)[0]
+
+    def _set_size(self, key: int, num_bytes: int) -> None:
+        if key not in self._ids:
+            self._ids[key] = self._num_born
+            self._num_born += 1
+        change = num_bytes - self._sizes[key]
+        if change:
+            self._events.append((self._ids[key], change))
+        peak_before = self.peak_bytes
+        super()._set_size(key, num_bytes)
+        if self.peak_bytes > peak_before:
+            self._num_events_at_peak, self._peak_place = len(self._events), self.place
+
+    def _forget(self, key: int) -> None:
+        self._events.append((self._ids.pop(key), -self._sizes[key]))
+        super()._forget(key)

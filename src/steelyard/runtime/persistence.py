@@ -16,12 +16,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from steelyard.errors import InvalidCheckpointError, InvalidDataError, UserError
-from steelyard.model.chain import ModelChain
 from steelyard.output import say, write_file
-from steelyard.processes.failure import previous_failures, restart_count
-from steelyard.processes.standing import Standing, read_standing, write_standing
+from steelyard.processes.failure import Standing, previous_failures, read_standing, restart_count, write_standing
 from steelyard.processes.start import LOST_PEER, TAKEN_IN_VARIABLE
-from steelyard.runtime.checkpoint import Checkpointer, load_checkpoint, on_first_rank, whole_checkpoint
+from steelyard.runtime.checkpoint import Checkpointer, on_first_rank, read_checkpoint, whole_checkpoint
 from steelyard.runtime.checkpoint_folder import (
     AUTO,
     LATEST,
@@ -31,7 +29,7 @@ from steelyard.runtime.checkpoint_folder import (
     newest_intact,
     plan_hash,
 )
-from steelyard.runtime.exported_tokenizer import tokenizer_files
+from steelyard.runtime.checks import tokenizer_files
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
@@ -48,8 +46,7 @@ class Persistence:
     def __init__(
         self, model: ParallelModel, optimizers: Iterable[Optimizer], options: TrainOptions, *, data_samples: int
     ) -> None:
-        self._model = model
-        self._options = options
+        self._model, self._options = model, options
         self._state = RunState(model, optimizers)
         self._data_samples = data_samples
         self._checkpointer: Checkpointer | None = None
@@ -64,8 +61,19 @@ class Persistence:
     def begin(self) -> None:
         """Loads what the options say and prepares the folder of checkpoints."""
         options = self._options
-        _check_hub_folders(options, self._model.chain)
-        restarts = _most_restarts()
+        for name, given in (("--init", options.init), ("--export-hf", options.export_hf)):
+            if given is not None and self._model.chain.split.module:
+                raise UserError(
+                    field=name,
+                    found=f"{given} for {self._model.chain.split.module}",
+                    expected="no folder of transformers for a module that is none of its models",
+                    hint="load first weights in the builder; read the trained ones from a checkpoint "
+                    "(--checkpoint-dir)",
+                )
+        # how often torchrun has started the processes again, on the host where it did most often
+        counts = [0] * dist.get_world_size()
+        dist.all_gather_object(counts, restart_count())
+        restarts = max(counts)
         if restarts:
             _say(f"started again ({restarts}): {_why_restarted()}")
         on_first_rank(self._lock_folder)
@@ -74,7 +82,7 @@ class Persistence:
             self._tokenizer = tokenizer_files(options.tokenizer)
         if resumed is not None:
             path, notices = resumed
-            info = load_checkpoint(path, self._state, self._model.plan, self._model.device)
+            info = read_checkpoint(path, self._state, self._model.plan, self._model.device)
             self._check_same_run(info)
             self.num_steps, self.num_samples = info.step, info.num_samples
             if options.metrics is not None:
@@ -112,7 +120,21 @@ class Persistence:
             saved = max(self._checkpointer.last_step, self.num_steps)
             write_standing(Standing(num_steps=num_steps, num_saved=saved), os.environ)
         if num_steps % self._options.checkpoint_every == 0 or num_steps == self._options.steps:
-            self._checkpointer.save(self._state, self._info(num_steps), self._model.device)
+            plan, chain = self._model.plan, self._model.chain
+            self._checkpointer.save(
+                self._state,
+                CheckpointInfo(
+                    step=num_steps,
+                    num_samples=self.first_sample(num_steps),
+                    seed=self._options.seed,
+                    data_samples=self._data_samples,
+                    model_name=chain.name,
+                    config_hash=chain.config_hash,
+                    plan_hash=plan_hash(plan),
+                    num_processes=dist.get_world_size(),
+                ),
+                self._model.device,
+            )
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:
@@ -138,19 +160,6 @@ class Persistence:
         if self._lock is not None:
             self._lock.close()
 
-    def _info(self, num_steps: int) -> CheckpointInfo:
-        plan, chain = self._model.plan, self._model.chain
-        return CheckpointInfo(
-            step=num_steps,
-            num_samples=self.first_sample(num_steps),
-            seed=self._options.seed,
-            data_samples=self._data_samples,
-            model_name=chain.name,
-            config_hash=chain.config_hash,
-            plan_hash=plan_hash(plan),
-            num_processes=dist.get_world_size(),
-        )
-
     def _check_same_run(self, info: CheckpointInfo) -> None:
         if info.seed != self._options.seed:
             raise InvalidCheckpointError(
@@ -172,25 +181,6 @@ class Persistence:
                 expected="more steps than are done",
                 hint="raise --steps",
             )
-
-
-def _check_hub_folders(options: TrainOptions, chain: ModelChain) -> None:
-    """Raises `UserError` where a user's own module is to be read or written as `transformers` does."""
-    for name, given in (("--init", options.init), ("--export-hf", options.export_hf)):
-        if given is not None and chain.split.module:
-            raise UserError(
-                field=name,
-                found=f"{given} for {chain.split.module}",
-                expected="no folder of transformers for a module that is none of its models",
-                hint="load first weights in the builder; read the trained ones from a checkpoint (--checkpoint-dir)",
-            )
-
-
-def _most_restarts() -> int:
-    """How often torchrun has started the processes again, on the host where it did most often."""
-    counts = [0] * dist.get_world_size()
-    dist.all_gather_object(counts, restart_count())
-    return max(counts)
 
 
 def _checkpoint_to_resume(

@@ -1,4 +1,10 @@
-"""The life of one process of a training run: arguments, checks, the run."""
+"""The life of one process of a training run: arguments, checks, the plan that an elastic run follows, the run.
+
+The plan of an elastic run is settled anew at every rendezvous, before the processes join a group. Every process tells
+in the store of the rendezvous which host it is on, and of which pool of devices where the plan is over several; the
+first one finds the plan for as many hosts and devices, and all read it there. A plan takes the first processes of the
+first hosts, or of those of each pool: the others are spare, and wait.
+"""
 
 import argparse
 import os
@@ -11,14 +17,100 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.replanned import Replan
 from steelyard.processes.group import host_ranks, local_rank, process_group, world_size
 from steelyard.processes.rank import run_rank
-from steelyard.runtime.checks import check_elastic, check_world_size
+from steelyard.runtime.checks import check_elastic, check_host, check_outputs, check_world_size
 from steelyard.runtime.data.prepare import prepare_data
-from steelyard.runtime.host import check_host
 from steelyard.runtime.options import DATA_HELP, TrainOptions, add_train_options
-from steelyard.runtime.outputs import check_outputs
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from steelyard.errors import InvalidPlanError, UserError
+from steelyard.output import say
+from steelyard.plan.file import dump_json, parse_value, write_plan
+from steelyard.processes.failure import TORCHRUN_RANK_VARIABLE
+
+_ANSWER, _DONE = "plan", "done"
+"""Keys in the store."""
+_MOST_DAYS = 365
+
+
+@contextmanager
+def settled_plan(
+    path: Path, replan: Replan, *, folder: Path | None, timeout_s: float, pool: str = ""
+) -> Iterator[tuple[Plan, dist.Store] | None]:
+    """The plan that this process takes part in and where its group meets, with its place in the environment.
+
+    ``path`` is the file of the plan for all devices, ``pool`` that which this host is of.
+    None for a process that is spare, once the others have ended the context. A new plan is also written to ``folder``.
+    Raises `UserError` on every process where there is no plan for them.
+    """
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    store.set(f"host/{rank}", json.dumps([os.environ["GROUP_RANK"], pool]))
+    if rank == 0:
+        told = [json.loads(store.get(f"host/{each}")) for each in range(world)]
+        store.set(_ANSWER, json.dumps(_answer(path, replan, [host for host, _ in told], dict(told), folder)))
+    answer = json.loads(store.get(_ANSWER))
+    if answer["mistake"]:
+        raise UserError(**answer["mistake"])
+    found = parse_value(answer["plan"], Plan, InvalidPlanError, what="plan")
+    if rank not in answer["ranks"]:
+        store.wait([_DONE], timedelta(days=_MOST_DAYS))
+        store.set(f"{_DONE}/{rank}", "")
+        yield None
+        return
+    os.environ[TORCHRUN_RANK_VARIABLE] = str(rank)
+    os.environ["RANK"] = str(answer["ranks"].index(rank))
+    os.environ["WORLD_SIZE"] = str(found.num_devices)
+    os.environ["LOCAL_WORLD_SIZE"] = str(answer["taken"][os.environ["GROUP_RANK"]])
+    yield found, dist.PrefixStore("group", store)
+    if rank == answer["ranks"][0]:
+        store.set(_DONE, "")
+        spare = [f"{_DONE}/{each}" for each in range(world) if each not in answer["ranks"]]
+        if spare:
+            store.wait(spare)
+
+
+def _answer(
+    path: Path, replan: Replan, hosts: Sequence[str], pools: Mapping[str, str], folder: Path | None
+) -> dict[str, Any]:
+    """What every process needs to know, by the host of each and its pool; says what was found, and writes a plan that
+    is new."""
+    counts = Counter(hosts)
+    own_pools = [pools[host] for host in counts] if any(pools.values()) else []
+    try:
+        plan = read_plan(path)
+        found = replan(plan, tuple(counts.values()), path.parent, own_pools)
+        if found.plan is not plan:
+            plan = found.plan
+            if folder is not None:
+                write_plan(plan, folder / f"plan-{plan.num_devices}.json")
+    except UserError as error:
+        return {"mistake": error.parts()}
+    taken = dict(zip(counts, found.taken, strict=True))
+    order = [list(counts)[place] for place in found.order or range(len(counts))]
+    of_hosts = {host: [rank for rank, each in enumerate(hosts) if each == host][: taken[host]] for host in order}
+    ranks = [rank for host in order for rank in of_hosts[host]]
+    if found.notice:
+        spare = [str(rank) for rank in range(len(hosts)) if rank not in ranks]
+        idle = f"; spare, until more come back: process {', '.join(spare)} of {len(hosts)}" if spare else ""
+        say(f"elastic: {found.notice}{idle}\n")
+    return {
+        "mistake": None,
+        "plan": json.loads(dump_json(plan)),
+        "ranks": ranks,
+        "taken": taken,
+    }
 
 
 def main(arguments: Sequence[str] | None = None, *, replan: Replan | None = None) -> None:
@@ -26,7 +118,13 @@ def main(arguments: Sequence[str] | None = None, *, replan: Replan | None = None
 
     ``replan`` finds the plan of an elastic run for what is there.
     """
-    namespace = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="torchrun -m steelyard.train", description="One process of a training run under a plan."
+    )
+    parser.add_argument("plan", help="the plan file")
+    parser.add_argument("--data", required=True, help=DATA_HELP)
+    add_train_options(parser)
+    namespace = parser.parse_args(arguments)
     run_rank(lambda: _begin(namespace, replan))
 
 
@@ -39,7 +137,7 @@ def _begin(namespace: argparse.Namespace, replan: Replan | None) -> None:
         check_world_size(plan, num_processes)
         _train(plan, namespace.data, options)
         return
-    from steelyard.runtime.elastic import settled_plan
+    from steelyard.runtime.process import settled_plan
 
     path = Path(namespace.plan)
     with settled_plan(
@@ -59,13 +157,3 @@ def _train(plan: Plan, data: str, options: TrainOptions, *, store: "Store | None
 
     with process_group(options.timeout_s, store=store):
         train(plan, data, options)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchrun -m steelyard.train", description="One process of a training run under a plan."
-    )
-    parser.add_argument("plan", help="the plan file")
-    parser.add_argument("--data", required=True, help=DATA_HELP)
-    add_train_options(parser)
-    return parser

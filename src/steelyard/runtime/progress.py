@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from steelyard.model.family import Task
 from steelyard.output import explained, say
@@ -90,23 +89,20 @@ class StepMetrics:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
+_AS_SEEN = ("loss", "grad_norm", "lr", "time_s", "main_loss", "router_loss", "imbalance")
+
+
 def step_metrics(number: int, step: Step, plan: Plan) -> StepMetrics:
     """What is reported of the ``number``-th step of a plan."""
     samples_per_s = plan.global_batch / step.time_s
     return StepMetrics(
         step=number,
-        loss=step.loss,
-        grad_norm=step.grad_norm,
-        lr=step.lr,
-        time_s=step.time_s,
         tokens_per_s=samples_per_s * plan.seq_len,
         samples_per_s=samples_per_s,
         mfu=model_flop_utilisation(plan, step.time_s),
         memory_bytes=step.peak_bytes or None,
-        main_loss=step.main_loss,
-        router_loss=step.router_loss,
-        imbalance=step.imbalance,
         slow=", ".join(map(str, step.slow)) or None,
+        **{name: getattr(step, name) for name in _AS_SEEN},
     )
 
 
@@ -123,7 +119,11 @@ def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_do
     task = plan.chain().family.task
     samples = "samples" if task is Task.OWN else "images"
     with ExitStack() as stack:
-        sinks = [stack.enter_context(sink) for sink in _sinks(options, resumes=num_done > 0)]
+        sinks = []
+        if options.metrics is not None:
+            sinks.append(stack.enter_context(_json_lines(options.metrics, resumes=num_done > 0)))
+        if options.tensorboard is not None:
+            sinks.append(stack.enter_context(_tensorboard(options.tensorboard)))
         for number, step in enumerate(steps, start=num_done + 1):
             metrics = step_metrics(number, step, plan)
             _show(
@@ -133,13 +133,6 @@ def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_do
             for sink in sinks:
                 sink(metrics)
             yield step
-
-
-def _sinks(options: TrainOptions, *, resumes: bool) -> Iterator[Any]:
-    if options.metrics is not None:
-        yield _json_lines(options.metrics, resumes=resumes)
-    if options.tensorboard is not None:
-        yield _tensorboard(options.tensorboard)
 
 
 @contextmanager

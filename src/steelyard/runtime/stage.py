@@ -1,6 +1,7 @@
-"""One part of the pipeline as a module: its layers in order, redistributing wherever two layers differ in layout.
+"""One part of the pipeline as a module: its layers in order, each under its strategy, redistributing between them.
 
-A part is a whole stage or, interleaved, one of its chunks.
+A part is a whole stage or, interleaved, one of its chunks. A strategy first divides the layer itself, then shards or
+replicates its states.
 
 Legend of shape suffixes: B samples of this rank in a microbatch, S sequence length, s sequence of this rank, H hidden.
 """
@@ -14,12 +15,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from transformers import PreTrainedModel
 
+from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import materialize_layer, prepare_model
-from steelyard.modules.dimensions.data_parallel import activation_dtype
-from steelyard.modules.dropout import seed_dropout
+from steelyard.modules.context_attention import SEQUENCE_DIM, in_order, natural_order, rank_order
+from steelyard.modules.dimensions import TWINS, Division
 from steelyard.modules.freezing import check_frozen
-from steelyard.modules.head_tail import SEQUENCE_DIM, in_order, natural_order, rank_order
 from steelyard.modules.layers import (
     ChainLayer,
     Flow,
@@ -27,16 +28,62 @@ from steelyard.modules.layers import (
     SharedInputSource,
     as_flow,
     build_layer,
+    seed_dropout,
     shared_inputs_of,
     tensors_of,
 )
 from steelyard.modules.own_pieces import OwnBatch
-from steelyard.modules.replicated import Replica, Replicas
+from steelyard.modules.replicated import Replica, Replicas, activation_dtype, replicate_over, shard_over
 from steelyard.modules.router_loss import PartRouters, check_routers, router_loss_of
-from steelyard.plan.plan import Plan
-from steelyard.runtime.border import ActivationLayout, border
+from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.strategy import Strategy
 from steelyard.runtime.mesh import HiddenPlacement, PlanMesh
-from steelyard.runtime.sharding import shard_layer
+from steelyard.runtime.pipeline_part import ActivationLayout, border
+
+
+def shard_layer(
+    layer: ChainLayer,
+    chain: ModelChain,
+    strategy: Strategy,
+    mesh: PlanMesh,
+    precision: Precision,
+    *,
+    has_backward: bool = True,
+) -> FSDPModule | Replica:
+    """The layer with its parameters sharded as ``strategy`` says, in place, or its replica where it is not sharded.
+
+    Without a backward pass nothing is kept gathered for it.
+    Raises `InvalidPlanError` for a dimension that no twin carries out.
+    """
+    used = {dimension.name: dimension for dimension in strategy.dimensions}
+    if unknown := sorted(used.keys() - TWINS.keys()):
+        raise InvalidPlanError(
+            field="parallel",
+            found=f"{', '.join(unknown)} in {strategy}",
+            expected="dimensions that the runtime carries out: " + ", ".join(TWINS),
+            hint="plan without it, or add its twin in steelyard/modules/dimensions",
+        )
+    for name, twin in TWINS.items():
+        if name in used:
+            ranks = mesh.dimension(strategy, used[name])
+            twin.divide(layer, Division(chain=chain, strategy=strategy, mesh=ranks))
+    replicas, shards = mesh.states(strategy)
+    divides_experts = strategy.expert_degree > 1
+    outer_replicas, outer_shards = (mesh.runs[axes] for axes in strategy.expert_state_axes)
+    if strategy.state_shards > 1:
+        return shard_over(
+            layer,
+            _state_mesh(replicas, shards),
+            precision,
+            reshard_after_forward=not (strategy.keeps_gathered and has_backward),
+            expert_mesh=_state_mesh(outer_replicas, outer_shards) if divides_experts else None,
+        )
+    return replicate_over(layer, replicas, precision, expert_mesh=outer_replicas if divides_experts else None)
+
+
+def _state_mesh(replicas: DeviceMesh, shards: DeviceMesh) -> DeviceMesh:
+    """The ranks that shard states; where shards are replicated, an axis of replicas before that of shards."""
+    return DeviceMesh._concatenate([replicas, shards]) if replicas.size() > 1 else shards
 
 
 class LayerLoop(nn.Module):
@@ -60,12 +107,10 @@ class LayerLoop(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(layers)
-        self._placements = placements
-        self._incoming = incoming
+        self._placements, self._incoming = placements, incoming
         self._outgoing = outgoing
         """How the output is sent on; None where it is the loss."""
-        self._mesh = mesh
-        self._routers = routers
+        self._mesh, self._routers = mesh, routers
         self._dropout_shares = [
             share if layer.drops else None for share, layer in zip(shares, layers.values(), strict=True)
         ]
@@ -115,10 +160,10 @@ def _without_statistics(layer: ChainLayer, found: list[Tensor]) -> Callable[[Flo
 class StageModule(nn.Module):
     """The layers of one part. Takes token ids [B, S] in the first part and the hidden state [B, s, H] elsewhere.
 
-    The hidden state arrives as `steelyard.runtime.border` says, so the receiver redistributes. ``num_microbatches``
-    backward passes make a step: replicated layers reduce their gradients in the last of them, sharded layers in each
-    (which keeps their gradients sharded in between). Where ``routers`` are trained, their statistics arrive and leave
-    behind all else.
+    The hidden state arrives as `steelyard.runtime.pipeline_part` says, so the receiver redistributes. A step has
+    ``num_microbatches`` backward passes: replicated layers reduce their gradients in the last of them, sharded layers
+    in each (which keeps their gradients sharded in between). Where ``routers`` are trained, their statistics arrive and
+    leave behind all else.
     """
 
     def __init__(
@@ -134,13 +179,8 @@ class StageModule(nn.Module):
         has_backward: bool,
     ) -> None:
         super().__init__()
-        self.loop = loop
-        self.routers = routers
-        self._has_backward = has_backward
-        self.side = side
-        self.replicas = replicas
-        self._seq_len = seq_len
-        self.dtype = dtype
+        self.loop, self.routers, self._has_backward, self.side = loop, routers, has_backward, side
+        self.replicas, self._seq_len, self.dtype = replicas, seq_len, dtype
         self.num_targets: int | Tensor = num_tokens
         """Targets of a global batch; set it before a step where their number differs between batches."""
         self._backwards_to_go = 0
@@ -266,7 +306,7 @@ def _build_chunk(
         materialize_layer(model, chain, number, seed=seed, device=device)
         layer = build_layer(model, chain, number, strategy.remat)
         has_backward = chain.has_backward(number)
-        sharded = shard_layer(layer, model, chain, strategy, mesh, plan.precision, has_backward=has_backward)
+        sharded = shard_layer(layer, chain, strategy, mesh, plan.precision, has_backward=has_backward)
         if isinstance(sharded, Replica):
             replicas.append(sharded)
         layers[str(number)] = layer
@@ -282,7 +322,7 @@ def _build_chunk(
         incoming=_placement(arriving, mesh) if arriving else mesh.hidden_placement(strategies[0]),
         outgoing=_placement(leaving, mesh) if leaving else None,
         mesh=mesh.stage,
-        shares=[mesh.data(strategy).get_local_rank() for strategy in strategies],
+        shares=[mesh.runs[strategy.data_axes].get_local_rank() for strategy in strategies],
         routers=routers,
     )
     if len(replicas) < len(layers):

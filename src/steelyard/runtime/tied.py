@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from steelyard.model.chain import ModelChain, SharedWeight
+from steelyard.model.chain import ModelChain
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import num_slices
@@ -39,10 +39,7 @@ class SharedGradient:
         num_slices: int | None,
         adds: bool,
     ) -> None:
-        self._copies = copies
-        self._has_first = has_first
-        self._group = group
-        self._num_slices = num_slices
+        self._copies, self._has_first, self._group, self._num_slices = copies, has_first, group, num_slices
         self._adds = adds
 
     def is_copy(self, parameter: nn.Parameter) -> bool:
@@ -83,7 +80,8 @@ def find_shared_gradients(plan: Plan, chain: ModelChain, layers: Mapping[str, nn
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     found = []
     for shared in chain.summed:
-        stages = _stages_of(plan, shared)
+        stage_of = {layer: index % plan.num_stages for index, part in enumerate(plan.parts) for layer in part.layers}
+        stages = tuple(sorted({stage_of[layer] for layer, _ in shared.copies}))
         if len(stages) > 1 and stages not in groups:
             groups[stages] = _group_across(plan, stages)
         mine = [(layer, path) for layer, path in shared.copies if str(layer) in layers]
@@ -99,12 +97,6 @@ def find_shared_gradients(plan: Plan, chain: ModelChain, layers: Mapping[str, nn
                 )
             )
     return found
-
-
-def _stages_of(plan: Plan, shared: SharedWeight) -> tuple[int, ...]:
-    """The stages that hold a copy, rising."""
-    stage_of = {layer: index % plan.num_stages for index, part in enumerate(plan.parts) for layer in part.layers}
-    return tuple(sorted({stage_of[layer] for layer, _ in shared.copies}))
 
 
 def _are_alike(plan: Plan, stages: tuple[int, ...]) -> bool:

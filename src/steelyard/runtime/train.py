@@ -1,9 +1,8 @@
 """Trains a model under a plan: the loop that every rank runs, and the record of what it measured.
 
-What happens when memory runs out: an error that names the predicted and the measured bytes.
-
-With ``--enforce-memory`` a rank may take no more than the plan's budget, so that a plan can be tried on devices that
-have more: the CUDA allocator refuses what is above it; on the CPU the peak of the first full step is compared.
+When memory runs out, the error names the predicted and the measured bytes. With ``--enforce-memory`` a rank may take no
+more than the plan's budget, so that a plan can be tried on devices that have more: the CUDA allocator refuses what is
+above it; on the CPU the peak of the first full step is compared.
 """
 
 import math
@@ -22,19 +21,18 @@ from torch import Tensor
 
 from steelyard.errors import InvalidPlanError
 from steelyard.modules.dimensions import take_imbalance
-from steelyard.modules.own_builder import build_planned
 from steelyard.modules.own_pieces import OwnModel
+from steelyard.modules.own_proof import build_planned
+from steelyard.modules.updates import local_part
 from steelyard.output import write_file
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import OWN_TERMS
 from steelyard.processes.allocator import allocator_setting
 from steelyard.profiles.record import OwnWork, RankRecord, RunRecord, SlowRank, StepRecord, slow_ranks
-from steelyard.runtime.checks import check_builder
-from steelyard.runtime.data.own import OwnData
-from steelyard.runtime.data.source import SampleData, open_samples
-from steelyard.runtime.host import device_type_of, stage_pool
+from steelyard.runtime.checks import check_builder, device_type_of, stage_pool
+from steelyard.runtime.data.source import OwnData, SampleData, open_samples
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
-from steelyard.runtime.optimizer import learning_rate, make_adamw, set_learning_rate
+from steelyard.runtime.optimizer import learning_rate, make_adamw
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_checked, parallelize_plan
 from steelyard.runtime.peak_memory import measure_peak, memory_method
@@ -128,6 +126,7 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
     `DivergedError` when the loss is not finite.
     """
     own = planned_own(plan, options)
+    data: SampleData | OwnData
     if own is None:
         data = open_samples(data_path, options.text, plan.chain(), seq_len=plan.seq_len, seed=options.seed)
     else:
@@ -192,13 +191,12 @@ class _Trainer:
     """The state of a run on this rank."""
 
     def __init__(
-        self, model: ParallelModel, data: SampleData, options: TrainOptions, memory_limit: MemoryLimit
+        self, model: ParallelModel, data: SampleData | OwnData, options: TrainOptions, memory_limit: MemoryLimit
     ) -> None:
         self.model = model
         self.peak_bytes = 0
         self.strategies: tuple[str, ...] = ()
-        self._data = data
-        self._options = options
+        self._data, self._options = data, options
         self._optimizers = make_adamw(model, options)
         self._memory_limit = memory_limit
         self.persistence = Persistence(model, self._optimizers, options, data_samples=data.num_samples)
@@ -211,7 +209,8 @@ class _Trainer:
         watch = SlownessWatch(self.model, self._options)
         for step in range(first_step, self._options.steps):
             lr = learning_rate(step, self._options)
-            set_learning_rate(self._optimizers, lr)
+            for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+                group["lr"] = lr
             started_s = time.perf_counter()
             if step == memory_step:
                 loss, norm = self._measured_step(step)
@@ -220,6 +219,7 @@ class _Trainer:
             loss_value, norm_value = loss.item(), norm.item()
             step_s = time.perf_counter() - started_s
             busy_s, own_s = self.model.clock.take_s()
+            uneven = take_imbalance(self.model.layers)  # collective over the ranks that divide experts
             result = Step(
                 loss=loss_value,
                 grad_norm=norm_value,
@@ -229,10 +229,16 @@ class _Trainer:
                 own_s=own_s,
                 slow=watch.after_step(step - first_step, own_s),
                 peak_bytes=self.peak_bytes,
-                imbalance=self._imbalance(),
+                imbalance=statistics.fmean(uneven.values()) if uneven else None,
                 **self._parts(loss_value),
             )
-            _check_finite(step, result, self._options)
+            for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
+                if not math.isfinite(value):
+                    raise DivergedError(
+                        f"step {step + 1}: the {name} is {value}; the run has diverged, and nothing of this step is "
+                        f"saved. Lower --lr (now {self._options.lr:g}) or raise --warmup-steps (now "
+                        f"{self._options.warmup_steps})."
+                    )
             yield result
             self.persistence.after_step(step + 1)
         self.persistence.end()
@@ -243,11 +249,6 @@ class _Trainer:
             return {}
         coefficient, of_routers = self.model.router_coefficient, self.model.router_loss.item()
         return {"main_loss": loss - coefficient * of_routers, "router_loss": of_routers}
-
-    def _imbalance(self) -> float | None:
-        """Of this rank's layers on average; collective over the ranks that divide experts."""
-        found = take_imbalance(self.model.layers)
-        return statistics.fmean(found.values()) if found else None
 
     def _step(self, step: int) -> tuple[Tensor, Tensor]:
         first = self.persistence.first_sample(step)
@@ -280,15 +281,6 @@ class _Trainer:
                 yield tensor
 
 
-def _check_finite(step: int, result: Step, options: TrainOptions) -> None:
-    for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
-        if not math.isfinite(value):
-            raise DivergedError(
-                f"step {step + 1}: the {name} is {value}; the run has diverged, and nothing of this step is saved. "
-                f"Lower --lr (now {options.lr:g}) or raise --warmup-steps (now {options.warmup_steps})."
-            )
-
-
 def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
     """The record of a run, the same on every rank; a collective call."""
     plan = trainer.model.plan
@@ -298,10 +290,26 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
     num_warmup = min(MAX_WARMUP_STEPS, len(steps) - 1)
     median_s = statistics.median(times_s[num_warmup:])
     chain = trainer.model.chain
+    timed = steps[num_warmup:]
+    model = trainer.model
+    uneven = [step.imbalance for step in timed if step.imbalance is not None]
+    mine = RankRecord(
+        rank=dist.get_rank(),
+        stage=model.mesh.stage_index,
+        peak_bytes=trainer.peak_bytes,
+        memory_method=memory_method(model.device),
+        num_params=sum(local_part(parameter).numel() for parameter in model.parameters()),
+        busy_s=statistics.median(step.busy_s for step in timed),
+        own_s=statistics.median(step.own_s for step in timed),
+        host=socket.gethostname(),
+        imbalance=statistics.fmean(uneven) if uneven else None,
+    )
+    ranks: list[RankRecord | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
     return RunRecord(
         model_name=plan.model.name,
         config_hash=chain.config_hash,
-        device=_device_name(trainer.model.device),
+        device=torch.cuda.get_device_name(trainer.model.device) if trainer.model.device.type == "cuda" else "cpu",
         num_devices=plan.num_devices,
         strategies=trainer.strategies,
         num_warmup_steps=num_warmup,
@@ -313,7 +321,7 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
                 zip(steps, times_s, strict=True), start=trainer.persistence.num_steps + 1
             )
         ),
-        ranks=_gather_ranks(trainer, steps[num_warmup:]),
+        ranks=tuple(rank for rank in ranks if rank is not None),
         allocator=allocator_setting() if trainer.model.device.type == "cuda" else "",
         mfu=model_flop_utilisation(plan, median_s),
         predicted_step_s=plan.prediction.step_time_s if plan.prediction else None,
@@ -343,26 +351,3 @@ def predicted_own_s(plan: Plan, device: torch.device) -> tuple[float, ...] | Non
         plan.num_microbatches * sum(stage.time_s.get(term, 0.0) for term in OWN_TERMS)
         for stage in plan.prediction.stages
     )
-
-
-def _gather_ranks(trainer: _Trainer, timed: list[Step]) -> tuple[RankRecord, ...]:
-    model = trainer.model
-    uneven = [step.imbalance for step in timed if step.imbalance is not None]
-    mine = RankRecord(
-        rank=dist.get_rank(),
-        stage=model.mesh.stage_index,
-        peak_bytes=trainer.peak_bytes,
-        memory_method=memory_method(model.device),
-        num_params=model.num_local_params(),
-        busy_s=statistics.median(step.busy_s for step in timed),
-        own_s=statistics.median(step.own_s for step in timed),
-        host=socket.gethostname(),
-        imbalance=statistics.fmean(uneven) if uneven else None,
-    )
-    ranks: list[RankRecord | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    return tuple(rank for rank in ranks if rank is not None)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

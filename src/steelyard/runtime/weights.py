@@ -3,12 +3,19 @@
 A folder has a ``config.json`` and either ``model.safetensors`` or several files with ``model.safetensors.index.json``.
 Reading, each rank opens the files that hold its parameters and takes the slices that it holds. Writing, a stage gathers
 one parameter at a time on its first rank, which writes files of about `FILE_BYTES`; so no rank ever holds the model.
+
+`transformers` changes some families since their files were written: it renames tensors, and joins the matrices of all
+experts into one parameter. Its own table of these changes (``conversion_mapping``) says which; here a slice of a
+parameter becomes the slices of the tensors that it is made of. Not modelled: changes other than renaming, stacking and
+concatenating along the first dim; they are an error.
 """
 
 import json
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +26,140 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+from transformers.core_model_loading import rename_source_key as renamed_key
 
-from steelyard.errors import InvalidCheckpointError
+from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
-from steelyard.modules.dimensions.data_parallel import activation_dtype
 from steelyard.modules.prepared import stored_apart
+from steelyard.modules.replicated import activation_dtype
 from steelyard.modules.updates import local_part
 from steelyard.output import command
 from steelyard.plan.plan import Plan
-from steelyard.runtime.outputs import export_part
+from steelyard.runtime.checks import export_part
 from steelyard.runtime.state import RunState
-from steelyard.runtime.stored_weights import StoredParameter, stored_parameters, unknown_names
+
+OpenTensor = Callable[[str], Any]
+"""A stored tensor by its name, as safetensors' ``get_slice`` gives it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredParameter:
+    """The tensors that a parameter is made of: entries, each of pieces that lie side by side in the first dim."""
+
+    entries: tuple[tuple[str, ...], ...]
+    is_stacked: bool
+    """The parameter has a dim more than its tensors: its first counts the entries."""
+    apart: int = 1
+    """So many matrices lie side by side in the last dim of a tensor; more than one lie in a dim of their own here."""
+
+    def shape(self, open_tensor: OpenTensor) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
+        pieces = [tuple(open_tensor(name).get_shape()) for name in self.entries[0]]
+        joined = (sum(piece[0] for piece in pieces), *pieces[0][1:]) if len(pieces) > 1 else pieces[0]
+        if self.apart > 1:
+            return (*joined[:-1], self.apart, joined[-1] // self.apart)
+        return (len(self.entries), *joined) if self.is_stacked else joined
+
+    def read(self, open_tensor: OpenTensor, slices: tuple[slice, ...]) -> Tensor:
+        """A part of the parameter; of the files nothing else is read."""
+        if self.apart > 1:
+            *others, parts, columns = slices
+            width = self.shape(open_tensor)[-1]
+            beside = [slice(part * width + columns.start, part * width + columns.stop) for part in range(self.apart)]
+            read = [_read_entry(self.entries[0], open_tensor, (*others, each)) for each in beside[parts]]
+            return torch.stack(read, dim=-2)
+        if not self.is_stacked:
+            return _read_entry(self.entries[0], open_tensor, slices)
+        chosen = self.entries[slices[0]]
+        return torch.stack([_read_entry(entry, open_tensor, slices[1:]) for entry in chosen])
+
+
+def _read_entry(pieces: tuple[str, ...], open_tensor: OpenTensor, slices: tuple[slice, ...]) -> Tensor:
+    if len(pieces) == 1:
+        return open_tensor(pieces[0])[slices]
+    rows, *others = slices
+    found, first = [], 0
+    for name in pieces:
+        stored = open_tensor(name)
+        end = first + stored.get_shape()[0]
+        least, most = max(rows.start, first), min(rows.stop, end)
+        if least < most:
+            found.append(stored[(slice(least - first, most - first), *others)])
+        first = end
+    return torch.cat(found)
+
+
+def stored_parameters(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, StoredParameter]:
+    """What each parameter of a model (on the meta device) is made of, among the names of ``stored`` tensors.
+
+    Names that are of no parameter come out under the name that they would have. Raises `InvalidModelError` where
+    transformers makes a parameter in a way that is not known here.
+    """
+    changes = get_model_conversion_mapping(model)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    own = model.state_dict()
+    found: dict[str, list[tuple[str, str | None]]] = {}
+    for name in stored:
+        target, pattern = (
+            (name, None)
+            if name in own
+            else renamed_key(
+                name, renamings, converters, base_model_prefix=model.base_model_prefix, meta_state_dict=own
+            )
+        )
+        found.setdefault(target, []).append((name, pattern))
+    apart = stored_apart(model)
+    return {
+        target: replace(_joined(target, pieces, converters), apart=apart.get(target.rpartition(".")[0], 1))
+        for target, pieces in found.items()
+    }
+
+
+def _joined(target: str, pieces: list[tuple[str, str | None]], converters: list[WeightConverter]) -> StoredParameter:
+    pattern = pieces[0][1]
+    converter = next((each for each in converters if pattern in each.source_patterns), None)
+    if converter is None:
+        return StoredParameter(entries=((pieces[-1][0],),), is_stacked=False)
+    merges = [
+        (type(each), each.dim) for each in converter.operations if isinstance(each, MergeModulelist | Concatenate)
+    ]
+    known = ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)], [(Concatenate, 0)])
+    if len(merges) != len(converter.operations) or merges not in known:
+        raise InvalidModelError(
+            field="--init",
+            found=f"{target}, made by {', '.join(type(each).__name__ for each in converter.operations)}",
+            expected="a parameter that is stored as it is, stacked, or in rows",
+            hint="load and save the model with transformers under its present names (save_original_format=False)",
+        )
+    by_pattern = {
+        source: sorted((n for n, p in pieces if p == source), key=_numbers) for source in converter.source_patterns
+    }
+    columns = [names for names in by_pattern.values() if names]
+    is_stacked = any(isinstance(each, MergeModulelist) for each in converter.operations)
+    return StoredParameter(entries=tuple(zip(*columns, strict=False)), is_stacked=is_stacked)
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", name))
+
+
+def unknown_names(stored: Mapping[str, StoredParameter], names: Iterable[str]) -> list[str]:
+    """The stored tensors that are of none of the parameters ``names``."""
+    known = set(names)
+    return sorted(
+        name
+        for target, parameter in stored.items()
+        if target not in known
+        for entry in parameter.entries
+        for name in entry
+    )
+
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -69,10 +196,30 @@ def load_weights(path: Path, state: RunState, chain: ModelChain) -> list[str]:
         may_lack = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()) - stored.keys()
         for copy in range(state.names.num_copies):
             weights = {name: each for name, each in state.weights(copy=copy).items() if name not in may_lack}
-            _check_present(path, weights, stored)
+            missing = [name for name in weights if name not in stored]
+            if missing:
+                raise _bad_init(
+                    f"{path} without {_some(missing)}",
+                    "every parameter of the plan's model, by its name in transformers",
+                    "load and save the model with transformers, which writes all of them under today's names",
+                )
             for name, parameter in weights.items():
-                _fill(parameter, name, stored[name], folder)
-    extra = [name for name in unknown_names(stored, state.names.by_path.values()) if not _is_buffer(name)]
+                found = stored[name]
+                shape = found.shape(folder.tensor)
+                if shape != tuple(parameter.shape):
+                    raise _bad_init(
+                        f"{name} of shape {list(shape)} in {folder.path}",
+                        f"{name} of shape {list(parameter.shape)}",
+                        "plan for the config of these weights",
+                    )
+                local = local_part(parameter.detach())
+                if local.numel():
+                    local.copy_(found.read(folder.tensor, _local_slices(parameter)))
+    extra = [
+        name
+        for name in unknown_names(stored, state.names.by_path.values())
+        if not name.endswith((".inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight", "position_ids"))
+    ]
     return [f"{len(extra)} tensors of {path} are not of the model: {_some(extra)}"] if extra else []
 
 
@@ -105,7 +252,15 @@ class WeightFolder:
 
 def check_weights(path: Path, chain: ModelChain) -> None:
     """Raises `InvalidCheckpointError` unless the folder holds weights and a config that agrees with the chain's."""
-    config = _config_at(path)
+    try:
+        content = read_json(path / "config.json")
+    except (OSError, ValueError) as error:
+        raise _bad_init(
+            f"no config.json that can be read in {path}",
+            "a Hugging Face folder: config.json and safetensors",
+            "check the path",
+        ) from error
+    config = read_hub_config(str(content.get("model_type", "")), content)
     if chain.split.text_alone:
         config = config.get_text_config()
     found, expected = config.to_dict(), hub_config(chain).to_dict()
@@ -148,7 +303,10 @@ def export_weights(path: Path, state: RunState, plan: Plan, *, tokenizer: Mappin
         dist.all_gather_object(found, mine)
         if dist.get_rank() == 0:
             _name_files(part, [entry for files in found for entry in files])
-            _write_config(part, plan.chain(), dtype)
+            model = build_meta_model(plan.chain())
+            model.config.architectures = [type(model).__name__]
+            model.config.dtype = dtype
+            model.config.save_pretrained(part)
             for name, content in tokenizer.items():
                 (part / name).write_bytes(content)
             part.rename(path)
@@ -163,33 +321,6 @@ def export_weights(path: Path, state: RunState, plan: Plan, *, tokenizer: Mappin
         ) from error
 
 
-def _config_at(path: Path) -> PreTrainedConfig:
-    """The config of the folder."""
-    try:
-        content = read_json(path / "config.json")
-    except (OSError, ValueError) as error:
-        raise _bad_init(
-            f"no config.json that can be read in {path}",
-            "a Hugging Face folder: config.json and safetensors",
-            "check the path",
-        ) from error
-    return read_hub_config(str(content.get("model_type", "")), content)
-
-
-def _fill(parameter: Tensor, name: str, stored: StoredParameter, folder: WeightFolder) -> None:
-    """Copies this rank's part of a stored parameter into the parameter."""
-    shape = stored.shape(folder.tensor)
-    if shape != tuple(parameter.shape):
-        raise _bad_init(
-            f"{name} of shape {list(shape)} in {folder.path}",
-            f"{name} of shape {list(parameter.shape)}",
-            "plan for the config of these weights",
-        )
-    local = local_part(parameter.detach())
-    if local.numel():
-        local.copy_(stored.read(folder.tensor, _local_slices(parameter)))
-
-
 def _local_slices(parameter: Tensor) -> tuple[slice, ...]:
     if not isinstance(parameter, DTensor):
         return tuple(slice(0, size) for size in parameter.shape)
@@ -201,7 +332,16 @@ def _tensor_files(path: Path) -> dict[str, str]:
     """The file of every tensor in a folder."""
     index = path / INDEX_FILE
     if index.is_file():
-        return _indexed_files(index)
+        try:
+            files = dict[str, str](read_json(index)["weight_map"])
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise _bad_init(f"{index}, which is damaged", "an index with a weight_map", "download it again") from error
+        missing = sorted({file for file in files.values() if not (index.parent / file).is_file()})
+        if missing:
+            raise _bad_init(
+                f"no {_some(missing)} in {index.parent}", f"every file that {index.name} names", "download them again"
+            )
+        return files
     if not (path / SINGLE_FILE).is_file():
         others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
         raise _bad_init(
@@ -213,34 +353,11 @@ def _tensor_files(path: Path) -> dict[str, str]:
         return dict.fromkeys(file.keys(), SINGLE_FILE)
 
 
-def _indexed_files(index: Path) -> dict[str, str]:
-    try:
-        files = dict[str, str](read_json(index)["weight_map"])
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise _bad_init(f"{index}, which is damaged", "an index with a weight_map", "download it again") from error
-    missing = sorted({file for file in files.values() if not (index.parent / file).is_file()})
-    if missing:
-        raise _bad_init(
-            f"no {_some(missing)} in {index.parent}", f"every file that {index.name} names", "download them again"
-        )
-    return files
-
-
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise _bad_init(f"{path}: {error}", "a whole safetensors file", "download it again") from error
-
-
-def _check_present(path: Path, weights: dict[str, Tensor], stored: Mapping[str, StoredParameter]) -> None:
-    missing = [name for name in weights if name not in stored]
-    if missing:
-        raise _bad_init(
-            f"{path} without {_some(missing)}",
-            "every parameter of the plan's model, by its name in transformers",
-            "load and save the model with transformers, which writes all of them under today's names",
-        )
 
 
 def _write_stage(part: Path, state: RunState, plan: Plan, dtype: torch.dtype) -> list[tuple[str, dict[str, int]]]:
@@ -294,18 +411,6 @@ def _name_files(part: Path, files: list[tuple[str, dict[str, int]]]) -> None:
     total = sum(size for _, tensors in files for size in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (part / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_config(part: Path, chain: ModelChain, dtype: torch.dtype) -> None:
-    model = build_meta_model(chain)
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = dtype
-    model.config.save_pretrained(part)
-
-
-def _is_buffer(name: str) -> bool:
-    """Whether older versions of transformers saved this beside the parameters, or a second time."""
-    return name.endswith((".inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight", "position_ids"))
 
 
 def _some(names: list[str]) -> str:

@@ -12,11 +12,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 from torch.distributed.tensor import DTensor, _sharding_prop
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +23,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 import steelyard.modules.experts  # noqa: F401  registers the products that are counted here
 from steelyard.errors import InvalidModelError
-from steelyard.modules.fake_op_cache import FakeOpCache, Look, asks_device, look
+from steelyard.modules.fake_op_cache import FakeOpCache, asks_device, look
 from steelyard.profiles.profile import Collective
 
 aten = torch.ops.aten
@@ -93,18 +92,10 @@ class OpCounts:
                 collectives[collective] = list(more.elements())
         return OpCounts(
             **{name: getattr(self, name) - getattr(other, name) for name in _SUMS},
-            products=_beyond(self.products, other.products),
-            attention=_beyond(self.attention, other.attention),
+            products=list((Counter(self.products) - Counter(other.products)).elements()),
+            attention=list((Counter(self.attention) - Counter(other.attention)).elements()),
             collectives=collectives,
         )
-
-
-_Seen = TypeVar("_Seen", "SeenProduct", "SeenAttention")
-
-
-def _beyond(more: list[_Seen], fewer: list[_Seen]) -> list[_Seen]:
-    """What ``more`` holds oftener than ``fewer``, in its order."""
-    return list((Counter(more) - Counter(fewer)).elements())
 
 
 class SeenProduct(NamedTuple):
@@ -181,32 +172,16 @@ class OpCounter(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         kwargs = kwargs or {}
-        looks = look(func, args, kwargs)
-        seen, tensors = (None, []) if looks is None else (self._seen.find(looks[0]), looks[1])
         if _is_bookkeeping(func):
-            return seen.again(tensors) if seen is not None else func(*args, **kwargs)
-        if seen is not None:
-            out, effect = seen.again(tensors), seen.note
-        else:
-            out, effect = self._run(func, args, kwargs, looks)
+            looks = look(func, args, kwargs)
+            seen = None if looks is None else self._seen.find(looks[0])
+            return func(*args, **kwargs) if seen is None or looks is None else seen.again(looks[1])
+        out, effect = self._seen.run(func, args, kwargs, lambda out: _effect(func, args, kwargs, out))
         self.counts.add(effect)
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._register(leaf)
         return out
-
-    def _run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], looks: Look | None
-    ) -> tuple[Any, OpCounts]:
-        """The result of an operation that was not seen before, and what it adds to the counts."""
-        if looks is None:
-            out = func(*args, **kwargs)
-            return out, _effect(func, args, kwargs, out)
-        with disable_fake_tensor_cache(looks[1][0].fake_mode):  # once remembered is enough
-            out = func(*args, **kwargs)
-        effect = _effect(func, args, kwargs, out)
-        self._seen.remember(looks, (func, args, kwargs), out, effect)
-        return out, effect
 
     def _register(self, tensor: Tensor) -> None:
         storage = _local(tensor).untyped_storage()
@@ -252,10 +227,19 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     if func.is_view or packet in _FREE_OPERATIONS:
         return _NOTHING
     touched = out if packet in _FILLING_OPERATIONS else (args[1:] if packet is aten.copy_ else args, kwargs, out)
-    moved = sum(_touched_bytes(leaf) for leaf in tree_leaves(touched) if isinstance(leaf, Tensor))
+    # bytes of a tensor that an operation reads or writes; broadcast dimensions count once
+    moved = sum(
+        min(leaf.numel() * leaf.element_size(), leaf.untyped_storage().nbytes())
+        for leaf in tree_leaves(touched)
+        if isinstance(leaf, Tensor)
+    )
     if packet in _ATTENTION_CAUSAL_ARGUMENT:
         query, key, value = args[:3]
-        square_flop = _square_flop(packet, args)
+        backward = "backward" in packet.__name__
+        count: Callable[..., int] = sdpa_backward_flop_count if backward else sdpa_flop_count
+        shapes = [tensor.shape for tensor in args[: 4 if backward else 3]]
+        query_heads = shapes[1 if backward else 0][1]
+        square_flop = count(*((shape[0], query_heads, *shape[2:]) for shape in shapes))
         return OpCounts(
             num_kernels=1,
             matmul_bytes=moved,
@@ -356,25 +340,6 @@ def _is_causal(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     """Whether an attention kernel computes one half of the square alone."""
     position = _ATTENTION_CAUSAL_ARGUMENT[packet]
     return bool(kwargs.get("is_causal", args[position] if len(args) > position else False))
-
-
-def _square_flop(packet: Any, args: tuple[Any, ...]) -> float:
-    """FLOP of an attention kernel if every query saw every key."""
-    backward = "backward" in packet.__name__
-    count: Callable[..., int] = sdpa_backward_flop_count if backward else sdpa_flop_count
-    shapes = [tensor.shape for tensor in args[: 4 if backward else 3]]
-    query_heads = shapes[1 if backward else 0][1]
-    return count(*(_with_heads(shape, query_heads) for shape in shapes))
-
-
-def _with_heads(shape: torch.Size, heads: int) -> tuple[int, ...]:
-    """The shape as if key and value heads were repeated: grouped-query attention computes as many products."""
-    return (shape[0], heads, *shape[2:])
-
-
-def _touched_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor that an operation reads or writes; broadcast dimensions count once."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.own import OwnSplit
-from steelyard.modules.batch import blank_samples, decoder_inputs
-from steelyard.modules.dimensions import TWINS, Division, exchange_alone
+from steelyard.modules.dimensions import divide_layer, exchange_alone
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.layers import (
     ChainLayer,
@@ -34,8 +33,10 @@ from steelyard.modules.layers import (
     shared_inputs_of,
     tensors_of,
 )
+from steelyard.modules.model_inputs import blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.modules.pieces import ShellPiece
+from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
@@ -127,9 +128,7 @@ def fake_layer(traced: TracedLayer) -> Iterator[ChainLayer]:
     layer = copy.deepcopy(build_layer(traced.model, traced.chain, traced.layer, Remat.NONE))
     with FakeTensorMode(allow_non_fake_inputs=False), ExitStack() as stack:
         make_fake(layer, traced.dtype)
-        division = Division(model=traced.model, chain=traced.chain, strategy=traced.strategy, mesh=traced.mesh)
-        for dimension in traced.strategy.dimensions:
-            TWINS[dimension.name].divide(layer, division)
+        divide_layer(layer, traced.chain, traced.strategy, traced.mesh)
         if traced.exchanged is not None:
             exchange_alone(layer, traced.mesh._get_root_mesh()[ALONE], received_share=traced.exchanged)
         if traced.strategy.tensor_degree > 1 and traced.role is LayerRole.HEAD:
@@ -169,7 +168,16 @@ def observation(
     """
     frozen = [each for each in module.parameters() if knows_frozen and not each.requires_grad]
     experts = [parameter for each in routed_experts(module) for parameter in each.parameters()]
-    recomputed = {Remat.FULL: _under_full(plain)}
+    kept_bytes = plain.input_bytes + plain.label_bytes if plain.has_backward else 0
+    again_bytes = plain.needed_peak_bytes + plain.output_bytes
+    recomputed = {
+        Remat.FULL: Recomputed(
+            work=plain.needed,
+            saved_bytes=kept_bytes,
+            forward_transient_bytes=plain.forward_peak_bytes - kept_bytes,
+            backward_transient_bytes=max(again_bytes, plain.backward_peak_bytes) - kept_bytes,
+        )
+    }
     if selective is not None:
         recomputed[Remat.SELECTIVE] = Recomputed(
             work=selective.backward.beyond(plain.backward),
@@ -178,10 +186,12 @@ def observation(
             backward_transient_bytes=selective.backward_peak_bytes - selective.saved_bytes,
         )
     return Observation(
-        num_params=sum(_local_size(parameter) for parameter in module.parameters()),
-        expert_params=sum(map(_local_size, experts)),
-        frozen_params=sum(map(_local_size, frozen)),
-        frozen_expert_params=sum(_local_size(each) for each in experts if any(each is other for other in frozen)),
+        num_params=sum(local_part(each).numel() for each in module.parameters()),
+        expert_params=sum(local_part(each).numel() for each in experts),
+        frozen_params=sum(local_part(each).numel() for each in frozen),
+        frozen_expert_params=sum(
+            local_part(each).numel() for each in experts if any(each is other for other in frozen)
+        ),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers())
         + STEP_COUNT_BYTES * (sum(1 for _ in module.parameters()) - len(frozen)),
         forward=plain.forward,
@@ -191,17 +201,6 @@ def observation(
         forward_transient_bytes=plain.forward_peak_bytes - plain.saved_bytes,
         backward_transient_bytes=plain.backward_peak_bytes - plain.saved_bytes,
         recomputed=recomputed,
-    )
-
-
-def _under_full(plain: "CountedLayer") -> Recomputed:
-    kept_bytes = plain.input_bytes + plain.label_bytes if plain.has_backward else 0
-    again_bytes = plain.needed_peak_bytes + plain.output_bytes
-    return Recomputed(
-        work=plain.needed,
-        saved_bytes=kept_bytes,
-        forward_transient_bytes=plain.forward_peak_bytes - kept_bytes,
-        backward_transient_bytes=max(again_bytes, plain.backward_peak_bytes) - kept_bytes,
     )
 
 
@@ -347,8 +346,3 @@ def _samples_of(traced: TracedLayer, context: LayerContext) -> Iterator[Tensor]:
     blocks = [traced.layer - 1] if traced.role is LayerRole.BLOCK else []
     for batch in context.batch.values():
         yield from tensors_of_batch(batch, blocks)
-
-
-def _local_size(parameter: nn.Parameter) -> int:
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return local.numel()

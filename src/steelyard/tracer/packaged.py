@@ -9,7 +9,7 @@ $$q(S) = \sum_i q(S_i) \prod_{j \ne i} \frac{S - S_j}{S_i - S_j}$$
 
 computed in whole numbers. That the largest of several bytes (a peak) is the same sum in a whole span is no law, so
 whoever makes a packaged trace compares it with traces at further lengths, the ends of the span among them, and packages
-single lengths where it misses (`steelyard.tracer.package`).
+single lengths where it misses (`benchmarks/package_traces.py`).
 
 What enters a trace is kept with it, as in the key of the cache; one made otherwise than the tracer of today would, or
 than the installed torch and transformers would, counts as missing.

@@ -4,9 +4,8 @@ The layer is the real `transformers` module, made tensor-parallel as the runtime
 has ranks but no processes. Nothing is computed and no memory is used, so any model can be traced on a laptop.
 
 Quantities that grow with the samples are traced at two sizes and kept as a line through them. Peaks are convex in the
-samples (a maximum of lines), so the line is an upper bound between the two sizes and close beyond the larger.
-
-Makes shapes of one sample out of kernels seen at numbers of samples, equal ones folded into one with a count.
+samples (a maximum of lines), so the line is an upper bound between the two sizes and close beyond the larger. Shapes of
+kernels that are seen at both sizes become those of one sample, equal ones folded into one with a count.
 """
 
 import datetime
@@ -38,7 +37,7 @@ from steelyard.profiles.profile import (
     Work,
 )
 from steelyard.profiles.shapes import DIMS, Affine, AttentionCall, Dim, Product
-from steelyard.tracer.counting import OpCounts, Operations, SeenAttention, SeenProduct
+from steelyard.tracer.counting import OpCounts, Operations, SeenProduct
 from steelyard.tracer.layer import Observation, TracedLayer, fake_world, observe
 from steelyard.tracer.packaged import legal_shapes
 
@@ -85,23 +84,6 @@ def _growing(few: SeenProduct, many: SeenProduct) -> Dim | None:
     return most if getattr(many, most) > getattr(few, most) else None
 
 
-def folded_attention(seen: Sequence[SeenAttention], *, samples: int) -> tuple[AttentionCall, ...]:
-    """Calls of one sample from those seen at a number of ``samples``."""
-    return tuple(
-        AttentionCall(
-            heads=each.rows / samples,
-            head_dim=each.head_dim,
-            queries=each.queries,
-            keys=each.keys,
-            is_causal=each.is_causal,
-            masked=each.masked,
-            backward=each.backward,
-            count=count,
-        )
-        for each, count in Counter(seen).items()
-    )
-
-
 SIZES = (2, 8)
 """Samples per rank at which a layer is traced. Sequence parallelism scatters a single sample without a copy."""
 
@@ -132,7 +114,21 @@ def trace(
         )
     with _collector_paused():
         layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}), own)
-    return Profile(identity=_identity(chain, seq_len, precision), layers=tuple(layers))
+    return Profile(
+        identity=ProfileIdentity(
+            method="traced",
+            model_name=chain.name,
+            config_hash=chain.config_hash,
+            seq_len=seq_len,
+            precision=precision,
+            device="any",
+            num_devices=1,
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        ),
+        layers=tuple(layers),
+    )
 
 
 @contextmanager
@@ -158,9 +154,10 @@ def _trace_layers(
         with fake_world(degree) as mesh:
             for number, layer_type in enumerate(chain.layer_types):
                 for strategy in legal_shapes(layer_type, degree, seq_len):
+                    places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == number]
                     traced = TracedLayer(
                         chain=chain,
-                        layer=_representative(chain, number),
+                        layer=places[min(1, len(places) - 1)],
                         seq_len=seq_len,
                         precision=precision,
                         mesh=mesh,
@@ -174,7 +171,10 @@ def _trace_layers(
 
 def _profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
     """What is seen of a layer; of one with experts also where ranks divide them."""
-    shape, served = traced.strategy.shape, _queries_of_a_key(layer_type, traced.strategy.tensor_degree)
+    heads = dict(layer_type.tp_divides)
+    queries = heads.get(QUERY_HEADS, 1)
+    shape, degree = traced.strategy.shape, traced.strategy.tensor_degree
+    served = queries / max(heads.get(KV_HEADS, queries), min(degree, queries))
 
     def seen(of: TracedLayer) -> LayerProfile:
         return layer_profile(layer_type.name, shape, observe(of, SIZES), queries_of_a_key=served)
@@ -184,27 +184,6 @@ def _profile(traced: TracedLayer, layer_type: LayerType) -> LayerProfile:
         return layer
     even, twice = (seen(replace(traced, exchanged=share)) for share in (1.0, 2.0))
     return layer.model_copy(update={"divided_experts": (even, twice)})
-
-
-def _representative(chain: ModelChain, layer_type: int) -> int:
-    """The layer that is traced for a layer type: its second one, since the first may be one that is never left out."""
-    places = [layer for layer in range(chain.num_layers) if chain.layers[layer] == layer_type]
-    return places[min(1, len(places) - 1)]
-
-
-def _identity(chain: ModelChain, seq_len: int, precision: Precision) -> ProfileIdentity:
-    return ProfileIdentity(
-        method="traced",
-        model_name=chain.name,
-        config_hash=chain.config_hash,
-        seq_len=seq_len,
-        precision=precision,
-        device="any",
-        num_devices=1,
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    )
 
 
 def layer_profile(
@@ -243,13 +222,6 @@ def layer_profile(
     )
 
 
-def _queries_of_a_key(layer_type: LayerType, degree: int) -> float:
-    """How many query heads of a rank each key-value head serves, of ``degree`` ranks that divide them."""
-    heads = dict(layer_type.tp_divides)
-    queries = heads.get(QUERY_HEADS, 1)
-    return queries / max(heads.get(KV_HEADS, queries), min(degree, queries))
-
-
 def _repeated_bytes(counts: OpCounts, queries_of_a_key: float) -> float:
     """What a kernel with a mask reads of keys and values beyond what the layer makes: once for every query head."""
     query_bytes = (counts.attention_bytes - counts.key_value_bytes) / 2
@@ -278,7 +250,14 @@ def _work(direction: _Direction, observations: list[Observation], line: _Line) -
         memory_bytes=line(lambda o: direction(o).memory_bytes),
         num_kernels=direction(observations[0]).num_kernels,
         products=folded_products(*(direction(o).products for o in observations), samples=SIZES),
-        attention=folded_attention(direction(observations[0]).attention, samples=SIZES[0]),
+        attention=tuple(
+            AttentionCall(
+                heads=each.rows / SIZES[0],
+                count=count,
+                **{name: value for name, value in each._asdict().items() if name != "rows"},
+            )
+            for each, count in Counter(direction(observations[0]).attention).items()
+        ),
     )
 
 

@@ -19,10 +19,9 @@ from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_model, layer_modules, prepare_model
 from steelyard.modules.dimensions import cp
 from steelyard.modules.dimensions.cp import _own_side, apply_context_parallel
-from steelyard.modules.dimensions.data_parallel import replicate_over, shard_over
 from steelyard.modules.dimensions.tp import apply_tensor_parallel
 from steelyard.modules.layers import ChainLayer, LayerContext, build_layer, shared_inputs_of
-from steelyard.modules.replicated import Replicas
+from steelyard.modules.replicated import Replicas, replicate_over, shard_over
 from steelyard.plan.strategy import Remat
 from tests.runtime.models import FAMILY_CONFIGS
 

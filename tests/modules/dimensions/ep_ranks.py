@@ -23,12 +23,11 @@ from torch.nn import functional
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, build_model, materialize_layer, prepare_model
-from steelyard.modules.dimensions.data_parallel import activation_dtype, replicate_over, shard_over
 from steelyard.modules.dimensions.ep import apply_expert_parallel, take_imbalance
 from steelyard.modules.dimensions.tp import apply_tensor_parallel
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.layers import build_layer, shared_inputs_of
-from steelyard.modules.replicated import Replicas
+from steelyard.modules.replicated import Replicas, activation_dtype, replicate_over, shard_over
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from steelyard.modules.dimensions.data_parallel import replicate_over
-from steelyard.modules.replicated import Replica, Replicas
+from steelyard.modules.replicated import Replica, Replicas, replicate_over
 from steelyard.plan.plan import Precision
 
 NUM_PARAMS = 7 * 5 + 5

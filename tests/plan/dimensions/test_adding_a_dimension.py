@@ -45,7 +45,7 @@ from steelyard.planning.problem import make_tables, problem_of
 from steelyard.planning.variants import Study
 from steelyard.report.html import ReportContents, report_page
 from steelyard.runtime.mesh import PlanMesh
-from steelyard.runtime.sharding import shard_layer
+from steelyard.runtime.stage import shard_layer
 from steelyard.search import SpaceOptions, enumerate_strategies
 from steelyard.search.problem import load_problem, save_problem
 from steelyard.tracer.layer import TracedLayer, fake_layer, fake_world
@@ -295,4 +295,4 @@ def test_a_dimension_without_a_twin_is_refused_when_a_layer_is_made(monkeypatch:
         with pytest.raises(
             InvalidPlanError, match="rp in rp2\n  expected: dimensions that the runtime carries out: tp"
         ):
-            shard_layer(layer, model, chain(), parse_strategy("rp2"), unused, "fp32")
+            shard_layer(layer, chain(), parse_strategy("rp2"), unused, "fp32")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from steelyard.errors import InvalidDataError
-from steelyard.runtime.data.images import ImageFolder, ImageShape, SyntheticImages
+from steelyard.runtime.data.source import ImageFolder, ImageShape, SyntheticImages
 
 SHAPE = ImageShape(num_channels=3, height=8, width=8, num_classes=3)
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import InvalidDataError
-from steelyard.modules.batch import IGNORED
-from steelyard.runtime.data.masking import MaskedData, num_masked
-from steelyard.runtime.data.tokens import TokenData
+from steelyard.modules.model_inputs import IGNORED
+from steelyard.runtime.data.tokens import MaskedData, TokenData, num_masked
 
 MASK = 999
 

@@ -7,11 +7,10 @@ import pytest
 
 from steelyard.errors import InvalidDataError
 from steelyard.model.read import chain_from_config
-from steelyard.modules.batch import IGNORED
-from steelyard.runtime.data.masking import num_masked
+from steelyard.modules.model_inputs import IGNORED
 from steelyard.runtime.data.prepare import TextOptions
-from steelyard.runtime.data.samples import Samples
 from steelyard.runtime.data.source import open_samples
+from steelyard.runtime.data.tokens import Samples, num_masked
 from tests.runtime.models import FAMILY_CONFIGS
 
 SEQ_LEN = 16

@@ -21,11 +21,17 @@ from torch.utils import _pytree as pytree
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.family import Task
-from steelyard.modules.block_inputs import PerSample
-from steelyard.modules.context_attention import IMPLEMENTATION, ContextDivision, ContextMethod, divide
+from steelyard.modules.context_attention import (
+    IMPLEMENTATION,
+    SEQUENCE_DIM,
+    ContextDivision,
+    ContextMethod,
+    divide,
+    local_tokens,
+)
 from steelyard.modules.dimensions.twin import Division, Twin
-from steelyard.modules.head_tail import SEQUENCE_DIM, local_tokens
 from steelyard.modules.layers import BlockLayer, ChainLayer, EmbeddingLayer, Flow, LayerContext, SharedInputs
+from steelyard.modules.pieces import PerSample
 
 
 def apply_context_parallel(layer: ChainLayer, mesh: DeviceMesh, method: str) -> None:
@@ -38,7 +44,13 @@ def apply_context_parallel(layer: ChainLayer, mesh: DeviceMesh, method: str) -> 
     if layer.family.task is not Task.CAUSAL_LM or not layer.family.fused_attention:
         raise _not_causal(layer)
     if isinstance(layer, BlockLayer):
-        _divide_attention(layer, mesh, ContextMethod(method))
+        attention = [module for module in layer.modules() if _is_divisible(module)]
+        if not attention:
+            raise _not_causal(layer)
+        for module in attention:
+            slides = layer.attention_type == "sliding_attention"
+            window = getattr(module.config, "sliding_window", None) if slides else None
+            divide(module, ContextDivision(mesh, ContextMethod(method), window))
     layer.divided_tokens = (mesh.size(), ContextMethod(method))
     compute, reads_tokens = layer.compute, isinstance(layer, EmbeddingLayer)
 
@@ -80,17 +92,6 @@ def _own_side(side: SharedInputs, mesh: DeviceMesh) -> SharedInputs:
         position_ids=own(side.position_ids),
         arguments={name: pytree.tree_map(own_argument, side.arguments[name], dims[name]) for name in dims},
     )
-
-
-def _divide_attention(layer: BlockLayer, mesh: DeviceMesh, method: ContextMethod) -> None:
-    """Marks the attention of a block."""
-    attention = [module for module in layer.modules() if _is_divisible(module)]
-    if not attention:
-        raise _not_causal(layer)
-    for module in attention:
-        slides = layer.attention_type == "sliding_attention"
-        window = getattr(module.config, "sliding_window", None) if slides else None
-        divide(module, ContextDivision(mesh, method, window))
 
 
 def _divide(layer: ChainLayer, division: Division) -> None:

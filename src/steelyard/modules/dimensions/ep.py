@@ -12,7 +12,7 @@ ranks over which the layer divides its data, so what they compute for each other
 | computed again, selective | none: `steelyard.modules.remat` keeps what all-to-alls return                       |
 
 A rank holds E/e experts as parameters of its own: DTensors, sharded by experts over the e ranks. Their gradients are
-of the tokens of the whole group, so they are summed over the other D/e ranks alone (`data_parallel` here).
+of the tokens of the whole group, so they are summed over the other D/e ranks alone (`steelyard.modules.replicated`).
 Under tensor parallelism, ep divides the experts of each tp rank over the ranks with the same place in tp.
 
 On fake tensors the routing is unknown: every rank sends as many pairs to each, and receives as many as it sends or so
@@ -59,7 +59,16 @@ def apply_expert_parallel(layer: ChainLayer, mesh: DeviceMesh) -> None:
             hint="drop ep there",
         )
     for experts in found:
-        _check_divides(experts, mesh.size())
+        degree = mesh.size()
+        if experts.num_experts % degree:
+            whole = getattr(experts, "num_all_experts", experts.num_experts)
+            each = f", of which each tp rank has {experts.num_experts}" if whole != experts.num_experts else ""
+            raise InvalidPlanError(
+                field="ep",
+                found=f"ep{degree} for {whole} experts{each}",
+                expected=f"a divisor of {experts.num_experts}",
+                hint="choose another degree of ep or tp",
+            )
         for name, parameter in list(experts.named_parameters(recurse=False)):
             experts.register_parameter(name, _own_part(parameter, mesh))
         experts.compute_pairs = ExpertExchange(mesh)
@@ -72,18 +81,6 @@ def exchange_alone(layer: ChainLayer, mesh: DeviceMesh, *, received_share: float
     """
     for experts in routed_experts(layer):
         experts.compute_pairs = ExpertExchange(mesh, received_share=received_share)
-
-
-def _check_divides(experts: nn.Module, degree: int) -> None:
-    if experts.num_experts % degree:
-        whole = getattr(experts, "num_all_experts", experts.num_experts)
-        each = f", of which each tp rank has {experts.num_experts}" if whole != experts.num_experts else ""
-        raise InvalidPlanError(
-            field="ep",
-            found=f"ep{degree} for {whole} experts{each}",
-            expected=f"a divisor of {experts.num_experts}",
-            hint="choose another degree of ep or tp",
-        )
 
 
 def _own_part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -149,7 +146,10 @@ def _all_to_all(
 
 
 def _by_expert(counts: Tensor, *, num_pairs: int) -> tuple[Tensor, Tensor]:
-    """The order that sorts received rows by expert, and where each expert's end; ``counts`` by rank and expert."""
+    """The order that sorts received rows by expert, and where each expert's end; ``counts`` by rank and expert.
+
+    What is made on the way is freed here: in the caller it would count in the peaks of a trace.
+    """
     expert = torch.arange(counts.size(1), device=counts.device).repeat(counts.size(0))
     expert_P = expert.repeat_interleave(counts.flatten(), output_size=num_pairs)  # noqa: N806
     return expert_P.argsort(stable=True), counts.sum(dim=0).cumsum(dim=0).to(torch.int32)

@@ -94,11 +94,6 @@ def _store(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placeme
         owner.register_parameter(name, nn.Parameter(stored, requires_grad=whole.requires_grad))
 
 
-def _enter(inputs: Tensor) -> Tensor:
-    """A whole tensor on every rank, of which each rank's gradient is a part of a sum."""
-    return inputs.to_local(grad_placements=[Partial()]) if isinstance(inputs, DTensor) else inputs
-
-
 class SharedHeads(ParallelStyle):
     """A projection to so many key or value heads, fewer than there are ranks: every rank has the one that it reads.
 
@@ -118,7 +113,9 @@ class SharedHeads(ParallelStyle):
             return summed.unflatten(0, (self._num_heads, -1))[mine]
 
         used = {name: own for name, _ in module.named_parameters()}
-        module.forward = lambda inputs: on_local_parameters(module, used, _enter(inputs))
+        module.forward = lambda inputs: on_local_parameters(
+            module, used, inputs.to_local(grad_placements=[Partial()]) if isinstance(inputs, DTensor) else inputs
+        )
         return module
 
 

@@ -29,7 +29,14 @@ def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh
     styles: dict[str, ParallelStyle] = {}
     named = chain.family.of_type(chain.family.tp, layer.layer_type) or {}
     for path, name in named.items():
-        chosen = _style(path, name, sp=sp)
+        if name.split(":", maxsplit=1)[0] not in STYLES:
+            raise InvalidModelError(
+                field=f"style of {path}",
+                found=repr(name),
+                expected="one of " + ", ".join(STYLES),
+                hint="plan without tp (--max-tp 1), or add the style in steelyard/modules/dimensions/styles.py",
+            )
+        chosen = style(name, sp=sp)
         if chosen is not None:
             styles[path] = chosen
     for name, size in layer.layer_type.tp_divides:
@@ -37,17 +44,6 @@ def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh
             divided = {path for path, name in named.items() if name in ("colwise", "columns")}
             styles |= share_heads(layer, size, mesh.size(), divided)
     parallelize_module(layer, mesh, styles)
-
-
-def _style(path: str, name: str, *, sp: bool) -> ParallelStyle | None:
-    if name.split(":", maxsplit=1)[0] not in STYLES:
-        raise InvalidModelError(
-            field=f"style of {path}",
-            found=repr(name),
-            expected="one of " + ", ".join(STYLES),
-            hint="plan without tp (--max-tp 1), or add the style in steelyard/modules/dimensions/styles.py",
-        )
-    return style(name, sp=sp)
 
 
 def _divide(layer: ChainLayer, division: Division) -> None:

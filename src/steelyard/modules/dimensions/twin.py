@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
 from steelyard.modules.layers import ChainLayer
@@ -16,7 +15,6 @@ from steelyard.plan.strategy import Strategy
 class Division:
     """What a twin is given beside the layer."""
 
-    model: PreTrainedModel
     chain: ModelChain
     strategy: Strategy
     mesh: DeviceMesh

@@ -34,7 +34,11 @@ class SampleOrder:
         half_bits = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
         key = mixed(mixed(self.seed) ^ epoch)
         while True:
-            place = _permuted(place, half_bits, key)
+            mask = (1 << half_bits) - 1
+            left, right = place >> half_bits, place & mask
+            for round_number in range(_NUM_ROUNDS):
+                left, right = right, left ^ (mixed(key ^ mixed(right * _NUM_ROUNDS + round_number)) & mask)
+            place = left << half_bits | right
             if place < self.num_samples:
                 return place
 
@@ -57,12 +61,3 @@ def mixed(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
     return value ^ (value >> 31)
-
-
-def _permuted(place: int, half_bits: int, key: int) -> int:
-    """A permutation of the numbers of 2 · ``half_bits`` bits."""
-    mask = (1 << half_bits) - 1
-    left, right = place >> half_bits, place & mask
-    for round_number in range(_NUM_ROUNDS):
-        left, right = right, left ^ (mixed(key ^ mixed(right * _NUM_ROUNDS + round_number)) & mask)
-    return left << half_bits | right

@@ -2,23 +2,219 @@
 
 A text file that is read as bytes is used where it lies. Everything else is written to a raw token file whose name is a
 hash of what enters it: the tokenizer and the names, sizes and times of the text files.
+
+| path                    | documents                                                                     |
+|-------------------------|-------------------------------------------------------------------------------|
+| a text file             | its content                                                                   |
+| ``.jsonl``, ``.ndjson`` | the value of one key (``text`` unless told otherwise) of each line's object   |
+| a folder                | those of its text files, folder by folder in the order of their names         |
+
+In a folder hidden files, links, binary files and files that are no UTF-8 are left out; a file that is named directly
+must be text. The tokens of a document are its bytes, or what a Hugging Face tokenizer makes of it. Between documents
+stands an end token: byte 0 for bytes, else the ``eos_token`` that the ``tokenizer_config.json`` beside the
+``tokenizer.json`` names; without one, documents follow each other directly.
 """
 
+import codecs
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from steelyard.errors import InvalidDataError
+from steelyard.files import read_json
 from steelyard.model.family import Task
 from steelyard.plan.file import default_folder
 from steelyard.runtime.data.files import NUM_BYTE_TOKENS, is_token_file, smallest_type
-from steelyard.runtime.data.text import JSON_LINES_SUFFIXES, check_is_text, documents, text_files
-from steelyard.runtime.data.tokenizer import ByteTokenizer, TextTokenizer, open_tokenizer
+
+_DOCUMENTS_AT_ONCE = 256
+
+
+class TextTokenizer(ABC):
+    """Turns documents into token ids below ``vocab_size``; ``identity`` differs where the ids would."""
+
+    vocab_size: int
+    identity: str
+    mask_token: int | None = None
+    """The token that stands for a hidden one; None where the vocabulary has none."""
+
+    @abstractmethod
+    def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
+        """The token ids of each document with the end token after it."""
+
+
+class ByteTokenizer(TextTokenizer):
+    """The bytes of a document, and a zero byte."""
+
+    vocab_size = NUM_BYTE_TOKENS
+    identity = "bytes"
+
+    def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
+        """The bytes of each document and a zero byte."""
+        for document in documents:
+            yield np.frombuffer(document.encode() + b"\0", dtype=np.uint8)
+
+
+class HubTokenizer(TextTokenizer):
+    """A Hugging Face ``tokenizer.json``; raises `InvalidDataError` if it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer  # which the options of a run, and so the command line, do without
+
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            content = file.read_text(encoding="utf-8")
+            self._tokenizer = Tokenizer.from_str(content)
+        except Exception as error:  # tokenizers raises plain Exception
+            raise InvalidDataError(
+                field="tokenizer",
+                found=f"{file}: {error}",
+                expected="a tokenizer.json, or a folder that holds one",
+                hint="take it from the folder of the pretrained model",
+            ) from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        entries = _special_tokens(file.with_name("tokenizer_config.json"))
+        self._end = self._token(entries.get("eos_token"))
+        self.mask_token = self._token(entries.get("mask_token", "[MASK]"))
+        self.identity = hashlib.sha256(f"{self._end}\n{content}".encode()).hexdigest()
+
+    def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
+        """What the tokenizer makes of each document, without its own special tokens, and the end token."""
+        end = [] if self._end is None else [self._end]
+        remaining = iter(documents)
+        while group := list(islice(remaining, _DOCUMENTS_AT_ONCE)):
+            for encoded in self._tokenizer.encode_batch_fast(group, add_special_tokens=False):
+                yield np.array([*encoded.ids, *end], dtype=np.uint32)
+
+    def _token(self, text: str | None) -> int | None:
+        return None if text is None else self._tokenizer.token_to_id(text)
+
+
+def open_tokenizer(path: Path | None) -> TextTokenizer:
+    """The tokenizer at ``path``, a ``tokenizer.json`` or the folder of one; bytes without a path."""
+    return ByteTokenizer() if path is None else HubTokenizer(path)
+
+
+def _special_tokens(config: Path) -> dict[str, str]:
+    """The special tokens that a tokenizer's config names, each by its text."""
+    if not config.is_file():
+        return {}
+    try:
+        entries = read_json(config)
+    except (OSError, ValueError) as error:
+        raise InvalidDataError(
+            field="tokenizer", found=f"{config}: {error}", expected="a JSON object", hint="restore or remove the file"
+        ) from error
+    named = {key: entries.get(key) for key in ("eos_token", "mask_token")}
+    texts = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: text for key, text in texts.items() if text is not None}
+
+
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
+_TEXT_SUFFIXES = (
+    *(".md", ".rst", ".tex", ".txt"),
+    *(".cfg", ".csv", ".css", ".html", ".json", ".toml", ".tsv", ".xml", ".yaml", ".yml"),
+    *(".c", ".cc", ".cpp", ".go", ".h", ".hpp", ".java", ".js", ".py", ".pyi", ".rs", ".sh", ".ts"),
+    *JSON_LINES_SUFFIXES,
+)
+_PROBED_BYTES = 1 << 16
+
+
+def documents(path: Path, *, text_key: str) -> Iterator[str]:
+    """The documents at ``path`` in order; raises `InvalidDataError` for a line that has no text."""
+    for file in text_files(path):
+        if file.suffix in JSON_LINES_SUFFIXES:
+            yield from _json_lines(file, text_key)
+        elif path.is_dir():
+            yield from _readable(file)
+        else:
+            check_is_text(file)
+            yield _decoded(file)
+
+
+def text_files(path: Path) -> list[Path]:
+    """The file at ``path``, or the text files below the folder, in the order in which they are read."""
+    if path.is_file():
+        return [path]
+    found: list[Path] = []
+    for where, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        for name in sorted(files):
+            file = Path(where) / name
+            if file.suffix.lower() in _TEXT_SUFFIXES and not name.startswith(".") and not file.is_symlink():
+                found.append(file)
+    return found
+
+
+def check_is_text(file: Path) -> None:
+    """Raises `InvalidDataError` if the beginning of a file is not UTF-8 text."""
+    with file.open("rb") as opened:
+        beginning = opened.read(_PROBED_BYTES)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(beginning)
+    except UnicodeDecodeError as error:
+        raise _no_text(file, str(error)) from error
+    if b"\0" in beginning:
+        raise _no_text(file, "a zero byte")
+
+
+def _decoded(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _no_text(file, str(error)) from error
+
+
+def _no_text(file: Path, reason: str) -> InvalidDataError:
+    return InvalidDataError(
+        found=f"no text in {file} ({reason})",
+        expected="UTF-8 text, JSON lines, or token ids in a .npy or .bin file",
+        hint="convert the file, or name it as what it is",
+    )
+
+
+def _readable(file: Path) -> Iterator[str]:
+    """The content of a file of a folder; nothing where it is empty, unreadable, binary or not UTF-8."""
+    try:
+        content = file.read_bytes().decode()
+    except (OSError, UnicodeDecodeError):
+        return
+    if content and "\0" not in content:
+        yield content
+
+
+def _json_lines(file: Path, text_key: str) -> Iterator[str]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                raise _bad_line(file, number, f"no JSON ({error})", text_key) from error
+            if not isinstance(entry, dict) or not isinstance(entry.get(text_key), str):
+                keys = ", ".join(entry) if isinstance(entry, dict) else type(entry).__name__
+                raise _bad_line(file, number, keys or "an empty object", text_key)
+            yield entry[text_key]
+
+
+def _bad_line(file: Path, number: int, found: str, text_key: str) -> InvalidDataError:
+    return InvalidDataError(
+        found=f"{found} in line {number} of {file}",
+        expected=f"a JSON object with a string under {text_key!r}",
+        hint="name the key that holds the text with --text-key",
+    )
+
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +250,12 @@ def prepare_text(path: Path, options: TextOptions, *, folder: Path | None = None
     ``folder`` is that of the cache. Raises `InvalidDataError` where there is no text or no room to write.
     """
     tokenizer = open_tokenizer(options.tokenizer)
-    if _is_read_in_place(path, options, tokenizer):
+    if (
+        path.is_file()
+        and path.suffix not in JSON_LINES_SUFFIXES
+        and isinstance(tokenizer, ByteTokenizer)
+        and options.max_bytes is None
+    ):
         check_is_text(path)
         return path
     name = _key(path, options, tokenizer) + smallest_type(tokenizer.vocab_size)
@@ -92,15 +293,6 @@ def check_vocabulary(options: TextOptions, vocab_size: int) -> None:
             expected=f"{needed} or more",
             hint="use a model with a larger vocabulary, another tokenizer, or token ids as .npy or .bin",
         )
-
-
-def _is_read_in_place(path: Path, options: TextOptions, tokenizer: TextTokenizer) -> bool:
-    return (
-        path.is_file()
-        and path.suffix not in JSON_LINES_SUFFIXES
-        and isinstance(tokenizer, ByteTokenizer)
-        and options.max_bytes is None
-    )
 
 
 def _key(path: Path, options: TextOptions, tokenizer: TextTokenizer) -> str:

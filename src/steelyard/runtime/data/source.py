@@ -1,20 +1,41 @@
-"""What ``--data PATH`` means for a model: token files are read as they are, text is tokenized, images are folders.
+"""What ``--data PATH`` means for a model: token files are read as they are, text is tokenized, others are folders.
 
-What has features beside token ids is a folder of arrays.
+| model                 | a folder                                                                                     |
+|-----------------------|----------------------------------------------------------------------------------------------|
+| image classification  | the images of its subfolders in the order of names; a subfolder is a class, numbered by name |
+| features beside text  | ``features.npy`` [N, ...] of the model's shape and ``tokens.npy`` [N, S] with the token ids  |
+
+``synthetic`` makes samples up: of images noise over a pattern of each class's own, so that there is something to learn;
+of features noise, with token ids without meaning.
+
+An image file is scaled until it just covers the model's image, cut to its middle, and its values are mapped from 0…255
+to -1…1, by Pillow. Of token ids that are longer than the plan's sequences the first are read; -100 stands where there
+is no target. Beside images they are the text alone, which stands behind the places of the image. Not done: random
+crops, flips and other augmentation; text before an image; features of files of sound or images, which a model's own
+feature extractor makes.
+
+Samples for a user's own module: tensors of a file, by the names that they have in the sample, or that sample.
 """
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, TypeAlias
 
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from steelyard.errors import InvalidDataError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
-from steelyard.runtime.data.features import FeatureFolder, SyntheticFeatures
+from steelyard.model.split import SplitFeatures
+from steelyard.modules.model_inputs import IGNORED, fitting_tokens
+from steelyard.modules.own_pieces import OwnModel
 from steelyard.runtime.data.files import is_token_file, open_bytes, open_token_file
-from steelyard.runtime.data.images import ImageData, ImageFolder, ImageShape, SyntheticImages
-from steelyard.runtime.data.masking import MaskedData
-from steelyard.runtime.data.prefix_lm import PrefixLmData
+from steelyard.runtime.data.order import SampleOrder, mixed
 from steelyard.runtime.data.prepare import (
     SYNTHETIC,
     TextOptions,
@@ -23,19 +44,244 @@ from steelyard.runtime.data.prepare import (
     mask_token,
     prepare_text,
 )
-from steelyard.runtime.data.samples import Samples
-from steelyard.runtime.data.tokens import MadeUpTokens, TokenData
+from steelyard.runtime.data.tokens import MadeUpTokens, MaskedData, PrefixLmData, Samples, TokenData
 
 
-class SampleData(Protocol):
-    """Samples in an order that no plan changes."""
+class OwnData:
+    """Samples in an order that the seed decides: rows of a safetensors file, or of the module's own sample."""
 
-    @property
-    def num_samples(self) -> int:
-        """Samples of an epoch."""
+    def __init__(self, path: Path, model: OwnModel, *, seed: int) -> None:
+        own = model.split
+        self._leaves, self._tree = pytree.tree_flatten(model.sample)
+        if str(path) == SYNTHETIC:
+            tensors: list[Any] = [each for each in self._leaves if isinstance(each, Tensor)]
+            counts = {tensors[0].shape[0]}
+        else:
+            tensors = _opened_tensors(path, [each.path for each in own.inputs])
+            counts = {each.get_shape()[0] for each in tensors}
+            for wanted, found in zip(own.inputs, tensors, strict=True):
+                if tuple(found.get_shape()[1:]) != wanted.shape:
+                    raise InvalidDataError(
+                        found=f"{wanted.path} of shape {found.get_shape()} in {path}",
+                        expected=f"{wanted.shape} for each sample, as in the one that was planned with",
+                        hint="write samples of that shape, or plan with another sample",
+                    )
+        if len(counts) > 1 or 0 in counts:
+            raise InvalidDataError(
+                found=f"tensors of {', '.join(map(str, sorted(counts)))} samples in {path}",
+                expected="as many samples in each, 1 or more",
+                hint="write the tensors of the same samples",
+            )
+        self.num_samples = counts.pop()
+        self._tensors = tensors
+        self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
 
-    def read(self, samples: list[int]) -> Tensor | Samples:
-        """These samples of the run, counted from its first step on."""
+    def read(self, samples: list[int]) -> Any:
+        """What the sample that was planned with is, for these samples."""
+        rows = [self._order.data_sample(sample) for sample in samples]
+        taken = iter(torch.stack([each[row : row + 1][0] for row in rows]) for each in self._tensors)
+        leaves = [next(taken) if isinstance(each, Tensor) else each for each in self._leaves]
+        return pytree.tree_unflatten(leaves, self._tree)
+
+
+def _opened_tensors(path: Path, names: list[str]) -> list[Any]:
+    """Tensors of a file of which rows can be read; raises `InvalidDataError` where one is missing."""
+    check_data_path(path)
+    try:
+        file = safe_open(path, framework="pt")
+        there = list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise InvalidDataError(
+            found=f"{path}: {str(error).splitlines()[0]}",
+            expected="a safetensors file, or synthetic",
+            hint=f"write it with safetensors.torch.save_file, tensors {', '.join(names)}",
+        ) from error
+    missing = [name for name in names if name not in there]
+    if missing:
+        raise InvalidDataError(
+            found=f"{path} with {', '.join(there) or 'nothing'}",
+            expected=f"tensors {', '.join(names)}, samples first",
+            hint=f"add {', '.join(missing)}",
+        )
+    return [file.get_slice(name) for name in names]
+
+
+FEATURES, TOKENS = "features.npy", "tokens.npy"
+
+
+class SyntheticFeatures:
+    """Noise that the seed and a sample's number decide, with the samples of ``tokens``."""
+
+    def __init__(self, features: SplitFeatures, tokens: TokenData, *, seed: int) -> None:
+        self.num_samples = tokens.num_samples
+        self._features, self._tokens, self._seed = features, tokens, mixed(seed)
+
+    def read(self, samples: list[int]) -> Samples:
+        """Features [len, ...] and token ids [len, S]."""
+        shape = self._features.shape
+        noise = [np.random.default_rng((self._seed, each)).standard_normal(shape, np.float32) for each in samples]
+        labels = fitting_tokens(self._tokens.read(samples)[:, :-1], self._features)
+        return Samples(inputs=torch.from_numpy(np.stack(noise)), labels=labels)
+
+
+class FeatureFolder:
+    """Arrays of a folder, in an order that the seed decides; raises `InvalidDataError` if they are not the model's."""
+
+    def __init__(self, folder: Path, of: SplitFeatures, *, seq_len: int, vocab_size: int, seed: int) -> None:
+        self._features, self._tokens = (_opened(folder / name) for name in (FEATURES, TOKENS))
+        self._before = max(of.places - 1, 0)
+        shape, seq_len = of.shape, seq_len - self._before
+        self._folder, self._seq_len, self._vocab_size = folder, seq_len, vocab_size
+        self.num_samples = len(self._features)
+        if self._features.shape[1:] != shape:
+            raise _wrong(folder / FEATURES, self._features.shape, f"[N, {', '.join(map(str, shape))}]")
+        if self._tokens.ndim != 2 or len(self._tokens) != self.num_samples or self._tokens.shape[1] < seq_len:
+            raise _wrong(folder / TOKENS, self._tokens.shape, f"[{self.num_samples}, {seq_len} or more]")
+        self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
+
+    def read(self, samples: list[int]) -> Samples:
+        """Features [len, ...] and token ids [len, S]."""
+        places = [self._order.data_sample(each) for each in samples]
+        features = np.stack([self._features[place] for place in places]).astype(np.float32)
+        tokens = np.stack([self._tokens[place, : self._seq_len] for place in places]).astype(np.int64)
+        foreign = tokens[(tokens != IGNORED) & ((tokens < 0) | (tokens >= self._vocab_size))]
+        if foreign.size:
+            raise InvalidDataError(
+                found=f"token {foreign[0]} in {self._folder / TOKENS}",
+                expected=f"token ids from 0 to {self._vocab_size - 1}, the model's vocabulary, or {IGNORED}",
+                hint="tokenize the data with the vocabulary of the model",
+            )
+        labels = np.pad(tokens, ((0, 0), (self._before, 0)), constant_values=IGNORED)
+        return Samples(inputs=torch.from_numpy(features), labels=torch.from_numpy(labels))
+
+
+def _opened(file: Path) -> np.ndarray:
+    try:
+        found = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise InvalidDataError(
+            found=f"{file}: {error}",
+            expected=f"a folder with the arrays {FEATURES} and {TOKENS}",
+            hint="write them with numpy.save, or train on made-up samples with --data synthetic",
+        ) from error
+    if not len(found.shape) or not len(found):
+        raise _wrong(file, found.shape, "at least one sample")
+    return found
+
+
+def _wrong(file: Path, shape: tuple[int, ...], expected: str) -> InvalidDataError:
+    return InvalidDataError(
+        found=f"an array of {list(shape)} in {file}",
+        expected=expected,
+        hint="give what the model's own feature extractor and tokenizer make, or plan for another --seq-len",
+    )
+
+
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+_NUM_SYNTHETIC = 1 << 20
+_PATTERN_SIZE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageShape:
+    """What a model reads, ``num_channels`` × ``height`` × ``width``, and how many classes it tells apart."""
+
+    num_channels: int
+    height: int
+    width: int
+    num_classes: int
+
+
+class ImageData(ABC):
+    """Images and their classes, in an order that the seed decides."""
+
+    def __init__(self, shape: ImageShape, *, num_samples: int, seed: int) -> None:
+        self.num_samples, self._shape = num_samples, shape
+        self._order = SampleOrder(num_samples=num_samples, seed=seed)
+
+    @abstractmethod
+    def image(self, data_sample: int) -> tuple[np.ndarray, int]:
+        """The values [C, H, W], from -1 to 1, of one image, and its class."""
+
+    def read(self, samples: list[int]) -> Samples:
+        """Images [len, C, H, W] and their classes."""
+        images, classes = zip(*(self.image(self._order.data_sample(sample)) for sample in samples), strict=True)
+        return Samples(inputs=torch.from_numpy(np.stack(images)), labels=torch.tensor(classes))
+
+
+class SyntheticImages(ImageData):
+    """Endless images: the pattern of a class in blocks, with noise that the seed and the image's number decide."""
+
+    def __init__(self, shape: ImageShape, *, seed: int) -> None:
+        super().__init__(shape, num_samples=_NUM_SYNTHETIC, seed=seed)
+        self._seed = seed
+
+    def image(self, data_sample: int) -> tuple[np.ndarray, int]:
+        """A noisy pattern."""
+        shape = self._shape
+        label = data_sample % shape.num_classes
+        pattern = np.random.default_rng((mixed(self._seed), 0, label)).uniform(
+            -0.5, 0.5, (shape.num_channels, _PATTERN_SIZE, _PATTERN_SIZE)
+        )
+        rows, columns = (np.arange(size) * _PATTERN_SIZE // size for size in (shape.height, shape.width))
+        size = (shape.num_channels, shape.height, shape.width)
+        noise = np.random.default_rng((mixed(self._seed), 1, data_sample)).uniform(-0.5, 0.5, size)
+        return (pattern[:, rows][:, :, columns] + noise).astype(np.float32), label
+
+
+class ImageFolder(ImageData):
+    """The images of a folder of classes; raises `InvalidDataError` if there are none, or more classes than outputs."""
+
+    def __init__(self, folder: Path, shape: ImageShape, *, seed: int) -> None:
+        classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        self._files = [
+            (file, label)
+            for label, place in enumerate(classes)
+            for file in sorted(path for path in place.rglob("*") if path.suffix.lower() in _IMAGE_SUFFIXES)
+        ]
+        if not self._files:
+            raise InvalidDataError(
+                found=f"no images in the folders of {folder}",
+                expected="a folder for each class that holds its images (" + ", ".join(_IMAGE_SUFFIXES) + ")",
+                hint="check the path, or train on made-up images with --data synthetic",
+            )
+        if len(classes) > shape.num_classes:
+            raise InvalidDataError(
+                found=f"{len(classes)} classes in {folder}",
+                expected=f"at most {shape.num_classes}, the outputs of the model",
+                hint="use a model with more outputs (num_labels or id2label in its config)",
+            )
+        super().__init__(shape, num_samples=len(self._files), seed=seed)
+
+    def image(self, data_sample: int) -> tuple[np.ndarray, int]:
+        """An image of the folder; raises `InvalidDataError` if it cannot be read any more."""
+        file, label = self._files[data_sample]
+        return _read_image(file, self._shape), label
+
+
+def _read_image(file: Path, shape: ImageShape) -> np.ndarray:
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError as error:
+        raise InvalidDataError(
+            found=f"image files, {file.name} for one, and no Pillow to read them",
+            expected="the package pillow",
+            hint="pip install pillow, or train on made-up images with --data synthetic",
+        ) from error
+    try:
+        with Image.open(file) as opened:
+            converted = opened.convert("L" if shape.num_channels == 1 else "RGB")
+            square = ImageOps.fit(converted, (shape.width, shape.height))
+    except (OSError, UnidentifiedImageError) as error:
+        raise InvalidDataError(
+            found=f"{file}: {error}", expected="an image", hint="restore or remove the file"
+        ) from error
+    values = np.asarray(square, dtype=np.float32).reshape(shape.height, shape.width, -1)
+    return np.ascontiguousarray(values.transpose(2, 0, 1)) / 127.5 - 1
+
+
+SampleData: TypeAlias = TokenData | PrefixLmData | MaskedData | ImageData | FeatureFolder | SyntheticFeatures
+"""Samples in an order that no plan changes."""
 
 
 def open_samples(path: str | Path, text: TextOptions, chain: ModelChain, *, seq_len: int, seed: int) -> SampleData:
@@ -44,11 +290,19 @@ def open_samples(path: str | Path, text: TextOptions, chain: ModelChain, *, seq_
     Raises `InvalidDataError` if the path is missing, holds nothing of the kind, is shorter than one sample, or does not
     belong to the model's vocabulary or classes.
     """
-    task = chain.family.task
+    task, is_made_up = chain.family.task, str(path) == SYNTHETIC
+    if not is_made_up:
+        check_data_path(path)
     if task is Task.IMAGE_CLASSIFICATION:
-        return open_images(Path(path), chain, seed=seed)
+        assert chain.image is not None, "a model of images has an image size"
+        num_channels, height, width = chain.image
+        shape = ImageShape(num_channels=num_channels, height=height, width=width, num_classes=chain.vocab_size)
+        return SyntheticImages(shape, seed=seed) if is_made_up else ImageFolder(Path(path), shape, seed=seed)
     if chain.features:
-        return open_features(Path(path), chain, seq_len=seq_len, seed=seed)
+        options = {"seq_len": seq_len, "vocab_size": chain.vocab_size, "seed": seed}
+        if is_made_up:
+            return SyntheticFeatures(chain.features, open_data(path, TextOptions(), **options), seed=seed)
+        return FeatureFolder(Path(path), chain.features, **options)
     length = 2 * seq_len if task is Task.SEQ2SEQ_LM else seq_len
     tokens = open_data(path, text, seq_len=length, vocab_size=chain.vocab_size, seed=seed)
     if task is Task.SEQ2SEQ_LM:
@@ -73,24 +327,3 @@ def open_data(path: str | Path, text: TextOptions, *, seq_len: int, vocab_size: 
         prepared = prepare_text(path, text)
         tokens = open_bytes(path) if prepared == path else open_token_file(prepared, vocab_size=vocab_size)
     return TokenData(tokens, name=str(path), seq_len=seq_len, vocab_size=vocab_size, seed=seed)
-
-
-def open_features(path: Path, chain: ModelChain, *, seq_len: int, seed: int) -> SyntheticFeatures | FeatureFolder:
-    """Features of the model's shape with token ids: those of a folder, or made-up ones for ``synthetic``."""
-    assert chain.features is not None
-    options = {"seq_len": seq_len, "vocab_size": chain.vocab_size, "seed": seed}
-    if str(path) == SYNTHETIC:
-        return SyntheticFeatures(chain.features, open_data(path, TextOptions(), **options), seed=seed)
-    check_data_path(path)
-    return FeatureFolder(path, chain.features, **options)
-
-
-def open_images(path: Path, chain: ModelChain, *, seed: int) -> ImageData:
-    """Labelled images of the model's size: those of a folder, or made-up ones where ``path`` is ``synthetic``."""
-    assert chain.image is not None, "a model of images has an image size"
-    num_channels, height, width = chain.image
-    shape = ImageShape(num_channels=num_channels, height=height, width=width, num_classes=chain.vocab_size)
-    if str(path) == SYNTHETIC:
-        return SyntheticImages(shape, seed=seed)
-    check_data_path(path)
-    return ImageFolder(path, shape, seed=seed)

@@ -1,24 +1,43 @@
-"""Samples of next-token prediction: ``seq_len`` + 1 consecutive tokens, sample ``i`` from token ``i · seq_len`` on."""
+"""Samples of token ids from a stream of tokens, for each task of text.
 
-from typing import Protocol
+| task              | a sample                                                                                         |
+|-------------------|--------------------------------------------------------------------------------------------------|
+| next token        | ``seq_len`` + 1 consecutive tokens, sample ``i`` from token ``i · seq_len`` on                   |
+| encoder, decoder  | ``seq_len`` tokens to read, and the ``seq_len`` tokens after them to write                       |
+| masked token      | ``seq_len`` consecutive tokens, some hidden; labels elsewhere are `IGNORED`                      |
+
+Exactly ``num_masked(seq_len)`` tokens of a masked sample are chosen, by a generator that the seed and the sample's
+number in the run decide: every plan and a resumed run hide the same tokens, another epoch hides others, and every rank
+knows the number of predictions in a global batch without asking. Of the chosen ones 80 % are replaced by the mask
+token, 10 % by any token, and 10 % stay.
+
+Sources: Devlin et al. 2019, section 3.1, where the number is 15 % on average and not exact per sample; Raffel et al.
+2020, section 3.2.1 (prefix language modelling). Not done: span corruption.
+"""
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from steelyard.errors import InvalidDataError
-from steelyard.runtime.data.order import SampleOrder
+from steelyard.modules.model_inputs import IGNORED
+from steelyard.runtime.data.files import TokenFile
+from steelyard.runtime.data.order import SampleOrder, mixed
 
 
-class TokenSource(Protocol):
-    """A stream of token ids."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Some samples: what enters the first layer and what the last one compares with, the sample first in both."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the stream."""
+    inputs: Tensor
+    labels: Tensor
 
-    def read(self, first: int, count: int) -> np.ndarray:
-        """``count`` token ids from token ``first`` on, as 64-bit numbers."""
+    @classmethod
+    def of(cls, read: "Tensor | Samples") -> "Samples":
+        """Samples as they are, or those of next-token prediction in token ids [N, S + 1]."""
+        return cls(inputs=read[:, :-1], labels=read[:, 1:]) if isinstance(read, Tensor) else read
 
 
 class MadeUpTokens:
@@ -45,7 +64,9 @@ class TokenData:
     Raises `InvalidDataError` if the stream is shorter than one sample.
     """
 
-    def __init__(self, tokens: TokenSource, *, name: str, seq_len: int, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self, tokens: TokenFile | MadeUpTokens, *, name: str, seq_len: int, vocab_size: int, seed: int
+    ) -> None:
         self.num_samples = (tokens.num_tokens - 1) // seq_len
         if self.num_samples < 1:
             raise InvalidDataError(
@@ -53,23 +74,16 @@ class TokenData:
                 expected=f"at least {seq_len + 1}, one sample of the plan's sequence length {seq_len}",
                 hint="give more data, or plan for a shorter --seq-len",
             )
-        self._tokens = tokens
-        self._name = name
-        self._seq_len = seq_len
-        self._vocab_size = vocab_size
+        self._tokens, self._name, self._seq_len, self._vocab_size = tokens, name, seq_len, vocab_size
         self._order = SampleOrder(num_samples=self.num_samples, seed=seed)
 
     def read(self, samples: list[int]) -> Tensor:
         """Tokens [len, S + 1]."""
         return torch.stack([self.sample(sample) for sample in samples])
 
-    def sample_position(self, sample: int) -> int:
-        """First token of the ``sample``-th sample of the run, counted from its first step on."""
-        return self._order.data_sample(sample) * self._seq_len
-
     def sample(self, sample: int) -> Tensor:
         """The tokens [S + 1] of the ``sample``-th sample of the run; raises `InvalidDataError` for a foreign token."""
-        first = self.sample_position(sample)
+        first = self._order.data_sample(sample) * self._seq_len
         tokens = self._tokens.read(first, self._seq_len + 1)
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= self._vocab_size:
@@ -80,3 +94,61 @@ class TokenData:
                 hint="tokenize the data with the vocabulary of the model",
             )
         return torch.from_numpy(tokens)
+
+
+class PrefixLmData:
+    """Samples of two halves from those of ``tokens``, which holds 2 · ``seq_len`` + 1 tokens a sample."""
+
+    def __init__(self, tokens: TokenData) -> None:
+        self.num_samples = tokens.num_samples
+        self._tokens = tokens
+
+    def read(self, samples: list[int]) -> Samples:
+        """Sources and targets [len, S]."""
+        source, target = self._tokens.read(samples)[:, :-1].chunk(2, dim=1)
+        return Samples(inputs=source, labels=target)
+
+
+MASKED_SHARE = 0.15
+_REPLACED, _ANY_TOKEN = 0.8, 0.9
+
+
+def num_masked(seq_len: int) -> int:
+    """Tokens of a sample that are predicted."""
+    return max(1, round(MASKED_SHARE * seq_len))
+
+
+class MaskedData:
+    """Samples of masked-token prediction from those of ``tokens``; raises `InvalidDataError` for a foreign mask token.
+
+    ``tokens`` holds ``seq_len`` + 1 tokens a sample, of which the last is left out.
+    """
+
+    def __init__(self, tokens: TokenData, *, mask_token: int | None, vocab_size: int, seed: int) -> None:
+        if mask_token is None or not 0 <= mask_token < vocab_size:
+            raise InvalidDataError(
+                found="no mask token" if mask_token is None else f"mask token {mask_token}",
+                expected=f"a token id from 0 to {vocab_size - 1} that stands for a hidden token",
+                hint="give a tokenizer with a mask token (--tokenizer), or its id (--mask-token)",
+            )
+        self.num_samples = tokens.num_samples
+        self._tokens, self._mask_token, self._vocab_size, self._seed = tokens, mask_token, vocab_size, seed
+
+    def read(self, samples: list[int]) -> Samples:
+        """Inputs and labels [len, S]."""
+        pairs = [self.sample(sample) for sample in samples]
+        inputs, labels = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
+        return Samples(inputs=inputs, labels=labels)
+
+    def sample(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
+        """Input [S] and labels [S] of the ``sample``-th sample of the run."""
+        tokens = self._tokens.sample(sample).numpy()[:-1]
+        generator = np.random.default_rng((mixed(self._seed), sample))
+        chosen = generator.choice(len(tokens), num_masked(len(tokens)), replace=False, shuffle=False)
+        fate = generator.random(len(chosen))
+        replacement = np.where(fate < _REPLACED, self._mask_token, tokens[chosen])
+        any_token = generator.integers(0, self._vocab_size, len(chosen))
+        replacement = np.where((fate >= _REPLACED) & (fate < _ANY_TOKEN), any_token, replacement)
+        inputs, labels = tokens.copy(), np.full_like(tokens, IGNORED)
+        inputs[chosen], labels[chosen] = replacement, tokens[chosen]
+        return inputs, labels

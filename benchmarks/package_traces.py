@@ -1,4 +1,4 @@
-"""Makes what the package brings for planning without torch: ``python -m steelyard.tracer.package`` (``make traces``).
+"""Makes what the package brings for planning without torch: ``python benchmarks/package_traces.py`` (``make traces``).
 
 For every packaged model how it splits, and its trace. A trace is taken at three lengths of each
 span and compared at further ones, its ends among them; where the parabola through the three misses, the usual lengths
@@ -9,7 +9,7 @@ import argparse
 import gzip
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from importlib import resources
@@ -24,9 +24,9 @@ from steelyard.model.read import (
     load_config,
     model_names,
     packaged_split,
-    packaged_split_text,
     packaged_structure,
 )
+from steelyard.model.split import SPLIT_VERSION, ModelSplit
 from steelyard.plan.file import default_folder
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import Profile
@@ -93,6 +93,17 @@ def _files_of_split(chain: ModelChain) -> list[Path]:
             content = packaged_split_text(each, structure, {"transformers": _version("transformers")})
             write(folder / f"{name}.json", content.encode())
     return [folder / f"{name}.json" for name in (chain.config_hash, structure)]
+
+
+def packaged_split_text(split: ModelSplit, structure: str, made_with: Mapping[str, str]) -> str:
+    """The content of a file that `packaged_split` reads."""
+    content: dict[str, Any] = {
+        "split_version": SPLIT_VERSION,
+        "made_with": dict(made_with),
+        "structure": structure,
+        "split": split.model_dump(mode="json"),
+    }
+    return json.dumps(content) + "\n"
 
 
 def write(file: Path, content: bytes) -> None:
