@@ -40,7 +40,7 @@ from steelyard.plan.strategy import Level, Strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of
 from steelyard.planning.request import make_request
-from steelyard.planning.variants import pool_baselines
+from steelyard.planning.variants import group_answers
 from steelyard.units import format_seconds
 
 NETWORK = "{name: 1 Gb/s between nodes, bandwidth_GBps: 0.117, latency_us: 30}"
@@ -151,7 +151,7 @@ def compare(case: Case) -> None:
     order = ", ".join(f"{each.name} × {each.num_stages} stages" for each in prediction.pools)
     print(f"{case.name}\n  {format_seconds(prediction.step_time_s)} a step: {order}")
     print(f"  {prediction.certificate}; searched in {spent_s:.1f} s of CPU")
-    for baseline in pool_baselines(job, Decisions(), prediction.step_time_s):
+    for baseline in (each.beside(prediction.step_time_s) for each in group_answers(job, Decisions())):
         words = "does not fit" if baseline.step_time_s is None else format_seconds(baseline.step_time_s)
         slower = "" if baseline.slowdown is None else f", {baseline.slowdown:+.1%}"
         print(f"  {baseline.name}: {words}{slower}")

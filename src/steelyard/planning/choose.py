@@ -159,7 +159,7 @@ def _plan_within(
         _certificate(found.search, first, len(candidates), time_limit_s if was_cut else None),
         lower_bound_s=found.search.lower_bound_s,
         alternatives=(*lost, *(() if job.is_mixed else _not_simulated(job, found, first, len(candidates)))),
-        found=found.ranked,
+        found=[(each.plan, predict(each.plan, job).step_time_s) for each in found.ranked] if job.is_mixed else (),
     )
     return replace(
         result,

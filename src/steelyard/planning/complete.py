@@ -29,7 +29,7 @@ from steelyard.planning.plan_from_search import accept
 from steelyard.planning.price import peak_bytes, prediction_of, with_cost
 from steelyard.planning.request import GivenProfiles, PlanRequest, make_request
 from steelyard.planning.sizes import largest_batch, longest_sequence
-from steelyard.planning.variants import Answer, Study, baselines, pool_baselines
+from steelyard.planning.variants import Answer, Study, baselines, group_answers
 from steelyard.planning.why_not import pin_error
 from steelyard.search import OnDemand
 from steelyard.units import format_bytes
@@ -216,8 +216,7 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
         return result
     if result.job.is_mixed:
         progress("searching each pool alone, and even cuts, to compare with")
-        baselines = pool_baselines(result.job, request.decisions, _step_s(result.plan))
-        result = replace(result, plan=_with_baselines(result.plan, baselines))
+        result = _compared_with_groups(result, request.decisions)
     else:
         result = _completed(result, request, result.job, progress)
     assert result.plan is not None, "as before"
@@ -276,7 +275,7 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
     study = Study(solved, job, tables=tables, time_limit_s=limit_s)
     found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
     best, *others = study.reconciled([found, *(study.answer(each) for each in baselines())])
-    plan = _at_least_as_fast(result.plan, best, job)
+    plan = _at_least_as_fast(result, best)
     plan = _with_baselines(plan, [each.beside(_step_s(plan)) for each in others])
     if request.num_fallbacks:
         progress("searching plans of less memory")
@@ -295,11 +294,30 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def _at_least_as_fast(plan: Plan, best: Answer, job: Job) -> Plan:
-    """The plan, or the best answer to a restriction of its request if that is faster: it is as allowed.
+def _compared_with_groups(result: PlanningResult, decisions: Decisions) -> PlanningResult:
+    """The result over several device groups beside the best plans on one of them, one of which it is if that is
+    faster and has what was decided: a plan may leave devices out."""
+    answers = group_answers(result.job, decisions)
+    allowed = [each for each in answers if each.plan is not None and _is_allowed(each.plan, result.job, decisions)]
+    plan = _at_least_as_fast(result, min(allowed, key=lambda each: each.step_s, default=Answer(name="none")))
+    return replace(result, plan=_with_baselines(plan, [each.beside(_step_s(plan)) for each in answers]))
 
-    So it is where a time limit or an open gap let the search of the whole space end before.
+
+def _is_allowed(plan: Plan, job: Job, decisions: Decisions) -> bool:
+    """Whether a plan on one device group fits into what the job leaves there, in as many stages as decided."""
+    stages = zip(predict(plan, job).stages, job.jobs(plan), strict=True)
+    fits = all(stage.total_bytes <= own.budget_bytes for stage, own in stages)
+    return fits and decisions.num_stages in (None, plan.num_stages)
+
+
+def _at_least_as_fast(result: PlanningResult, best: Answer) -> Plan:
+    """The plan of a result, or the best answer to a restriction of its request if that is faster: it is as allowed.
+
+    So it is where a time limit or an open gap let the search of the whole space end before, or where the simulator
+    ranks plans otherwise than the search's closed form.
     """
+    plan, job = result.plan, result.job
+    assert plan is not None, "compared where there is a plan"
     if best.plan is None or best.step_s >= _step_s(plan) or plan.prediction is None:
         return plan
     bound_s = min(plan.prediction.lower_bound_s, best.step_s)
@@ -310,15 +328,10 @@ def _at_least_as_fast(plan: Plan, best: Answer, job: Job) -> Plan:
         Certificate(status="gap", gap=1 - bound_s / best.step_s),
         lower_bound_s=bound_s,
         alternatives=plan.prediction.alternatives,
+        found=[(plan, _step_s(plan)), *((each, cost.step_time_s) for each, cost in result.others)],
     )
-    return plan.model_copy(
-        update={
-            "num_microbatches": best.plan.num_microbatches,
-            "schedule": best.plan.schedule,
-            "stages": best.plan.stages,
-            "prediction": prediction,
-        }
-    )
+    kept = {"asked": plan.asked, "next_best": plan.next_best, "prediction": prediction}
+    return best.plan.model_copy(update=kept)
 
 
 def _with_baselines(plan: Plan, baselines: Sequence[ComparedBaseline]) -> Plan:

@@ -23,8 +23,8 @@ from steelyard.planning.variants import (
     Study,
     Variant,
     baselines,
+    group_answers,
     other_pipelines,
-    pool_baselines,
     within,
     without_techniques,
 )
@@ -66,7 +66,8 @@ def explain_plan(
 
 def explain_pools(plan: Plan, job: Job, decisions: Decisions) -> Explanation:
     """Return what a plan over several pools gains over each of them alone, and over even cuts."""
-    return Explanation(binds="", rivals=pool_baselines(job, decisions, predict(plan, job).step_time_s))
+    step_s = predict(plan, job).step_time_s
+    return Explanation(binds="", rivals=tuple(each.beside(step_s) for each in group_answers(job, decisions)))
 
 
 def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) -> tuple[Explanation, tuple[str, ...]]:

@@ -14,7 +14,7 @@ from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.job import job_of
 from steelyard.planning.margin import warnings_of
-from steelyard.planning.plan_from_search import Accepted, assemble_plan
+from steelyard.planning.plan_from_search import assemble_plan
 from steelyard.planning.problem import microbatch_counts
 from steelyard.planning.request import Elsewhere, PlanRequest, request_of_plan
 from steelyard.schedules import USUAL, PipelineConfig
@@ -63,12 +63,12 @@ def prediction_of(
     *,
     lower_bound_s: float = 0.0,
     alternatives: tuple[Alternative, ...] = (),
-    found: Sequence[Accepted] = (),
+    found: Sequence[tuple[Plan, float]] = (),
 ) -> Prediction:
     """What is predicted of a plan that has this cost, and what is proven of it.
 
-    No measured runs are like those over several pools. Of a pool that the plan leaves out is said what the plans that
-    were ``found`` with it take.
+    No measured runs are like those over several pools. A pool that the plan leaves out is said to cost what the plans
+    ``found`` with it take, each given with the seconds of its step.
     """
     first, is_mixed = job.jobs(plan)[0], job.is_mixed
     return Prediction(
@@ -90,7 +90,7 @@ def prediction_of(
     )
 
 
-def _pool_uses(job: Job, plan: Plan, step_time_s: float, found: Sequence[Accepted]) -> tuple[PoolUse, ...]:
+def _pool_uses(job: Job, plan: Plan, step_time_s: float, found: Sequence[tuple[Plan, float]]) -> tuple[PoolUse, ...]:
     """The pools of a job as a plan uses them; the plans ``found`` say what those it leaves out would have cost."""
     names, own = plan.cluster.split("+"), job.jobs(plan)
     places = {name: place for place, name in enumerate(names)}
@@ -110,8 +110,8 @@ def _pool_uses(job: Job, plan: Plan, step_time_s: float, found: Sequence[Accepte
     )
 
 
-def _why_left_out(name: str, step_time_s: float, found: Sequence[Accepted]) -> str:
-    using = [each.outcome.score_s for each in found if name in each.plan.cluster.split("+")]
+def _why_left_out(name: str, step_time_s: float, found: Sequence[tuple[Plan, float]]) -> str:
+    using = [step_s for plan, step_s in found if name in plan.cluster.split("+")]
     if not using:
         return f"no plan with it that fits is known; none with it was found below {format_seconds(step_time_s)} a step"
     more = min(using) / step_time_s - 1

@@ -247,7 +247,7 @@ class GroupSpace:
         counts = microbatch_counts(job.global_batch)
         self._known = [KnownCosts(counts) for _ in job.groups]
         self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
-        self._stage_layers: dict[tuple[int, int, int, int, bool], _StageLayers] = {}
+        self._stage_layers: dict[tuple[int, int, int, int, bool, bool], _StageLayers] = {}
         self._known_runs: dict[tuple[int, ...], HeldRuns] = {}
         self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.layer_types)).tolist()
         self._computed: dict[tuple[int, int, int], tuple[list[float], PricedLayers]] = {}
@@ -328,26 +328,27 @@ class GroupSpace:
     def _runs_of(self, config: PlacedPipeline) -> tuple[list[tuple[HeldRuns, int]], list[float]]:
         """Of every stage its runs with the microbatches in flight, and what it takes for handing over."""
         pipeline = config.pipeline
-        runs = [self._runs(*each, pipeline) for each in config.placement.of_stages(self._job)]
+        is_alone = len(config.placement.pools) == 1
+        runs = [self._runs(*each, pipeline, is_alone) for each in config.placement.of_stages(self._job)]
         flights = map(pipeline.in_flight, range(len(runs)))
         handed = self._handed_s(config, [each.transfer_s for each in self._stages(config)])
         return list(zip(runs, flights, strict=True)), handed
 
-    def _runs(self, pool: int, size: int, pipeline: PipelineConfig) -> HeldRuns:
+    def _runs(self, pool: int, size: int, pipeline: PipelineConfig, is_alone: bool) -> HeldRuns:
         job = self._job.by_group[pool]
         apart = pipeline.num_stages if job.chain.sums_tied else 0
         count, flights = pipeline.num_microbatches, map(pipeline.in_flight, range(pipeline.num_stages))
-        key = pool, size, apart, count, min(pipeline.num_stages, 2), count in flights
+        key = pool, size, apart, count, min(pipeline.num_stages, 2), count in flights, is_alone
         if key not in self._known_runs:
             config = JobConfig(job=job, pipeline=pipeline, stage_size=size)
-            tables = build_tables(config, self._strategies(pool, size), self._known[pool], pooled=True)
+            tables = build_tables(config, self._strategies(pool, size), self._known[pool], pooled=not is_alone)
             self._known_runs[key] = HeldRuns(tables, usable_bytes(job))
         return self._known_runs[key]
 
     def _stages(self, config: PlacedPipeline, *, are_made: bool = False) -> list["_StageLayers"]:
         """``are_made`` where the tables of the stages are known, or may as well be."""
-        pipeline = _without_chunks(config.pipeline)
-        return [self._layers(*each, pipeline, are_made) for each in config.placement.of_stages(self._job)]
+        pipeline, is_alone = _without_chunks(config.pipeline), len(config.placement.pools) == 1
+        return [self._layers(*each, pipeline, are_made, is_alone) for each in config.placement.of_stages(self._job)]
 
     def _alone(self) -> Iterator[PlacedPipeline]:
         for pool, job in enumerate(self._job.by_group):
@@ -406,9 +407,9 @@ class GroupSpace:
             self._computed[key] = times_s, PricedLayers.unpriced(times_s, self._counts)
         return self._computed[key]
 
-    def _layers(self, pool: int, size: int, pipeline: PipelineConfig, are_made: bool) -> "_StageLayers":
+    def _layers(self, pool: int, size: int, pipeline: PipelineConfig, are_made: bool, is_alone: bool) -> "_StageLayers":
         stages = pipeline.num_stages if self._job.chain.sums_tied else min(pipeline.num_stages, 2)
-        key = pool, size, pipeline.num_microbatches, stages, are_made
+        key = pool, size, pipeline.num_microbatches, stages, are_made, is_alone
         if key not in self._stage_layers:
             config = JobConfig(job=self._job.by_group[pool], pipeline=pipeline, stage_size=size)
             costs = self._known[pool].of(config, self._strategies(pool, size))
@@ -418,7 +419,7 @@ class GroupSpace:
             ]
             least_s, _ = self._compute(pool, size, pipeline)
             time_s = np.repeat(np.array(least_s)[:, None], costs.legal.shape[1], axis=1)
-            time_s[made] = costs.time_s(made, config)
+            time_s[made] = costs.time_s(made, config, alike=is_alone)
             self._stage_layers[key] = _StageLayers(config=config, costs=costs, time_s=time_s, counts=self._counts)
         return self._stage_layers[key]
 

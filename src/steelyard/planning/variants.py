@@ -315,16 +315,19 @@ class Study:
         return [OnDemand.of(each) for each in found]
 
 
-def pool_baselines(job: Job, decisions: Decisions, step_s: float) -> tuple[ComparedBaseline, ...]:
-    """Return the best plan on each pool alone, not searched to the end, and that which cuts all devices into equal
-    stages of equal layers; each next to a plan whose step takes ``step_s``."""
+def group_answers(job: Job, decisions: Decisions) -> tuple[Answer, ...]:
+    """Return the best plan on each device group of a job alone, not searched to the end, and the best that cuts all
+    devices into equal stages of equal layers.
+
+    A group alone may have any number of stages: where that was decided its name says so.
+    """
     answers, free = [], decisions.model_copy(update={"num_stages": None})
+    stages = "" if decisions.num_stages is None else ", any number of stages"
     for each in job.by_group:
         result = plan_job(each, free, to_the_end=False)
         missing = result.miss.miss_bytes if result.miss else None
-        answers.append(_answer(f"{each.cluster.name} alone", result.plan, result.job, missing))
-    answers.append(_answer("even cuts over all pools", even_plan(job, decisions), job))
-    return tuple(each.beside(step_s) for each in answers)
+        answers.append(_answer(f"{each.cluster.name} alone{stages}", result.plan, result.job, missing))
+    return (*answers, _answer("even cuts over all pools", even_plan(job, decisions), job))
 
 
 def _answer(name: str, plan: Plan | None, job: Job, missing_bytes: int | None = None) -> Answer:
