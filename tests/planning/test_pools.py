@@ -22,10 +22,10 @@ from steelyard.planning.plan_from_search import accept, bare_plan
 from steelyard.planning.price import priced_or_reason, with_price
 from steelyard.planning.problem import LEVELS, GroupSpace, PlacedPipeline, make_tables
 from steelyard.planning.request import make_request, read_profile, request_of_plan
-from steelyard.planning.variants import even_plan, group_answers
+from steelyard.planning.variants import Study, even_plan, group_answers
 from steelyard.search import search
 from tests.cost.examples import SEQ_LEN, chain, measured_profile
-from tests.jobs import job_of, make_job
+from tests.jobs import job_of, make_job, request_of
 
 GIB = 2**30
 OPTIONS = Decisions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)})
@@ -219,11 +219,12 @@ def test_a_slower_link_between_pools_never_makes_the_plan_faster():
 def test_a_plan_over_pools_is_compared_with_each_of_them_and_with_even_cuts():
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32)
     plan = plan_job(job, OPTIONS).plan
-    baselines = [each.beside(plan.prediction.step_time_s) for each in group_answers(job, OPTIONS)]
+    answers = group_answers(Study(request_of(job, OPTIONS), job))
+    baselines = [each.beside(plan.prediction.step_time_s) for each in answers]
     names = [each.name for each in baselines]
     assert names == ["1x2xh100-80gb alone", "1x2xa100-80gb alone", "even cuts over all pools"]
     assert all(each.step_time_s >= plan.prediction.step_time_s for each in baselines)
-    again = explain_pools(plan, job_of(plan), OPTIONS).rivals
+    again = explain_pools(plan, Study(request_of_plan(plan, decisions=OPTIONS))).rivals
     assert [each.step_time_s for each in again] == [pytest.approx(each.step_time_s) for each in baselines]
 
 

@@ -89,7 +89,7 @@ def tight(share: float) -> Job:
 
 def studied(of: Job, *tables: OnDemand) -> Study:
     """The variants of a job, in all of its pipeline configurations or in these alone."""
-    return Study(request_of(of), of, tables=tables or None, time_limit_s=None)
+    return Study(request_of(of), of, tables=tables or None)
 
 
 @pytest.mark.slow

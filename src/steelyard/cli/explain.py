@@ -84,11 +84,11 @@ def _with_slow_nodes(explanation: Explanation, found: tuple[SlowNode, ...], reco
 def _explained(
     plan: Plan, request: PlanRequest, job: Job, why: str | None, *, everything: bool, show: Callable[[str], None]
 ) -> Explanation:
+    study = Study(request, job)
     if job.is_mixed:
-        return explain_pools(plan, job, request.decisions)
+        return explain_pools(plan, study)
     if why is not None:
         return Explanation(binds="", why_not=_why_not(request, job, why))
-    study = Study(request, job, time_limit_s=request.time_limit_s)
     return explain_plan(plan, study, everything=everything, progress=show)
 
 

@@ -36,9 +36,8 @@ from steelyard.limits import MOST_DEVICES, MOST_PRICE
 from steelyard.output import write_file
 from steelyard.plan.choices import TradeOffs
 from steelyard.plan.decisions import Decisions
-from steelyard.planning.frontier import find_trade_offs
+from steelyard.planning.frontier import find_offers, find_trade_offs
 from steelyard.planning.job import job_of
-from steelyard.planning.offers import find_offers
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.report.frontier_table import frontier_view
 from steelyard.report.html import frontier_page

@@ -21,6 +21,7 @@ from steelyard.planning.explain import explain_pools
 from steelyard.planning.price import priced_or_reason, with_cost
 from steelyard.planning.report_search import search_for_report
 from steelyard.planning.request import Elsewhere, PlanRequest
+from steelyard.planning.variants import Study
 from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes
@@ -106,7 +107,7 @@ def _studied(
             plan, request, job, cost, time_limit_s=time_limit_s, everywhere=everywhere, progress=progress
         )
     progress("searching each pool alone, and even cuts")
-    explanation = Explanation(binds="") if time_limit_s == 0 else explain_pools(plan, job, request.decisions)
+    explanation = Explanation(binds="") if time_limit_s == 0 else explain_pools(plan, Study(request, job))
     return PlanStudy(scope="plans of one pool alone, or of even cuts over all pools", explanation=explanation)
 
 

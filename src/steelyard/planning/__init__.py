@@ -5,8 +5,6 @@
 | `request`          | what a user says, or a plan → `PlanRequest`: all that planning is asked          |
 | `complete`         | request → finished plan: searched, compared, with the plans that go along        |
 | `job`              | request → job: a price for every layer, traced or measured                       |
-| `profile_file`     | plan from a measured profile → that profile's file, if it is as it was           |
-| `assumed_links`    | job with a profile of one device → the same for many, links as the cluster says  |
 | `calibration`      | job and measured runs → the job with all times scaled                            |
 | `pins`             | what layers must have, as a user writes it → cost tables that allow nothing else |
 | `impossible`       | request with pins → what of them no strategy could have                          |
@@ -17,12 +15,10 @@
 | `variants`         | request → named what-ifs, and the best plan of each                              |
 | `uniform`          | cost tables → those of one strategy everywhere                                   |
 | `why_not`          | request and a pin → what it costs, or what forbids it                            |
-| `sizes`, `devices` | request → the largest batch, the longest sequence, the fewest devices that do    |
-| `fallbacks`        | plan → others in it: of less memory to go on with, the next best to measure      |
+| `sizes`            | request → the largest batch, the longest sequence, the fewest devices that do    |
 | `explain`          | plan → what binds, its baselines, what memory is worth                           |
 | `report_search`    | plan → its frontier and baselines, as far as a time limit reaches                |
-| `frontier`         | request → time against memory, time and money against devices                    |
-| `offers`           | request and prices → the best plan on parts of the cluster, by time and money    |
+| `frontier`         | request → time against memory, time and money against devices and their parts    |
 | `not_searched`     | job → what was never searched, and why                                           |
 | `framework_fit`    | plan → the best plan that another framework can run                              |
 | `elastic`          | plan → the plan for what is left of its cluster                                  |

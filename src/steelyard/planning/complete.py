@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,15 @@ from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Fallback, Plan, Precision
 from steelyard.plan.prediction import Baseline, Certificate
-from steelyard.planning.choose import NothingFitsError, PlanningResult, device_bytes, plan_job, plan_request
-from steelyard.planning.devices import plan_fewest_devices
+from steelyard.planning.choose import NothingFitsError, PlanningResult, device_bytes, plan_request
 from steelyard.planning.impossible import refuse_impossible
 from steelyard.planning.job import job_of
 from steelyard.planning.not_searched import samples_not_measured, widened, widened_text
 from steelyard.planning.plan_from_search import accept
 from steelyard.planning.price import peak_bytes, prediction_of, with_cost
 from steelyard.planning.request import GivenProfiles, PlanRequest, make_request
-from steelyard.planning.sizes import largest_batch, longest_sequence
-from steelyard.planning.variants import Answer, Study, baselines, group_answers
+from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
+from steelyard.planning.variants import Answer, Study, baselines, group_answers, within
 from steelyard.planning.why_not import pin_error
 from steelyard.search import OnDemand
 from steelyard.units import format_bytes
@@ -42,26 +40,23 @@ ROUNDING_BYTES = 2
 """What is lost where the bytes of a device become those that tensors may fill."""
 
 
-def with_fallbacks(
-    plan: Plan,
-    job: Job,
-    decisions: Decisions,
-    *,
-    num_fallbacks: int,
-    tables: Sequence[OnDemand],
-) -> Plan:
+def with_fallbacks(plan: Plan, study: Study, *, num_fallbacks: int) -> Plan:
     """The plan with up to ``num_fallbacks`` others in it, each a fast one within a share of the memory of the plan.
 
-    Where nothing fits into a share, the last is the plan of least memory. ``tables`` are the cost tables of this job
-    and these decisions, bounded or not.
+    They save a run from ending and are not to train with, so that no search goes to the end. Where nothing fits into a
+    share, the last is the plan of least memory.
     """
     if num_fallbacks < 1 or plan.prediction is None:
         return plan
     found: list[Plan] = []
+    most_bytes = study.job.budget_bytes
     for share in MEMORY_SHARES:
         budget = math.floor(share * peak_bytes(plan))
-        result = _fastest_within(budget, job, decisions, tuple(tables))
-        less, job, tables = result.plan, result.job, result.bounded_tables
+        result = _quickly_within(study, budget)
+        if result.plan is None and result.miss is not None:
+            least_bytes = device_bytes(result.job, result.miss.needed_bytes) + ROUNDING_BYTES
+            result = _quickly_within(study, least_bytes) if least_bytes <= most_bytes else result
+        less, most_bytes = result.plan, result.job.budget_bytes
         if less is None or peak_bytes(less) >= peak_bytes(found[-1] if found else plan):
             break
         found.append(less)
@@ -99,18 +94,11 @@ def _most_promising(result: PlanningResult) -> list[OnDemand]:
     return [each.given for each in left]
 
 
-def _fastest_within(budget_bytes: int, job: Job, decisions: Decisions, tables: tuple[OnDemand, ...]) -> PlanningResult:
-    """A fast plan within a budget, or where none fits the one that misses it least within that of the job.
-
-    One that saves a run from ending, not the plan to train with: the search does not go to the end.
-    """
-    tight = job.within(budget_bytes)
-    search = partial(plan_job, decisions=decisions, top=1, tables=tables, to_the_end=False)
-    result = search(tight)
-    if result.plan is not None or result.miss is None:
-        return result
-    least_bytes = device_bytes(tight, result.miss.needed_bytes) + ROUNDING_BYTES
-    return search(job.within(least_bytes)) if least_bytes <= job.budget_bytes else result
+def _quickly_within(study: Study, budget_bytes: int) -> PlanningResult:
+    """A fast plan within a budget, found by a search that does not go to the end."""
+    result = study.plan(within("", budget_bytes), top=1, to_the_end=False)
+    assert not isinstance(result, str), "another budget leaves the decisions as they are"
+    return result
 
 
 def _as_fallback(plan: Plan) -> Fallback:
@@ -216,7 +204,7 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
         return result
     if result.job.is_mixed:
         progress("searching each pool alone, and even cuts, to compare with")
-        result = _compared_with_groups(result, request.decisions)
+        result = _compared_with_groups(result, request)
     else:
         result = _completed(result, request, result.job, progress)
     assert result.plan is not None, "as before"
@@ -236,11 +224,11 @@ def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
     if job.is_mixed:
         return plan_request(request, job)
     if request.global_batch is None:
-        grown = largest_batch(request, job, progress=progress)
+        grown = largest_batch(Study(request, job), progress=progress)
         result, notes = grown.result, grown.lines("global batch {}")
     elif request.objective == "devices":
-        fewest = plan_fewest_devices(request, job, progress=progress)
-        result, notes = fewest.result, fewest.lines()
+        result = fewest_devices(Study(request, job), progress=progress)
+        notes = list(result.notes)
     else:
         result, notes = plan_request(request, job), _unmeasured(request, job)
         free = request.decisions.model_copy(update={"pins": ()})
@@ -271,21 +259,14 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
     progress("searching the plain plans to compare with")
     assert result.plan is not None, "completed where there is a plan"
     solved = replace(request, cluster=job.cluster, global_batch=job.global_batch, seq_len=job.seq_len, objective="time")
-    limit_s, tables = request.time_limit_s, result.bounded_tables
-    study = Study(solved, job, tables=tables, time_limit_s=limit_s)
+    study = Study(solved, job, tables=result.bounded_tables)
     found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
     best, *others = study.reconciled([found, *(study.answer(each) for each in baselines())])
     plan = _at_least_as_fast(result, best)
     plan = _with_baselines(plan, [each.beside(_step_s(plan)) for each in others])
     if request.num_fallbacks:
         progress("searching plans of less memory")
-        plan = with_fallbacks(
-            plan,
-            job,
-            request.decisions,
-            num_fallbacks=request.num_fallbacks,
-            tables=result.bounded_tables,
-        )
+        plan = with_fallbacks(plan, study, num_fallbacks=request.num_fallbacks)
     return replace(result, plan=plan)
 
 
@@ -294,11 +275,12 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def _compared_with_groups(result: PlanningResult, decisions: Decisions) -> PlanningResult:
+def _compared_with_groups(result: PlanningResult, request: PlanRequest) -> PlanningResult:
     """The result over several device groups beside the best plans on one of them, one of which it is if that is
     faster and has what was decided: a plan may leave devices out."""
-    answers = group_answers(result.job, decisions)
-    allowed = [each for each in answers if each.plan is not None and _is_allowed(each.plan, result.job, decisions)]
+    job, decisions = result.job, request.decisions
+    answers = group_answers(Study(request, job))
+    allowed = [each for each in answers if each.plan is not None and _is_allowed(each.plan, job, decisions)]
     plan = _at_least_as_fast(result, min(allowed, key=lambda each: each.step_s, default=Answer(name="none")))
     return replace(result, plan=_with_baselines(plan, [each.beside(_step_s(plan)) for each in answers]))
 

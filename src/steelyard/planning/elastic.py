@@ -24,10 +24,10 @@ from steelyard.plan.decisions import FREE
 from steelyard.plan.plan import Plan
 from steelyard.plan.replanned import Replanned
 from steelyard.planning.choose import NothingFitsError, PlanningResult
-from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.job import job_of
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.request import PlanRequest, request_of_plan
+from steelyard.planning.variants import Study, with_shape
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 MOST_S = 1.0
@@ -126,7 +126,7 @@ def fastest_on(
             break
         parts = {name: with_shape(groups[name].cluster, *shape) for name, shape in shapes.items()}
         part = Job.over([groups[name].on(cluster=cluster) for name, cluster in parts.items()])
-        result = plan_or_reason(part, request, known_s=known_s, to_the_end=to_the_end)
+        result = Study(request, part).plan(known_s=known_s, to_the_end=to_the_end)
         slowest_s = max(slowest_s, time.monotonic() - started_s)
         if isinstance(result, PlanningResult) and result.plan is not None:
             names = {cluster.name: name for name, cluster in parts.items()}

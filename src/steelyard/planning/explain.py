@@ -64,10 +64,10 @@ def explain_plan(
     return explanation.model_copy(update=more)
 
 
-def explain_pools(plan: Plan, job: Job, decisions: Decisions) -> Explanation:
+def explain_pools(plan: Plan, study: Study) -> Explanation:
     """Return what a plan over several pools gains over each of them alone, and over even cuts."""
-    step_s = predict(plan, job).step_time_s
-    return Explanation(binds="", rivals=tuple(each.beside(step_s) for each in group_answers(job, decisions)))
+    step_s = predict(plan, study.job).step_time_s
+    return Explanation(binds="", rivals=tuple(each.beside(step_s) for each in group_answers(study)))
 
 
 def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) -> tuple[Explanation, tuple[str, ...]]:
@@ -80,7 +80,7 @@ def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) ->
     answers = [study.of(priced, step_s, peak_bytes(priced))]
     if time.process_time() <= deadline:
         answers += [study.answer(FREE_CHOICE), study.answer(within(UNLIMITED, MOST_BYTES))]
-    for variant in (*baselines(), *without_techniques(priced), *other_pipelines(priced, study.pipelines)):
+    for variant in (*baselines(), *without_techniques(priced), *other_pipelines(priced, study.tables)):
         if time.process_time() > deadline:
             left_out.append(variant.name)
         else:

@@ -23,6 +23,7 @@ from steelyard.planning.plan_from_search import describe
 from steelyard.planning.price import with_cost
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import Study, within
+from steelyard.search.partition import least_plan
 
 SEARCH_SHARE = 0.04
 """Of the time, for one search."""
@@ -59,7 +60,7 @@ def search_for_report(
         own = Decisions(num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
         request = replace(request, decisions=request.decisions.with_also(own))
     share_s = None if time_limit_s is None else SEARCH_SHARE * time_limit_s
-    study = Study(request, job, time_limit_s=share_s)
+    study = Study(replace(request, time_limit_s=share_s), job)
     progress("searching memory budgets")
     proven = plan.prediction is not None and plan.prediction.certificate.is_optimal and not changed
     own_point = _own_point(priced, job, proven=proven)
@@ -96,8 +97,9 @@ def _own_point(priced: Plan, job: Job, *, proven: bool) -> _Found | None:
 def _points(study: Study, own: _Found | None, deadline: float) -> tuple[FrontierPoint, ...]:
     """Points of the frontier, fastest first: next is always the budget in the middle of the widest gap."""
     job = study.job
-    most, least = SHOWN_BUDGETS * usable_bytes(job), study.least_bytes()
-    least = most if least is None else least
+    smallest = (least_plan(each.tables) for each in study.tables)
+    most = SHOWN_BUDGETS * usable_bytes(job)
+    least = min((each.peak_bytes for each in smallest if each is not None), default=most)
     found = [own] if own is not None else []
     budgets = [each for each in (most, least) if least <= each]
     if own is None and least < usable_bytes(job):

@@ -18,10 +18,10 @@ from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Plan
 from steelyard.planning.calibration import InvalidRunError
 from steelyard.planning.choose import plan_job
-from steelyard.planning.devices import with_shape
 from steelyard.planning.elastic import fastest_on, left_without
 from steelyard.planning.plan_from_search import describe, summarise
 from steelyard.planning.request import PlanRequest
+from steelyard.planning.variants import with_shape
 from steelyard.profiles.record import SLOW_SHARE, OwnWork, RunRecord, SlowRank, slow_ranks
 
 MOST_S = 10.0

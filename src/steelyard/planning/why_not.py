@@ -11,14 +11,13 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import shortfall
 from steelyard.plan.strategy import Strategy
-from steelyard.planning.choose import plan_request
 from steelyard.planning.impossible import SHOWN_REASONS, impossible, reasons_of, unmet
 from steelyard.planning.not_searched import not_offered, widened, widened_text
 from steelyard.planning.pins import Pin, pins_of
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import pipeline_configs, stage_strategies
 from steelyard.planning.request import PlanRequest
-from steelyard.planning.variants import insisting
+from steelyard.planning.variants import Study, insisting
 
 
 def why_not(request: PlanRequest, job: Job, pin: Pin) -> WhyNot:
@@ -29,7 +28,9 @@ def why_not(request: PlanRequest, job: Job, pin: Pin) -> WhyNot:
     pinned = insisting(pin.text).change(request)
     if not pipeline_configs(job, pinned.decisions):
         return WhyNot(asked=pin.text, reasons=(_no_config(job, request.decisions),))
-    result = plan_request(pinned, job)
+    result = Study(request, job).plan(insisting(pin.text))
+    if isinstance(result, str):
+        return WhyNot(asked=pin.text, reasons=(result,))
     if result.plan is not None:
         beyond = widened_text(widened(job, request.decisions, pinned.decisions))
         return WhyNot(asked=pin.text, plan=result.plan, beyond=beyond)

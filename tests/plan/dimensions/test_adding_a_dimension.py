@@ -235,7 +235,7 @@ def test_a_pin_of_an_unknown_value_lists_the_known_ones() -> None:
 def explained(found: Plan) -> Explanation:
     of = job(SLOW)
     request = request_of(of, Decisions(num_stages=1, num_microbatches=2))
-    return explain_plan(found, Study(request, of, time_limit_s=None))
+    return explain_plan(found, Study(request, of))
 
 
 def test_what_a_plan_would_be_without_it_is_among_its_baselines() -> None:
