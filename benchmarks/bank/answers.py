@@ -48,8 +48,7 @@ from steelyard.planning.explain import explain_plan
 from steelyard.planning.framework_fit import plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.pins import parse_pin
-from steelyard.planning.plan_from_search import assemble_plan
-from steelyard.planning.price import uniform_plan, with_price
+from steelyard.planning.price import assemble_plan, uniform_plan, with_price
 from steelyard.planning.problem import make_tables, problem_of
 from steelyard.planning.sizes import fewest_devices, largest_batch
 from steelyard.planning.variants import Study

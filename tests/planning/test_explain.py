@@ -5,8 +5,7 @@ from dataclasses import replace
 from steelyard.cost.predict import predict
 from steelyard.plan.decisions import Decisions
 from steelyard.planning.choose import plan_job
-from steelyard.planning.explain import explain_plan, plan_verdicts
-from steelyard.planning.report_search import search_for_report
+from steelyard.planning.explain import explain_plan, plan_verdicts, search_for_report
 from steelyard.planning.variants import Study
 from tests.cost.examples import job, job_on_shared_cores, plan
 from tests.jobs import request_of

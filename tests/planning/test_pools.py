@@ -15,11 +15,10 @@ from steelyard.hardware.parse import pools_from_yaml
 from steelyard.hardware.values import MixedCluster
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import dump_json, read_plan, write_plan
-from steelyard.planning.choose import NUM_RESCORED, plan_job
+from steelyard.planning.choose import NUM_RESCORED, accept, plan_job
 from steelyard.planning.complete import complete, find_plan
 from steelyard.planning.explain import explain_pools
-from steelyard.planning.plan_from_search import accept, bare_plan
-from steelyard.planning.price import priced_or_reason, with_price
+from steelyard.planning.price import bare_plan, priced_or_reason, with_price
 from steelyard.planning.problem import LEVELS, GroupSpace, PlacedPipeline, make_tables
 from steelyard.planning.request import make_request, read_profile, request_of_plan
 from steelyard.planning.variants import Study, even_plan, group_answers

@@ -18,7 +18,7 @@ from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.plan.words import baseline_line
 from steelyard.planning import complete as complete_requests
 from steelyard.planning.choose import plan_job
-from steelyard.planning.plan_from_search import assemble_plan
+from steelyard.planning.price import assemble_plan
 from steelyard.planning.problem import make_tables
 from steelyard.planning.variants import UNIFORM, Study, baselines
 from tests.cost.examples import cluster, job

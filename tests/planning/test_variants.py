@@ -15,7 +15,6 @@ from steelyard.plan.strategy import Remat
 from steelyard.planning import complete as complete_requests
 from steelyard.planning.choose import PlanningResult, plan_request
 from steelyard.planning.explain import SAME
-from steelyard.planning.not_searched import widened, widened_text
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import (
     FREE_CHOICE,
@@ -29,6 +28,7 @@ from steelyard.planning.variants import (
     within,
     without_techniques,
 )
+from steelyard.planning.why_not import widened, widened_text
 from tests.cost.examples import cluster, job
 from tests.jobs import request_of
 

@@ -14,10 +14,10 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan
-from steelyard.planning.not_searched import configs_not_searched
-from steelyard.planning.plan_from_search import describe
+from steelyard.planning.price import describe
 from steelyard.planning.problem import make_tables, pipeline_configs, problem_of
 from steelyard.planning.variants import Study
+from steelyard.planning.why_not import configs_not_searched
 from steelyard.schedules import SCHEDULES, Pass, PassOrder, Phase, PipelineConfig, Schedule, find_schedule
 from steelyard.search.problem import load_problem, save_problem
 from tests.cost.examples import config, job, plan, simulated

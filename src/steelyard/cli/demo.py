@@ -21,8 +21,7 @@ from steelyard.planning.job import job_of
 from steelyard.planning.price import uniform_plan
 from steelyard.planning.request import make_request
 from steelyard.report.plan_table import plan_view
-from steelyard.report.profile_table import profile_view
-from steelyard.report.run_table import comparison_table
+from steelyard.report.run_table import comparison_table, profile_view
 from steelyard.units import format_bytes
 
 MODEL = "llama-demo"

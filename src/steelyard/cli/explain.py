@@ -7,17 +7,25 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
-from steelyard.cli.words import progress
+from steelyard.cli.options import (
+    AsJson,
+    Memory,
+    NetworkOption,
+    OtherCluster,
+    ProfileOption,
+    print_json,
+    progress,
+    tried,
+)
 from steelyard.cost.job import Job
 from steelyard.plan.choices import Explanation, SlowNode, WhyNot
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
+from steelyard.planning.elastic import slow_nodes
 from steelyard.planning.explain import explain_plan, explain_pools
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.price import priced_or_reason, with_price
 from steelyard.planning.request import Elsewhere, PlanRequest, not_with_pools
-from steelyard.planning.slow_rank import slow_nodes
 from steelyard.planning.variants import Study
 from steelyard.planning.why_not import why_not, why_not_plan
 from steelyard.report.explain_view import explain_view, why_not_view

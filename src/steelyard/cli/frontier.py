@@ -25,11 +25,12 @@ from steelyard.cli.options import (
     TimeLimit,
     built_module,
     check_page,
+    check_precision,
     most_tp,
     print_json,
+    progress,
     tried,
 )
-from steelyard.cli.words import check_precision, progress
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.errors import UserError
 from steelyard.limits import MOST_DEVICES, MOST_PRICE

@@ -16,8 +16,7 @@ from steelyard.limits import MOST_STEPS
 from steelyard.output import command, make_folder
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.price import peak_bytes
+from steelyard.planning.price import describe, peak_bytes, summarise
 from steelyard.report.run_table import trial_table
 from steelyard.runtime.options import DATA_HELP, TrainOptions
 

@@ -41,11 +41,15 @@ from steelyard.cli.options import (
     WhichSpace,
     ZeroStages,
     built_module,
+    check_choice,
+    check_precision,
     decisions_of,
+    parse_image_size,
+    parse_size,
     print_json,
+    progress,
     runs_of,
 )
-from steelyard.cli.words import check_choice, check_precision, parse_image_size, parse_size, progress
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.output import command

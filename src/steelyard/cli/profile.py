@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json, tried
-from steelyard.cli.words import check_precision
+from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, check_precision, print_json, tried
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
@@ -17,7 +16,7 @@ from steelyard.plan.file import dump_json, parse_file
 from steelyard.plan.strategy import divisors
 from steelyard.profiles.merge import merge_profiles
 from steelyard.profiles.profile import Profile
-from steelyard.report.profile_table import profile_view
+from steelyard.report.run_table import profile_view
 
 SAMPLES = "1,2,4"
 MOST_MEASURED = 32

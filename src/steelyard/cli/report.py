@@ -7,8 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
-from steelyard.cli.words import progress
+from steelyard.cli.options import (
+    AsJson,
+    Memory,
+    NetworkOption,
+    OtherCluster,
+    ProfileOption,
+    print_json,
+    progress,
+    tried,
+)
 from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.errors import UserError
@@ -17,9 +25,8 @@ from steelyard.output import write_file
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning.explain import explain_pools
+from steelyard.planning.explain import explain_pools, search_for_report
 from steelyard.planning.price import priced_or_reason, with_cost
-from steelyard.planning.report_search import search_for_report
 from steelyard.planning.request import Elsewhere, PlanRequest
 from steelyard.planning.variants import Study
 from steelyard.profiles.record import RunRecord

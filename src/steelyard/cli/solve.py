@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, print_json
-from steelyard.cli.words import progress
+from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, print_json, progress
 from steelyard.plan.choices import StrategyVerdict
 from steelyard.report.explain_view import verdict_table
 from steelyard.report.solve_view import solve_view, step_table

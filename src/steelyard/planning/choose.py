@@ -1,4 +1,9 @@
-"""Chooses the plan: searches all pipeline configurations and lets the simulator rank the best few."""
+"""Choose the plan: search all pipeline configurations of a job and let the simulator rank the best few.
+
+`accept` searches cost tables within the memory of a device. It adds memory up as a plan is predicted
+(`steelyard.cost.memory`), so what it finds fits as reported. `plan_job` makes the tables, searches, simulates the best
+plans and says what is proven of the first and why the others lost.
+"""
 
 import math
 import time
@@ -10,18 +15,18 @@ from steelyard.cost.build import usable_bytes
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.predict import PlanCost, predict
+from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
-from steelyard.plan.decisions import FREE, Decisions
+from steelyard.plan.decisions import FREE, Decisions, Partition
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, Certificate
 from steelyard.planning.job import job_of
-from steelyard.planning.margin import warnings_of, without_margin
-from steelyard.planning.plan_from_search import Acceptance, Accepted, accept, describe, summarise
-from steelyard.planning.price import prediction_of
+from steelyard.planning.price import bare_plan, describe, prediction_of, summarise, warnings_of
 from steelyard.planning.problem import make_tables
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.uniform import uniform_tables
-from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult
+from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult, nearest_miss, search
+from steelyard.search.evaluate import group_equal_strategies
 from steelyard.units import format_bytes, format_plural
 
 NUM_RESCORED = 5
@@ -55,6 +60,78 @@ class NothingFitsError(UserError):
     """No plan fits the budget. Carries the nearest miss in bytes as its message."""
 
     exit_code = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A plan that fits, and the outcome of the search that it comes from."""
+
+    outcome: ConfigOutcome
+    plan: Plan
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no plan of its configuration is faster."""
+        return self.outcome.result.status == "optimal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Acceptance:
+    """The best plans of the configurations, fastest first, and what the search says of all configurations.
+
+    Where there is none no plan takes less than ``floor_bytes``.
+    """
+
+    ranked: tuple[Accepted, ...]
+    search: SearchResult
+    bounds_s: tuple[float, ...]
+    """What no plan of each configuration that fits is faster than, in the order given."""
+    floor_bytes: int = 0
+
+    def bounded(self) -> tuple[OnDemand, ...]:
+        """The tables that were searched with their bounds, for further searches within no more memory."""
+        pairs = zip(self.search.configs, self.bounds_s, strict=True)
+        return tuple(each.given.bounded(bound_s) for each, bound_s in pairs)
+
+
+def accept(
+    job: Job,
+    tables: Sequence[CostTables | OnDemand],
+    *,
+    num_exact: int = 1,
+    num_alternatives: int = 4,
+    partition: Partition = "exact",
+    time_limit_s: float | None = None,
+) -> Acceptance:
+    """The fastest plans of a job that fit, of all configurations whose cost tables are given; arguments as of
+    `search`."""
+    room_bytes = usable_bytes(job)
+    found = search(
+        tables,
+        room_bytes,
+        num_exact=num_exact,
+        num_alternatives=num_alternatives,
+        partition=partition,
+        time_limit_s=time_limit_s,
+    )
+    bounds = (max(each.result.lower_bound_s, each.given.least_s) for each in found.configs)
+    made = [] if found.ranked else [each.tables for each in found.configs if each.given.is_made]
+    least = [nearest_miss(each, 0) for each in made]
+    return Acceptance(
+        ranked=tuple(Accepted(outcome=each, plan=_plan(job, each, room_bytes)) for each in found.ranked),
+        search=found,
+        bounds_s=tuple(bounds),
+        floor_bytes=min((miss.needed_bytes for miss in least if miss is not None), default=0),
+    )
+
+
+def _plan(job: Job, outcome: ConfigOutcome, room_bytes: int) -> Plan:
+    return bare_plan(job, outcome.tables, group_equal_strategies(outcome.tables, outcome.solution, room_bytes))
+
+
+def without_margin(job: Job) -> Job:
+    """The job within all the memory that there is."""
+    return Job.over([each.within(each.budget_bytes + each.margin_bytes) for each in job.by_group])
 
 
 def plan_request(request: PlanRequest, job: Job | None = None) -> PlanningResult:

@@ -1,8 +1,9 @@
-"""From a request to its finished plan: searched, compared with baselines, with the plans that go along with it.
+"""From a request to its finished plan: searched, compared with baselines, with other plans that it carries along.
 
-`find_plan` and the command line answer a request by `complete`, so that both get the same plan.
-
-Other plans that a plan carries along: of less memory, to go on with, and the next best, to measure beside it.
+`find_plan` and the command line answer a request by `complete`, so that both get the same plan. A plan carries plans of
+less memory, to go on with where memory runs out, and the next best ones, to measure beside it. Where a baseline turns
+out faster, because a time limit ended the search of the whole space or the simulator ranks plans otherwise than the
+search, the plan becomes that baseline.
 """
 
 import math
@@ -19,16 +20,13 @@ from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Fallback, Plan, Precision
 from steelyard.plan.prediction import Baseline, Certificate
-from steelyard.planning.choose import NothingFitsError, PlanningResult, device_bytes, plan_request
-from steelyard.planning.impossible import refuse_impossible
+from steelyard.planning.choose import NothingFitsError, PlanningResult, accept, device_bytes, plan_request
 from steelyard.planning.job import job_of
-from steelyard.planning.not_searched import samples_not_measured, widened, widened_text
-from steelyard.planning.plan_from_search import accept
 from steelyard.planning.price import peak_bytes, prediction_of, with_cost
 from steelyard.planning.request import GivenProfiles, PlanRequest, make_request
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
 from steelyard.planning.variants import Answer, Study, baselines, group_answers, within
-from steelyard.planning.why_not import pin_error
+from steelyard.planning.why_not import pin_error, refuse_impossible, samples_not_measured, widened, widened_text
 from steelyard.search import OnDemand
 from steelyard.units import format_bytes
 

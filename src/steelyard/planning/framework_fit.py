@@ -29,10 +29,8 @@ from steelyard.plan.dimensions import variants
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.planning.choose import NothingFitsError, device_bytes
-from steelyard.planning.margin import without_margin
+from steelyard.planning.choose import Acceptance, NothingFitsError, accept, device_bytes, without_margin
 from steelyard.planning.pins import Pin, pins_of
-from steelyard.planning.plan_from_search import Acceptance, accept
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import pipeline_configs, stage_strategies
 from steelyard.units import format_bytes

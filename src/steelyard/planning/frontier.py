@@ -16,8 +16,7 @@ from steelyard.hardware import Cluster, MixedCluster, joined_pools
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.plan.training import SECONDS_PER_HOUR
-from steelyard.planning.plan_from_search import describe, grouped_plan, summarise
-from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.price import describe, grouped_plan, peak_bytes, summarise, with_price
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import Study, Variant, on_cluster, on_devices, with_shape
 from steelyard.search.tradeoff import sampled_frontier

@@ -1,8 +1,8 @@
 r"""From a request to its job: the model with a price for every layer, traced or measured, on the devices at hand.
 
-A profile of one device for plans of many: layers as they were measured, links as the cluster says.
-
-Layers in shapes that one device cannot have (tp above 1) are traced and priced by the catalogue's rates, all scaled by
+Measured on one device, for plans on many (`with_assumed_links`): layers cost what was measured, links what the cluster
+says. Layers in shapes that one device cannot have (tp above 1) are traced and priced by the catalogue's rates, all
+scaled by
 
 $$r = \frac{\sum_k n_k\, t_k^\text{measured}}{\sum_k n_k\, t_k^\text{catalogue}}$$
 
@@ -26,8 +26,7 @@ from steelyard.hardware import Cluster, Link, is_same_device, known_device
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
-from steelyard.planning.margin import with_margin
-from steelyard.planning.request import MeasuredProfile, PlanRequest
+from steelyard.planning.request import MARGIN, MeasuredProfile, PlanRequest
 from steelyard.profiles.profile import LayerProfile, Profile
 from steelyard.tracer.cache import cached_trace
 
@@ -125,7 +124,10 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
         imbalance=request.imbalance,
     )
     if budget is None:
-        job = with_margin(job, request.memory_margin, is_asked=request.memory_bytes is not None)
+        share = MARGIN if machines.device.is_gpu and request.memory_bytes is None else 0.0
+        share = share if request.memory_margin is None else request.memory_margin
+        margin = int(job.budget_bytes * share)
+        job = job.within(job.budget_bytes - margin, margin_bytes=margin)
     return with_assumed_links(job, traced) if job.assumes_links else job
 
 

@@ -6,9 +6,9 @@
 | `request_of_plan`      | a plan, with what takes the place of what it was made for               |
 | `dataclasses.replace`  | another request: see `steelyard.planning.variants`                      |
 
-`steelyard.planning.job.job_of` prices a request, `steelyard.planning.complete.complete` answers it.
-
-Profile files: which one a plan was made from, and whether that is still there as it was.
+`steelyard.planning.job.job_of` prices a request, `steelyard.planning.complete.complete` answers it. A plan that was
+made from a measured profile names the profile's file with its hash: a request of the plan has that profile where the
+file is still as it was.
 """
 
 import hashlib
@@ -32,7 +32,6 @@ from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.prediction import CostSource, ProfileFile
-from steelyard.planning.margin import check_margin
 from steelyard.planning.pins import pins_of
 from steelyard.profiles.profile import Profile
 from steelyard.search import TIME_LIMIT_S
@@ -101,6 +100,17 @@ Objective = Literal["time", "devices"]
 """The fastest plan, or the fewest devices that hold one and then the fastest."""
 MOST_IMBALANCE = 8.0
 """Largest expert load imbalance that is planned for; above it the router needs fixing, not a plan."""
+MARGIN = 0.05
+"""Fraction of a GPU's memory that is left free unless something else is asked for.
+
+PyTorch's allocator keeps what was freed for the next tensor of that size. Where the device is nearly full it gives all
+of that back and asks for it again, in every step. In published runs (`benchmarks/README.md`) those that were measured
+above 90 % of their device took 3 to 8 times as long as predicted. Of those of that source whose predicted memory, an
+upper bound, is above 95 % six of 33 took 3 times as long, below it one in forty; others show nothing of it. So plans
+are searched within `MARGIN` less than a GPU has, and within all of it where none fits so. The CPU's allocator keeps
+nothing.
+"""
+MOST_MARGIN = 0.9
 NUM_ALTERNATIVES = 5
 NUM_FALLBACKS = 2
 
@@ -137,7 +147,7 @@ class PlanRequest:
     memory_bytes: int | None = None
     """Budget per device; None for all it has."""
     memory_margin: float | None = None
-    """Fraction of the budget to leave free where a plan fits so; see `steelyard.planning.margin`."""
+    """Fraction of the budget to leave free where a plan fits so; None for `MARGIN` of a GPU's own memory."""
     budgets: Mapping[str, Budget] = field(default_factory=dict)
     """Budgets that are already known, by the name of the pool."""
     profiles: Mapping[str, MeasuredProfile] = field(default_factory=dict)
@@ -168,8 +178,13 @@ class PlanRequest:
         _check_sizes(self)
         _check_imbalance(self)
         _check_precision(self)
-        if self.memory_margin is not None:
-            check_margin(self.memory_margin)
+        if not 0 <= (self.memory_margin or 0.0) <= MOST_MARGIN:
+            raise UserError(
+                field="memory_margin",
+                found=f"{self.memory_margin:g}",
+                expected=f"a share of the memory from 0 to {MOST_MARGIN:g}",
+                hint=f"give for example --memory-margin {MARGIN:g}, or leave it out",
+            )
         _check_what_is_free(self)
         _check_pools(self)
         pins_of(self.decisions, self.chain)

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.planning.choose import PlanningResult, plan_request
-from steelyard.planning.impossible import refuse_impossible
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import Study, Variant, device_counts, on_devices
+from steelyard.planning.why_not import refuse_impossible
 from steelyard.units import format_count, format_plural
 
 LEAST_GAIN = 0.01

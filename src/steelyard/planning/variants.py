@@ -21,7 +21,7 @@ gaps may turn two plans round; so where several answers stand beside each other 
 it allows (`Study.reconciled`, and `steelyard.planning.complete` over several device groups). A variant that widens says
 so: by its name (more memory, another size, other devices, any number of stages), and where a pin asks for strategies
 that the free search leaves out since they are not worth it (`Dimension.not_worth`), by
-`steelyard.planning.not_searched.widened`.
+`steelyard.planning.why_not.widened`.
 """
 
 import math
@@ -43,9 +43,9 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, variants
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, divisors
-from steelyard.planning.choose import NUM_RESCORED, PlanningResult, device_bytes, plan_job, ranks_all
+from steelyard.planning.choose import NUM_RESCORED, Accepted, PlanningResult, accept, device_bytes, plan_job, ranks_all
 from steelyard.planning.job import job_of
-from steelyard.planning.plan_from_search import Accepted, accept, describe, summarise
+from steelyard.planning.price import describe, summarise
 from steelyard.planning.problem import GroupSpace, is_beaten, make_tables, pipeline_configs, space_options
 from steelyard.planning.request import Budget, PlanRequest
 from steelyard.planning.uniform import uniform_tables

@@ -39,10 +39,10 @@ from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan
-from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.problem import make_tables, problem_of
 from steelyard.planning.variants import Study
+from steelyard.planning.why_not import not_offered
 from steelyard.report.html import ReportContents, report_page
 from steelyard.runtime.mesh import PlanMesh
 from steelyard.runtime.sharding import shard_layer

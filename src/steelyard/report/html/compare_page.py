@@ -7,7 +7,7 @@ from steelyard.plan.plan import Plan, headline
 from steelyard.plan.words import layers_text
 from steelyard.report.compare_view import changed_layers, fullest_terms, signed, step_terms
 from steelyard.report.html.bars import stacked_bars
-from steelyard.report.html.glossary import term
+from steelyard.report.html.contents import term
 from steelyard.report.html.markup import Html, document, legend, section, table, tag
 from steelyard.report.html.palette import MEMORY_COLOURS, colours, time_colours
 from steelyard.units import format_bytes, format_seconds
