@@ -18,7 +18,7 @@ from steelyard.cli.options import (
     tried,
 )
 from steelyard.cost.job import Job
-from steelyard.plan.choices import Explanation, SlowNode, WhyNot
+from steelyard.plan.choices import Explanation, WhyNot
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.elastic import slow_nodes
@@ -74,7 +74,9 @@ def explain(
                 plan = with_price(plan, job)
             if record is not None:
                 show("planning without the nodes that were slow")
-                explanation = _with_slow_nodes(explanation, slow_nodes(plan, request, job, record), record)
+                slow = slow_nodes(plan, request, job, record)
+                even = () if slow else (f"no rank of {record} computed for longer than predicted next to the others",)
+                explanation = explanation.model_copy(update={"slow_nodes": slow, "notes": (*explanation.notes, *even)})
     if output is not None:
         write_plan(plan, output)
     if as_json:
@@ -82,11 +84,6 @@ def explain(
     else:
         view = explain_view if explanation.why_not is None else why_not_view
         Console().print(view(plan, explanation, everything=everything))
-
-
-def _with_slow_nodes(explanation: Explanation, found: tuple[SlowNode, ...], record: Path) -> Explanation:
-    note = () if found else (f"no rank of {record} computed for longer than predicted next to the others",)
-    return explanation.model_copy(update={"slow_nodes": found, "notes": (*explanation.notes, *note)})
 
 
 def _explained(

@@ -5,7 +5,7 @@ Also what every command does with its output: progress on standard error, which 
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -30,9 +30,6 @@ from steelyard.limits import (
 from steelyard.model.own import BUILDER
 from steelyard.model.read import hub_names, model_names
 from steelyard.output import check_file, check_folder
-from steelyard.plan.decisions import Decisions, Partition, Space
-from steelyard.plan.plan import Precision
-from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
 
@@ -84,7 +81,7 @@ def parse_size(option: str, text: str, most: int) -> int | Literal["max"]:
     """A number of samples or tokens, or ``max``; raises `UserError` for anything else."""
     if text == "max":
         return "max"
-    if not _is_number(text, most):
+    if not is_number(text, most):
         raise UserError(
             field=option,
             found=repr(text),
@@ -94,12 +91,10 @@ def parse_size(option: str, text: str, most: int) -> int | Literal["max"]:
     return int(text)
 
 
-def parse_image_size(text: str | None) -> tuple[int, int] | None:
+def parse_image_size(text: str) -> tuple[int, int]:
     """Height and width in ``448`` or ``448x672``; raises `UserError` for anything else."""
-    if text is None:
-        return None
     sides = text.split("x")
-    if len(sides) > 2 or any(not _is_number(side, MOST_PIXELS) for side in sides):
+    if len(sides) > 2 or any(not is_number(side, MOST_PIXELS) for side in sides):
         raise UserError(
             field="--image-size",
             found=repr(text),
@@ -109,7 +104,8 @@ def parse_image_size(text: str | None) -> tuple[int, int] | None:
     return int(sides[0]), int(sides[-1])
 
 
-def _is_number(text: str, most: int) -> bool:
+def is_number(text: str, most: int) -> bool:
+    """Whether a text is a whole number of 1 to ``most``."""
     return text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS and 0 < int(text) <= most
 
 
@@ -125,12 +121,6 @@ def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[
                 hint=nearest(name, known),
             )
     return tuple(known[name] for name in names)
-
-
-def check_precision(text: str) -> Precision:
-    """The precision that a user named; raises `UserError` for another one."""
-    found: Precision = check_choice("--precision", text, Precision)
-    return found
 
 
 def check_choice(option: str, text: str, choices: Any) -> Any:
@@ -267,11 +257,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=not is_unicode, default=content))
 
 
-def most_tp(degree: int | None) -> dict[str, int] | None:
-    """Return the largest degrees that ``--max-tp`` allows."""
-    return None if degree is None else {"tp": degree}
-
-
 def check_page(path: Path) -> None:
     """Raises `UserError` unless ``--output`` names a page."""
     if path.suffix.lower() != ".html":
@@ -384,47 +369,3 @@ Price = Annotated[
 SaveProblem = Annotated[
     Path | None, typer.Option("--save-problem", callback=tried, help="Write the cost tables for `steelyard solve`.")
 ]
-
-
-def decisions_of(
-    *,
-    max_tp: int | None,
-    stages: int | None,
-    microbatches: int | None,
-    remat: str | None,
-    schedule: str | None,
-    zero: str | None,
-    space: str,
-    uniform: bool,
-    pins: tuple[str, ...],
-    partition: str,
-) -> Decisions:
-    """Return what these options decide; raises `UserError` for an unknown choice."""
-    remats = {each.value: each for each in Remat}
-    schedules = {name: name for name in SCHEDULES}
-    chosen_space = check_choice("--space", space, Space)
-    chosen_partition = check_choice("--partition", partition, Partition)
-    return Decisions(
-        pins=pins,
-        num_stages=stages,
-        num_microbatches=microbatches,
-        schedules=None if schedule is None else check_choices("--schedule", schedule, schedules),
-        remats=None if remat is None else check_choices("--remat", remat, remats),
-        variants=None if zero is None else {"zero": check_choices("--zero", zero, {"2": 2, "3": 3})},
-        max_degrees=most_tp(max_tp),
-        uniform=True if uniform else None,
-        space=None if chosen_space == "full" else chosen_space,
-        partition=None if chosen_partition == "exact" else chosen_partition,
-    )
-
-
-def runs_of(named: Sequence[Path] | None, words: Sequence[str]) -> tuple[Path, ...]:
-    """Return the runs of ``--calibrate a b c``; raises `UserError` for words that belong to nothing."""
-    if words and not named:
-        raise UserError(
-            field="plan",
-            found=f"{' '.join(words)!r} behind the model",
-            expected="one model, and options",
-            hint="runs stand after --calibrate, as in --calibrate first.json second.json",
-        )
-    return (*(named or ()), *map(Path, words))

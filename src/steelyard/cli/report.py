@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -93,7 +93,9 @@ def report(
         text = report_page(found)
     write_file(output, text, "--output")
     if as_json:
-        print_json(_as_json(found))
+        bubble_share = None if found.timeline is None else found.timeline.bubble_share()
+        shown = {"plan": found.plan, "study": found.study, "bubble_share": bubble_share}
+        print_json(shown | {"record": found.record, "notes": list(found.notes)})
     else:
         print(f"written to {output} ({format_bytes(len(text.encode()))})")
 
@@ -147,14 +149,3 @@ def _short(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(dict.fromkeys(map(str, value))) + f" ({len(value)} layers)"
     return str(value)
-
-
-def _as_json(found: ReportContents) -> dict[str, Any]:
-    timeline = found.timeline
-    return {
-        "plan": found.plan,
-        "study": found.study,
-        "bubble_share": None if timeline is None else timeline.bubble_share(),
-        "record": found.record,
-        "notes": list(found.notes),
-    }

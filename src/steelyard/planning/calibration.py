@@ -76,14 +76,16 @@ def time_factors(job: Job, paths: Sequence[Path], job_of: JobOf) -> tuple[tuple[
                 hint="leave one out: a run counts no more for being named again",
             )
         found[path.resolve()] = path
-    return tuple((path, _time_factor(job, path, job_of)) for path in found.values())
-
-
-def _time_factor(job: Job, path: Path, job_of: JobOf) -> float:
-    content = _content(path)
-    if isinstance(content, dict) and "plan" in content:
-        return _factor_of_plan(job, parse_value(content, MeasuredRun, InvalidRunError, what="run"), path, job_of)
-    return _factor_of_record(job, parse_value(content, RunRecord, InvalidRunError, what="run record"), path)
+    factors = []
+    for path in found.values():
+        content = _content(path)
+        if isinstance(content, dict) and "plan" in content:
+            run = parse_value(content, MeasuredRun, InvalidRunError, what="run")
+            factors.append((path, _factor_of_plan(job, run, path, job_of)))
+        else:
+            record = parse_value(content, RunRecord, InvalidRunError, what="run record")
+            factors.append((path, _factor_of_record(job, record, path)))
+    return tuple(factors)
 
 
 def _content(path: Path) -> Any:

@@ -69,11 +69,6 @@ class Accepted:
     outcome: ConfigOutcome
     plan: Plan
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no plan of its configuration is faster."""
-        return self.outcome.result.status == "optimal"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Acceptance:
@@ -84,14 +79,10 @@ class Acceptance:
 
     ranked: tuple[Accepted, ...]
     search: SearchResult
-    bounds_s: tuple[float, ...]
-    """What no plan of each configuration that fits is faster than, in the order given."""
+    bounded: tuple[OnDemand, ...]
+    """The tables that were searched, each with what no plan of it that fits is faster than, for further searches within
+    no more memory."""
     floor_bytes: int = 0
-
-    def bounded(self) -> tuple[OnDemand, ...]:
-        """The tables that were searched with their bounds, for further searches within no more memory."""
-        pairs = zip(self.search.configs, self.bounds_s, strict=True)
-        return tuple(each.given.bounded(bound_s) for each, bound_s in pairs)
 
 
 def accept(
@@ -114,19 +105,20 @@ def accept(
         partition=partition,
         time_limit_s=time_limit_s,
     )
-    bounds = (max(each.result.lower_bound_s, each.given.least_s) for each in found.configs)
     made = [] if found.ranked else [each.tables for each in found.configs if each.given.is_made]
     least = [nearest_miss(each, 0) for each in made]
     return Acceptance(
-        ranked=tuple(Accepted(outcome=each, plan=_plan(job, each, room_bytes)) for each in found.ranked),
+        ranked=tuple(
+            Accepted(
+                outcome=each,
+                plan=bare_plan(job, each.tables, group_equal_strategies(each.tables, each.solution, room_bytes)),
+            )
+            for each in found.ranked
+        ),
         search=found,
-        bounds_s=tuple(bounds),
+        bounded=tuple(each.given.bounded(each.result.lower_bound_s) for each in found.configs),
         floor_bytes=min((miss.needed_bytes for miss in least if miss is not None), default=0),
     )
-
-
-def _plan(job: Job, outcome: ConfigOutcome, room_bytes: int) -> Plan:
-    return bare_plan(job, outcome.tables, group_equal_strategies(outcome.tables, outcome.solution, room_bytes))
 
 
 def without_margin(job: Job) -> Job:
@@ -219,21 +211,33 @@ def _plan_within(
         cost=None,
         miss=found.search.nearest_miss,
         miss_text="",
-        bounded_tables=found.bounded() if tables is given else given,
+        bounded_tables=found.bounded if tables is given else given,
     )
     if not found.ranked:
-        return replace(result, miss_text=_miss_text(job, found) + _not_searched_text(found.search.configs))
+        configs, text = found.search.configs, _miss_text(job, found)
+        if count := sum(each.result.status == "beaten" for each in configs):
+            total = len(configs)
+            text += f"; {count} of {total} pipeline configurations were not searched before the time was up"
+        return replace(result, miss_text=text)
     candidates = found.ranked[:num_rescored]
     costs = [predict(each.plan, job) for each in candidates]
     first, *others = sorted(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
     plan, cost = candidates[first].plan, costs[first]
+    status, gap = found.search.status, found.search.gap
     was_cut = time_limit_s is not None and searched_s >= time_limit_s
+    if first > 0:
+        gap = max(0.0, 1 - found.search.lower_bound_s / candidates[first].outcome.score_s)
+        certificate = Certificate(status="simulated", gap=gap, num_simulated=len(candidates))
+    elif status == "optimal":
+        certificate = Certificate(status="optimal", gap=gap)
+    else:
+        certificate = Certificate(status="gap", gap=gap, time_limit_s=time_limit_s if was_cut else None)
     lost = [_alternative(job, candidates[index], costs[index], cost) for index in others]
     prediction = prediction_of(
         job,
         plan,
         cost,
-        _certificate(found.search, first, len(candidates), time_limit_s if was_cut else None),
+        certificate,
         lower_bound_s=found.search.lower_bound_s,
         alternatives=(*lost, *(() if job.is_mixed else _not_simulated(job, found, first, len(candidates)))),
         found=[(each.plan, predict(each.plan, job).step_time_s) for each in found.ranked] if job.is_mixed else (),
@@ -270,64 +274,40 @@ def ranks_all(job: Job) -> bool:
     return not job.is_mixed and bool(job.profile.busy_speeds)
 
 
-def _not_searched_text(configs: Sequence[ConfigOutcome]) -> str:
-    """Of how many configurations it is not known whether one fits."""
-    count = sum(each.result.status == "beaten" for each in configs)
-    return (
-        f"; {count} of {len(configs)} pipeline configurations were not searched before the time was up" if count else ""
-    )
-
-
 def _alternative(job: Job, other: Accepted, cost: PlanCost, best: PlanCost) -> Alternative:
     """A plan that was simulated and takes longer than the best one."""
-    slower = f"{cost.step_time_s / best.step_time_s - 1:.1%} slower: {summarise(other.plan)}"
+    plan, is_settled = other.plan, other.outcome.result.status == "optimal"
+    slower = f"{cost.step_time_s / best.step_time_s - 1:.1%} slower: {summarise(plan)}"
+    pools = [pool.name for pool in plan.stage_pools()] if job.is_mixed else []
+    stages = (f"{name} ({format_plural(pools.count(name), 'stage')})" for name in dict.fromkeys(pools))
     return Alternative(
-        description=describe(other.plan.pipeline, stages=_in_pools(other.plan) if job.is_mixed else None),
+        description=describe(plan.pipeline, stages=", ".join(stages) or None),
         step_time_s=cost.step_time_s,
         memory_bytes=max(stage.total_bytes for stage in cost.stages),
-        is_bound=not other.is_settled,
-        reason=slower if other.is_settled else f"at most {slower}",
+        is_bound=not is_settled,
+        reason=slower if is_settled else f"at most {slower}",
     )
 
 
 def _not_simulated(job: Job, found: Acceptance, best: int, num_simulated: int) -> list[Alternative]:
-    """The configurations whose plans were not simulated, and those without a plan, with the reason of the search."""
-    chosen_s = found.ranked[best].outcome.score_s
-    reasons = [
-        (
-            each.outcome,
-            f"{each.outcome.score_s / chosen_s - 1:.1%} slower in the search, not simulated: {summarise(each.plan)}",
-        )
-        for each in found.ranked[num_simulated:]
-    ]
-    reasons += [(each, _why_lost(job, each)) for each in found.search.configs if each.result.solution is None]
-    return [Alternative(description=describe(each.pipeline), reason=why) for each, why in reasons]
+    """The configurations whose plans were not simulated, and those without a plan, with the reason of the search.
 
-
-def _in_pools(plan: Plan) -> str:
-    """The pools of a plan with their stages: ``4x8xh100-80gb (4 stages), 8x8xa100-40gb (2 stages)``."""
-    names = [pool.name for pool in plan.stage_pools()]
-    return ", ".join(f"{name} ({format_plural(names.count(name), 'stage')})" for name in dict.fromkeys(names))
-
-
-def _certificate(found: SearchResult, best: int, num_simulated: int, time_limit_s: float | None) -> Certificate:
-    """What is proven of the plan at place ``best`` of the search's ranking, which the simulator took."""
-    if best > 0:
-        gap = max(0.0, 1 - found.lower_bound_s / found.ranked[best].score_s)
-        return Certificate(status="simulated", gap=gap, num_simulated=num_simulated)
-    if found.status == "optimal":
-        return Certificate(status="optimal", gap=found.gap)
-    return Certificate(status="gap", gap=found.gap, time_limit_s=time_limit_s)
-
-
-def _why_lost(job: Job, outcome: ConfigOutcome) -> str:
-    """The reason of the search; bytes that are missing are those of a device, the allocator's slack included."""
-    miss = outcome.result.miss
-    if miss is None:
-        return _why_unmeasured(job, outcome) or outcome.reason
-    missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes
-    layer = job.chain.layer_name(miss.layer)
-    return f"does not fit: misses {format_bytes(missing)} or more; {layer} on stage {miss.stage} binds"
+    Bytes that are missing are those of a device, the allocator's slack included.
+    """
+    chosen_s, told = found.ranked[best].outcome.score_s, []
+    for each in found.ranked[num_simulated:]:
+        slower = each.outcome.score_s / chosen_s - 1
+        told.append((each.outcome, f"{slower:.1%} slower in the search, not simulated: {summarise(each.plan)}"))
+    for outcome in (each for each in found.search.configs if each.result.solution is None):
+        miss = outcome.result.miss
+        if miss is None:
+            why = _why_unmeasured(job, outcome) or outcome.reason
+        else:
+            missing = format_bytes(device_bytes(job, miss.needed_bytes) - job.budget_bytes)
+            layer = job.chain.layer_name(miss.layer)
+            why = f"does not fit: misses {missing} or more; {layer} on stage {miss.stage} binds"
+        told.append((outcome, why))
+    return [Alternative(description=describe(each.pipeline), reason=why) for each, why in told]
 
 
 def _why_unmeasured(job: Job, outcome: ConfigOutcome) -> str:
@@ -349,29 +329,22 @@ def device_bytes(job: Job, tensor_bytes: int) -> int:
 
 def _miss_text(job: Job, found: Acceptance) -> str:
     miss, index = found.search.nearest_miss, found.search.nearest_index
-    if job.is_mixed:
-        return _pooled_miss_text(job, miss)
+    if job.is_mixed and miss is None:
+        return "a batch that some pipeline over these pools can divide among its ranks"
     if miss is None or index is None:
         unmeasured = {_why_unmeasured(job, outcome): None for outcome in found.search.configs}
         if all(unmeasured):
             return f"a profile that reaches further: every pipeline configuration is {next(iter(unmeasured))}"
         return "a strategy for every layer, but some layer has no legal one (see the reasons)"
+    binds = f"{job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
+    if job.is_mixed:
+        return f"{format_bytes(miss.miss_bytes)} more per device: {binds} in the nearest plan found"
     needed, least = device_bytes(job, miss.needed_bytes), device_bytes(job, found.floor_bytes)
     pipeline = found.search.configs[index].pipeline
-    stages = format_plural(pipeline.num_stages, "stage")
-    microbatches = format_plural(pipeline.num_microbatches, "microbatch", "microbatches")
     others = f"; no plan takes less than {format_bytes(least)}" if least < needed else ""
     return (
         f"{format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "
-        f"({needed - job.budget_bytes} bytes) more: the nearest plan has {stages} and {microbatches}, "
-        f"and {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds{others}"
-    )
-
-
-def _pooled_miss_text(job: Job, miss: NearestMiss | None) -> str:
-    if miss is None:
-        return "a batch that some pipeline over these pools can divide among its ranks"
-    return (
-        f"{format_bytes(miss.miss_bytes)} more per device: {job.chain.layer_name(miss.layer)} on stage {miss.stage} "
-        "binds in the nearest plan found"
+        f"({needed - job.budget_bytes} bytes) more: the nearest plan has "
+        f"{format_plural(pipeline.num_stages, 'stage')} and "
+        f"{format_plural(pipeline.num_microbatches, 'microbatch', 'microbatches')}, and {binds}{others}"
     )

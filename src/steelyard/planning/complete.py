@@ -27,7 +27,6 @@ from steelyard.planning.request import GivenProfiles, PlanRequest, make_request
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
 from steelyard.planning.variants import Answer, Study, baselines, group_answers, within
 from steelyard.planning.why_not import pin_error, refuse_impossible, samples_not_measured, widened, widened_text
-from steelyard.search import OnDemand
 from steelyard.units import format_bytes
 
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
@@ -67,29 +66,22 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
     """The result whose plan has up to ``num_plans`` others in it, each the best found of its configuration, fastest
     first.
 
-    Those that the search found, then of the configurations that it left unsolved the most promising.
+    Those that the search found, then of the configurations that it left unsolved the most promising: those with the
+    lowest bounds.
     """
     if result.plan is None:
         return result
     job, found = result.job, list(result.others[: max(0, num_plans)])
-    for tables in _most_promising(result)[: 2 * num_plans]:
+    taken = {plan.pipeline for plan in (result.plan, *(plan for plan, _ in result.others))}
+    left = [each for each in result.search.configs if each.pipeline not in taken]
+    for each in sorted(left, key=lambda each: each.result.lower_bound_s)[: 2 * num_plans]:
         if len(found) >= num_plans:
             break
-        limit_s = CONFIG_LIMIT_S
-        one = accept(job, [tables], num_alternatives=0, time_limit_s=limit_s)
-        found += [(each.plan, predict(each.plan, job)) for each in one.ranked[:1]]
+        one = accept(job, [each.given], num_alternatives=0, time_limit_s=CONFIG_LIMIT_S)
+        found += [(best.plan, predict(best.plan, job)) for best in one.ranked[:1]]
     found.sort(key=lambda each: each[1].step_time_s)
     kept = tuple(_as_fallback(with_cost(plan, job, cost)) for plan, cost in found)
     return replace(result, plan=result.plan.model_copy(update={"next_best": kept}))
-
-
-def _most_promising(result: PlanningResult) -> list[OnDemand]:
-    """The configurations of which no plan was priced, by what no plan of theirs is faster than."""
-    assert result.plan is not None, "a result without a plan has no other"
-    taken = {plan.pipeline for plan in (result.plan, *(plan for plan, _ in result.others))}
-    left = [each for each in result.search.configs if each.pipeline not in taken]
-    left.sort(key=lambda each: each.result.lower_bound_s)
-    return [each.given for each in left]
 
 
 def _quickly_within(study: Study, budget_bytes: int) -> PlanningResult:
@@ -216,7 +208,9 @@ def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
     if request.seq_len is None:
         longest = longest_sequence(request, progress=progress)
         return replace(longest.result, notes=tuple(longest.lines("{} tokens")))
-    refuse_impossible(request)
+    pins = request.decisions.pins
+    if pins:
+        refuse_impossible(request)
     job = job_of(request if request.global_batch is not None else replace(request, global_batch=1))
     progress(f"searching plans for {request.chain.name} on {request.cluster.name}")
     if job.is_mixed:
@@ -228,26 +222,20 @@ def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
         result = fewest_devices(Study(request, job), progress=progress)
         notes = list(result.notes)
     else:
-        result, notes = plan_request(request, job), _unmeasured(request, job)
+        result, notes = plan_request(request, job), []
+        if job.profile.identity.is_measured and (beyond_times := samples_not_measured(job, request.decisions)):
+            notes.append(f"left out: {beyond_times.values} {beyond_times.what} ({beyond_times.reason})")
         free = request.decisions.model_copy(update={"pins": ()})
-        if request.decisions.pins and (beyond := widened_text(widened(job, free, request.decisions))):
+        if pins and (beyond := widened_text(widened(job, free, request.decisions))):
             notes.append(beyond)
-    return replace(result, notes=(*notes, *_calibrated(request, job)))
+    if len(request.calibration) > 1:
+        from steelyard.planning.calibration import time_factors
 
-
-def _unmeasured(request: PlanRequest, job: Job) -> list[str]:
-    found = samples_not_measured(job, request.decisions)
-    return [] if found is None else [f"left out: {found.values} {found.what} ({found.reason})"]
-
-
-def _calibrated(request: PlanRequest, job: Job) -> list[str]:
-    """A line for what several runs calibrate by."""
-    if len(request.calibration) < 2:
-        return []
-    from steelyard.planning.calibration import time_factors
-
-    factors = time_factors(job, request.calibration, job_of)
-    return [f"calibrated by the median of {', '.join(f'{path.name} × {factor:.3f}' for path, factor in factors)}"]
+        factors = ", ".join(
+            f"{path.name} × {each:.3f}" for path, each in time_factors(job, request.calibration, job_of)
+        )
+        notes = [*notes, f"calibrated by the median of {factors}"]
+    return replace(result, notes=tuple(notes))
 
 
 def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress: Progress) -> PlanningResult:
@@ -276,18 +264,14 @@ def _step_s(plan: Plan) -> float:
 def _compared_with_groups(result: PlanningResult, request: PlanRequest) -> PlanningResult:
     """The result over several device groups beside the best plans on one of them, one of which it is if that is
     faster and has what was decided: a plan may leave devices out."""
-    job, decisions = result.job, request.decisions
-    answers = group_answers(Study(request, job))
-    allowed = [each for each in answers if each.plan is not None and _is_allowed(each.plan, job, decisions)]
-    plan = _at_least_as_fast(result, min(allowed, key=lambda each: each.step_s, default=Answer(name="none")))
+    job, stages = result.job, request.decisions.num_stages
+    answers, allowed = group_answers(Study(request, job)), [Answer(name="none")]
+    for each in answers:
+        if each.plan is not None and stages in (None, each.plan.num_stages):
+            held = zip(predict(each.plan, job).stages, job.jobs(each.plan), strict=True)
+            allowed += [each] if all(stage.total_bytes <= own.budget_bytes for stage, own in held) else []
+    plan = _at_least_as_fast(result, min(allowed, key=lambda each: each.step_s))
     return replace(result, plan=_with_baselines(plan, [each.beside(_step_s(plan)) for each in answers]))
-
-
-def _is_allowed(plan: Plan, job: Job, decisions: Decisions) -> bool:
-    """Whether a plan on one device group fits into what the job leaves there, in as many stages as decided."""
-    stages = zip(predict(plan, job).stages, job.jobs(plan), strict=True)
-    fits = all(stage.total_bytes <= own.budget_bytes for stage, own in stages)
-    return fits and decisions.num_stages in (None, plan.num_stages)
 
 
 def _at_least_as_fast(result: PlanningResult, best: Answer) -> Plan:

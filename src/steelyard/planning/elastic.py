@@ -63,7 +63,8 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] 
     """
     for pool in pools or [""] * len(hosts):
         check_pool(plan, pool)
-    left = _left_of(plan, hosts, pools)
+    own = pools or [plan.cluster] * len(hosts)
+    left = {name: tuple(count for count, of in zip(hosts, own, strict=True) if of == name) for name in _sizes(plan)}
     given_up: tuple[str, ...] = ()
     if all(sum(left[name]) == size for name, size in _sizes(plan).items()):
         return Replanned(plan=plan, taken=tuple(hosts), order=_in_order(pools, list(left)))
@@ -74,12 +75,20 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] 
         given_up = tuple(plan.asked.one_by_one())
         best = fastest_on(replace(request, decisions=FREE), job, left, to_the_end=False)
     if best is None:
-        raise _nothing_fits(hosts, job)
+        raise NothingFitsError(
+            field="--elastic",
+            found=f"{format_plural(sum(hosts), 'device')} left, no part of which has a plan for a global batch of "
+            f"{job.global_batch} within {format_bytes(job.budget_bytes)}",
+            expected="devices enough for the model",
+            hint="the last checkpoint is whole: start again when devices are back, or with a plan for fewer of them",
+        )
     found, shapes = best
-    counts = {name: iter(each) for name, each in _taken_of(plan, left, shapes).items()}
+    has_hosts = {name: pool.num_nodes > 1 for name, pool in zip(_sizes(plan), plan.pools(), strict=True)}
+    taken = {name: _taken(left[name], shape, has_hosts=has_hosts[name]) for name, shape in shapes.items()}
+    counts = {name: iter(each) for name, each in taken.items()}
     return Replanned(
         plan=found,
-        taken=tuple(next(counts[pool]) if pool in counts else 0 for pool in pools or [plan.cluster] * len(hosts)),
+        taken=tuple(next(counts[pool]) if pool in counts else 0 for pool in own),
         order=_in_order(pools, list(shapes)),
         notice=_notice(plan, found, given_up),
     )
@@ -88,28 +97,6 @@ def replan(plan: Plan, hosts: Sequence[int], folder: Path, pools: Sequence[str] 
 def _sizes(plan: Plan) -> dict[str, int]:
     """The devices of each pool of a plan by its name: of the cluster, where there is one pool."""
     return {pool.name: pool.num_devices for pool in plan.pools()} if plan.is_mixed else {plan.cluster: plan.num_devices}
-
-
-def _left_of(plan: Plan, hosts: Sequence[int], pools: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """What is left of each pool of a plan, host by host."""
-    own = pools or [plan.cluster] * len(hosts)
-    return {name: tuple(count for count, of in zip(hosts, own, strict=True) if of == name) for name in _sizes(plan)}
-
-
-def _taken_of(plan: Plan, left: Left, shapes: Mapping[str, Shape]) -> dict[str, tuple[int, ...]]:
-    """Of each pool that has such a part, how many processes of each host take part."""
-    has_hosts = {name: pool.num_nodes > 1 for name, pool in zip(_sizes(plan), plan.pools(), strict=True)}
-    return {name: _taken(left[name], shape, has_hosts=has_hosts[name]) for name, shape in shapes.items()}
-
-
-def _nothing_fits(hosts: Sequence[int], job: Job) -> NothingFitsError:
-    return NothingFitsError(
-        field="--elastic",
-        found=f"{format_plural(sum(hosts), 'device')} left, no part of which has a plan for a global batch of "
-        f"{job.global_batch} within {format_bytes(job.budget_bytes)}",
-        expected="devices enough for the model",
-        hint="the last checkpoint is whole: start again when devices are back, or with a plan for fewer of them",
-    )
 
 
 def _in_order(pools: Sequence[str], names: Sequence[str]) -> tuple[int, ...]:
@@ -205,20 +192,18 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def left_without(job: Job, name: str, lost: int) -> dict[str, tuple[int, ...]]:
-    """What is left of each pool of a job when so many nodes of one are lost, as in `hosts_without`; empty where nothing
-    is."""
-    clusters = [group.cluster for group in job.groups]
-    left = {each.name: hosts_without(each, lost if each.name == name else 0) for each in clusters}
+def left_without(job: Job, name: str) -> dict[str, tuple[int, ...]]:
+    """The devices of each node that is left of each pool of a job when one of a pool loses a node.
+
+    Where that pool is one node, it loses a device. Empty where nothing is left.
+    """
+    left = {}
+    for cluster in (group.cluster for group in job.groups):
+        nodes, per_node = cluster.num_nodes, cluster.devices_per_node
+        if cluster.name == name:
+            nodes, per_node = (nodes - 1, per_node) if nodes > 1 else (nodes, per_node - 1)
+        left[cluster.name] = (per_node,) * nodes if per_node else ()
     return left if any(left.values()) else {}
-
-
-def hosts_without(cluster: Cluster, lost: int) -> tuple[int, ...]:
-    """The devices of each node that is left when so many nodes are lost, or devices where there is one node."""
-    nodes, per_node = cluster.num_nodes, cluster.devices_per_node
-    if nodes == 1:
-        return (per_node - lost,) if per_node > lost else ()
-    return (per_node,) * (nodes - lost)
 
 
 def check_pool(plan: Plan, pool: str) -> None:
@@ -286,7 +271,7 @@ def _slow_node(plan: Plan, request: PlanRequest, job: Job, slow: SlowRank) -> Sl
     job = job.used_by(plan)
     slowed_s = predict(plan, job, slowed={slow.stage: slow.factor}).step_time_s
     request = replace(request, decisions=plan.asked or FREE)
-    left = left_without(job, slow.pool or plan.cluster, 1)
+    left = left_without(job, slow.pool or plan.cluster)
     best = fastest_on(request, job, left) if left else None
     without = None if best is None else best[0]
     recut = _cut_for(plan, request, job, slow)

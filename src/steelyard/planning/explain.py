@@ -104,7 +104,8 @@ def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) ->
     _, *others = (each.beside(step_s) for each in study.reconciled(answers))
     compared, budgets = others[: num_baselines - 1], tuple(others[num_baselines - 1 :])
     binds = what_binds(step_s, *compared[:2]) if compared and compared[1:] else ""
-    shown = tuple(each for each in compared if each.name != UNLIMITED and is_worth_showing(each))
+    faster = (each for each in compared if each.name != ANY_PLAN or (each.slowdown or 0.0) < -SAME)
+    shown = tuple(each for each in faster if each.name != UNLIMITED)
     return Explanation(binds=binds, rivals=shown, budgets=budgets), tuple(left_out)
 
 
@@ -117,11 +118,6 @@ def plan_verdicts(plan: Plan, job: Job, decisions: Decisions) -> tuple[StrategyV
         return refusal(job.chain.layer_types[layer_type], strategy, config)
 
     return strategy_verdicts(tables, why_illegal) + strategies_not_searched(job, config.devices_per_stage, decisions)
-
-
-def is_worth_showing(baseline: ComparedBaseline) -> bool:
-    """Whether a baseline says something: the best of all only where it is faster than the plan."""
-    return baseline.name != ANY_PLAN or (baseline.slowdown or 0.0) < -SAME
 
 
 def other_budgets(job: Job) -> tuple[Variant, ...]:

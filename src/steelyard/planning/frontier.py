@@ -173,7 +173,14 @@ def find_offers(
     for a device without a price, a price without a device, and for too many parts.
     """
     machines = request.cluster
-    _check_prices(machines, prices)
+    names = sorted({pool.device.name for pool in machines.pools})
+    if sorted(prices) != names:
+        raise UserError(
+            field="--price",
+            found=", ".join(sorted(prices)) or "nothing",
+            expected="a price for each of " + ", ".join(names),
+            hint="write for example --price " + ",".join(f"{name}=2.5" for name in names),
+        )
     parts = parts_of(machines)
     if len(parts) > MOST_OFFERS:
         raise UserError(
@@ -188,14 +195,19 @@ def find_offers(
         progress(f"planning for {part.name} ({index + 1} of {format_plural(len(parts), 'offer')})")
         offers.append(_offer(study, part, prices))
     found = [each for each in offers if each is not None]
-    worth = [each.model_copy(update={"is_worth_having": _is_worth_having(each, found)}) for each in found]
+    figures = [(each.cost_per_billion_tokens, each.step_time_s) for each in found if each.step_time_s is not None]
+    worth = [each.model_copy(update={"is_worth_having": _is_worth_having(each, figures)}) for each in found]
     return tuple(sorted(worth, key=lambda each: (each.cost_per_billion_tokens is None, each.cost_per_billion_tokens)))
 
 
 def parts_of(machines: Cluster | MixedCluster) -> list[Cluster | MixedCluster]:
     """The machines with none, 1, 2, 4, … or all nodes of each pool."""
     found: list[Cluster | MixedCluster] = []
-    for nodes in itertools.product(*(_node_counts(pool) for pool in machines.pools)):
+    counts = [
+        [0, *(2**power for power in range((pool.num_nodes - 1).bit_length())), pool.num_nodes]
+        for pool in machines.pools
+    ]
+    for nodes in itertools.product(*counts):
         taken = [
             (with_shape(pool, count, pool.devices_per_node), link)
             for pool, link, count in zip(machines.pools, machines.links, nodes, strict=True)
@@ -204,22 +216,6 @@ def parts_of(machines: Cluster | MixedCluster) -> list[Cluster | MixedCluster]:
         if taken:
             found.append(joined_pools(*zip(*taken, strict=True)))
     return found
-
-
-def _node_counts(pool: Cluster) -> list[int]:
-    doubled = itertools.takewhile(lambda count: count < pool.num_nodes, (2**power for power in itertools.count()))
-    return [0, *doubled, pool.num_nodes]
-
-
-def _check_prices(machines: Cluster | MixedCluster, prices: Mapping[str, float]) -> None:
-    names = sorted({pool.device.name for pool in machines.pools})
-    if sorted(prices) != names:
-        raise UserError(
-            field="--price",
-            found=", ".join(sorted(prices)) or "nothing",
-            expected="a price for each of " + ", ".join(names),
-            hint="write for example --price " + ",".join(f"{name}=2.5" for name in names),
-        )
 
 
 def _offer(study: Study, part: Cluster | MixedCluster, prices: Mapping[str, float]) -> DevicePoint | None:
@@ -235,16 +231,10 @@ def _offer(study: Study, part: Cluster | MixedCluster, prices: Mapping[str, floa
     return filled(bare, priced_point(result.plan), tokens_per_s=tokens_per_s, price_per_hour=price)
 
 
-def _is_worth_having(offer: DevicePoint, offers: Sequence[DevicePoint]) -> bool:
-    """Whether no other offer is at least as fast for no more money, and better in one."""
-    mine = _figures(offer)
-    if mine is None:
+def _is_worth_having(offer: DevicePoint, figures: Sequence[tuple[float | None, float | None]]) -> bool:
+    """Whether no other offer of these costs and times is at least as fast for no more money, and better in one."""
+    cost, step_s = offer.cost_per_billion_tokens, offer.step_time_s
+    if cost is None or step_s is None:
         return False
-    others = [each for each in map(_figures, offers) if each is not None]
-    return not any(cost <= mine[0] and slow <= mine[1] and (cost, slow) != mine for cost, slow in others)
-
-
-def _figures(offer: DevicePoint) -> tuple[float, float] | None:
-    if offer.step_time_s is None or offer.cost_per_billion_tokens is None:
-        return None
-    return offer.cost_per_billion_tokens, offer.step_time_s
+    others = ((c, s) for c, s in figures if c is not None and s is not None and (c, s) != (cost, step_s))
+    return not any(other_cost <= cost and other_s <= step_s for other_cost, other_s in others)

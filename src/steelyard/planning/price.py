@@ -167,29 +167,28 @@ def prediction_of(
 def _pool_uses(job: Job, plan: Plan, step_time_s: float, found: Sequence[tuple[Plan, float]]) -> tuple[PoolUse, ...]:
     """The pools of a job as a plan uses them; the plans ``found`` say what those it leaves out would have cost."""
     names, own = plan.cluster.split("+"), job.jobs(plan)
-    places = {name: place for place, name in enumerate(names)}
-    return tuple(
-        PoolUse(
-            name=pool.cluster.name,
-            num_devices=pool.cluster.num_devices,
-            num_stages=sum(each is pool for each in own),
-            budget_bytes=pool.budget_bytes,
-            margin_bytes=pool.margin_bytes,
-            profile=pool.cost_source(),
-            reason=_why_left_out(pool.cluster.name, step_time_s, found)
-            if found and pool.cluster.name not in places
-            else None,
+    places, uses = {name: place for place, name in enumerate(names)}, []
+    for pool in sorted(job.by_group, key=lambda pool: places.get(pool.cluster.name, len(places))):
+        name, reason = pool.cluster.name, None
+        using = [step_s for each, step_s in found if name in each.cluster.split("+")]
+        if name not in places and using:
+            more = min(using) / step_time_s - 1
+            reason = f"the fastest plan found with it takes {format_seconds(min(using))} a step, {more:.1%} more"
+        elif name not in places and found:
+            below = format_seconds(step_time_s)
+            reason = f"no plan with it that fits is known; none with it was found below {below} a step"
+        uses.append(
+            PoolUse(
+                name=name,
+                num_devices=pool.cluster.num_devices,
+                num_stages=sum(each is pool for each in own),
+                budget_bytes=pool.budget_bytes,
+                margin_bytes=pool.margin_bytes,
+                profile=pool.cost_source(),
+                reason=reason,
+            )
         )
-        for pool in sorted(job.by_group, key=lambda pool: places.get(pool.cluster.name, len(places)))
-    )
-
-
-def _why_left_out(name: str, step_time_s: float, found: Sequence[tuple[Plan, float]]) -> str:
-    using = [step_s for plan, step_s in found if name in plan.cluster.split("+")]
-    if not using:
-        return f"no plan with it that fits is known; none with it was found below {format_seconds(step_time_s)} a step"
-    more = min(using) / step_time_s - 1
-    return f"the fastest plan found with it takes {format_seconds(min(using))} a step, {more:.1%} more"
+    return tuple(uses)
 
 
 def uniform_plan(job: Job, strategy_text: str) -> Plan:
@@ -223,32 +222,23 @@ def peak_bytes(plan: Plan) -> int:
 def warnings_of(
     job: Job, plan: Plan, stages: Sequence[StagePrediction], *, missed: Job | None = None
 ) -> tuple[str, ...]:
-    """What should be known of a plan: of its model, and `_pressure` in each pool that it uses.
+    """What should be known of a plan: of its model, and of each pool whose devices are so full that steps may slow.
 
-    ``missed`` is the job with the margins that no plan was found to leave free.
+    ``missed`` is the job with the margins that no plan was found to leave free, which is said too.
     """
     found, own = list(job.chain.warnings(job.seq_len)), job.jobs(plan)
     for place, pool in enumerate(job.by_group):
-        used = [stage for stage, each in zip(stages, own, strict=True) if each is pool]
-        told = _pressure(pool, used, missed.groups[place].margin_bytes if missed else 0) if used else ()
-        found += [f"{pool.cluster.name}: {each}" if job.is_mixed else each for each in told]
+        fullest = max((stage.total_bytes for stage, each in zip(stages, own, strict=True) if each is pool), default=0)
+        missed_bytes = missed.groups[place].margin_bytes if missed and fullest else 0
+        device, has = pool.cluster.device, pool.cluster.device.memory_bytes
+        told = [f"no plan was found that leaves {format_bytes(missed_bytes)} per device free"] if missed_bytes else []
+        if device.is_gpu and has is not None and fullest > has * (1 - MARGIN):
+            told.append(
+                f"the fullest device holds {format_bytes(fullest)}, {fullest / has:.1%} of what it has; an allocator "
+                "so full may free and allocate again in every step, which has slowed published runs"
+            )
+            if not missed_bytes:
+                told.append(f"a plan with --memory-margin {MARGIN:g} leaves more free, where one fits")
+        if told:
+            found.append((f"{pool.cluster.name}: " if job.is_mixed else "") + "; ".join(told))
     return tuple(found)
-
-
-def _pressure(job: Job, stages: Sequence[StagePrediction], missed_bytes: int) -> tuple[str, ...]:
-    """The warning that a device is so full that its allocator may slow the steps; nothing where none is.
-
-    ``missed_bytes`` is the margin that no plan was found to leave free, which is said too.
-    """
-    device = job.cluster.device
-    fullest = max(stage.total_bytes for stage in stages)
-    has = device.memory_bytes
-    told = [f"no plan was found that leaves {format_bytes(missed_bytes)} per device free"] if missed_bytes else []
-    if device.is_gpu and has is not None and fullest > has * (1 - MARGIN):
-        told.append(
-            f"the fullest device holds {format_bytes(fullest)}, {fullest / has:.1%} of what it has; an allocator so "
-            "full may free and allocate again in every step, which has slowed published runs"
-        )
-        if not missed_bytes:
-            told.append(f"a plan with --memory-margin {MARGIN:g} leaves more free, where one fits")
-    return ("; ".join(told),) if told else ()

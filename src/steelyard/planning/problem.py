@@ -36,7 +36,7 @@ from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.plan.strategy import Strategy, divisors
-from steelyard.planning.pins import Pin, pinned, pins_of
+from steelyard.planning.pins import pinned, pins_of
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, Schedule
 from steelyard.search import OnDemand, SpaceOptions, enumerate_strategies, paper_dimensions
 from steelyard.search.layers import ROUNDING
@@ -90,9 +90,8 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
             computed_s[place] = sum(of_types[layer_type] for layer_type in job.chain.layers)
         bubble = (1 - 1 / pipeline.num_stages) / pipeline.num_chunks
         least_s = computed_s[place] * (pipeline.num_microbatches / pipeline.num_stages + bubble) * (1 - ROUNDING)
-        make = partial(_made, config, offered[size], known, pins)
-        found.append(OnDemand(pipeline, least_s, make))
-    return tuple(found)
+        found.append(OnDemand(pipeline, least_s, partial(build_tables, config, offered[size], known)))
+    return tuple(each.narrowed(partial(pinned, pins=pins)) for each in found) if pins else tuple(found)
 
 
 @lru_cache(maxsize=64)
@@ -100,10 +99,6 @@ def _ways(strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
     """Of these strategies one for each way to compute."""
     ways = {(str(each.shape), each.sample_degree, each.token_degree, each.expert_degree): each for each in strategies}
     return tuple(ways.values())
-
-
-def _made(config: JobConfig, offered: tuple[Strategy, ...], known: KnownCosts, pins: Sequence[Pin]) -> CostTables:
-    return pinned(build_tables(config, offered, known), pins)
 
 
 def problem_of(job: Job, tables: Sequence[OnDemand]) -> "Problem":
@@ -133,8 +128,8 @@ def is_beaten(job: Job, tables: Sequence[OnDemand], step_s: float) -> bool:
 def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
     """Every number of stages that divides the devices with every number of microbatches that divides the batch.
 
-    Under every schedule that the options allow, wherever it is tried (`Schedule.is_tried`); in chunks where the blocks
-    divide into them. A partition for comparison cuts no chunks.
+    Under every schedule that the options allow, wherever it is tried (`Schedule.is_tried`), or everywhere if one alone
+    is allowed; in chunks where the blocks divide into them. A partition for comparison cuts no chunks.
     """
     devices, layers = job.cluster.num_devices, job.chain.num_layers
     stages = [p for p in divisors(devices) if p <= layers]
@@ -149,19 +144,13 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
     if decisions.stage_partition == "exact":
         found += configs_under([each for each in schedules if each.takes_chunks], job, stages, counts)
     pins = pins_of(decisions, job.chain)
+    insists = len(schedules) == 1 and schedules[0].why_not_everywhere
     return [
         each
         for each in found
-        if _is_tried(each.pipeline, is_alone=len(schedules) == 1) and all(pin.takes(each.pipeline) for pin in pins)
+        if (each.pipeline.schedule.is_tried(each.pipeline) or (insists and each.pipeline.num_stages > 1))
+        and all(pin.takes(each.pipeline) for pin in pins)
     ]
-
-
-def _is_tried(pipeline: PipelineConfig, *, is_alone: bool) -> bool:
-    """Whether the search tries a pipeline; under a schedule that others beat, everywhere if it ``is_alone``."""
-    schedule = pipeline.schedule
-    if is_alone and schedule.why_not_everywhere and pipeline.num_stages > 1:
-        return True
-    return schedule.is_tried(pipeline)
 
 
 def microbatch_counts(global_batch: int) -> list[int]:
@@ -183,14 +172,12 @@ def configs_under(
     return [
         JobConfig(job=job, pipeline=each)
         for each in pipelines
-        if each.schedule.refusal(each) is None and _comes_in_chunks(job, each)
+        if each.schedule.refusal(each) is None
+        and (
+            each.num_chunks == 1
+            or why_not_folded(job.chain.layers, num_stages=each.num_stages, num_chunks=each.num_chunks) is None
+        )
     ]
-
-
-def _comes_in_chunks(job: Job, pipeline: PipelineConfig) -> bool:
-    """Whether the layers come in as many chunks that are cut alike."""
-    stages, chunks = pipeline.num_stages, pipeline.num_chunks
-    return chunks == 1 or why_not_folded(job.chain.layers, num_stages=stages, num_chunks=chunks) is None
 
 
 def stage_strategies(job: Job, devices_per_stage: int, decisions: Decisions) -> tuple[Strategy, ...]:
@@ -274,7 +261,13 @@ class GroupSpace:
     def configs(self) -> list[PlacedPipeline]:
         """Every configuration that can run, of each order of its pools the first, bounded by what computing takes
         alone."""
-        return [*self._alone(), *self._joined()]
+        found = []
+        for pool, job in enumerate(self._job.by_group):
+            divides = job.cluster.num_devices % (self._decisions.num_stages or 1) == 0
+            for config in pipeline_configs(job, self._decisions) if divides else ():
+                placement = Placement(pools=(pool,), stages=(config.pipeline.num_stages,))
+                found.append(self._with_bound(placement, config.pipeline))
+        return [*found, *self._joined()]
 
     def orders(self, config: PlacedPipeline) -> Iterator[PlacedPipeline]:
         """A configuration with its pools in every order along the pipeline, which the times alone do not tell apart."""
@@ -349,14 +342,6 @@ class GroupSpace:
         """``are_made`` where the tables of the stages are known, or may as well be."""
         pipeline, is_alone = _without_chunks(config.pipeline), len(config.placement.pools) == 1
         return [self._layers(*each, pipeline, are_made, is_alone) for each in config.placement.of_stages(self._job)]
-
-    def _alone(self) -> Iterator[PlacedPipeline]:
-        for pool, job in enumerate(self._job.by_group):
-            if job.cluster.num_devices % (self._decisions.num_stages or 1):
-                continue
-            for config in pipeline_configs(job, self._decisions):
-                placement = Placement(pools=(pool,), stages=(config.pipeline.num_stages,))
-                yield self._with_bound(placement, config.pipeline)
 
     def _joined(self) -> Iterator[PlacedPipeline]:
         job, decisions = self._job, self._decisions

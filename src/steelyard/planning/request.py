@@ -41,23 +41,6 @@ GivenProfiles = str | Path | Profile | Mapping[str, str | Path | Profile]
 """One profile; or of several pools one each by name, which the command line writes ``old=a.json,new=b.json``."""
 
 
-def pool_profiles(given: GivenProfiles | None, names: Sequence[str]) -> Mapping[str, str | Path | Profile]:
-    """The profiles of the pools of these names; raises `InvalidProfileError` for one that is of none of them."""
-    if given is None:
-        return {}
-    pairs = [each.partition("=")[::2] for each in given.split(",")] if isinstance(given, str) else []
-    found = given if isinstance(given, Mapping) else dict(pairs)
-    is_one = isinstance(given, Path | Profile)
-    if is_one or len(pairs) > len(found) or not all(name in names and file for name, file in found.items()):
-        raise InvalidProfileError(
-            field="--profile",
-            found="one profile" if is_one else repr(given) if isinstance(given, str) else ", ".join(found),
-            expected=f"POOL=FILE, divided by commas, at most one for each pool of {', '.join(names)}",
-            hint="measure each device type by itself with `steelyard profile`; pools without a file are traced",
-        )
-    return found
-
-
 def read_profile(path: str | Path) -> tuple[Profile, ProfileFile]:
     """The profile in a file, and what a plan keeps of the file to find it again; raises `InvalidProfileError`."""
     profile = parse_file(Path(path), Profile, InvalidProfileError, what="profile")
@@ -176,8 +159,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         _check_sizes(self)
-        _check_imbalance(self)
-        _check_precision(self)
+        _check_model(self)
         if not 0 <= (self.memory_margin or 0.0) <= MOST_MARGIN:
             raise UserError(
                 field="memory_margin",
@@ -227,13 +209,20 @@ def make_request(
 ) -> PlanRequest:
     """Return the request that a user's words describe; see `steelyard.planning.complete.find_plan`.
 
-    ``max`` asks for the most that fits, ``devices`` for one sample per device. ``asked`` are fields of `PlanRequest`.
+    ``max`` asks for the most that fits, ``devices`` for one sample per device. ``freeze`` names what is not trained;
+    what a module of the user's own has without gradients is not trained either. ``asked`` are fields of `PlanRequest`.
     Raises one `UserError` for all that is misspelt of model, cluster, memory and profile.
     """
 
     def read_chain() -> ModelChain:
+        if own is not None and image_size is not None:
+            raise UserError(
+                field="--image-size",
+                found=f"one for {own.split.module}, a module of your own",
+                expected="the images of its sample",
+                hint="leave the option out",
+            )
         if own is not None:
-            _check_no_image(own, image_size)
             chain: ModelChain = own.chain
             return chain
         if isinstance(model, ModelChain):
@@ -249,7 +238,10 @@ def make_request(
         partial(_read_if_one, profile, cluster),
     )
     profiles = _profiles(given, machines)
-    chain = _with_frozen(chain, freeze, own)
+    if chain.freeze is None and (own is not None or freeze):
+        require_training("to find what is frozen the model is built")
+        found: Freeze | None = import_module("steelyard.modules.freezing").find_freeze(chain, freeze, own)
+        chain = frozen_chain(chain, found)
     batch = machines.num_devices if global_batch == "devices" else global_batch
     return PlanRequest(
         chain=chain,
@@ -315,19 +307,6 @@ def _num_bytes(memory: str | int | None) -> int | None:
     return parse_bytes(memory) if isinstance(memory, str) else memory
 
 
-def _with_frozen(chain: ModelChain, freeze: Sequence[str], own: Any) -> ModelChain:
-    """The chain with what ``freeze`` names frozen, and what a user's own module has without gradients."""
-    if chain.freeze is not None or (own is None and not freeze):
-        return chain
-    require_training("to find what is frozen the model is built")
-    found: Freeze | None = import_module(_FREEZING).find_freeze(chain, freeze, own)
-    return frozen_chain(chain, found)
-
-
-_FREEZING = "steelyard.modules.freezing"
-"""Needs torch."""
-
-
 def _read_if_one(
     profile: GivenProfiles | None, cluster: str | Cluster | MixedCluster
 ) -> GivenProfiles | MeasuredProfile | None:
@@ -346,10 +325,21 @@ def _profiles(
     given = MeasuredProfile(given) if isinstance(given, Profile) else given
     if isinstance(given, MeasuredProfile) and len(names) == 1:
         return {names[0]: given}
-    paths = pool_profiles(given.profile if isinstance(given, MeasuredProfile) else given, names)
+    if given is None:
+        return {}
+    pairs = [each.partition("=")[::2] for each in given.split(",")] if isinstance(given, str) else []
+    found = given if isinstance(given, Mapping) else dict(pairs)
+    is_one = isinstance(given, Path | MeasuredProfile)
+    if is_one or len(pairs) > len(found) or not all(name in names and file for name, file in found.items()):
+        raise InvalidProfileError(
+            field="--profile",
+            found="one profile" if is_one else repr(given) if isinstance(given, str) else ", ".join(found),
+            expected=f"POOL=FILE, divided by commas, at most one for each pool of {', '.join(names)}",
+            hint="measure each device type by itself with `steelyard profile`; pools without a file are traced",
+        )
     return {
         name: MeasuredProfile(each) if isinstance(each, Profile) else MeasuredProfile(*read_profile(each))
-        for name, each in paths.items()
+        for name, each in found.items()
     }
 
 
@@ -361,16 +351,6 @@ def _taken(plan: Plan, machines: Cluster | MixedCluster) -> list[tuple[str, Cost
     if plan.is_mixed:
         return [(each.name, each.profile, Budget(each.budget_bytes, each.margin_bytes)) for each in found.pools or ()]
     return [(machines.name, found.profile, Budget(found.budget_bytes, found.margin_bytes))]
-
-
-def _check_no_image(own: Any, image_size: tuple[int, int] | None) -> None:
-    if image_size is not None:
-        raise UserError(
-            field="--image-size",
-            found=f"one for {own.split.module}, a module of your own",
-            expected="the images of its sample",
-            hint="leave the option out",
-        )
 
 
 def _check_sizes(request: PlanRequest) -> None:
@@ -391,7 +371,8 @@ def _check_sizes(request: PlanRequest) -> None:
         request.chain.check_seq_len(seq_len)
 
 
-def _check_imbalance(request: PlanRequest) -> None:
+def _check_model(request: PlanRequest) -> None:
+    """Raises `UserError` for an imbalance or a precision that the model cannot have."""
     chain, imbalance = request.chain, request.imbalance
     if imbalance != ASSUMED_IMBALANCE and not any(layer_type.num_experts for layer_type in chain.layer_types):
         raise UserError(
@@ -407,9 +388,6 @@ def _check_imbalance(request: PlanRequest) -> None:
             expected=f"1 (every rank's experts get as many tokens) to {MOST_IMBALANCE:g}",
             hint="give --imbalance what training reported, or leave it out",
         )
-
-
-def _check_precision(request: PlanRequest) -> None:
     split = request.chain.split
     if split.no_bf16 and request.precision == "bf16":
         raise InvalidModelError(

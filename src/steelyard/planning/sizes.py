@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from steelyard.errors import UserError
-from steelyard.model.chain import ModelChain
 from steelyard.planning.choose import PlanningResult, plan_request
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import Study, Variant, device_counts, on_devices
@@ -133,7 +132,13 @@ def longest_sequence(request: PlanRequest, *, progress: Callable[[str], None] = 
     Raises `UserError` for a model whose length is fixed.
     """
     chain = request.chain
-    _check_free(chain)
+    if not chain.family.task.reads_text:
+        raise UserError(
+            field="--seq-len",
+            found=f"max for {chain.name}",
+            expected=f"{chain.max_seq_len}, the patches of an image",
+            hint=f"give --seq-len {chain.max_seq_len}",
+        )
     most = min(chain.max_seq_len, MOST_TOKENS) if chain.learned_positions else MOST_TOKENS
     trials: dict[int, Trial] = {}
     study = Study(request)
@@ -164,37 +169,18 @@ def longest_sequence(request: PlanRequest, *, progress: Callable[[str], None] = 
     while 2 * length <= most and 2 * length not in trials and fits(2 * length):
         length *= 2
     if 2 * length > most:
-        return longest(f"{most} tokens are the most that {_whose_limit(chain)}")
+        whose = "the model has positions for" if chain.learned_positions else "are tried"
+        return longest(f"{most} tokens are the most that {whose}")
     step = length // 2
     for _ in range(NARROWINGS):
         if step < STEP_TOKENS:
             break
         length += step if fits(length + step) else 0
         step //= 2
-    return longest(_binding(trials))
-
-
-def _check_free(chain: ModelChain) -> None:
-    if chain.family.task.reads_text:
-        return
-    raise UserError(
-        field="--seq-len",
-        found=f"max for {chain.name}",
-        expected=f"{chain.max_seq_len}, the patches of an image",
-        hint=f"give --seq-len {chain.max_seq_len}",
-    )
-
-
-def _whose_limit(chain: ModelChain) -> str:
-    return "the model has positions for" if chain.learned_positions else "are tried"
-
-
-def _binding(trials: dict[int, Trial]) -> str:
-    """What the shortest length that does not fit lacks."""
     short = min(length for length, trial in trials.items() if not _fits(trial))
     if trials[short].tokens_per_s is not None:
-        return f"{short} tokens fit under pressure alone: no plan of theirs leaves the memory margin free"
-    return f"{short} tokens do not fit: {trials[short].reason}"
+        return longest(f"{short} tokens fit under pressure alone: no plan of theirs leaves the memory margin free")
+    return longest(f"{short} tokens do not fit: {trials[short].reason}")
 
 
 def _fits(trial: Trial) -> bool:

@@ -92,7 +92,7 @@ def without_techniques(plan: Plan) -> tuple[Variant, ...]:
     found = {
         f"without {dimension}": _without(dimension)
         for dimension in reversed(DIMENSIONS.values())
-        if _uses(plan, dimension)
+        if any(dimension in strategy.dimensions for strategy in plan.strategies)
     }
     for key, (dimension, variant) in variants().items():
         if dimension.is_level and any(each.variant(key) != variant.default for each in plan.strategies):
@@ -101,10 +101,6 @@ def without_techniques(plan: Plan) -> tuple[Variant, ...]:
     if any(each.remat is not Remat.NONE for each in plan.strategies):
         found["without remat"] = Decisions(remats=(Remat.NONE,))
     return tuple(deciding(name, decisions) for name, decisions in found.items())
-
-
-def _uses(plan: Plan, dimension: Dimension) -> bool:
-    return any(dimension in strategy.dimensions for strategy in plan.strategies)
 
 
 def _without(dimension: Dimension) -> Decisions:
@@ -336,7 +332,7 @@ class Study:
             return answer
         count = len(tables) if ranks_all(job) else 1
         found = accept(job, tables, num_exact=count, num_alternatives=count - 1, time_limit_s=request.time_limit_s)
-        self._keep(request, job, found.bounded())
+        self._keep(request, job, found.bounded)
         if not found.ranked:
             miss = found.search.nearest_miss
             missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else None
@@ -351,18 +347,13 @@ class Study:
         Searches end with gaps and time limits, and the simulator ranks what their sums found: without this a plan
         could be slower than another that meets its restriction as well.
         """
-        return tuple(self._best_of(each, answers) for each in answers)
-
-    def _best_of(self, answer: Answer, answers: Sequence[Answer]) -> Answer:
-        allowed = (each for each in answers if each.step_s < answer.step_s and self._allows(answer, each))
-        best = min(allowed, key=lambda each: each.step_s, default=answer)
-        return replace(
-            answer,
-            plan=best.plan,
-            step_s=best.step_s,
-            held_bytes=best.held_bytes,
-            missing_bytes=best.missing_bytes,
-        )
+        found = []
+        for answer in answers:
+            allowed = (each for each in answers if each.step_s < answer.step_s and self._allows(answer, each))
+            best = min(allowed, key=lambda each: each.step_s, default=answer)
+            taken = {name: getattr(best, name) for name in ("plan", "step_s", "held_bytes", "missing_bytes")}
+            found.append(replace(answer, **taken))
+        return tuple(found)
 
     def _allows(self, answer: Answer, other: Answer) -> bool:
         """Whether a variant allows the plan that was found for another one."""

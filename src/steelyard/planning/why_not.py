@@ -33,7 +33,7 @@ from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import pipeline_configs, space_options, stage_strategies
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import Study, insisting
-from steelyard.schedules import SCHEDULES, Schedule
+from steelyard.schedules import SCHEDULES
 from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies, mixing
 from steelyard.search import refusal as space_refusal
 from steelyard.units import format_plural, format_ranges
@@ -65,7 +65,9 @@ def impossible(request: PlanRequest, pin: Pin) -> tuple[str, ...]:
     """Why no strategy can have what the pin asks for; empty where no such strategy is illegal by itself."""
     named = {dimension for key, value in pin.wanted if value != "1" and (dimension := _dimension_of(key)) is not None}
     serves = tuple(
-        f"{dimension}: {reason}" for dimension in _by_name(named) if (reason := dimension.serves(request.chain))
+        f"{dimension}: {reason}"
+        for dimension in sorted(named, key=lambda dimension: dimension.name)
+        if (reason := dimension.serves(request.chain))
     )
     if serves:
         return serves
@@ -83,10 +85,6 @@ def reasons_of(layers: Sequence[LayerType], reason_of: Callable[[LayerType], str
         reason if len(names) == len(layers) else f"for the {', '.join(names)} layers: {reason}"
         for reason, names in found.items()
     )
-
-
-def _by_name(dimensions: set[Dimension]) -> list[Dimension]:
-    return sorted(dimensions, key=lambda dimension: dimension.name)
 
 
 def _never(request: PlanRequest, pin: Pin, wanted: Wanted) -> tuple[str, ...]:
@@ -116,7 +114,9 @@ def _dimension_of(key: str) -> Dimension | None:
 def _smallest(wanted: Wanted) -> Strategy | None:
     """The strategy of fewest devices that has all that is wanted, None where its parts contradict each other."""
     levels = [
-        Level(dimension=dimension_named(key), degree=int(value)) for key, value in wanted if _is_degree(key, value)
+        Level(dimension=dimension_named(key), degree=int(value))
+        for key, value in wanted
+        if value != "1" and any(dimension.name == key for dimension in level_dimensions())
     ]
     levels += [level for key, value in wanted if key == "parallel" for level in parse_parallel(value)]
     chosen = {key: variants()[key][1].pin[value] for key, value in wanted if key in variants()}
@@ -135,10 +135,6 @@ def _smallest(wanted: Wanted) -> Strategy | None:
         except InvalidPlanError:
             continue
     return None
-
-
-def _is_degree(key: str, value: str) -> bool:
-    return value != "1" and any(dimension.name == key for dimension in level_dimensions())
 
 
 def _illegal(layer: LayerType, strategy: Strategy, wanted: Wanted, request: PlanRequest) -> str | None:
@@ -189,7 +185,13 @@ def configs_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, .
         *_by_reason("microbatches", why_not_counts),
         NotSearched(what="microbatches", values=f"above {batch}", reason="a microbatch needs a sample"),
         *(
-            NotSearched(what="schedule", values=each.name, reason=_why_no_schedule(each, decisions))
+            NotSearched(
+                what="schedule",
+                values=each.name,
+                reason=each.why_not_everywhere or each.why_nowhere
+                if each.name in decisions.allowed_schedules
+                else "left out by --schedule",
+            )
             for each in SCHEDULES.values()
             if each not in used or each.why_not_everywhere
         ),
@@ -215,12 +217,6 @@ def samples_not_measured(job: Job, decisions: Decisions) -> NotSearched | None:
     )
 
 
-def _why_no_schedule(schedule: Schedule, decisions: Decisions) -> str:
-    if schedule.name not in decisions.allowed_schedules:
-        return "left out by --schedule"
-    return schedule.why_not_everywhere or schedule.why_nowhere
-
-
 def strategies_not_searched(job: Job, devices_per_stage: int, decisions: Decisions) -> tuple[StrategyVerdict, ...]:
     """Every leaf of the whole tree for a stage that was not offered to the search, and why."""
     limits = space_options(job, decisions)
@@ -229,10 +225,9 @@ def strategies_not_searched(job: Job, devices_per_stage: int, decisions: Decisio
         ("-".join(str(level) for level in levels), mixing(levels, limits))
         for levels in enumerate_levels(devices_per_stage, whole.dimensions)
     )
-    return (
-        *(_verdict(str(strategy), reason) for strategy, reason in not_offered(job, devices_per_stage, decisions)),
-        *(_verdict(text, reason) for text, reason in never if reason is not None),
-    )
+    told = [(str(strategy), reason) for strategy, reason in not_offered(job, devices_per_stage, decisions)]
+    told += [(text, reason) for text, reason in never if reason is not None]
+    return tuple(StrategyVerdict(kind="", strategy=text, verdict="not offered", reason=reason) for text, reason in told)
 
 
 def not_offered(job: Job, devices_per_stage: int, decisions: Decisions) -> list[tuple[Strategy, str]]:
@@ -246,11 +241,14 @@ def not_offered(job: Job, devices_per_stage: int, decisions: Decisions) -> list[
         aligned_only=False,
         insists=lambda _strategy: True,
     )
-    return [
-        (strategy, _serves(strategy, job) or space_refusal(strategy, limits) or _no_shape(strategy))
-        for strategy in enumerate_strategies(devices_per_stage, whole)
-        if strategy not in offered
-    ]
+    found = []
+    for strategy in enumerate_strategies(devices_per_stage, whole):
+        if strategy not in offered:
+            serves = (reason for dimension in strategy.dimensions if (reason := dimension.serves(job.chain)))
+            shape = " ".join(f"{name} {degree}" for name, degree in strategy.shape.items())
+            reason = next(serves, None) or space_refusal(strategy, limits) or f"the profile has no {shape}"
+            found.append((strategy, reason))
+    return found
 
 
 def widened(job: Job, free: Decisions, decisions: Decisions) -> dict[Strategy, str]:
@@ -270,18 +268,6 @@ def widened_text(found: dict[Strategy, str]) -> str:
     return f"also searched {format_plural(len(found), 'strategy', 'strategies')} that are left out otherwise ({said})"
 
 
-def _serves(strategy: Strategy, job: Job) -> str:
-    return next((reason for dimension in strategy.dimensions if (reason := dimension.serves(job.chain))), "")
-
-
-def _no_shape(strategy: Strategy) -> str:
-    return f"the profile has no {' '.join(f'{name} {degree}' for name, degree in strategy.shape.items())}"
-
-
-def _verdict(strategy: str, reason: str) -> StrategyVerdict:
-    return StrategyVerdict(kind="", strategy=strategy, verdict="not offered", reason=reason)
-
-
 def _by_reason(what: str, reasons: dict[int, str]) -> list[NotSearched]:
     return [
         NotSearched(
@@ -298,7 +284,11 @@ def why_not(request: PlanRequest, job: Job, pin: Pin) -> WhyNot:
     """
     pinned = insisting(pin.text).change(request)
     if not pipeline_configs(job, pinned.decisions):
-        return WhyNot(asked=pin.text, reasons=(_no_config(job, request.decisions),))
+        pipelines = [config.pipeline for config in pipeline_configs(job, request.decisions)]
+        stages = ", ".join(map(str, sorted({each.num_stages for each in pipelines})))
+        counts = ", ".join(map(str, sorted({each.num_microbatches for each in pipelines})))
+        reason = f"no such pipeline configuration is searched: stages are {stages}, microbatches {counts}"
+        return WhyNot(asked=pin.text, reasons=(reason,))
     result = Study(request, job).plan(insisting(pin.text))
     if isinstance(result, str):
         return WhyNot(asked=pin.text, reasons=(result,))
@@ -342,13 +332,6 @@ def _can_be_met(request: PlanRequest, job: Job, pin: Pin) -> bool:
         for config in pipeline_configs(job, request.decisions)
         for strategy in stage_strategies(job, config.devices_per_stage, asking)
     )
-
-
-def _no_config(job: Job, decisions: Decisions) -> str:
-    configs = pipeline_configs(job, decisions)
-    stages = ", ".join(str(count) for count in sorted({config.pipeline.num_stages for config in configs}))
-    counts = ", ".join(str(count) for count in sorted({config.pipeline.num_microbatches for config in configs}))
-    return f"no such pipeline configuration is searched: stages are {stages}, microbatches {counts}"
 
 
 def _forbidding(request: PlanRequest, job: Job, pin: Pin) -> tuple[str, ...]:

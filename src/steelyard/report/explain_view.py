@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from steelyard.plan.choices import ComparedBaseline, Explanation, NotSearched, SlowNode, StrategyVerdict, Verdict
+from steelyard.plan.choices import ComparedBaseline, Explanation, SlowNode, StrategyVerdict, Verdict
 from steelyard.plan.plan import Plan, headline
 from steelyard.plan.prediction import Prediction
 from steelyard.plan.words import SAME_SHARE
@@ -107,6 +107,16 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
     stages = prediction.stages
     slowest = max(range(len(stages)), key=lambda index: stages[index].total_time_s)
     fullest, busy_s = prediction.fullest, stages[slowest].total_time_s
+    left, margin = min(prediction.left_bytes()), prediction.margin_bytes
+    spare = f"{format_bytes(-left - margin)} too much."
+    if left >= 0:
+        spare = (
+            f"{format_bytes(left)} left"
+            + (f", beside {prediction.margin_text}" if prediction.margin_text else "")
+            + "."
+        )
+    elif -left <= margin:
+        spare = f"{format_bytes(-left)} of the {format_bytes(margin)} to be left free."
     lines = [
         f"Time: {_stage(plan, slowest, 'is the slowest')}{format_seconds(busy_s)} a microbatch, of it "
         f"{shares(stages[slowest].time_s)}."
@@ -116,7 +126,7 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         lines.append(f"Pipeline: that stage waits for {idle:.1%} of a step while the pipeline fills and drains.")
     lines.append(
         f"Memory: {_stage(plan, fullest, 'is the fullest')}{format_bytes(stages[fullest].total_bytes)}, of it "
-        f"{shares(stages[fullest].memory_bytes)}; " + _left_text(prediction, min(prediction.left_bytes()))
+        f"{shares(stages[fullest].memory_bytes)}; {spare}"
     )
     return [
         *lines,
@@ -124,14 +134,6 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         f"Costs: {prediction.costs}.",
         *(f"{line}." for line in link_lines(plan, prediction)),
     ]
-
-
-def _left_text(prediction: Prediction, left: int) -> str:
-    if left >= 0:
-        return f"{format_bytes(left)} left" + (f", beside {prediction.margin_text}." if prediction.margin_text else ".")
-    if -left <= prediction.margin_bytes:
-        return f"{format_bytes(-left)} of the {format_bytes(prediction.margin_bytes)} to be left free."
-    return f"{format_bytes(-left - prediction.margin_bytes)} too much."
 
 
 def shares(terms: Mapping[str, float]) -> str:
@@ -169,14 +171,6 @@ def baseline_table(title: str, baselines: Sequence[ComparedBaseline], *, whole: 
     return table
 
 
-def not_searched_table(not_searched: Sequence[NotSearched]) -> Table:
-    """Pipeline configurations that were never searched."""
-    table = plain_table("Never searched", "", "values", "why")
-    for each in not_searched:
-        table.add_row(each.what, each.values, each.reason)
-    return table
-
-
 def verdict_table(verdicts: Sequence[StrategyVerdict]) -> Table:
     """Every strategy of the tree for a stage: for which layers it could be of use, and why not for the others."""
     alike: dict[tuple[str, str, str], list[str]] = {}
@@ -202,7 +196,10 @@ def _everything(plan: Plan, explanation: Explanation) -> list[RenderableType]:
         if prediction.alternatives:
             parts.append(alternative_table(prediction, len(prediction.alternatives)))
     if explanation.not_searched:
-        parts.append(not_searched_table(explanation.not_searched))
+        table = plain_table("Never searched", "", "values", "why")
+        for each in explanation.not_searched:
+            table.add_row(each.what, each.values, each.reason)
+        parts.append(table)
     if explanation.verdicts:
         parts.append(verdict_table(explanation.verdicts))
     return parts

@@ -78,8 +78,16 @@ def comparison_table(record: RunRecord) -> Table:
     table.add_row(*beside("step time", record.predicted_step_s, record.median_step_s, format_seconds), end_section=True)
     num_stages = 1 + max(rank.stage for rank in record.ranks)  # an elastic run may end under another plan
     for stage in range(num_stages if num_stages > 1 else 0):
-        table.add_row(*_busy_row(record, stage), end_section=stage == num_stages - 1)
-    _add_imbalance_row(table, record)
+        # those of its slowest rank
+        measured = [rank.busy_s for rank in record.ranks if rank.stage == stage and rank.busy_s is not None]
+        expected = None if record.predicted_busy_s is None else record.predicted_busy_s[stage]
+        row = beside(f"work of stage {stage} in a step", expected, max(measured, default=None), format_seconds)
+        table.add_row(*row, end_section=stage == num_stages - 1)
+    uneven = [rank.imbalance for rank in record.ranks if rank.imbalance is not None]
+    if uneven:
+        mean = sum(uneven) / len(uneven)
+        row = beside("imbalance of experts (assumed)", record.predicted_imbalance, mean, "{:.2f}".format)
+        table.add_row(*row, end_section=True)
     for rank in record.ranks:
         name = f"memory of rank {rank.rank}" + (f" (stage {rank.stage})" if num_stages > 1 else "")
         expected = None if record.predicted_peak_bytes is None else record.predicted_peak_bytes[rank.stage]
@@ -118,20 +126,3 @@ def trial_table(trials: Sequence[tuple[Plan, RunRecord | None, str]]) -> Table:
             words,
         )
     return table
-
-
-def _add_imbalance_row(table: Table, record: RunRecord) -> None:
-    """How uneven the routing was where experts are divided, on average over all ranks, beside what was assumed."""
-    measured = [rank.imbalance for rank in record.ranks if rank.imbalance is not None]
-    if not measured:
-        return
-    mean = sum(measured) / len(measured)
-    row = beside("imbalance of experts (assumed)", record.predicted_imbalance, mean, "{:.2f}".format)
-    table.add_row(*row, end_section=True)
-
-
-def _busy_row(record: RunRecord, stage: int) -> tuple[str, str, str, str]:
-    """The seconds of a step in which a stage works, those of its slowest rank."""
-    measured = [rank.busy_s for rank in record.ranks if rank.stage == stage and rank.busy_s is not None]
-    expected = None if record.predicted_busy_s is None else record.predicted_busy_s[stage]
-    return beside(f"work of stage {stage} in a step", expected, max(measured, default=None), format_seconds)

@@ -44,11 +44,14 @@ def decision(found: ReportContents) -> Html:
         else shortfall(found.peak_bytes, found.budget_bytes, prediction.stage_margins()[prediction.fullest])
     )
     tokens = format_count(plan.global_batch * plan.seq_len)
+    step = format_seconds(prediction.step_time_s).replace(" ", " ")  # the unit stays on the line
+    count = format_plural(plan.num_microbatches, "microbatch", "microbatches")
+    batch = f"with {count} of {plan.microbatch_samples} × {plan.seq_len:,} tokens"
     return join(
         [
-            f"Train it {_pipeline(plan)}, {_batch(plan)}, most layers as ",
+            f"Train it {_pipeline(plan)}, {batch}, most layers as ",
             tag("b", most_used(plan), class_="whole"),
-            f": a step of {tokens} tokens takes {_unbroken(prediction.step_time_s)} and {verdict}.",
+            f": a step of {tokens} tokens takes {step} and {verdict}.",
             f" {gained}." if (gained := gain_sentence(plan)) else "",
         ]
     )
@@ -67,11 +70,6 @@ def network_text(found: ReportContents) -> str:
     return f"Inside {inside}" if between is None else f"Between nodes {link_text(between)}; inside {inside}"
 
 
-def _unbroken(seconds: float) -> str:
-    """A duration whose unit stays on the same line."""
-    return format_seconds(seconds).replace(" ", "\u00a0")
-
-
 def most_used(plan: Plan) -> str:
     """The strategy that most layers have."""
     names = [str(strategy) for strategy in plan.strategies]
@@ -87,11 +85,6 @@ def _pipeline(plan: Plan) -> str:
     schedule = plan.pipeline.schedule.title
     each = f"{devices} each" if len(set(sizes)) == 1 else f"{', '.join(map(str, sizes))} devices"
     return f"in {format_plural(plan.num_stages, 'pipeline stage')}{chunks} ({schedule}) of {each}"
-
-
-def _batch(plan: Plan) -> str:
-    count = format_plural(plan.num_microbatches, "microbatch", "microbatches")
-    return f"with {count} of {plan.microbatch_samples} × {plan.seq_len:,} tokens"
 
 
 def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
@@ -125,7 +118,12 @@ def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
             [
                 f"{share:.0%} of {format_bytes(found.budget_bytes)}"
                 + (f"; {prediction.margin_text}" if prediction.margin_text else ""),
-                _gauge(share),
+                tag(
+                    "span",
+                    tag("i", style=f"width:{min(share, 1.0):.1%}", class_="over" if share > 1 else None),
+                    class_="gauge",
+                    aria_hidden="true",
+                ),
             ],
         )
     )
@@ -134,11 +132,6 @@ def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
     if found.timeline is not None and plan.num_stages > 1:
         tiles.append(("bubbles", f"{found.timeline.bubble_share():.1%}", "of all stages' time"))
     return [*tiles, ("proof", *prediction.certificate.brief)]
-
-
-def _gauge(share: float) -> Html:
-    fill = tag("i", style=f"width:{min(share, 1.0):.1%}", class_="over" if share > 1 else None)
-    return tag("span", fill, class_="gauge", aria_hidden="true")
 
 
 def _tile(name: Child, figure: str, below: Child) -> Html:
