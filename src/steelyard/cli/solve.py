@@ -8,8 +8,7 @@ from rich.console import Console
 
 from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, print_json, progress
 from steelyard.plan.choices import StrategyVerdict
-from steelyard.report.explain_view import verdict_table
-from steelyard.report.solve_view import solve_view, step_table
+from steelyard.report.explain_view import solve_view, step_table, verdict_table
 from steelyard.search import TIME_LIMIT_S, SearchResult
 from steelyard.search.problem import load_problem, solve_problem
 from steelyard.search.reasons import strategy_verdicts

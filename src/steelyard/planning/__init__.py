@@ -4,8 +4,7 @@
 |--------------------|----------------------------------------------------------------------------------|
 | `request`          | what a user says, or a plan → `PlanRequest`: all that planning is asked          |
 | `complete`         | request → finished plan: searched, compared, with the plans that go along        |
-| `job`              | request → job: a price for every layer, traced or measured                       |
-| `calibration`      | job and measured runs → the job with all times scaled                            |
+| `job`              | request → job: a price for every layer, traced or measured, scaled by runs       |
 | `pins`             | what layers must have, as a user writes it → cost tables that allow nothing else |
 | `problem`          | job and decisions → cost tables, one for every pipeline configuration            |
 | `choose`           | cost tables → search → the best few re-scored by the simulator → plan            |

@@ -21,7 +21,7 @@ from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Fallback, Plan, Precision
 from steelyard.plan.prediction import Baseline, Certificate
 from steelyard.planning.choose import NothingFitsError, PlanningResult, accept, device_bytes, plan_request
-from steelyard.planning.job import job_of
+from steelyard.planning.job import job_of, time_factors
 from steelyard.planning.price import peak_bytes, prediction_of, with_cost
 from steelyard.planning.request import GivenProfiles, PlanRequest, make_request
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
@@ -229,11 +229,7 @@ def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
         if pins and (beyond := widened_text(widened(job, free, request.decisions))):
             notes.append(beyond)
     if len(request.calibration) > 1:
-        from steelyard.planning.calibration import time_factors
-
-        factors = ", ".join(
-            f"{path.name} × {each:.3f}" for path, each in time_factors(job, request.calibration, job_of)
-        )
+        factors = ", ".join(f"{path.name} × {each:.3f}" for path, each in time_factors(job, request.calibration))
         notes = [*notes, f"calibrated by the median of {factors}"]
     return replace(result, notes=tuple(notes))
 

@@ -31,9 +31,8 @@ from steelyard.plan.decisions import FREE
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Plan
 from steelyard.plan.replanned import Replanned
-from steelyard.planning.calibration import InvalidRunError
 from steelyard.planning.choose import NothingFitsError, PlanningResult, plan_job
-from steelyard.planning.job import job_of
+from steelyard.planning.job import InvalidRunError, job_of
 from steelyard.planning.price import describe, summarise
 from steelyard.planning.request import PlanRequest, request_of_plan
 from steelyard.planning.variants import Study, with_shape
