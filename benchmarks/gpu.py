@@ -51,8 +51,7 @@ from steelyard.plan.shrink import shrunk_plan
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.job import job_of
-from steelyard.planning.plan_from_search import assemble_plan
-from steelyard.planning.price import with_price
+from steelyard.planning.price import assemble_plan, with_price
 from steelyard.planning.request import make_request
 from steelyard.processes.group import current_device, process_group
 from steelyard.profiler.layers import build_short_chain, layer_meshes, measure_laps, times_of

@@ -32,7 +32,6 @@ from published_runs.rows import OPEN_RUNS, PublishedRun, read_runs
 from steelyard.cost.predict import predict
 from steelyard.hardware import Cluster, MixedCluster, hardware_file, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
-from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DP, TP
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
@@ -40,7 +39,7 @@ from steelyard.plan.strategy import Level, Strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of
 from steelyard.planning.request import make_request
-from steelyard.planning.variants import pool_baselines
+from steelyard.planning.variants import Study, group_answers
 from steelyard.units import format_seconds
 
 NETWORK = "{name: 1 Gb/s between nodes, bandwidth_GBps: 0.117, latency_us: 30}"
@@ -138,9 +137,10 @@ def shown(cluster: str, model: str, seq_len: int, batch: int) -> Case:
 
 
 def compare(case: Case) -> None:
-    job = job_of(
-        make_request(case.model, case.cluster, global_batch=case.batch, seq_len=case.seq_len, precision=case.precision)
+    request = make_request(
+        case.model, case.cluster, global_batch=case.batch, seq_len=case.seq_len, precision=case.precision
     )
+    job = job_of(request)
     started = time.process_time()
     found = plan_job(job)
     spent_s = time.process_time() - started
@@ -151,7 +151,7 @@ def compare(case: Case) -> None:
     order = ", ".join(f"{each.name} × {each.num_stages} stages" for each in prediction.pools)
     print(f"{case.name}\n  {format_seconds(prediction.step_time_s)} a step: {order}")
     print(f"  {prediction.certificate}; searched in {spent_s:.1f} s of CPU")
-    for baseline in pool_baselines(job, Decisions(), prediction.step_time_s):
+    for baseline in (each.beside(prediction.step_time_s) for each in group_answers(Study(request, job))):
         words = "does not fit" if baseline.step_time_s is None else format_seconds(baseline.step_time_s)
         slower = "" if baseline.slowdown is None else f", {baseline.slowdown:+.1%}"
         print(f"  {baseline.name}: {words}{slower}")

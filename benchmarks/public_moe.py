@@ -53,8 +53,7 @@ from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of
-from steelyard.planning.plan_from_search import assemble_plan, describe, summarise
-from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.price import assemble_plan, describe, peak_bytes, summarise, with_price
 from steelyard.planning.request import make_request
 from steelyard.report.check_table import ALLOWANCES
 from steelyard.schedules import PipelineConfig, find_schedule

@@ -29,8 +29,8 @@ from steelyard.cost.job import Job
 from steelyard.cost.tables import CostTables
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import level_dimensions
+from steelyard.planning.choose import accept
 from steelyard.planning.job import job_of
-from steelyard.planning.plan_from_search import accept
 from steelyard.planning.problem import make_tables
 from steelyard.planning.request import make_request
 from steelyard.search import OnDemand, SearchResult, SpaceOptions, search

@@ -38,7 +38,7 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import divisors
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of
-from steelyard.planning.plan_from_search import describe, summarise
+from steelyard.planning.price import describe, summarise
 from steelyard.planning.request import make_request
 from steelyard.planning.variants import even_plan
 from steelyard.profiler.launch import launch_profiler

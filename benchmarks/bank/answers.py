@@ -44,15 +44,13 @@ from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import with_fallbacks
-from steelyard.planning.devices import plan_fewest_devices
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.framework_fit import plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.pins import parse_pin
-from steelyard.planning.plan_from_search import assemble_plan
-from steelyard.planning.price import uniform_plan, with_price
+from steelyard.planning.price import assemble_plan, uniform_plan, with_price
 from steelyard.planning.problem import make_tables, problem_of
-from steelyard.planning.sizes import largest_batch
+from steelyard.planning.sizes import fewest_devices, largest_batch
 from steelyard.planning.variants import Study
 from steelyard.planning.why_not import pin_error, why_not
 from steelyard.schedules import PipelineConfig, find_schedule
@@ -209,7 +207,7 @@ def planned_with_fallbacks(job: Callable[[], Job]) -> Record:
     result = plan_job(of, options)
     if result.plan is None:
         return outcome_record(result)
-    plan = with_fallbacks(result.plan, of, options, num_fallbacks=3, tables=result.tables)
+    plan = with_fallbacks(result.plan, Study(request_of(of, options), of, tables=result.tables), num_fallbacks=3)
     fallbacks = [plan_record(plan.fallback_plan(index)) for index in range(len(plan.fallbacks))]
     return plan_record(plan) | {"fallbacks": fallbacks}
 
@@ -219,9 +217,7 @@ def explained(job: Callable[[], Job], *, everything: bool = False) -> Record:
     of, options = job(), _options(job())
     plan = plan_job(of, options).plan
     assert plan is not None, "baselines are asked for where something fits"
-    return explanation_record(
-        explain_plan(plan, Study(request_of(of, options), of, time_limit_s=None), everything=everything)
-    )
+    return explanation_record(explain_plan(plan, Study(request_of(of, options), of), everything=everything))
 
 
 def tabled(job: Callable[[], Job]) -> Record:
@@ -255,13 +251,14 @@ def insisted(job: Callable[[], Job], pin: str) -> Record:
 
 def fewest(job: Callable[[], Job]) -> Record:
     """The fewest devices that do."""
-    found = plan_fewest_devices(request_of(job(), _options(job()), num_alternatives=3), job())
-    return outcome_record(found.result) | {"tried": [list(each) for each in found.tried]}
+    found = fewest_devices(Study(request_of(job(), _options(job()), num_alternatives=3), job()))
+    tried = [note.partition(": does not fit: ")[::2] for note in found.notes]
+    return outcome_record(found) | {"tried": [[int(devices.split()[0]), reason] for devices, reason in tried]}
 
 
 def grown(job: Callable[[], Job]) -> Record:
     """The global batch that is worth its size."""
-    found = largest_batch(request_of(job(), _options(job()), num_alternatives=3), job())
+    found = largest_batch(Study(request_of(job(), _options(job()), num_alternatives=3), job()))
     trials = [[each.size, each.tokens_per_s] for each in found.tried]
     return outcome_record(found.result) | {"trials": trials, "stopped": found.stopped}
 

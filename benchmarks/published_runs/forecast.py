@@ -8,7 +8,7 @@ from pathlib import Path
 from published_runs.jobs import Case, Skipped, case_of
 from published_runs.rows import PublishedRun
 from steelyard.cost.predict import predict
-from steelyard.planning.margin import MARGIN
+from steelyard.planning.request import MARGIN
 from steelyard.units import GIB
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -31,7 +31,7 @@ class Forecast:
     """Upper bound of what the row's measurement counts (`counted_bytes`) on the rank that it is of."""
     fits: bool
     has_margin: bool
-    """Whether it leaves as much free as a plan is searched with (`steelyard.planning.margin`)."""
+    """Whether it leaves as much free as a plan is searched with (`steelyard.planning.request.MARGIN`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from steelyard.cli.app import app
-from steelyard.cli.completion import complete_cluster, complete_model
+from steelyard.cli.options import complete_cluster, complete_model
 
 
 def test_models_are_completed_by_their_beginning() -> None:

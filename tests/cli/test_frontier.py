@@ -11,8 +11,8 @@ from steelyard.plan.choices import TradeOffs
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan
 from steelyard.planning.choose import plan_job
-from steelyard.planning.devices import device_counts, job_on, with_devices
 from steelyard.planning.sizes import LEAST_GAIN
+from steelyard.planning.variants import device_counts, with_devices
 from tests.cli.conftest import Run, user_error
 from tests.jobs import make_job
 
@@ -131,9 +131,9 @@ def test_fewest_devices_is_the_smallest_count_of_all_that_holds_a_plan(run: Run,
             memory=memory,
             profile=None,
         )
-        holding = [
-            count for count in device_counts(job.cluster) if plan_job(job_on(job, count), Decisions()).plan is not None
-        ]
+        counts = device_counts(job.cluster)
+        parts = {count: job.on(cluster=with_devices(job.cluster, count)) for count in counts}
+        holding = [count for count in counts if plan_job(parts[count], Decisions()).plan is not None]
         cluster = ("--cluster", "2x4xa100-80gb", *JOB[3:])
         arguments = ("llama3.2-1b", *cluster, "--memory", memory, "--objective", "devices", "-o", tmp_path / "p.json")
         result = run("plan", *arguments)

@@ -13,7 +13,7 @@ from steelyard.cost.simulator import StageTimes
 from steelyard.errors import InvalidProblemError
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning.plan_from_search import grouped_plan
+from steelyard.planning.price import grouped_plan
 from steelyard.search import search
 from tests.cost.examples import job, simulated
 from tests.schedules.examples import pipeline

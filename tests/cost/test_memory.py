@@ -17,7 +17,7 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import parse_strategy
-from steelyard.planning.plan_from_search import assemble_plan
+from steelyard.planning.price import assemble_plan
 from steelyard.planning.problem import stage_strategies
 from steelyard.schedules import PipelineConfig
 from steelyard.search.evaluate import evaluate

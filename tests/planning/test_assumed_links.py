@@ -13,8 +13,8 @@ from steelyard.hardware import Cluster, parse_cluster
 from steelyard.plan.decisions import Decisions
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import find_plan
-from steelyard.planning.devices import job_on
 from steelyard.planning.job import measured_over_catalogue, slowed, with_assumed_links
+from steelyard.planning.variants import on_devices
 from steelyard.profiles.profile import Profile
 from steelyard.report.plan_table import link_lines
 from tests.cost import examples
@@ -122,14 +122,14 @@ def test_without_rates_in_the_catalogue_nothing_is_known_of_the_errors(cpu_clust
 
 
 def test_a_profile_of_one_device_prices_other_numbers_of_them(cpu_cluster: str) -> None:
-    assert job_on(made(cpu_cluster, of_one_device()), 2).cluster.num_devices == 2
+    assert on_devices(made(cpu_cluster, of_one_device()), 2).name == "cluster (1x2)"
 
 
 def test_a_profile_of_several_devices_still_prices_their_number_alone() -> None:
     with pytest.raises(InvalidProfileError, match=r"identity.num_devices: found 4\n  expected: 8, as"):
         made("1x8xcpu", examples.measured_profile(examples.chain()))
     with pytest.raises(UserError, match="on which the profile was measured"):
-        job_on(made("1x4xcpu", examples.measured_profile(examples.chain())), 2)
+        on_devices(made("1x4xcpu", examples.measured_profile(examples.chain())), 2)
 
 
 def test_a_profile_of_another_device_is_refused() -> None:

@@ -11,8 +11,8 @@ from steelyard.hardware import find_device, is_same_device, parse_cluster
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning.calibration import InvalidRunError, calibrate, time_factors
 from steelyard.planning.choose import plan_job
+from steelyard.planning.job import InvalidRunError, calibrate, time_factors
 from steelyard.planning.job import job_of as job_of_request
 from steelyard.planning.price import with_price
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord

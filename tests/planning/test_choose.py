@@ -19,9 +19,8 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Certificate
 from steelyard.plan.strategy import Remat
-from steelyard.planning import choose, plan_from_search
-from steelyard.planning.choose import PlanningResult, plan_job
-from steelyard.planning.plan_from_search import accept
+from steelyard.planning import choose
+from steelyard.planning.choose import PlanningResult, accept, plan_job
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.problem import make_tables
 from steelyard.search.evaluate import evaluate
@@ -108,7 +107,7 @@ def test_a_plan_that_the_simulator_prefers_says_among_how_many_and_its_gap_to_th
 
 
 def test_a_plan_that_was_found_and_not_simulated_says_how_much_slower_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_several(of: Job, tables: list[CostTables], **asked: Any) -> plan_from_search.Acceptance:
+    def of_several(of: Job, tables: list[CostTables], **asked: Any) -> choose.Acceptance:
         return accept(of, tables, **(asked | {"num_exact": 3, "num_alternatives": 2}))
 
     monkeypatch.setattr(choose, "accept", of_several)

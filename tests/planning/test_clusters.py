@@ -10,7 +10,7 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import plan_job
-from steelyard.planning.devices import with_devices
+from steelyard.planning.variants import with_devices
 from tests.cost.examples import cluster, job
 
 

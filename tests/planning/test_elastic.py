@@ -13,9 +13,9 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import NothingFitsError, PlanningResult, plan_job
 from steelyard.planning.complete import find_plan
-from steelyard.planning.devices import plan_or_reason, with_shape
 from steelyard.planning.elastic import check_replannable, fastest_on, replan
 from steelyard.planning.problem import is_beaten, make_tables
+from steelyard.planning.variants import Study, with_shape
 from tests.jobs import make_job, request_of
 from tests.runtime.models import make_plan
 
@@ -96,7 +96,7 @@ def test_fewer_devices_that_cannot_be_faster_are_not_searched(job: Job, monkeypa
         searched.append(job.cluster.num_devices)
         return plan_job(job, *arguments, **options)
 
-    monkeypatch.setattr("steelyard.planning.devices.plan_job", counted)
+    monkeypatch.setattr("steelyard.planning.variants.plan_job", counted)
     monkeypatch.setattr("steelyard.planning.elastic.MOST_S", 1000.0)
     best = fastest_on(request_of(job), job, {"all": (8, 8)})
     assert best is not None
@@ -115,8 +115,7 @@ def test_no_part_of_the_devices_that_was_not_searched_has_a_faster_plan(num_devi
     job = replace(job_on("1x8xh100-80gb"), global_batch=16)
     request = request_of(job, Decisions(num_microbatches=pinned))
     plans = [
-        plan_or_reason(job.on(cluster=with_shape(job.cluster, 1, count)), request)
-        for count in range(num_devices, 0, -1)
+        Study(request, job.on(cluster=with_shape(job.cluster, 1, count))).plan() for count in range(num_devices, 0, -1)
     ]
     steps = [step_s(each.plan) for each in plans if not isinstance(each, str) and each.plan is not None]
     with pytest.MonkeyPatch.context() as patch:
@@ -170,7 +169,7 @@ def test_what_a_run_waits_for_is_not_searched_to_the_end(plan: Plan, monkeypatch
         ends.append(to_the_end)
         return plan_job(*arguments, to_the_end=to_the_end, **options)
 
-    monkeypatch.setattr("steelyard.planning.devices.plan_job", noted)
+    monkeypatch.setattr("steelyard.planning.variants.plan_job", noted)
     replan(plan, (8, 8), HERE)
     assert set(ends) == {False}
 

@@ -14,8 +14,8 @@ from steelyard.plan.decisions import Decisions
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import find_plan
 from steelyard.planning.framework_fit import plan_for_framework
-from steelyard.planning.not_searched import not_offered
 from steelyard.planning.problem import stage_strategies
+from steelyard.planning.why_not import not_offered
 from steelyard.tracer.trace import trace
 from tests.jobs import make_job
 from tests.runtime.models import FAMILY_CONFIGS

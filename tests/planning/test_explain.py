@@ -5,8 +5,7 @@ from dataclasses import replace
 from steelyard.cost.predict import predict
 from steelyard.plan.decisions import Decisions
 from steelyard.planning.choose import plan_job
-from steelyard.planning.explain import explain_plan, plan_verdicts
-from steelyard.planning.report_search import search_for_report
+from steelyard.planning.explain import explain_plan, plan_verdicts, search_for_report
 from steelyard.planning.variants import Study
 from tests.cost.examples import job, job_on_shared_cores, plan
 from tests.jobs import request_of
@@ -26,7 +25,7 @@ def test_a_plan_in_chunks_is_explained_with_everything() -> None:
     of = job(global_batch=32, num_hidden_layers=8)
     in_chunks = plan(of, *TWO_CHUNKS, num_microbatches=4, num_chunks=2, schedule="interleaved-1f1b")
     options = Decisions(num_stages=2, num_microbatches=4, max_degrees={"tp": 1})
-    found = explain_plan(in_chunks, Study(request_of(of, options), of, time_limit_s=None), everything=True)
+    found = explain_plan(in_chunks, Study(request_of(of, options), of), everything=True)
     assert found.verdicts
     assert {"1f1b", "gpipe"} <= {baseline.name for baseline in found.rivals}
 
@@ -41,9 +40,9 @@ def test_an_explanation_says_where_a_plan_of_the_models_makers_is_not_read() -> 
     told = replace(of, chain=replace(of.chain, split=of.chain.split.model_copy(update={"kinds": tuple(layer_types)})))
     options = Decisions(num_stages=1, num_microbatches=1, max_degrees={"tp": 1})
     whole = plan(of, "fsdp8, fsdp8, fsdp8, fsdp8", num_microbatches=1)
-    assert not explain_plan(whole, Study(request_of(of, options), of, time_limit_s=None)).notes
+    assert not explain_plan(whole, Study(request_of(of, options), of)).notes
     expected = (f"How tp divides the block follows from its structure: {why}.",)
-    assert explain_plan(whole, Study(request_of(told, options), told, time_limit_s=None)).notes == expected
+    assert explain_plan(whole, Study(request_of(told, options), told)).notes == expected
     request = request_of(told, options)
     found = search_for_report(whole, request, told, predict(whole, told), time_limit_s=0)
     assert found.explanation.notes == expected
@@ -52,9 +51,6 @@ def test_an_explanation_says_where_a_plan_of_the_models_makers_is_not_read() -> 
 def test_where_processes_share_cores_the_simulator_ranks_baselines_as_it_ranks_plans() -> None:
     of = job_on_shared_cores()
     by_hand, best = plan(of, "tp2, tp2, tp2, tp2, tp2, tp2", num_microbatches=4), plan_job(of, Decisions()).cost
-    baselines = {
-        baseline.name: baseline
-        for baseline in explain_plan(by_hand, Study(request_of(of), of, time_limit_s=None)).rivals
-    }
+    baselines = {baseline.name: baseline for baseline in explain_plan(by_hand, Study(request_of(of), of)).rivals}
     assert best is not None
     assert baselines["any plan"].step_time_s == best.step_time_s

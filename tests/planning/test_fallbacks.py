@@ -15,9 +15,17 @@ from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import with_fallbacks, with_next_best
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.problem import make_tables
+from steelyard.planning.variants import Study
+from steelyard.search import OnDemand
 from tests.cost import examples
+from tests.jobs import request_of
 
 OPTIONS = Decisions(num_stages=1)
+
+
+def study_of(job: Job, tables: tuple[OnDemand, ...] | None = None) -> Study:
+    """What is known of a job under these options."""
+    return Study(request_of(job, OPTIONS), job, tables=tables)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +38,7 @@ def plan(job: Job) -> Plan:
     tables = make_tables(job, OPTIONS)
     found = plan_job(job, OPTIONS, tables=tables).plan
     assert found is not None
-    return with_fallbacks(found, job, OPTIONS, num_fallbacks=2, tables=tables)
+    return with_fallbacks(found, study_of(job, tables), num_fallbacks=2)
 
 
 def test_each_fallback_takes_less_memory_than_the_one_before(plan: Plan) -> None:
@@ -43,7 +51,7 @@ def test_each_fallback_takes_less_memory_than_the_one_before(plan: Plan) -> None
 def test_what_a_search_knows_of_its_tables_changes_no_fallback(plan: Plan, job: Job) -> None:
     result = plan_job(job, OPTIONS)
     assert result.plan is not None
-    again = with_fallbacks(result.plan, job, OPTIONS, num_fallbacks=2, tables=result.bounded_tables)
+    again = with_fallbacks(result.plan, study_of(job, result.bounded_tables), num_fallbacks=2)
     assert again.fallbacks == plan.fallbacks
 
 
@@ -63,8 +71,8 @@ def test_a_margin_is_not_taken_by_fallbacks(plan: Plan, job: Job) -> None:
     """With a margin so large that the plan itself would fit into each share with it."""
     roomy = job.on(margin_bytes=job.budget_bytes)
     alone = plan.model_copy(update={"fallbacks": ()})
-    again = with_fallbacks(alone, roomy, OPTIONS, num_fallbacks=100, tables=make_tables(job, OPTIONS))
-    every = with_fallbacks(alone, job, OPTIONS, num_fallbacks=100, tables=make_tables(job, OPTIONS))
+    again = with_fallbacks(alone, study_of(roomy, make_tables(job, OPTIONS)), num_fallbacks=100)
+    every = with_fallbacks(alone, study_of(job), num_fallbacks=100)
     assert again.fallbacks == every.fallbacks
 
 
@@ -75,7 +83,7 @@ def test_fallbacks_survive_the_file(plan: Plan, tmp_path: Path) -> None:
 
 def test_none_are_searched_where_none_are_asked_for(plan: Plan, job: Job) -> None:
     alone = plan.model_copy(update={"fallbacks": ()})
-    assert with_fallbacks(alone, job, OPTIONS, num_fallbacks=0, tables=make_tables(job, OPTIONS)).fallbacks == ()
+    assert with_fallbacks(alone, study_of(job), num_fallbacks=0).fallbacks == ()
 
 
 def test_a_plan_whose_fallback_leaves_layers_out_is_refused(plan: Plan) -> None:

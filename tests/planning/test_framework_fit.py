@@ -19,8 +19,7 @@ from steelyard.planning.framework_fit import (
     uniform_tables_of,
     with_first_blocks_recomputed,
 )
-from steelyard.planning.plan_from_search import assemble_plan
-from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.price import assemble_plan, peak_bytes, with_price
 from tests.cost.examples import PARAMS, SEQ_LEN, chain, cluster, profile
 from tests.schedules.examples import pipeline
 

@@ -13,9 +13,9 @@ from steelyard.plan.dimensions import DP
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, parse_strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.problem import stage_strategies
+from steelyard.planning.why_not import not_offered
 from steelyard.tracer.cache import cached_trace
 from tests.cost.examples import cluster, job
 from tests.jobs import make_job

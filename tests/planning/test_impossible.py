@@ -9,9 +9,9 @@ from steelyard.model.read import chain_from_config
 from steelyard.plan.decisions import Decisions
 from steelyard.planning import job
 from steelyard.planning.complete import find_plan
-from steelyard.planning.impossible import impossible, refuse_impossible
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.request import PlanRequest, make_request
+from steelyard.planning.why_not import impossible, refuse_impossible
 from tests.runtime.models import FAMILY_CONFIGS
 
 

@@ -9,10 +9,10 @@ from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import headline
 from steelyard.plan.prediction import shortfall
-from steelyard.planning.choose import PlanningResult, plan_job
+from steelyard.planning.choose import PlanningResult, plan_job, without_margin
 from steelyard.planning.explain import other_budgets, pricing_notes
-from steelyard.planning.margin import MARGIN, warnings_of, without_margin
-from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.price import peak_bytes, warnings_of, with_price
+from steelyard.planning.request import MARGIN
 from steelyard.planning.why_not import why_not_plan
 from steelyard.units import GIB, format_bytes
 from tests.jobs import job_of, make_job

@@ -6,7 +6,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import parse_pools
 from steelyard.plan.choices import DevicePoint
 from steelyard.plan.decisions import Decisions
-from steelyard.planning.offers import find_offers, parts_of
+from steelyard.planning.frontier import find_offers, parts_of
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.units import GIB
 

@@ -15,17 +15,16 @@ from steelyard.hardware.parse import pools_from_yaml
 from steelyard.hardware.values import MixedCluster
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import dump_json, read_plan, write_plan
-from steelyard.planning.choose import NUM_RESCORED, plan_job
-from steelyard.planning.complete import find_plan
+from steelyard.planning.choose import NUM_RESCORED, accept, plan_job
+from steelyard.planning.complete import complete, find_plan
 from steelyard.planning.explain import explain_pools
-from steelyard.planning.plan_from_search import accept, bare_plan
-from steelyard.planning.price import priced_or_reason, with_price
+from steelyard.planning.price import bare_plan, priced_or_reason, with_price
 from steelyard.planning.problem import LEVELS, GroupSpace, PlacedPipeline, make_tables
-from steelyard.planning.request import read_profile, request_of_plan
-from steelyard.planning.variants import even_plan, pool_baselines
+from steelyard.planning.request import make_request, read_profile, request_of_plan
+from steelyard.planning.variants import Study, even_plan, group_answers
 from steelyard.search import search
 from tests.cost.examples import SEQ_LEN, chain, measured_profile
-from tests.jobs import job_of, make_job
+from tests.jobs import job_of, make_job, request_of
 
 GIB = 2**30
 OPTIONS = Decisions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)})
@@ -219,12 +218,61 @@ def test_a_slower_link_between_pools_never_makes_the_plan_faster():
 def test_a_plan_over_pools_is_compared_with_each_of_them_and_with_even_cuts():
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32)
     plan = plan_job(job, OPTIONS).plan
-    baselines = pool_baselines(job, OPTIONS, plan.prediction.step_time_s)
+    answers = group_answers(Study(request_of(job, OPTIONS), job))
+    baselines = [each.beside(plan.prediction.step_time_s) for each in answers]
     names = [each.name for each in baselines]
     assert names == ["1x2xh100-80gb alone", "1x2xa100-80gb alone", "even cuts over all pools"]
     assert all(each.step_time_s >= plan.prediction.step_time_s for each in baselines)
-    again = explain_pools(plan, job_of(plan), OPTIONS).rivals
+    again = explain_pools(plan, Study(request_of_plan(plan, decisions=OPTIONS))).rivals
     assert [each.step_time_s for each in again] == [pytest.approx(each.step_time_s) for each in baselines]
+
+
+AMP = Path(__file__).parents[2] / "benchmarks" / "data" / "pools" / "amp.yaml"
+GPT2_MEDIUM = GPT2 | {"n_embd": 1024, "n_head": 16, "n_layer": 24, "vocab_size": 52256}
+QUICK = {"num_next_best": 0, "num_fallbacks": 0}
+MIXED = {
+    "tied matrices, slow links": {"model": GPT2_MEDIUM, "cluster": str(AMP), "global_batch": 32, "precision": "fp32"},
+    "alike": {"model": "tinyllama-1.1b", "cluster": "1x2xh100-80gb+1x2xa100-80gb", "global_batch": 32},
+    "one slows the rest": {"model": "tinyllama-1.1b", "cluster": "1x4xh100-80gb+1x1xl4", "global_batch": 64},
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("time_limit_s", [0.0, 300.0])
+def test_no_group_alone_and_no_even_cut_is_faster_than_the_plan(name, time_limit_s):
+    decided = narrower(schedules=("1f1b", "gpipe"))
+    plan = complete(
+        make_request(**MIXED[name], seq_len=1024, decisions=decided, time_limit_s=time_limit_s, **QUICK)
+    ).plan
+    times = [each.step_time_s for each in plan.prediction.baselines if each.step_time_s is not None]
+    assert len(plan.prediction.baselines) == len(plan.prediction.pools) + 1
+    assert plan.prediction.step_time_s <= min(times)
+    assert plan.prediction.lower_bound_s <= plan.prediction.step_time_s
+    shown = {each.name for each in plan.prediction.pools if each.num_stages}
+    assert shown == {each.name for each in plan.stage_pools()}
+
+
+def test_a_group_alone_that_may_have_other_stages_than_decided_says_so():
+    plan = complete(make_request(**MIXED["alike"], seq_len=1024, decisions=narrower(num_stages=2), **QUICK)).plan
+    first, *_ = plan.prediction.baselines
+    assert first.name == "1x2xh100-80gb alone, any number of stages"
+    assert plan.num_stages == 2
+
+
+def test_a_group_alone_costs_among_all_groups_what_it_costs_by_itself():
+    """Copies of a tied matrix that are divided alike exchange less, which tables over two groups cannot say."""
+    job = pooled("1x2xh100-80gb+1x4xa100-40gb", model={**GPT2, "n_layer": 10})
+    options = narrower(num_microbatches=8)
+    space = GroupSpace(job, options)
+    for config in (each for each in space.configs() if len(each.placement.pools) == 1):
+        of = job.by_group[config.placement.pools[0]]
+        (own,) = (each for each in make_tables(of, options) if each.pipeline == config.pipeline)
+        joint, alone = (
+            [each.outcome.score_s for each in accept(on, [tables]).ranked]
+            for on, tables in ((job, space.tables(config)), (of, own))
+        )
+        assert joint == alone
+        assert all(space.next_bound_s(config, level) <= step_s for level in range(LEVELS) for step_s in joint)
 
 
 def test_even_cuts_give_all_stages_as_many_devices_and_layers():

@@ -8,8 +8,7 @@ from steelyard.plan.choices import PlanStudy
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import plan_job
-from steelyard.planning.explain import BUDGETS
-from steelyard.planning.report_search import search_for_report
+from steelyard.planning.explain import BUDGETS, search_for_report
 from tests.cost.examples import cluster, job, job_on_shared_cores, plan
 from tests.jobs import request_of
 

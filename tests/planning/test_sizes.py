@@ -12,6 +12,7 @@ from steelyard.model.read import chain_from_config
 from steelyard.planning import sizes
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.sizes import Trials, longest_sequence
+from steelyard.planning.variants import Study, Variant
 from tests.cost.examples import job
 from tests.runtime.models import FAMILY_CONFIGS
 
@@ -21,14 +22,15 @@ OF = job()
 def find(monkeypatch: pytest.MonkeyPatch, fitting: int, chain: ModelChain = OF.chain, *, free: int = 10**9) -> Trials:
     """With devices on which ``fitting`` tokens fit, and no more; those above ``free`` take of the margin."""
 
-    def plan_request(request: PlanRequest, _job: None) -> Any:
+    def plan(study: Study, variant: Variant) -> Any:
+        request = variant.change(study.request)
         length, top = request.seq_len, request.num_alternatives
         assert length is not None
-        plan = SimpleNamespace(prediction=SimpleNamespace(tokens_per_s_per_device=1.0)) if length <= fitting else None
+        found = SimpleNamespace(prediction=SimpleNamespace(tokens_per_s_per_device=1.0)) if length <= fitting else None
         reason = f"{length - fitting} tokens too many, {top} shown"
-        return SimpleNamespace(job=replace(OF, seq_len=length), plan=plan, miss_text=reason, has_margin=length <= free)
+        return SimpleNamespace(job=replace(OF, seq_len=length), plan=found, miss_text=reason, has_margin=length <= free)
 
-    monkeypatch.setattr(sizes, "plan_request", plan_request)
+    monkeypatch.setattr(Study, "plan", plan)
     asked = PlanRequest(chain=chain, cluster=OF.cluster, global_batch=8, seq_len=None, num_alternatives=0)
     return longest_sequence(asked)
 

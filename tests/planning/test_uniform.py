@@ -18,7 +18,7 @@ from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.plan.words import baseline_line
 from steelyard.planning import complete as complete_requests
 from steelyard.planning.choose import plan_job
-from steelyard.planning.plan_from_search import assemble_plan
+from steelyard.planning.price import assemble_plan
 from steelyard.planning.problem import make_tables
 from steelyard.planning.variants import UNIFORM, Study, baselines
 from tests.cost.examples import cluster, job
@@ -51,7 +51,7 @@ def compared(of: Job, decisions: Decisions = FREE) -> tuple[Prediction, list[Com
     result = plan_job(of, decisions)
     assert result.plan is not None
     assert result.plan.prediction is not None
-    study = Study(request_of(of, decisions), of, tables=result.bounded_tables, time_limit_s=None)
+    study = Study(request_of(of, decisions), of, tables=result.bounded_tables)
     return result.plan.prediction, plain(study, result.plan.prediction.step_time_s)
 
 
@@ -67,7 +67,7 @@ def times(baselines: list[ComparedBaseline]) -> list[float]:
 def test_what_a_search_knows_of_its_tables_changes_no_plain_plan() -> None:
     of = tight(0.3)
     prediction, found = compared(of)
-    assert plain(Study(request_of(of), of, time_limit_s=None), prediction.step_time_s) == found
+    assert plain(Study(request_of(of), of), prediction.step_time_s) == found
 
 
 def tight(share: float, **changes: int) -> Job:
@@ -147,7 +147,7 @@ def test_plain_plans_that_do_not_fit_say_what_they_lack() -> None:
 def test_a_comparison_without_time_names_the_first_that_fits_of_each_type() -> None:
     of = tight(1.0)
     tables = make_tables(of, FREE)
-    whole, cut = (plain(Study(request_of(of), of, tables=tables, time_limit_s=limit_s)) for limit_s in (None, 0))
+    whole, cut = (plain(Study(request_of(of, time_limit_s=limit_s), of, tables=tables)) for limit_s in (None, 0))
     for best, first in zip(whole, cut, strict=True):
         assert (best.step_time_s is None) == (first.step_time_s is None)
         assert best.step_time_s is None or best.step_time_s <= (first.step_time_s or 0) * (1 + 1e-9)

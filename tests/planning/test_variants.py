@@ -15,7 +15,6 @@ from steelyard.plan.strategy import Remat
 from steelyard.planning import complete as complete_requests
 from steelyard.planning.choose import PlanningResult, plan_request
 from steelyard.planning.explain import SAME
-from steelyard.planning.not_searched import widened, widened_text
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import (
     FREE_CHOICE,
@@ -29,6 +28,7 @@ from steelyard.planning.variants import (
     within,
     without_techniques,
 )
+from steelyard.planning.why_not import widened, widened_text
 from tests.cost.examples import cluster, job
 from tests.jobs import request_of
 
@@ -52,7 +52,7 @@ class Bank:
 
     def of(self, name: str) -> tuple[Study, Answer]:
         if name not in self._found:
-            study = Study(request_of(JOBS[name]), JOBS[name], time_limit_s=None)
+            study = Study(request_of(JOBS[name], time_limit_s=None), JOBS[name])
             self._found[name] = study, study.answer(FREE_CHOICE)
         return self._found[name]
 
@@ -67,7 +67,7 @@ def restricting(study: Study, free: Answer) -> list[Variant]:
     assert free.plan is not None
     budget = study.job.budget_bytes
     less = [within(f"{share:.1%} of the memory", int(share * budget)) for share in (0.999, 0.99, 0.5)]
-    return [*baselines(), *without_techniques(free.plan), *other_pipelines(free.plan, study.pipelines), *less]
+    return [*baselines(), *without_techniques(free.plan), *other_pipelines(free.plan, study.tables), *less]
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -131,7 +131,7 @@ def test_what_is_already_decided_is_the_whole_request(bank: Bank) -> None:
 )
 def test_a_variant_that_contradicts_the_request_or_the_job_has_no_plan(decided: Decisions, asked: Decisions) -> None:
     of = JOBS["roomy"]
-    answer = Study(request_of(of, decided), of, time_limit_s=None).answer(deciding("other", asked))
+    answer = Study(request_of(of, decided), of).answer(deciding("other", asked))
     assert (answer.plan, answer.step_s, answer.missing_bytes) == (None, math.inf, None)
     beside = answer.beside(1.0)
     assert (beside.name, beside.step_time_s, beside.slowdown) == ("other", None, None)
@@ -140,7 +140,7 @@ def test_a_variant_that_contradicts_the_request_or_the_job_has_no_plan(decided: 
 def test_a_pin_widens_by_what_the_free_search_leaves_out() -> None:
     """Hybrid sharding is searched with groups of one node, or of four."""
     of = job(cluster(4, 2), global_batch=8)
-    study = Study(request_of(of, Decisions(num_stages=1, num_microbatches=1)), of, time_limit_s=None)
+    study = Study(request_of(of, Decisions(num_stages=1, num_microbatches=1)), of)
     free = study.request.decisions
     beyond = widened(of, free, insisting("dp2-fsdp4").change(study.request).decisions)
     assert {strategy.parallel for strategy in beyond} == {"dp2-fsdp4"}

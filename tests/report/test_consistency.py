@@ -14,8 +14,7 @@ from steelyard.plan.plan import Plan
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan
 from steelyard.planning.frontier import find_trade_offs
-from steelyard.planning.plan_from_search import describe
-from steelyard.planning.price import with_price
+from steelyard.planning.price import describe, with_price
 from steelyard.planning.problem import make_tables
 from steelyard.planning.variants import FREE_CHOICE, Study
 from steelyard.report.compare_view import fullest_terms, step_terms
@@ -89,7 +88,7 @@ def tight(share: float) -> Job:
 
 def studied(of: Job, *tables: OnDemand) -> Study:
     """The variants of a job, in all of its pipeline configurations or in these alone."""
-    return Study(request_of(of), of, tables=tables or None, time_limit_s=None)
+    return Study(request_of(of), of, tables=tables or None)
 
 
 @pytest.mark.slow

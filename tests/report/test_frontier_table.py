@@ -5,7 +5,6 @@ from rich.console import Console
 from steelyard.hardware import parse_cluster
 from steelyard.plan.choices import TradeOffs
 from steelyard.planning.frontier import find_trade_offs
-from steelyard.planning.margin import with_margin
 from steelyard.report.frontier_table import frontier_view
 from tests.cost.examples import job
 from tests.jobs import request_of
@@ -25,7 +24,8 @@ def shown(found: TradeOffs) -> str:
 
 
 def test_a_frontier_says_what_is_left_free_and_what_takes_of_it() -> None:
-    of = with_margin(job(parse_cluster("1x2xa100-80gb"), global_batch=4), 0.5, is_asked=False)
+    whole = job(parse_cluster("1x2xa100-80gb"), global_batch=4)
+    of = whole.within(whole.budget_bytes // 2, margin_bytes=whole.budget_bytes // 2)
     found = find_trade_offs(request_of(of), of, max_searches=3, device_counts=(2,))
     assert (found.budget_bytes, found.device_bytes) == (of.budget_bytes, of.budget_bytes + of.margin_bytes)
     chosen = next(point for point in found.points if point.is_chosen)

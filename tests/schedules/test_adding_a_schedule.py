@@ -14,10 +14,10 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan
-from steelyard.planning.not_searched import configs_not_searched
-from steelyard.planning.plan_from_search import describe
+from steelyard.planning.price import describe
 from steelyard.planning.problem import make_tables, pipeline_configs, problem_of
 from steelyard.planning.variants import Study
+from steelyard.planning.why_not import configs_not_searched
 from steelyard.schedules import SCHEDULES, Pass, PassOrder, Phase, PipelineConfig, Schedule, find_schedule
 from steelyard.search.problem import load_problem, save_problem
 from tests.cost.examples import config, job, plan, simulated
@@ -92,14 +92,14 @@ def test_it_is_said_of_a_config() -> None:
 
 def test_a_plan_under_it_is_explained() -> None:
     options = Decisions(num_stages=2, num_microbatches=4, max_degrees={"tp": 1})
-    found = explain_plan(planned(), Study(request_of(job(), options), job(), time_limit_s=None), everything=True)
+    found = explain_plan(planned(), Study(request_of(job(), options), job()), everything=True)
     assert found.verdicts
     assert "1f1b" in {baseline.name for baseline in found.rivals}
 
 
 def test_it_is_a_baseline_of_a_plan_under_another() -> None:
     request = request_of(job(), Decisions(num_stages=2, num_microbatches=4))
-    study = Study(request, job(), time_limit_s=None)
+    study = Study(request, job())
     found = explain_plan(plan(job(), *STAGES, num_microbatches=4), study)
     assert NAME in {baseline.name for baseline in found.rivals}
 

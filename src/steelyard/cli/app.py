@@ -82,24 +82,20 @@ def main() -> None:
     for number in _ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _end)
-    exit_code = _run()
-    say("")
-    sys.exit(exit_code)
-
-
-def _run() -> int | str | None:
     named = [name for name in sys.argv[1:2] if name in COMMANDS]
+    exit_code: int | str | None = 0
     try:
         make_app(named if named or sys.argv[1:] == ["--version"] else COMMANDS)()
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):
             sys.stdout = sys.__stdout__ or sys.stdout  # of which click has made one that hides the error
-            return 0
-        return end.code
+        else:
+            exit_code = end.code
     except (UserError, RankFailedError, EndedError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+        exit_code = error.exit_code
+    say("")
+    sys.exit(exit_code)
 
 
 def _end(number: int, _frame: object) -> NoReturn:

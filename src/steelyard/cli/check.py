@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json
-from steelyard.cli.words import progress
+from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, progress
 from steelyard.cost.job import stage_configs
 from steelyard.cost.predict import predict_memory
 from steelyard.hardware import Backend

@@ -15,14 +15,12 @@ from steelyard.output import command, make_folder, write_file
 from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.plan.dimensions.dimension import States
 from steelyard.plan.file import dump_json, write_plan
-from steelyard.plan.plan import Plan
 from steelyard.planning.complete import complete
 from steelyard.planning.job import job_of
-from steelyard.planning.price import uniform_plan
+from steelyard.planning.price import peak_bytes, uniform_plan
 from steelyard.planning.request import make_request
 from steelyard.report.plan_table import plan_view
-from steelyard.report.profile_table import profile_view
-from steelyard.report.run_table import comparison_table
+from steelyard.report.run_table import comparison_table, profile_view
 from steelyard.units import format_bytes
 
 MODEL = "llama-demo"
@@ -73,7 +71,11 @@ def demo(
     job = job_of(request)
     replicating = next(dimension for dimension in DIMENSIONS.values() if dimension.states is States.REPLICATED)
     replicated = uniform_plan(job, f"{replicating}{NUM_PROCESSES}")
-    console.print(_replication_text(replicated, job.budget_bytes))
+    needed, budget = peak_bytes(replicated), job.budget_bytes
+    console.print(
+        f"plain replication ({replicated.num_microbatches} microbatches) needs {format_bytes(needed)} per process: "
+        f"{'does not fit' if needed > budget else 'fits'} into {format_bytes(budget)}"
+    )
     result = complete(request)
     if result.plan is None:
         console.print(f"nothing fits: {result.miss_text}")
@@ -86,7 +88,6 @@ def demo(
     record = launch(folder / "plan.json", sysconfig.get_path("stdlib"), options, stdout_to_stderr=as_json)
     assert record is not None, "a run that ends well writes the record it was asked for"
 
-    assert record is not None, "asked for one"
     console.rule("4. Compare", align="left")
     first, last = record.steps[0].loss, record.steps[-1].loss
     console.print(f"loss {first:.3f} → {last:.3f} in {len(record.steps)} steps, {record.tokens_per_s:,.0f} tokens/s")
@@ -95,14 +96,3 @@ def demo(
     console.print(text, markup=False, soft_wrap=True)
     if as_json:
         print_json({"profile": profile, "plan": result.plan, "record": record})
-
-
-def _replication_text(replicated: Plan, budget_bytes: int) -> str:
-    """Whether plain replication would fit, in its most frugal form."""
-    prediction = replicated.prediction
-    needed = max(stage.total_bytes for stage in prediction.stages) if prediction else 0
-    verdict = "does not fit" if needed > budget_bytes else "fits"
-    return (
-        f"plain replication ({replicated.num_microbatches} microbatches) needs {format_bytes(needed)} per process: "
-        f"{verdict} into {format_bytes(budget_bytes)}"
-    )

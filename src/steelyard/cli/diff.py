@@ -41,7 +41,11 @@ def diff(
         names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
         write_file(output, compare_page(one, other, names), "--output")
     if as_json:
-        print_json({"first": _terms(one), "second": _terms(other), "layers": _changes(one, other)})
+        changes = [
+            {"layers": [start, end], "first": before, "second": after}
+            for start, end, before, after in changed_layers(one, other)
+        ]
+        print_json({"first": _terms(one), "second": _terms(other), "layers": changes})
     else:
         Console().print(compare_view(one, other))
         if output is not None:
@@ -57,10 +61,3 @@ def _terms(plan: Plan) -> dict[str, Any]:
         "time_s": step_terms(plan, prediction),
         "memory_bytes": fullest_terms(prediction),
     }
-
-
-def _changes(one: Plan, other: Plan) -> list[dict[str, Any]]:
-    return [
-        {"layers": [start, end], "first": before, "second": after}
-        for start, end, before, after in changed_layers(one, other)
-    ]

@@ -7,17 +7,25 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
-from steelyard.cli.words import progress
+from steelyard.cli.options import (
+    AsJson,
+    Memory,
+    NetworkOption,
+    OtherCluster,
+    ProfileOption,
+    print_json,
+    progress,
+    tried,
+)
 from steelyard.cost.job import Job
-from steelyard.plan.choices import Explanation, SlowNode, WhyNot
+from steelyard.plan.choices import Explanation, WhyNot
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
+from steelyard.planning.elastic import slow_nodes
 from steelyard.planning.explain import explain_plan, explain_pools
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.price import priced_or_reason, with_price
 from steelyard.planning.request import Elsewhere, PlanRequest, not_with_pools
-from steelyard.planning.slow_rank import slow_nodes
 from steelyard.planning.variants import Study
 from steelyard.planning.why_not import why_not, why_not_plan
 from steelyard.report.explain_view import explain_view, why_not_view
@@ -66,7 +74,9 @@ def explain(
                 plan = with_price(plan, job)
             if record is not None:
                 show("planning without the nodes that were slow")
-                explanation = _with_slow_nodes(explanation, slow_nodes(plan, request, job, record), record)
+                slow = slow_nodes(plan, request, job, record)
+                even = () if slow else (f"no rank of {record} computed for longer than predicted next to the others",)
+                explanation = explanation.model_copy(update={"slow_nodes": slow, "notes": (*explanation.notes, *even)})
     if output is not None:
         write_plan(plan, output)
     if as_json:
@@ -76,19 +86,14 @@ def explain(
         Console().print(view(plan, explanation, everything=everything))
 
 
-def _with_slow_nodes(explanation: Explanation, found: tuple[SlowNode, ...], record: Path) -> Explanation:
-    note = () if found else (f"no rank of {record} computed for longer than predicted next to the others",)
-    return explanation.model_copy(update={"slow_nodes": found, "notes": (*explanation.notes, *note)})
-
-
 def _explained(
     plan: Plan, request: PlanRequest, job: Job, why: str | None, *, everything: bool, show: Callable[[str], None]
 ) -> Explanation:
+    study = Study(request, job)
     if job.is_mixed:
-        return explain_pools(plan, job, request.decisions)
+        return explain_pools(plan, study)
     if why is not None:
         return Explanation(binds="", why_not=_why_not(request, job, why))
-    study = Study(request, job, time_limit_s=request.time_limit_s)
     return explain_plan(plan, study, everything=everything, progress=show)
 
 

@@ -6,9 +6,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from steelyard.cli.completion import complete_one_of
-from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried_file_or_folder
-from steelyard.cli.words import progress
+from steelyard.cli.options import (
+    AsJson,
+    Memory,
+    NetworkOption,
+    ProfileOption,
+    complete_one_of,
+    print_json,
+    progress,
+    tried_file_or_folder,
+)
 from steelyard.cost.execution import OURS
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.export import TARGETS, Export, Request, Target, check_model, describe_uniform, export_plan, target_of

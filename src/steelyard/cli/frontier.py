@@ -24,21 +24,22 @@ from steelyard.cli.options import (
     SeqLen,
     TimeLimit,
     built_module,
+    check_choice,
     check_page,
-    most_tp,
+    is_number,
     print_json,
+    progress,
     tried,
 )
-from steelyard.cli.words import check_precision, progress
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.errors import UserError
 from steelyard.limits import MOST_DEVICES, MOST_PRICE
 from steelyard.output import write_file
 from steelyard.plan.choices import TradeOffs
 from steelyard.plan.decisions import Decisions
-from steelyard.planning.frontier import find_trade_offs
+from steelyard.plan.plan import Precision
+from steelyard.planning.frontier import find_offers, find_trade_offs
 from steelyard.planning.job import job_of
-from steelyard.planning.offers import find_offers
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.report.frontier_table import frontier_view
 from steelyard.report.html import frontier_page
@@ -100,14 +101,20 @@ def frontier(
             memory=memory,
             profile=profile,
             own=built_module(model),
-            precision=check_precision(precision),
+            precision=check_choice("--precision", precision, Precision),
             memory_margin=memory_margin,
             imbalance=imbalance,
-            decisions=Decisions(max_degrees=most_tp(max_tp)),
+            decisions=Decisions(max_degrees=None if max_tp is None else {"tp": max_tp}),
             time_limit_s=time_limit,
         )
         if isinstance(prices, dict) or request.is_mixed:
-            _check_alone({"--devices": devices is not None, "--profile": profile is not None})
+            if option := "--devices" if devices is not None else "--profile" if profile is not None else "":
+                raise UserError(
+                    field=option,
+                    found="with prices by device type, or several pools",
+                    expected="parts of the cluster, priced by the catalogue",
+                    hint=f"leave {option} out",
+                )
             found = _offers(request, prices, show)
         else:
             found = find_trade_offs(
@@ -150,18 +157,6 @@ def _offers(request: PlanRequest, prices: Mapping[str, float] | float | None, sh
     )
 
 
-def _check_alone(asked: Mapping[str, bool]) -> None:
-    """Raises `UserError` for the first option of these that was asked for: none goes with offers."""
-    option = next((option for option, is_asked in asked.items() if is_asked), None)
-    if option is not None:
-        raise UserError(
-            field=option,
-            found="with prices by device type, or several pools",
-            expected="parts of the cluster, priced by the catalogue",
-            hint=f"leave {option} out",
-        )
-
-
 def parse_prices(text: str | None) -> dict[str, float] | float | None:
     """The price in ``2.5``, or those in ``h100-80gb=2.5,a100-40gb=1.1`` by name; raises `UserError` otherwise."""
     if text is None:
@@ -193,7 +188,7 @@ def _parse_price(text: str) -> float:
 def parse_counts(text: str) -> tuple[int, ...]:
     """The device counts in ``8,16,32``; raises `UserError` for anything else."""
     parts = [part.strip() for part in text.split(",")]
-    if len(parts) > MOST_COUNTS or not all(_is_count(part) for part in parts):
+    if len(parts) > MOST_COUNTS or not all(is_number(part, MOST_DEVICES) for part in parts):
         raise UserError(
             field="--devices",
             found=repr(text),
@@ -201,9 +196,3 @@ def parse_counts(text: str) -> tuple[int, ...]:
             hint="write for example --devices 8,16,32",
         )
     return tuple(int(part) for part in parts)
-
-
-def _is_count(text: str) -> bool:
-    return (
-        text.isascii() and text.isdigit() and len(text) < len(str(MOST_DEVICES)) + 1 and 0 < int(text) <= MOST_DEVICES
-    )

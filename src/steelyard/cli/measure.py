@@ -4,7 +4,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,9 +15,7 @@ from steelyard.installed import require_training
 from steelyard.limits import MOST_STEPS
 from steelyard.output import command, make_folder
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.plan.plan import Plan
-from steelyard.planning.plan_from_search import describe, summarise
-from steelyard.planning.price import peak_bytes
+from steelyard.planning.price import describe, peak_bytes, summarise
 from steelyard.report.run_table import trial_table
 from steelyard.runtime.options import DATA_HELP, TrainOptions
 
@@ -73,19 +71,12 @@ def measure(
     best = fastest(trials)
     target = output or path.with_suffix(".best.json")
     if best is not None:
-        write_plan(_going_on(plan, best.plan), target)
+        fallbacks = [plan.fallback_plan(index) for index in range(len(plan.fallbacks))]
+        lower = [peak_bytes(each) < peak_bytes(best.plan) for each in fallbacks]  # than what goes on takes
+        fitting = tuple(each for each, is_lower in zip(plan.fallbacks, lower, strict=True) if is_lower)
+        write_plan(best.plan.model_copy(update={"fallbacks": fitting}), target)
     if as_json:
-        print_json(_content(trials, best, kept, target))
-    else:
-        _print_trials(trials, best, kept, target, builder)
-    if best is None:
-        print("every run failed", file=sys.stderr)
-        raise typer.Exit(1)
-
-
-def _content(trials: Sequence["Trial"], best: "Trial | None", kept: Path, target: Path) -> dict[str, Any]:
-    return {
-        "trials": [
+        tried_plans = [
             {
                 "plan": str(kept / f"plan.{number}.json"),
                 "predicted_s": trial.plan.prediction.step_time_s if trial.plan.prediction else None,
@@ -93,16 +84,23 @@ def _content(trials: Sequence["Trial"], best: "Trial | None", kept: Path, target
                 "failure": trial.failure,
             }
             for number, trial in enumerate(trials)
-        ],
-        "best": None if best is None else trials.index(best),
-        "written": None if best is None else str(target),
-    }
+        ]
+        number, written = (None, None) if best is None else (trials.index(best), str(target))
+        print_json({"trials": tried_plans, "best": number, "written": written})
+    else:
+        _print_trials(trials, best, kept, target, builder)
+    if best is None:
+        print("every run failed", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def _print_trials(
     trials: Sequence["Trial"], best: "Trial | None", kept: Path, target: Path, builder: str | None
 ) -> None:
-    rows = [(trial.plan, trial.record, trial.failure or in_words(trial.plan)) for trial in trials]
+    rows = [
+        (trial.plan, trial.record, trial.failure or f"{describe(trial.plan.pipeline)}: {summarise(trial.plan)}")
+        for trial in trials
+    ]
     Console().print(trial_table(rows))
     print(f"plans and records are in {kept}/")
     if best is None:
@@ -111,16 +109,3 @@ def _print_trials(
     print(f"the fastest is plan {number}, written to {target}")
     print(f"  run it: {command('train', target, *own, '--data', 'PATH')}")
     print(f"  plan again by what was measured: add --calibrate {shlex.quote(str(kept / f'record.{number}.json'))}")
-
-
-def in_words(plan: Plan) -> str:
-    """What tells a plan from the others."""
-    return f"{describe(plan.pipeline)}: {summarise(plan)}"
-
-
-def _going_on(plan: Plan, best: Plan) -> Plan:
-    """The best plan with those fallbacks of the file that take less memory than it."""
-    fallbacks = (plan.fallback_plan(index) for index in range(len(plan.fallbacks)))
-    lower = [peak_bytes(each) < peak_bytes(best) for each in fallbacks]
-    kept = tuple(each for each, is_lower in zip(plan.fallbacks, lower, strict=True) if is_lower)
-    return best.model_copy(update={"fallbacks": kept})

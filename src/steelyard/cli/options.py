@@ -1,35 +1,137 @@
-"""Options that several commands share, and what they print and write.
+"""Options that commands share and those of ``steelyard plan``: how they are spelled, completed and checked.
 
-Options of ``steelyard plan`` alone, and the decisions that they add up to.
+Also what every command does with its output: progress on standard error, which ``--json`` silences, and JSON.
 """
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 from pydantic import BaseModel
+from rich.console import Console
 
-from steelyard.cli.completion import complete_cluster, complete_model, complete_network
-from steelyard.cli.words import check_choice, check_choices
-from steelyard.errors import UserError
+from steelyard.errors import UserError, nearest
+from steelyard.hardware import devices, links
 from steelyard.installed import require_training
 from steelyard.limits import (
     MOST_DEVICES,
     MOST_LAYERS,
     MOST_MICROBATCHES,
+    MOST_PIXELS,
     MOST_PRICE,
     MOST_SAMPLES,
     MOST_SECONDS,
     MOST_TOKENS,
 )
 from steelyard.model.own import BUILDER
+from steelyard.model.read import hub_names, model_names
 from steelyard.output import check_file, check_folder
-from steelyard.plan.decisions import Decisions, Partition, Space
-from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """The packaged models that begin so, by name or by id on the hub."""
+    return [name for name in (*model_names(), *hub_names()) if name.startswith(incomplete)]
+
+
+def complete_network(incomplete: str) -> list[str]:
+    """The links of the catalogue that begin so, with the number of ports that was typed before."""
+    ports, times, name = incomplete.rpartition("x") if incomplete[:1].isdigit() else ("", "", incomplete)
+    return [ports + times + link.name for link in links() if link.name.startswith(name)]
+
+
+def complete_one_of(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """Completes to those of ``names`` that begin so."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
+
+
+def complete_cluster(incomplete: str) -> list[str]:
+    """What was typed with the devices that may end it, ``8x8xh`` → ``8x8xh100-80gb``; nothing for another form."""
+    parts = incomplete.split("x", 2)
+    if len(parts) < 3 or not (parts[0].isdigit() and parts[1].isdigit()):
+        return []
+    start = f"{parts[0]}x{parts[1]}x"
+    return [start + device.name for device in devices() if device.name.startswith(parts[2])]
+
+
+@contextmanager
+def progress(first: str, *, silent: bool = False) -> Iterator[Callable[[str], None]]:
+    """A function that shows what is being done now; shows nothing if ``silent`` or if nobody watches."""
+    console = Console(stderr=True)
+    if silent or not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status(first) as status:
+        yield status.update
+
+
+Chosen = TypeVar("Chosen")
+_MOST_DIGITS = 20
+
+
+def parse_size(option: str, text: str, most: int) -> int | Literal["max"]:
+    """A number of samples or tokens, or ``max``; raises `UserError` for anything else."""
+    if text == "max":
+        return "max"
+    if not is_number(text, most):
+        raise UserError(
+            field=option,
+            found=repr(text),
+            expected=f"a whole number of 1 or more, at most {most}, or max",
+            hint=f"write for example {option} 64",
+        )
+    return int(text)
+
+
+def parse_image_size(text: str) -> tuple[int, int]:
+    """Height and width in ``448`` or ``448x672``; raises `UserError` for anything else."""
+    sides = text.split("x")
+    if len(sides) > 2 or any(not is_number(side, MOST_PIXELS) for side in sides):
+        raise UserError(
+            field="--image-size",
+            found=repr(text),
+            expected=f"the pixels of a side, or HEIGHTxWIDTH, at most {MOST_PIXELS}",
+            hint="write for example --image-size 448",
+        )
+    return int(sides[0]), int(sides[-1])
+
+
+def is_number(text: str, most: int) -> bool:
+    """Whether a text is a whole number of 1 to ``most``."""
+    return text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS and 0 < int(text) <= most
+
+
+def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[Chosen, ...]:
+    """The values of the names in ``none,full``, each once; raises `UserError` naming the known ones for another."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in known:
+            raise UserError(
+                field=option,
+                found=repr(name),
+                expected="one or more of " + ", ".join(known) + ", separated by commas",
+                hint=nearest(name, known),
+            )
+    return tuple(known[name] for name in names)
+
+
+def check_choice(option: str, text: str, choices: Any) -> Any:
+    """``text`` if it is one of the literal ``choices``; raises `UserError` naming them for anything else."""
+    known = get_args(choices)
+    if text not in known:
+        raise UserError(
+            field=option, found=repr(text), expected="one of " + ", ".join(known), hint=nearest(text, known)
+        )
+    return text
+
 
 Model = Annotated[
     str,
@@ -155,11 +257,6 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=not is_unicode, default=content))
 
 
-def most_tp(degree: int | None) -> dict[str, int] | None:
-    """Return the largest degrees that ``--max-tp`` allows."""
-    return None if degree is None else {"tp": degree}
-
-
 def check_page(path: Path) -> None:
     """Raises `UserError` unless ``--output`` names a page."""
     if path.suffix.lower() != ".html":
@@ -272,47 +369,3 @@ Price = Annotated[
 SaveProblem = Annotated[
     Path | None, typer.Option("--save-problem", callback=tried, help="Write the cost tables for `steelyard solve`.")
 ]
-
-
-def decisions_of(
-    *,
-    max_tp: int | None,
-    stages: int | None,
-    microbatches: int | None,
-    remat: str | None,
-    schedule: str | None,
-    zero: str | None,
-    space: str,
-    uniform: bool,
-    pins: tuple[str, ...],
-    partition: str,
-) -> Decisions:
-    """Return what these options decide; raises `UserError` for an unknown choice."""
-    remats = {each.value: each for each in Remat}
-    schedules = {name: name for name in SCHEDULES}
-    chosen_space = check_choice("--space", space, Space)
-    chosen_partition = check_choice("--partition", partition, Partition)
-    return Decisions(
-        pins=pins,
-        num_stages=stages,
-        num_microbatches=microbatches,
-        schedules=None if schedule is None else check_choices("--schedule", schedule, schedules),
-        remats=None if remat is None else check_choices("--remat", remat, remats),
-        variants=None if zero is None else {"zero": check_choices("--zero", zero, {"2": 2, "3": 3})},
-        max_degrees=most_tp(max_tp),
-        uniform=True if uniform else None,
-        space=None if chosen_space == "full" else chosen_space,
-        partition=None if chosen_partition == "exact" else chosen_partition,
-    )
-
-
-def runs_of(named: Sequence[Path] | None, words: Sequence[str]) -> tuple[Path, ...]:
-    """Return the runs of ``--calibrate a b c``; raises `UserError` for words that belong to nothing."""
-    if words and not named:
-        raise UserError(
-            field="plan",
-            found=f"{' '.join(words)!r} behind the model",
-            expected="one model, and options",
-            hint="runs stand after --calibrate, as in --calibrate first.json second.json",
-        )
-    return (*(named or ()), *map(Path, words))

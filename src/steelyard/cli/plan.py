@@ -41,16 +41,21 @@ from steelyard.cli.options import (
     WhichSpace,
     ZeroStages,
     built_module,
-    decisions_of,
+    check_choice,
+    check_choices,
+    parse_image_size,
+    parse_size,
     print_json,
-    runs_of,
+    progress,
 )
-from steelyard.cli.words import check_choice, check_precision, parse_image_size, parse_size, progress
 from steelyard.cost.job import ASSUMED_IMBALANCE
+from steelyard.errors import UserError
 from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.output import command
+from steelyard.plan.decisions import Decisions, Partition, Space
 from steelyard.plan.file import write_plan
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import PlanningResult
 from steelyard.planning.complete import complete
 from steelyard.planning.problem import problem_of
@@ -58,11 +63,11 @@ from steelyard.planning.request import (
     NUM_ALTERNATIVES,
     NUM_FALLBACKS,
     Objective,
-    PlanRequest,
     make_request,
     not_with_pools,
 )
 from steelyard.report.plan_table import plan_view
+from steelyard.schedules import SCHEDULES
 from steelyard.search import TIME_LIMIT_S
 from steelyard.units import format_bytes, parse_count
 
@@ -106,18 +111,27 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest plan that fits. No GPU needed."""
-    runs = runs_of(calibrate_by, context.args)
-    decisions = decisions_of(
-        max_tp=max_tp,
-        stages=stages,
-        microbatches=microbatches,
-        remat=remat,
-        schedule=schedule,
-        zero=zero,
-        space=space,
-        uniform=uniform,
+    if context.args and not calibrate_by:
+        raise UserError(
+            field="plan",
+            found=f"{' '.join(context.args)!r} behind the model",
+            expected="one model, and options",
+            hint="runs stand after --calibrate, as in --calibrate first.json second.json",
+        )
+    remats, schedules = {each.value: each for each in Remat}, {name: name for name in SCHEDULES}
+    chosen_space = check_choice("--space", space, Space)
+    chosen_partition = check_choice("--partition", partition, Partition)
+    decisions = Decisions(
         pins=tuple(pin or ()),
-        partition=partition,
+        num_stages=stages,
+        num_microbatches=microbatches,
+        schedules=None if schedule is None else check_choices("--schedule", schedule, schedules),
+        remats=None if remat is None else check_choices("--remat", remat, remats),
+        variants=None if zero is None else {"zero": check_choices("--zero", zero, {"2": 2, "3": 3})},
+        max_degrees=None if max_tp is None else {"tp": max_tp},
+        uniform=True if uniform else None,
+        space=None if chosen_space == "full" else chosen_space,
+        partition=None if chosen_partition == "exact" else chosen_partition,
     )
     own = built_module(model)
     with progress("counting the model's layers", silent=as_json) as show:
@@ -129,14 +143,14 @@ def plan(
             else parse_size("--global-batch", global_batch, MOST_SAMPLES),
             seq_len=parse_size("--seq-len", seq_len, MOST_TOKENS) if seq_len else None,
             network=network,
-            image_size=parse_image_size(image_size),
+            image_size=None if image_size is None else parse_image_size(image_size),
             memory=memory,
             profile=profile,
             own=own,
             freeze=freeze or (),
-            precision=check_precision(precision),
+            precision=check_choice("--precision", precision, Precision),
             memory_margin=memory_margin,
-            calibration=runs,
+            calibration=(*(calibrate_by or ()), *map(Path, context.args)),
             imbalance=imbalance,
             decisions=decisions,
             objective=check_choice("--objective", objective, Objective),
@@ -154,8 +168,9 @@ def plan(
             from steelyard.search.problem import save_problem
 
             save_problem(problem, problem_of(result.job, result.tables))
-    notes = [*([] if global_batch else _assumed_batch(request)), *result.notes]
-    _show_notes(notes, on_error=as_json or result.plan is None)
+    assumed = f"global batch: {request.global_batch}, a sample for each device (--global-batch decides otherwise)"
+    for note in (*([] if global_batch else [assumed]), *result.notes):
+        Console(stderr=as_json or result.plan is None).print(note, style="dim", highlight=False)
     if result.plan is None:
         _print_nothing_fits(result, as_json)
         raise typer.Exit(1)
@@ -165,11 +180,6 @@ def plan(
         print_json(result.plan)
     else:
         _print_plan(result.plan, output, top, builder=("--builder", model) if own else ())
-
-
-def _assumed_batch(request: PlanRequest) -> list[str]:
-    """A line for a global batch that nobody named."""
-    return [f"global batch: {request.global_batch}, a sample for each device (--global-batch decides otherwise)"]
 
 
 def _print_plan(found: Plan, output: Path | None, top: int, *, builder: Sequence[str]) -> None:
@@ -185,12 +195,6 @@ def _print_plan(found: Plan, output: Path | None, top: int, *, builder: Sequence
             print(f"  measure the best {count}: {command('measure', output, *builder, '--alternatives')}")
     else:
         print("  keep it: add -o plan.json")
-
-
-def _show_notes(notes: Sequence[str], *, on_error: bool) -> None:
-    console = Console(stderr=on_error)
-    for note in notes:
-        console.print(note, style="dim", highlight=False)
 
 
 def _print_nothing_fits(result: PlanningResult, as_json: bool) -> None:

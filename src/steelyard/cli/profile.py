@@ -6,17 +6,17 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, print_json, tried
-from steelyard.cli.words import check_precision
+from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, check_choice, print_json, tried
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
 from steelyard.model.read import load_model
 from steelyard.output import command, write_file
 from steelyard.plan.file import dump_json, parse_file
+from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
 from steelyard.profiles.profile import Profile, merge_profiles
-from steelyard.report.profile_table import profile_view
+from steelyard.report.run_table import profile_view
 
 SAMPLES = "1,2,4"
 MOST_MEASURED = 32
@@ -66,7 +66,10 @@ def profile(
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
     degrees = divisors(processes)
     traced = cached_trace(
-        chain, seq_len=chain.known_seq_len(seq_len), precision=check_precision(precision), degrees=degrees
+        chain,
+        seq_len=chain.known_seq_len(seq_len),
+        precision=check_choice("--precision", precision, Precision),
+        degrees=degrees,
     )
     measured = launch_profiler(
         chain, traced, num_processes=processes, samples=sizes, budget_s=budget_s, began_s=began_s

@@ -3,12 +3,20 @@
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, OtherCluster, ProfileOption, print_json, tried
-from steelyard.cli.words import progress
+from steelyard.cli.options import (
+    AsJson,
+    Memory,
+    NetworkOption,
+    OtherCluster,
+    ProfileOption,
+    print_json,
+    progress,
+    tried,
+)
 from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.errors import UserError
@@ -17,10 +25,10 @@ from steelyard.output import write_file
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning.explain import explain_pools
+from steelyard.planning.explain import explain_pools, search_for_report
 from steelyard.planning.price import priced_or_reason, with_cost
-from steelyard.planning.report_search import search_for_report
 from steelyard.planning.request import Elsewhere, PlanRequest
+from steelyard.planning.variants import Study
 from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes
@@ -85,7 +93,9 @@ def report(
         text = report_page(found)
     write_file(output, text, "--output")
     if as_json:
-        print_json(_as_json(found))
+        bubble_share = None if found.timeline is None else found.timeline.bubble_share()
+        shown = {"plan": found.plan, "study": found.study, "bubble_share": bubble_share}
+        print_json(shown | {"record": found.record, "notes": list(found.notes)})
     else:
         print(f"written to {output} ({format_bytes(len(text.encode()))})")
 
@@ -106,7 +116,7 @@ def _studied(
             plan, request, job, cost, time_limit_s=time_limit_s, everywhere=everywhere, progress=progress
         )
     progress("searching each pool alone, and even cuts")
-    explanation = Explanation(binds="") if time_limit_s == 0 else explain_pools(plan, job, request.decisions)
+    explanation = Explanation(binds="") if time_limit_s == 0 else explain_pools(plan, Study(request, job))
     return PlanStudy(scope="plans of one pool alone, or of even cuts over all pools", explanation=explanation)
 
 
@@ -139,14 +149,3 @@ def _short(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(dict.fromkeys(map(str, value))) + f" ({len(value)} layers)"
     return str(value)
-
-
-def _as_json(found: ReportContents) -> dict[str, Any]:
-    timeline = found.timeline
-    return {
-        "plan": found.plan,
-        "study": found.study,
-        "bubble_share": None if timeline is None else timeline.bubble_share(),
-        "record": found.record,
-        "notes": list(found.notes),
-    }

@@ -5,8 +5,7 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel
 
-from steelyard.cli.completion import complete_one_of
-from steelyard.cli.options import print_json
+from steelyard.cli.options import complete_one_of, print_json
 from steelyard.errors import UserError, nearest
 from steelyard.hardware.files import ClusterFile
 from steelyard.plan.choices import Explanation, PlanStudy, TradeOffs

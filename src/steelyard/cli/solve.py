@@ -6,11 +6,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, print_json
-from steelyard.cli.words import progress
+from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, print_json, progress
 from steelyard.plan.choices import StrategyVerdict
-from steelyard.report.explain_view import verdict_table
-from steelyard.report.solve_view import solve_view, step_table
+from steelyard.report.explain_view import solve_view, step_table, verdict_table
 from steelyard.search import TIME_LIMIT_S, SearchResult
 from steelyard.search.problem import load_problem, solve_problem
 from steelyard.search.reasons import strategy_verdicts
@@ -63,7 +61,18 @@ def solve(
 def _as_json(
     result: SearchResult, frontier: SampledFrontier | None, verdicts: tuple[StrategyVerdict, ...]
 ) -> dict[str, object]:
-    content = _outcome_json(result)
+    best, miss = result.best, result.nearest_miss
+    content: dict[str, object] = {"status": result.status, "budget_bytes": result.budget_bytes, "gap": result.gap}
+    if best is None:
+        content["missing_bytes"] = None if miss is None else miss.miss_bytes
+    else:
+        content |= {
+            "setting": best.index,
+            "step_s": best.solution.step_s,
+            "peak_bytes": best.solution.peak_bytes,
+            "boundaries": list(best.solution.boundaries),
+            "strategies": [str(best.tables.strategies[index]) for index in best.solution.strategies],
+        }
     content["settings"] = [
         {
             "setting": each.index,
@@ -89,19 +98,3 @@ def _as_json(
     if verdicts:
         content["verdicts"] = [each.model_dump() for each in verdicts]
     return content
-
-
-def _outcome_json(result: SearchResult) -> dict[str, object]:
-    best = result.best
-    content: dict[str, object] = {"status": result.status, "budget_bytes": result.budget_bytes, "gap": result.gap}
-    if best is None:
-        miss = result.nearest_miss
-        return content | {"missing_bytes": None if miss is None else miss.miss_bytes}
-    solution = best.solution
-    return content | {
-        "setting": best.index,
-        "step_s": solution.step_s,
-        "peak_bytes": solution.peak_bytes,
-        "boundaries": list(solution.boundaries),
-        "strategies": [str(best.tables.strategies[index]) for index in solution.strategies],
-    }

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, tried
-from steelyard.cli.words import progress
+from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, progress, tried
 from steelyard.cost.predict import layer_times, predict
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.output import write_file

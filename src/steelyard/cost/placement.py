@@ -17,7 +17,8 @@ $$c = 2 \Big(\max(\ell_a, \ell_b) + \frac{A}{\min(G_a w_a, G_b w_b)}\Big), \qqua
 
 A budget is that of the roomiest pool; what the devices of another one have less counts as overhead of its stages.
 
-Not modelled: the exchange of a tied matrix goes over the links of each stage's own pool.
+Not modelled: the exchange of a tied matrix goes over the links of each stage's own pool. Over several pools its copies
+count as divided in unlike ways; in a pool alone they cost what they would on that cluster.
 """
 
 from collections.abc import Sequence
@@ -68,7 +69,8 @@ def pooled_tables(
 ) -> CostTables:
     """The tables of a pipeline over these pools; ``strategies`` and ``known`` are those of each in their order."""
     configs = placement.configs(job, pipeline)
-    parts = tuple(build_tables(*each, pooled=True) for each in zip(configs, strategies, known, strict=True))
+    pooled = len(configs) > 1
+    parts = tuple(build_tables(*each, pooled=pooled) for each in zip(configs, strategies, known, strict=True))
     border = [0.0] + [border_s(*pair) for pair in pairwise(configs)]
     of_stages = tuple(np.repeat(np.arange(len(parts)), placement.stages).tolist())
     starts = [0, *accumulate(placement.stages)]
@@ -126,6 +128,7 @@ def _joined(
         transfer_s=min(pools.transfer_s[1:], default=0.0),
         overhead_bytes=min(pools.overhead_bytes),
         last_types=first.last_types,
+        cross_layer_inputs=first.cross_layer_inputs,
         pools=pools,
     )
 

@@ -422,11 +422,13 @@ def _check_chunks(tables: CostTables) -> None:
 def _check_pools(tables: CostTables, pools: Pools) -> None:
     shapes = len(pools.of_strategies), len(pools.of_stages), len(pools.transfer_s), len(pools.overhead_bytes)
     stages = tables.pipeline.num_stages
-    if shapes != (len(tables.strategies), stages, stages, stages) or tables.cross_layer_inputs:
+    is_joined = max(pools.of_stages, default=0) > 0
+    if shapes != (len(tables.strategies), stages, stages, stages) or (is_joined and tables.cross_layer_inputs):
         raise InvalidProblemError(
             field="pools",
             found=f"{shapes} entries and {len(tables.cross_layer_inputs)} cross-layer inputs",
-            expected=f"one for each of {len(tables.strategies)} strategies and {stages} stages, no cross-layer inputs",
+            expected=f"one for each of {len(tables.strategies)} strategies and {stages} stages, no cross-layer inputs "
+            "over two pools",
         )
 
 

@@ -4,27 +4,17 @@
 |--------------------|----------------------------------------------------------------------------------|
 | `request`          | what a user says, or a plan → `PlanRequest`: all that planning is asked          |
 | `complete`         | request → finished plan: searched, compared, with the plans that go along        |
-| `job`              | request → job: a price for every layer, traced or measured                       |
-| `profile_file`     | plan from a measured profile → that profile's file, if it is as it was           |
-| `assumed_links`    | job with a profile of one device → the same for many, links as the cluster says  |
-| `calibration`      | job and measured runs → the job with all times scaled                            |
+| `job`              | request → job: a price for every layer, traced or measured, scaled by runs       |
 | `pins`             | what layers must have, as a user writes it → cost tables that allow nothing else |
-| `impossible`       | request with pins → what of them no strategy could have                          |
 | `problem`          | job and decisions → cost tables, one for every pipeline configuration            |
 | `choose`           | cost tables → search → the best few re-scored by the simulator → plan            |
-| `plan_from_search` | outcome of a search → plan without prediction                                    |
-| `price`            | plan without prediction → plan with it                                           |
+| `price`            | outcome of a search → plan, and its prediction                                   |
 | `variants`         | request → named what-ifs, and the best plan of each                              |
 | `uniform`          | cost tables → those of one strategy everywhere                                   |
-| `why_not`          | request and a pin → what it costs, or what forbids it                            |
-| `sizes`, `devices` | request → the largest batch, the longest sequence, the fewest devices that do    |
-| `fallbacks`        | plan → others in it: of less memory to go on with, the next best to measure      |
-| `explain`          | plan → what binds, its baselines, what memory is worth                           |
-| `report_search`    | plan → its frontier and baselines, as far as a time limit reaches                |
-| `frontier`         | request → time against memory, time and money against devices                    |
-| `offers`           | request and prices → the best plan on parts of the cluster, by time and money    |
-| `not_searched`     | job → what was never searched, and why                                           |
+| `why_not`          | request and a pin → what it costs, or what forbids it; job → what is not searched |
+| `sizes`            | request → the largest batch, the longest sequence, the fewest devices that do    |
+| `explain`          | plan → what binds, its baselines, what memory is worth, its frontier             |
+| `frontier`         | request → time against memory, time and money against devices and their parts    |
 | `framework_fit`    | plan → the best plan that another framework can run                              |
-| `elastic`          | plan → the plan for what is left of its cluster                                  |
-| `slow_rank`        | plan and a run → what its slow ranks cost, and what planning around them gains   |
+| `elastic`          | plan → the plan for what is left of its cluster, or around a slow rank           |
 """

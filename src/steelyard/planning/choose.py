@@ -1,4 +1,9 @@
-"""Chooses the plan: searches all pipeline configurations and lets the simulator rank the best few."""
+"""Choose the plan: search all pipeline configurations of a job and let the simulator rank the best few.
+
+`accept` searches cost tables within the memory of a device. It adds memory up as a plan is predicted
+(`steelyard.cost.memory`), so what it finds fits as reported. `plan_job` makes the tables, searches, simulates the best
+plans and says what is proven of the first and why the others lost.
+"""
 
 import math
 import time
@@ -10,18 +15,18 @@ from steelyard.cost.build import usable_bytes
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.predict import PlanCost, predict
+from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
-from steelyard.plan.decisions import FREE, Decisions
+from steelyard.plan.decisions import FREE, Decisions, Partition
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, Certificate
 from steelyard.planning.job import job_of
-from steelyard.planning.margin import warnings_of, without_margin
-from steelyard.planning.plan_from_search import Acceptance, Accepted, accept, describe, summarise
-from steelyard.planning.price import prediction_of
+from steelyard.planning.price import bare_plan, describe, prediction_of, summarise, warnings_of
 from steelyard.planning.problem import make_tables
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.uniform import uniform_tables
-from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult
+from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult, nearest_miss, search
+from steelyard.search.evaluate import group_equal_strategies
 from steelyard.units import format_bytes, format_plural
 
 NUM_RESCORED = 5
@@ -55,6 +60,70 @@ class NothingFitsError(UserError):
     """No plan fits the budget. Carries the nearest miss in bytes as its message."""
 
     exit_code = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A plan that fits, and the outcome of the search that it comes from."""
+
+    outcome: ConfigOutcome
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Acceptance:
+    """The best plans of the configurations, fastest first, and what the search says of all configurations.
+
+    Where there is none no plan takes less than ``floor_bytes``.
+    """
+
+    ranked: tuple[Accepted, ...]
+    search: SearchResult
+    bounded: tuple[OnDemand, ...]
+    """The tables that were searched, each with what no plan of it that fits is faster than, for further searches within
+    no more memory."""
+    floor_bytes: int = 0
+
+
+def accept(
+    job: Job,
+    tables: Sequence[CostTables | OnDemand],
+    *,
+    num_exact: int = 1,
+    num_alternatives: int = 4,
+    partition: Partition = "exact",
+    time_limit_s: float | None = None,
+) -> Acceptance:
+    """The fastest plans of a job that fit, of all configurations whose cost tables are given; arguments as of
+    `search`."""
+    room_bytes = usable_bytes(job)
+    found = search(
+        tables,
+        room_bytes,
+        num_exact=num_exact,
+        num_alternatives=num_alternatives,
+        partition=partition,
+        time_limit_s=time_limit_s,
+    )
+    made = [] if found.ranked else [each.tables for each in found.configs if each.given.is_made]
+    least = [nearest_miss(each, 0) for each in made]
+    return Acceptance(
+        ranked=tuple(
+            Accepted(
+                outcome=each,
+                plan=bare_plan(job, each.tables, group_equal_strategies(each.tables, each.solution, room_bytes)),
+            )
+            for each in found.ranked
+        ),
+        search=found,
+        bounded=tuple(each.given.bounded(each.result.lower_bound_s) for each in found.configs),
+        floor_bytes=min((miss.needed_bytes for miss in least if miss is not None), default=0),
+    )
+
+
+def without_margin(job: Job) -> Job:
+    """The job within all the memory that there is."""
+    return Job.over([each.within(each.budget_bytes + each.margin_bytes) for each in job.by_group])
 
 
 def plan_request(request: PlanRequest, job: Job | None = None) -> PlanningResult:
@@ -142,24 +211,36 @@ def _plan_within(
         cost=None,
         miss=found.search.nearest_miss,
         miss_text="",
-        bounded_tables=found.bounded() if tables is given else given,
+        bounded_tables=found.bounded if tables is given else given,
     )
     if not found.ranked:
-        return replace(result, miss_text=_miss_text(job, found) + _not_searched_text(found.search.configs))
+        configs, text = found.search.configs, _miss_text(job, found)
+        if count := sum(each.result.status == "beaten" for each in configs):
+            total = len(configs)
+            text += f"; {count} of {total} pipeline configurations were not searched before the time was up"
+        return replace(result, miss_text=text)
     candidates = found.ranked[:num_rescored]
     costs = [predict(each.plan, job) for each in candidates]
     first, *others = sorted(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
     plan, cost = candidates[first].plan, costs[first]
+    status, gap = found.search.status, found.search.gap
     was_cut = time_limit_s is not None and searched_s >= time_limit_s
+    if first > 0:
+        gap = max(0.0, 1 - found.search.lower_bound_s / candidates[first].outcome.score_s)
+        certificate = Certificate(status="simulated", gap=gap, num_simulated=len(candidates))
+    elif status == "optimal":
+        certificate = Certificate(status="optimal", gap=gap)
+    else:
+        certificate = Certificate(status="gap", gap=gap, time_limit_s=time_limit_s if was_cut else None)
     lost = [_alternative(job, candidates[index], costs[index], cost) for index in others]
     prediction = prediction_of(
         job,
         plan,
         cost,
-        _certificate(found.search, first, len(candidates), time_limit_s if was_cut else None),
+        certificate,
         lower_bound_s=found.search.lower_bound_s,
         alternatives=(*lost, *(() if job.is_mixed else _not_simulated(job, found, first, len(candidates)))),
-        found=found.ranked,
+        found=[(each.plan, predict(each.plan, job).step_time_s) for each in found.ranked] if job.is_mixed else (),
     )
     return replace(
         result,
@@ -193,64 +274,40 @@ def ranks_all(job: Job) -> bool:
     return not job.is_mixed and bool(job.profile.busy_speeds)
 
 
-def _not_searched_text(configs: Sequence[ConfigOutcome]) -> str:
-    """Of how many configurations it is not known whether one fits."""
-    count = sum(each.result.status == "beaten" for each in configs)
-    return (
-        f"; {count} of {len(configs)} pipeline configurations were not searched before the time was up" if count else ""
-    )
-
-
 def _alternative(job: Job, other: Accepted, cost: PlanCost, best: PlanCost) -> Alternative:
     """A plan that was simulated and takes longer than the best one."""
-    slower = f"{cost.step_time_s / best.step_time_s - 1:.1%} slower: {summarise(other.plan)}"
+    plan, is_settled = other.plan, other.outcome.result.status == "optimal"
+    slower = f"{cost.step_time_s / best.step_time_s - 1:.1%} slower: {summarise(plan)}"
+    pools = [pool.name for pool in plan.stage_pools()] if job.is_mixed else []
+    stages = (f"{name} ({format_plural(pools.count(name), 'stage')})" for name in dict.fromkeys(pools))
     return Alternative(
-        description=describe(other.plan.pipeline, stages=_in_pools(other.plan) if job.is_mixed else None),
+        description=describe(plan.pipeline, stages=", ".join(stages) or None),
         step_time_s=cost.step_time_s,
         memory_bytes=max(stage.total_bytes for stage in cost.stages),
-        is_bound=not other.is_settled,
-        reason=slower if other.is_settled else f"at most {slower}",
+        is_bound=not is_settled,
+        reason=slower if is_settled else f"at most {slower}",
     )
 
 
 def _not_simulated(job: Job, found: Acceptance, best: int, num_simulated: int) -> list[Alternative]:
-    """The configurations whose plans were not simulated, and those without a plan, with the reason of the search."""
-    chosen_s = found.ranked[best].outcome.score_s
-    reasons = [
-        (
-            each.outcome,
-            f"{each.outcome.score_s / chosen_s - 1:.1%} slower in the search, not simulated: {summarise(each.plan)}",
-        )
-        for each in found.ranked[num_simulated:]
-    ]
-    reasons += [(each, _why_lost(job, each)) for each in found.search.configs if each.result.solution is None]
-    return [Alternative(description=describe(each.pipeline), reason=why) for each, why in reasons]
+    """The configurations whose plans were not simulated, and those without a plan, with the reason of the search.
 
-
-def _in_pools(plan: Plan) -> str:
-    """The pools of a plan with their stages: ``4x8xh100-80gb (4 stages), 8x8xa100-40gb (2 stages)``."""
-    names = [pool.name for pool in plan.stage_pools()]
-    return ", ".join(f"{name} ({format_plural(names.count(name), 'stage')})" for name in dict.fromkeys(names))
-
-
-def _certificate(found: SearchResult, best: int, num_simulated: int, time_limit_s: float | None) -> Certificate:
-    """What is proven of the plan at place ``best`` of the search's ranking, which the simulator took."""
-    if best > 0:
-        gap = max(0.0, 1 - found.lower_bound_s / found.ranked[best].score_s)
-        return Certificate(status="simulated", gap=gap, num_simulated=num_simulated)
-    if found.status == "optimal":
-        return Certificate(status="optimal", gap=found.gap)
-    return Certificate(status="gap", gap=found.gap, time_limit_s=time_limit_s)
-
-
-def _why_lost(job: Job, outcome: ConfigOutcome) -> str:
-    """The reason of the search; bytes that are missing are those of a device, the allocator's slack included."""
-    miss = outcome.result.miss
-    if miss is None:
-        return _why_unmeasured(job, outcome) or outcome.reason
-    missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes
-    layer = job.chain.layer_name(miss.layer)
-    return f"does not fit: misses {format_bytes(missing)} or more; {layer} on stage {miss.stage} binds"
+    Bytes that are missing are those of a device, the allocator's slack included.
+    """
+    chosen_s, told = found.ranked[best].outcome.score_s, []
+    for each in found.ranked[num_simulated:]:
+        slower = each.outcome.score_s / chosen_s - 1
+        told.append((each.outcome, f"{slower:.1%} slower in the search, not simulated: {summarise(each.plan)}"))
+    for outcome in (each for each in found.search.configs if each.result.solution is None):
+        miss = outcome.result.miss
+        if miss is None:
+            why = _why_unmeasured(job, outcome) or outcome.reason
+        else:
+            missing = format_bytes(device_bytes(job, miss.needed_bytes) - job.budget_bytes)
+            layer = job.chain.layer_name(miss.layer)
+            why = f"does not fit: misses {missing} or more; {layer} on stage {miss.stage} binds"
+        told.append((outcome, why))
+    return [Alternative(description=describe(each.pipeline), reason=why) for each, why in told]
 
 
 def _why_unmeasured(job: Job, outcome: ConfigOutcome) -> str:
@@ -272,29 +329,22 @@ def device_bytes(job: Job, tensor_bytes: int) -> int:
 
 def _miss_text(job: Job, found: Acceptance) -> str:
     miss, index = found.search.nearest_miss, found.search.nearest_index
-    if job.is_mixed:
-        return _pooled_miss_text(job, miss)
+    if job.is_mixed and miss is None:
+        return "a batch that some pipeline over these pools can divide among its ranks"
     if miss is None or index is None:
         unmeasured = {_why_unmeasured(job, outcome): None for outcome in found.search.configs}
         if all(unmeasured):
             return f"a profile that reaches further: every pipeline configuration is {next(iter(unmeasured))}"
         return "a strategy for every layer, but some layer has no legal one (see the reasons)"
+    binds = f"{job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
+    if job.is_mixed:
+        return f"{format_bytes(miss.miss_bytes)} more per device: {binds} in the nearest plan found"
     needed, least = device_bytes(job, miss.needed_bytes), device_bytes(job, found.floor_bytes)
     pipeline = found.search.configs[index].pipeline
-    stages = format_plural(pipeline.num_stages, "stage")
-    microbatches = format_plural(pipeline.num_microbatches, "microbatch", "microbatches")
     others = f"; no plan takes less than {format_bytes(least)}" if least < needed else ""
     return (
         f"{format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "
-        f"({needed - job.budget_bytes} bytes) more: the nearest plan has {stages} and {microbatches}, "
-        f"and {job.chain.layer_name(miss.layer)} on stage {miss.stage} binds{others}"
-    )
-
-
-def _pooled_miss_text(job: Job, miss: NearestMiss | None) -> str:
-    if miss is None:
-        return "a batch that some pipeline over these pools can divide among its ranks"
-    return (
-        f"{format_bytes(miss.miss_bytes)} more per device: {job.chain.layer_name(miss.layer)} on stage {miss.stage} "
-        "binds in the nearest plan found"
+        f"({needed - job.budget_bytes} bytes) more: the nearest plan has "
+        f"{format_plural(pipeline.num_stages, 'stage')} and "
+        f"{format_plural(pipeline.num_microbatches, 'microbatch', 'microbatches')}, and {binds}{others}"
     )

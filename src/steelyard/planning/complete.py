@@ -1,15 +1,15 @@
-"""From a request to its finished plan: searched, compared with baselines, with the plans that go along with it.
+"""From a request to its finished plan: searched, compared with baselines, with other plans that it carries along.
 
-`find_plan` and the command line answer a request by `complete`, so that both get the same plan.
-
-Other plans that a plan carries along: of less memory, to go on with, and the next best, to measure beside it.
+`find_plan` and the command line answer a request by `complete`, so that both get the same plan. A plan carries plans of
+less memory, to go on with where memory runs out, and the next best ones, to measure beside it. Where a baseline turns
+out faster, because a time limit ended the search of the whole space or the simulator ranks plans otherwise than the
+search, the plan becomes that baseline.
 """
 
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,13 @@ from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Fallback, Plan, Precision
 from steelyard.plan.prediction import Baseline, Certificate
-from steelyard.planning.choose import NothingFitsError, PlanningResult, device_bytes, plan_job, plan_request
-from steelyard.planning.devices import plan_fewest_devices
-from steelyard.planning.impossible import refuse_impossible
-from steelyard.planning.job import job_of
-from steelyard.planning.not_searched import samples_not_measured, widened, widened_text
-from steelyard.planning.plan_from_search import accept
+from steelyard.planning.choose import NothingFitsError, PlanningResult, accept, device_bytes, plan_request
+from steelyard.planning.job import job_of, time_factors
 from steelyard.planning.price import peak_bytes, prediction_of, with_cost
 from steelyard.planning.request import GivenProfiles, PlanRequest, make_request
-from steelyard.planning.sizes import largest_batch, longest_sequence
-from steelyard.planning.variants import Answer, Study, baselines, pool_baselines
-from steelyard.planning.why_not import pin_error
-from steelyard.search import OnDemand
+from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
+from steelyard.planning.variants import Answer, Study, baselines, group_answers, within
+from steelyard.planning.why_not import pin_error, refuse_impossible, samples_not_measured, widened, widened_text
 from steelyard.units import format_bytes
 
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
@@ -42,26 +37,23 @@ ROUNDING_BYTES = 2
 """What is lost where the bytes of a device become those that tensors may fill."""
 
 
-def with_fallbacks(
-    plan: Plan,
-    job: Job,
-    decisions: Decisions,
-    *,
-    num_fallbacks: int,
-    tables: Sequence[OnDemand],
-) -> Plan:
+def with_fallbacks(plan: Plan, study: Study, *, num_fallbacks: int) -> Plan:
     """The plan with up to ``num_fallbacks`` others in it, each a fast one within a share of the memory of the plan.
 
-    Where nothing fits into a share, the last is the plan of least memory. ``tables`` are the cost tables of this job
-    and these decisions, bounded or not.
+    They save a run from ending and are not to train with, so that no search goes to the end. Where nothing fits into a
+    share, the last is the plan of least memory.
     """
     if num_fallbacks < 1 or plan.prediction is None:
         return plan
     found: list[Plan] = []
+    most_bytes = study.job.budget_bytes
     for share in MEMORY_SHARES:
         budget = math.floor(share * peak_bytes(plan))
-        result = _fastest_within(budget, job, decisions, tuple(tables))
-        less, job, tables = result.plan, result.job, result.bounded_tables
+        result = _quickly_within(study, budget)
+        if result.plan is None and result.miss is not None:
+            least_bytes = device_bytes(result.job, result.miss.needed_bytes) + ROUNDING_BYTES
+            result = _quickly_within(study, least_bytes) if least_bytes <= most_bytes else result
+        less, most_bytes = result.plan, result.job.budget_bytes
         if less is None or peak_bytes(less) >= peak_bytes(found[-1] if found else plan):
             break
         found.append(less)
@@ -74,43 +66,29 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
     """The result whose plan has up to ``num_plans`` others in it, each the best found of its configuration, fastest
     first.
 
-    Those that the search found, then of the configurations that it left unsolved the most promising.
+    Those that the search found, then of the configurations that it left unsolved the most promising: those with the
+    lowest bounds.
     """
     if result.plan is None:
         return result
     job, found = result.job, list(result.others[: max(0, num_plans)])
-    for tables in _most_promising(result)[: 2 * num_plans]:
+    taken = {plan.pipeline for plan in (result.plan, *(plan for plan, _ in result.others))}
+    left = [each for each in result.search.configs if each.pipeline not in taken]
+    for each in sorted(left, key=lambda each: each.result.lower_bound_s)[: 2 * num_plans]:
         if len(found) >= num_plans:
             break
-        limit_s = CONFIG_LIMIT_S
-        one = accept(job, [tables], num_alternatives=0, time_limit_s=limit_s)
-        found += [(each.plan, predict(each.plan, job)) for each in one.ranked[:1]]
+        one = accept(job, [each.given], num_alternatives=0, time_limit_s=CONFIG_LIMIT_S)
+        found += [(best.plan, predict(best.plan, job)) for best in one.ranked[:1]]
     found.sort(key=lambda each: each[1].step_time_s)
     kept = tuple(_as_fallback(with_cost(plan, job, cost)) for plan, cost in found)
     return replace(result, plan=result.plan.model_copy(update={"next_best": kept}))
 
 
-def _most_promising(result: PlanningResult) -> list[OnDemand]:
-    """The configurations of which no plan was priced, by what no plan of theirs is faster than."""
-    assert result.plan is not None, "a result without a plan has no other"
-    taken = {plan.pipeline for plan in (result.plan, *(plan for plan, _ in result.others))}
-    left = [each for each in result.search.configs if each.pipeline not in taken]
-    left.sort(key=lambda each: each.result.lower_bound_s)
-    return [each.given for each in left]
-
-
-def _fastest_within(budget_bytes: int, job: Job, decisions: Decisions, tables: tuple[OnDemand, ...]) -> PlanningResult:
-    """A fast plan within a budget, or where none fits the one that misses it least within that of the job.
-
-    One that saves a run from ending, not the plan to train with: the search does not go to the end.
-    """
-    tight = job.within(budget_bytes)
-    search = partial(plan_job, decisions=decisions, top=1, tables=tables, to_the_end=False)
-    result = search(tight)
-    if result.plan is not None or result.miss is None:
-        return result
-    least_bytes = device_bytes(tight, result.miss.needed_bytes) + ROUNDING_BYTES
-    return search(job.within(least_bytes)) if least_bytes <= job.budget_bytes else result
+def _quickly_within(study: Study, budget_bytes: int) -> PlanningResult:
+    """A fast plan within a budget, found by a search that does not go to the end."""
+    result = study.plan(within("", budget_bytes), top=1, to_the_end=False)
+    assert not isinstance(result, str), "another budget leaves the decisions as they are"
+    return result
 
 
 def _as_fallback(plan: Plan) -> Fallback:
@@ -216,8 +194,7 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
         return result
     if result.job.is_mixed:
         progress("searching each pool alone, and even cuts, to compare with")
-        baselines = pool_baselines(result.job, request.decisions, _step_s(result.plan))
-        result = replace(result, plan=_with_baselines(result.plan, baselines))
+        result = _compared_with_groups(result, request)
     else:
         result = _completed(result, request, result.job, progress)
     assert result.plan is not None, "as before"
@@ -231,38 +208,30 @@ def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
     if request.seq_len is None:
         longest = longest_sequence(request, progress=progress)
         return replace(longest.result, notes=tuple(longest.lines("{} tokens")))
-    refuse_impossible(request)
+    pins = request.decisions.pins
+    if pins:
+        refuse_impossible(request)
     job = job_of(request if request.global_batch is not None else replace(request, global_batch=1))
     progress(f"searching plans for {request.chain.name} on {request.cluster.name}")
     if job.is_mixed:
         return plan_request(request, job)
     if request.global_batch is None:
-        grown = largest_batch(request, job, progress=progress)
+        grown = largest_batch(Study(request, job), progress=progress)
         result, notes = grown.result, grown.lines("global batch {}")
     elif request.objective == "devices":
-        fewest = plan_fewest_devices(request, job, progress=progress)
-        result, notes = fewest.result, fewest.lines()
+        result = fewest_devices(Study(request, job), progress=progress)
+        notes = list(result.notes)
     else:
-        result, notes = plan_request(request, job), _unmeasured(request, job)
+        result, notes = plan_request(request, job), []
+        if job.profile.identity.is_measured and (beyond_times := samples_not_measured(job, request.decisions)):
+            notes.append(f"left out: {beyond_times.values} {beyond_times.what} ({beyond_times.reason})")
         free = request.decisions.model_copy(update={"pins": ()})
-        if request.decisions.pins and (beyond := widened_text(widened(job, free, request.decisions))):
+        if pins and (beyond := widened_text(widened(job, free, request.decisions))):
             notes.append(beyond)
-    return replace(result, notes=(*notes, *_calibrated(request, job)))
-
-
-def _unmeasured(request: PlanRequest, job: Job) -> list[str]:
-    found = samples_not_measured(job, request.decisions)
-    return [] if found is None else [f"left out: {found.values} {found.what} ({found.reason})"]
-
-
-def _calibrated(request: PlanRequest, job: Job) -> list[str]:
-    """A line for what several runs calibrate by."""
-    if len(request.calibration) < 2:
-        return []
-    from steelyard.planning.calibration import time_factors
-
-    factors = time_factors(job, request.calibration, job_of)
-    return [f"calibrated by the median of {', '.join(f'{path.name} × {factor:.3f}' for path, factor in factors)}"]
+    if len(request.calibration) > 1:
+        factors = ", ".join(f"{path.name} × {each:.3f}" for path, each in time_factors(job, request.calibration))
+        notes = [*notes, f"calibrated by the median of {factors}"]
+    return replace(result, notes=tuple(notes))
 
 
 def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress: Progress) -> PlanningResult:
@@ -272,21 +241,14 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
     progress("searching the plain plans to compare with")
     assert result.plan is not None, "completed where there is a plan"
     solved = replace(request, cluster=job.cluster, global_batch=job.global_batch, seq_len=job.seq_len, objective="time")
-    limit_s, tables = request.time_limit_s, result.bounded_tables
-    study = Study(solved, job, tables=tables, time_limit_s=limit_s)
+    study = Study(solved, job, tables=result.bounded_tables)
     found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
     best, *others = study.reconciled([found, *(study.answer(each) for each in baselines())])
-    plan = _at_least_as_fast(result.plan, best, job)
+    plan = _at_least_as_fast(result, best)
     plan = _with_baselines(plan, [each.beside(_step_s(plan)) for each in others])
     if request.num_fallbacks:
         progress("searching plans of less memory")
-        plan = with_fallbacks(
-            plan,
-            job,
-            request.decisions,
-            num_fallbacks=request.num_fallbacks,
-            tables=result.bounded_tables,
-        )
+        plan = with_fallbacks(plan, study, num_fallbacks=request.num_fallbacks)
     return replace(result, plan=plan)
 
 
@@ -295,11 +257,27 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
-def _at_least_as_fast(plan: Plan, best: Answer, job: Job) -> Plan:
-    """The plan, or the best answer to a restriction of its request if that is faster: it is as allowed.
+def _compared_with_groups(result: PlanningResult, request: PlanRequest) -> PlanningResult:
+    """The result over several device groups beside the best plans on one of them, one of which it is if that is
+    faster and has what was decided: a plan may leave devices out."""
+    job, stages = result.job, request.decisions.num_stages
+    answers, allowed = group_answers(Study(request, job)), [Answer(name="none")]
+    for each in answers:
+        if each.plan is not None and stages in (None, each.plan.num_stages):
+            held = zip(predict(each.plan, job).stages, job.jobs(each.plan), strict=True)
+            allowed += [each] if all(stage.total_bytes <= own.budget_bytes for stage, own in held) else []
+    plan = _at_least_as_fast(result, min(allowed, key=lambda each: each.step_s))
+    return replace(result, plan=_with_baselines(plan, [each.beside(_step_s(plan)) for each in answers]))
 
-    So it is where a time limit or an open gap let the search of the whole space end before.
+
+def _at_least_as_fast(result: PlanningResult, best: Answer) -> Plan:
+    """The plan of a result, or the best answer to a restriction of its request if that is faster: it is as allowed.
+
+    So it is where a time limit or an open gap let the search of the whole space end before, or where the simulator
+    ranks plans otherwise than the search's closed form.
     """
+    plan, job = result.plan, result.job
+    assert plan is not None, "compared where there is a plan"
     if best.plan is None or best.step_s >= _step_s(plan) or plan.prediction is None:
         return plan
     bound_s = min(plan.prediction.lower_bound_s, best.step_s)
@@ -310,15 +288,10 @@ def _at_least_as_fast(plan: Plan, best: Answer, job: Job) -> Plan:
         Certificate(status="gap", gap=1 - bound_s / best.step_s),
         lower_bound_s=bound_s,
         alternatives=plan.prediction.alternatives,
+        found=[(plan, _step_s(plan)), *((each, cost.step_time_s) for each, cost in result.others)],
     )
-    return plan.model_copy(
-        update={
-            "num_microbatches": best.plan.num_microbatches,
-            "schedule": best.plan.schedule,
-            "stages": best.plan.stages,
-            "prediction": prediction,
-        }
-    )
+    kept = {"asked": plan.asked, "next_best": plan.next_best, "prediction": prediction}
+    return best.plan.model_copy(update=kept)
 
 
 def _with_baselines(plan: Plan, baselines: Sequence[ComparedBaseline]) -> Plan:

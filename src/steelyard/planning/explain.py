@@ -1,33 +1,44 @@
-"""Why a plan and not another: what binds, the best baseline under every restriction, and what memory is worth."""
+"""Why a plan and not another: what binds, the best baseline under every restriction, and what memory is worth.
+
+`explain_plan` is what `explain` shows. `search_for_report` adds the frontier of time against memory. Where the report
+has a limit of time, every search has a share of it (`SEARCH_SHARE`) and gives the best plan that it has found by then,
+which for most models is the proven best. What there was no time for is named.
+"""
 
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from steelyard.cost.build import build_tables
+from steelyard.cost.build import build_tables, slack_fraction, usable_bytes
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import refusal
-from steelyard.cost.predict import predict
+from steelyard.cost.predict import PlanCost, predict
 from steelyard.limits import MOST_BYTES
-from steelyard.plan.choices import ComparedBaseline, Explanation, StrategyVerdict
+from steelyard.plan.choices import ComparedBaseline, Explanation, FrontierPoint, PlanStudy, StrategyVerdict
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import shortfall
 from steelyard.plan.strategy import Strategy
-from steelyard.planning.not_searched import configs_not_searched, strategies_not_searched
-from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.choose import device_bytes
+from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
+from steelyard.planning.price import describe, peak_bytes, with_cost, with_price
 from steelyard.planning.problem import stage_strategies
+from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import (
     ANY_PLAN,
     FREE_CHOICE,
     Study,
     Variant,
     baselines,
+    group_answers,
     other_pipelines,
-    pool_baselines,
     within,
     without_techniques,
 )
+from steelyard.planning.why_not import configs_not_searched, strategies_not_searched
+from steelyard.search.partition import least_plan
 from steelyard.search.reasons import strategy_verdicts
 from steelyard.units import GIB, format_bytes, format_seconds
 
@@ -64,9 +75,10 @@ def explain_plan(
     return explanation.model_copy(update=more)
 
 
-def explain_pools(plan: Plan, job: Job, decisions: Decisions) -> Explanation:
+def explain_pools(plan: Plan, study: Study) -> Explanation:
     """Return what a plan over several pools gains over each of them alone, and over even cuts."""
-    return Explanation(binds="", rivals=pool_baselines(job, decisions, predict(plan, job).step_time_s))
+    step_s = predict(plan, study.job).step_time_s
+    return Explanation(binds="", rivals=tuple(each.beside(step_s) for each in group_answers(study)))
 
 
 def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) -> tuple[Explanation, tuple[str, ...]]:
@@ -79,7 +91,7 @@ def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) ->
     answers = [study.of(priced, step_s, peak_bytes(priced))]
     if time.process_time() <= deadline:
         answers += [study.answer(FREE_CHOICE), study.answer(within(UNLIMITED, MOST_BYTES))]
-    for variant in (*baselines(), *without_techniques(priced), *other_pipelines(priced, study.pipelines)):
+    for variant in (*baselines(), *without_techniques(priced), *other_pipelines(priced, study.tables)):
         if time.process_time() > deadline:
             left_out.append(variant.name)
         else:
@@ -92,7 +104,8 @@ def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) ->
     _, *others = (each.beside(step_s) for each in study.reconciled(answers))
     compared, budgets = others[: num_baselines - 1], tuple(others[num_baselines - 1 :])
     binds = what_binds(step_s, *compared[:2]) if compared and compared[1:] else ""
-    shown = tuple(each for each in compared if each.name != UNLIMITED and is_worth_showing(each))
+    faster = (each for each in compared if each.name != ANY_PLAN or (each.slowdown or 0.0) < -SAME)
+    shown = tuple(each for each in faster if each.name != UNLIMITED)
     return Explanation(binds=binds, rivals=shown, budgets=budgets), tuple(left_out)
 
 
@@ -105,11 +118,6 @@ def plan_verdicts(plan: Plan, job: Job, decisions: Decisions) -> tuple[StrategyV
         return refusal(job.chain.layer_types[layer_type], strategy, config)
 
     return strategy_verdicts(tables, why_illegal) + strategies_not_searched(job, config.devices_per_stage, decisions)
-
-
-def is_worth_showing(baseline: ComparedBaseline) -> bool:
-    """Whether a baseline says something: the best of all only where it is faster than the plan."""
-    return baseline.name != ANY_PLAN or (baseline.slowdown or 0.0) < -SAME
 
 
 def other_budgets(job: Job) -> tuple[Variant, ...]:
@@ -166,3 +174,114 @@ def pricing_notes(plan: Plan, priced: Plan) -> tuple[str, ...]:
     if missed := shortfall(peak_bytes(priced), priced.prediction.budget_bytes, priced.prediction.margin_bytes):
         notes.append(f"The plan itself {missed}.")
     return tuple(notes)
+
+
+SEARCH_SHARE = 0.04
+"""Of the time, for one search."""
+FRONTIER_SHARE = 0.5
+"""Of the time, for the frontier: it is what most readers look for first."""
+MAX_POINTS = 16
+
+
+def search_for_report(
+    plan: Plan,
+    request: PlanRequest,
+    job: Job,
+    cost: PlanCost,
+    *,
+    time_limit_s: float | None = None,
+    everywhere: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PlanStudy:
+    """The frontier and the baselines of a plan of this cost in all pipeline configurations, or in its own (not
+    ``everywhere``).
+
+    Without a limit of time every machine finds the same. The limit is one of this process's computing time, so that a
+    busy machine shows no less. Each search that was begun is ended, so it is overrun by up to one search; what was not
+    begun is left out and named. A limit of 0 searches nothing.
+    """
+    priced = with_cost(plan, job, cost)
+    changed = pricing_notes(plan, priced)
+    notes = (*changed, *supposed_notes(job))
+    if time_limit_s is not None and time_limit_s <= 0:
+        return PlanStudy(scope="", explanation=Explanation(binds="", notes=notes))
+    deadline = math.inf if time_limit_s is None else time.process_time() + time_limit_s
+    progress("building cost tables")
+    if not everywhere:
+        own = Decisions(num_stages=plan.num_stages, num_microbatches=plan.num_microbatches)
+        request = replace(request, decisions=request.decisions.with_also(own))
+    share_s = None if time_limit_s is None else SEARCH_SHARE * time_limit_s
+    study = Study(replace(request, time_limit_s=share_s), job)
+    progress("searching memory budgets")
+    proven = plan.prediction is not None and plan.prediction.certificate.is_optimal and not changed
+    own_point = _own_point(priced, job, proven=proven)
+    points = _points(study, own_point, time.process_time() + FRONTIER_SHARE * (deadline - time.process_time()))
+    progress("searching the baselines of the plan")
+    explanation, left_out = what_was_searched(study, priced, deadline)
+    return PlanStudy(
+        scope="all pipeline configurations" if everywhere else f"plans of {describe(plan.pipeline)}",
+        explanation=explanation.model_copy(update={"notes": notes}),
+        points=points,
+        left_out=left_out,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What the search found within a budget; an infinite time where nothing fits."""
+
+    budget_bytes: int
+    peak_bytes: int
+    step_s: float
+    point: FrontierPoint | None
+
+
+def _own_point(priced: Plan, job: Job, *, proven: bool) -> _Found | None:
+    """The plan itself as a point, where it fits and the search has ``proven`` it: within the budget none is faster."""
+    point = priced_point(priced, is_chosen=True)
+    if not proven or point.memory_bytes > job.budget_bytes:
+        return None
+    peak = int(point.memory_bytes / (1 + slack_fraction(job)))
+    return _Found(budget_bytes=usable_bytes(job), peak_bytes=peak, step_s=point.step_time_s, point=point)
+
+
+def _points(study: Study, own: _Found | None, deadline: float) -> tuple[FrontierPoint, ...]:
+    """Points of the frontier, fastest first: next is always the budget in the middle of the widest gap."""
+    job = study.job
+    smallest = (least_plan(each.tables) for each in study.tables)
+    most = SHOWN_BUDGETS * usable_bytes(job)
+    least = min((each.peak_bytes for each in smallest if each is not None), default=most)
+    found = [own] if own is not None else []
+    budgets = [each for each in (most, least) if least <= each]
+    if own is None and least < usable_bytes(job):
+        budgets.insert(0, usable_bytes(job))
+    while budgets and len(found) < MAX_POINTS and time.process_time() < deadline:
+        found.append(_within(study, budgets.pop(0)))
+        if not budgets:
+            budgets = _widest_gap(sorted(found, key=lambda each: each.budget_bytes))
+    points = {each.peak_bytes: each.point for each in found if each.point is not None}
+    if own is not None and own.point is not None:
+        points[own.peak_bytes] = own.point
+    return falling([points[peak] for peak in sorted(points, reverse=True)])
+
+
+def _within(study: Study, budget_bytes: int) -> _Found:
+    """The best plan within a budget."""
+    found = study.answer(within("", device_bytes(study.job, budget_bytes)))
+    if found.plan is None:
+        return _Found(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None)
+    point = frontier_point(study.job, found.plan)
+    peak = int(point.memory_bytes / (1 + slack_fraction(study.job)))
+    return _Found(budget_bytes=budget_bytes, peak_bytes=peak, step_s=point.step_time_s, point=point)
+
+
+def _widest_gap(found: list[_Found]) -> list[int]:
+    """The middle, on a logarithmic scale, between the two neighbours that leave most room; none where no gap does."""
+    widest, middle = 0.0, 0
+    for less, more in pairwise(found):
+        reach = min(more.budget_bytes, more.peak_bytes) / max(less.budget_bytes, 1)
+        gain = 1.0 if math.isinf(less.step_s) else less.step_s / more.step_s - 1
+        room = 0.0 if math.isinf(more.step_s) else math.log(max(reach, 1.0)) * gain
+        if room > widest:
+            widest, middle = room, math.isqrt(less.budget_bytes * min(more.budget_bytes, more.peak_bytes))
+    return [middle] if widest > 1e-3 else []

@@ -14,6 +14,7 @@ nothing of the kind, or nothing fits with it.
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -29,10 +30,8 @@ from steelyard.plan.dimensions import variants
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.planning.choose import NothingFitsError, device_bytes
-from steelyard.planning.margin import without_margin
+from steelyard.planning.choose import Acceptance, NothingFitsError, accept, device_bytes, without_margin
 from steelyard.planning.pins import Pin, pins_of
-from steelyard.planning.plan_from_search import Acceptance, accept
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import pipeline_configs, stage_strategies
 from steelyard.units import format_bytes
@@ -118,7 +117,12 @@ def _best_under(means: _Means, demands: Mapping[str, Decisions]) -> Kept:
         if not demands:
             raise
         miss = error.expected
-    possible = {text: each for text, each in demands.items() if _is_expressible(means, each)}
+    tables = partial(uniform_tables_of, means.job, means.capabilities)
+    possible = {
+        text: each
+        for text, each in demands.items()
+        if any(True for frees_remat in (False, True) for _ in tables([each], frees_remat=frees_remat))
+    }
     if len(possible) < len(demands):
         why = f"nothing that {means.framework} can run of this model, batch and number of devices has it"
         refused = tuple(f"{text}: {why}" for text in demands if text not in possible)
@@ -138,13 +142,6 @@ def _best_under(means: _Means, demands: Mapping[str, Decisions]) -> Kept:
     return (), given_up, _best_plans(means, ())
 
 
-def _is_expressible(means: _Means, demand: Decisions) -> bool:
-    """Whether the framework can run anything, whatever it takes, that has what is asked for."""
-    tables = uniform_tables_of(means.job, means.capabilities, (demand,))
-    free = _free_remat_tables(means.job, means.capabilities, (demand,))
-    return any(True for _ in tables) or any(True for _ in free)
-
-
 def _best_plans(means: _Means, demands: Iterable[Decisions]) -> list[Plan]:
     """The best plans under all these decisions, priced; raises `NothingFitsError` where there is none.
 
@@ -155,7 +152,7 @@ def _best_plans(means: _Means, demands: Iterable[Decisions]) -> list[Plan]:
     tables = list(uniform_tables_of(job, means.capabilities, demands))
     found = accept(job, tables, num_alternatives=NUM_RESCORED - 1) if tables else None
     candidates = [accepted.plan for accepted in found.ranked[:NUM_RESCORED]] if found else []
-    free = list(_free_remat_tables(job, means.capabilities, demands))
+    free = list(uniform_tables_of(job, means.capabilities, demands, frees_remat=True))
     for accepted in accept(job, free, num_alternatives=NUM_RESCORED - 1).ranked[:NUM_RESCORED] if free else ():
         fitting = with_first_blocks_recomputed(accepted.plan, job, pins)
         candidates += [fitting] if fitting is not None else []
@@ -166,30 +163,36 @@ def _best_plans(means: _Means, demands: Iterable[Decisions]) -> list[Plan]:
     return [with_price(candidate, job) for candidate in candidates]
 
 
-def uniform_tables_of(job: Job, capabilities: Capabilities, demands: Sequence[Decisions] = ()) -> Iterator[CostTables]:
-    """The cost tables of every configuration and every strategy that all layers share, one remat choice for all
-    blocks."""
+def uniform_tables_of(
+    job: Job, capabilities: Capabilities, demands: Sequence[Decisions] = (), *, frees_remat: bool = False
+) -> Iterator[CostTables]:
+    """The cost tables of every configuration and every strategy within the capabilities that all layers share.
+
+    Each has one remat choice for all blocks. With ``frees_remat`` full remat is free for every block, and pins of remat
+    are for the plan that comes of it: nothing for a framework that has one remat choice for all blocks.
+    """
     decisions = _decisions(capabilities, demands)
     pins = pins_of(decisions, job.chain)
-    for full in _config_tables(job, capabilities, decisions):
-        for base, remats in _by_base(full.strategies).items():
-            for remat in (each for each in remats if each in decisions.allowed_remats):
-                yield from _narrowed(full, base, (remat,), job, pins)
-
-
-def _free_remat_tables(job: Job, capabilities: Capabilities, demands: Sequence[Decisions]) -> Iterator[CostTables]:
-    """As above, with full remat free for every block; pins of remat are for the plan that comes of it.
-
-    None for a framework that has one remat choice for all blocks.
-    """
-    if not capabilities.remats_first_blocks:
-        return
-    decisions = _decisions(capabilities, demands)
-    pins = tuple(pin.without("remat") for pin in pins_of(decisions, job.chain))
-    for full in _config_tables(job, capabilities, decisions):
-        for base, remats in _by_base(full.strategies).items():
-            if {Remat.NONE, Remat.FULL} <= {*remats} & {*decisions.allowed_remats}:
-                yield from _narrowed(full, base, (Remat.NONE, Remat.FULL), job, pins)
+    pins = tuple(pin.without("remat") for pin in pins) if frees_remat else pins
+    others = (each for each in decisions.allowed_remats if each is not Remat.NONE)
+    offering = decisions.model_copy(update={"remats": (Remat.NONE, *others)})
+    for config in pipeline_configs(job, decisions) if capabilities.remats_first_blocks or not frees_remat else ():
+        if config.pipeline.num_stages > 1 and config.pipeline.schedule.name not in capabilities.schedules:
+            continue
+        offered = stage_strategies(job, config.devices_per_stage, offering)
+        kept = tuple(strategy for strategy in offered if capabilities.refusal(strategy) is None)
+        by_base: dict[Strategy, list[Remat]] = {}
+        for strategy in kept:
+            by_base.setdefault(strategy.without_remat(), []).append(strategy.remat)
+        if not kept:
+            continue
+        full = build_tables(config, kept)
+        for base, remats in by_base.items():
+            allowed = [each for each in remats if each in decisions.allowed_remats]
+            free = (Remat.NONE, Remat.FULL)
+            choices = [(each,) for each in allowed] if not frees_remat else [free] if {*free} <= {*allowed} else []
+            for each in choices:
+                yield from _narrowed(full, base, each, job, pins)
 
 
 def _decisions(capabilities: Capabilities, demands: Sequence[Decisions]) -> Decisions:
@@ -201,26 +204,6 @@ def _decisions(capabilities: Capabilities, demands: Sequence[Decisions]) -> Deci
         },
     )
     return able.with_also(*demands)
-
-
-def _config_tables(job: Job, capabilities: Capabilities, decisions: Decisions) -> Iterator[CostTables]:
-    """The cost tables of every configuration within the capabilities, with every strategy within them."""
-    others = (each for each in decisions.allowed_remats if each is not Remat.NONE)
-    choices = decisions.model_copy(update={"remats": (Remat.NONE, *others)})
-    for config in pipeline_configs(job, decisions):
-        if config.pipeline.num_stages == 1 or config.pipeline.schedule.name in capabilities.schedules:
-            offered = stage_strategies(job, config.devices_per_stage, choices)
-            kept = tuple(strategy for strategy in offered if capabilities.refusal(strategy) is None)
-            if kept:
-                yield build_tables(config, kept)
-
-
-def _by_base(strategies: Sequence[Strategy]) -> dict[Strategy, list[Remat]]:
-    """For every strategy without remat, the remat choices that it comes with."""
-    found: dict[Strategy, list[Remat]] = {}
-    for strategy in strategies:
-        found.setdefault(strategy.without_remat(), []).append(strategy.remat)
-    return found
 
 
 def _narrowed(
@@ -302,16 +285,13 @@ def with_first_blocks_recomputed(plan: Plan, job: Job, pins: Sequence[Pin] = ())
     if not fits(most):
         return None
     least = bisect_left(range(most), True, key=fits)
-    fitting = (_first_blocks(plan, count, blocks) for count in range(least, most + 1))
-    return next((each for each in fitting if _has_pins(each, pins)), None)
-
-
-def _has_pins(plan: Plan, pins: Sequence[Pin]) -> bool:
-    chain = plan.chain()
-    layers = list(enumerate(plan.strategies))
-    return all(
-        _meets(strategy, chain.type_of(layer), pin) for pin in pins for layer, strategy in layers if pin.covers(layer)
-    )
+    types = [plan.chain().type_of(layer) for layer in range(len(plan.strategies))]
+    for count in range(least, most + 1):
+        found = _first_blocks(plan, count, blocks)
+        layers = list(enumerate(zip(found.strategies, types, strict=True)))
+        if all(_meets(*each, pin) for pin in pins for layer, each in layers if pin.covers(layer)):
+            return found
+    return None
 
 
 def _first_blocks(plan: Plan, count: int, blocks: set[int]) -> Plan:

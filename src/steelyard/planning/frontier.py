@@ -1,24 +1,33 @@
-"""Time against memory, and time and money against the number of devices, for choosing a plan or hardware."""
+"""Trade-offs for choosing a plan or hardware: time against memory, time and money against devices and their parts.
 
-from collections.abc import Callable, Sequence
+A part of a cluster has of each pool no node, one, two, four, … or all of its nodes; one whose best plan leaves a pool
+out is no offer, since the part without that pool trains as fast for less. Offers are worth having where no other trains
+at least as fast for no more money a token.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.job import Job
+from steelyard.errors import UserError
+from steelyard.hardware import Cluster, MixedCluster, joined_pools
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.plan.training import SECONDS_PER_HOUR
-from steelyard.planning.choose import plan_job
-from steelyard.planning.devices import doubled_counts, job_on, plan_or_reason
-from steelyard.planning.job import job_of
-from steelyard.planning.plan_from_search import describe, grouped_plan, summarise
-from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import make_tables
+from steelyard.planning.price import describe, grouped_plan, peak_bytes, summarise, with_price
 from steelyard.planning.request import PlanRequest
+from steelyard.planning.variants import Study, Variant, on_cluster, on_devices, with_shape
 from steelyard.search.tradeoff import sampled_frontier
+from steelyard.units import format_plural
 
 SHOWN_BUDGETS = 2
 """The frontier reaches up to this many times the budget, to show what more memory would buy."""
 BILLION = 10**9
+MOST_OFFERS = 64
+OFFER_LIMIT_S = 30.0
+"""What the search of one offer may take; the best found by then stands for it."""
 
 Progress = Callable[[str], None]
 
@@ -37,16 +46,17 @@ def find_trade_offs(
     ``device_counts`` defaults to a few around that of the request, or to its own alone where the profile was measured
     on this number. Raises `InvalidClusterError` for a count that whole nodes, or divisors of one, cannot give.
     """
-    own = job or job_of(request)
+    study = Study(request, job)
+    own = study.job
     if device_counts is None:
         measured = own.has_measured_links
         device_counts = (own.cluster.num_devices,) if measured else doubled_counts(own.cluster)
-    jobs = [job_on(own, count) for count in sorted(set(device_counts))]
-    points, is_complete = memory_points(request, own, max_searches=max_searches, progress=progress)
+    variants = [on_devices(own, count) for count in sorted(set(device_counts))]
+    points, is_complete = memory_points(study, max_searches=max_searches, progress=progress)
     devices = []
-    for each in jobs:
-        progress(f"planning for {each.cluster.num_devices} devices")
-        devices.append(device_point(each, request, price_per_device_hour))
+    for each in variants:
+        progress(f"planning for {each.change(request).cluster.num_devices} devices")
+        devices.append(device_point(study, each, price_per_device_hour))
     return TradeOffs(
         model=own.chain.name,
         cluster=own.cluster.name,
@@ -63,30 +73,36 @@ def find_trade_offs(
     )
 
 
+def doubled_counts(cluster: Cluster) -> tuple[int, ...]:
+    """A few counts around that of the cluster for comparison: from a quarter to twice as many, by factors of two."""
+    count, size = cluster.num_devices, cluster.devices_per_node
+    tried = (count // 4, count // 2, count, 2 * count)
+    return tuple(each for each in tried if each >= 1 and (size % each == 0 if each < size else each % size == 0))
+
+
 def memory_points(
-    request: PlanRequest, job: Job, *, max_searches: int, progress: Progress = lambda _: None
+    study: Study, *, max_searches: int, progress: Progress = lambda _: None
 ) -> tuple[tuple[FrontierPoint, ...], bool]:
     """Points of the frontier of time against memory, fastest first, and whether none between them is missing.
 
-    The point within the budget is what `plan_job` chooses. The others are the fastest within their memory, with the
-    time of the simulator; one that is no faster than a point of less memory is left out.
+    The point within the budget is what the request gets. The others are the fastest within their memory, with the time
+    of the simulator; one that is no faster than a point of less memory is left out.
     """
     progress("building cost tables")
-    tables = make_tables(job, request.decisions)
-    budget = usable_bytes(job)
+    job, budget = study.job, usable_bytes(study.job)
+    tables = [each.tables for each in study.tables]
     progress(f"searching {max_searches} memory budgets")
     frontier = sampled_frontier(
-        [each.tables for each in tables],
+        tables,
         most_bytes=SHOWN_BUDGETS * budget,
         budgets=(budget,),
         max_searches=max_searches,
-        time_limit_s=request.time_limit_s,
+        time_limit_s=study.request.time_limit_s,
     )
-    plans = [grouped_plan(job, step.outcome) for step in frontier.steps]
-    points = [frontier_point(job, plan) for plan in plans]
-    chosen = plan_job(job, request.decisions, time_limit_s=request.time_limit_s, tables=tables).plan
-    if chosen is not None:
-        points.append(frontier_point(job, chosen, is_chosen=True))
+    points = [frontier_point(job, grouped_plan(job, step.outcome)) for step in frontier.steps]
+    chosen = study.plan()
+    if not isinstance(chosen, str) and chosen.plan is not None:
+        points.append(frontier_point(job, chosen.plan, is_chosen=True))
     return falling(points), frontier.is_complete
 
 
@@ -101,14 +117,14 @@ def falling(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
     return tuple(reversed(kept))
 
 
-def device_point(job: Job, request: PlanRequest, price_per_device_hour: float | None) -> DevicePoint:
-    """The best plan of a job as a point of time and money against devices."""
-    result = plan_or_reason(job, request)
-    bare = DevicePoint(num_devices=job.cluster.num_devices, cluster=job.cluster.name)
+def device_point(study: Study, variant: Variant, price_per_device_hour: float | None) -> DevicePoint:
+    """The best plan on a number of devices as a point of time and money against devices."""
+    result, cluster = study.plan(variant), variant.change(study.request).cluster
+    bare = DevicePoint(num_devices=cluster.num_devices, cluster=cluster.name)
     if isinstance(result, str) or result.plan is None:
         reason = result if isinstance(result, str) else f"does not fit: {result.miss_text}"
         return bare.model_copy(update={"reason": reason})
-    point = frontier_point(job, result.plan)
+    point = priced_point(result.plan)
     price = None if price_per_device_hour is None else price_per_device_hour * bare.num_devices
     return filled(bare, point, tokens_per_s=point.tokens_per_s, price_per_hour=price)
 
@@ -143,3 +159,82 @@ def priced_point(plan: Plan, *, is_chosen: bool = False) -> FrontierPoint:
         strategies=summarise(plan),
         is_chosen=is_chosen,
     )
+
+
+def find_offers(
+    request: PlanRequest,
+    *,
+    prices: Mapping[str, float],
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[DevicePoint, ...]:
+    """Return the best plan on every part of a request's cluster, the cheapest tokens first; those without a plan last.
+
+    ``prices`` are of a device-hour, by the name of the device. Raises `UserError`
+    for a device without a price, a price without a device, and for too many parts.
+    """
+    machines = request.cluster
+    names = sorted({pool.device.name for pool in machines.pools})
+    if sorted(prices) != names:
+        raise UserError(
+            field="--price",
+            found=", ".join(sorted(prices)) or "nothing",
+            expected="a price for each of " + ", ".join(names),
+            hint="write for example --price " + ",".join(f"{name}=2.5" for name in names),
+        )
+    parts = parts_of(machines)
+    if len(parts) > MOST_OFFERS:
+        raise UserError(
+            field="--cluster",
+            found=f"{machines.name}, which has {len(parts)} parts of 0, 1, 2, 4, … nodes of each pool",
+            expected=f"at most {MOST_OFFERS}",
+            hint="name smaller pools, or fewer",
+        )
+    limit_s = OFFER_LIMIT_S if request.time_limit_s is None else min(OFFER_LIMIT_S, request.time_limit_s)
+    study, offers = Study(replace(request, time_limit_s=limit_s)), []
+    for index, part in enumerate(parts):
+        progress(f"planning for {part.name} ({index + 1} of {format_plural(len(parts), 'offer')})")
+        offers.append(_offer(study, part, prices))
+    found = [each for each in offers if each is not None]
+    figures = [(each.cost_per_billion_tokens, each.step_time_s) for each in found if each.step_time_s is not None]
+    worth = [each.model_copy(update={"is_worth_having": _is_worth_having(each, figures)}) for each in found]
+    return tuple(sorted(worth, key=lambda each: (each.cost_per_billion_tokens is None, each.cost_per_billion_tokens)))
+
+
+def parts_of(machines: Cluster | MixedCluster) -> list[Cluster | MixedCluster]:
+    """The machines with none, 1, 2, 4, … or all nodes of each pool."""
+    found: list[Cluster | MixedCluster] = []
+    counts = [
+        [0, *(2**power for power in range((pool.num_nodes - 1).bit_length())), pool.num_nodes]
+        for pool in machines.pools
+    ]
+    for nodes in itertools.product(*counts):
+        taken = [
+            (with_shape(pool, count, pool.devices_per_node), link)
+            for pool, link, count in zip(machines.pools, machines.links, nodes, strict=True)
+            if count
+        ]
+        if taken:
+            found.append(joined_pools(*zip(*taken, strict=True)))
+    return found
+
+
+def _offer(study: Study, part: Cluster | MixedCluster, prices: Mapping[str, float]) -> DevicePoint | None:
+    price = sum(prices[pool.device.name] * pool.num_devices for pool in part.pools)
+    bare = DevicePoint(num_devices=part.num_devices, cluster=part.name, price_per_hour=price)
+    result = study.plan(on_cluster(part))
+    if isinstance(result, str) or result.plan is None or result.plan.prediction is None:
+        reason = result if isinstance(result, str) else f"does not fit: {result.miss_text}"
+        return bare.model_copy(update={"reason": reason})
+    if any(use.num_stages == 0 for use in result.plan.prediction.pools or ()):
+        return None
+    tokens_per_s = result.plan.global_batch * result.plan.seq_len / result.plan.prediction.step_time_s
+    return filled(bare, priced_point(result.plan), tokens_per_s=tokens_per_s, price_per_hour=price)
+
+
+def _is_worth_having(offer: DevicePoint, figures: Sequence[tuple[float | None, float | None]]) -> bool:
+    """Whether no other offer of these costs and times is at least as fast for no more money, and better in one."""
+    cost, step_s = offer.cost_per_billion_tokens, offer.step_time_s
+    if cost is None or step_s is None:
+        return False
+    others = ((c, s) for c, s in figures if c is not None and s is not None and (c, s) != (cost, step_s))
+    return not any(other_cost <= cost and other_s <= step_s for other_cost, other_s in others)

@@ -1,35 +1,177 @@
-r"""From a request to its job: the model with a price for every layer, traced or measured, on the devices at hand.
+r"""From a request to its job: the model with a price for every layer, traced, measured or calibrated, on its devices.
 
-A profile of one device for plans of many: layers as they were measured, links as the cluster says.
-
-Layers in shapes that one device cannot have (tp above 1) are traced and priced by the catalogue's rates, all scaled by
+**Measured on one device, for plans on many** (`with_assumed_links`): layers cost what was measured, links what the
+cluster says. Layers in shapes that one device cannot have (tp above 1) are traced and priced by the catalogue's rates,
+all scaled by
 
 $$r = \frac{\sum_k n_k\, t_k^\text{measured}}{\sum_k n_k\, t_k^\text{catalogue}}$$
 
 over the $n_k$ layers of each type $k$ of the model, so that shapes compare as one kind of measurement. A device without
-rates in the catalogue has its measured shape alone, and its plans no tp.
+rates in the catalogue has its measured shape alone, and its plans no tp. Not measured, and assumed: all collectives and
+transfers (the links of the cluster), what the end of a step takes with many devices beyond what it takes with one,
+compute and communication side by side (`Profile.overlap_slowdown`), and on CPUs what sharding a layer adds and how
+processes of one host share its cores.
 
-Not measured, and assumed: every collective and transfer (the links of the cluster), what the end of a step takes with
-many devices beyond what it takes with one, compute and communication side by side (`Profile.overlap_slowdown`), and on
-CPUs what sharding a layer adds and how processes of one host share its cores.
+**Calibrated** (`calibrate`): one factor on all predicted times, the median of $f = t_\text{measured} /
+t_\text{predicted}$ of measured runs. A catalogue knows what devices and links can do, not what a machine room, a driver
+or a framework's version makes of it. Most of that is common to all plans of a model on a device, so that one run scales
+the prediction of every other plan. Of several runs the median is taken (of an even number the geometric mean of the
+middle two), which one odd run does not move: published runs scaled by the median of three others are nearer than those
+by one (`steelyard.cost.accuracy`). The factor leaves the order of plans as it is, except for what it does to an
+optimizer's time or a step's overhead.
+
+A run is given as the record that `steelyard train` writes, or as a file of these lines (YAML or JSON):
+
+    version: 1
+    plan: plan.json       # as `steelyard plan` wrote it; a relative path starts where this file lies
+    step_time_s: 12.4     # median of the steps after the first few
+
+A record holds the prediction of its plan; a plan in a file is predicted again with today's catalogue and profile.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from steelyard.cost.compute import compute_time
 from steelyard.cost.efficiency import Efficiency, efficiency_of
 from steelyard.cost.job import DeviceGroup, Job
-from steelyard.errors import InvalidProfileError
+from steelyard.cost.predict import predict
+from steelyard.errors import InvalidProfileError, UserError
+from steelyard.files import parse_json, parse_yaml, read_text
 from steelyard.hardware import Cluster, Link, is_same_device, known_device
+from steelyard.limits import PositiveSeconds
 from steelyard.model.chain import ModelChain
-from steelyard.plan.plan import Precision
+from steelyard.plan.file import parse_value, read_plan
+from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import divisors
-from steelyard.planning.margin import with_margin
-from steelyard.planning.request import MeasuredProfile, PlanRequest
+from steelyard.planning.request import MARGIN, MeasuredProfile, PlanRequest, request_of_plan
 from steelyard.profiles.profile import LayerProfile, Profile
+from steelyard.profiles.record import RunRecord
 from steelyard.tracer.cache import cached_trace
+
+
+class InvalidRunError(UserError):
+    """A measured run that cannot be read, or that says nothing about this job."""
+
+
+class MeasuredRun(BaseModel):
+    """What a user measured of a plan."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    version: Literal[1] = 1
+    plan: str
+    step_time_s: PositiveSeconds
+
+
+def calibrate(job: Job, paths: Sequence[Path]) -> Job:
+    """The job with all times multiplied by what the runs in files took over what was predicted of them, by the median.
+
+    Raises `InvalidRunError` for a file that is neither kind of run, a run of another model or device, a record of a
+    plan that had no prediction, or a file that is given twice; `InvalidPlanError` for a plan file that cannot be read.
+    """
+    factors = [factor for _, factor in time_factors(job, paths)]
+    return job.on(time_factor=math.exp(median(map(math.log, factors))), num_calibrating=len(factors))
+
+
+def time_factors(job: Job, paths: Sequence[Path]) -> tuple[tuple[Path, float], ...]:
+    """What each run took over what is predicted of it for this job; raises as `calibrate`."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if path.resolve() in found:
+            raise InvalidRunError(
+                field="--calibrate",
+                found=f"{path} twice",
+                expected="each run once",
+                hint="leave one out: a run counts no more for being named again",
+            )
+        found[path.resolve()] = path
+    factors = []
+    for path in found.values():
+        content = _content(path)
+        if isinstance(content, dict) and "plan" in content:
+            run = parse_value(content, MeasuredRun, InvalidRunError, what="run")
+            factors.append((path, _factor_of_plan(job, run, path)))
+        else:
+            record = parse_value(content, RunRecord, InvalidRunError, what="run record")
+            factors.append((path, _factor_of_record(job, record, path)))
+    return tuple(factors)
+
+
+def _content(path: Path) -> Any:
+    try:
+        text = read_text(path)
+        return parse_json(text) if text.lstrip().startswith("{") else parse_yaml(text)
+    except (OSError, ValueError) as error:
+        raise InvalidRunError(
+            field="--calibrate",
+            found=f"{path}: {error}",
+            expected="a run record of `steelyard train`, or a file with version, plan and step_time_s",
+            hint="check the path",
+        ) from error
+
+
+def _factor_of_plan(job: Job, run: MeasuredRun, path: Path) -> float:
+    plan = read_plan(path.parent / run.plan)
+    _check_model(job, plan.chain().config_hash, path)
+    same_size = plan.num_devices == job.cluster.num_devices
+    only_named = plan.hardware is None and plan.cluster == job.cluster.name
+    cluster = job.cluster if same_size and only_named else None
+    profile = job.profile if _serves(job.profile, plan, same_size=same_size) else None
+    folder = (path.parent / run.plan).parent
+    ran = job_of(request_of_plan(plan, cluster=cluster, profile=profile, folder=folder))
+    if ran.cluster.device.name != job.cluster.device.name:
+        raise _other_device(job, ran.cluster.device.name, path)
+    return run.step_time_s / predict(plan, ran.on(time_factor=1.0)).step_time_s
+
+
+def _serves(profile: Profile, plan: Plan, *, same_size: bool) -> bool:
+    """Whether a profile holds what a prediction of the plan needs; what was traced holds for any number of devices."""
+    identity = profile.identity
+    strategies, chain = plan.strategies, plan.chain()
+    held = all(profile.layer(chain.type_of(n).name, each.shape) for n, each in enumerate(strategies))
+    alike = (identity.seq_len, identity.precision) == (plan.seq_len, plan.precision)
+    return held and alike and (same_size or not identity.is_measured)
+
+
+def _factor_of_record(job: Job, record: RunRecord, path: Path) -> float:
+    _check_model(job, record.config_hash, path)
+    if not is_same_device(record.device, job.cluster.device):
+        raise _other_device(job, record.device, path)
+    if record.predicted_step_s is None:
+        raise InvalidRunError(
+            field=f"{path}: predicted_step_s",
+            found="nothing: the plan of this run had no prediction",
+            expected="the record of a plan that `steelyard plan` wrote",
+            hint="write a file with version, plan and step_time_s instead",
+        )
+    return record.median_step_s / (record.predicted_step_s / record.predicted_time_factor)
+
+
+def _check_model(job: Job, config_hash: str, path: Path) -> None:
+    if config_hash != job.chain.config_hash:
+        raise InvalidRunError(
+            field=f"{path}: model",
+            found=f"a run of another model (config {config_hash[:12]})",
+            expected=f"a run of {job.chain.name} (config {job.chain.config_hash[:12]})",
+            hint="measure one run of this model, of any plan and length",
+        )
+
+
+def _other_device(job: Job, found: str, path: Path) -> InvalidRunError:
+    return InvalidRunError(
+        field=f"{path}: device",
+        found=found,
+        expected=f"a run on {job.cluster.device.name}, as in this job",
+        hint="measure one run on such a device; another number of them will do",
+    )
 
 
 def with_assumed_links(job: Job, trace: Callable[[], Profile]) -> Job:
@@ -81,11 +223,7 @@ def job_of(request: PlanRequest) -> Job:
     """
     pairs = zip(request.cluster.pools, request.cluster.links, strict=True)
     job = Job.over([_job_on(request, *pair) for pair in pairs])
-    if not request.calibration:
-        return job
-    from steelyard.planning.calibration import calibrate
-
-    return calibrate(job, request.calibration, job_of)
+    return calibrate(job, request.calibration) if request.calibration else job
 
 
 def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) -> Job:
@@ -125,7 +263,10 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
         imbalance=request.imbalance,
     )
     if budget is None:
-        job = with_margin(job, request.memory_margin, is_asked=request.memory_bytes is not None)
+        share = MARGIN if machines.device.is_gpu and request.memory_bytes is None else 0.0
+        share = share if request.memory_margin is None else request.memory_margin
+        margin = int(job.budget_bytes * share)
+        job = job.within(job.budget_bytes - margin, margin_bytes=margin)
     return with_assumed_links(job, traced) if job.assumes_links else job
 
 

@@ -48,7 +48,11 @@ class Pin:
 
     def allows(self, strategy: Strategy) -> bool:
         """Whether the strategy has all that is wanted of it."""
-        return all(_has(strategy, key, value) for key, value in self.wanted if key not in _PIPELINE_KEYS)
+        return all(
+            dimension_named(key) in strategy.dimensions if value == _ANY_DEGREE else _value(strategy, key) == value
+            for key, value in self.wanted
+            if key not in _PIPELINE_KEYS
+        )
 
     def demands(self, strategy: Strategy) -> bool:
         """Whether the strategy has all that is wanted of it, a parallelism dimension among it."""
@@ -80,16 +84,12 @@ class Pin:
         return self.first is None or self.last is None or self.first <= layer <= self.last
 
 
-@lru_cache(maxsize=256)
-def _parsed(texts: tuple[str, ...], num_layers: int) -> tuple[Pin, ...]:
-    return tuple(parse_pin(text, option="--pin", num_layers=num_layers) for text in texts)
-
-
 def pins_of(decisions: Decisions, chain: ModelChain) -> tuple[Pin, ...]:
     """Return the pins among decisions; raises `UserError` for one that the model cannot have."""
-    return _parsed(decisions.pins, chain.num_layers)
+    return tuple(parse_pin(text, option="--pin", num_layers=chain.num_layers) for text in decisions.pins)
 
 
+@lru_cache(maxsize=256)
 def parse_pin(text: str, *, option: str, num_layers: int) -> Pin:
     """Return the pin that ``text`` writes; raises `UserError` naming the ``option`` for anything else."""
     place, colon, rest = text.rpartition(":")
@@ -141,10 +141,6 @@ def _allowed(pin: Pin, layer_type: int, tables: CostTables) -> NDArray[np.bool_]
         lax = pin.of_levels()
         return np.array([lax.allows(strategy) for strategy in tables.strategies], dtype=bool)
     return allowed
-
-
-def _has(strategy: Strategy, key: str, value: str) -> bool:
-    return dimension_named(key) in strategy.dimensions if value == _ANY_DEGREE else _value(strategy, key) == value
 
 
 def _value(strategy: Strategy, key: str) -> str:

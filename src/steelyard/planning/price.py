@@ -1,24 +1,98 @@
-"""What a given plan costs: for one written by hand, or to compare a chosen one with."""
+"""Plans as values: made of what a search found or of a strategy by name, priced by the simulator, told in words.
+
+A prediction carries its warnings: those of the model, and that a device is so full that its allocator may slow steps.
+"""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Unpack
 
 from steelyard.cost.accuracy import interval_of
+from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost, predict
+from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
-from steelyard.plan.plan import Plan
-from steelyard.plan.prediction import Alternative, Certificate, PoolUse, Prediction
-from steelyard.plan.stages import StagePart, fold_runs
+from steelyard.hardware import hardware_file
+from steelyard.plan.plan import Plan, PlanModel
+from steelyard.plan.prediction import Alternative, Certificate, PoolUse, Prediction, StagePrediction
+from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.job import job_of
-from steelyard.planning.margin import warnings_of
-from steelyard.planning.plan_from_search import Accepted, assemble_plan
 from steelyard.planning.problem import microbatch_counts
-from steelyard.planning.request import Elsewhere, PlanRequest, request_of_plan
+from steelyard.planning.request import MARGIN, Elsewhere, PlanRequest, request_of_plan
 from steelyard.schedules import USUAL, PipelineConfig
-from steelyard.units import format_seconds
+from steelyard.search import ConfigOutcome
+from steelyard.search.evaluate import Solution, group_equal_strategies
+from steelyard.units import format_bytes, format_plural, format_seconds
+
+
+def grouped_plan(job: Job, outcome: ConfigOutcome) -> Plan:
+    """The plan of a search outcome, without its prediction; equal layers of equal strategies beside each other."""
+    return bare_plan(job, outcome.tables, group_equal_strategies(outcome.tables, outcome.solution))
+
+
+def bare_plan(job: Job, tables: CostTables, solution: Solution) -> Plan:
+    """The plan of a solution of these tables, without its prediction."""
+    pipeline = tables.pipeline
+    strategies = unfold_layers([tables.strategies[index] for index in solution.strategies], pipeline.num_chunks)
+    cuts = list(unfold_parts(solution.boundaries, pipeline.num_chunks))
+    ends = list(accumulate(strategies[first].num_devices for _, first, _ in cuts[: pipeline.num_stages]))
+    parts = tuple(
+        StagePart(
+            ranks=(ends[stage - 1] if stage else 0, ends[stage] - 1), runs=fold_runs(first, strategies[first:end])
+        )
+        for stage, first, end in cuts
+    )
+    used = job if tables.pools is None else Job.over([job.by_group[place] for place in tables.pools.order])
+    return assemble_plan(used, pipeline, parts)
+
+
+def assemble_plan(job: Job, pipeline: PipelineConfig, parts: Sequence[StagePart]) -> Plan:
+    """The plan of a job on all its devices, with these parts of the pipeline, without its prediction."""
+    chain, cluster = job.chain, job.hardware
+    return Plan(
+        model=PlanModel(
+            name=chain.name,
+            config=dict(chain.config) or None,
+            config_hash=chain.config_hash,
+            split=chain.split,
+            frozen=chain.freeze,
+        ),
+        cluster=cluster.name,
+        hardware=hardware_file(cluster),
+        seq_len=job.seq_len,
+        global_batch=job.global_batch,
+        num_microbatches=pipeline.num_microbatches,
+        precision=job.precision,
+        schedule=pipeline.schedule.name,
+        stages=stages_of(parts),
+    )
+
+
+def describe(pipeline: PipelineConfig, *, stages: str | None = None) -> str:
+    """A pipeline configuration in words, as in ``2 stages, 16 microbatches``; the schedule only where it needs saying.
+
+    ``stages`` says more of them than how many there are.
+    """
+    if stages is None:
+        chunks = f" of {pipeline.num_chunks} chunks" if pipeline.num_chunks > 1 else ""
+        stages = format_plural(pipeline.num_stages, "stage") + chunks
+    microbatches = format_plural(pipeline.num_microbatches, "microbatch", "microbatches")
+    words = pipeline.schedule.words if pipeline.num_stages > 1 else ""
+    return f"{stages}, {microbatches}" + (f", {words}" if words else "")
+
+
+def summarise(plan: Plan) -> str:
+    """The two strategies that most layers of a plan have, and how many layers have another."""
+    counts: dict[str, int] = {}
+    for strategy in plan.strategies:
+        counts[str(strategy)] = counts.get(str(strategy), 0) + 1
+    most = sorted(counts.items(), key=lambda item: -item[1])[:2]
+    others = len(plan.strategies) - sum(count for _, count in most)
+    named = [f"{text} ×{count}" for text, count in most]
+    return ", ".join([*named, format_plural(others, "other")] if others else named)
 
 
 def priced_or_reason(plan: Plan, path: Path, **given: Unpack[Elsewhere]) -> tuple[PlanRequest, Job] | str:
@@ -63,12 +137,12 @@ def prediction_of(
     *,
     lower_bound_s: float = 0.0,
     alternatives: tuple[Alternative, ...] = (),
-    found: Sequence[Accepted] = (),
+    found: Sequence[tuple[Plan, float]] = (),
 ) -> Prediction:
     """What is predicted of a plan that has this cost, and what is proven of it.
 
-    No measured runs are like those over several pools. Of a pool that the plan leaves out is said what the plans that
-    were ``found`` with it take.
+    No measured runs are like those over several pools. A pool that the plan leaves out is said to cost what the plans
+    ``found`` with it take, each given with the seconds of its step.
     """
     first, is_mixed = job.jobs(plan)[0], job.is_mixed
     return Prediction(
@@ -90,32 +164,31 @@ def prediction_of(
     )
 
 
-def _pool_uses(job: Job, plan: Plan, step_time_s: float, found: Sequence[Accepted]) -> tuple[PoolUse, ...]:
+def _pool_uses(job: Job, plan: Plan, step_time_s: float, found: Sequence[tuple[Plan, float]]) -> tuple[PoolUse, ...]:
     """The pools of a job as a plan uses them; the plans ``found`` say what those it leaves out would have cost."""
     names, own = plan.cluster.split("+"), job.jobs(plan)
-    places = {name: place for place, name in enumerate(names)}
-    return tuple(
-        PoolUse(
-            name=pool.cluster.name,
-            num_devices=pool.cluster.num_devices,
-            num_stages=sum(each is pool for each in own),
-            budget_bytes=pool.budget_bytes,
-            margin_bytes=pool.margin_bytes,
-            profile=pool.cost_source(),
-            reason=_why_left_out(pool.cluster.name, step_time_s, found)
-            if found and pool.cluster.name not in places
-            else None,
+    places, uses = {name: place for place, name in enumerate(names)}, []
+    for pool in sorted(job.by_group, key=lambda pool: places.get(pool.cluster.name, len(places))):
+        name, reason = pool.cluster.name, None
+        using = [step_s for each, step_s in found if name in each.cluster.split("+")]
+        if name not in places and using:
+            more = min(using) / step_time_s - 1
+            reason = f"the fastest plan found with it takes {format_seconds(min(using))} a step, {more:.1%} more"
+        elif name not in places and found:
+            below = format_seconds(step_time_s)
+            reason = f"no plan with it that fits is known; none with it was found below {below} a step"
+        uses.append(
+            PoolUse(
+                name=name,
+                num_devices=pool.cluster.num_devices,
+                num_stages=sum(each is pool for each in own),
+                budget_bytes=pool.budget_bytes,
+                margin_bytes=pool.margin_bytes,
+                profile=pool.cost_source(),
+                reason=reason,
+            )
         )
-        for pool in sorted(job.by_group, key=lambda pool: places.get(pool.cluster.name, len(places)))
-    )
-
-
-def _why_left_out(name: str, step_time_s: float, found: Sequence[Accepted]) -> str:
-    using = [each.outcome.score_s for each in found if name in each.plan.cluster.split("+")]
-    if not using:
-        return f"no plan with it that fits is known; none with it was found below {format_seconds(step_time_s)} a step"
-    more = min(using) / step_time_s - 1
-    return f"the fastest plan found with it takes {format_seconds(min(using))} a step, {more:.1%} more"
+    return tuple(uses)
 
 
 def uniform_plan(job: Job, strategy_text: str) -> Plan:
@@ -144,3 +217,28 @@ def uniform_plan(job: Job, strategy_text: str) -> Plan:
 def peak_bytes(plan: Plan) -> int:
     """Bytes of the fullest device; 0 for a plan without prediction."""
     return max(stage.total_bytes for stage in plan.prediction.stages) if plan.prediction else 0
+
+
+def warnings_of(
+    job: Job, plan: Plan, stages: Sequence[StagePrediction], *, missed: Job | None = None
+) -> tuple[str, ...]:
+    """What should be known of a plan: of its model, and of each pool whose devices are so full that steps may slow.
+
+    ``missed`` is the job with the margins that no plan was found to leave free, which is said too.
+    """
+    found, own = list(job.chain.warnings(job.seq_len)), job.jobs(plan)
+    for place, pool in enumerate(job.by_group):
+        fullest = max((stage.total_bytes for stage, each in zip(stages, own, strict=True) if each is pool), default=0)
+        missed_bytes = missed.groups[place].margin_bytes if missed and fullest else 0
+        device, has = pool.cluster.device, pool.cluster.device.memory_bytes
+        told = [f"no plan was found that leaves {format_bytes(missed_bytes)} per device free"] if missed_bytes else []
+        if device.is_gpu and has is not None and fullest > has * (1 - MARGIN):
+            told.append(
+                f"the fullest device holds {format_bytes(fullest)}, {fullest / has:.1%} of what it has; an allocator "
+                "so full may free and allocate again in every step, which has slowed published runs"
+            )
+            if not missed_bytes:
+                told.append(f"a plan with --memory-margin {MARGIN:g} leaves more free, where one fits")
+        if told:
+            found.append((f"{pool.cluster.name}: " if job.is_mixed else "") + "; ".join(told))
+    return tuple(found)

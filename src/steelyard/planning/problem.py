@@ -36,7 +36,7 @@ from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.plan.strategy import Strategy, divisors
-from steelyard.planning.pins import Pin, pinned, pins_of
+from steelyard.planning.pins import pinned, pins_of
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, Schedule
 from steelyard.search import OnDemand, SpaceOptions, enumerate_strategies, paper_dimensions
 from steelyard.search.layers import ROUNDING
@@ -90,9 +90,8 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
             computed_s[place] = sum(of_types[layer_type] for layer_type in job.chain.layers)
         bubble = (1 - 1 / pipeline.num_stages) / pipeline.num_chunks
         least_s = computed_s[place] * (pipeline.num_microbatches / pipeline.num_stages + bubble) * (1 - ROUNDING)
-        make = partial(_made, config, offered[size], known, pins)
-        found.append(OnDemand(pipeline, least_s, make))
-    return tuple(found)
+        found.append(OnDemand(pipeline, least_s, partial(build_tables, config, offered[size], known)))
+    return tuple(each.narrowed(partial(pinned, pins=pins)) for each in found) if pins else tuple(found)
 
 
 @lru_cache(maxsize=64)
@@ -100,10 +99,6 @@ def _ways(strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
     """Of these strategies one for each way to compute."""
     ways = {(str(each.shape), each.sample_degree, each.token_degree, each.expert_degree): each for each in strategies}
     return tuple(ways.values())
-
-
-def _made(config: JobConfig, offered: tuple[Strategy, ...], known: KnownCosts, pins: Sequence[Pin]) -> CostTables:
-    return pinned(build_tables(config, offered, known), pins)
 
 
 def problem_of(job: Job, tables: Sequence[OnDemand]) -> "Problem":
@@ -133,8 +128,8 @@ def is_beaten(job: Job, tables: Sequence[OnDemand], step_s: float) -> bool:
 def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
     """Every number of stages that divides the devices with every number of microbatches that divides the batch.
 
-    Under every schedule that the options allow, wherever it is tried (`Schedule.is_tried`); in chunks where the blocks
-    divide into them. A partition for comparison cuts no chunks.
+    Under every schedule that the options allow, wherever it is tried (`Schedule.is_tried`), or everywhere if one alone
+    is allowed; in chunks where the blocks divide into them. A partition for comparison cuts no chunks.
     """
     devices, layers = job.cluster.num_devices, job.chain.num_layers
     stages = [p for p in divisors(devices) if p <= layers]
@@ -149,19 +144,13 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
     if decisions.stage_partition == "exact":
         found += configs_under([each for each in schedules if each.takes_chunks], job, stages, counts)
     pins = pins_of(decisions, job.chain)
+    insists = len(schedules) == 1 and schedules[0].why_not_everywhere
     return [
         each
         for each in found
-        if _is_tried(each.pipeline, is_alone=len(schedules) == 1) and all(pin.takes(each.pipeline) for pin in pins)
+        if (each.pipeline.schedule.is_tried(each.pipeline) or (insists and each.pipeline.num_stages > 1))
+        and all(pin.takes(each.pipeline) for pin in pins)
     ]
-
-
-def _is_tried(pipeline: PipelineConfig, *, is_alone: bool) -> bool:
-    """Whether the search tries a pipeline; under a schedule that others beat, everywhere if it ``is_alone``."""
-    schedule = pipeline.schedule
-    if is_alone and schedule.why_not_everywhere and pipeline.num_stages > 1:
-        return True
-    return schedule.is_tried(pipeline)
 
 
 def microbatch_counts(global_batch: int) -> list[int]:
@@ -183,14 +172,12 @@ def configs_under(
     return [
         JobConfig(job=job, pipeline=each)
         for each in pipelines
-        if each.schedule.refusal(each) is None and _comes_in_chunks(job, each)
+        if each.schedule.refusal(each) is None
+        and (
+            each.num_chunks == 1
+            or why_not_folded(job.chain.layers, num_stages=each.num_stages, num_chunks=each.num_chunks) is None
+        )
     ]
-
-
-def _comes_in_chunks(job: Job, pipeline: PipelineConfig) -> bool:
-    """Whether the layers come in as many chunks that are cut alike."""
-    stages, chunks = pipeline.num_stages, pipeline.num_chunks
-    return chunks == 1 or why_not_folded(job.chain.layers, num_stages=stages, num_chunks=chunks) is None
 
 
 def stage_strategies(job: Job, devices_per_stage: int, decisions: Decisions) -> tuple[Strategy, ...]:
@@ -247,7 +234,7 @@ class GroupSpace:
         counts = microbatch_counts(job.global_batch)
         self._known = [KnownCosts(counts) for _ in job.groups]
         self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
-        self._stage_layers: dict[tuple[int, int, int, int, bool], _StageLayers] = {}
+        self._stage_layers: dict[tuple[int, int, int, int, bool, bool], _StageLayers] = {}
         self._known_runs: dict[tuple[int, ...], HeldRuns] = {}
         self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.layer_types)).tolist()
         self._computed: dict[tuple[int, int, int], tuple[list[float], PricedLayers]] = {}
@@ -274,7 +261,13 @@ class GroupSpace:
     def configs(self) -> list[PlacedPipeline]:
         """Every configuration that can run, of each order of its pools the first, bounded by what computing takes
         alone."""
-        return [*self._alone(), *self._joined()]
+        found = []
+        for pool, job in enumerate(self._job.by_group):
+            divides = job.cluster.num_devices % (self._decisions.num_stages or 1) == 0
+            for config in pipeline_configs(job, self._decisions) if divides else ():
+                placement = Placement(pools=(pool,), stages=(config.pipeline.num_stages,))
+                found.append(self._with_bound(placement, config.pipeline))
+        return [*found, *self._joined()]
 
     def orders(self, config: PlacedPipeline) -> Iterator[PlacedPipeline]:
         """A configuration with its pools in every order along the pipeline, which the times alone do not tell apart."""
@@ -328,34 +321,27 @@ class GroupSpace:
     def _runs_of(self, config: PlacedPipeline) -> tuple[list[tuple[HeldRuns, int]], list[float]]:
         """Of every stage its runs with the microbatches in flight, and what it takes for handing over."""
         pipeline = config.pipeline
-        runs = [self._runs(*each, pipeline) for each in config.placement.of_stages(self._job)]
+        is_alone = len(config.placement.pools) == 1
+        runs = [self._runs(*each, pipeline, is_alone) for each in config.placement.of_stages(self._job)]
         flights = map(pipeline.in_flight, range(len(runs)))
         handed = self._handed_s(config, [each.transfer_s for each in self._stages(config)])
         return list(zip(runs, flights, strict=True)), handed
 
-    def _runs(self, pool: int, size: int, pipeline: PipelineConfig) -> HeldRuns:
+    def _runs(self, pool: int, size: int, pipeline: PipelineConfig, is_alone: bool) -> HeldRuns:
         job = self._job.by_group[pool]
         apart = pipeline.num_stages if job.chain.sums_tied else 0
         count, flights = pipeline.num_microbatches, map(pipeline.in_flight, range(pipeline.num_stages))
-        key = pool, size, apart, count, min(pipeline.num_stages, 2), count in flights
+        key = pool, size, apart, count, min(pipeline.num_stages, 2), count in flights, is_alone
         if key not in self._known_runs:
             config = JobConfig(job=job, pipeline=pipeline, stage_size=size)
-            tables = build_tables(config, self._strategies(pool, size), self._known[pool], pooled=True)
+            tables = build_tables(config, self._strategies(pool, size), self._known[pool], pooled=not is_alone)
             self._known_runs[key] = HeldRuns(tables, usable_bytes(job))
         return self._known_runs[key]
 
     def _stages(self, config: PlacedPipeline, *, are_made: bool = False) -> list["_StageLayers"]:
         """``are_made`` where the tables of the stages are known, or may as well be."""
-        pipeline = _without_chunks(config.pipeline)
-        return [self._layers(*each, pipeline, are_made) for each in config.placement.of_stages(self._job)]
-
-    def _alone(self) -> Iterator[PlacedPipeline]:
-        for pool, job in enumerate(self._job.by_group):
-            if job.cluster.num_devices % (self._decisions.num_stages or 1):
-                continue
-            for config in pipeline_configs(job, self._decisions):
-                placement = Placement(pools=(pool,), stages=(config.pipeline.num_stages,))
-                yield self._with_bound(placement, config.pipeline)
+        pipeline, is_alone = _without_chunks(config.pipeline), len(config.placement.pools) == 1
+        return [self._layers(*each, pipeline, are_made, is_alone) for each in config.placement.of_stages(self._job)]
 
     def _joined(self) -> Iterator[PlacedPipeline]:
         job, decisions = self._job, self._decisions
@@ -406,9 +392,9 @@ class GroupSpace:
             self._computed[key] = times_s, PricedLayers.unpriced(times_s, self._counts)
         return self._computed[key]
 
-    def _layers(self, pool: int, size: int, pipeline: PipelineConfig, are_made: bool) -> "_StageLayers":
+    def _layers(self, pool: int, size: int, pipeline: PipelineConfig, are_made: bool, is_alone: bool) -> "_StageLayers":
         stages = pipeline.num_stages if self._job.chain.sums_tied else min(pipeline.num_stages, 2)
-        key = pool, size, pipeline.num_microbatches, stages, are_made
+        key = pool, size, pipeline.num_microbatches, stages, are_made, is_alone
         if key not in self._stage_layers:
             config = JobConfig(job=self._job.by_group[pool], pipeline=pipeline, stage_size=size)
             costs = self._known[pool].of(config, self._strategies(pool, size))
@@ -418,7 +404,7 @@ class GroupSpace:
             ]
             least_s, _ = self._compute(pool, size, pipeline)
             time_s = np.repeat(np.array(least_s)[:, None], costs.legal.shape[1], axis=1)
-            time_s[made] = costs.time_s(made, config)
+            time_s[made] = costs.time_s(made, config, alike=is_alone)
             self._stage_layers[key] = _StageLayers(config=config, costs=costs, time_s=time_s, counts=self._counts)
         return self._stage_layers[key]
 

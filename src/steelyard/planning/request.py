@@ -6,9 +6,9 @@
 | `request_of_plan`      | a plan, with what takes the place of what it was made for               |
 | `dataclasses.replace`  | another request: see `steelyard.planning.variants`                      |
 
-`steelyard.planning.job.job_of` prices a request, `steelyard.planning.complete.complete` answers it.
-
-Profile files: which one a plan was made from, and whether that is still there as it was.
+`steelyard.planning.job.job_of` prices a request, `steelyard.planning.complete.complete` answers it. A plan that was
+made from a measured profile names the profile's file with its hash: a request of the plan has that profile where the
+file is still as it was.
 """
 
 import hashlib
@@ -32,7 +32,6 @@ from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.prediction import CostSource, ProfileFile
-from steelyard.planning.margin import check_margin
 from steelyard.planning.pins import pins_of
 from steelyard.profiles.profile import Profile
 from steelyard.search import TIME_LIMIT_S
@@ -40,23 +39,6 @@ from steelyard.units import parse_bytes
 
 GivenProfiles = str | Path | Profile | Mapping[str, str | Path | Profile]
 """One profile; or of several pools one each by name, which the command line writes ``old=a.json,new=b.json``."""
-
-
-def pool_profiles(given: GivenProfiles | None, names: Sequence[str]) -> Mapping[str, str | Path | Profile]:
-    """The profiles of the pools of these names; raises `InvalidProfileError` for one that is of none of them."""
-    if given is None:
-        return {}
-    pairs = [each.partition("=")[::2] for each in given.split(",")] if isinstance(given, str) else []
-    found = given if isinstance(given, Mapping) else dict(pairs)
-    is_one = isinstance(given, Path | Profile)
-    if is_one or len(pairs) > len(found) or not all(name in names and file for name, file in found.items()):
-        raise InvalidProfileError(
-            field="--profile",
-            found="one profile" if is_one else repr(given) if isinstance(given, str) else ", ".join(found),
-            expected=f"POOL=FILE, divided by commas, at most one for each pool of {', '.join(names)}",
-            hint="measure each device type by itself with `steelyard profile`; pools without a file are traced",
-        )
-    return found
 
 
 def read_profile(path: str | Path) -> tuple[Profile, ProfileFile]:
@@ -101,6 +83,17 @@ Objective = Literal["time", "devices"]
 """The fastest plan, or the fewest devices that hold one and then the fastest."""
 MOST_IMBALANCE = 8.0
 """Largest expert load imbalance that is planned for; above it the router needs fixing, not a plan."""
+MARGIN = 0.05
+"""Fraction of a GPU's memory that is left free unless something else is asked for.
+
+PyTorch's allocator keeps what was freed for the next tensor of that size. Where the device is nearly full it gives all
+of that back and asks for it again, in every step. In published runs (`benchmarks/README.md`) those that were measured
+above 90 % of their device took 3 to 8 times as long as predicted. Of those of that source whose predicted memory, an
+upper bound, is above 95 % six of 33 took 3 times as long, below it one in forty; others show nothing of it. So plans
+are searched within `MARGIN` less than a GPU has, and within all of it where none fits so. The CPU's allocator keeps
+nothing.
+"""
+MOST_MARGIN = 0.9
 NUM_ALTERNATIVES = 5
 NUM_FALLBACKS = 2
 
@@ -137,7 +130,7 @@ class PlanRequest:
     memory_bytes: int | None = None
     """Budget per device; None for all it has."""
     memory_margin: float | None = None
-    """Fraction of the budget to leave free where a plan fits so; see `steelyard.planning.margin`."""
+    """Fraction of the budget to leave free where a plan fits so; None for `MARGIN` of a GPU's own memory."""
     budgets: Mapping[str, Budget] = field(default_factory=dict)
     """Budgets that are already known, by the name of the pool."""
     profiles: Mapping[str, MeasuredProfile] = field(default_factory=dict)
@@ -166,10 +159,14 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         _check_sizes(self)
-        _check_imbalance(self)
-        _check_precision(self)
-        if self.memory_margin is not None:
-            check_margin(self.memory_margin)
+        _check_model(self)
+        if not 0 <= (self.memory_margin or 0.0) <= MOST_MARGIN:
+            raise UserError(
+                field="memory_margin",
+                found=f"{self.memory_margin:g}",
+                expected=f"a share of the memory from 0 to {MOST_MARGIN:g}",
+                hint=f"give for example --memory-margin {MARGIN:g}, or leave it out",
+            )
         _check_what_is_free(self)
         _check_pools(self)
         pins_of(self.decisions, self.chain)
@@ -212,13 +209,20 @@ def make_request(
 ) -> PlanRequest:
     """Return the request that a user's words describe; see `steelyard.planning.complete.find_plan`.
 
-    ``max`` asks for the most that fits, ``devices`` for one sample per device. ``asked`` are fields of `PlanRequest`.
+    ``max`` asks for the most that fits, ``devices`` for one sample per device. ``freeze`` names what is not trained;
+    what a module of the user's own has without gradients is not trained either. ``asked`` are fields of `PlanRequest`.
     Raises one `UserError` for all that is misspelt of model, cluster, memory and profile.
     """
 
     def read_chain() -> ModelChain:
+        if own is not None and image_size is not None:
+            raise UserError(
+                field="--image-size",
+                found=f"one for {own.split.module}, a module of your own",
+                expected="the images of its sample",
+                hint="leave the option out",
+            )
         if own is not None:
-            _check_no_image(own, image_size)
             chain: ModelChain = own.chain
             return chain
         if isinstance(model, ModelChain):
@@ -234,7 +238,10 @@ def make_request(
         partial(_read_if_one, profile, cluster),
     )
     profiles = _profiles(given, machines)
-    chain = _with_frozen(chain, freeze, own)
+    if chain.freeze is None and (own is not None or freeze):
+        require_training("to find what is frozen the model is built")
+        found: Freeze | None = import_module("steelyard.modules.freezing").find_freeze(chain, freeze, own)
+        chain = frozen_chain(chain, found)
     batch = machines.num_devices if global_batch == "devices" else global_batch
     return PlanRequest(
         chain=chain,
@@ -300,19 +307,6 @@ def _num_bytes(memory: str | int | None) -> int | None:
     return parse_bytes(memory) if isinstance(memory, str) else memory
 
 
-def _with_frozen(chain: ModelChain, freeze: Sequence[str], own: Any) -> ModelChain:
-    """The chain with what ``freeze`` names frozen, and what a user's own module has without gradients."""
-    if chain.freeze is not None or (own is None and not freeze):
-        return chain
-    require_training("to find what is frozen the model is built")
-    found: Freeze | None = import_module(_FREEZING).find_freeze(chain, freeze, own)
-    return frozen_chain(chain, found)
-
-
-_FREEZING = "steelyard.modules.freezing"
-"""Needs torch."""
-
-
 def _read_if_one(
     profile: GivenProfiles | None, cluster: str | Cluster | MixedCluster
 ) -> GivenProfiles | MeasuredProfile | None:
@@ -331,10 +325,21 @@ def _profiles(
     given = MeasuredProfile(given) if isinstance(given, Profile) else given
     if isinstance(given, MeasuredProfile) and len(names) == 1:
         return {names[0]: given}
-    paths = pool_profiles(given.profile if isinstance(given, MeasuredProfile) else given, names)
+    if given is None:
+        return {}
+    pairs = [each.partition("=")[::2] for each in given.split(",")] if isinstance(given, str) else []
+    found = given if isinstance(given, Mapping) else dict(pairs)
+    is_one = isinstance(given, Path | MeasuredProfile)
+    if is_one or len(pairs) > len(found) or not all(name in names and file for name, file in found.items()):
+        raise InvalidProfileError(
+            field="--profile",
+            found="one profile" if is_one else repr(given) if isinstance(given, str) else ", ".join(found),
+            expected=f"POOL=FILE, divided by commas, at most one for each pool of {', '.join(names)}",
+            hint="measure each device type by itself with `steelyard profile`; pools without a file are traced",
+        )
     return {
         name: MeasuredProfile(each) if isinstance(each, Profile) else MeasuredProfile(*read_profile(each))
-        for name, each in paths.items()
+        for name, each in found.items()
     }
 
 
@@ -346,16 +351,6 @@ def _taken(plan: Plan, machines: Cluster | MixedCluster) -> list[tuple[str, Cost
     if plan.is_mixed:
         return [(each.name, each.profile, Budget(each.budget_bytes, each.margin_bytes)) for each in found.pools or ()]
     return [(machines.name, found.profile, Budget(found.budget_bytes, found.margin_bytes))]
-
-
-def _check_no_image(own: Any, image_size: tuple[int, int] | None) -> None:
-    if image_size is not None:
-        raise UserError(
-            field="--image-size",
-            found=f"one for {own.split.module}, a module of your own",
-            expected="the images of its sample",
-            hint="leave the option out",
-        )
 
 
 def _check_sizes(request: PlanRequest) -> None:
@@ -376,7 +371,8 @@ def _check_sizes(request: PlanRequest) -> None:
         request.chain.check_seq_len(seq_len)
 
 
-def _check_imbalance(request: PlanRequest) -> None:
+def _check_model(request: PlanRequest) -> None:
+    """Raises `UserError` for an imbalance or a precision that the model cannot have."""
     chain, imbalance = request.chain, request.imbalance
     if imbalance != ASSUMED_IMBALANCE and not any(layer_type.num_experts for layer_type in chain.layer_types):
         raise UserError(
@@ -392,9 +388,6 @@ def _check_imbalance(request: PlanRequest) -> None:
             expected=f"1 (every rank's experts get as many tokens) to {MOST_IMBALANCE:g}",
             hint="give --imbalance what training reported, or leave it out",
         )
-
-
-def _check_precision(request: PlanRequest) -> None:
     split = request.chain.split
     if split.no_bf16 and request.precision == "bf16":
         raise InvalidModelError(

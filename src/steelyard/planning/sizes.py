@@ -1,4 +1,5 @@
-"""The largest sizes of a job: the global batch that is worth its size, and the longest sequence that fits.
+"""The largest and the smallest that do: the global batch that is worth its size, the longest sequence that fits, the
+fewest devices that hold a plan. Each asks `Study.plan` for one size after another.
 
 The batch is doubled while throughput grows and it fits. The published planners grow it until memory is full. Where
 microbatches can be added without end, memory never is: throughput only nears a limit, since what is done once a step is
@@ -9,19 +10,20 @@ and states do not, so what fits at one length fits at every shorter one that is 
 multiples of `STEP_TOKENS`. The model is traced anew at each of them. Of no length the tables are kept, which for
 hundreds of devices take a gigabyte: the one that is taken is planned once more.
 
+Devices are tried from the fewest upwards: divisors of a node on one node, beyond that whole nodes.
+
 Source: Miao et al. 2022, Algorithm 1 (the outer loop over batch sizes).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from steelyard.cost.job import Job
 from steelyard.errors import UserError
-from steelyard.model.chain import ModelChain
 from steelyard.planning.choose import PlanningResult, plan_request
-from steelyard.planning.impossible import refuse_impossible
 from steelyard.planning.request import PlanRequest
-from steelyard.units import format_count
+from steelyard.planning.variants import Study, Variant, device_counts, on_devices
+from steelyard.planning.why_not import refuse_impossible
+from steelyard.units import format_count, format_plural
 
 LEAST_GAIN = 0.01
 """Throughput that a batch twice as large must gain to be worth it."""
@@ -74,26 +76,28 @@ class Trials:
         return [*found, f"stopped: {self.stopped}"]
 
 
-def _try(request: PlanRequest, size: int, job: Job | None = None) -> tuple[Trial, PlanningResult]:
-    """The trial of a request, whose batch or length is ``size``, and what the search found."""
-    result = plan_request(request, job)
+def _try(study: Study, variant: Variant, size: int) -> tuple[Trial, PlanningResult]:
+    """The trial of a variant whose batch or length is ``size``, and what the search found."""
+    result = study.plan(variant)
+    assert not isinstance(result, str), "other sizes leave the decisions as they are"
     prediction = result.plan.prediction if result.plan else None
-    speed = prediction.tokens_per_s_per_device * request.cluster.num_devices if prediction else None
+    speed = prediction.tokens_per_s_per_device * study.request.cluster.num_devices if prediction else None
     return Trial(size=size, tokens_per_s=speed, reason=result.miss_text, has_margin=result.has_margin), result
 
 
-def largest_batch(request: PlanRequest, job: Job, *, progress: Callable[[str], None] = lambda _: None) -> Trials:
+def largest_batch(study: Study, *, progress: Callable[[str], None] = lambda _: None) -> Trials:
     """Return the plan of the global batch beyond which doubling gains less than `LEAST_GAIN`, or nothing fits.
 
-    Starts from one sample per device, or from half as many, and so on, where that does not fit. The batch of ``job``,
-    which is the request's, plays no part.
+    Starts from one sample per device, or from half as many, and so on, where that does not fit. The batch of the
+    study's job plays no part.
     """
 
     def attempt(count: int) -> tuple[Trial, PlanningResult]:
         progress(f"planning for a global batch of {count}")
-        return _try(replace(request, global_batch=count), count, replace(job, global_batch=count))
+        larger = Variant(name=f"{count} samples", change=lambda request: replace(request, global_batch=count))
+        return _try(study, larger, count)
 
-    best, result = attempt(job.cluster.num_devices)
+    best, result = attempt(study.job.cluster.num_devices)
     trials = [best]
 
     def grown(stopped: str) -> Trials:
@@ -128,14 +132,21 @@ def longest_sequence(request: PlanRequest, *, progress: Callable[[str], None] = 
     Raises `UserError` for a model whose length is fixed.
     """
     chain = request.chain
-    _check_free(chain)
+    if not chain.family.task.reads_text:
+        raise UserError(
+            field="--seq-len",
+            found=f"max for {chain.name}",
+            expected=f"{chain.max_seq_len}, the patches of an image",
+            hint=f"give --seq-len {chain.max_seq_len}",
+        )
     most = min(chain.max_seq_len, MOST_TOKENS) if chain.learned_positions else MOST_TOKENS
     trials: dict[int, Trial] = {}
+    study = Study(request)
 
     def attempt(seq_len: int) -> tuple[Trial, PlanningResult]:
-        sized = replace(request, seq_len=seq_len)
-        refuse_impossible(sized)
-        return _try(sized, seq_len)
+        longer = Variant(name=f"{seq_len} tokens", change=lambda request: replace(request, seq_len=seq_len))
+        refuse_impossible(longer.change(request))
+        return _try(study, longer, seq_len)
 
     def fits(seq_len: int) -> bool:
         progress(f"planning for sequences of {seq_len} tokens")
@@ -158,37 +169,18 @@ def longest_sequence(request: PlanRequest, *, progress: Callable[[str], None] = 
     while 2 * length <= most and 2 * length not in trials and fits(2 * length):
         length *= 2
     if 2 * length > most:
-        return longest(f"{most} tokens are the most that {_whose_limit(chain)}")
+        whose = "the model has positions for" if chain.learned_positions else "are tried"
+        return longest(f"{most} tokens are the most that {whose}")
     step = length // 2
     for _ in range(NARROWINGS):
         if step < STEP_TOKENS:
             break
         length += step if fits(length + step) else 0
         step //= 2
-    return longest(_binding(trials))
-
-
-def _check_free(chain: ModelChain) -> None:
-    if chain.family.task.reads_text:
-        return
-    raise UserError(
-        field="--seq-len",
-        found=f"max for {chain.name}",
-        expected=f"{chain.max_seq_len}, the patches of an image",
-        hint=f"give --seq-len {chain.max_seq_len}",
-    )
-
-
-def _whose_limit(chain: ModelChain) -> str:
-    return "the model has positions for" if chain.learned_positions else "are tried"
-
-
-def _binding(trials: dict[int, Trial]) -> str:
-    """What the shortest length that does not fit lacks."""
     short = min(length for length, trial in trials.items() if not _fits(trial))
     if trials[short].tokens_per_s is not None:
-        return f"{short} tokens fit under pressure alone: no plan of theirs leaves the memory margin free"
-    return f"{short} tokens do not fit: {trials[short].reason}"
+        return longest(f"{short} tokens fit under pressure alone: no plan of theirs leaves the memory margin free")
+    return longest(f"{short} tokens do not fit: {trials[short].reason}")
 
 
 def _fits(trial: Trial) -> bool:
@@ -200,3 +192,20 @@ def _worth(trial: Trial) -> tuple[bool, bool, int]:
     """The longest that leaves the margin free before the longest that fits, and that before the shortest of all."""
     has_plan = trial.tokens_per_s is not None
     return _fits(trial), has_plan, trial.size if has_plan else -trial.size
+
+
+def fewest_devices(study: Study, *, progress: Callable[[str], None] = lambda _: None) -> PlanningResult:
+    """Return the fastest plan on the fewest devices of a request's cluster that hold any, or that none does.
+
+    Its notes say why no plan was found on fewer.
+    """
+    job, notes = study.job, list[str]()
+    counts = (job.cluster.num_devices,) if job.has_measured_links else device_counts(job.cluster)
+    for count in counts:
+        devices = format_plural(count, "device")
+        progress(f"planning for {devices}")
+        result = study.plan(on_devices(job, count))
+        if not isinstance(result, str) and result.plan is not None:
+            return replace(result, notes=(*notes, f"{devices}: fits"))
+        notes.append(f"{devices}: does not fit: {result if isinstance(result, str) else result.miss_text}")
+    return replace(plan_request(study.request, job), notes=tuple(notes))

@@ -47,7 +47,10 @@ class UniformChoice:
 
     def tables(self) -> CostTables:
         """The cost tables of this choice alone."""
-        return _narrowed(self.config_tables, self.column)
+        kept = distinct(self.column)
+        narrowed = self.config_tables.select(strategies=kept.tolist())
+        narrowed.legal[self.column[:, None] != kept] = False
+        return narrowed
 
 
 def uniform_tables(job: Job, given: Sequence[OnDemand], *, deadline: float = math.inf) -> list[CostTables]:
@@ -95,14 +98,6 @@ def uniform_choices(
             continue
         for number, each in enumerate(_choices(index, given[index], job)):
             heapq.heappush(waiting, (each.least_s, index, number, each))
-
-
-def _narrowed(tables: CostTables, column: NDArray[np.int64]) -> CostTables:
-    """The tables with one strategy for each layer type."""
-    kept = distinct(column)
-    narrowed = tables.select(strategies=kept.tolist())
-    narrowed.legal[column[:, None] != kept] = False
-    return narrowed
 
 
 def _choices(index: int, given: OnDemand, job: Job) -> Iterator[UniformChoice]:

@@ -1,22 +1,27 @@
 """What if: named functions from a request to a request, and the one place that solves them.
 
-| variant              | changes               | asks                                                        |
-|----------------------|-----------------------|-------------------------------------------------------------|
-| `baselines`          | decisions             | what DDP, FSDP and one strategy everywhere take             |
-| `without_techniques` | decisions             | what each technique that the plan uses is worth             |
-| `other_pipelines`    | decisions             | what other stages, microbatches and schedules take          |
-| `insisting`          | decisions             | what it costs to insist on a pin                            |
-| `within`             | budget                | what more or less memory is worth                           |
+| variant              | changes       | asks                                                           |
+|----------------------|---------------|----------------------------------------------------------------|
+| `baselines`          | decisions     | what DDP, FSDP and one strategy everywhere take                |
+| `without_techniques` | decisions     | what each technique that the plan uses is worth                |
+| `other_pipelines`    | decisions     | what other stages, microbatches and schedules take             |
+| `insisting`          | decisions     | what it costs to insist on a pin                               |
+| `within`             | budget        | what more or less memory is worth: frontiers, fallbacks        |
+| `on_cluster`         | cluster       | what fewer or more devices, or parts of a cluster, take        |
+| `alone`              | cluster       | what one device group takes by itself                          |
+
+Other batches and lengths are variants too, which `steelyard.planning.sizes` asks for one after another.
+
+`Study.plan` searches a variant as hard as the request itself, `Study.answer` for a comparison. Both share the trace,
+the prices and the cost tables of the request as far as the variant leaves them as they are.
 
 A variant that only restricts is never faster than the free plan by the sums of the search: it is searched in what is
 left of the tables of the free request, and what the search proves of those bounds it. The simulator, time limits and
 gaps may turn two plans round; so where several answers stand beside each other each gets the fastest plan of all that
-it allows (`Study.reconciled`). Pins may ask for strategies that the free search leaves out since they are not worth it
-(`Dimension.not_worth`): such a variant widens, and `steelyard.planning.not_searched.widened` names them.
-
-A `Study` answers variants of decisions and budget. Other sizes and devices have tables of their own: see
-`steelyard.planning.sizes` and `steelyard.planning.devices`. A plan over several device groups is compared with the best
-on each of them alone, and with even cuts (`pool_baselines`).
+it allows (`Study.reconciled`, and `steelyard.planning.complete` over several device groups). A variant that widens says
+so: by its name (more memory, another size, other devices, any number of stages), and where a pin asks for strategies
+that the free search leaves out since they are not worth it (`Dimension.not_worth`), by
+`steelyard.planning.why_not.widened`.
 """
 
 import math
@@ -31,23 +36,24 @@ import numpy as np
 from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
 from steelyard.cost.tables import CostTables
-from steelyard.errors import UserError
+from steelyard.errors import InvalidClusterError, UserError
+from steelyard.hardware import Cluster, MixedCluster, is_as_named, parse_cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, variants
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, divisors
-from steelyard.planning.choose import device_bytes, plan_job, ranks_all
-from steelyard.planning.plan_from_search import Acceptance, Accepted, accept, describe, summarise
-from steelyard.planning.problem import GroupSpace, make_tables, pipeline_configs, space_options
+from steelyard.planning.choose import NUM_RESCORED, Accepted, PlanningResult, accept, device_bytes, plan_job, ranks_all
+from steelyard.planning.job import job_of
+from steelyard.planning.price import describe, summarise
+from steelyard.planning.problem import GroupSpace, is_beaten, make_tables, pipeline_configs, space_options
 from steelyard.planning.request import Budget, PlanRequest
 from steelyard.planning.uniform import uniform_tables
-from steelyard.schedules import SCHEDULES, PipelineConfig
+from steelyard.schedules import SCHEDULES
 from steelyard.search import OnDemand, SpaceOptions, refusal
 from steelyard.search.balance import even_boundaries
 from steelyard.search.layers import ROUNDING
-from steelyard.search.partition import least_plan
-from steelyard.units import format_plural
+from steelyard.units import format_plural, format_seconds
 
 ANY_PLAN = "any plan"
 """The name of the variant that changes nothing."""
@@ -86,7 +92,7 @@ def without_techniques(plan: Plan) -> tuple[Variant, ...]:
     found = {
         f"without {dimension}": _without(dimension)
         for dimension in reversed(DIMENSIONS.values())
-        if _uses(plan, dimension)
+        if any(dimension in strategy.dimensions for strategy in plan.strategies)
     }
     for key, (dimension, variant) in variants().items():
         if dimension.is_level and any(each.variant(key) != variant.default for each in plan.strategies):
@@ -97,20 +103,16 @@ def without_techniques(plan: Plan) -> tuple[Variant, ...]:
     return tuple(deciding(name, decisions) for name, decisions in found.items())
 
 
-def _uses(plan: Plan, dimension: Dimension) -> bool:
-    return any(dimension in strategy.dimensions for strategy in plan.strategies)
-
-
 def _without(dimension: Dimension) -> Decisions:
     if dimension.is_level:
         return Decisions(max_degrees={dimension.name: 1})
     return Decisions(variants={variant.key: (variant.default,) for variant in dimension.variants})
 
 
-def other_pipelines(plan: Plan, searched: Iterable[PipelineConfig]) -> tuple[Variant, ...]:
+def other_pipelines(plan: Plan, searched: Iterable[OnDemand]) -> tuple[Variant, ...]:
     """Return the variants of every other number of stages that is searched, of half and twice the microbatches, and of
     every other schedule for the plan's own number of stages."""
-    pipelines = list(searched)
+    pipelines = [each.pipeline for each in searched]
     stages = sorted({each.num_stages for each in pipelines} - {plan.num_stages})
     found = [deciding(format_plural(count, "stage"), Decisions(num_stages=count)) for count in stages]
     counts = {each.num_microbatches for each in pipelines}
@@ -141,6 +143,72 @@ def within(name: str, num_bytes: int, *, margin_bytes: int = 0) -> Variant:
         return replace(request, budgets={request.cluster.name: Budget(num_bytes, margin_bytes)})
 
     return Variant(name=name, change=change)
+
+
+def on_cluster(cluster: Cluster | MixedCluster) -> Variant:
+    """Return the variant on other devices."""
+    return Variant(name=cluster.name, change=lambda request: replace(request, cluster=cluster))
+
+
+def on_devices(job: Job, count: int) -> Variant:
+    """Return the variant on ``count`` devices of the sort that a job has.
+
+    Raises `UserError` where its profile was measured on another number, and as `with_devices`.
+    """
+    if job.has_measured_links and count != job.cluster.num_devices:
+        raise UserError(
+            field="--devices",
+            found=str(count),
+            expected=f"{job.cluster.num_devices}, on which the profile was measured",
+            hint="leave --profile out to have other device counts priced by the catalogue",
+        )
+    return on_cluster(with_devices(job.cluster, count))
+
+
+def alone(group: Cluster, decisions: Decisions) -> Variant:
+    """Return the variant on one device group, which may have any number of stages, of a request with these decisions.
+
+    Its name says so where a number was decided.
+    """
+    free = decisions.model_copy(update={"num_stages": None})
+    name = f"{group.name} alone" + ("" if decisions == free else ", any number of stages")
+    changed = partial(replace, cluster=group, decisions=free, num_alternatives=NUM_RESCORED)
+    return Variant(name=name, change=changed)
+
+
+def device_counts(cluster: Cluster) -> tuple[int, ...]:
+    """Counts that a part of this cluster may have: the divisors of a node, then whole nodes; rising."""
+    size = cluster.devices_per_node
+    return (*divisors(size)[:-1], *(nodes * size for nodes in range(1, cluster.num_nodes + 1)))
+
+
+def with_devices(cluster: Cluster, count: int) -> Cluster:
+    """The same sort of cluster with ``count`` devices: a divisor of a node on one node, beyond that whole nodes.
+
+    Raises `InvalidClusterError` where nodes cannot give so many.
+    """
+    size = cluster.devices_per_node
+    if count == cluster.num_devices:
+        return cluster
+    if count < 1 or (size % count if count < size else count % size):
+        parts = ", ".join(map(str, divisors(size)[:-1]))
+        raise InvalidClusterError(
+            field="devices",
+            found=str(count),
+            expected=f"a multiple of the {size} devices of a node" + (f", or {parts}" if parts else ""),
+            hint="name counts such as --devices " + ",".join(str(nodes * size) for nodes in (1, 2, 4)),
+        )
+    return with_shape(cluster, *((1, count) if count < size else (count // size, size)))
+
+
+def with_shape(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
+    """The same sort of cluster with so many nodes and devices of each."""
+    size = cluster.devices_per_node
+    if is_as_named(cluster):
+        return replace(parse_cluster(f"{nodes}x{per_node}x{cluster.device.name}"), device=cluster.device)
+    is_short = cluster.name == f"{cluster.num_nodes}x{size}x{cluster.device.name}"
+    name = f"{nodes}x{per_node}x{cluster.device.name}" if is_short else f"{cluster.name} ({nodes}x{per_node})"
+    return replace(cluster, name=name, num_nodes=nodes, devices_per_node=per_node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,35 +242,68 @@ class Answer:
 
 
 class Study:
-    """Solves variants of one request on one pool that change its decisions or its budget, and shares its trace, prices
-    and cost tables between them.
+    """Solves variants of one request, and shares its trace, prices and cost tables between them.
 
-    ``job`` is that of the request, ``time_limit_s`` is of each search. ``tables`` saves making those of the request,
-    bounded or not.
+    ``job`` saves pricing the request, ``tables`` making its cost tables, bounded or not. The time limit of the request
+    is that of each search.
     """
 
     def __init__(
-        self,
-        request: PlanRequest,
-        job: Job,
-        *,
-        tables: Sequence[OnDemand] | None = None,
-        time_limit_s: float | None,
+        self, request: PlanRequest, job: Job | None = None, *, tables: tuple[OnDemand, ...] | None = None
     ) -> None:
-        self.request, self.job, self.time_limit_s = request, job, time_limit_s
-        self._tables = tuple(make_tables(job, request.decisions) if tables is None else tables)
-        self._bounded = {job.budget_bytes: self._tables}
+        self.request = request
+        self._job, self._tables = job, tables
+        self._bounded: dict[int, tuple[OnDemand, ...]] = {}
         """The tables with what is proven of them within budgets: it holds within less."""
 
     @property
-    def pipelines(self) -> tuple[PipelineConfig, ...]:
-        """The pipeline configurations that the request lets the search choose from."""
-        return tuple(each.pipeline for each in self._tables)
+    def job(self) -> Job:
+        """The job of the request itself."""
+        if self._job is None:
+            self._job = job_of(self.request)
+        return self._job
 
-    def least_bytes(self) -> int | None:
-        """Return what a plan of little memory takes by the cost tables; None where none is legal."""
-        smallest = (least_plan(each.tables) for each in self._tables)
-        return min((plan.peak_bytes for plan in smallest if plan is not None), default=None)
+    @property
+    def tables(self) -> tuple[OnDemand, ...]:
+        """The cost tables of every pipeline configuration that the request lets the search choose from."""
+        if self._tables is None:
+            self._tables = make_tables(self.job, self.request.decisions)
+        return self._tables
+
+    def plan(
+        self,
+        variant: Variant = FREE_CHOICE,
+        *,
+        top: int | None = None,
+        known_s: float = math.inf,
+        to_the_end: bool = True,
+    ) -> PlanningResult | str:
+        """Return the plan of a variant, searched as hard as the request itself, or why its decisions or ``known_s``
+        leave none.
+
+        No plan takes less than ``known_s`` seconds where that shows without a search. ``top`` (else as many as the
+        request asks for) and ``to_the_end`` as of `plan_job`.
+        """
+        request = variant.change(self.request)
+        job, decisions = self._job_of(request), request.decisions
+        try:
+            tables = self._tables_of(request, job)
+            if known_s < math.inf and is_beaten(job, tables, known_s):
+                return f"no plan takes less than {format_seconds(known_s)} a step"
+            result = plan_job(
+                job,
+                decisions,
+                top=request.num_alternatives if top is None else top,
+                time_limit_s=request.time_limit_s,
+                tables=tables,
+                to_the_end=to_the_end,
+            )
+        except UserError as error:
+            if error.field not in ("num_stages", "num_microbatches"):
+                raise
+            return f"{error.field} is fixed at {error.found}, which is not {error.expected}"
+        self._keep(request, result.job, result.bounded_tables)
+        return result
 
     def of(self, plan: Plan, step_s: float, peak_bytes: int) -> Answer:
         """Return a plan that is known as an answer to the request itself."""
@@ -219,23 +320,24 @@ class Study:
         """Return the best plan of a variant, as far as the time limit reaches."""
         try:
             request = variant.change(self.request)
-            job = self._job(request)
+            job = self._job_of(request)
             tables = self._tables_of(request, job)
         except UserError:  # it contradicts what was decided, or no pipeline is so
             return Answer(name=variant.name)
+        if request.decisions.uniform:
+            limit_s = math.inf if request.time_limit_s is None else request.time_limit_s
+            tables = tuple(map(OnDemand.of, uniform_tables(job, tables, deadline=time.monotonic() + limit_s)))
         answer = Answer(name=variant.name, request=request, budget_bytes=job.budget_bytes)
         if not tables:
             return answer
-        are_own = request.decisions == self.request.decisions and not request.decisions.uniform
-        found = self._accepted(job, tables)
-        bounded = found.bounded()
-        if are_own:
-            self._bounded[job.budget_bytes] = bounded
+        count = len(tables) if ranks_all(job) else 1
+        found = accept(job, tables, num_exact=count, num_alternatives=count - 1, time_limit_s=request.time_limit_s)
+        self._keep(request, job, found.bounded)
         if not found.ranked:
             miss = found.search.nearest_miss
             missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else None
             return replace(answer, missing_bytes=missing)
-        plans = [each.plan for each in (found.ranked if ranks_all(job) else found.ranked[:1])]
+        plans = [each.plan for each in found.ranked[:count]]
         step_s, plan = min(((predict(each, job).step_time_s, each) for each in plans), key=lambda pair: pair[0])
         return replace(answer, plan=plan, step_s=step_s, held_bytes=job.budget_bytes)
 
@@ -245,18 +347,13 @@ class Study:
         Searches end with gaps and time limits, and the simulator ranks what their sums found: without this a plan
         could be slower than another that meets its restriction as well.
         """
-        return tuple(self._best_of(each, answers) for each in answers)
-
-    def _best_of(self, answer: Answer, answers: Sequence[Answer]) -> Answer:
-        allowed = (each for each in answers if each.step_s < answer.step_s and self._allows(answer, each))
-        best = min(allowed, key=lambda each: each.step_s, default=answer)
-        return replace(
-            answer,
-            plan=best.plan,
-            step_s=best.step_s,
-            held_bytes=best.held_bytes,
-            missing_bytes=best.missing_bytes,
-        )
+        found = []
+        for answer in answers:
+            allowed = (each for each in answers if each.step_s < answer.step_s and self._allows(answer, each))
+            best = min(allowed, key=lambda each: each.step_s, default=answer)
+            taken = {name: getattr(best, name) for name in ("plan", "step_s", "held_bytes", "missing_bytes")}
+            found.append(replace(answer, **taken))
+        return tuple(found)
 
     def _allows(self, answer: Answer, other: Answer) -> bool:
         """Whether a variant allows the plan that was found for another one."""
@@ -276,55 +373,67 @@ class Study:
             and all(refusal(strategy, options) is None for strategy in set(plan.strategies))
         )
 
-    def _accepted(self, job: Job, tables: Sequence[OnDemand]) -> Acceptance:
-        """What of these tables fits within the budget of a job."""
-        count = len(tables) if ranks_all(job) else 1
-        return accept(
-            job,
-            tables,
-            num_exact=count,
-            num_alternatives=count - 1,
-            time_limit_s=self.time_limit_s,
-        )
+    def _job_of(self, request: PlanRequest) -> Job:
+        """The job of a variant: that of the request where nothing else is to be priced."""
+        if request.seq_len != self.request.seq_len:
+            return job_of(request)
+        job, cluster = self.job, request.cluster
+        if cluster != self.request.cluster:
+            groups = [each.cluster for each in job.by_group]
+            if all(pool in groups for pool in cluster.pools):
+                job = job.only([pool.name for pool in cluster.pools])
+            elif job.is_mixed or isinstance(cluster, MixedCluster):
+                return job_of(request)
+            else:
+                job = job.on(cluster=cluster)
+        if request.global_batch is not None and request.global_batch != job.global_batch:
+            job = replace(job, global_batch=request.global_batch)
+        budget = request.budgets.get(cluster.name)
+        return job if budget is None else job.within(budget.num_bytes, margin_bytes=budget.margin_bytes)
 
-    def _job(self, request: PlanRequest) -> Job:
-        """The job of a variant: the request's own within another budget."""
-        budget = request.budgets.get(request.cluster.name)
-        return self.job if budget is None else self.job.within(budget.num_bytes, margin_bytes=budget.margin_bytes)
-
-    def _tables_of(self, request: PlanRequest, job: Job) -> list[OnDemand]:
+    def _tables_of(self, request: PlanRequest, job: Job) -> tuple[OnDemand, ...]:
         """The cost tables of a variant: what it leaves of those of the request, and what it adds to them."""
-        decisions = request.decisions
+        decisions, own = request.decisions, self.request
+        if not self._shares_tables(request) or decisions.pins != own.decisions.pins:
+            return make_tables(job, decisions)
         roomier = [budget for budget in self._bounded if budget >= job.budget_bytes]
-        base = self._bounded[min(roomier)] if roomier else self._tables
-        if decisions == self.request.decisions:
-            tables = list(base)
-        elif decisions.pins != self.request.decisions.pins:
-            tables = list(make_tables(job, decisions))
+        base = self._bounded[min(roomier)] if roomier else self.tables
+        if decisions == own.decisions:
+            return base
+        wanted = {each.pipeline for each in pipeline_configs(job, decisions)}
+        known = [each for each in base if each.pipeline in wanted]
+        options = space_options(job, decisions)
+        tables = [each.narrowed(partial(_allowed, options=options)) for each in known]
+        if missing := wanted - {each.pipeline for each in known}:
+            tables += [each for each in make_tables(job, decisions) if each.pipeline in missing]
+        return tuple(tables)
+
+    def _shares_tables(self, request: PlanRequest) -> bool:
+        """Whether a variant has the layers, the batch and the devices of the request itself."""
+        own = self.request
+        mine, theirs = ((each.cluster, each.seq_len, each.global_batch) for each in (own, request))
+        return mine == theirs
+
+    def _keep(self, request: PlanRequest, job: Job, bounded: tuple[OnDemand, ...]) -> None:
+        """Keeps what a search within the budget of a job has proven of the tables of the request itself."""
+        is_own = request.decisions == self.request.decisions and not request.decisions.uniform
+        if is_own and self._shares_tables(request) and not job.is_mixed:
+            self._bounded[job.budget_bytes] = bounded
+
+
+def group_answers(study: Study) -> tuple[Answer, ...]:
+    """Return the best plan on each device group of a request alone, not searched to the end, and the best that cuts all
+    devices into equal stages of equal layers."""
+    answers, request = [], study.request
+    for each in study.job.by_group:
+        variant = alone(each.cluster, request.decisions)
+        found = study.plan(variant, to_the_end=False)
+        if isinstance(found, str):
+            answers.append(Answer(name=variant.name))
         else:
-            wanted = {each.pipeline for each in pipeline_configs(job, decisions)}
-            known = [each for each in base if each.pipeline in wanted]
-            options = space_options(job, decisions)
-            tables = [each.narrowed(partial(_allowed, options=options)) for each in known]
-            if missing := wanted - {each.pipeline for each in known}:
-                tables += [each for each in make_tables(job, decisions) if each.pipeline in missing]
-        if not decisions.uniform:
-            return tables
-        limit_s = math.inf if self.time_limit_s is None else self.time_limit_s
-        found = uniform_tables(job, tables, deadline=time.monotonic() + limit_s)
-        return [OnDemand.of(each) for each in found]
-
-
-def pool_baselines(job: Job, decisions: Decisions, step_s: float) -> tuple[ComparedBaseline, ...]:
-    """Return the best plan on each pool alone, not searched to the end, and that which cuts all devices into equal
-    stages of equal layers; each next to a plan whose step takes ``step_s``."""
-    answers, free = [], decisions.model_copy(update={"num_stages": None})
-    for each in job.by_group:
-        result = plan_job(each, free, to_the_end=False)
-        missing = result.miss.miss_bytes if result.miss else None
-        answers.append(_answer(f"{each.cluster.name} alone", result.plan, result.job, missing))
-    answers.append(_answer("even cuts over all pools", even_plan(job, decisions), job))
-    return tuple(each.beside(step_s) for each in answers)
+            missing = found.miss.miss_bytes if found.miss else None
+            answers.append(_answer(variant.name, found.plan, found.job, missing))
+    return (*answers, _answer("even cuts over all pools", even_plan(study.job, request.decisions), study.job))
 
 
 def _answer(name: str, plan: Plan | None, job: Job, missing_bytes: int | None = None) -> Answer:

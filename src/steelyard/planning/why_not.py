@@ -1,24 +1,280 @@
-"""What it costs to insist on something that a plan does not do, or what forbids it."""
+"""Why a plan does not do something: what was never searched, what a pin costs, and what forbids it.
 
-from collections.abc import Collection
+| function                                        | says                                                               |
+|-------------------------------------------------|--------------------------------------------------------------------|
+| `refuse_impossible`                             | what of a pin no strategy could have, before the model is traced   |
+| `configs_not_searched`, `strategies_not_searched` | what was not built into tables, each with its reason             |
+| `widened`                                       | what a pin searches that the free search leaves out                |
+| `why_not`, `why_not_plan`                       | the best plan that does what is asked for, or why there is none    |
+| `pin_error`                                     | which of several pins cannot be met                                |
+
+What no strategy could have, whatever the stages, is asked of the dimensions that a pin names: each thing that is wanted
+is tried alone, then all together, as the smallest strategy that has it.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import permutations
 
 from steelyard.cost.job import Job, JobConfig
-from steelyard.cost.layer_load import refusal
-from steelyard.errors import UserError
-from steelyard.plan.choices import WhyNot
+from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
+from steelyard.errors import InvalidPlanError, UserError
+from steelyard.model.chain import LayerType
+from steelyard.plan.choices import NotSearched, StrategyVerdict, WhyNot
 from steelyard.plan.decisions import Decisions
+from steelyard.plan.dimensions import DIMENSIONS, Dimension, dimension_named, level_dimensions, variants
+from steelyard.plan.dimensions.dimension import Batch, Divides, Level
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import shortfall
-from steelyard.plan.strategy import Strategy
-from steelyard.planning.choose import plan_request
-from steelyard.planning.impossible import SHOWN_REASONS, impossible, reasons_of, unmet
-from steelyard.planning.not_searched import not_offered, widened, widened_text
+from steelyard.plan.stages import illegal_reason
+from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 from steelyard.planning.pins import Pin, pins_of
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import pipeline_configs, stage_strategies
+from steelyard.planning.problem import pipeline_configs, space_options, stage_strategies
 from steelyard.planning.request import PlanRequest
-from steelyard.planning.variants import insisting
+from steelyard.planning.variants import Study, insisting
+from steelyard.schedules import SCHEDULES
+from steelyard.search import SpaceOptions, enumerate_levels, enumerate_strategies, mixing
+from steelyard.search import refusal as space_refusal
+from steelyard.units import format_plural, format_ranges
+
+SHOWN_REASONS = 3
+Wanted = tuple[tuple[str, str], ...]
+_MOST_TRIED = 64
+"""Degrees up to it are tried to see whether a layer has anything that a dimension could divide."""
+
+
+def refuse_impossible(request: PlanRequest) -> None:
+    """Raise `UserError` for the first pin of a request that no strategy can have, with the reasons."""
+    for pin in pins_of(request.decisions, request.chain):
+        if reasons := impossible(request, pin):
+            raise unmet(pin, reasons)
+
+
+def unmet(pin: Pin, reasons: Sequence[str]) -> UserError:
+    """What to tell the user of a pin that no strategy meets."""
+    return UserError(
+        field="--pin",
+        found=repr(pin.text),
+        expected=f"what some strategy of these layers may have ({'; '.join(reasons[:SHOWN_REASONS])})",
+        hint="pin something else, or leave these layers to the search",
+    )
+
+
+def impossible(request: PlanRequest, pin: Pin) -> tuple[str, ...]:
+    """Why no strategy can have what the pin asks for; empty where no such strategy is illegal by itself."""
+    named = {dimension for key, value in pin.wanted if value != "1" and (dimension := _dimension_of(key)) is not None}
+    serves = tuple(
+        f"{dimension}: {reason}"
+        for dimension in sorted(named, key=lambda dimension: dimension.name)
+        if (reason := dimension.serves(request.chain))
+    )
+    if serves:
+        return serves
+    parts = [*((pair,) for pair in pin.wanted), pin.wanted]
+    return next((reasons for wanted in parts if (reasons := _never(request, pin, wanted))), ())
+
+
+def reasons_of(layers: Sequence[LayerType], reason_of: Callable[[LayerType], str | None]) -> tuple[str, ...]:
+    """What forbids a strategy, naming the layers where it is not the same for all of them."""
+    found: dict[str, list[str]] = {}
+    for layer in layers:
+        if (reason := reason_of(layer)) is not None:
+            found.setdefault(reason, []).append(layer.name)
+    return tuple(
+        reason if len(names) == len(layers) else f"for the {', '.join(names)} layers: {reason}"
+        for reason, names in found.items()
+    )
+
+
+def _never(request: PlanRequest, pin: Pin, wanted: Wanted) -> tuple[str, ...]:
+    strategy = _smallest(wanted)
+    if strategy is None or not strategy.levels:
+        return ()
+    chain = request.chain
+    covered = [layer_type for layer, layer_type in enumerate(chain.layers) if pin.covers(layer)]
+    layers = [chain.layer_types[layer_type] for layer_type in dict.fromkeys(covered)]
+    if pin.first is None and not all(dimension.is_level for dimension in strategy.dimensions):
+        layers = [layer for layer in layers if _is_divisible(layer, wanted, request)] or layers
+    if found := reasons_of(layers, lambda layer: _illegal(layer, strategy, wanted, request)):
+        return found
+    count = request.cluster.num_devices if request.objective == "time" else 0
+    if count % strategy.num_devices:
+        return (f"{strategy} takes {strategy.num_devices} ranks, which do not divide the {count} devices",)
+    return ()
+
+
+def _dimension_of(key: str) -> Dimension | None:
+    """The parallelism dimension that a pin's key is about."""
+    if key in variants():
+        return variants()[key][0]
+    return next((dimension for dimension in level_dimensions() if dimension.name == key), None)
+
+
+def _smallest(wanted: Wanted) -> Strategy | None:
+    """The strategy of fewest devices that has all that is wanted, None where its parts contradict each other."""
+    levels = [
+        Level(dimension=dimension_named(key), degree=int(value))
+        for key, value in wanted
+        if value != "1" and any(dimension.name == key for dimension in level_dimensions())
+    ]
+    levels += [level for key, value in wanted if key == "parallel" for level in parse_parallel(value)]
+    chosen = {key: variants()[key][1].pin[value] for key, value in wanted if key in variants()}
+    for key, value in chosen.items():
+        dimension, variant = variants()[key]
+        if value == variant.default:
+            continue
+        if dimension.is_level and all(level.dimension is not dimension for level in levels):
+            levels.append(Level(dimension=dimension, degree=2))
+        if not dimension.is_level and not any(level.dimension.divides_data for level in levels):
+            samples = next(each for each in level_dimensions() if each.divides is Divides.SAMPLES)
+            levels.append(Level(dimension=samples, degree=int(value)))
+    for order in permutations(levels):
+        try:
+            return Strategy.of(order, Remat.NONE, **chosen)
+        except InvalidPlanError:
+            continue
+    return None
+
+
+def _illegal(layer: LayerType, strategy: Strategy, wanted: Wanted, request: PlanRequest) -> str | None:
+    """Why a layer cannot be divided so; of samples, those of the whole batch, where it is them that are divided."""
+    divides_samples = any(
+        (dimension := _dimension_of(key)) and dimension.divides is Divides.SAMPLES for key, _ in wanted
+    )
+    samples = request.global_batch if divides_samples and request.global_batch else strategy.sample_degree
+    assert request.seq_len is not None, "lengths are tried one by one"
+    return illegal_reason(layer, strategy, Batch(microbatch_samples=samples, seq_len=request.seq_len))
+
+
+def _is_divisible(layer: LayerType, wanted: Wanted, request: PlanRequest) -> bool:
+    """Whether the dimensions that take ranks of other levels could divide the layer at some degree."""
+    beside = [key for key, _ in wanted if (dimension := _dimension_of(key)) and not dimension.is_level]
+    tried = (_smallest(((key, str(degree)),)) for key in beside for degree in range(2, _MOST_TRIED + 1))
+    return any(each is not None and _illegal(layer, each, (), request) is None for each in tried)
+
+
+def configs_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, ...]:
+    """Numbers of stages and microbatches, and schedules, that were not searched, each with its reason."""
+    configs = pipeline_configs(job, decisions)
+    devices, layers, batch = job.cluster.num_devices, job.chain.num_layers, job.global_batch
+    searched = {config.pipeline.num_stages for config in configs}
+    why_not_stages = {
+        count: f"fixed at {decisions.num_stages}"
+        if decisions.num_stages is not None
+        else f"does not divide the {devices} devices"
+        if devices % count
+        else f"more stages than the {layers} layers"
+        for count in range(1, devices + 1)
+        if count not in searched
+    }
+    searched = {config.pipeline.num_microbatches for config in configs}
+    why_not_counts = {
+        count: f"fixed at {decisions.num_microbatches}"
+        if decisions.num_microbatches is not None
+        else f"does not divide the global batch of {batch}"
+        for count in range(1, batch + 1)
+        if count not in searched
+    }
+    used = {config.pipeline.schedule for config in configs}
+    unmeasured = samples_not_measured(job, decisions)
+    return (
+        *(() if unmeasured is None else (unmeasured,)),
+        *_by_reason("stages", why_not_stages),
+        NotSearched(what="stages", values=f"above {devices}", reason="a stage needs a device of its own"),
+        *_by_reason("microbatches", why_not_counts),
+        NotSearched(what="microbatches", values=f"above {batch}", reason="a microbatch needs a sample"),
+        *(
+            NotSearched(
+                what="schedule",
+                values=each.name,
+                reason=each.why_not_everywhere or each.why_nowhere
+                if each.name in decisions.allowed_schedules
+                else "left out by --schedule",
+            )
+            for each in SCHEDULES.values()
+            if each not in used or each.why_not_everywhere
+        ),
+    )
+
+
+def samples_not_measured(job: Job, decisions: Decisions) -> NotSearched | None:
+    """The samples on a rank of strategies that were left out since the profile's times do not reach them, if any."""
+    beyond: dict[float, str] = {}
+    configs = {(each.devices_per_stage, each.microbatch_samples): each for each in pipeline_configs(job, decisions)}
+    for config in configs.values() if job.profile.identity.is_measured else ():
+        for strategy in stage_strategies(job, config.devices_per_stage, decisions):
+            for layer_type in job.chain.layer_types:
+                reason = unmeasured_reason(layer_type, strategy, config)
+                if reason is not None and illegal_reason(layer_type, strategy, config.batch) is None:
+                    beyond[rank_samples(strategy, config)] = reason.partition(": ")[2]
+    if not beyond:
+        return None
+    return NotSearched(
+        what="samples on a rank",
+        values=", ".join(f"{count:g}" for count in sorted(beyond)),
+        reason=f"{beyond[max(beyond)]}; steelyard profile --global-batch {job.global_batch} measures all",
+    )
+
+
+def strategies_not_searched(job: Job, devices_per_stage: int, decisions: Decisions) -> tuple[StrategyVerdict, ...]:
+    """Every leaf of the whole tree for a stage that was not offered to the search, and why."""
+    limits = space_options(job, decisions)
+    whole = SpaceOptions(dimensions=level_dimensions(), devices_per_node=job.cluster.devices_per_node)
+    never = (
+        ("-".join(str(level) for level in levels), mixing(levels, limits))
+        for levels in enumerate_levels(devices_per_stage, whole.dimensions)
+    )
+    told = [(str(strategy), reason) for strategy, reason in not_offered(job, devices_per_stage, decisions)]
+    told += [(text, reason) for text, reason in never if reason is not None]
+    return tuple(StrategyVerdict(kind="", strategy=text, verdict="not offered", reason=reason) for text, reason in told)
+
+
+def not_offered(job: Job, devices_per_stage: int, decisions: Decisions) -> list[tuple[Strategy, str]]:
+    """The strategies that the rules of the tree allow and that were not offered, each with its reason."""
+    offered = set(stage_strategies(job, devices_per_stage, decisions))
+    limits = space_options(job, decisions)
+    whole = SpaceOptions(
+        dimensions=tuple(DIMENSIONS.values()),
+        variants={},
+        mixes_samples=True,
+        aligned_only=False,
+        insists=lambda _strategy: True,
+    )
+    found = []
+    for strategy in enumerate_strategies(devices_per_stage, whole):
+        if strategy not in offered:
+            serves = (reason for dimension in strategy.dimensions if (reason := dimension.serves(job.chain)))
+            shape = " ".join(f"{name} {degree}" for name, degree in strategy.shape.items())
+            reason = next(serves, None) or space_refusal(strategy, limits) or f"the profile has no {shape}"
+            found.append((strategy, reason))
+    return found
+
+
+def widened(job: Job, free: Decisions, decisions: Decisions) -> dict[Strategy, str]:
+    """Return the strategies that decisions offer and ``free`` ones leave out, with the reason why these do."""
+    limits = space_options(job, free)
+    sizes = sorted({config.devices_per_stage for config in pipeline_configs(job, decisions)})
+    offered = dict.fromkeys(each for size in sizes for each in stage_strategies(job, size, decisions))
+    return {each: reason for each in offered if (reason := space_refusal(each, limits))}
+
+
+def widened_text(found: dict[Strategy, str]) -> str:
+    """Return in words that a search went beyond the free one; empty where it did not."""
+    if not found:
+        return ""
+    examples = {reason: str(strategy) for strategy, reason in reversed(found.items())}
+    said = "; ".join(f"{strategy}: {reason}" for reason, strategy in reversed(examples.items()))
+    return f"also searched {format_plural(len(found), 'strategy', 'strategies')} that are left out otherwise ({said})"
+
+
+def _by_reason(what: str, reasons: dict[int, str]) -> list[NotSearched]:
+    return [
+        NotSearched(
+            what=what, values=format_ranges(value for value, why in reasons.items() if why == reason), reason=reason
+        )
+        for reason in dict.fromkeys(reasons.values())
+    ]
 
 
 def why_not(request: PlanRequest, job: Job, pin: Pin) -> WhyNot:
@@ -28,8 +284,14 @@ def why_not(request: PlanRequest, job: Job, pin: Pin) -> WhyNot:
     """
     pinned = insisting(pin.text).change(request)
     if not pipeline_configs(job, pinned.decisions):
-        return WhyNot(asked=pin.text, reasons=(_no_config(job, request.decisions),))
-    result = plan_request(pinned, job)
+        pipelines = [config.pipeline for config in pipeline_configs(job, request.decisions)]
+        stages = ", ".join(map(str, sorted({each.num_stages for each in pipelines})))
+        counts = ", ".join(map(str, sorted({each.num_microbatches for each in pipelines})))
+        reason = f"no such pipeline configuration is searched: stages are {stages}, microbatches {counts}"
+        return WhyNot(asked=pin.text, reasons=(reason,))
+    result = Study(request, job).plan(insisting(pin.text))
+    if isinstance(result, str):
+        return WhyNot(asked=pin.text, reasons=(result,))
     if result.plan is not None:
         beyond = widened_text(widened(job, request.decisions, pinned.decisions))
         return WhyNot(asked=pin.text, plan=result.plan, beyond=beyond)
@@ -70,13 +332,6 @@ def _can_be_met(request: PlanRequest, job: Job, pin: Pin) -> bool:
         for config in pipeline_configs(job, request.decisions)
         for strategy in stage_strategies(job, config.devices_per_stage, asking)
     )
-
-
-def _no_config(job: Job, decisions: Decisions) -> str:
-    configs = pipeline_configs(job, decisions)
-    stages = ", ".join(str(count) for count in sorted({config.pipeline.num_stages for config in configs}))
-    counts = ", ".join(str(count) for count in sorted({config.pipeline.num_microbatches for config in configs}))
-    return f"no such pipeline configuration is searched: stages are {stages}, microbatches {counts}"
 
 
 def _forbidding(request: PlanRequest, job: Job, pin: Pin) -> tuple[str, ...]:

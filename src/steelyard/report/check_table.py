@@ -96,7 +96,8 @@ def term_table(checked: Sequence[CheckedRank]) -> Table:
     names = dict.fromkeys(name for rank in checked for terms in (rank.budget.predicted, rank.terms) for name in terms)
     for name in names:
         if name not in ALLOWANCES:
-            table.add_row(name, *_pair(checked, name))
+            pairs = (terms.get(name) for rank in checked for terms in (rank.terms, rank.budget.predicted))
+            table.add_row(name, *(format_bytes(size) if size else "–" for size in pairs))
     table.add_section()
     table.add_row(
         "tensors",
@@ -151,14 +152,6 @@ def misfit_lines(checked: Sequence[CheckedRank]) -> list[str]:
         f"{format_bytes(rank.over_bytes)} ({rank.over_bytes} bytes) more than {format_bytes(rank.budget.budget_bytes)}"
         for rank in checked
         if not rank.fits
-    ]
-
-
-def _pair(checked: Sequence[CheckedRank], name: str) -> list[str]:
-    return [
-        format_bytes(terms[name]) if terms.get(name) else "–"
-        for rank in checked
-        for terms in (rank.terms, rank.budget.predicted)
     ]
 
 

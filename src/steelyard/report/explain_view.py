@@ -1,13 +1,14 @@
-"""An explanation of a plan for the terminal: a screenful, or with everything that was not chosen."""
+"""Explanations for the terminal: of a plan, a screenful or all that was not chosen, and of a search on bare tables."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import get_args
 
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from steelyard.plan.choices import ComparedBaseline, Explanation, NotSearched, SlowNode, StrategyVerdict, Verdict
+from steelyard.plan.choices import ComparedBaseline, Explanation, SlowNode, StrategyVerdict, Verdict
 from steelyard.plan.plan import Plan, headline
 from steelyard.plan.prediction import Prediction
 from steelyard.plan.words import SAME_SHARE
@@ -24,7 +25,78 @@ from steelyard.report.plan_table import (
     warning_lines,
 )
 from steelyard.report.tables import number, plain_table
-from steelyard.units import format_bytes, format_change, format_seconds
+from steelyard.search import ConfigOutcome, SearchResult
+from steelyard.search.tradeoff import SampledFrontier
+from steelyard.units import format_bytes, format_change, format_plural, format_seconds
+
+
+def solve_view(name: str, result: SearchResult) -> RenderableType:
+    """The choice stage by stage, or what is missing, and every configuration with its reason."""
+    best = result.best
+    parts: list[RenderableType] = [Text(solve_headline(name, result), style="bold")]
+    if best is not None:
+        parts += [Text(line) for line in choice_lines(best)]
+    return Group(*parts, config_table(result))
+
+
+def solve_headline(name: str, result: SearchResult) -> str:
+    """The outcome in a sentence."""
+    best = result.best
+    if best is None:
+        miss = result.nearest_miss
+        missing = (
+            "no budget helps" if miss is None else f"{format_bytes(miss.miss_bytes)} ({miss.miss_bytes} bytes) short"
+        )
+        return f"{name}: nothing fits in {format_bytes(result.budget_bytes)}: {missing}"
+    proof = "optimal" if result.status == "optimal" else f"best so far, gap {result.gap:.2%}"
+    return (
+        f"{name}: {format_seconds(best.solution.step_s)} a step, {proof}, "
+        f"{format_bytes(best.solution.peak_bytes)} of {format_bytes(result.budget_bytes)}"
+    )
+
+
+def choice_lines(outcome: ConfigOutcome) -> list[str]:
+    """The configuration, then the strategies of each stage."""
+    tables, solution = outcome.tables, outcome.solution
+    lines = [_config(outcome)]
+    for stage, (first, end) in zip(solution.stages, pairwise(solution.boundaries), strict=True):
+        chosen = [str(tables.strategies[index]) for index in solution.strategies[first:end]]
+        counts = {text: chosen.count(text) for text in dict.fromkeys(chosen)}
+        used = ", ".join(f"{text} ×{count}" for text, count in counts.items())
+        lines.append(f"  layers {first}–{end - 1}: {format_seconds(stage.time_s)} a microbatch: {used}")
+    return lines
+
+
+def config_table(result: SearchResult) -> Table:
+    """Every pipeline configuration of the tables, best first, and why it won, lost or does not fit."""
+    table = plain_table("Configurations", "configuration", number("step", whole=True), "why")
+    unsolved = [outcome for outcome in result.configs if outcome.result.solution is None]
+    for outcome in (*result.ranked, *unsolved):
+        found = outcome.result.solution
+        table.add_row(_config(outcome), "–" if found is None else format_seconds(found.step_s), outcome.reason)
+    return table
+
+
+def step_table(frontier: SampledFrontier) -> Table:
+    """Time against memory, most memory first."""
+    title = "Time against memory" + ("" if frontier.is_complete else " (sampled)")
+    table = plain_table(title, *(number(column, whole=True) for column in ("memory", "bytes", "step")), "configuration")
+    for step in frontier.steps:
+        table.add_row(
+            format_bytes(step.peak_bytes),
+            str(step.peak_bytes),
+            format_seconds(step.outcome.solution.step_s),
+            _config(step.outcome),
+        )
+    return table
+
+
+def _config(outcome: ConfigOutcome) -> str:
+    tables = outcome.tables
+    stages = format_plural(tables.pipeline.num_stages, "stage")
+    microbatches = format_plural(tables.pipeline.num_microbatches, "microbatch", "microbatches")
+    return f"{stages}, {microbatches}, {tables.pipeline.schedule}"
+
 
 SHOWN_ROWS = 14
 """Of the table of strategies; one of more is drawn together, so that an explanation stays a screenful."""
@@ -107,6 +179,16 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
     stages = prediction.stages
     slowest = max(range(len(stages)), key=lambda index: stages[index].total_time_s)
     fullest, busy_s = prediction.fullest, stages[slowest].total_time_s
+    left, margin = min(prediction.left_bytes()), prediction.margin_bytes
+    spare = f"{format_bytes(-left - margin)} too much."
+    if left >= 0:
+        spare = (
+            f"{format_bytes(left)} left"
+            + (f", beside {prediction.margin_text}" if prediction.margin_text else "")
+            + "."
+        )
+    elif -left <= margin:
+        spare = f"{format_bytes(-left)} of the {format_bytes(margin)} to be left free."
     lines = [
         f"Time: {_stage(plan, slowest, 'is the slowest')}{format_seconds(busy_s)} a microbatch, of it "
         f"{shares(stages[slowest].time_s)}."
@@ -116,7 +198,7 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         lines.append(f"Pipeline: that stage waits for {idle:.1%} of a step while the pipeline fills and drains.")
     lines.append(
         f"Memory: {_stage(plan, fullest, 'is the fullest')}{format_bytes(stages[fullest].total_bytes)}, of it "
-        f"{shares(stages[fullest].memory_bytes)}; " + _left_text(prediction, min(prediction.left_bytes()))
+        f"{shares(stages[fullest].memory_bytes)}; {spare}"
     )
     return [
         *lines,
@@ -124,14 +206,6 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         f"Costs: {prediction.costs}.",
         *(f"{line}." for line in link_lines(plan, prediction)),
     ]
-
-
-def _left_text(prediction: Prediction, left: int) -> str:
-    if left >= 0:
-        return f"{format_bytes(left)} left" + (f", beside {prediction.margin_text}." if prediction.margin_text else ".")
-    if -left <= prediction.margin_bytes:
-        return f"{format_bytes(-left)} of the {format_bytes(prediction.margin_bytes)} to be left free."
-    return f"{format_bytes(-left - prediction.margin_bytes)} too much."
 
 
 def shares(terms: Mapping[str, float]) -> str:
@@ -169,14 +243,6 @@ def baseline_table(title: str, baselines: Sequence[ComparedBaseline], *, whole: 
     return table
 
 
-def not_searched_table(not_searched: Sequence[NotSearched]) -> Table:
-    """Pipeline configurations that were never searched."""
-    table = plain_table("Never searched", "", "values", "why")
-    for each in not_searched:
-        table.add_row(each.what, each.values, each.reason)
-    return table
-
-
 def verdict_table(verdicts: Sequence[StrategyVerdict]) -> Table:
     """Every strategy of the tree for a stage: for which layers it could be of use, and why not for the others."""
     alike: dict[tuple[str, str, str], list[str]] = {}
@@ -202,7 +268,10 @@ def _everything(plan: Plan, explanation: Explanation) -> list[RenderableType]:
         if prediction.alternatives:
             parts.append(alternative_table(prediction, len(prediction.alternatives)))
     if explanation.not_searched:
-        parts.append(not_searched_table(explanation.not_searched))
+        table = plain_table("Never searched", "", "values", "why")
+        for each in explanation.not_searched:
+            table.add_row(each.what, each.values, each.reason)
+        parts.append(table)
     if explanation.verdicts:
         parts.append(verdict_table(explanation.verdicts))
     return parts

@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from steelyard.plan.choices import DevicePoint, TradeOffs
+from steelyard.plan.choices import TradeOffs
 from steelyard.report.tables import cell, number, plain_table
 from steelyard.units import format_bytes, format_count, format_seconds
 
@@ -75,7 +75,16 @@ def device_table(found: TradeOffs) -> Table:
     table = plain_table(title, *(number(each, whole=True) for each in names), "strategies")
     for point in found.devices:
         here = point.cluster == found.cluster
-        table.add_row(*_device_cells(point, priced), style="bold" if here else "")
+        table.add_row(
+            str(point.num_devices),
+            cell(point.step_time_s, format_seconds),
+            cell(point.tokens_per_s, format_count),
+            *([cell(point.cost_per_billion_tokens, _money)] if priced else []),
+            cell(point.num_stages, str),
+            cell(point.num_microbatches, str),
+            point.strategies or point.reason,
+            style="bold" if here else "",
+        )
     return table
 
 
@@ -96,18 +105,6 @@ def offer_table(found: TradeOffs) -> Table:
             style="bold" if offer.is_worth_having else "",
         )
     return table
-
-
-def _device_cells(point: DevicePoint, priced: bool) -> list[str]:
-    return [
-        str(point.num_devices),
-        cell(point.step_time_s, format_seconds),
-        cell(point.tokens_per_s, format_count),
-        *([cell(point.cost_per_billion_tokens, _money)] if priced else []),
-        cell(point.num_stages, str),
-        cell(point.num_microbatches, str),
-        point.strategies or point.reason,
-    ]
 
 
 def _money(amount: float) -> str:

@@ -39,10 +39,10 @@ from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.explain import explain_plan
-from steelyard.planning.not_searched import not_offered
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.problem import make_tables, problem_of
 from steelyard.planning.variants import Study
+from steelyard.planning.why_not import not_offered
 from steelyard.report.html import ReportContents, report_page
 from steelyard.runtime.mesh import PlanMesh
 from steelyard.runtime.stage import shard_layer
@@ -235,7 +235,7 @@ def test_a_pin_of_an_unknown_value_lists_the_known_ones() -> None:
 def explained(found: Plan) -> Explanation:
     of = job(SLOW)
     request = request_of(of, Decisions(num_stages=1, num_microbatches=2))
-    return explain_plan(found, Study(request, of, time_limit_s=None))
+    return explain_plan(found, Study(request, of))
 
 
 def test_what_a_plan_would_be_without_it_is_among_its_baselines() -> None:

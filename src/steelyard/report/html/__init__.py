@@ -2,10 +2,9 @@
 
 | module        | section of the page                                                          |
 |---------------|------------------------------------------------------------------------------|
-| `markup`      | elements whose text is escaped by construction                               |
+| `markup`      | elements whose text is escaped by construction, and the frame of a page      |
 | `palette`     | colours that the colour-blind can tell apart, one for each term and strategy |
-| `contents`    | all that a page shows, as one value                                          |
-| `summary`     | the decision in a sentence, and its figures                                  |
+| `contents`    | all that a page shows, as one value, and what the names mean                 |
 | `strategies`  | stages × layers, coloured by strategy                                        |
 | `bars`        | where the time of a step goes, and what fills the memory, per stage          |
 | `timeline`    | the schedule of a step, pass by pass                                         |
@@ -14,16 +13,14 @@
 | `baselines`   | why the others lost                                                          |
 | `measured`    | what a run measured beside what was predicted                                |
 | `assumptions` | what the figures rest on, and what is not modelled                           |
-| `glossary`    | what the names mean                                                          |
-| `page`        | all of them                                                                  |
-| `document`    | the frame of a page, with ``style.css`` and a script inside                  |
+| `page`        | the decision in a sentence with its figures, then all of them                |
 
 `frontier_page` makes a page of trade-offs alone, `compare_page` one of two plans.
 """
 
 from steelyard.report.html.compare_page import compare_page
 from steelyard.report.html.contents import ReportContents
-from steelyard.report.html.frontier_page import frontier_page
 from steelyard.report.html.page import report_page
+from steelyard.report.html.trade_off import frontier_page
 
 __all__ = ["ReportContents", "compare_page", "frontier_page", "report_page"]

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from steelyard.report.html.contents import ReportContents
-from steelyard.report.html.glossary import term
+from steelyard.report.html.contents import ReportContents, term
 from steelyard.report.html.markup import Child, Html, folded, legend, section, table, tag
 from steelyard.report.html.palette import MEMORY_COLOURS, colours, time_colours
 from steelyard.units import format_bytes, format_plural, format_seconds

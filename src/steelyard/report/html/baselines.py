@@ -61,20 +61,16 @@ def _baseline_table(baselines: Sequence[ComparedBaseline]) -> Html:
             rows.append((baseline.name, "–", "–", reason))
         else:
             slowdown = baseline.slowdown or 0.0
+            look, width = "slower" if slowdown >= 0 else "faster", min(abs(slowdown) / WIDEST, 1.0) * 4
             rows.append(
                 (
                     baseline.name,
                     format_seconds(baseline.step_time_s),
-                    [_slowdown_bar(slowdown), format_change(slowdown)],
+                    [tag("i", class_=look, style=f"width:{width:.2f}em", aria_hidden="true"), format_change(slowdown)],
                     baseline.strategies if len(configs) == 1 else f"{baseline.setting}: {baseline.strategies}",
                 )
             )
     return table(("", "step", "slower", "plan"), rows, numeric=(1, 2))
-
-
-def _slowdown_bar(slowdown: float) -> Html:
-    width = min(abs(slowdown) / WIDEST, 1.0) * 4
-    return tag("i", class_="slower" if slowdown >= 0 else "faster", style=f"width:{width:.2f}em", aria_hidden="true")
 
 
 def _alternative_table(found: ReportContents, alternatives: Sequence[Alternative]) -> Html:

@@ -73,6 +73,8 @@ def chart(drawn: Chart) -> Html:
     ys = [0.0, *(y for _, y in places)]
     x_ticks, y_ticks = drawn.x_ticks or nice_ticks(*_range(xs)), nice_ticks(*_range(ys), 5)
     frame = _Frame(x_ticks, y_ticks)
+    place = frame.x(drawn.limit[0]) if drawn.limit else 0.0
+    side = " left" if place > 55 else ""
     figure = tag(
         "figure",
         tag("div", drawn.y_label, class_="y-label"),
@@ -87,7 +89,9 @@ def chart(drawn: Chart) -> Html:
                 tag("span", _number(tick, y_ticks), class_="tick y", style=f"top:{frame.y(tick):.2f}%")
                 for tick in y_ticks
             ],
-            _limit_text(drawn, frame),
+            tag("span", drawn.limit[1], class_=f"limit-text{side}", style=f"left:{place:.2f}%")
+            if drawn.limit
+            else None,
             [_mark(mark, frame) for mark in drawn.marks],
             class_="plot",
         ),
@@ -125,15 +129,6 @@ def _picture(drawn: Chart, frame: _Frame) -> Html:
             joined = "L".join(f"{frame.x(x):g} {frame.y(y):g}" for x, y in line.points)
             paths.append(tag("path", d=f"M{joined}", class_=f"line {line.look}".strip()))
     return tag("svg", paths, viewBox="0 0 100 100", preserveAspectRatio="none", aria_hidden="true")
-
-
-def _limit_text(drawn: Chart, frame: _Frame) -> Html | None:
-    if drawn.limit is None:
-        return None
-    place = frame.x(drawn.limit[0])
-    return tag(
-        "span", drawn.limit[1], class_="limit-text left" if place > 55 else "limit-text", style=f"left:{place:.2f}%"
-    )
 
 
 def _mark(mark: Mark, frame: _Frame) -> Html:

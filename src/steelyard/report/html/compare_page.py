@@ -7,7 +7,7 @@ from steelyard.plan.plan import Plan, headline
 from steelyard.plan.words import layers_text
 from steelyard.report.compare_view import changed_layers, fullest_terms, signed, step_terms
 from steelyard.report.html.bars import stacked_bars
-from steelyard.report.html.glossary import term
+from steelyard.report.html.contents import term
 from steelyard.report.html.markup import Html, document, legend, section, table, tag
 from steelyard.report.html.palette import MEMORY_COLOURS, colours, time_colours
 from steelyard.units import format_bytes, format_seconds
@@ -20,25 +20,21 @@ def compare_page(first: Plan, second: Plan, names: tuple[str, str]) -> str:
         "header",
         tag("p", "Two plans", class_="kicker"),
         tag("h1", names[0], tag("span", " and "), names[1]),
-        [_said(name, plan) for name, plan in zip(names, (first, second), strict=True)],
+        [
+            tag("p", tag("b", name), f": {'; '.join(headline(plan).splitlines())}")
+            for name, plan in zip(names, (first, second), strict=True)
+        ],
     )
     sections = []
     if first.prediction is not None and second.prediction is not None:
         times = step_terms(first, first.prediction), step_terms(second, second.prediction)
-        sections.append(_terms("time", "Time of a step, slowest stage", times, names, _times(), format_seconds))
+        known = time_colours() | {"waiting and fixed": time_colours()["waiting"]}
+        sections.append(_terms("time", "Time of a step, slowest stage", times, names, known, format_seconds))
         sizes = fullest_terms(first.prediction), fullest_terms(second.prediction)
         sections.append(_terms("memory", "Memory of the fullest stage", sizes, names, MEMORY_COLOURS, format_bytes))
     sections.append(section("layers", "Layers that differ", _layers(first, second, names)))
     footer = tag("footer", tag("p", f"Written by steelyard {version('steelyard')}."))
     return document(title, title, (header, *sections, footer))
-
-
-def _times() -> dict[str, str]:
-    return time_colours() | {"waiting and fixed": time_colours()["waiting"]}
-
-
-def _said(name: str, plan: Plan) -> Html:
-    return tag("p", tag("b", name), f": {'; '.join(headline(plan).splitlines())}")
 
 
 def _terms(
@@ -53,7 +49,9 @@ def _terms(
     kept = list(dict.fromkeys(each for plan in terms for each in plan if plan[each] > 0))
     colour, totals = colours(kept, known), [sum(plan.values()) for plan in terms]
     rows: list[Sequence[str | Html]] = [
-        (term(each), *(show(plan.get(each, 0.0)) for plan in terms), _difference(terms, each, show)) for each in kept
+        (term(each), show(before), show(after), signed(after - before, show))
+        for each in kept
+        for before, after in [(terms[0].get(each, 0.0), terms[1].get(each, 0.0))]
     ]
     rows.append((tag("b", "total"), *map(show, totals), signed(totals[1] - totals[0], show)))
     return section(
@@ -63,10 +61,6 @@ def _terms(
         legend((colour[each], term(each)) for each in kept),
         table(("", *names, "difference"), rows, numeric=(1, 2, 3)),
     )
-
-
-def _difference(terms: tuple[dict[str, float], dict[str, float]], name: str, show: Callable[[float], str]) -> str:
-    return signed(terms[1].get(name, 0.0) - terms[0].get(name, 0.0), show)
 
 
 def _layers(first: Plan, second: Plan, names: tuple[str, str]) -> Html:

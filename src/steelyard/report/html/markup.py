@@ -1,6 +1,6 @@
-"""HTML elements as values: text and attributes are escaped where they enter, so no section can forget to.
+"""HTML as values: elements whose text and attributes are escaped where they enter, and the frame of a whole page.
 
-One file that is a whole page: the frame of ``page.html`` with style, content and, where there is one, a script.
+No section can forget to escape. `document` puts style, content and a script into ``page.html``.
 """
 
 import html

@@ -27,6 +27,12 @@ def measured_section(found: ReportContents) -> Html | None:
         if over
         else "no rank held more than was predicted"
     )
+    typical = median(step.time_s for step in record.steps)
+    losses = tuple((float(step.step), step.loss) for step in record.steps)
+    rows = [
+        (str(step.step), f"{step.loss:.4f}", format_seconds(step.time_s), f"{step.time_s / typical:.2f}")
+        for step in record.steps
+    ]
     lead = (
         f"{format_plural(len(record.steps), 'step')} on {record.num_devices} × {record.device}, median "
         f"{format_seconds(record.median_step_s)}; predicted {verdict}; {memory}."
@@ -36,8 +42,10 @@ def measured_section(found: ReportContents) -> Html | None:
         "Predicted and measured",
         tag("p", lead),
         table(("", "predicted", "measured", "predicted / measured"), _rows(found, record), numeric=(1, 2, 3)),
-        _loss_chart(record),
-        folded("Every step", _step_table(record)),
+        chart(Chart(title="Loss of every step", x_label="step", y_label="loss", lines=(Line(points=losses),)))
+        if len(losses) > 1
+        else None,
+        folded("Every step", table(("step", "loss", "time", "time / median"), rows, numeric=range(4))),
     )
 
 
@@ -49,7 +57,8 @@ def _rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, ...]]
     if prediction.mfu is not None and record.mfu:
         yield beside("MFU", prediction.mfu, record.mfu, "{:.1%}".format)
     yield from _busy_rows(found, record)
-    for rank in _shown_ranks(record.ranks):
+    fullest = {rank.stage: rank for rank in sorted(record.ranks, key=lambda rank: (rank.peak_bytes, -rank.rank))}
+    for rank in record.ranks if len(record.ranks) <= MOST_RANKS else (fullest[stage] for stage in sorted(fullest)):
         name = f"memory of rank {rank.rank} (stage {rank.stage})"
         yield beside(name, _predicted_bytes(found, rank), rank.peak_bytes, format_bytes)
 
@@ -70,28 +79,5 @@ def _busy_rows(found: ReportContents, record: RunRecord) -> Iterable[tuple[str, 
         yield beside(f"stage {stage} at work", expected, seconds, format_seconds)
 
 
-def _shown_ranks(ranks: tuple[RankRecord, ...]) -> Iterable[RankRecord]:
-    if len(ranks) <= MOST_RANKS:
-        return ranks
-    stages = sorted({rank.stage for rank in ranks})
-    return (max((rank for rank in ranks if rank.stage == stage), key=lambda each: each.peak_bytes) for stage in stages)
-
-
 def _predicted_bytes(found: ReportContents, rank: RankRecord) -> int:
     return found.prediction.stages[rank.stage].total_bytes
-
-
-def _loss_chart(record: RunRecord) -> Html | None:
-    if len(record.steps) < 2:
-        return None
-    points = tuple((float(step.step), step.loss) for step in record.steps)
-    return chart(Chart(title="Loss of every step", x_label="step", y_label="loss", lines=(Line(points=points),)))
-
-
-def _step_table(record: RunRecord) -> Html:
-    typical = median(step.time_s for step in record.steps)
-    rows = [
-        (str(step.step), f"{step.loss:.4f}", format_seconds(step.time_s), f"{step.time_s / typical:.2f}")
-        for step in record.steps
-    ]
-    return table(("step", "loss", "time", "time / median"), rows, numeric=range(4))

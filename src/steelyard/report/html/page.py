@@ -1,19 +1,143 @@
-"""The page itself: all sections, with style and script inside."""
+"""The page of a plan: the decision in a sentence with its figures, then all sections, with style and script inside."""
 
 from importlib.metadata import version
 
-from steelyard.plan.plan import headline
-from steelyard.report.html.assumptions import assumption_section
+from steelyard.plan.plan import Plan, headline
+from steelyard.plan.prediction import shortfall
+from steelyard.report.html.assumptions import assumption_section, link_text
 from steelyard.report.html.bars import memory_section, time_section
 from steelyard.report.html.baselines import baseline_section
-from steelyard.report.html.contents import ReportContents
-from steelyard.report.html.glossary import glossary_section
-from steelyard.report.html.markup import Html, document, tag
+from steelyard.report.html.contents import ReportContents, glossary_section, term
+from steelyard.report.html.markup import Child, Html, document, join, tag
 from steelyard.report.html.measured import measured_section
 from steelyard.report.html.strategies import strategy_section
-from steelyard.report.html.summary import summary
 from steelyard.report.html.timeline import timeline_section
 from steelyard.report.html.trade_off import trade_off_section
+from steelyard.report.plan_table import gain_sentence
+from steelyard.units import format_bytes, format_count, format_plural, format_seconds
+
+
+def summary(found: ReportContents) -> Html:
+    """The head of the page: what is trained, the decision, and the figures."""
+    plan = found.plan
+    return tag(
+        "header",
+        tag("p", "Training plan", class_="kicker"),
+        tag("h1", plan.model.name, tag("span", " on "), plan.cluster),
+        tag("p", network, class_="hint") if (network := network_text(found)) else None,
+        tag("p", decision(found), class_="decision", id="decision"),
+        tag("div", [_tile(*each) for each in _tiles(found)], class_="tiles", id="figures"),
+        [
+            tag("p", note, class_="note")
+            for note in (*found.prediction.warnings, *found.notes, *found.study.explanation.notes)
+        ],
+    )
+
+
+def decision(found: ReportContents) -> Html:
+    """What to do and what that gives, in one sentence."""
+    plan, prediction = found.plan, found.prediction
+    left = found.budget_bytes - found.peak_bytes
+    verdict = (
+        f"fits with {format_bytes(left)} to spare"
+        if left >= 0
+        else shortfall(found.peak_bytes, found.budget_bytes, prediction.stage_margins()[prediction.fullest])
+    )
+    tokens = format_count(plan.global_batch * plan.seq_len)
+    step = format_seconds(prediction.step_time_s).replace(" ", " ")  # the unit stays on the line
+    count = format_plural(plan.num_microbatches, "microbatch", "microbatches")
+    batch = f"with {count} of {plan.microbatch_samples} × {plan.seq_len:,} tokens"
+    return join(
+        [
+            f"Train it {_pipeline(plan)}, {batch}, most layers as ",
+            tag("b", most_used(plan), class_="whole"),
+            f": a step of {tokens} tokens takes {step} and {verdict}.",
+            f" {gained}." if (gained := gain_sentence(plan)) else "",
+        ]
+    )
+
+
+def network_text(found: ReportContents) -> str:
+    """What joins the devices, by name and rate; empty where the cluster is not at hand or measured."""
+    if len(found.pools) > 1:
+        outer = {link_text(each.group.outer_link): None for each in found.pools if each.group.outer_link is not None}
+        return f"Between pools {'; '.join(outer)}"
+    cluster = found.pools[0].cluster if found.pools else None
+    if cluster is None or cluster.device.needs_profile:
+        return ""
+    between = cluster.inter_link if cluster.num_nodes > 1 else None
+    inside = f"a node {link_text(cluster.intra_link, cluster.devices_per_node)}"
+    return f"Inside {inside}" if between is None else f"Between nodes {link_text(between)}; inside {inside}"
+
+
+def most_used(plan: Plan) -> str:
+    """The strategy that most layers have."""
+    names = [str(strategy) for strategy in plan.strategies]
+    return max(dict.fromkeys(names), key=names.count)
+
+
+def _pipeline(plan: Plan) -> str:
+    sizes = plan.stage_sizes
+    devices = format_plural(sizes[0], "device")
+    if plan.num_stages == 1:
+        return f"without a pipeline on {devices}"
+    chunks = f" of {format_plural(plan.num_chunks, 'chunk')}" if plan.num_chunks > 1 else ""
+    schedule = plan.pipeline.schedule.title
+    each = f"{devices} each" if len(set(sizes)) == 1 else f"{', '.join(map(str, sizes))} devices"
+    return f"in {format_plural(plan.num_stages, 'pipeline stage')}{chunks} ({schedule}) of {each}"
+
+
+def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
+    """Name, figure and what stands below it."""
+    plan, prediction, record = found.plan, found.prediction, found.record
+    share = found.peak_bytes / found.budget_bytes if found.budget_bytes else 1.0
+    measured_s = None if record is None else f"measured {format_seconds(record.median_step_s)}"
+    measured_speed = None
+    if record is not None:
+        measured_speed = f"measured {record.tokens_per_s / record.num_devices:,.0f}"
+    all_devices = format_count(prediction.tokens_per_s_per_device * plan.num_devices)
+    tiles: list[tuple[Child, str, Child]] = [
+        (
+            "step time",
+            format_seconds(prediction.step_time_s),
+            f"{measured_s or f'{plan.global_batch:,} samples a step'}; {prediction.accuracy}",
+        ),
+        (
+            "tokens/s/device",
+            f"{prediction.tokens_per_s_per_device:,.0f}",
+            measured_speed or f"{all_devices} on {format_plural(plan.num_devices, 'device')}",
+        ),
+    ]
+    if prediction.mfu is not None:
+        attention = f"{prediction.mfu_attention} attention, " if prediction.mfu_attention else ""
+        tiles.append((term("MFU"), f"{prediction.mfu:.1%}", f"model FLOP, {attention}remat not counted"))
+    tiles.append(
+        (
+            "memory of the fullest device",
+            format_bytes(found.peak_bytes),
+            [
+                f"{share:.0%} of {format_bytes(found.budget_bytes)}"
+                + (f"; {prediction.margin_text}" if prediction.margin_text else ""),
+                tag(
+                    "span",
+                    tag("i", style=f"width:{min(share, 1.0):.1%}", class_="over" if share > 1 else None),
+                    class_="gauge",
+                    aria_hidden="true",
+                ),
+            ],
+        )
+    )
+    if plan.training is not None:
+        tiles.append((f"{format_count(plan.training.tokens)} tokens", *plan.training.brief))
+    if found.timeline is not None and plan.num_stages > 1:
+        tiles.append(("bubbles", f"{found.timeline.bubble_share():.1%}", "of all stages' time"))
+    return [*tiles, ("proof", *prediction.certificate.brief)]
+
+
+def _tile(name: Child, figure: str, below: Child) -> Html:
+    return tag(
+        "div", tag("div", name, class_="name"), tag("div", figure, class_="figure"), tag("div", below, class_="below")
+    )
 
 
 def report_page(found: ReportContents) -> str:

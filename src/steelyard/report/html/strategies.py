@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.plan.dimensions import DIMENSIONS, Dimension
+from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.plan.dimensions.dimension import States
 from steelyard.plan.plan import Plan, part_name
 from steelyard.plan.stages import StagePart
@@ -46,14 +46,12 @@ def describe_strategy(strategy: Strategy) -> str:
     """What the devices of a stage do for a layer of this strategy, in words."""
     used = strategy.dimensions
     parts = [
-        dimension.words(strategy) for dimension in sorted(DIMENSIONS.values(), key=_shards_first) if dimension in used
+        dimension.words(strategy)
+        for dimension in sorted(DIMENSIONS.values(), key=lambda each: each.states is not States.SHARDED)
+        if dimension in used
     ]
     divided = "divides " + "; ".join(parts) if parts else "on a single device"
     return f"{divided}; {_REMAT_WORDS.get(strategy.remat, str(strategy.remat))}"
-
-
-def _shards_first(dimension: Dimension) -> bool:
-    return dimension.states is not States.SHARDED
 
 
 def ranks_text(part: StagePart) -> str:

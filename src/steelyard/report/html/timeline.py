@@ -5,7 +5,7 @@ width of the page; stage names and times stand beside it as text.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from steelyard.cost.simulator import Timeline
 from steelyard.plan.plan import Plan
@@ -35,12 +35,13 @@ def timeline_section(found: ReportContents) -> Html | None:
     timeline, plan = found.timeline, found.plan
     if timeline is None:
         return None
-    hidden = hidden_microbatches(plan.num_microbatches, _num_shown(plan))
+    hidden = hidden_microbatches(plan.num_microbatches, max(2, MOST_PASSES // (2 * len(plan.parts))))
     stages = [_passes(timeline, plan, stage, hidden) for stage in range(timeline.pipeline.num_stages)]
     categories = [
         category for category in PASS_NAMES if any(each.category == category for stage in stages for each in stage)
     ]
     pools = [f" on {name}" for name in found.stage_pools] or [""] * len(stages)
+    times = (format_seconds(timeline.step_time_s * part / 4) for part in (1, 2, 3, 4))
     parts = [
         tag("p", _lead(timeline, plan, hidden, found.fixed_s)),
         tag(
@@ -53,7 +54,7 @@ def timeline_section(found: ReportContents) -> Html | None:
                 class_="lanes",
                 style=f"--stages:{len(stages)}",
             ),
-            tag("div", [tag("span", text) for text in _axis(timeline.step_time_s)], class_="axis"),
+            tag("div", [tag("span", text) for text in ("0", *times)], class_="axis"),
             _data(stages, timeline.step_time_s),
             class_="timeline",
             id="schedule",
@@ -64,10 +65,6 @@ def timeline_section(found: ReportContents) -> Html | None:
         parts.append(folded("Bubbles by name", _bubble_table(timeline)))
     parts.append(tag("p", f"For a full trace: steelyard timeline {found.plan_file} -o trace.json", class_="hint"))
     return section("timeline", "One step, pass by pass", *parts)
-
-
-def _num_shown(plan: Plan) -> int:
-    return max(2, min(plan.num_microbatches, MOST_PASSES // (2 * len(plan.parts))))
 
 
 def _passes(timeline: Timeline, plan: Plan, stage: int, hidden: range) -> list[Slice]:
@@ -108,12 +105,10 @@ def _controls() -> Html:
 def _picture(stages: Sequence[Sequence[Slice]], categories: Sequence[str], step_s: float) -> Html:
     paths = []
     for category in categories:
-        drawn = "".join(
-            _rectangle(each, row, step_s)
-            for row, slices in enumerate(stages)
-            for each in slices
-            if each.category == category
-        )
+        drawn = ""
+        for row, slices in enumerate(stages):
+            for start, width in (_place(each, step_s) for each in slices if each.category == category):
+                drawn += f"M{start} {row * ROW + 1}h{width}v{HEIGHT}h-{width}z"
         paths.append(tag("path", d=drawn, class_=f"pass {_look(category)}"))
     return tag(
         "svg",
@@ -125,19 +120,10 @@ def _picture(stages: Sequence[Sequence[Slice]], categories: Sequence[str], step_
     )
 
 
-def _rectangle(each: Slice, row: int, step_s: float) -> str:
-    start, width = _place(each, step_s)
-    return f"M{start} {row * ROW + 1}h{width}v{HEIGHT}h-{width}z"
-
-
 def _place(each: Slice, step_s: float) -> tuple[int, int]:
     """Left edge and width in units of the picture."""
     start, end = round(each.start_s / step_s * WIDTH), round(each.end_s / step_s * WIDTH)
     return start, max(end - start, 1)
-
-
-def _axis(step_s: float) -> Iterable[str]:
-    return ("0", *(format_seconds(step_s * part / 4) for part in (1, 2, 3, 4)))
 
 
 def _data(stages: Sequence[Sequence[Slice]], step_s: float) -> Html:
