@@ -33,7 +33,7 @@ from steelyard.plan.prediction import CostSource, ProfileFile
 from steelyard.plan.strategy import Strategy
 from steelyard.profiles.profile import Collective, LayerProfile, Profile, Shape
 from steelyard.schedules import PipelineConfig
-from steelyard.units import Amount
+from steelyard.units import Amount, Whole
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 """Bytes of a parameter while a layer computes, and of an activation between layers."""
@@ -285,22 +285,22 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JobConfig:
-    """One pipeline configuration of a job."""
+    """One pipeline configuration of a job, or M that differ in the number of microbatches alone.
+
+    Times of layers are those of all M, an array [M]; anything else is that of ``pipeline``, one of them.
+    """
 
     job: Job
     pipeline: PipelineConfig
     stage_size: int | None = None
     """Ranks of the stages that are meant, where not all are alike."""
+    counts: tuple[int, ...] = ()
+    """[M] numbers of microbatches; empty for the pipeline's alone."""
 
     @cached_property
     def devices_per_stage(self) -> int:
         """Ranks of each stage."""
         return self.stage_size or self.job.cluster.num_devices // self.pipeline.num_stages
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches of a step."""
-        return self.pipeline.num_microbatches
 
     @property
     def has_several(self) -> bool:
@@ -318,6 +318,12 @@ class JobConfig:
         return self.job.global_batch // self.pipeline.num_microbatches
 
     @cached_property
+    def samples(self) -> NDArray[np.float64]:
+        """[M] the same of each of the numbers of microbatches: whole numbers."""
+        counts = np.array(self.counts or [self.pipeline.num_microbatches])
+        return (self.job.global_batch // counts).astype(np.float64)
+
+    @cached_property
     def batch(self) -> Batch:
         """What strategies divide beside the layers."""
         return Batch(microbatch_samples=self.microbatch_samples, seq_len=self.job.seq_len)
@@ -331,30 +337,6 @@ class JobConfig:
         job = self.job
         states = job.chain.most_in_states(job.seq_len)
         return self.microbatch_samples * (states + job.chain.most_past(job.seq_len)) * job.compute_bytes
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class JobConfigs:
-    """Pipeline configurations of a job that differ in the number of microbatches alone: arrays for a `JobConfig`'s
-    numbers."""
-
-    job: Job
-    devices_per_stage: int
-    is_piped: bool
-    num_microbatches: NDArray[np.int64]
-    """[M]"""
-
-    @cached_property
-    def microbatch_samples(self) -> NDArray[np.float64]:
-        """[M] samples of a microbatch over all ranks of a stage, whole numbers."""
-        return (self.job.global_batch // self.num_microbatches).astype(np.float64)
-
-    def select(self, some: NDArray[np.bool_]) -> "JobConfigs":
-        """Some of them."""
-        return replace(self, num_microbatches=self.num_microbatches[some])
-
-
-AnyConfig = JobConfig | JobConfigs
 
 
 def stage_configs(plan: Plan, job: Job) -> tuple[JobConfig, ...]:
@@ -379,7 +361,7 @@ _TOKEN_BYTES = 8
 _IMAGE_ENTRY_BYTES = 4
 
 
-def sample_bytes(layer_type: LayerType, strategy: AnyStrategy, config: JobConfig) -> Amount:
+def sample_bytes(layer_type: LayerType, strategy: AnyStrategy, config: JobConfig) -> Whole:
     """Return the bytes that a rank reads for a layer of this type in a step: ids, images, labels of all microbatches.
 
     Token ids come with one more than the sequence has: inputs and labels are the same tensor, one place apart.
@@ -387,7 +369,7 @@ def sample_bytes(layer_type: LayerType, strategy: AnyStrategy, config: JobConfig
     """
     if layer_type.role is LayerRole.BLOCK or config.job.execution.keeps_own_buffers:
         return 0
-    samples = cast(Amount, config.num_microbatches * (config.microbatch_samples // strategy.sample_degree))
+    samples = config.pipeline.num_microbatches * (config.microbatch_samples // strategy.sample_degree)
     chain = config.job.chain
     image, own = chain.image, chain.sample_bytes
     if own is not None:

@@ -20,7 +20,7 @@ Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slo
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from steelyard.cost.amounts import at_each, is_positive
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
 from steelyard.cost.execution import Execution
-from steelyard.cost.job import MASTER_BYTES, AnyConfig, Job, JobConfig
+from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
 from steelyard.cost.layer_load import (
     layer_load,
     layer_profile,
@@ -46,59 +46,53 @@ from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Work
 from steelyard.units import Amount
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCost:
-    """Seconds of one layer on one rank. ``forward_s`` and ``backward_s`` are of one microbatch."""
-
-    forward_s: dict[str, float]
-    backward_s: dict[str, float]
-    once_s: dict[str, float]
-    """Once a step, whatever the number of microbatches."""
-
-    @property
-    def microbatch_s(self) -> float:
-        """Forward and backward of one microbatch."""
-        return sum(self.forward_s.values()) + sum(self.backward_s.values())
-
-
-def layer_cost(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerCost:
-    """The cost of a layer of this type under a legal strategy; raises as `layer_seconds`."""
-    seconds = layer_seconds(layer_type, strategy, config, {})
-    once = _in_numbers(seconds.once)
-    if config.job.chain.sums_tied and layer_type.role is not LayerRole.BLOCK:
-        once["tied"] = config.job.time_factor * tied_s(layer_type, strategy, config)
-    return LayerCost(forward_s=_in_numbers(seconds.forward), backward_s=_in_numbers(seconds.backward), once_s=once)
-
-
+Seconds = TypeVar("Seconds", bound=Amount)
 Terms = dict[str, Amount]
 """Seconds by what they are spent on."""
 
 
-class LayerSeconds(NamedTuple):
-    """Seconds of a layer on one rank as in `LayerCost`, without those of tied matrices."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost(Generic[Seconds]):
+    """Seconds of one layer on one rank by what they are spent on: numbers, or arrays [M] as in `JobConfig`."""
 
-    forward: Terms
-    backward: Terms
-    once: Terms
+    forward_s: dict[str, Seconds]
+    """Of one microbatch, like ``backward_s``."""
+    backward_s: dict[str, Seconds]
+    once_s: dict[str, Seconds]
+    """Once a step, whatever the number of microbatches."""
 
     @property
-    def microbatch_s(self) -> Amount:
+    def microbatch_s(self) -> Seconds:
         """Forward and backward of one microbatch."""
-        return sum(self.forward.values()) + sum(self.backward.values())
+        forward_s, backward_s = cast(Amount, sum(self.forward_s.values())), cast(Amount, sum(self.backward_s.values()))
+        return cast(Seconds, forward_s + backward_s)
 
 
-def layer_seconds(layer_type: LayerType, strategy: Strategy, config: AnyConfig, known: "KnownPasses") -> LayerSeconds:
-    """What a layer of this type takes under a strategy that is legal in the configuration, or in all configurations.
+def layer_cost(
+    layer_type: LayerType, strategy: Strategy, config: JobConfig, *, alike: bool = False
+) -> LayerCost[float]:
+    """The cost of a layer under a legal strategy: the one of `layer_costs`, and ``tied``, the seconds of `tied_s`."""
+    costs = layer_costs(layer_type, strategy, config, {})
+    forward, backward, once = (
+        {name: float(np.ravel(seconds)[0]) for name, seconds in terms.items()}
+        for terms in (costs.forward_s, costs.backward_s, costs.once_s)
+    )
+    if config.job.chain.sums_tied and layer_type.role is not LayerRole.BLOCK:
+        once["tied"] = config.job.time_factor * tied_s(layer_type, strategy, config, alike=alike)
+    return LayerCost(forward_s=forward, backward_s=backward, once_s=once)
+
+
+def layer_costs(
+    layer_type: LayerType, strategy: Strategy, config: JobConfig, known: "KnownPasses"
+) -> LayerCost[Amount]:
+    """The costs [M] of a layer of this type under a strategy that is legal in all M, without those of tied matrices.
 
     ``known`` saves work between strategies of one type and configuration that differ in remat alone. Raises
     `InvalidProfileError` where the profile lacks the layer at this tensor-parallel degree.
     """
-    layer, busiest = (
-        layer_profile(layer_type, strategy, config, imbalance=1.0),
-        layer_profile(layer_type, strategy, config),
-    )
-    samples = rank_samples(strategy, config)
+    layer = layer_profile(layer_type, strategy, config, imbalance=1.0)
+    busiest = layer_profile(layer_type, strategy, config)
+    samples = rank_samples(strategy, config.samples)
     key = strategy.levels, strategy.variants
     plain = known.get(key)
     passes = plain or _passes(layer, busiest, strategy, config, samples)
@@ -109,17 +103,11 @@ def layer_seconds(layer_type: LayerType, strategy: Strategy, config: AnyConfig, 
         sent = _Sent(layer, strategy, config, beyond=sent) if plain else sent
         backward["remat"] = _recomputation_s(layer, busiest, sent, config, samples)
     _add_shards(backward, "backward", sent, config)
-    once = _once_time(layer, sent, config, forward, backward)
-    return LayerSeconds(*(_scaled(terms, config.job.time_factor) for terms in (forward, backward, once)))
-
-
-def _scaled(terms: Terms, factor: float) -> Terms:
-    return terms if factor == 1 else {name: factor * seconds for name, seconds in terms.items()}
-
-
-def _in_numbers(terms: Terms) -> dict[str, float]:
-    """Of one configuration."""
-    return {name: float(seconds) for name, seconds in terms.items()}
+    once, factor = _once_time(layer, sent, config, forward, backward), config.job.time_factor
+    if factor != 1:
+        parts = forward, backward, once
+        forward, backward, once = ({name: factor * seconds for name, seconds in terms.items()} for terms in parts)
+    return LayerCost(forward_s=forward, backward_s=backward, once_s=once)
 
 
 def exposed_s(compute_s: Amount, communication_s: Amount, slowdown: float) -> Amount:
@@ -143,7 +131,7 @@ KnownPasses = dict[tuple[Levels, tuple[tuple[str, object], ...]], Passes]
 
 
 def _passes(
-    layer: LayerProfile, busiest: LayerProfile, strategy: Strategy, config: AnyConfig, samples: Amount
+    layer: LayerProfile, busiest: LayerProfile, strategy: Strategy, config: JobConfig, samples: Amount
 ) -> Passes:
     """``busiest`` is the layer on the rank that computes most, whom the others await."""
     job = config.job
@@ -164,7 +152,7 @@ def _passes(
     return Passes(forward, backward, sent)
 
 
-def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", config: AnyConfig) -> None:
+def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", config: JobConfig) -> None:
     """Adds what gathering and scattering shards takes that the rest of a pass does not hide."""
     strategy = sent.strategy
     for level in strategy.levels:
@@ -233,7 +221,7 @@ class _Sent:
     """
 
     def __init__(
-        self, layer: LayerProfile, strategy: Strategy, config: AnyConfig, *, beyond: "_Sent | None" = None
+        self, layer: LayerProfile, strategy: Strategy, config: JobConfig, *, beyond: "_Sent | None" = None
     ) -> None:
         self.strategy, self._job = strategy, config.job
         self._dimensions: dict[Dimension, _SentByDimension] = {}
@@ -273,7 +261,7 @@ class _Sent:
 
 
 def _states_sent_by(
-    dimension: Dimension, layer: LayerProfile, strategy: Strategy, config: AnyConfig
+    dimension: Dimension, layer: LayerProfile, strategy: Strategy, config: JobConfig
 ) -> _SentByDimension:
     def made() -> _SentByDimension:
         return _sent_by(dimension, layer, strategy, layer_load(layer, strategy, config), config, None)
@@ -286,7 +274,7 @@ def _sent_by(
     layer: LayerProfile,
     strategy: Strategy,
     load: Load,
-    config: AnyConfig,
+    config: JobConfig,
     beyond: _SentByDimension | None,
 ) -> _SentByDimension:
     job = config.job
@@ -315,7 +303,7 @@ def _sent_by(
 
 
 def _recomputation_s(
-    layer: LayerProfile, busiest: LayerProfile, sent: _Sent, config: AnyConfig, samples: Amount
+    layer: LayerProfile, busiest: LayerProfile, sent: _Sent, config: JobConfig, samples: Amount
 ) -> Amount:
     """Seconds that the remat choice adds to a microbatch: measured, or of the work and collectives repeated.
 
@@ -336,7 +324,7 @@ def _recomputation_s(
     return sum(terms.values())
 
 
-def held_up_s(strategy: Strategy, config: AnyConfig) -> float:
+def held_up_s(strategy: Strategy, config: JobConfig) -> float:
     """What the host loses per tensor-parallel collective where it also serves a pipeline between nodes."""
     between_nodes = config.is_piped and config.job.cluster.num_nodes > 1
     return config.job.execution.pipelined_collective_s * strategy.tensor_degree if between_nodes else 0.0
@@ -357,7 +345,7 @@ def _add_host(terms: Terms, launch_s: float) -> None:
 def _once_time(
     layer: LayerProfile,
     sent: _Sent,
-    config: AnyConfig,
+    config: JobConfig,
     forward: Terms,
     backward: Terms,
 ) -> Terms:
@@ -432,7 +420,7 @@ def tied_s(layer_type: LayerType, strategy: Strategy, config: JobConfig, *, alik
     return count * seconds
 
 
-def _beside(compute_s: Amount, communication_s: Amount, config: AnyConfig) -> Amount:
+def _beside(compute_s: Amount, communication_s: Amount, config: JobConfig) -> Amount:
     if not config.job.overlaps:
         return communication_s
     return exposed_s(compute_s, communication_s, config.job.profile.overlap_slowdown)

@@ -27,7 +27,6 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.amounts import hashable
 from steelyard.cost.job import MASTER_BYTES, JobConfig, Strategies, sample_bytes
 from steelyard.cost.layer_load import held_params, layer_load, layer_profile, rank_samples, sharded_params
 from steelyard.limits import MOST_BYTES
@@ -137,7 +136,7 @@ def work_lines(layer: LayerProfile, remat: Remat) -> tuple[float, ...]:
 
 def work_needed(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> tuple[Amount, ...]:
     """What the dimensions of a strategy add to these four; the job remembers it."""
-    samples = hashable(rank_samples(strategy, config))
+    samples = rank_samples(strategy, config.microbatch_samples)
     key = "needed", samples, strategy.token_degree, strategy.remat, strategy.variants
     needed = config.job.once(layer, key, lambda: working_bytes(layer, strategy, config))
     return needed.saved, 0.0, needed.forward, needed.backward
@@ -225,12 +224,12 @@ class LayerRow:
 
     def work(self, config: JobConfig) -> RowWork:
         """In a configuration with as many microbatches, one or several."""
-        samples = rank_samples(self.numbers, config)
+        samples = rank_samples(self.numbers, config.microbatch_samples)
         needed = np.zeros((4, len(self.chosen)))
         for place in self.needy:
             strategy = self.chosen[place]
             more = work_needed(layer_profile(self.layer_type, strategy, config), strategy, config)
-            needed[:, place] = more
+            needed[:, place] = np.hstack(more)
         saved, entered, forward, backward = work_bytes(self.lines, samples, needed)
         read = np.broadcast_to(sample_bytes(self.layer_type, self.numbers, config), saved.shape).astype(np.int64)
         return RowWork(saved, entered, self.inputs * entered, forward, backward, read)

@@ -12,7 +12,7 @@ from itertools import pairwise
 from steelyard.cost.build import border_s, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.job import Job, JobConfig, stage_configs
-from steelyard.cost.layer import LayerCost, layer_cost, tied_s
+from steelyard.cost.layer import LayerCost, layer_cost
 from steelyard.cost.memory import context_bytes, plan_memory
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.cost.switching import border_table, switch_table
@@ -203,7 +203,7 @@ def _flop_per_sample(job: Job, flop: Callable[[LayerType, LayerProfile], float])
 class _PartCost:
     """What one part of the pipeline costs: a stage, or one of its chunks."""
 
-    layers: list[LayerCost]
+    layers: list[LayerCost[float]]
     switch_s: float
     received_s: float
     """Handing over an activation from the part before and, where it is needed there, its gradient back to it."""
@@ -276,25 +276,18 @@ def _copies_sent(strategy: Strategy, config: JobConfig) -> int:
     return strategy.hidden.copies if config.job.execution.transfer == "whole" else 1
 
 
-def _layer_costs(plan: Plan, configs: Sequence[JobConfig]) -> list[LayerCost]:
-    known: dict[tuple[int, Strategy, JobConfig], LayerCost] = {}
+def _layer_costs(plan: Plan, configs: Sequence[JobConfig]) -> list[LayerCost[float]]:
+    """Of each layer; where the plan has all copies of a tied matrix divided alike, they are not gathered."""
+    known: dict[tuple[int, Strategy, JobConfig], LayerCost[float]] = {}
     chain = configs[0].job.chain
+    alike = bool(chain.sums_tied) and num_slices(chain.shared[0], plan.strategies, chain) is None
     costs = []
     for layer_type, strategy, config in zip(chain.layers, plan.strategies, configs, strict=True):
         key = layer_type, strategy, config
         if key not in known:
-            known[key] = _cost_in_plan(chain.layer_types[layer_type], strategy, plan, config)
+            known[key] = layer_cost(chain.layer_types[layer_type], strategy, config, alike=alike)
         costs.append(known[key])
     return costs
-
-
-def _cost_in_plan(layer_type: LayerType, strategy: Strategy, plan: Plan, config: JobConfig) -> LayerCost:
-    """The cost of a layer; where the plan has all copies of a tied matrix divided alike, they are not gathered."""
-    cost, chain = layer_cost(layer_type, strategy, config), config.job.chain
-    if "tied" not in cost.once_s or num_slices(chain.shared[0], plan.strategies, chain) is not None:
-        return cost
-    seconds = config.job.time_factor * tied_s(layer_type, strategy, config, alike=True)
-    return replace(cost, once_s=cost.once_s | {"tied": seconds})
 
 
 def _time_terms(chunks: list[_PartCost], config: JobConfig, timeline: Timeline, stage: int) -> dict[str, float]:
