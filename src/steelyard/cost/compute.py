@@ -30,10 +30,9 @@ from dataclasses import dataclass
 from functools import cache
 from math import log2
 
-from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.job import Job
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
-from steelyard.units import Amount
+from steelyard.units import Amount, at_each, hashable
 
 OPTIMIZER_BYTES = 28
 """What an AdamW step moves per parameter of a rank: it reads 16 bytes and writes 12."""
@@ -62,7 +61,7 @@ def compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime:
 
     Raises `UserError` where the device's rates are unknown and nothing was measured.
     """
-    return job.once(layer, ("compute", hashable(samples)), lambda: _compute_time(layer, samples, job))
+    return job.once(("compute", layer, hashable(samples)), lambda: _compute_time(layer, samples, job))
 
 
 def _compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime:
@@ -122,10 +121,6 @@ def wait_s(job: Job) -> float:
 
 def work_s(work: Work, samples: Amount, job: Job) -> Amount:
     """Seconds of work on the device once it is launched."""
-    return job.once(work, hashable(samples), lambda: _busy_s(work, samples, job))
-
-
-def _busy_s(work: Work, samples: Amount, job: Job) -> Amount:
     peak, rate = job.peak_flop_per_s, job.efficiency
     memory_bytes_per_s = job.cluster.device.known_memory_bytes_per_s()
     busy = (

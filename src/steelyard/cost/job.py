@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.communication import Group, collective_time
 from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
 from steelyard.cost.execution import OURS, Execution
@@ -33,7 +32,7 @@ from steelyard.plan.prediction import CostSource, ProfileFile
 from steelyard.plan.strategy import Strategy
 from steelyard.profiles.profile import Collective, LayerProfile, Profile, Shape
 from steelyard.schedules import PipelineConfig
-from steelyard.units import Amount, Whole
+from steelyard.units import Amount, Whole, at_each, hashable
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 """Bytes of a parameter while a layer computes, and of an activation between layers."""
@@ -72,7 +71,7 @@ class _Known:
     """Costs that a job remembers."""
 
     layers: dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None] = field(default_factory=dict)
-    made: dict[tuple[int, object], tuple[object, object]] = field(default_factory=dict)
+    made: dict[Hashable, object] = field(default_factory=dict)
     collectives: dict[tuple[Collective, Group], Callable[[float], float]] = field(default_factory=dict)
     collective_s: dict[tuple[Collective, Hashable, Group], Amount] = field(default_factory=dict)
 
@@ -200,12 +199,12 @@ class Job:
             known[key] = found
         return known[key]
 
-    def once(self, of: object, key: object, make: Callable[[], Made]) -> Made:
-        """What ``make`` makes of the chain or a part of the profile, once for that very object and each ``key``."""
-        known = self._known.made.get((id(of), key))
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What ``make`` makes of the chain and the profile, made once for each ``key``."""
+        known = self._known.made.get(key)
         if known is None:
-            known = self._known.made[id(of), key] = of, make()  # which keeps the object, so that no other has its id
-        return cast(Made, known[1])
+            known = self._known.made[key] = make()
+        return cast(Made, known)
 
     @overload
     def collective_s(self, collective: Collective, tensor_bytes: float, group: Group) -> float: ...

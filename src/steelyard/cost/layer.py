@@ -24,7 +24,6 @@ from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from steelyard.cost.amounts import at_each, is_positive
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
 from steelyard.cost.execution import Execution
@@ -44,7 +43,7 @@ from steelyard.plan.dimensions.dimension import Divides, Levels, Load, Phase, St
 from steelyard.plan.stages import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Work
-from steelyard.units import Amount
+from steelyard.units import Amount, at_each, hashable, is_positive
 
 Seconds = TypeVar("Seconds", bound=Amount)
 Terms = dict[str, Amount]
@@ -266,7 +265,7 @@ def _states_sent_by(
     def made() -> _SentByDimension:
         return _sent_by(dimension, layer, strategy, layer_load(layer, strategy, config), config, None)
 
-    return config.job.once(layer, (dimension, strategy, config.devices_per_stage), made)
+    return config.job.once(("sent", layer, dimension, strategy, config.devices_per_stage), made)
 
 
 def _sent_by(
@@ -315,7 +314,11 @@ def _recomputation_s(
     if measured is not None and strategy.expert_degree > 1:
         more = at_each(samples, partial(_more_flop, again.work, layer.recomputation(strategy.remat).work))
         measured = (1 + more) * measured
-    terms: Terms = {"compute": work_s(again.work, samples, job) if measured is None else measured}
+    if measured is None:
+        key = "again", busiest, strategy.remat, hashable(samples)
+        terms: Terms = {"compute": job.once(key, lambda: work_s(again.work, samples, job))}
+    else:
+        terms = {"compute": measured}
     for dimension in strategy.dimensions:
         if sent.is_in_line(dimension) and not (measured is not None and dimension.shape(strategy)):
             terms[dimension.name] = sent.in_line_s(dimension, "recomputation")

@@ -8,7 +8,6 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.communication import Group, num_places
 from steelyard.cost.job import AnyStrategy, JobConfig
 from steelyard.errors import InvalidProfileError
@@ -20,7 +19,7 @@ from steelyard.plan.dimensions.dimension import Batch, Levels, Load, Over, Phase
 from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile
-from steelyard.units import Amount
+from steelyard.units import Amount, at_each, hashable
 
 Calls = dict[Phase, tuple[tuple[Collective, int, Amount], ...]]
 """Collectives of a layer: collective, number of calls, bytes of all of them."""
@@ -92,10 +91,8 @@ def legal_counts(layer_type: LayerType, strategies: Sequence[Strategy], config: 
 
 def unmeasured_reason(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> str | None:
     """Why the measured times of a layer say nothing of it here; None where they do, or where none were measured."""
-    layer, samples = (
-        config.job.layer(layer_type.name, strategy.shape),
-        rank_samples(strategy, config.microbatch_samples),
-    )
+    layer = config.job.layer(layer_type.name, strategy.shape)
+    samples = rank_samples(strategy, config.microbatch_samples)
     if layer is None or not layer.times or layer.reaches(samples):
         return None
     sizes = [time.samples for time in layer.times]
@@ -141,9 +138,8 @@ def layer_load(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Lo
     held, experts = _held_apart(layer, strategy)
     trained, trained_experts = _held_apart(layer.trained, strategy) if layer.frozen_params else (held, experts)
     reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.execution.reduce_bytes
-    traced, exchanged, key_value_bytes, attention_bytes = job.once(
-        layer, (strategy.remat, strategy.token_degree, hashable(samples)), lambda: _carried(layer, strategy, config)
-    )
+    key = "carried", layer, strategy.remat, strategy.token_degree, hashable(samples)
+    traced, exchanged, key_value_bytes, attention_bytes = job.once(key, lambda: _carried(layer, strategy, config))
     return Load(
         strategy=strategy,
         parameter_bytes=(held - experts) * job.compute_bytes,

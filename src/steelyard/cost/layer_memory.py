@@ -95,8 +95,15 @@ class LayerStates:
 
 def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
     """What no number of samples changes of a layer's bytes; one value for all strategies that have the same."""
-    key = layer_type.name, config.has_several, strategy.tensor_degree, strategy.state_shards, strategy.variants
-    return config.job.once(config.job.profile, key, lambda: _layer_states(layer_type, strategy, config))
+    key = (
+        "states of",
+        layer_type.name,
+        config.has_several,
+        strategy.tensor_degree,
+        strategy.state_shards,
+        strategy.variants,
+    )
+    return config.job.once(key, lambda: _layer_states(layer_type, strategy, config))
 
 
 def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
@@ -137,8 +144,8 @@ def work_lines(layer: LayerProfile, remat: Remat) -> tuple[float, ...]:
 def work_needed(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> tuple[Amount, ...]:
     """What the dimensions of a strategy add to these four; the job remembers it."""
     samples = rank_samples(strategy, config.microbatch_samples)
-    key = "needed", samples, strategy.token_degree, strategy.remat, strategy.variants
-    needed = config.job.once(layer, key, lambda: working_bytes(layer, strategy, config))
+    key = "needed", layer, samples, strategy.token_degree, strategy.remat, strategy.variants
+    needed = config.job.once(key, lambda: working_bytes(layer, strategy, config))
     return needed.saved, 0.0, needed.forward, needed.backward
 
 
@@ -209,7 +216,8 @@ class LayerRow:
     def of(cls, layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> Self:
         """The same for all configurations of a job that have one microbatch, or all that have several."""
         once, has_several = config.job.once, config.has_several
-        cells = [once(layer_type, (each, has_several), partial(_cell, layer_type, each, config)) for each in chosen]
+        name = layer_type.name
+        cells = [once(("cell", name, each, has_several), partial(_cell, layer_type, each, config)) for each in chosen]
         numbers = np.array([each.numbers for each in cells]).T
         inputs, needs, *degrees = numbers
         return cls(
@@ -248,5 +256,5 @@ def _cell(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> _Cell
     once, states = config.job.once, layer_states(layer_type, strategy, config)
     layer = layer_profile(layer_type, strategy, config)
     degrees = strategy.sample_degree, strategy.token_degree, strategy.sequence_degree
-    lines = once(layer, strategy.remat, partial(work_lines, layer, strategy.remat))
+    lines = once(("lines", layer, strategy.remat), partial(work_lines, layer, strategy.remat))
     return _Cell(states, lines, (recomputed_inputs(strategy), needs_more(strategy), *degrees))

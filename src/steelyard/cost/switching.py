@@ -105,7 +105,7 @@ def _gather_seconds(
 
 
 def _entering(job: Job) -> tuple[_Flow, ...]:
-    return job.once(job.chain, "entering", lambda: _entering_entries(job.chain, job.seq_len))
+    return job.once("entering", lambda: _entering_entries(job.chain, job.seq_len))
 
 
 def _entering_entries(chain: ModelChain, seq_len: int) -> tuple[_Flow, ...]:
