@@ -98,7 +98,7 @@ def _gather_seconds(
         steps = moves(placements.replace(whole, even), placements, sizes)
         sent = [entries for entries, is_needed in flow if is_needed or not gradients]
         each = (_step_seconds(sizes, entries, config)(step) for entries in sent for step in steps)
-        return float(config.job.time_factor * sum(each, start=0.0))
+        return float(np.ravel(config.job.time_factor * sum(each, start=0.0))[0])
 
     placed = [strategy.hidden.placements(sizes) for strategy in strategies]
     return np.array([[seconds(each, flow) for each in placed] for flow in _entering(config.job)])
