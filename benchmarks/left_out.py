@@ -57,7 +57,7 @@ def job_within(model: str, cluster: str, share: float, seq_len: int, batch: int)
     machines = parse_cluster(cluster)
     if machines.inter_link is not None:
         link = replace(machines.inter_link, bytes_per_s=share * machines.inter_link.bytes_per_s)
-        machines = replace(machines, inter_link=link)
+        machines = machines.on(inter_link=link)
     return job_of(
         make_request(
             model,

@@ -24,7 +24,7 @@ from steelyard.cost.communication import Group, collective_time
 from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
 from steelyard.cost.execution import OURS, Execution
 from steelyard.errors import InvalidPlanError
-from steelyard.hardware import Cluster, Link, MixedCluster, joined_pools
+from steelyard.hardware import Cluster, Link, joined_pools
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.plan import Plan, Precision
@@ -142,7 +142,7 @@ class Job:
         return len(self.groups) > 1
 
     @property
-    def hardware(self) -> Cluster | MixedCluster:
+    def hardware(self) -> Cluster:
         """All its devices."""
         return joined_pools([each.cluster for each in self.groups], [each.outer_link for each in self.groups])
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
-from steelyard.hardware import Cluster, HardwareFile, MixedCluster, PoolsFile, cluster_of, parse_pools, pools_of
+from steelyard.hardware import Cluster, HardwareFile, PoolsFile, cluster_of, parse_pools
 from steelyard.limits import Microbatches, Samples, Tokens
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
@@ -127,7 +127,7 @@ class Plan(PlanPart):
         And `InvalidPlanError` for a plan over unlike pools, which `pools` takes.
         """
         found = self.hardware_value()
-        if isinstance(found, MixedCluster):
+        if found.is_mixed:
             raise InvalidPlanError(
                 field="cluster",
                 found=f"a plan over {len(found.pools)} pools of unlike devices ({found.name})",
@@ -136,15 +136,9 @@ class Plan(PlanPart):
             )
         return found
 
-    def hardware_value(self) -> Cluster | MixedCluster:
+    def hardware_value(self) -> Cluster:
         """The cluster of the plan, of one pool or several; raises as `machines`."""
-        if self.hardware is None:
-            return parse_pools(self.cluster)
-        return (
-            pools_of(self.hardware)
-            if isinstance(self.hardware, PoolsFile)
-            else cluster_of(self.hardware, name=self.cluster)
-        )
+        return parse_pools(self.cluster) if self.hardware is None else cluster_of(self.hardware, name=self.cluster)
 
     @property
     def is_mixed(self) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from steelyard.cost.job import Job
 from steelyard.errors import InvalidClusterError, UserError
@@ -62,10 +62,10 @@ def with_shape(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
     """The same sort of cluster with so many nodes and devices of each."""
     size = cluster.devices_per_node
     if is_as_named(cluster):
-        return replace(parse_cluster(f"{nodes}x{per_node}x{cluster.device.name}"), device=cluster.device)
+        return parse_cluster(f"{nodes}x{per_node}x{cluster.device.name}").on(device=cluster.device)
     is_short = cluster.name == f"{cluster.num_nodes}x{size}x{cluster.device.name}"
     name = f"{nodes}x{per_node}x{cluster.device.name}" if is_short else f"{cluster.name} ({nodes}x{per_node})"
-    return replace(cluster, name=name, num_nodes=nodes, devices_per_node=per_node)
+    return cluster.on(name=name, num_nodes=nodes, devices_per_node=per_node)
 
 
 def job_on(job: Job, count: int) -> Job:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, MixedCluster, joined_pools
+from steelyard.hardware import Cluster, joined_pools
 from steelyard.plan.choices import DevicePoint
 from steelyard.planning.choose import plan_request
 from steelyard.planning.devices import with_shape
@@ -54,9 +54,9 @@ def find_offers(
     return tuple(sorted(worth, key=lambda each: (each.cost_per_billion_tokens is None, each.cost_per_billion_tokens)))
 
 
-def parts_of(machines: Cluster | MixedCluster) -> list[Cluster | MixedCluster]:
+def parts_of(machines: Cluster) -> list[Cluster]:
     """The machines with none, 1, 2, 4, … or all nodes of each pool."""
-    found: list[Cluster | MixedCluster] = []
+    found: list[Cluster] = []
     for nodes in itertools.product(*(_node_counts(pool) for pool in machines.pools)):
         taken = [
             (with_shape(pool, count, pool.devices_per_node), link)
@@ -73,7 +73,7 @@ def _node_counts(pool: Cluster) -> list[int]:
     return [0, *doubled, pool.num_nodes]
 
 
-def _check_prices(machines: Cluster | MixedCluster, prices: Mapping[str, float]) -> None:
+def _check_prices(machines: Cluster, prices: Mapping[str, float]) -> None:
     names = sorted({pool.device.name for pool in machines.pools})
     if sorted(prices) != names:
         raise UserError(
