@@ -21,8 +21,7 @@ from steelyard.cost.job import Job
 from steelyard.hardware import parse_cluster
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DP
-from steelyard.plan.dimensions.data import degree_of
-from steelyard.plan.dimensions.dimension import Divides
+from steelyard.plan.dimensions.dimension import Divides, degree_of
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of

@@ -1,7 +1,6 @@
-"""Everything that a cost depends on beside the layer and its strategy: model, profile, cluster, batch and one pipeline
-configuration.
+"""A job: model, profile, cluster and batch, all that a cost depends on beside the layer, its strategy and the pipeline.
 
-Bytes of what a rank reads beside the hidden state: its samples for a whole step, and what every layer shares.
+A `JobConfig` adds one pipeline configuration, or several at once. A rank also reads, beside the hidden state:
 
 | bytes          | of                                                                     | lives                    |
 |----------------|------------------------------------------------------------------------|--------------------------|

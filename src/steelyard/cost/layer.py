@@ -38,8 +38,7 @@ from steelyard.cost.layer_load import (
 )
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.dimensions import Dimension
-from steelyard.plan.dimensions.data import shard_levels
-from steelyard.plan.dimensions.dimension import Divides, Levels, Load, Phase, States, Traffic
+from steelyard.plan.dimensions.dimension import Divides, Levels, Load, Phase, States, Traffic, shard_levels
 from steelyard.plan.stages import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Work

@@ -14,8 +14,17 @@ from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerType
 from steelyard.model.family import Routing
 from steelyard.plan.dimensions import Dimension
-from steelyard.plan.dimensions.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.dimensions.dimension import Batch, Levels, Load, Over, Phase
+from steelyard.plan.dimensions.dimension import (
+    Batch,
+    Levels,
+    Load,
+    Over,
+    Phase,
+    data_levels,
+    degree_of,
+    replica_levels,
+    shard_levels,
+)
 from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile

@@ -1,7 +1,8 @@
-r"""Bytes of one rank for one layer, with $N$ parameters after tp, sharded $f$ ways, $q$ bytes of one in compute.
+r"""Bytes of one rank for one layer type, under several strategies at once: what `steelyard.cost.memory` adds up.
 
 They describe `steelyard.runtime`: FSDP2's `fully_shard` for fsdp, all such layers of a stage sharing one communication
-context, and a `steelyard.modules.replicated` layer where $f = 1$ (dp, tp alone, one device):
+context, and a `steelyard.modules.replicated` layer where $f = 1$ (dp, tp alone, one device). With $N$ parameters after
+tp, sharded $f$ ways, and $q$ bytes of one in compute:
 
 | term         | bytes        | lives                                                      |
 |--------------|--------------|------------------------------------------------------------|
@@ -12,11 +13,8 @@ context, and a `steelyard.modules.replicated` layer where $f = 1$ (dp, tp alone,
 | activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | traced, with the parameters and new gradients of the layer | while the layer runs |
 
-Not modelled: the two temporaries of an AdamW step, which are smaller than any working set.
-
-Source: Rajbhandari et al. 2020 (ZeRO).
-
-Bytes of a layer type under several strategies of a pipeline configuration, by `steelyard.cost.layer_memory`.
+Source: Rajbhandari et al. 2020 (ZeRO). Not modelled: the two temporaries of an AdamW step, which are smaller than any
+working set.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,10 @@
-"""The files of this package: rows of the catalogue and a user's cluster file, checked while they are read.
+"""The files of this package, checked while they are read: the catalogue of devices and links, and a user's cluster.
 
 File keys carry their unit (``bandwidth_GBps``, ``latency_us``, ``memory_GiB``, ``peak_TFLOPs``) and are converted
 here, once, to bytes, seconds and FLOP. GB is 10^9 bytes, GiB is 2^30 bytes, a TFLOP is 10^12 FLOP.
 
-The catalogue of devices and links that ships with the package, every row with its source.
-
-The numbers stand in ``devices.yaml`` and ``links.yaml`` beside this file, which also say what they mean. A name that is
-not there is an error that lists the nearest ones, never a default.
+The catalogue is ``devices.yaml`` and ``links.yaml`` beside this file, every row with its source. A name that is not
+there is an error that lists the nearest ones, never a default.
 """
 
 import re

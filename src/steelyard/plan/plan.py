@@ -22,11 +22,10 @@ from steelyard.model.read import planned_model
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.part import PlanPart
-from steelyard.plan.prediction import Prediction
+from steelyard.plan.prediction import Prediction, baseline_line, layers_text
 from steelyard.plan.stages import LayerRun, StagePart, StagePlan, illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.plan.training import Training
-from steelyard.plan.words import baseline_line, layers_text
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
 from steelyard.units import format_bytes, format_plural, format_seconds

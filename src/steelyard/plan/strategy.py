@@ -25,8 +25,18 @@ from functools import lru_cache
 
 from steelyard.errors import InvalidPlanError, nearest
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, Value, level_dimensions, variants
-from steelyard.plan.dimensions.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.dimensions.dimension import Contradiction, Divides, Level, Levels, Placed, States
+from steelyard.plan.dimensions.dimension import (
+    Contradiction,
+    Divides,
+    Level,
+    Levels,
+    Placed,
+    States,
+    data_levels,
+    degree_of,
+    replica_levels,
+    shard_levels,
+)
 
 __all__ = [
     "HiddenPlacement",

@@ -1,8 +1,7 @@
-"""The shapes of a layer's products and attention on one rank, as data: sizes of one sample, and which of them grows.
+"""What all parts of a profile share: immutable values, quantities that grow with the samples, and shapes of kernels.
 
-Equal calls are folded into one with a count, so that a trace stays small.
-
-What all parts of a profile share: immutable values, and quantities that grow with the samples.
+Shapes are those of products and attention on one rank: sizes of one sample, and which of them grows. Equal calls are
+folded into one with a count, so that a trace stays small.
 """
 
 from typing import Annotated, Literal, overload

@@ -10,8 +10,17 @@ from steelyard.errors import InvalidClusterError
 from steelyard.hardware import Cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.plan import Plan, headline, part_name
-from steelyard.plan.prediction import Alternative, Baseline, CostSource, Prediction, margin_text
-from steelyard.plan.words import SAME_SHARE, against, layers_text, misfits
+from steelyard.plan.prediction import (
+    SAME_SHARE,
+    Alternative,
+    Baseline,
+    CostSource,
+    Prediction,
+    against,
+    layers_text,
+    margin_text,
+    misfits,
+)
 from steelyard.report.tables import framed_table, number
 from steelyard.units import format_bytes, format_days, format_money, format_plural, format_seconds
 

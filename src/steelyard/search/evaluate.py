@@ -1,13 +1,10 @@
-"""What a choice of cuts and strategies costs, in seconds and bytes, straight from the definition in `CostTables`.
+"""Time and bytes of a choice of cuts and strategies, straight from the definition in `CostTables`.
 
-This is the one place that turns a choice into numbers: every search reports the values computed here, so the reported
-step time is the sum that was minimised, term by term.
+Every search reports the values computed here, so the reported step time is the sum that was minimised, term by term.
 
-Puts equal strategies next to each other where that costs nothing, so that a plan reads well.
-
-Layers of one type are interchangeable within a stage: any order of their strategies takes the same time but for the
-switches between them, and about the same memory. The search returns one of many equal orders; this picks one with the
-fewest changes of strategy among those that are no slower and fit.
+Layers of one type are interchangeable within a stage: any order of their strategies takes the same time except for the
+switches between them, and about the same memory. `group_equal_strategies` picks one with the fewest changes of strategy
+among those that are no slower and fit, so that a plan reads well.
 """
 
 import itertools

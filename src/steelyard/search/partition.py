@@ -30,9 +30,7 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables, Pools
 from steelyard.errors import InvalidProblemError
-from steelyard.search.evaluate import Solution, evaluate
-from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, TooManyStatesError, chain_frontier
-from steelyard.search.least_memory import (
+from steelyard.search.bounds import (
     NearestMiss,
     StageMemory,
     furthest_boundaries,
@@ -40,6 +38,8 @@ from steelyard.search.least_memory import (
     nearest_miss,
     stage_memories,
 )
+from steelyard.search.evaluate import Solution, evaluate
+from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, TooManyStatesError, chain_frontier
 from steelyard.search.pipeline_dp import Pipeline, join_runs
 from steelyard.search.runs import (
     AnyBudget,

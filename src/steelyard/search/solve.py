@@ -1,15 +1,12 @@
-r"""The fastest plan over all pipeline configurations within a memory budget, with proof, alternatives and reasons.
+"""The fastest plan over all pipeline configurations within a memory budget, with proof, alternatives and reasons.
 
 Every `CostTables` is one configuration (stages, microbatches, schedule). They are visited in order of their lower
-bounds, and each is solved exactly unless it is proven slower than the alternatives already in hand: where what is known
-beforehand tells it, its tables are never made (`steelyard.search.solve`). Ties are broken by the order in which the
-tables were given, so equal inputs give equal results.
+bounds, and each is solved exactly unless it is proven slower than the alternatives already in hand. Tables are made
+when they are first asked for (`OnDemand`): most configurations are beaten by the time of their computation alone.
+Ties are broken by the order in which the tables were given, so equal inputs give equal results.
 
 With ``samples`` (the global batch of each configuration) configurations compete on seconds per sample instead of
 seconds per step.
-
-Cost tables that are made when they are first asked for: most configurations are beaten by what computing takes
-alone.
 """
 
 import heapq
@@ -24,6 +21,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.plan.decisions import Partition
 from steelyard.schedules import PipelineConfig
+from steelyard.search.bounds import IMPOSSIBLE, NearestMiss
 from steelyard.search.cross_layer_inputs import (
     CrossLayerProspect,
     assess,
@@ -33,7 +31,6 @@ from steelyard.search.cross_layer_inputs import (
     sketch,
 )
 from steelyard.search.evaluate import Solution
-from steelyard.search.least_memory import IMPOSSIBLE, NearestMiss
 from steelyard.search.partition import ConfigResult, Prospect, quick_bound_s
 from steelyard.units import format_bytes, format_seconds
 
