@@ -17,7 +17,6 @@ from steelyard.cost.layer_load import legal_counts, rank_samples, unmeasured_rea
 from steelyard.cost.memory import LayerRows, layer_rows, with_memory
 from steelyard.cost.switching import Switches
 from steelyard.cost.tables import CostTables, CrossLayerInput
-from steelyard.hardware import Link
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import USUAL
 
@@ -227,25 +226,25 @@ def border_s(before: JobConfig, after: JobConfig) -> float:
 
     What was measured inside a pool is of other links than those between pools, and serves only where these are unknown.
     """
-    sides = [(each.devices_per_stage, _outer_link(each.job), each.job.efficiency.links) for each in (before, after)]
+    sides = []
+    for each in (before, after):
+        cluster = each.job.cluster
+        link = each.job.group.outer_link or cluster.inter_link or cluster.intra_link
+        sides.append((each.devices_per_stage, link, each.job.efficiency.links))
     is_inside = before.job is after.job or any(link.needs_profile for _, link, _ in sides)
     profiles = [before.job.profile, after.job.profile] if is_inside else []
     one_way_s = crossing_s(before.activation_bytes, sides, profiles)
     return 2 * max(before.job.time_factor, after.job.time_factor) * one_way_s
 
 
-def _outer_link(job: Job) -> Link:
-    return job.group.outer_link or job.cluster.inter_link or job.cluster.intra_link
-
-
 def usable_bytes(job: Job) -> int:
     """The most bytes of tensors that a budget holds with the allocator's slack; of several groups, the most."""
-    return max(_usable_bytes(each.budget_bytes, slack_fraction(each)) for each in job.by_group)
-
-
-def _usable_bytes(budget_bytes: int, slack: float) -> int:
-    most = int(budget_bytes / (1 + slack))
-    return most + (most + 1 + int(slack * (most + 1)) <= budget_bytes)
+    found = []
+    for each in job.by_group:
+        slack = slack_fraction(each)
+        most = int(each.budget_bytes / (1 + slack))
+        found.append(most + (most + 1 + int(slack * (most + 1)) <= each.budget_bytes))
+    return max(found)
 
 
 def slack_fraction(job: Job) -> float:

@@ -72,9 +72,10 @@ def _compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime
             backward_s=at_each(samples, lambda each: measured(each).backward_s),
             includes_shape=True,
         )
+    added = layer.trained.num_params * ACCUMULATION_BYTES if job.execution.accumulates_apart else 0
     return ComputeTime(
         forward_s=work_s(layer.forward, samples, job),
-        backward_s=work_s(layer.backward, samples, job) + _accumulation_s(layer, job),
+        backward_s=work_s(layer.backward, samples, job) + (_moving_s(added, job) if added else 0.0),
         includes_shape=False,
         forward_launch_s=launch_s(layer.forward, layer.forward_collectives, job),
         backward_launch_s=launch_s(layer.backward, layer.backward_collectives, job),
@@ -94,12 +95,6 @@ def step_overhead_s(job: Job) -> float:
         return job.profile.step_overhead_s * job.time_factor
     fixed = job.efficiency.step_s + job.efficiency.step_per_node_s * job.cluster.num_nodes
     return (fixed + job.execution.step_s) * job.time_factor
-
-
-def _accumulation_s(layer: LayerProfile, job: Job) -> float:
-    if not job.execution.accumulates_apart:
-        return 0.0
-    return _moving_s(layer.trained.num_params * ACCUMULATION_BYTES, job)
 
 
 def _moving_s(num_bytes: float, job: Job) -> float:

@@ -41,7 +41,7 @@ from steelyard.plan.dimensions import Dimension
 from steelyard.plan.dimensions.dimension import Divides, Levels, Load, Phase, States, Traffic, shard_levels
 from steelyard.plan.stages import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Work
+from steelyard.profiles.profile import Collective, LayerProfile, Work
 from steelyard.units import Amount, at_each, hashable, is_positive
 
 Seconds = TypeVar("Seconds", bound=Amount)
@@ -137,15 +137,17 @@ def _passes(
     sent = _Sent(layer, strategy, config)
     forward: Terms = {"compute": compute.forward_s}
     backward: Terms = {"compute": compute.backward_s}
-    lost_s = held_up_s(strategy, config)
+    lost_s = 0.0  # what the host loses per collective where it also serves a pipeline between nodes
+    if config.is_piped and job.cluster.num_nodes > 1:
+        lost_s = job.execution.pipelined_collective_s * strategy.tensor_degree
     for dimension in strategy.dimensions:
         if sent.is_in_line(dimension) and not (compute.includes_shape and dimension.shape(strategy)):
             forward[dimension.name] = sent.in_line_s(dimension, "forward")
             backward[dimension.name] = sent.in_line_s(dimension, "backward")
     if strategy.expert_degree > 1:
         forward["imbalance"], backward["imbalance"] = _imbalance_s(layer, busiest, compute, samples, job)
-    _add_host(forward, compute.forward_launch_s + lost_s * num_calls(layer.forward_collectives))
-    _add_host(backward, compute.backward_launch_s + lost_s * num_calls(layer.backward_collectives))
+    _add_host(forward, compute.forward_launch_s + lost_s * sum(each.count for each in layer.forward_collectives))
+    _add_host(backward, compute.backward_launch_s + lost_s * sum(each.count for each in layer.backward_collectives))
     _add_shards(forward, "forward", sent, config)
     return Passes(forward, backward, sent)
 
@@ -324,17 +326,6 @@ def _recomputation_s(
     if measured is None:
         _add_host(terms, launch_s(again.work, again.collectives, job))
     return sum(terms.values())
-
-
-def held_up_s(strategy: Strategy, config: JobConfig) -> float:
-    """What the host loses per tensor-parallel collective where it also serves a pipeline between nodes."""
-    between_nodes = config.is_piped and config.job.cluster.num_nodes > 1
-    return config.job.execution.pipelined_collective_s * strategy.tensor_degree if between_nodes else 0.0
-
-
-def num_calls(collectives: tuple[CollectiveCount, ...]) -> int:
-    """How many collectives these are."""
-    return sum(each.count for each in collectives)
 
 
 def _add_host(terms: Terms, launch_s: float) -> None:

@@ -117,12 +117,9 @@ def _entering_entries(chain: ModelChain, seq_len: int) -> tuple[_Flow, ...]:
     for layer in range(1, chain.num_layers):
         entries = map(prod, chain.flow_shapes(layer - 1, seq_len))
         flow = tuple(zip(entries, chain.flow_needs_gradient(layer - 1), strict=True))
-        entering[chain.layers[layer]] = max(flow, entering.get(chain.layers[layer], ()), key=_there_and_back)
+        both = flow, entering.get(chain.layers[layer], ())
+        entering[chain.layers[layer]] = max(both, key=lambda each: sum(size * (1 + back) for size, back in each))
     return tuple(entering.get(layer_type, entering[chain.layers[1]]) for layer_type in range(len(chain.layer_types)))
-
-
-def _there_and_back(flow: _Flow) -> int:
-    return sum(size * (1 + is_needed) for size, is_needed in flow)
 
 
 def _between(

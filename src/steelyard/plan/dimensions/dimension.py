@@ -235,24 +235,9 @@ class Variant:
         return next(iter(self.texts))
 
 
-def nothing_contradicts(_levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
-    """For dimensions that go with all others."""
-    return None
-
-
 def needs_nothing(_load: Load) -> Working:
     """For dimensions whose memory the trace of the layer shows, and those that need none."""
     return Working()
-
-
-def always_worth(_levels: Levels, _devices_per_node: int | None) -> str:
-    """For dimensions all of whose degrees are searched."""
-    return ""
-
-
-def always_worth_for(_strategy: "StrategyView", _devices_per_node: int | None, _layers: tuple[LayerType, ...]) -> str:
-    """For dimensions whose degrees are worth a search whatever the layers."""
-    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -275,11 +260,11 @@ class Dimension:
     working: Callable[[Load], Working] = needs_nothing
     """What its collectives keep and need while a layer works."""
     variants: tuple[Variant, ...] = ()
-    contradiction: Callable[[Levels, Mapping[str, Value]], Contradiction | None] = nothing_contradicts
-    not_worth: Callable[[Levels, int | None], str] = always_worth
+    contradiction: Callable[[Levels, Mapping[str, Value]], Contradiction | None] = lambda _levels, _variants: None
+    not_worth: Callable[[Levels, int | None], str] = lambda _levels, _devices_per_node: ""
     """Given levels and devices of a node: why such levels are not searched unless a pin asks for them; empty where they
     are."""
-    not_worth_for: Callable[["StrategyView", int | None, tuple[LayerType, ...]], str] = always_worth_for
+    not_worth_for: Callable[["StrategyView", int | None, tuple[LayerType, ...]], str] = lambda *_: ""
     """The same of a strategy, given the layer types that the model has."""
     serves: Callable[[ModelChain], str] = lambda _chain: ""
     """Why no layer of a model could be divided so, whatever the degree; empty where one could."""
