@@ -17,8 +17,7 @@ redistribution between two layouts.
 Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slowdown).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -141,7 +140,7 @@ def _passes(
     if config.is_piped and job.cluster.num_nodes > 1:
         lost_s = job.execution.pipelined_collective_s * strategy.tensor_degree
     for dimension in strategy.dimensions:
-        if sent.is_in_line(dimension) and not (compute.includes_shape and dimension.shape(strategy)):
+        if sent.by[dimension].waits and not (compute.includes_shape and dimension.shape(strategy)):
             forward[dimension.name] = sent.in_line_s(dimension, "forward")
             backward[dimension.name] = sent.in_line_s(dimension, "backward")
     if strategy.expert_degree > 1:
@@ -159,7 +158,8 @@ def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", config: JobConfig) ->
         layer_type = level.dimension
         if layer_type.states is States.SHARDED:
             hooks_s = config.job.profile.sharding_s(strategy.state_shards) / 2
-            terms[layer_type.name] = hooks_s + _beside(sum(terms.values()), sent.beside_s(layer_type, phase), config)
+            beside_s = sent.by[layer_type].beside_s.get(phase, 0.0)
+            terms[layer_type.name] = hooks_s + _beside(sum(terms.values()), beside_s, config)
 
 
 def _imbalance_s(
@@ -201,17 +201,6 @@ class _SentByDimension:
     once: list[Traffic] = field(default_factory=list)
     """What is sent once a step."""
 
-    def copy(self) -> "_SentByDimension":
-        """The same, to which more is added."""
-        return _SentByDimension(
-            waits=self.waits,
-            in_line_s=self.in_line_s.copy(),
-            beside_s=self.beside_s.copy(),
-            num_calls=self.num_calls.copy(),
-            last_s=self.last_s,
-            once=self.once,
-        )
-
 
 class _Sent:
     """Seconds of the collectives that the dimensions of a strategy ask for in one layer.
@@ -224,63 +213,43 @@ class _Sent:
         self, layer: LayerProfile, strategy: Strategy, config: JobConfig, *, beyond: "_Sent | None" = None
     ) -> None:
         self.strategy, self._job = strategy, config.job
-        self._dimensions: dict[Dimension, _SentByDimension] = {}
+        self.by: dict[Dimension, _SentByDimension] = {}
         load: Load | None = None
         for dimension in strategy.dimensions:
-            known = None if beyond is None else beyond._dimensions[dimension]
+            known = None if beyond is None else beyond.by[dimension]
             if dimension.divides is not Divides.SAMPLES:
                 load = load or layer_load(layer, strategy, config)
-                self._dimensions[dimension] = _sent_by(dimension, layer, strategy, load, config, known)
+                self.by[dimension] = _sent_by(dimension, layer, strategy, load, config, known)
             else:
-                self._dimensions[dimension] = known or _states_sent_by(dimension, layer, strategy, config)
-
-    def is_in_line(self, dimension: Dimension) -> bool:
-        """Whether a layer waits for collectives of this dimension."""
-        return self._dimensions[dimension].waits
+                key = "sent", layer, dimension, strategy, config.devices_per_stage
+                make = partial(_sent_by, dimension, layer, strategy, None, config, None)
+                self.by[dimension] = known or config.job.once(key, make)
 
     def in_line_s(self, dimension: Dimension, phase: Phase) -> Amount:
         """Seconds that a layer waits in a phase."""
-        sent = self._dimensions[dimension]
+        sent = self.by[dimension]
         seconds = sent.in_line_s.get(phase, 0.0)
         if dimension.divides is not Divides.TENSORS:
             return seconds
         exposed, jitter_s = 1 - self._job.execution.hidden_collectives, self._job.efficiency.jitter_s
         return exposed * seconds + sent.num_calls.get(phase, 0) * jitter_s * (self.strategy.degree(dimension) - 1) ** 2
 
-    def beside_s(self, dimension: Dimension, phase: Phase) -> Amount:
-        """Seconds of what can run beside compute in a phase, by itself."""
-        return self._dimensions[dimension].beside_s.get(phase, 0.0)
-
-    def last_s(self, dimension: Dimension) -> Amount:
-        """Seconds of what runs beside the last backward pass of a step and no other, by itself."""
-        return self._dimensions[dimension].last_s
-
-    def once(self, dimension: Dimension) -> Sequence[Traffic]:
-        """What is sent once a step."""
-        return self._dimensions[dimension].once
-
-
-def _states_sent_by(
-    dimension: Dimension, layer: LayerProfile, strategy: Strategy, config: JobConfig
-) -> _SentByDimension:
-    def made() -> _SentByDimension:
-        return _sent_by(dimension, layer, strategy, layer_load(layer, strategy, config), config, None)
-
-    return config.job.once(("sent", layer, dimension, strategy, config.devices_per_stage), made)
-
 
 def _sent_by(
     dimension: Dimension,
     layer: LayerProfile,
     strategy: Strategy,
-    load: Load,
+    load: Load | None,
     config: JobConfig,
     beyond: _SentByDimension | None,
 ) -> _SentByDimension:
     job = config.job
     waits_for_last = dimension.states is States.SHARDED and job.execution.keeps_whole_gradients(strategy)
-    found = beyond.copy() if beyond else _SentByDimension(waits=bool(dimension.shape(strategy)))
-    for each in dimension.traffic(load):
+    found = _SentByDimension(waits=bool(dimension.shape(strategy)))
+    if beyond is not None:
+        copies = {name: getattr(beyond, name).copy() for name in ("in_line_s", "beside_s", "num_calls")}
+        found = replace(beyond, **copies)
+    for each in dimension.traffic(load or layer_load(layer, strategy, config)):
         if beyond is not None and each.phase != "recomputation":
             continue
         if each.phase == "backward" and not layer.has_backward:
@@ -321,7 +290,7 @@ def _recomputation_s(
     else:
         terms = {"compute": measured}
     for dimension in strategy.dimensions:
-        if sent.is_in_line(dimension) and not (measured is not None and dimension.shape(strategy)):
+        if sent.by[dimension].waits and not (measured is not None and dimension.shape(strategy)):
             terms[dimension.name] = sent.in_line_s(dimension, "recomputation")
     if measured is None:
         _add_host(terms, launch_s(again.work, again.collectives, job))
@@ -352,7 +321,8 @@ def _once_time(
     for dimension in strategy.dimensions:
         reduce_s: Amount = 0.0
         gather_s: Amount = 0.0
-        for each in sent.once(dimension):
+        own = sent.by[dimension]
+        for each in own.once:
             group = traffic_group(each.over, dimension, strategy, config.devices_per_stage)
             shards = execution.optimizer_shards(group.size) if group.size > 1 else 1
             if shards == 1:
@@ -366,14 +336,14 @@ def _once_time(
                 new_bytes = each.tensor_bytes * job.compute_bytes / execution.reduce_bytes
                 gather_s += pieces * job.collective_s("all_gather", new_bytes / pieces, owners)
                 reduce_s += pieces * job.collective_s(reduction, each.tensor_bytes / pieces, group)
-        if sent.once(dimension):
+        if own.once:
             terms[dimension.name] = _beside(backward_s, reduce_s, config)
             if is_positive(gather_s):
                 terms[dimension.name] += _beside(forward_s, gather_s, config)
-        if sent.last_s(dimension):
-            gather_s, others_s = sent.beside_s(dimension, "backward"), backward_s - backward.get(dimension.name, 0.0)
+        if own.last_s:
+            gather_s, others_s = own.beside_s.get("backward", 0.0), backward_s - backward.get(dimension.name, 0.0)
             hidden_s = _beside(others_s, gather_s, config)
-            terms[dimension.name] = _beside(others_s, gather_s + sent.last_s(dimension), config) - hidden_s
+            terms[dimension.name] = _beside(others_s, gather_s + own.last_s, config) - hidden_s
     return terms
 
 

@@ -250,17 +250,13 @@ def least_budget(tables: CostTables, memories: Sequence[StageMemory], too_small:
         if boundaries is None:
             low = _next_budget(tables, memories, middle)
         else:
-            high = _most_bytes(_spans(memories, boundaries), overheads)
+            high = _most_bytes(zip(memories, itertools.pairwise(boundaries), strict=False), overheads)
     return None if tables.pools is not None and high >= IMPOSSIBLE else high
 
 
 def _most_bytes(spans: Iterable[tuple[StageMemory, tuple[int, int]]], overheads: Sequence[int]) -> int:
     """Bytes of the fullest stage that holds its span."""
     return max(memory.least_bytes(*span) + more for (memory, span), more in zip(spans, overheads, strict=False))
-
-
-def _spans(memories: Sequence[StageMemory], boundaries: Sequence[int]) -> Iterator[tuple[StageMemory, tuple[int, int]]]:
-    return zip(memories, itertools.pairwise(boundaries), strict=False)
 
 
 def _next_budget(tables: CostTables, memories: Sequence[StageMemory], budget_bytes: int) -> int:
@@ -292,7 +288,7 @@ def nearest_miss(
         return None
     boundaries = furthest_boundaries(tables, memories, needed)
     assert boundaries is not None, "the least budget is feasible by its definition"
-    spans = enumerate(_spans(memories, boundaries))
+    spans = enumerate(zip(memories, itertools.pairwise(boundaries), strict=False))
     used = [memory.least_bytes(*span) + tables.overhead_of(stage) for stage, (memory, span) in spans]
     stage = int(np.argmax(used))
     start, end = boundaries[stage], boundaries[stage + 1]

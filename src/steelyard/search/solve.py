@@ -314,7 +314,17 @@ def _summary(
     )
     ranked = tuple(sorted((each for each in outcomes if each.result.solution), key=lambda each: each.score_s))
     if not ranked:
-        return _nothing_fits(outcomes, budget_bytes)
+        misses = [(each.result.miss.miss_bytes, each.index) for each in outcomes if each.result.miss is not None]
+        nearest = min(misses)[1] if misses else None
+        return SearchResult(
+            status="infeasible",
+            budget_bytes=budget_bytes,
+            ranked=(),
+            configs=outcomes,
+            lower_bound_s=np.inf,
+            nearest_miss=None if nearest is None else outcomes[nearest].result.miss,
+            nearest_index=nearest,
+        )
     lower = min(*bounds, fastest)
     proven = all(bound >= fastest or result.status == "optimal" for bound, result in zip(bounds, results, strict=True))
     return SearchResult(
@@ -323,20 +333,6 @@ def _summary(
         ranked=ranked,
         configs=outcomes,
         lower_bound_s=fastest if proven else lower,
-    )
-
-
-def _nothing_fits(outcomes: tuple[ConfigOutcome, ...], budget_bytes: int) -> SearchResult:
-    misses = [each for each in outcomes if each.result.miss is not None]
-    nearest = min(misses, key=lambda each: each.result.miss.miss_bytes if each.result.miss else 0, default=None)
-    return SearchResult(
-        status="infeasible",
-        budget_bytes=budget_bytes,
-        ranked=(),
-        configs=outcomes,
-        lower_bound_s=np.inf,
-        nearest_miss=nearest.result.miss if nearest else None,
-        nearest_index=nearest.index if nearest else None,
     )
 
 
