@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.communication import Group, collective_time
 from steelyard.cost.efficiency import LinkEfficiency, efficiency_of
-from steelyard.hardware import Cluster, Link, find_device, find_link
+from steelyard.hardware import Cluster, Link, NodeGroup, find_device, find_link
 from steelyard.hardware.values import UNMEASURED
 from steelyard.profiles.profile import Collective, LayerProfile, Profile, ProfileIdentity, Work
 from steelyard.units import GB
@@ -120,12 +120,16 @@ PROFILE = unprofiled()
 def node_of(link: Link, *, num_nodes: int = 1) -> Cluster:
     """Nodes of eight devices on a link, with a 400 Gb/s port for each."""
     return Cluster(
-        name="eight devices",
-        num_nodes=num_nodes,
-        devices_per_node=8,
-        device=find_device("h100-80gb"),
-        intra_link=link,
-        inter_link=find_link("infiniband-ndr") if num_nodes > 1 else None,
+        groups=(
+            NodeGroup(
+                name="eight devices",
+                num_nodes=num_nodes,
+                devices_per_node=8,
+                device=find_device("h100-80gb"),
+                intra_link=link,
+                inter_link=find_link("infiniband-ndr") if num_nodes > 1 else None,
+            ),
+        )
     )
 
 

@@ -21,8 +21,7 @@ from steelyard.cost.job import Job
 from steelyard.hardware import parse_cluster
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DP
-from steelyard.plan.dimensions.data import degree_of
-from steelyard.plan.dimensions.dimension import Divides
+from steelyard.plan.dimensions.dimension import Divides, degree_of
 from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of
@@ -57,7 +56,7 @@ def job_within(model: str, cluster: str, share: float, seq_len: int, batch: int)
     machines = parse_cluster(cluster)
     if machines.inter_link is not None:
         link = replace(machines.inter_link, bytes_per_s=share * machines.inter_link.bytes_per_s)
-        machines = replace(machines, inter_link=link)
+        machines = machines.on(inter_link=link)
     return job_of(
         make_request(
             model,

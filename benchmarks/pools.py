@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from published_runs.rows import OPEN_RUNS, PublishedRun, read_runs
 
 from steelyard.cost.predict import predict
-from steelyard.hardware import Cluster, MixedCluster, hardware_file, parse_pools
+from steelyard.hardware import Cluster, hardware_file, joined_pools, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.plan.dimensions import DP, TP
 from steelyard.plan.plan import Plan, PlanModel
@@ -90,9 +90,9 @@ def node(card: str, count: int, name: str, nodes: int = 1) -> Cluster:
     return pools_from_yaml(text)
 
 
-def joined(*pools: Cluster) -> MixedCluster:
+def joined(*pools: Cluster) -> Cluster:
     assert all(pool.inter_link for pool in pools), "given for a single node too"
-    return MixedCluster(pools=pools, links=tuple(pool.inter_link for pool in pools if pool.inter_link is not None))
+    return joined_pools(pools, [pool.inter_link for pool in pools if pool.inter_link is not None])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Case:
     """A job on a cluster of several pools."""
 
     name: str
-    cluster: MixedCluster
+    cluster: Cluster
     model: Any
     seq_len: int
     batch: int
@@ -114,8 +114,8 @@ def cases() -> list[Case]:
     four = joined(node("RTX 3090", 8, "3090"), node("RTX 2080", 8, "2080", 2), node("Titan RTX", 8, "titan"))
     six = joined(node("RTX 3090", 8, "3090"), node("RTX 2080", 8, "2080", 3), node("Titan RTX", 8, "titan", 2))
     smallest, amp = parse_pools(str(POOLS / "sailor-8b.yaml")), parse_pools(str(POOLS / "amp.yaml"))
-    more_nodes = [replace(pool, num_nodes=pool.num_nodes * 5 // 2) for pool in smallest.pools]
-    larger = replace(smallest, pools=tuple(more_nodes))
+    more_nodes = [pool.on(num_nodes=pool.num_nodes * 5 // 2) for pool in smallest.pools]
+    larger = joined_pools(more_nodes, smallest.links)
     planned = sailor | {"model": OPT_350M | {"vocab_size": 50272}, "batch": 1024}
     return [
         Case(name="Sailor N2: 2 × RTX 3090, 2 × Titan RTX", cluster=two, **sailor),
@@ -157,7 +157,7 @@ def compare(case: Case) -> None:
         print(f"  {baseline.name}: {words}{slower}")
 
 
-def measured_plan(run: PublishedRun) -> tuple[Plan, MixedCluster | Cluster]:
+def measured_plan(run: PublishedRun) -> tuple[Plan, Cluster]:
     """The plan of a row, every stage on the slowest kind of card that its replicas lie on, and its machines."""
     devices = re.search(r"devices of the stages: ([^;]+)", run.text("notes"))
     units = re.search(r"counted as one each\): ([0-9/]+)", run.text("notes"))
@@ -199,7 +199,7 @@ def predicted_s(run: PublishedRun) -> float:
     """Seconds of a step of the plan of a row."""
     plan, cluster = measured_plan(run)
     asked: dict[str, Any] = {"global_batch": plan.global_batch, "seq_len": plan.seq_len, "precision": "fp32"}
-    if isinstance(cluster, MixedCluster):
+    if cluster.is_mixed:
         return predict(plan, job_of(make_request(plan.chain(), cluster, **asked))).step_time_s
     return predict(plan, job_of(make_request(plan.chain(), cluster, **asked))).step_time_s
 

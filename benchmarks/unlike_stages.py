@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.ranks import on_ranks, training_step
 from steelyard.cost.predict import predict
-from steelyard.hardware import MixedCluster
+from steelyard.hardware import Cluster
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
@@ -124,14 +124,14 @@ def measured_on(cores: set[int], num_processes: int, chain: ModelChain, seconds:
         os.sched_setaffinity(0, everywhere)
 
 
-def machines(pools: tuple[Pool, ...]) -> MixedCluster:
+def machines(pools: tuple[Pool, ...]) -> Cluster:
     rows = "".join(
         f"  - {{name: {pool.name}, num_nodes: 1, devices_per_node: {pool.num_processes}, "
         f"device: {{name: {pool.name}-cpu, kind: cpu, memory_GiB: 4}}, intra_link: loopback}}\n"
         for pool in pools
     )
     found = pools_from_yaml(f"version: 1\nlink: loopback\npools:\n{rows}")
-    assert isinstance(found, MixedCluster), "two pools were written"
+    assert found.is_mixed, "two pools were written"
     return found
 
 

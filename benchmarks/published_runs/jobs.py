@@ -26,7 +26,7 @@ from published_runs.shapes import Kernels, Latent, ModelShape, layer_profiles
 from steelyard.cost.efficiency import Efficiency
 from steelyard.cost.job import DeviceGroup, Job
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, Link, find_device, find_link
+from steelyard.hardware import Cluster, Link, NodeGroup, find_device, find_link
 from steelyard.hardware.files import default_links
 from steelyard.hardware.values import Device
 from steelyard.model.chain import LayerRole, ModelChain
@@ -516,12 +516,16 @@ def _cluster(run: PublishedRun) -> Cluster:
         inter = _inter_link(run.text("inter_link"), inter, min(run.count("gpus_per_node") or 8, devices))
     num_nodes = devices // per_node
     return Cluster(
-        name=f"{num_nodes}x{per_node}x{device.name}",
-        num_nodes=num_nodes,
-        devices_per_node=per_node,
-        device=device,
-        intra_link=intra,
-        inter_link=inter if num_nodes > 1 else None,
+        groups=(
+            NodeGroup(
+                name=f"{num_nodes}x{per_node}x{device.name}",
+                num_nodes=num_nodes,
+                devices_per_node=per_node,
+                device=device,
+                intra_link=intra,
+                inter_link=inter if num_nodes > 1 else None,
+            ),
+        )
     )
 
 

@@ -5,7 +5,7 @@ and are used for bandwidth and for memory that a user writes that way.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from fractions import Fraction
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
@@ -20,6 +20,26 @@ Amount: TypeAlias = "float | NDArray[np.float64]"
 """A number, or those of several pipeline configurations at once."""
 Whole: TypeAlias = "int | NDArray[np.int64]"
 """A whole number, or those of several strategies at once."""
+
+
+def at_each(amount: Amount, of: Callable[[float], float]) -> Amount:
+    """What a function of one number makes of every number."""
+    if isinstance(amount, float | int):
+        return of(amount)
+    import numpy as np
+
+    return np.array([of(each) for each in amount.tolist()])
+
+
+def hashable(amount: Amount) -> Hashable:
+    """The same for equal numbers."""
+    return amount if isinstance(amount, float | int) else amount.tobytes()
+
+
+def is_positive(amount: Amount) -> bool:
+    """Whether the number is above 0, or one of them."""
+    return amount > 0 if isinstance(amount, float | int) else bool(amount.max() > 0)
+
 
 KIB = 1024
 MIB = 1024**2

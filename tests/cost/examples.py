@@ -8,7 +8,7 @@ from steelyard.cost.communication import Group, collective_time
 from steelyard.cost.efficiency import IDEAL_LINKS, LinkEfficiency
 from steelyard.cost.job import DeviceGroup, Job, JobConfig
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
-from steelyard.hardware import Backend, Cluster, parse_cluster
+from steelyard.hardware import Backend, Cluster, NodeGroup, parse_cluster
 from steelyard.hardware.values import Device, Link
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
@@ -74,12 +74,16 @@ def cluster(
     intra = Link(name="intra", bytes_per_s=intra_bytes_per_s, latency_s=latency_s, source="test")
     inter = Link(name="inter", bytes_per_s=inter_bytes_per_s, latency_s=10 * latency_s, source="test")
     return Cluster(
-        name="round",
-        num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
-        device=device,
-        intra_link=intra,
-        inter_link=inter if num_nodes > 1 else None,
+        groups=(
+            NodeGroup(
+                name="round",
+                num_nodes=num_nodes,
+                devices_per_node=devices_per_node,
+                device=device,
+                intra_link=intra,
+                inter_link=inter if num_nodes > 1 else None,
+            ),
+        )
     )
 
 

@@ -1,7 +1,5 @@
 """Seconds of collectives against numbers worked out by hand, and the laws they obey."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,7 +135,7 @@ def test_groups_that_communicate_at_once_share_the_ports_of_a_node(group: Group)
 
 def _on(link: str, collective: Collective, size: float, ranks: int, *, num_nodes: int = 1) -> float:
     machines = parse_cluster(f"{num_nodes}x8xh100-80gb")
-    machines = replace(machines, intra_link=find_link(link))
+    machines = machines.on(intra_link=find_link(link))
     group = Group(size=ranks, stride=1, span=ranks)
     return collective_s(collective, size, group, machines, job(machines).profile)
 
@@ -184,7 +182,7 @@ def test_gathering_from_a_thousand_ranks_takes_their_rings_latency() -> None:
 def test_fewer_ports_than_devices_are_shared_evenly() -> None:
     machines = cluster(2, 8)
     assert machines.inter_link is not None
-    shared = replace(machines, inter_link=machines.inter_link.shared(num_ports=2, num_devices=8))
+    shared = machines.on(inter_link=machines.inter_link.shared(num_ports=2, num_devices=8))
     group = Group(size=2, stride=8, span=16)
     alone, together = (collective_s("all_gather", 1e12, group, each, job(each).profile) for each in (machines, shared))
     assert together == pytest.approx(4 * alone, rel=1e-3)

@@ -92,7 +92,7 @@ def test_no_rank_keeps_more_than_is_said(method: str, kv_heads: int, degree: int
     layer, priced = block(kv_heads), config(kv_heads, degree)
     traced = layer if remat is Remat.NONE else layer.recomputation(remat)
     needed = working_bytes(layer, strategy, priced)
-    held = traced.saved_bytes.at(rank_samples(strategy, priced)) + needed.saved
+    held = traced.saved_bytes.at(rank_samples(strategy, priced.microbatch_samples)) + needed.saved
     assert max(kept) <= held <= 1.1 * max(kept)
 
 

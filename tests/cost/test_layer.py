@@ -33,7 +33,7 @@ seconds = st.floats(0, 1e3)
 kappas = st.floats(1, 2)
 
 
-def block(text: str, where: JobConfig | None = None) -> LayerCost:
+def block(text: str, where: JobConfig | None = None) -> LayerCost[float]:
     where = where or config()
     return layer_cost(where.job.chain.layer_types[1], parse_strategy(text), where)
 

@@ -29,7 +29,7 @@ def measured_job(**of_the_device: object) -> Job:
         update={"identity": identity, "layers": layers, "optimizer_s_per_param": 1e-12, "step_overhead_s": 1e-4}
     )
     device = replace(of.cluster.device, **of_the_device)
-    return of.on(profile=profile, cluster=replace(of.cluster, device=device))
+    return of.on(profile=profile, cluster=of.cluster.on(device=device))
 
 
 WITHOUT_RATES = {"peak_flop_per_s": {}, "memory_bytes_per_s": None}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from steelyard.cost.compute import launch_s, work_s
 from steelyard.cost.job import Job, JobConfig
-from steelyard.cost.layer import KnownPasses, LayerCost, layer_cost, layer_seconds
+from steelyard.cost.layer import KnownPasses, LayerCost, layer_cost, layer_costs
 from steelyard.cost.layer_load import refusal
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.decisions import Decisions
@@ -23,7 +23,7 @@ strategies = st.sampled_from(STRATEGIES)
 HIDDEN_BYTES = 2 * SEQ_LEN * 64
 
 
-def block(text: str, where: JobConfig | None = None) -> LayerCost:
+def block(text: str, where: JobConfig | None = None) -> LayerCost[float]:
     where = where or config()
     return layer_cost(where.job.chain.layer_types[1], parse_strategy(text), where)
 
@@ -65,7 +65,7 @@ def test_costs_of_choices_made_together_are_those_of_each_alone(model: str) -> N
         legal = [strategy for strategy in offered if refusal(layer_type, strategy, where) is None]
         assert {strategy.remat for strategy in legal} >= {Remat.NONE, Remat.FULL}
         for strategy in legal:
-            assert layer_seconds(layer_type, strategy, where, known) == layer_seconds(layer_type, strategy, where, {})
+            assert layer_costs(layer_type, strategy, where, known) == layer_costs(layer_type, strategy, where, {})
         assert known
 
 

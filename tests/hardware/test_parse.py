@@ -1,7 +1,5 @@
 """Cluster texts and cluster files: what they mean and which mistakes are named."""
 
-from dataclasses import replace
-
 import pytest
 import yaml
 from hypothesis import given
@@ -157,7 +155,7 @@ def test_what_is_written_of_a_cluster_reads_back_as_the_same_cluster(changes):
         if mine is not None:
             assert (other.name, other.source, other.notes) == (mine.name, mine.source, mine.notes)
             assert (other.bytes_per_s, other.latency_s) == pytest.approx((mine.bytes_per_s, mine.latency_s), rel=1e-12)
-    assert replace(found, intra_link=cluster.intra_link, inter_link=cluster.inter_link) == cluster
+    assert found.on(intra_link=cluster.intra_link, inter_link=cluster.inter_link) == cluster
 
 
 def test_ports_of_a_node_are_shared_by_its_devices():

@@ -4,15 +4,14 @@ import pytest
 
 from steelyard.errors import InvalidClusterError
 from steelyard.hardware import (
-    MixedCluster,
+    cluster_file,
+    cluster_of,
     find_link,
     hardware_file,
     is_as_named,
     joined_pools,
     parse_cluster,
     parse_pools,
-    pools_file,
-    pools_of,
     with_network,
 )
 
@@ -59,12 +58,12 @@ def test_a_plan_keeps_what_the_names_of_pools_do_not_say(tmp_path, network):
         pools = found if network is None else with_network(found, network)
         kept = hardware_file(pools)
         assert (kept is None) == is_as_named(pools)
-        assert (parse_pools(pools.name) if kept is None else pools_of(kept)) == pools
+        assert (parse_pools(pools.name) if kept is None else cluster_of(kept, name="lab")) == pools
 
 
 def test_what_is_written_of_pools_reads_back_the_same(tmp_path):
     pools = written(tmp_path, FILE)
-    assert pools_of(pools_file(pools)) == pools
+    assert cluster_of(cluster_file(pools), name="lab") == pools
 
 
 def test_a_network_joins_the_nodes_of_the_pools_and_the_pools():
@@ -81,7 +80,7 @@ def test_memory_is_that_of_every_device():
 def test_some_of_the_pools_keep_their_links():
     pools = parse_pools("1x8xh100-80gb+1x8xa100-40gb+1x8xv100-16gb")
     some = [pools.pools[2], pools.pools[0]], [pools.links[2], pools.links[0]]
-    assert joined_pools(*some) == MixedCluster(pools=tuple(some[0]), links=tuple(some[1]))
+    assert joined_pools(*some).groups == (pools.groups[2], pools.groups[0])
     assert joined_pools(pools.pools[1:2], pools.links[1:2]) == pools.pools[1]
 
 

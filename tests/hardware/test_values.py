@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware import Backend, Cluster, Device, Link
+from steelyard.hardware import Backend, Cluster, Device, Link, NodeGroup
 
 FAST = Link(name="fast", bytes_per_s=100e9, latency_s=1e-6, source="test")
 SLOW = Link(name="slow", bytes_per_s=10e9, latency_s=1e-5, source="test")
@@ -24,12 +24,16 @@ DEVICE = Device(
 
 def cluster(num_nodes: int, devices_per_node: int) -> Cluster:
     return Cluster(
-        name="toy",
-        num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
-        device=DEVICE,
-        intra_link=FAST,
-        inter_link=SLOW,
+        groups=(
+            NodeGroup(
+                name="toy",
+                num_nodes=num_nodes,
+                devices_per_node=devices_per_node,
+                device=DEVICE,
+                intra_link=FAST,
+                inter_link=SLOW,
+            ),
+        )
     )
 
 
@@ -45,11 +49,11 @@ def test_counts_below_one_are_an_error(num_nodes, devices_per_node):
 
 def test_several_nodes_need_a_link_between_them():
     with pytest.raises(InvalidClusterError, match="inter_link"):
-        replace(cluster(2, 4), inter_link=None)
+        cluster(2, 4).on(inter_link=None)
 
 
 def test_one_node_needs_no_link_to_others():
-    assert replace(cluster(1, 4), inter_link=None).inter_link is None
+    assert cluster(1, 4).on(inter_link=None).inter_link is None
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])

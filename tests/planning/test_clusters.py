@@ -1,6 +1,5 @@
 """What a plan says of its cluster: a name where that says all, else what the cluster is."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ def planned(machines: Cluster) -> Plan:
 
 
 def test_a_plan_carries_a_cluster_that_was_described(tmp_path: Path) -> None:
-    machines = replace(cluster(2, 4), name="lab")
+    machines = cluster(2, 4).on(name="lab")
     write_plan(planned(machines), tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json").machines() == machines
 
@@ -43,7 +42,7 @@ def test_a_cluster_that_its_name_describes_is_not_carried(memory: int | None) ->
 
 
 def test_a_file_that_took_the_name_of_another_cluster_is_carried() -> None:
-    machines = replace(cluster(2, 4), name="2x4xa100-80gb")
+    machines = cluster(2, 4).on(name="2x4xa100-80gb")
     assert planned(machines).machines() == machines
 
 

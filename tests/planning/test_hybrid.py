@@ -41,7 +41,7 @@ def llama() -> Job:
 def with_links(machines: Cluster, share: float) -> Cluster:
     """The machines with links between nodes at a share of their rate."""
     link = machines.inter_link
-    return replace(machines, inter_link=link and replace(link, bytes_per_s=share * link.bytes_per_s))
+    return machines.on(inter_link=link and replace(link, bytes_per_s=share * link.bytes_per_s))
 
 
 def planned(of: Job, space: Space = "full") -> Plan:

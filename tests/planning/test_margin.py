@@ -86,7 +86,7 @@ def test_what_fits_without_the_margin_alone_is_taken_with_a_warning(comfortable:
     least = int(missed.miss.needed_bytes * 1.09)
     device = replace(job.cluster.device, memory_bytes=int(least * 1.01))
     tight = job.on(
-        cluster=replace(job.cluster, device=device),
+        cluster=job.cluster.on(device=device),
         budget_bytes=int(least * 1.01 * (1 - MARGIN)),
         margin_bytes=int(least * 1.01) - int(least * 1.01 * (1 - MARGIN)),
     )
@@ -119,7 +119,7 @@ def test_a_full_device_is_told_what_leaves_more_free(comfortable: PlanningResult
     assert comfortable.cost is not None
     job = of()
     full = replace(job.cluster.device, memory_bytes=peak_bytes(comfortable.plan))
-    pressed = job.on(cluster=replace(job.cluster, device=full))
+    pressed = job.on(cluster=job.cluster.on(device=full))
     (warning,) = warnings_of(pressed, comfortable.plan, comfortable.cost.stages)
     assert warning.endswith("--memory-margin 0.05 leaves more free, where one fits")
 
@@ -159,7 +159,7 @@ def test_a_cpu_is_under_no_pressure(comfortable: PlanningResult) -> None:
     job = of()
     full = replace(job.cluster.device, memory_bytes=peak_bytes(comfortable.plan))
     cpu = make_job(CONFIG, "1x2xcpu", global_batch=4, seq_len=64, precision="fp32", memory="40GiB", profile=None)
-    pressed = job.on(cluster=replace(job.cluster, device=full))
+    pressed = job.on(cluster=job.cluster.on(device=full))
     assert warnings_of(pressed, comfortable.plan, comfortable.cost.stages)
     assert warnings_of(cpu, comfortable.plan, comfortable.cost.stages) == ()
 

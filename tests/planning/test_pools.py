@@ -12,7 +12,7 @@ from steelyard.cost.predict import predict, predict_memory
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.hardware import find_network, parse_cluster, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
-from steelyard.hardware.values import MixedCluster
+from steelyard.hardware.values import joined_pools
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.planning.choose import NUM_RESCORED, accept, plan_job
@@ -156,10 +156,8 @@ def test_times_of_the_search_are_those_of_the_prediction():
 @pytest.mark.parametrize("batch", [4, 8, 32])
 def test_pools_of_equal_devices_are_no_worse_than_one_cluster_cut_between_them(batch):
     whole = parse_cluster("2x4xa100-80gb")
-    half = replace(whole, num_nodes=1, inter_link=None)
-    halves = MixedCluster(
-        pools=(replace(half, name="left"), replace(half, name="right")), links=(whole.inter_link,) * 2
-    )
+    half = whole.on(num_nodes=1, inter_link=None)
+    halves = joined_pools([half.on(name="left"), half.on(name="right")], [whole.inter_link] * 2)
     options = narrower(num_stages=2, schedules=("1f1b", "gpipe"))
     one = plan_job(alone("2x4xa100-80gb", batch=batch), options).plan
     two = plan_job(pooled(halves, batch=batch), options).plan
@@ -211,7 +209,7 @@ def test_a_slower_link_between_pools_never_makes_the_plan_faster():
     options, steps = narrower(num_stages=2), []
     for name in ("infiniband-hdr", "ethernet-10"):
         links = tuple(find_network(name, devices_per_node=2) for _ in pools.pools)
-        steps.append(plan_job(pooled(replace(pools, links=links)), options).plan.prediction.step_time_s)
+        steps.append(plan_job(pooled(joined_pools(pools.pools, links)), options).plan.prediction.step_time_s)
     assert steps[0] < steps[1]
 
 
@@ -420,7 +418,7 @@ def test_profiles_that_do_not_name_their_pools_are_refused(profiled, given):
 def test_a_link_between_pools_whose_rate_is_known_is_not_priced_by_what_was_measured_inside_one(profiled):
     cluster, paths = profiled
     link = replace(find_network("ethernet-10", devices_per_node=2), bytes_per_s=1e4)
-    slow_link = replace(cluster, links=(link, link))
+    slow_link = joined_pools(cluster.pools, [link, link])
     steps = []
     for each in (cluster, slow_link):
         job = make_job(MODEL, each, profile=paths, **ASKED)

@@ -12,10 +12,9 @@ from steelyard.model.chain import LayerRole
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan
-from steelyard.plan.prediction import Prediction
+from steelyard.plan.prediction import Prediction, baseline_line
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.plan.words import baseline_line
 from steelyard.planning import complete as complete_requests
 from steelyard.planning.choose import plan_job
 from steelyard.planning.price import assemble_plan

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from steelyard.cost.tables import Pools
 from steelyard.errors import InvalidProblemError
 from steelyard.search import partition_exact
-from steelyard.search.least_memory import nearest_miss
+from steelyard.search.bounds import nearest_miss
 from steelyard.search.partition import best_for_boundaries, quick_bound_s
 from steelyard.search.runs import AnyBudget
 from tests.oracles.exhaustive import all_boundaries, all_plans, fastest, least_budget, plans_with

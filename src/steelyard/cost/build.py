@@ -1,5 +1,6 @@
 """Builds the tables that a search works on, from a job, for one pipeline configuration."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -10,13 +11,12 @@ from numpy.typing import NDArray
 from steelyard.cost.communication import crossing_s, send_recv_s
 from steelyard.cost.compute import compute_time
 from steelyard.cost.fold import folded
-from steelyard.cost.job import Job, JobConfig, JobConfigs
-from steelyard.cost.layer import KnownPasses, layer_seconds, tied_s
+from steelyard.cost.job import Job, JobConfig
+from steelyard.cost.layer import KnownPasses, layer_costs, tied_s
 from steelyard.cost.layer_load import legal_counts, rank_samples, unmeasured_reason
 from steelyard.cost.memory import LayerRows, layer_rows, with_memory
 from steelyard.cost.switching import Switches
 from steelyard.cost.tables import CostTables, CrossLayerInput
-from steelyard.hardware import Link
 from steelyard.plan.strategy import Strategy
 from steelyard.schedules import USUAL
 
@@ -27,29 +27,31 @@ class _StageCosts:
     Made when first asked for.
     """
 
-    def __init__(self, configs: JobConfigs, strategies: tuple[Strategy, ...]) -> None:
-        self._configs, self.strategies = configs, strategies
-        self._layer_types, self.counts = configs.job.chain.layer_types, configs.num_microbatches.tolist()
-        self.legal = np.array([legal_counts(layer_type, strategies, configs) for layer_type in self._layer_types])
+    def __init__(self, config: JobConfig, strategies: tuple[Strategy, ...]) -> None:
+        self._config, self.strategies = config, strategies
+        self._layer_types, self.counts = config.job.chain.layer_types, config.counts
+        self.legal = np.array([legal_counts(layer_type, strategies, config) for layer_type in self._layer_types])
         """[K, S, M]"""
         self._seconds: dict[int, NDArray[np.float64]] = {}
 
     @cached_property
     def switches(self) -> Switches:
         """Seconds of redistributions."""
-        return Switches(self.strategies, self._configs)
+        return Switches(self.strategies, self._config)
 
     def seconds(self, k: int) -> NDArray[np.float64]:
         """[2, S, M] of a microbatch, and once a step without those of tied matrices."""
         if k in self._seconds:
             return self._seconds[k]
         found = self._seconds[k] = np.zeros((2, *self.legal.shape[1:]))
-        known: dict[bytes, tuple[JobConfigs, KnownPasses]] = {}
+        known: dict[bytes, tuple[JobConfig, KnownPasses]] = {}
         for s in np.flatnonzero(self.legal[k].any(axis=1)).tolist():
             legal = self.legal[k, s]
-            configs, passes = known.setdefault(legal.tobytes(), (self._configs.select(legal), {}))
-            priced = layer_seconds(self._layer_types[k], self.strategies[s], configs, passes)
-            found[0, s, legal], found[1, s, legal] = priced.microbatch_s, sum(priced.once.values())
+            if legal.tobytes() not in known:
+                some = replace(self._config, counts=tuple(itertools.compress(self.counts, legal)))
+                known[legal.tobytes()] = some, {}
+            priced = layer_costs(self._layer_types[k], self.strategies[s], *known[legal.tobytes()])
+            found[0, s, legal], found[1, s, legal] = priced.microbatch_s, sum(priced.once_s.values())
         return found
 
 
@@ -108,9 +110,8 @@ class KnownCosts:
         size, count = (config.devices_per_stage, config.is_piped), config.pipeline.num_microbatches
         stage = self.stages.get(size)
         if stage is None or stage.strategies != strategies or count not in stage.counts:
-            counts = np.array(sorted({*self._counts, count}), dtype=np.int64)
-            configs = JobConfigs(job=config.job, devices_per_stage=size[0], is_piped=size[1], num_microbatches=counts)
-            stage = self.stages[size] = _StageCosts(configs, strategies)
+            several = replace(config, counts=tuple(sorted({*self._counts, count})))
+            stage = self.stages[size] = _StageCosts(several, strategies)
         found = self._layers.get((*size, count))
         if found is None or found.strategies != strategies:
             found = self._layers[*size, count] = LayerCosts(config, stage)
@@ -183,7 +184,7 @@ def least_times_s(strategies: Sequence[Strategy], config: JobConfig) -> list[flo
     for strategy in strategies:
         if config.microbatch_samples % strategy.sample_degree == 0:
             shape = frozenset(strategy.shape.items()), strategy.expert_degree
-            ways.setdefault((*shape, rank_samples(strategy, config)), strategy)
+            ways.setdefault((*shape, rank_samples(strategy, config.microbatch_samples)), strategy)
     least = []
     job = config.job
     for layer_type in job.chain.layer_types:
@@ -193,7 +194,7 @@ def least_times_s(strategies: Sequence[Strategy], config: JobConfig) -> list[flo
                 continue
             layer = job.layer(layer_type.name, way.shape, expert_degree=way.expert_degree, imbalance=1.0)
             if layer is not None and unmeasured_reason(layer_type, way, config) is None:
-                time = compute_time(layer, rank_samples(way, config), job)
+                time = compute_time(layer, rank_samples(way, config.microbatch_samples), job)
                 found.append(float(time.forward_s + time.backward_s))
         least.append(job.time_factor * min(found))
     return least
@@ -225,25 +226,25 @@ def border_s(before: JobConfig, after: JobConfig) -> float:
 
     What was measured inside a pool is of other links than those between pools, and serves only where these are unknown.
     """
-    sides = [(each.devices_per_stage, _outer_link(each.job), each.job.efficiency.links) for each in (before, after)]
+    sides = []
+    for each in (before, after):
+        cluster = each.job.cluster
+        link = each.job.group.outer_link or cluster.inter_link or cluster.intra_link
+        sides.append((each.devices_per_stage, link, each.job.efficiency.links))
     is_inside = before.job is after.job or any(link.needs_profile for _, link, _ in sides)
     profiles = [before.job.profile, after.job.profile] if is_inside else []
     one_way_s = crossing_s(before.activation_bytes, sides, profiles)
     return 2 * max(before.job.time_factor, after.job.time_factor) * one_way_s
 
 
-def _outer_link(job: Job) -> Link:
-    return job.group.outer_link or job.cluster.inter_link or job.cluster.intra_link
-
-
 def usable_bytes(job: Job) -> int:
     """The most bytes of tensors that a budget holds with the allocator's slack; of several groups, the most."""
-    return max(_usable_bytes(each.budget_bytes, slack_fraction(each)) for each in job.by_group)
-
-
-def _usable_bytes(budget_bytes: int, slack: float) -> int:
-    most = int(budget_bytes / (1 + slack))
-    return most + (most + 1 + int(slack * (most + 1)) <= budget_bytes)
+    found = []
+    for each in job.by_group:
+        slack = slack_fraction(each)
+        most = int(each.budget_bytes / (1 + slack))
+        found.append(most + (most + 1 + int(slack * (most + 1)) <= each.budget_bytes))
+    return max(found)
 
 
 def slack_fraction(job: Job) -> float:

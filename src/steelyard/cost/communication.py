@@ -160,7 +160,9 @@ def send_recv_s(
     measured = profile.collective("send_recv", 2, strided=distance > 1)
     if measured is not None:
         return measured.time_s(num_bytes)
-    link = _link_at(distance, cluster)
+    size = cluster.devices_per_node
+    crosses = cluster.num_nodes > 1 and (distance >= size or size % (2 * distance) != 0)
+    link = cluster.inter_link if crosses and cluster.inter_link is not None else cluster.intra_link
     if link.needs_profile:
         raise InvalidProfileError(
             field="collectives",
@@ -195,13 +197,6 @@ def crossing_s(
     paths = [(size, _reached(link, reached, inside=False)) for size, link, reached in sides]
     rate = min(size * path.bytes_per_s for size, path in paths)
     return max(path.latency_s for _, path in paths) + num_bytes / rate
-
-
-def _link_at(distance: int, cluster: Cluster) -> Link:
-    crosses = cluster.num_nodes > 1 and (
-        distance >= cluster.devices_per_node or cluster.devices_per_node % (2 * distance) != 0
-    )
-    return cluster.inter_link if crosses and cluster.inter_link is not None else cluster.intra_link
 
 
 def _reached(link: Link, reached: LinkEfficiency, *, inside: bool) -> Path:

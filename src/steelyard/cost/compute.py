@@ -30,10 +30,9 @@ from dataclasses import dataclass
 from functools import cache
 from math import log2
 
-from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.job import Job
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
-from steelyard.units import Amount
+from steelyard.units import Amount, at_each, hashable
 
 OPTIMIZER_BYTES = 28
 """What an AdamW step moves per parameter of a rank: it reads 16 bytes and writes 12."""
@@ -62,7 +61,7 @@ def compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime:
 
     Raises `UserError` where the device's rates are unknown and nothing was measured.
     """
-    return job.once(layer, ("compute", hashable(samples)), lambda: _compute_time(layer, samples, job))
+    return job.once(("compute", layer, hashable(samples)), lambda: _compute_time(layer, samples, job))
 
 
 def _compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime:
@@ -73,9 +72,10 @@ def _compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime
             backward_s=at_each(samples, lambda each: measured(each).backward_s),
             includes_shape=True,
         )
+    added = layer.trained.num_params * ACCUMULATION_BYTES if job.execution.accumulates_apart else 0
     return ComputeTime(
         forward_s=work_s(layer.forward, samples, job),
-        backward_s=work_s(layer.backward, samples, job) + _accumulation_s(layer, job),
+        backward_s=work_s(layer.backward, samples, job) + (_moving_s(added, job) if added else 0.0),
         includes_shape=False,
         forward_launch_s=launch_s(layer.forward, layer.forward_collectives, job),
         backward_launch_s=launch_s(layer.backward, layer.backward_collectives, job),
@@ -97,12 +97,6 @@ def step_overhead_s(job: Job) -> float:
     return (fixed + job.execution.step_s) * job.time_factor
 
 
-def _accumulation_s(layer: LayerProfile, job: Job) -> float:
-    if not job.execution.accumulates_apart:
-        return 0.0
-    return _moving_s(layer.trained.num_params * ACCUMULATION_BYTES, job)
-
-
 def _moving_s(num_bytes: float, job: Job) -> float:
     return num_bytes / (job.efficiency.memory * job.cluster.device.known_memory_bytes_per_s())
 
@@ -122,10 +116,6 @@ def wait_s(job: Job) -> float:
 
 def work_s(work: Work, samples: Amount, job: Job) -> Amount:
     """Seconds of work on the device once it is launched."""
-    return job.once(work, hashable(samples), lambda: _busy_s(work, samples, job))
-
-
-def _busy_s(work: Work, samples: Amount, job: Job) -> Amount:
     peak, rate = job.peak_flop_per_s, job.efficiency
     memory_bytes_per_s = job.cluster.device.known_memory_bytes_per_s()
     busy = (

@@ -9,13 +9,12 @@ from functools import cache
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from steelyard.cost.amounts import is_positive
 from steelyard.errors import InvalidProfileError
 from steelyard.files import read_packaged_yaml
 from steelyard.plan.prediction import CatalogueRates
 from steelyard.profiles.profile import Work
 from steelyard.profiles.shapes import AttentionCall
-from steelyard.units import Amount
+from steelyard.units import Amount, is_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,25 +59,19 @@ def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float)
         share[layer_type], copies[layer_type] = 1 / num_chunks, 1
     time_s = tables.time_s * share
     time_s[first] += round_trip_s * (num_chunks - 1) / num_chunks
+    activation_bytes = tables.activation_bytes.copy()
+    for layer_type, stage, chunk in ((first, 0, 0), (last, pipeline.num_stages - 1, num_chunks - 1)):
+        if layer_type in alone:  # of all passes in flight as much as microbatches in their own chunk hold
+            held = pipeline.passes(stage).in_flight(chunk) * tables.activation_bytes[layer_type]
+            activation_bytes[layer_type] = -(-held // pipeline.in_flight(stage))
     return replace(
         tables,
         pipeline=pipeline,
         layers=(first, *blocks[: len(blocks) // num_chunks], last),
         time_s=time_s,
         static_bytes=tables.static_bytes * copies,
-        activation_bytes=_of_the_ends(tables, pipeline, alone),
+        activation_bytes=activation_bytes,
     )
-
-
-def _of_the_ends(tables: CostTables, pipeline: PipelineConfig, alone: set[int]) -> np.ndarray:
-    """Activation bytes of which as many times as passes are in flight are what microbatches in their own chunk hold."""
-    num_bytes = tables.activation_bytes.copy()
-    for layer, stage, chunk in ((0, 0, 0), (-1, pipeline.num_stages - 1, pipeline.num_chunks - 1)):
-        layer_type = tables.layers[layer]
-        if layer_type in alone:
-            held = pipeline.passes(stage).in_flight(chunk) * tables.activation_bytes[layer_type]
-            num_bytes[layer_type] = -(-held // pipeline.in_flight(stage))
-    return num_bytes
 
 
 def unfold_layers(entries: Sequence[Entry], num_chunks: int) -> tuple[Entry, ...]:

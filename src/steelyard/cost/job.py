@@ -1,7 +1,6 @@
-"""Everything that a cost depends on beside the layer and its strategy: model, profile, cluster, batch and one pipeline
-configuration.
+"""A job: model, profile, cluster and batch, all that a cost depends on beside the layer, its strategy and the pipeline.
 
-Bytes of what a rank reads beside the hidden state: its samples for a whole step, and what every layer shares.
+A `JobConfig` adds one pipeline configuration, or several at once. A rank also reads, beside the hidden state:
 
 | bytes          | of                                                                     | lives                    |
 |----------------|------------------------------------------------------------------------|--------------------------|
@@ -20,12 +19,11 @@ from typing import Any, NamedTuple, TypeVar, cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.communication import Group, collective_time
 from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
 from steelyard.cost.execution import OURS, Execution
 from steelyard.errors import InvalidPlanError
-from steelyard.hardware import Cluster, Link, MixedCluster, joined_pools
+from steelyard.hardware import Cluster, Link, joined_pools
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.plan import Plan, Precision
@@ -33,7 +31,7 @@ from steelyard.plan.prediction import CostSource, ProfileFile
 from steelyard.plan.strategy import Strategy
 from steelyard.profiles.profile import Collective, LayerProfile, Profile, Shape
 from steelyard.schedules import PipelineConfig
-from steelyard.units import Amount
+from steelyard.units import Amount, Whole, at_each, hashable
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 """Bytes of a parameter while a layer computes, and of an activation between layers."""
@@ -72,7 +70,7 @@ class _Known:
     """Costs that a job remembers."""
 
     layers: dict[tuple[str, frozenset[tuple[str, int]], int, float], LayerProfile | None] = field(default_factory=dict)
-    made: dict[tuple[int, object], tuple[object, object]] = field(default_factory=dict)
+    made: dict[Hashable, object] = field(default_factory=dict)
     collectives: dict[tuple[Collective, Group], Callable[[float], float]] = field(default_factory=dict)
     collective_s: dict[tuple[Collective, Hashable, Group], Amount] = field(default_factory=dict)
 
@@ -143,7 +141,7 @@ class Job:
         return len(self.groups) > 1
 
     @property
-    def hardware(self) -> Cluster | MixedCluster:
+    def hardware(self) -> Cluster:
         """All its devices."""
         return joined_pools([each.cluster for each in self.groups], [each.outer_link for each in self.groups])
 
@@ -200,12 +198,12 @@ class Job:
             known[key] = found
         return known[key]
 
-    def once(self, of: object, key: object, make: Callable[[], Made]) -> Made:
-        """What ``make`` makes of the chain or a part of the profile, once for that very object and each ``key``."""
-        known = self._known.made.get((id(of), key))
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What ``make`` makes of the chain and the profile, made once for each ``key``."""
+        known = self._known.made.get(key)
         if known is None:
-            known = self._known.made[id(of), key] = of, make()  # which keeps the object, so that no other has its id
-        return cast(Made, known[1])
+            known = self._known.made[key] = make()
+        return cast(Made, known)
 
     @overload
     def collective_s(self, collective: Collective, tensor_bytes: float, group: Group) -> float: ...
@@ -285,22 +283,22 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JobConfig:
-    """One pipeline configuration of a job."""
+    """One pipeline configuration of a job, or M that differ in the number of microbatches alone.
+
+    Times of layers are those of all M, an array [M]; anything else is that of ``pipeline``, one of them.
+    """
 
     job: Job
     pipeline: PipelineConfig
     stage_size: int | None = None
     """Ranks of the stages that are meant, where not all are alike."""
+    counts: tuple[int, ...] = ()
+    """[M] numbers of microbatches; empty for the pipeline's alone."""
 
     @cached_property
     def devices_per_stage(self) -> int:
         """Ranks of each stage."""
         return self.stage_size or self.job.cluster.num_devices // self.pipeline.num_stages
-
-    @property
-    def num_microbatches(self) -> int:
-        """Microbatches of a step."""
-        return self.pipeline.num_microbatches
 
     @property
     def has_several(self) -> bool:
@@ -318,6 +316,12 @@ class JobConfig:
         return self.job.global_batch // self.pipeline.num_microbatches
 
     @cached_property
+    def samples(self) -> NDArray[np.float64]:
+        """[M] the same of each of the numbers of microbatches: whole numbers."""
+        counts = np.array(self.counts or [self.pipeline.num_microbatches])
+        return (self.job.global_batch // counts).astype(np.float64)
+
+    @cached_property
     def batch(self) -> Batch:
         """What strategies divide beside the layers."""
         return Batch(microbatch_samples=self.microbatch_samples, seq_len=self.job.seq_len)
@@ -331,30 +335,6 @@ class JobConfig:
         job = self.job
         states = job.chain.most_in_states(job.seq_len)
         return self.microbatch_samples * (states + job.chain.most_past(job.seq_len)) * job.compute_bytes
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class JobConfigs:
-    """Pipeline configurations of a job that differ in the number of microbatches alone: arrays for a `JobConfig`'s
-    numbers."""
-
-    job: Job
-    devices_per_stage: int
-    is_piped: bool
-    num_microbatches: NDArray[np.int64]
-    """[M]"""
-
-    @cached_property
-    def microbatch_samples(self) -> NDArray[np.float64]:
-        """[M] samples of a microbatch over all ranks of a stage, whole numbers."""
-        return (self.job.global_batch // self.num_microbatches).astype(np.float64)
-
-    def select(self, some: NDArray[np.bool_]) -> "JobConfigs":
-        """Some of them."""
-        return replace(self, num_microbatches=self.num_microbatches[some])
-
-
-AnyConfig = JobConfig | JobConfigs
 
 
 def stage_configs(plan: Plan, job: Job) -> tuple[JobConfig, ...]:
@@ -379,7 +359,7 @@ _TOKEN_BYTES = 8
 _IMAGE_ENTRY_BYTES = 4
 
 
-def sample_bytes(layer_type: LayerType, strategy: AnyStrategy, config: JobConfig) -> Amount:
+def sample_bytes(layer_type: LayerType, strategy: AnyStrategy, config: JobConfig) -> Whole:
     """Return the bytes that a rank reads for a layer of this type in a step: ids, images, labels of all microbatches.
 
     Token ids come with one more than the sequence has: inputs and labels are the same tensor, one place apart.
@@ -387,7 +367,7 @@ def sample_bytes(layer_type: LayerType, strategy: AnyStrategy, config: JobConfig
     """
     if layer_type.role is LayerRole.BLOCK or config.job.execution.keeps_own_buffers:
         return 0
-    samples = cast(Amount, config.num_microbatches * (config.microbatch_samples // strategy.sample_degree))
+    samples = config.pipeline.num_microbatches * (config.microbatch_samples // strategy.sample_degree)
     chain = config.job.chain
     image, own = chain.image, chain.sample_bytes
     if own is not None:

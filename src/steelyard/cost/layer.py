@@ -17,18 +17,16 @@ redistribution between two layouts.
 Source: Rajbhandari et al. 2020 (ZeRO); Miao et al. 2022, section 4 (overlap slowdown).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from steelyard.cost.amounts import at_each, is_positive
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
 from steelyard.cost.execution import Execution
-from steelyard.cost.job import MASTER_BYTES, AnyConfig, Job, JobConfig
+from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
 from steelyard.cost.layer_load import (
     layer_load,
     layer_profile,
@@ -39,66 +37,59 @@ from steelyard.cost.layer_load import (
 )
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.dimensions import Dimension
-from steelyard.plan.dimensions.data import shard_levels
-from steelyard.plan.dimensions.dimension import Divides, Levels, Load, Phase, States, Traffic
+from steelyard.plan.dimensions.dimension import Divides, Levels, Load, Phase, States, Traffic, shard_levels
 from steelyard.plan.stages import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Work
-from steelyard.units import Amount
+from steelyard.profiles.profile import Collective, LayerProfile, Work
+from steelyard.units import Amount, at_each, hashable, is_positive
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerCost:
-    """Seconds of one layer on one rank. ``forward_s`` and ``backward_s`` are of one microbatch."""
-
-    forward_s: dict[str, float]
-    backward_s: dict[str, float]
-    once_s: dict[str, float]
-    """Once a step, whatever the number of microbatches."""
-
-    @property
-    def microbatch_s(self) -> float:
-        """Forward and backward of one microbatch."""
-        return sum(self.forward_s.values()) + sum(self.backward_s.values())
-
-
-def layer_cost(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerCost:
-    """The cost of a layer of this type under a legal strategy; raises as `layer_seconds`."""
-    seconds = layer_seconds(layer_type, strategy, config, {})
-    once = _in_numbers(seconds.once)
-    if config.job.chain.sums_tied and layer_type.role is not LayerRole.BLOCK:
-        once["tied"] = config.job.time_factor * tied_s(layer_type, strategy, config)
-    return LayerCost(forward_s=_in_numbers(seconds.forward), backward_s=_in_numbers(seconds.backward), once_s=once)
-
-
+Seconds = TypeVar("Seconds", bound=Amount)
 Terms = dict[str, Amount]
 """Seconds by what they are spent on."""
 
 
-class LayerSeconds(NamedTuple):
-    """Seconds of a layer on one rank as in `LayerCost`, without those of tied matrices."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost(Generic[Seconds]):
+    """Seconds of one layer on one rank by what they are spent on: numbers, or arrays [M] as in `JobConfig`."""
 
-    forward: Terms
-    backward: Terms
-    once: Terms
+    forward_s: dict[str, Seconds]
+    """Of one microbatch, like ``backward_s``."""
+    backward_s: dict[str, Seconds]
+    once_s: dict[str, Seconds]
+    """Once a step, whatever the number of microbatches."""
 
     @property
-    def microbatch_s(self) -> Amount:
+    def microbatch_s(self) -> Seconds:
         """Forward and backward of one microbatch."""
-        return sum(self.forward.values()) + sum(self.backward.values())
+        forward_s, backward_s = cast(Amount, sum(self.forward_s.values())), cast(Amount, sum(self.backward_s.values()))
+        return cast(Seconds, forward_s + backward_s)
 
 
-def layer_seconds(layer_type: LayerType, strategy: Strategy, config: AnyConfig, known: "KnownPasses") -> LayerSeconds:
-    """What a layer of this type takes under a strategy that is legal in the configuration, or in all configurations.
+def layer_cost(
+    layer_type: LayerType, strategy: Strategy, config: JobConfig, *, alike: bool = False
+) -> LayerCost[float]:
+    """The cost of a layer under a legal strategy: the one of `layer_costs`, and ``tied``, the seconds of `tied_s`."""
+    costs = layer_costs(layer_type, strategy, config, {})
+    forward, backward, once = (
+        {name: float(np.ravel(seconds)[0]) for name, seconds in terms.items()}
+        for terms in (costs.forward_s, costs.backward_s, costs.once_s)
+    )
+    if config.job.chain.sums_tied and layer_type.role is not LayerRole.BLOCK:
+        once["tied"] = config.job.time_factor * tied_s(layer_type, strategy, config, alike=alike)
+    return LayerCost(forward_s=forward, backward_s=backward, once_s=once)
+
+
+def layer_costs(
+    layer_type: LayerType, strategy: Strategy, config: JobConfig, known: "KnownPasses"
+) -> LayerCost[Amount]:
+    """The costs [M] of a layer of this type under a strategy that is legal in all M, without those of tied matrices.
 
     ``known`` saves work between strategies of one type and configuration that differ in remat alone. Raises
     `InvalidProfileError` where the profile lacks the layer at this tensor-parallel degree.
     """
-    layer, busiest = (
-        layer_profile(layer_type, strategy, config, imbalance=1.0),
-        layer_profile(layer_type, strategy, config),
-    )
-    samples = rank_samples(strategy, config)
+    layer = layer_profile(layer_type, strategy, config, imbalance=1.0)
+    busiest = layer_profile(layer_type, strategy, config)
+    samples = rank_samples(strategy, config.samples)
     key = strategy.levels, strategy.variants
     plain = known.get(key)
     passes = plain or _passes(layer, busiest, strategy, config, samples)
@@ -109,17 +100,11 @@ def layer_seconds(layer_type: LayerType, strategy: Strategy, config: AnyConfig, 
         sent = _Sent(layer, strategy, config, beyond=sent) if plain else sent
         backward["remat"] = _recomputation_s(layer, busiest, sent, config, samples)
     _add_shards(backward, "backward", sent, config)
-    once = _once_time(layer, sent, config, forward, backward)
-    return LayerSeconds(*(_scaled(terms, config.job.time_factor) for terms in (forward, backward, once)))
-
-
-def _scaled(terms: Terms, factor: float) -> Terms:
-    return terms if factor == 1 else {name: factor * seconds for name, seconds in terms.items()}
-
-
-def _in_numbers(terms: Terms) -> dict[str, float]:
-    """Of one configuration."""
-    return {name: float(seconds) for name, seconds in terms.items()}
+    once, factor = _once_time(layer, sent, config, forward, backward), config.job.time_factor
+    if factor != 1:
+        parts = forward, backward, once
+        forward, backward, once = ({name: factor * seconds for name, seconds in terms.items()} for terms in parts)
+    return LayerCost(forward_s=forward, backward_s=backward, once_s=once)
 
 
 def exposed_s(compute_s: Amount, communication_s: Amount, slowdown: float) -> Amount:
@@ -143,7 +128,7 @@ KnownPasses = dict[tuple[Levels, tuple[tuple[str, object], ...]], Passes]
 
 
 def _passes(
-    layer: LayerProfile, busiest: LayerProfile, strategy: Strategy, config: AnyConfig, samples: Amount
+    layer: LayerProfile, busiest: LayerProfile, strategy: Strategy, config: JobConfig, samples: Amount
 ) -> Passes:
     """``busiest`` is the layer on the rank that computes most, whom the others await."""
     job = config.job
@@ -151,27 +136,30 @@ def _passes(
     sent = _Sent(layer, strategy, config)
     forward: Terms = {"compute": compute.forward_s}
     backward: Terms = {"compute": compute.backward_s}
-    lost_s = held_up_s(strategy, config)
+    lost_s = 0.0  # what the host loses per collective where it also serves a pipeline between nodes
+    if config.is_piped and job.cluster.num_nodes > 1:
+        lost_s = job.execution.pipelined_collective_s * strategy.tensor_degree
     for dimension in strategy.dimensions:
-        if sent.is_in_line(dimension) and not (compute.includes_shape and dimension.shape(strategy)):
+        if sent.by[dimension].waits and not (compute.includes_shape and dimension.shape(strategy)):
             forward[dimension.name] = sent.in_line_s(dimension, "forward")
             backward[dimension.name] = sent.in_line_s(dimension, "backward")
     if strategy.expert_degree > 1:
         forward["imbalance"], backward["imbalance"] = _imbalance_s(layer, busiest, compute, samples, job)
-    _add_host(forward, compute.forward_launch_s + lost_s * num_calls(layer.forward_collectives))
-    _add_host(backward, compute.backward_launch_s + lost_s * num_calls(layer.backward_collectives))
+    _add_host(forward, compute.forward_launch_s + lost_s * sum(each.count for each in layer.forward_collectives))
+    _add_host(backward, compute.backward_launch_s + lost_s * sum(each.count for each in layer.backward_collectives))
     _add_shards(forward, "forward", sent, config)
     return Passes(forward, backward, sent)
 
 
-def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", config: AnyConfig) -> None:
+def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", config: JobConfig) -> None:
     """Adds what gathering and scattering shards takes that the rest of a pass does not hide."""
     strategy = sent.strategy
     for level in strategy.levels:
         layer_type = level.dimension
         if layer_type.states is States.SHARDED:
             hooks_s = config.job.profile.sharding_s(strategy.state_shards) / 2
-            terms[layer_type.name] = hooks_s + _beside(sum(terms.values()), sent.beside_s(layer_type, phase), config)
+            beside_s = sent.by[layer_type].beside_s.get(phase, 0.0)
+            terms[layer_type.name] = hooks_s + _beside(sum(terms.values()), beside_s, config)
 
 
 def _imbalance_s(
@@ -213,17 +201,6 @@ class _SentByDimension:
     once: list[Traffic] = field(default_factory=list)
     """What is sent once a step."""
 
-    def copy(self) -> "_SentByDimension":
-        """The same, to which more is added."""
-        return _SentByDimension(
-            waits=self.waits,
-            in_line_s=self.in_line_s.copy(),
-            beside_s=self.beside_s.copy(),
-            num_calls=self.num_calls.copy(),
-            last_s=self.last_s,
-            once=self.once,
-        )
-
 
 class _Sent:
     """Seconds of the collectives that the dimensions of a strategy ask for in one layer.
@@ -233,66 +210,46 @@ class _Sent:
     """
 
     def __init__(
-        self, layer: LayerProfile, strategy: Strategy, config: AnyConfig, *, beyond: "_Sent | None" = None
+        self, layer: LayerProfile, strategy: Strategy, config: JobConfig, *, beyond: "_Sent | None" = None
     ) -> None:
         self.strategy, self._job = strategy, config.job
-        self._dimensions: dict[Dimension, _SentByDimension] = {}
+        self.by: dict[Dimension, _SentByDimension] = {}
         load: Load | None = None
         for dimension in strategy.dimensions:
-            known = None if beyond is None else beyond._dimensions[dimension]
+            known = None if beyond is None else beyond.by[dimension]
             if dimension.divides is not Divides.SAMPLES:
                 load = load or layer_load(layer, strategy, config)
-                self._dimensions[dimension] = _sent_by(dimension, layer, strategy, load, config, known)
+                self.by[dimension] = _sent_by(dimension, layer, strategy, load, config, known)
             else:
-                self._dimensions[dimension] = known or _states_sent_by(dimension, layer, strategy, config)
-
-    def is_in_line(self, dimension: Dimension) -> bool:
-        """Whether a layer waits for collectives of this dimension."""
-        return self._dimensions[dimension].waits
+                key = "sent", layer, dimension, strategy, config.devices_per_stage
+                make = partial(_sent_by, dimension, layer, strategy, None, config, None)
+                self.by[dimension] = known or config.job.once(key, make)
 
     def in_line_s(self, dimension: Dimension, phase: Phase) -> Amount:
         """Seconds that a layer waits in a phase."""
-        sent = self._dimensions[dimension]
+        sent = self.by[dimension]
         seconds = sent.in_line_s.get(phase, 0.0)
         if dimension.divides is not Divides.TENSORS:
             return seconds
         exposed, jitter_s = 1 - self._job.execution.hidden_collectives, self._job.efficiency.jitter_s
         return exposed * seconds + sent.num_calls.get(phase, 0) * jitter_s * (self.strategy.degree(dimension) - 1) ** 2
 
-    def beside_s(self, dimension: Dimension, phase: Phase) -> Amount:
-        """Seconds of what can run beside compute in a phase, by itself."""
-        return self._dimensions[dimension].beside_s.get(phase, 0.0)
-
-    def last_s(self, dimension: Dimension) -> Amount:
-        """Seconds of what runs beside the last backward pass of a step and no other, by itself."""
-        return self._dimensions[dimension].last_s
-
-    def once(self, dimension: Dimension) -> Sequence[Traffic]:
-        """What is sent once a step."""
-        return self._dimensions[dimension].once
-
-
-def _states_sent_by(
-    dimension: Dimension, layer: LayerProfile, strategy: Strategy, config: AnyConfig
-) -> _SentByDimension:
-    def made() -> _SentByDimension:
-        return _sent_by(dimension, layer, strategy, layer_load(layer, strategy, config), config, None)
-
-    return config.job.once(layer, (dimension, strategy, config.devices_per_stage), made)
-
 
 def _sent_by(
     dimension: Dimension,
     layer: LayerProfile,
     strategy: Strategy,
-    load: Load,
-    config: AnyConfig,
+    load: Load | None,
+    config: JobConfig,
     beyond: _SentByDimension | None,
 ) -> _SentByDimension:
     job = config.job
     waits_for_last = dimension.states is States.SHARDED and job.execution.keeps_whole_gradients(strategy)
-    found = beyond.copy() if beyond else _SentByDimension(waits=bool(dimension.shape(strategy)))
-    for each in dimension.traffic(load):
+    found = _SentByDimension(waits=bool(dimension.shape(strategy)))
+    if beyond is not None:
+        copies = {name: getattr(beyond, name).copy() for name in ("in_line_s", "beside_s", "num_calls")}
+        found = replace(beyond, **copies)
+    for each in dimension.traffic(load or layer_load(layer, strategy, config)):
         if beyond is not None and each.phase != "recomputation":
             continue
         if each.phase == "backward" and not layer.has_backward:
@@ -315,7 +272,7 @@ def _sent_by(
 
 
 def _recomputation_s(
-    layer: LayerProfile, busiest: LayerProfile, sent: _Sent, config: AnyConfig, samples: Amount
+    layer: LayerProfile, busiest: LayerProfile, sent: _Sent, config: JobConfig, samples: Amount
 ) -> Amount:
     """Seconds that the remat choice adds to a microbatch: measured, or of the work and collectives repeated.
 
@@ -327,24 +284,17 @@ def _recomputation_s(
     if measured is not None and strategy.expert_degree > 1:
         more = at_each(samples, partial(_more_flop, again.work, layer.recomputation(strategy.remat).work))
         measured = (1 + more) * measured
-    terms: Terms = {"compute": work_s(again.work, samples, job) if measured is None else measured}
+    if measured is None:
+        key = "again", busiest, strategy.remat, hashable(samples)
+        terms: Terms = {"compute": job.once(key, lambda: work_s(again.work, samples, job))}
+    else:
+        terms = {"compute": measured}
     for dimension in strategy.dimensions:
-        if sent.is_in_line(dimension) and not (measured is not None and dimension.shape(strategy)):
+        if sent.by[dimension].waits and not (measured is not None and dimension.shape(strategy)):
             terms[dimension.name] = sent.in_line_s(dimension, "recomputation")
     if measured is None:
         _add_host(terms, launch_s(again.work, again.collectives, job))
     return sum(terms.values())
-
-
-def held_up_s(strategy: Strategy, config: AnyConfig) -> float:
-    """What the host loses per tensor-parallel collective where it also serves a pipeline between nodes."""
-    between_nodes = config.is_piped and config.job.cluster.num_nodes > 1
-    return config.job.execution.pipelined_collective_s * strategy.tensor_degree if between_nodes else 0.0
-
-
-def num_calls(collectives: tuple[CollectiveCount, ...]) -> int:
-    """How many collectives these are."""
-    return sum(each.count for each in collectives)
 
 
 def _add_host(terms: Terms, launch_s: float) -> None:
@@ -357,7 +307,7 @@ def _add_host(terms: Terms, launch_s: float) -> None:
 def _once_time(
     layer: LayerProfile,
     sent: _Sent,
-    config: AnyConfig,
+    config: JobConfig,
     forward: Terms,
     backward: Terms,
 ) -> Terms:
@@ -371,7 +321,8 @@ def _once_time(
     for dimension in strategy.dimensions:
         reduce_s: Amount = 0.0
         gather_s: Amount = 0.0
-        for each in sent.once(dimension):
+        own = sent.by[dimension]
+        for each in own.once:
             group = traffic_group(each.over, dimension, strategy, config.devices_per_stage)
             shards = execution.optimizer_shards(group.size) if group.size > 1 else 1
             if shards == 1:
@@ -385,14 +336,14 @@ def _once_time(
                 new_bytes = each.tensor_bytes * job.compute_bytes / execution.reduce_bytes
                 gather_s += pieces * job.collective_s("all_gather", new_bytes / pieces, owners)
                 reduce_s += pieces * job.collective_s(reduction, each.tensor_bytes / pieces, group)
-        if sent.once(dimension):
+        if own.once:
             terms[dimension.name] = _beside(backward_s, reduce_s, config)
             if is_positive(gather_s):
                 terms[dimension.name] += _beside(forward_s, gather_s, config)
-        if sent.last_s(dimension):
-            gather_s, others_s = sent.beside_s(dimension, "backward"), backward_s - backward.get(dimension.name, 0.0)
+        if own.last_s:
+            gather_s, others_s = own.beside_s.get("backward", 0.0), backward_s - backward.get(dimension.name, 0.0)
             hidden_s = _beside(others_s, gather_s, config)
-            terms[dimension.name] = _beside(others_s, gather_s + sent.last_s(dimension), config) - hidden_s
+            terms[dimension.name] = _beside(others_s, gather_s + own.last_s, config) - hidden_s
     return terms
 
 
@@ -432,7 +383,7 @@ def tied_s(layer_type: LayerType, strategy: Strategy, config: JobConfig, *, alik
     return count * seconds
 
 
-def _beside(compute_s: Amount, communication_s: Amount, config: AnyConfig) -> Amount:
+def _beside(compute_s: Amount, communication_s: Amount, config: JobConfig) -> Amount:
     if not config.job.overlaps:
         return communication_s
     return exposed_s(compute_s, communication_s, config.job.profile.overlap_slowdown)

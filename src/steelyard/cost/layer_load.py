@@ -8,19 +8,27 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.amounts import at_each, hashable
 from steelyard.cost.communication import Group, num_places
-from steelyard.cost.job import AnyConfig, AnyStrategy, JobConfig, JobConfigs
+from steelyard.cost.job import AnyStrategy, JobConfig
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import LayerType
 from steelyard.model.family import Routing
 from steelyard.plan.dimensions import Dimension
-from steelyard.plan.dimensions.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.dimensions.dimension import Batch, Levels, Load, Over, Phase
+from steelyard.plan.dimensions.dimension import (
+    Batch,
+    Levels,
+    Load,
+    Over,
+    Phase,
+    data_levels,
+    degree_of,
+    replica_levels,
+    shard_levels,
+)
 from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile
-from steelyard.units import Amount
+from steelyard.units import Amount, at_each, hashable
 
 Calls = dict[Phase, tuple[tuple[Collective, int, Amount], ...]]
 """Collectives of a layer: collective, number of calls, bytes of all of them."""
@@ -48,7 +56,7 @@ def group_of_experts(over: Over, strategy: Strategy, span: int) -> Group:
 
 
 def layer_profile(
-    layer_type: LayerType, strategy: Strategy, config: AnyConfig, *, imbalance: float | None = None
+    layer_type: LayerType, strategy: Strategy, config: JobConfig, *, imbalance: float | None = None
 ) -> LayerProfile:
     """The profile of a layer of this type in the shape that the strategy gives it; `InvalidProfileError` if none.
 
@@ -72,47 +80,48 @@ def refusal(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> str
     return illegal_reason(layer_type, strategy, config.batch) or unmeasured_reason(layer_type, strategy, config)
 
 
-def legal_counts(layer_type: LayerType, strategies: Sequence[Strategy], configs: JobConfigs) -> NDArray[np.bool_]:
-    """[S, M] in which of these configurations nothing refuses a strategy (`refusal`).
+def legal_counts(layer_type: LayerType, strategies: Sequence[Strategy], config: JobConfig) -> NDArray[np.bool_]:
+    """[S, M] in which of the configurations nothing refuses a strategy (`refusal`).
 
     The samples of a microbatch must divide, and no other rule asks for them.
     """
     degrees = np.array([strategy.sample_degree for strategy in strategies], dtype=np.int64)
-    legal: NDArray[np.bool_] = configs.microbatch_samples % degrees[:, None] == 0
+    legal: NDArray[np.bool_] = config.samples % degrees[:, None] == 0
     for s, strategy in enumerate(strategies):
-        one_each = Batch(microbatch_samples=strategy.sample_degree, seq_len=configs.job.seq_len)
+        one_each = Batch(microbatch_samples=strategy.sample_degree, seq_len=config.job.seq_len)
         if illegal_reason(layer_type, strategy, one_each) is not None:
             legal[s] = False
             continue
-        layer = configs.job.layer(layer_type.name, strategy.shape)
+        layer = config.job.layer(layer_type.name, strategy.shape)
         if layer is not None and layer.times:
-            legal[s] &= at_each(rank_samples(strategy, configs), layer.reaches) > 0
+            legal[s] &= at_each(rank_samples(strategy, config.samples), layer.reaches) > 0
     return legal
 
 
 def unmeasured_reason(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> str | None:
     """Why the measured times of a layer say nothing of it here; None where they do, or where none were measured."""
     layer = config.job.layer(layer_type.name, strategy.shape)
-    if layer is None or not layer.times or layer.reaches(rank_samples(strategy, config)):
+    samples = rank_samples(strategy, config.microbatch_samples)
+    if layer is None or not layer.times or layer.reaches(samples):
         return None
     sizes = [time.samples for time in layer.times]
     return (
-        f"{rank_samples(strategy, config):g} samples on a rank: the profile measured {', '.join(map(str, sizes))} and "
+        f"{samples:g} samples on a rank: the profile measured {', '.join(map(str, sizes))} and "
         f"holds for {sizes[0] / 2:g} to {2 * sizes[-1]}"
     )
 
 
 @overload
-def rank_samples(strategy: Strategy, config: JobConfig) -> float: ...
+def rank_samples(strategy: Strategy, microbatch_samples: float) -> float: ...
 @overload
-def rank_samples(strategy: AnyStrategy, config: AnyConfig) -> Amount: ...
-def rank_samples(strategy: AnyStrategy, config: AnyConfig) -> Amount:
-    """Samples of a microbatch on a rank; of samples whose tokens are divided, the part.
+def rank_samples(strategy: AnyStrategy, microbatch_samples: Amount) -> Amount: ...
+def rank_samples(strategy: AnyStrategy, microbatch_samples: Amount) -> Amount:
+    """Samples of a microbatch on a rank of a stage with so many; of samples whose tokens are divided, the part.
 
     A rank with a part of the tokens does that part of a sample's work, of attention too: head-tail order divides it
     equally.
     """
-    return config.microbatch_samples // strategy.sample_degree / strategy.token_degree
+    return microbatch_samples // strategy.sample_degree / strategy.token_degree
 
 
 def held_params(layer: LayerProfile, strategy: Strategy) -> int:
@@ -132,15 +141,14 @@ def sharded_params(layer: LayerProfile, strategy: Strategy) -> int:
     return -(-dense // shards) - (-experts // max(shards, strategy.expert_degree))
 
 
-def layer_load(layer: LayerProfile, strategy: Strategy, config: AnyConfig) -> Load:
+def layer_load(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Load:
     """What the collectives of a layer carry."""
-    job, samples = config.job, rank_samples(strategy, config)
+    job, samples = config.job, rank_samples(strategy, config.samples)
     held, experts = _held_apart(layer, strategy)
     trained, trained_experts = _held_apart(layer.trained, strategy) if layer.frozen_params else (held, experts)
     reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.execution.reduce_bytes
-    traced, exchanged, key_value_bytes, attention_bytes = job.once(
-        layer, (strategy.remat, strategy.token_degree, hashable(samples)), lambda: _carried(layer, strategy, config)
-    )
+    key = "carried", layer, strategy.remat, strategy.token_degree, hashable(samples)
+    traced, exchanged, key_value_bytes, attention_bytes = job.once(key, lambda: _carried(layer, strategy, config))
     return Load(
         strategy=strategy,
         parameter_bytes=(held - experts) * job.compute_bytes,
@@ -156,7 +164,7 @@ def layer_load(layer: LayerProfile, strategy: Strategy, config: AnyConfig) -> Lo
     )
 
 
-def _part_sent(strategy: Strategy, config: AnyConfig) -> float:
+def _part_sent(strategy: Strategy, config: JobConfig) -> float:
     """Of the tokens that are exchanged, one for each expert, the part that is sent."""
     if strategy.expert_degree == 1 or not config.job.execution.sends_once:
         return 1.0
@@ -171,11 +179,11 @@ def _held_apart(layer: LayerProfile, strategy: Strategy) -> tuple[int, int]:
     return held, 0 if strategy.expert_degree == 1 else held - (layer.num_params - layer.expert_params)
 
 
-def _carried(layer: LayerProfile, strategy: Strategy, config: AnyConfig) -> tuple[Calls, Calls, Amount, Amount]:
+def _carried(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> tuple[Calls, Calls, Amount, Amount]:
     """The collectives in the trace of a layer by phase, those that exchange tokens of experts apart; bytes of keys and
     values, and of attention.
     """
-    remat, samples, imbalance = strategy.remat, rank_samples(strategy, config), config.job.imbalance
+    remat, samples, imbalance = strategy.remat, rank_samples(strategy, config.samples), config.job.imbalance
     collectives: dict[Phase, tuple[CollectiveCount, ...]] = {
         "forward": layer.forward_collectives,
         "backward": layer.backward_collectives,
@@ -188,7 +196,7 @@ def _carried(layer: LayerProfile, strategy: Strategy, config: AnyConfig) -> tupl
         sent = [(each.kind, each.count, each.tensor_bytes.at(samples)) for each in found]
         traced[phase] = tuple(call for call in sent if call[0] != "all_to_all")
         exchanged[phase] = tuple((name, count, imbalance * size) for name, count, size in sent if name == "all_to_all")
-    whole = config.microbatch_samples // strategy.sample_degree
+    whole = config.samples // strategy.sample_degree
     return traced, exchanged, layer.key_value_bytes.at(whole), layer.attention_bytes.at(samples)
 
 

@@ -1,7 +1,8 @@
-r"""Bytes of one rank for one layer, with $N$ parameters after tp, sharded $f$ ways, $q$ bytes of one in compute.
+r"""Bytes of one rank for one layer type, under several strategies at once: what `steelyard.cost.memory` adds up.
 
 They describe `steelyard.runtime`: FSDP2's `fully_shard` for fsdp, all such layers of a stage sharing one communication
-context, and a `steelyard.modules.replicated` layer where $f = 1$ (dp, tp alone, one device):
+context, and a `steelyard.modules.replicated` layer where $f = 1$ (dp, tp alone, one device). With $N$ parameters after
+tp, sharded $f$ ways, and $q$ bytes of one in compute:
 
 | term         | bytes        | lives                                                      |
 |--------------|--------------|------------------------------------------------------------|
@@ -12,11 +13,8 @@ context, and a `steelyard.modules.replicated` layer where $f = 1$ (dp, tp alone,
 | activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | traced, with the parameters and new gradients of the layer | while the layer runs |
 
-Not modelled: the two temporaries of an AdamW step, which are smaller than any working set.
-
-Source: Rajbhandari et al. 2020 (ZeRO).
-
-Bytes of a layer type under several strategies of a pipeline configuration, by `steelyard.cost.layer_memory`.
+Source: Rajbhandari et al. 2020 (ZeRO). Not modelled: the two temporaries of an AdamW step, which are smaller than any
+working set.
 """
 
 from collections.abc import Sequence
@@ -27,7 +25,6 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.amounts import hashable
 from steelyard.cost.job import MASTER_BYTES, JobConfig, Strategies, sample_bytes
 from steelyard.cost.layer_load import held_params, layer_load, layer_profile, rank_samples, sharded_params
 from steelyard.limits import MOST_BYTES
@@ -96,8 +93,15 @@ class LayerStates:
 
 def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
     """What no number of samples changes of a layer's bytes; one value for all strategies that have the same."""
-    key = layer_type.name, config.has_several, strategy.tensor_degree, strategy.state_shards, strategy.variants
-    return config.job.once(config.job.profile, key, lambda: _layer_states(layer_type, strategy, config))
+    key = (
+        "states of",
+        layer_type.name,
+        config.has_several,
+        strategy.tensor_degree,
+        strategy.state_shards,
+        strategy.variants,
+    )
+    return config.job.once(key, lambda: _layer_states(layer_type, strategy, config))
 
 
 def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
@@ -137,9 +141,9 @@ def work_lines(layer: LayerProfile, remat: Remat) -> tuple[float, ...]:
 
 def work_needed(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> tuple[Amount, ...]:
     """What the dimensions of a strategy add to these four; the job remembers it."""
-    samples = hashable(rank_samples(strategy, config))
-    key = "needed", samples, strategy.token_degree, strategy.remat, strategy.variants
-    needed = config.job.once(layer, key, lambda: working_bytes(layer, strategy, config))
+    samples = rank_samples(strategy, config.microbatch_samples)
+    key = "needed", layer, samples, strategy.token_degree, strategy.remat, strategy.variants
+    needed = config.job.once(key, lambda: working_bytes(layer, strategy, config))
     return needed.saved, 0.0, needed.forward, needed.backward
 
 
@@ -210,7 +214,8 @@ class LayerRow:
     def of(cls, layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> Self:
         """The same for all configurations of a job that have one microbatch, or all that have several."""
         once, has_several = config.job.once, config.has_several
-        cells = [once(layer_type, (each, has_several), partial(_cell, layer_type, each, config)) for each in chosen]
+        name = layer_type.name
+        cells = [once(("cell", name, each, has_several), partial(_cell, layer_type, each, config)) for each in chosen]
         numbers = np.array([each.numbers for each in cells]).T
         inputs, needs, *degrees = numbers
         return cls(
@@ -225,12 +230,12 @@ class LayerRow:
 
     def work(self, config: JobConfig) -> RowWork:
         """In a configuration with as many microbatches, one or several."""
-        samples = rank_samples(self.numbers, config)
+        samples = rank_samples(self.numbers, config.microbatch_samples)
         needed = np.zeros((4, len(self.chosen)))
         for place in self.needy:
             strategy = self.chosen[place]
             more = work_needed(layer_profile(self.layer_type, strategy, config), strategy, config)
-            needed[:, place] = more
+            needed[:, place] = np.hstack(more)
         saved, entered, forward, backward = work_bytes(self.lines, samples, needed)
         read = np.broadcast_to(sample_bytes(self.layer_type, self.numbers, config), saved.shape).astype(np.int64)
         return RowWork(saved, entered, self.inputs * entered, forward, backward, read)
@@ -249,5 +254,5 @@ def _cell(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> _Cell
     once, states = config.job.once, layer_states(layer_type, strategy, config)
     layer = layer_profile(layer_type, strategy, config)
     degrees = strategy.sample_degree, strategy.token_degree, strategy.sequence_degree
-    lines = once(layer, strategy.remat, partial(work_lines, layer, strategy.remat))
+    lines = once(("lines", layer, strategy.remat), partial(work_lines, layer, strategy.remat))
     return _Cell(states, lines, (recomputed_inputs(strategy), needs_more(strategy), *degrees))

@@ -104,7 +104,7 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     """[15, S] the fields of `LayerRows`."""
     job, row = config.job, LayerRow.of(layer_type, chosen, config)
     saved, entered, reducing, forward, backward, read = row.work(config)
-    states = np.array([job.once(each, "states", partial(_numbers, each)) for each in row.states]).T
+    states = np.array([job.once(("numbers", each), partial(_numbers, each)) for each in row.states]).T
     shard, gradients, optimizer, copy, keeps, shards, made, reduced, first, later, trains, drops, moves = states
     is_sharded, one = shards > 1, config.pipeline.num_microbatches == 1
     kept, own, gathered = keeps * copy, (1 - keeps) * copy, is_sharded * copy
@@ -161,7 +161,7 @@ def _entries(layer_type: LayerType, config: JobConfig) -> tuple[int, int, int]:
         flows = max((chain.num_flowing(place, seq_len) for place in inner), default=0)
         return waiting, flows, min((chain.num_made(place, seq_len) for place in inner), default=0)
 
-    waiting, flowing, handed = config.job.once(chain, ("entries", layer_type.name), of_type)
+    waiting, flowing, handed = config.job.once(("entries", layer_type.name), of_type)
     return (waiting, flowing, handed) if config.is_piped else (waiting, 0, 0)
 
 
@@ -309,7 +309,7 @@ def _overheads(config: JobConfig) -> tuple[int, ...]:
     pipeline, job = config.pipeline, config.job
     key = "side", config.microbatch_samples
     has_own = job.execution.keeps_own_buffers
-    side = 0 if has_own else job.once(job.chain, key, lambda: side_bytes(set(job.chain.layer_types), config))
+    side = 0 if has_own else job.once(key, lambda: side_bytes(set(job.chain.layer_types), config))
     exchanged = 0 if has_own else exchanged_bytes(config)
     flights = map(pipeline.in_flight, range(pipeline.num_stages))
     return tuple(min(context_bytes(config) + each * side + exchanged, MOST_BYTES) for each in flights)

@@ -5,24 +5,22 @@ The terms of time are those that the search added up (`steelyard.cost.layer`), a
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from steelyard.cost.build import border_s, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.job import Job, JobConfig, stage_configs
-from steelyard.cost.layer import LayerCost, layer_cost, tied_s
+from steelyard.cost.layer import LayerCost, layer_cost
 from steelyard.cost.memory import context_bytes, plan_memory
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.cost.switching import border_table, switch_table
 from steelyard.errors import InvalidPlanError
-from steelyard.model.chain import LayerType
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import OWN_TERMS, StagePrediction
 from steelyard.plan.stages import num_slices
 from steelyard.plan.strategy import Strategy
-from steelyard.profiles.profile import LayerProfile, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,29 +38,30 @@ class PlanCost:
     """How `mfu` counts attention."""
 
 
-def _stage_speeds(configs: Sequence[JobConfig]) -> list[tuple[int, tuple[float, ...]]]:
-    """The pool of each stage and the speeds of one in it; empty where every stage has devices of its own."""
-    jobs = [each.job for each in configs]
-    found = [each.profile.stage_speeds(jobs.count(each)) for each in jobs]
-    return list(zip(map(jobs.index, jobs), found, strict=True)) if any(found) else []
-
-
 def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) -> PlanCost:
     """The cost of a plan for a job of the same model and batch; raises `InvalidPlanError` if they differ.
 
     Stages in ``slowed`` compute so many times as long.
     """
     configs = _configs(plan, job)
-    factors = slowed or {}
-    parts = [
-        _slowed(part, factors.get(index % plan.num_stages, 1.0))
-        for index, part in enumerate(_part_costs(plan, configs))
+    parts = _part_costs(plan, configs, slowed or {})
+    times = [
+        StageTimes(
+            forward_s=sum(sum(cost.forward_s.values()) for cost in part.layers) + part.switch_s / 2,
+            backward_s=sum(sum(cost.backward_s.values()) for cost in part.layers) + part.switch_s / 2,
+            once_s=sum(sum(cost.once_s.values()) for cost in part.layers),
+            transfer_s=part.received_s / (2 if part.gives_back else 1),
+            gives_back=part.gives_back,
+        )
+        for part in parts
     ]
+    jobs = [each.job for each in configs]
+    speeds = [each.profile.stage_speeds(jobs.count(each)) for each in jobs]
     timeline = simulate(
-        [_stage_times(part) for part in parts],
+        times,
         configs[0].pipeline,
         overlap_sends=job.execution.overlaps_transfers,
-        speeds=_stage_speeds(configs),
+        speeds=list(zip(map(jobs.index, jobs), speeds, strict=True)) if any(speeds) else [],
     )
     memories = memory_terms([part.layers for part in plan.parts], plan.strategies, configs)
     stages = [
@@ -128,7 +127,9 @@ def memory_terms(
     found = []
     for tensors, config in zip(plan_memory(parts, strategies, configs), configs, strict=True):
         terms = tensors | {"context": context_bytes(config)}
-        terms["allocator slack"] = int(slack_fraction(config.job) * _slackened_bytes(terms, config.job))
+        kept_apart = config.job.execution.states.kept_apart  # in buffers of their own, without slack
+        in_allocator = sum(num_bytes for name, num_bytes in terms.items() if name not in kept_apart)
+        terms["allocator slack"] = int(slack_fraction(config.job) * in_allocator)
         found.append({name: num_bytes for name, num_bytes in terms.items() if num_bytes})
     return tuple(found)
 
@@ -162,55 +163,36 @@ def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | 
     (`ModelChain.attended_share`). Figures that follow Chowdhery et al. 2022 (PaLM), appendix B, count the whole square
     and are higher. With a profile from before the square was counted, attention is what its kernels compute.
     """
-    flop = _flop_per_sample(
-        job, lambda layer_type, layer: _num_passes(layer_type, layer) * _model_flop(layer_type, layer, job)
-    )
-    return None if flop is None else flop / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
-
-
-def _flop(work: Work) -> float:
-    return work.matmul_flop.per_sample + work.attention_flop.per_sample
-
-
-def _num_passes(layer_type: LayerType, layer: LayerProfile) -> float:
-    """The forward passes that forward and backward of a layer count as: fewer than three where a part is frozen."""
-    forward = _flop(layer.forward)
-    return 1 + _flop(layer.backward) / forward if layer_type.likeness and forward else 3
-
-
-def _model_flop(layer_type: LayerType, layer: LayerProfile, job: Job) -> float:
-    """FLOP of a forward pass for a sample, with attention as the model has it."""
-    done = _flop(layer.forward)
-    if layer.square_flop is None:
-        return done
-    square = layer.square_flop.per_sample
-    in_attention = layer.forward.attention_flop.per_sample or square
-    return done - in_attention + job.chain.attended_share(layer_type, job.seq_len) * square
-
-
-def _flop_per_sample(job: Job, flop: Callable[[LayerType, LayerProfile], float]) -> float | None:
-    """FLOP of all layers; None where the device's peak is not known, or a layer's FLOP."""
-    layers = [job.profile.layer(layer_type.name, {}) for layer_type in job.chain.layer_types]
-    if job.cluster.device.needs_profile:
-        return None
-    counts = [job.chain.layers.count(layer_type) for layer_type in range(len(layers))]
-    found = zip(counts, job.chain.layer_types, layers, strict=True)
-    known = [count * flop(layer_type, layer) for count, layer_type, layer in found if layer is not None]
-    return sum(known) if len(known) == len(layers) else None
+    chain, found = job.chain, []
+    for number, layer_type in enumerate(chain.layer_types):
+        layer = job.profile.layer(layer_type.name, {})
+        if layer is None or job.cluster.device.needs_profile:
+            return None
+        forward, backward = (
+            work.matmul_flop.per_sample + work.attention_flop.per_sample for work in (layer.forward, layer.backward)
+        )
+        passes = 1 + backward / forward if layer_type.likeness and forward else 3
+        if layer.square_flop is not None:
+            square = layer.square_flop.per_sample
+            in_attention = layer.forward.attention_flop.per_sample or square
+            forward = forward - in_attention + chain.attended_share(layer_type, job.seq_len) * square
+        found.append(chain.layers.count(number) * (passes * forward))
+    return sum(found) / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PartCost:
     """What one part of the pipeline costs: a stage, or one of its chunks."""
 
-    layers: list[LayerCost]
+    layers: list[LayerCost[float]]
     switch_s: float
     received_s: float
     """Handing over an activation from the part before and, where it is needed there, its gradient back to it."""
     gives_back: bool
 
 
-def _part_costs(plan: Plan, stage_configs: Sequence[JobConfig]) -> list[_PartCost]:
+def _part_costs(plan: Plan, stage_configs: Sequence[JobConfig], slowed: Mapping[int, float]) -> list[_PartCost]:
+    """Of every part of the pipeline; stages in ``slowed`` compute so many times as long."""
     strategies, configs = plan.strategies, _layer_configs(plan, stage_configs)
     switches = _switches_s(strategies, configs)
     costs = _layer_costs(plan, configs)
@@ -221,7 +203,7 @@ def _part_costs(plan: Plan, stage_configs: Sequence[JobConfig]) -> list[_PartCos
         received_s = _received_s(plan, index, layers[0], configs) / (1 if gives_back else 2) if index else 0.0
         parts.append(
             _PartCost(
-                layers=[costs[layer] for layer in layers],
+                layers=[_slowed(costs[layer], slowed.get(index % plan.num_stages, 1.0)) for layer in layers],
                 switch_s=sum(switches[layer] for layer in layers),
                 received_s=received_s,
                 gives_back=gives_back,
@@ -230,19 +212,14 @@ def _part_costs(plan: Plan, stage_configs: Sequence[JobConfig]) -> list[_PartCos
     return parts
 
 
-def _slowed(part: _PartCost, factor: float) -> _PartCost:
-    """The cost of a part that computes ``factor`` times as long."""
-
-    def scaled(terms: Mapping[str, float]) -> dict[str, float]:
-        return {name: seconds * (factor if name in OWN_TERMS else 1.0) for name, seconds in terms.items()}
-
+def _slowed(cost: LayerCost[float], factor: float) -> LayerCost[float]:
     if factor == 1.0:
-        return part
-    layers = [
-        replace(cost, forward_s=scaled(cost.forward_s), backward_s=scaled(cost.backward_s), once_s=scaled(cost.once_s))
-        for cost in part.layers
-    ]
-    return replace(part, layers=layers)
+        return cost
+    forward, backward, once = (
+        {name: seconds * (factor if name in OWN_TERMS else 1.0) for name, seconds in terms.items()}
+        for terms in (cost.forward_s, cost.backward_s, cost.once_s)
+    )
+    return LayerCost(forward_s=forward, backward_s=backward, once_s=once)
 
 
 def _received_s(plan: Plan, index: int, first: int, configs: Sequence[JobConfig]) -> float:
@@ -250,7 +227,8 @@ def _received_s(plan: Plan, index: int, first: int, configs: Sequence[JobConfig]
     if before is not config:
         return border_s(before, config)
     stages_apart = 1 if index % plan.num_stages else plan.num_stages - 1
-    return _copies_sent(plan.strategies[first], config) * transfer_s(config, stages_apart)
+    copies = plan.strategies[first].hidden.copies if config.job.execution.transfer == "whole" else 1
+    return copies * transfer_s(config, stages_apart)
 
 
 def _switches_s(strategies: Sequence[Strategy], configs: Sequence[JobConfig]) -> list[float]:
@@ -271,30 +249,18 @@ def _switches_s(strategies: Sequence[Strategy], configs: Sequence[JobConfig]) ->
     return found
 
 
-def _copies_sent(strategy: Strategy, config: JobConfig) -> int:
-    """How often a stage's ranks hand over the same part of an activation where a framework sends it whole."""
-    return strategy.hidden.copies if config.job.execution.transfer == "whole" else 1
-
-
-def _layer_costs(plan: Plan, configs: Sequence[JobConfig]) -> list[LayerCost]:
-    known: dict[tuple[int, Strategy, JobConfig], LayerCost] = {}
+def _layer_costs(plan: Plan, configs: Sequence[JobConfig]) -> list[LayerCost[float]]:
+    """Of each layer; where the plan has all copies of a tied matrix divided alike, they are not gathered."""
+    known: dict[tuple[int, Strategy, JobConfig], LayerCost[float]] = {}
     chain = configs[0].job.chain
+    alike = bool(chain.sums_tied) and num_slices(chain.shared[0], plan.strategies, chain) is None
     costs = []
     for layer_type, strategy, config in zip(chain.layers, plan.strategies, configs, strict=True):
         key = layer_type, strategy, config
         if key not in known:
-            known[key] = _cost_in_plan(chain.layer_types[layer_type], strategy, plan, config)
+            known[key] = layer_cost(chain.layer_types[layer_type], strategy, config, alike=alike)
         costs.append(known[key])
     return costs
-
-
-def _cost_in_plan(layer_type: LayerType, strategy: Strategy, plan: Plan, config: JobConfig) -> LayerCost:
-    """The cost of a layer; where the plan has all copies of a tied matrix divided alike, they are not gathered."""
-    cost, chain = layer_cost(layer_type, strategy, config), config.job.chain
-    if "tied" not in cost.once_s or num_slices(chain.shared[0], plan.strategies, chain) is not None:
-        return cost
-    seconds = config.job.time_factor * tied_s(layer_type, strategy, config, alike=True)
-    return replace(cost, once_s=cost.once_s | {"tied": seconds})
 
 
 def _time_terms(chunks: list[_PartCost], config: JobConfig, timeline: Timeline, stage: int) -> dict[str, float]:
@@ -317,21 +283,6 @@ def _time_terms(chunks: list[_PartCost], config: JobConfig, timeline: Timeline, 
     idle_s = max(0.0, timeline.step_time_s - worked_s)
     terms["pipeline"] = min(sum(chunk.received_s for chunk in chunks), idle_s / count)
     return {name: seconds for name, seconds in terms.items() if seconds}
-
-
-def _slackened_bytes(terms: Mapping[str, int], job: Job) -> int:
-    """Bytes that the allocator's slack is a part of: of states in buffers of their own there is none."""
-    return sum(num_bytes for name, num_bytes in terms.items() if name not in job.execution.states.kept_apart)
-
-
-def _stage_times(part: _PartCost) -> StageTimes:
-    return StageTimes(
-        forward_s=sum(sum(cost.forward_s.values()) for cost in part.layers) + part.switch_s / 2,
-        backward_s=sum(sum(cost.backward_s.values()) for cost in part.layers) + part.switch_s / 2,
-        once_s=sum(sum(cost.once_s.values()) for cost in part.layers),
-        transfer_s=part.received_s / (2 if part.gives_back else 1),
-        gives_back=part.gives_back,
-    )
 
 
 def _check_same_job(plan: Plan, job: Job) -> None:

@@ -5,21 +5,17 @@ pass after $\Delta t$ seconds, and
 
 $$\sum_\text{passes} d = \sum_{k} k\,s_k\,T_k$$
 
-where $T_k$ are the seconds in which $k$ stages compute. Stages of different pools of devices have cores of their own:
-$k$ counts those of one pool. So a pipeline of more processes than cores pays for its work and hardly for its bubbles:
-the cores have other stages to work for.
-
-| symbol | argument   | meaning                                                                          |
-|--------|------------|----------------------------------------------------------------------------------|
-| $s_k$  | `speeds`   | speed of a stage while k of its pool compute, over that while all do; measured     |
-
+where $T_k$ are the seconds in which $k$ stages compute and $s_k$ (``speeds``, measured) is the speed of a stage while k
+of its pool compute, over that while all do. Stages of different pools of devices have cores of their own. So a pipeline
+of more processes than cores pays for its work and hardly for its bubbles: the cores have other stages to work for.
 A transfer between two stages is work of both, for as long as it takes: copies through the host's network stack, after
 the sender's pass and before the receiver's.
 
-Processor sharing as in Kleinrock 1976 (Queueing Systems II, section 4.4), with measured speeds in place of $P/k$.
-Not modelled: that passes which share a cache slow each other down unequally.
+`PassTable` and `StageRun` are a pipeline as both simulators see it: how long each pass takes, who waits for its result,
+and when it was done.
 
-A pipeline as its simulator sees it: how long each pass takes, who waits for its result, and when it was done.
+Source: processor sharing as in Kleinrock 1976 (Queueing Systems II, section 4.4), with measured speeds in place of
+$P/k$. Not modelled: that passes which share a cache slow each other down unequally.
 """
 
 from collections import Counter

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.communication import Group
-from steelyard.cost.job import AnyConfig, Job, JobConfig
+from steelyard.cost.job import Job, JobConfig
 from steelyard.model.chain import ModelChain
 from steelyard.plan.dimensions.dimension import Placed
 from steelyard.plan.strategy import Strategy, mesh_axes
@@ -47,9 +47,9 @@ def switch_table(strategies: tuple[Strategy, ...], config: JobConfig) -> NDArray
 
 
 class Switches:
-    """The seconds of `switch_table` in one configuration, or in several configurations of a stage size at once."""
+    """The seconds of `switch_table` in one configuration, or in M that differ in the number of microbatches."""
 
-    def __init__(self, strategies: tuple[Strategy, ...], config: AnyConfig) -> None:
+    def __init__(self, strategies: tuple[Strategy, ...], config: JobConfig) -> None:
         layouts = [strategy.hidden for strategy in strategies]
         distinct = list(dict.fromkeys(layouts))
         self._index = np.array([distinct.index(layout) for layout in layouts])
@@ -98,14 +98,14 @@ def _gather_seconds(
         steps = moves(placements.replace(whole, even), placements, sizes)
         sent = [entries for entries, is_needed in flow if is_needed or not gradients]
         each = (_step_seconds(sizes, entries, config)(step) for entries in sent for step in steps)
-        return float(config.job.time_factor * sum(each, start=0.0))
+        return float(np.ravel(config.job.time_factor * sum(each, start=0.0))[0])
 
     placed = [strategy.hidden.placements(sizes) for strategy in strategies]
     return np.array([[seconds(each, flow) for each in placed] for flow in _entering(config.job)])
 
 
 def _entering(job: Job) -> tuple[_Flow, ...]:
-    return job.once(job.chain, "entering", lambda: _entering_entries(job.chain, job.seq_len))
+    return job.once("entering", lambda: _entering_entries(job.chain, job.seq_len))
 
 
 def _entering_entries(chain: ModelChain, seq_len: int) -> tuple[_Flow, ...]:
@@ -117,22 +117,19 @@ def _entering_entries(chain: ModelChain, seq_len: int) -> tuple[_Flow, ...]:
     for layer in range(1, chain.num_layers):
         entries = map(prod, chain.flow_shapes(layer - 1, seq_len))
         flow = tuple(zip(entries, chain.flow_needs_gradient(layer - 1), strict=True))
-        entering[chain.layers[layer]] = max(flow, entering.get(chain.layers[layer], ()), key=_there_and_back)
+        both = flow, entering.get(chain.layers[layer], ())
+        entering[chain.layers[layer]] = max(both, key=lambda each: sum(size * (1 + back) for size, back in each))
     return tuple(entering.get(layer_type, entering[chain.layers[1]]) for layer_type in range(len(chain.layer_types)))
-
-
-def _there_and_back(flow: _Flow) -> int:
-    return sum(size * (1 + is_needed) for size, is_needed in flow)
 
 
 def _between(
     placements: list[Placement],
     sizes: tuple[int, ...],
     flow: _Flow,
-    config: AnyConfig,
+    config: JobConfig,
 ) -> NDArray[np.float64]:
     """[D, D, M] seconds from each placement to each other, there and back, for tensors of a flow."""
-    costs = np.zeros((len(placements), len(placements), np.size(config.num_microbatches)))
+    costs = np.zeros((len(placements), len(placements), len(config.samples)))
     for entries, is_needed in flow:
         step_s = _step_seconds(sizes, entries, config)
         for row, before in enumerate(placements):
@@ -142,9 +139,9 @@ def _between(
     return costs
 
 
-def _step_seconds(sizes: tuple[int, ...], entries: int, config: AnyConfig) -> Callable[[Step], Amount]:
+def _step_seconds(sizes: tuple[int, ...], entries: int, config: JobConfig) -> Callable[[Step], Amount]:
     """Seconds of a step of a redistribution on the stage mesh, of a tensor of so many entries of each sample."""
-    whole_bytes = config.microbatch_samples * config.job.compute_bytes * entries
+    whole_bytes = config.samples * config.job.compute_bytes * entries
     has_all_to_all = config.job.cluster.device.backend.has_all_to_all
 
     @cache

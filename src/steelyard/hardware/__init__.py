@@ -20,11 +20,9 @@ from steelyard.hardware.parse import (
     is_as_named,
     parse_cluster,
     parse_pools,
-    pools_file,
-    pools_of,
     with_network,
 )
-from steelyard.hardware.values import Backend, Cluster, Device, DeviceType, Link, MixedCluster, Vendor, joined_pools
+from steelyard.hardware.values import Backend, Cluster, Device, DeviceType, Link, NodeGroup, Vendor, joined_pools
 
 __all__ = [
     "Backend",
@@ -34,7 +32,7 @@ __all__ = [
     "DeviceType",
     "HardwareFile",
     "Link",
-    "MixedCluster",
+    "NodeGroup",
     "PoolsFile",
     "Vendor",
     "cluster_file",
@@ -52,7 +50,5 @@ __all__ = [
     "links",
     "parse_cluster",
     "parse_pools",
-    "pools_file",
-    "pools_of",
     "with_network",
 ]

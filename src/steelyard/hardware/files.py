@@ -1,12 +1,10 @@
-"""The files of this package: rows of the catalogue and a user's cluster file, checked while they are read.
+"""The files of this package, checked while they are read: the catalogue of devices and links, and a user's cluster.
 
 File keys carry their unit (``bandwidth_GBps``, ``latency_us``, ``memory_GiB``, ``peak_TFLOPs``) and are converted
 here, once, to bytes, seconds and FLOP. GB is 10^9 bytes, GiB is 2^30 bytes, a TFLOP is 10^12 FLOP.
 
-The catalogue of devices and links that ships with the package, every row with its source.
-
-The numbers stand in ``devices.yaml`` and ``links.yaml`` beside this file, which also say what they mean. A name that is
-not there is an error that lists the nearest ones, never a default.
+The catalogue is ``devices.yaml`` and ``links.yaml`` beside this file, every row with its source. A name that is not
+there is an error that lists the nearest ones, never a default.
 """
 
 import re
@@ -185,22 +183,19 @@ class DeviceSpec(FileModel):
                 expected="gpu or cpu",
                 hint="add kind: gpu, or kind: cpu for processes of a host",
             )
+        memory = None if self.memory_GB is None else self.memory_GB * GB
+        memory = memory if self.memory_GiB is None else self.memory_GiB * GIB
         return Device(
             name=self.name,
             type=device_type,
             vendor=self.vendor or (None if known is None else known.vendor),
             backend=self.backend or usual,
-            memory_bytes=self._memory_bytes(),
+            memory_bytes=None if memory is None else round(memory),
             peak_flop_per_s={dtype: rate * TERA for dtype, rate in self.peak_TFLOPs.items()},
             memory_bytes_per_s=None if self.memory_bandwidth_GBps is None else self.memory_bandwidth_GBps * GB,
             source=self.source,
             notes=self.notes,
         )
-
-    def _memory_bytes(self) -> int | None:
-        if self.memory_GiB is not None:
-            return round(self.memory_GiB * GIB)
-        return None if self.memory_GB is None else round(self.memory_GB * GB)
 
 
 class DeviceRow(DeviceSpec):
@@ -375,7 +370,7 @@ def links() -> tuple[Link, ...]:
 
 def find_device(name: str) -> Device:
     """The catalogue device of that name or alias, in any case; raises `InvalidClusterError` with the nearest names."""
-    return _device_row(name).to_device()
+    return _look_up(name, _device_rows(), field="device").to_device()
 
 
 def known_device(name: str) -> Device | None:
@@ -420,32 +415,25 @@ def default_links(device_name: str, *, num_devices: int) -> tuple[Link, Link]:
     Between nodes it is the network of that generation's reference system, or the switch itself while all devices hang
     on one (``switched_devices``). Raises `InvalidClusterError` for an unknown device.
     """
-    row = _device_row(device_name)
+    row = _look_up(device_name, _device_rows(), field="device")
     intra_link = find_link(row.intra_link)
     if row.switched_devices is not None and num_devices <= row.switched_devices:
         return intra_link, intra_link
     return intra_link, find_link(row.inter_link).shared(num_ports=1, num_devices=row.devices_per_port)
 
 
-def _device_row(name: str) -> DeviceRow:
-    return _look_up(name, _device_rows(), field="device")
-
-
 def _look_up(name: str, rows: Mapping[str, RowT], *, field: str) -> RowT:
     key = name.strip().lower()
     if key not in rows:
+        names = {row.name for row in rows.values()}
+        variants = sorted(each for each in names if key and each.startswith(key))
         raise InvalidClusterError(
             field=field,
             found=repr(name),
             expected=f"a {field} of the catalogue, or one described in full in a cluster file",
-            hint=_nearest_names(key, {row.name for row in rows.values()}),
+            hint=f"did you mean {' or '.join(variants)}?" if variants else nearest(key, names),
         )
     return rows[key]
-
-
-def _nearest_names(key: str, names: set[str]) -> str:
-    variants = sorted(name for name in names if key and name.startswith(key))
-    return f"did you mean {' or '.join(variants)}?" if variants else nearest(key, names)
 
 
 def _rows_by_name(rows: Iterable[RowT], *, where: str) -> Mapping[str, RowT]:

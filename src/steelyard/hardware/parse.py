@@ -1,5 +1,6 @@
-"""From what a user names to a `Cluster` or a `MixedCluster`: ``NODESxDEVICESxDEVICE``, several of them, or a file."""
+"""From what a user names to a `Cluster` and back: ``NODESxDEVICESxDEVICE``, several of them, or a file."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from steelyard.hardware.files import (
     read_mapping,
     read_text,
 )
-from steelyard.hardware.values import Cluster, Device, Link, MixedCluster, joined_pools
+from steelyard.hardware.values import Cluster, Device, Link, NodeGroup, joined_pools
 from steelyard.limits import MOST_DEVICES
 from steelyard.units import GB, GIB, TERA
 
@@ -41,7 +42,7 @@ def parse_cluster(text: str) -> Cluster:
     pools, which `parse_pools` takes.
     """
     found = parse_pools(text)
-    if isinstance(found, MixedCluster):
+    if found.is_mixed:
         raise InvalidClusterError(
             field="cluster",
             found=f"{found.name}, which has {len(found.pools)} pools of unlike devices",
@@ -51,7 +52,7 @@ def parse_cluster(text: str) -> Cluster:
     return found
 
 
-def parse_pools(text: str) -> Cluster | MixedCluster:
+def parse_pools(text: str) -> Cluster:
     """The cluster that a text names, of one pool as in `parse_cluster` or of several.
 
     Several are joined by a plus, as in ``2x8xh100-80gb+4x8xa100-40gb``, or are listed under ``pools`` in a file. In the
@@ -73,7 +74,7 @@ def parse_pools(text: str) -> Cluster | MixedCluster:
                 expected="each device once",
                 hint="add up their nodes into one pool, or describe pools of the same device in a cluster file",
             )
-    return MixedCluster(pools=tuple(pools), links=_assumed_links(pools))
+    return joined_pools(pools, _assumed_links(pools))
 
 
 def _assumed_links(pools: Sequence[Cluster]) -> tuple[Link, ...]:
@@ -94,7 +95,7 @@ def _short(text: str) -> Cluster:
     num_nodes, devices_per_node = int(match.group(1)), int(match.group(2))
     device = find_device(match.group(3))
     intra_link, inter_link = _links_of(device.name, num_nodes=num_nodes, devices_per_node=devices_per_node)
-    return Cluster(
+    group = NodeGroup(
         name=f"{num_nodes}x{devices_per_node}x{device.name}",
         num_nodes=num_nodes,
         devices_per_node=devices_per_node,
@@ -102,98 +103,69 @@ def _short(text: str) -> Cluster:
         intra_link=intra_link,
         inter_link=inter_link,
     )
+    return Cluster(groups=(group,))
 
 
-def pools_from_yaml(text: str, *, where: str = "cluster file", name: str = "cluster") -> Cluster | MixedCluster:
+def pools_from_yaml(text: str, *, where: str = "cluster file", name: str = "cluster") -> Cluster:
     """The cluster, or the pools, of a YAML text; ``name`` is for one that gives none, ``where`` for errors."""
     content = read_mapping(text, where=where)
-    if not isinstance(content, dict) or "pools" not in content:
-        return cluster_of(checked(content, ClusterFile, where=where), name=name)
-    return pools_of(checked(content, PoolsFile, where=where))
+    if isinstance(content, dict) and "pools" in content:
+        return cluster_of(checked(content, PoolsFile, where=where), name=name)
+    return cluster_of(checked(content, ClusterFile, where=where), name=name)
 
 
-def with_network(cluster: Cluster | MixedCluster, network: str) -> Cluster | MixedCluster:
+def with_network(cluster: Cluster, network: str) -> Cluster:
     """The cluster with the named link between its nodes, as `find_network` reads it: what ``--network`` asks for.
 
     Of several pools, between the nodes of each and between the pools.
     """
-    links = [find_network(network, devices_per_node=pool.devices_per_node) for pool in cluster.pools]
-    is_alone = len(links) == 1
-    pools = [
-        replace(pool, inter_link=link) if is_alone or pool.num_nodes > 1 else pool
-        for pool, link in zip(cluster.pools, links, strict=True)
-    ]
-    return joined_pools(pools, links)
+    groups = []
+    for each in cluster.groups:
+        link = find_network(network, devices_per_node=each.devices_per_node)
+        inside = link if each.num_nodes > 1 or not cluster.is_mixed else each.inter_link
+        groups.append(replace(each, inter_link=inside, outer_link=link))
+    return Cluster(groups=tuple(groups))
 
 
-def is_as_named(cluster: Cluster | MixedCluster) -> bool:
+def is_as_named(cluster: Cluster) -> bool:
     """Whether its name alone, ``NODESxDEVICESxDEVICE``, says what it is, its memory left out."""
-    if isinstance(cluster, MixedCluster):
-        if not all(map(is_as_named, cluster.pools)):
-            return False
-        return tuple(_assumed_links(cluster.pools)) == cluster.links
+    if cluster.is_mixed:
+        return all(map(is_as_named, cluster.pools)) and _assumed_links(cluster.pools) == cluster.links
     if _SHORT.fullmatch(cluster.name) is None:
         return False
     try:
         named = parse_cluster(cluster.name)
     except InvalidClusterError:
         return False
-    return replace(named, device=replace(named.device, memory_bytes=cluster.device.memory_bytes)) == cluster
+    return named.on(device=replace(named.device, memory_bytes=cluster.device.memory_bytes)) == cluster
 
 
-def hardware_file(cluster: Cluster | MixedCluster) -> ClusterFile | PoolsFile | None:
+def hardware_file(cluster: Cluster) -> ClusterFile | PoolsFile | None:
     """What a plan keeps of a cluster beside its name: the file that describes it, None where the name says it all."""
-    if is_as_named(cluster):
-        return None
-    return pools_file(cluster) if isinstance(cluster, MixedCluster) else cluster_file(cluster)
+    return None if is_as_named(cluster) else cluster_file(cluster)
 
 
-def cluster_file(cluster: Cluster) -> ClusterFile:
+def cluster_file(cluster: Cluster) -> ClusterFile | PoolsFile:
     """The file that `cluster_of` reads back as this cluster; what the catalogue has is written by its name."""
-    inter_link = cluster.inter_link
-    ports = cluster.devices_per_node
-    return ClusterFile(
-        version=1,
-        name=cluster.name,
-        num_nodes=cluster.num_nodes,
-        devices_per_node=cluster.devices_per_node,
-        device=cluster.device.name if known_device(cluster.device.name) == cluster.device else _spec(cluster.device),
-        intra_link=cluster.intra_link.name if cluster.intra_link in links() else _link_spec(cluster.intra_link),
-        inter_link=None if inter_link is None else _link_spec(inter_link, ports_per_node=ports),
-    )
-
-
-def pools_file(cluster: MixedCluster) -> PoolsFile:
-    """The file that `pools_of` reads back as these pools."""
-    return PoolsFile(
-        version=1,
-        pools=tuple(
-            PoolSpec(**{name: getattr(cluster_file(pool), name) for name in PoolSpec.model_fields})
-            for pool in cluster.pools
-        ),
-        links=tuple(
-            _link_spec(link, ports_per_node=pool.devices_per_node)
-            for pool, link in zip(cluster.pools, cluster.links, strict=True)
-        ),
-    )
-
-
-def pools_of(file: PoolsFile) -> MixedCluster:
-    """The pools that a file describes; one without a name is called as the short form would call it."""
-    pools = []
-    for spec in file.pools:
-        device = spec.device if isinstance(spec.device, str) else spec.device.name
-        own = ClusterFile(version=1, **{name: getattr(spec, name) for name in PoolSpec.model_fields})
-        pools.append(cluster_of(own, name=f"{spec.num_nodes}x{spec.devices_per_node}x{device}"))
-    entries = file.links or (file.link,) * len(pools)
-    links = [_outer_link(entry, pool) for entry, pool in zip(entries, pools, strict=False) if entry is not None]
-    return MixedCluster(pools=tuple(pools), links=tuple(links))
-
-
-def _outer_link(entry: LinkEntry, pool: Cluster) -> Link:
-    if isinstance(entry, str):
-        return find_network(entry, devices_per_node=pool.devices_per_node)
-    return _link_of(entry, devices_per_node=pool.devices_per_node, ports_unsaid=1)
+    found = []
+    for group in cluster.groups:
+        device, ports = group.device, group.devices_per_node
+        found.append(
+            {
+                "name": group.name,
+                "num_nodes": group.num_nodes,
+                "devices_per_node": ports,
+                "device": device.name if known_device(device.name) == device else _spec(device),
+                "intra_link": group.intra_link.name if group.intra_link in links() else _link_spec(group.intra_link),
+                "inter_link": group.inter_link and _link_spec(group.inter_link, ports_per_node=ports),
+            }
+        )
+    if not cluster.is_mixed:
+        return ClusterFile.model_validate({"version": 1, **found[0]})
+    outer = [
+        each.outer_link and _link_spec(each.outer_link, ports_per_node=each.devices_per_node) for each in cluster.groups
+    ]
+    return PoolsFile.model_validate({"version": 1, "pools": found, "links": outer})
 
 
 def _spec(device: Device) -> DeviceSpec:
@@ -226,13 +198,31 @@ def _link_spec(link: Link, *, ports_per_node: int | None = None) -> LinkSpec:
     )
 
 
-def cluster_of(file: ClusterFile, *, name: str) -> Cluster:
-    """The cluster that a file describes; ``name`` is used when the file gives none."""
+def cluster_of(file: ClusterFile | PoolsFile, *, name: str) -> Cluster:
+    """The cluster that a file describes; ``name`` is used when the file gives none.
+
+    A pool without a name is called as the short form would call it. Raises `InvalidClusterError` for a single pool.
+    """
+    if isinstance(file, ClusterFile):
+        return Cluster(groups=(_group_of(file, name),))
+    if len(file.pools) < 2:
+        raise InvalidClusterError(
+            field="pools", found=str(len(file.pools)), expected="two or more", hint="write a single pool as a cluster"
+        )
+    groups, links = [], file.links or (file.link,) * len(file.pools)
+    for spec, entry in itertools.zip_longest(file.pools, links[: len(file.pools)]):
+        device = spec.device if isinstance(spec.device, str) else spec.device.name
+        group = _group_of(spec, f"{spec.num_nodes}x{spec.devices_per_node}x{device}")
+        groups.append(replace(group, outer_link=_network(entry, spec.devices_per_node)))
+    return Cluster(groups=tuple(groups))
+
+
+def _group_of(file: ClusterFile | PoolSpec, name: str) -> NodeGroup:
     if isinstance(file.device, DeviceSpec):
         device = file.device.to_device(known_device(file.device.name))
     else:
         device = find_device(file.device)
-    return Cluster(
+    return NodeGroup(
         name=file.name or name,
         num_nodes=file.num_nodes,
         devices_per_node=file.devices_per_node,
@@ -242,7 +232,14 @@ def cluster_of(file: ClusterFile, *, name: str) -> Cluster:
     )
 
 
-def _intra_link(file: ClusterFile, device: Device) -> Link:
+def _network(entry: LinkEntry | None, devices_per_node: int) -> Link | None:
+    """The link of a device that leads out of its node, None where none is written."""
+    if isinstance(entry, str):
+        return find_network(entry, devices_per_node=devices_per_node)
+    return None if entry is None else _link_of(entry, devices_per_node=devices_per_node, ports_unsaid=1)
+
+
+def _intra_link(file: ClusterFile | PoolSpec, device: Device) -> Link:
     if file.intra_link is not None:
         if isinstance(file.intra_link, str):
             return find_link(file.intra_link)
@@ -252,13 +249,9 @@ def _intra_link(file: ClusterFile, device: Device) -> Link:
     return _links_of(device.name, num_nodes=file.num_nodes, devices_per_node=file.devices_per_node)[0]
 
 
-def _inter_link(file: ClusterFile, device: Device) -> Link | None:
-    if isinstance(file.inter_link, str):
-        return find_network(file.inter_link, devices_per_node=file.devices_per_node)
-    if file.inter_link is not None:
-        return _link_of(file.inter_link, devices_per_node=file.devices_per_node, ports_unsaid=1)
-    if file.num_nodes == 1:
-        return None
+def _inter_link(file: ClusterFile | PoolSpec, device: Device) -> Link | None:
+    if file.inter_link is not None or file.num_nodes == 1:
+        return _network(file.inter_link, file.devices_per_node)
     if isinstance(file.device, DeviceSpec):
         raise _missing_link("inter_link", device.name)
     return _links_of(device.name, num_nodes=file.num_nodes, devices_per_node=file.devices_per_node)[1]

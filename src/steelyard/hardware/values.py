@@ -2,9 +2,7 @@ r"""Devices, links and clusters as values: rates in FLOP/s and bytes/s, memory i
 
 Ranks are node-major: with $D$ devices per node, rank $r$ is device $r \bmod D$ of node $\lfloor r / D \rfloor$.
 
-A `MixedCluster` is several such clusters, its pools: the ranks of one follow on those of the pool before it.
-
-Not modelled: more than two levels of links in a pool, unlike links between its nodes, and switches that are
+Not modelled: more than two levels of links in a group, unlike links between its nodes, and switches that are
 oversubscribed.
 """
 
@@ -12,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from steelyard.errors import InvalidClusterError, nearest
 from steelyard.limits import MOST_BYTES, MOST_DEVICES, MOST_PER_S
@@ -218,11 +216,11 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
+class NodeGroup:
     """Equal nodes of equal devices: ``intra_link`` joins the devices of a node, ``inter_link`` the nodes.
 
-    ``inter_link`` may be None on one node only. Ranks are node-major. Raises `InvalidClusterError` for counts below
-    one or a missing inter-node link.
+    ``inter_link`` may be None on one node only; ``outer_link`` joins a device to those of other groups, None where
+    there are none. Raises `InvalidClusterError` for counts below one or a missing inter-node link.
     """
 
     name: str
@@ -231,14 +229,11 @@ class Cluster:
     device: Device
     intra_link: Link
     inter_link: Link | None
+    outer_link: Link | None = None
 
     def __post_init__(self) -> None:
         for name, count in (("num_nodes", self.num_nodes), ("devices_per_node", self.devices_per_node)):
             _require_positive(name, count)
-        if self.num_devices > MOST_DEVICES:
-            raise InvalidClusterError(
-                field="cluster", found=f"{self.num_devices} devices", expected=f"at most {MOST_DEVICES}"
-            )
         if self.num_nodes > 1 and self.inter_link is None:
             raise InvalidClusterError(
                 field="inter_link",
@@ -248,23 +243,9 @@ class Cluster:
             )
 
     @property
-    def pools(self) -> "tuple[Cluster]":
-        """Itself, as the one pool that it is."""
-        return (self,)
-
-    @property
-    def links(self) -> tuple[None]:
-        """What joins it to other pools: there is none."""
-        return (None,)
-
-    @property
     def num_devices(self) -> int:
-        """Devices in all nodes together, which is the number of ranks."""
+        """Devices in all nodes together."""
         return self.num_nodes * self.devices_per_node
-
-    def with_memory(self, memory_bytes: int) -> "Cluster":
-        """The same cluster where each device offers ``memory_bytes``: what ``--memory`` asks for."""
-        return replace(self, device=replace(self.device, memory_bytes=memory_bytes))
 
     def __str__(self) -> str:
         memory = "memory not stated" if self.device.memory_bytes is None else format_bytes(self.device.memory_bytes)
@@ -273,23 +254,24 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedCluster:
-    """Two or more pools of unlike devices, each a cluster by its own name.
+class Cluster:
+    """One group of equal nodes, or several pools: groups of unlike devices, each by its own name.
 
-    ``links`` has one link for each pool: what joins one of its devices to those of other pools. The name is that of the
-    pools in the order of their ranks. Raises `InvalidClusterError` for a single pool, for pools of one name or one with
-    a plus in it, and for pools without a link.
+    Ranks are node-major, those of a group after those of the group before it. Raises `InvalidClusterError` for more
+    than `MOST_DEVICES`, and for several groups of one name, of one with a plus in it, or without a link to the others.
     """
 
-    pools: tuple[Cluster, ...]
-    links: tuple[Link, ...]
+    groups: tuple[NodeGroup, ...]
 
     def __post_init__(self) -> None:
-        names = [pool.name for pool in self.pools]
-        if len(names) < 2:
+        if self.num_devices > MOST_DEVICES:
             raise InvalidClusterError(
-                field="pools", found=str(len(names)), expected="two or more", hint="write a single pool as a cluster"
+                field="cluster", found=f"{self.num_devices} devices", expected=f"at most {MOST_DEVICES}"
             )
+        names = [each.name for each in self.groups]
+        if len(names) == 1:
+            object.__setattr__(self, "groups", (replace(self.group, outer_link=None),))
+            return
         for name in names:
             if names.count(name) > 1 or "+" in name:
                 raise InvalidClusterError(
@@ -298,42 +280,88 @@ class MixedCluster:
                     expected="a name of its own for each pool, without a plus",
                     hint="add name: to each of them",
                 )
-        if len(self.links) != len(names):
+        if None in self.links:
             raise InvalidClusterError(
                 field="link",
-                found=f"{len(self.links)} for {len(names)} pools",
+                found=f"{len(names) - self.links.count(None)} for {len(names)} pools",
                 expected="the link that joins the pools",
                 hint="name one in the cluster file, for example link: infiniband-hdr",
-            )
-        if self.num_devices > MOST_DEVICES:
-            raise InvalidClusterError(
-                field="cluster", found=f"{self.num_devices} devices", expected=f"at most {MOST_DEVICES}"
             )
 
     @property
     def name(self) -> str:
-        """The names of the pools, joined by a plus."""
-        return "+".join(pool.name for pool in self.pools)
+        """The names of the groups, joined by a plus."""
+        return "+".join(each.name for each in self.groups)
 
     @property
     def num_devices(self) -> int:
-        """Devices in all pools together, which is the number of ranks."""
-        return sum(pool.num_devices for pool in self.pools)
+        """Devices of all groups together, which is the number of ranks."""
+        return sum(each.num_devices for each in self.groups)
 
-    def with_memory(self, memory_bytes: int) -> "MixedCluster":
-        """The same pools where each device offers ``memory_bytes``."""
-        return replace(self, pools=tuple(pool.with_memory(memory_bytes) for pool in self.pools))
+    @property
+    def pools(self) -> "tuple[Cluster, ...]":
+        """Each group as a cluster."""
+        return tuple(Cluster(groups=(each,)) for each in self.groups)
+
+    @property
+    def links(self) -> tuple[Link | None, ...]:
+        """What joins a device of each group to those of the others; None where there are none."""
+        return tuple(each.outer_link for each in self.groups)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are several groups."""
+        return len(self.groups) > 1
+
+    @property
+    def group(self) -> NodeGroup:
+        """Its group; only where there is one, as all below."""
+        (only,) = self.groups
+        return only
+
+    @property
+    def num_nodes(self) -> int:
+        """Its nodes."""
+        return self.group.num_nodes
+
+    @property
+    def devices_per_node(self) -> int:
+        """The devices of a node."""
+        return self.group.devices_per_node
+
+    @property
+    def device(self) -> Device:
+        """What each of its devices is."""
+        return self.group.device
+
+    @property
+    def intra_link(self) -> Link:
+        """What joins the devices of a node."""
+        return self.group.intra_link
+
+    @property
+    def inter_link(self) -> Link | None:
+        """What joins the nodes."""
+        return self.group.inter_link
+
+    def on(self, **changes: Any) -> "Cluster":
+        """The cluster with these fields of its one group changed."""
+        return Cluster(groups=(replace(self.group, **changes),))
+
+    def with_memory(self, memory_bytes: int) -> "Cluster":
+        """The same cluster where each device offers ``memory_bytes``: what ``--memory`` asks for."""
+        groups = (replace(each, device=replace(each.device, memory_bytes=memory_bytes)) for each in self.groups)
+        return Cluster(groups=tuple(groups))
 
     def __str__(self) -> str:
-        links = dict.fromkeys(link.name for link in self.links)
-        return " + ".join(map(str, self.pools)) + f"; {', '.join(links)} between pools"
+        links = ", ".join(dict.fromkeys(link.name for link in self.links if link is not None))
+        return " + ".join(map(str, self.groups)) + (f"; {links} between pools" if links else "")
 
 
-def joined_pools(pools: Sequence[Cluster], links: Sequence[Link | None]) -> Cluster | MixedCluster:
-    """These pools with the link of each as one value: a single one is the cluster that it is."""
-    if len(pools) == 1:
-        return pools[0]
-    return MixedCluster(pools=tuple(pools), links=tuple(link for link in links if link is not None))
+def joined_pools(pools: Sequence[Cluster], links: Sequence[Link | None]) -> Cluster:
+    """These clusters of one group as one, with the link of each to the others."""
+    groups = (replace(pool.group, outer_link=link) for pool, link in zip(pools, links, strict=True))
+    return Cluster(groups=tuple(groups))
 
 
 def _require_one_of(name: str, value: str, known: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
-"""Reads and writes versioned files: a mistake becomes one error that names the key, what was found and expected.
+"""Versioned JSON files: plans, other values of the package, and the cache of traces and splits.
 
-Where what takes long to find is kept between runs: traces, and how models split.
+A mistake in a file becomes one error that names the key, what was found and what was expected. The cache keeps what
+takes long to find between runs; where it cannot be written, the log says so and nothing else fails.
 """
 
 import hashlib

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
-from steelyard.hardware import Cluster, HardwareFile, MixedCluster, PoolsFile, cluster_of, parse_pools, pools_of
+from steelyard.hardware import Cluster, HardwareFile, PoolsFile, cluster_of, parse_pools
 from steelyard.limits import Microbatches, Samples, Tokens
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
@@ -22,11 +22,10 @@ from steelyard.model.read import planned_model
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.part import PlanPart
-from steelyard.plan.prediction import Prediction
+from steelyard.plan.prediction import Prediction, baseline_line, layers_text
 from steelyard.plan.stages import LayerRun, StagePart, StagePlan, illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.plan.training import Training
-from steelyard.plan.words import baseline_line, layers_text
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
 from steelyard.units import format_bytes, format_plural, format_seconds
@@ -95,10 +94,23 @@ class Plan(PlanPart):
         _check_config(self, chain)
         chain.check_seq_len(self.seq_len)
         _check_ranks(self)
-        _check_batch(self)
+        if self.global_batch % self.num_microbatches:
+            raise InvalidPlanError(
+                field="num_microbatches",
+                found=str(self.num_microbatches),
+                expected=f"a divisor of the global batch of {self.global_batch} samples",
+                hint="change num_microbatches or global_batch",
+            )
+        self.pipeline.check()
         _check_coverage(self, chain)
         _check_strategies(self, chain)
-        _check_prediction(self)
+        if self.prediction is not None and len(self.prediction.stages) != self.num_stages:
+            raise InvalidPlanError(
+                field="prediction.stages",
+                found=f"{len(self.prediction.stages)} stages",
+                expected=f"one prediction for each of the {self.num_stages} stages of the plan",
+                hint="remove the prediction, which belongs to another plan",
+            )
         for name in OTHER_PLANS:
             for other in getattr(self, name):
                 _plan_of(self, other)
@@ -127,7 +139,7 @@ class Plan(PlanPart):
         And `InvalidPlanError` for a plan over unlike pools, which `pools` takes.
         """
         found = self.hardware_value()
-        if isinstance(found, MixedCluster):
+        if found.is_mixed:
             raise InvalidPlanError(
                 field="cluster",
                 found=f"a plan over {len(found.pools)} pools of unlike devices ({found.name})",
@@ -136,15 +148,9 @@ class Plan(PlanPart):
             )
         return found
 
-    def hardware_value(self) -> Cluster | MixedCluster:
+    def hardware_value(self) -> Cluster:
         """The cluster of the plan, of one pool or several; raises as `machines`."""
-        if self.hardware is None:
-            return parse_pools(self.cluster)
-        return (
-            pools_of(self.hardware)
-            if isinstance(self.hardware, PoolsFile)
-            else cluster_of(self.hardware, name=self.cluster)
-        )
+        return parse_pools(self.cluster) if self.hardware is None else cluster_of(self.hardware, name=self.cluster)
 
     @property
     def is_mixed(self) -> bool:
@@ -251,17 +257,6 @@ def _check_config(plan: Plan, chain: ModelChain) -> None:
             expected=f"{chain.config_hash!r}, the hash of the config {where}",
             hint="the config was changed after planning: plan again, or remove config_hash to keep the change",
         )
-
-
-def _check_batch(plan: Plan) -> None:
-    if plan.global_batch % plan.num_microbatches:
-        raise InvalidPlanError(
-            field="num_microbatches",
-            found=str(plan.num_microbatches),
-            expected=f"a divisor of the global batch of {plan.global_batch} samples",
-            hint="change num_microbatches or global_batch",
-        )
-    plan.pipeline.check()
 
 
 def _check_ranks(plan: Plan) -> None:
@@ -399,16 +394,6 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
                     )
 
 
-def _check_prediction(plan: Plan) -> None:
-    if plan.prediction is not None and len(plan.prediction.stages) != plan.num_stages:
-        raise InvalidPlanError(
-            field="prediction.stages",
-            found=f"{len(plan.prediction.stages)} stages",
-            expected=f"one prediction for each of the {plan.num_stages} stages of the plan",
-            hint="remove the prediction, which belongs to another plan",
-        )
-
-
 def _valid_strategy(run: LayerRun, where: str) -> Strategy:
     """The strategy of a run; a contradiction in it is an error that says where in the plan it is."""
     try:
@@ -451,26 +436,19 @@ def headline(plan: Plan) -> str:
     if prediction is None:
         return text
     compared = baseline_line(prediction)
-    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}{_counted(prediction)}"
+    counted = f" ({prediction.mfu_attention} attention)" if prediction.mfu_attention else ""
+    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}{counted}"
+    fullest = prediction.fullest
+    taken, budget = prediction.stages[fullest].total_bytes, prediction.stage_budgets()[fullest]
     return (
         f"{text}\n{format_seconds(prediction.step_time_s)} a step, "
         f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{mfu}, "
-        f"{_fullest(prediction)} per device"
+        f"{format_bytes(taken)} of {format_bytes(budget)} per device"
         + (f" ({prediction.margin_text})" if prediction.margin_text else "")
         + f"\n{prediction.accuracy}"
         + (f"\n{compared}" if compared else "")
         + (f"\n{plan.training}" if plan.training else "")
     )
-
-
-def _fullest(prediction: Prediction) -> str:
-    """The bytes of the device with least room left, and those of its budget."""
-    taken, budget = prediction.stages[prediction.fullest].total_bytes, prediction.stage_budgets()[prediction.fullest]
-    return f"{format_bytes(taken)} of {format_bytes(budget)}"
-
-
-def _counted(prediction: Prediction) -> str:
-    return f" ({prediction.mfu_attention} attention)" if prediction.mfu_attention else ""
 
 
 def part_name(plan: Plan, index: int) -> str:

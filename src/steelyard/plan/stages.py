@@ -1,11 +1,8 @@
-"""The stages of a pipeline: ranks, and a strategy for each of their layers.
+"""The stages of a pipeline with a strategy for each of their layers, and what a strategy may not do to a layer.
 
-What a strategy may not do to a layer: the rules that plans are checked by and that the search obeys.
-
-One rule, one reason in words; the same function serves a plan that a user wrote and every candidate of a search. The
-rules of a parallelism dimension stand in its own file (`steelyard.plan.dimensions`).
-
-How the gradients of a shared parameter's copies meet under a plan; the runtime does it, the cost model counts it.
+`illegal_reason` serves a plan that a user wrote and every candidate of a search; the rules of a parallelism dimension
+stand in its own file (`steelyard.plan.dimensions`). `num_slices` says how the gradients of a shared parameter's copies
+meet: the runtime sums them so, and the cost model counts it.
 """
 
 from collections.abc import Sequence

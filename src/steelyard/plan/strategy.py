@@ -25,8 +25,18 @@ from functools import lru_cache
 
 from steelyard.errors import InvalidPlanError, nearest
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, Value, level_dimensions, variants
-from steelyard.plan.dimensions.data import data_levels, degree_of, replica_levels, shard_levels
-from steelyard.plan.dimensions.dimension import Contradiction, Divides, Level, Levels, Placed, States
+from steelyard.plan.dimensions.dimension import (
+    Contradiction,
+    Divides,
+    Level,
+    Levels,
+    Placed,
+    States,
+    data_levels,
+    degree_of,
+    replica_levels,
+    shard_levels,
+)
 
 __all__ = [
     "HiddenPlacement",
@@ -136,7 +146,7 @@ class Strategy:
             return None
         return Contradiction(
             field=key,
-            expected=f"{_flag(variant.texts, self.variant(key)) or key} only together with {dimension}",
+            expected=f"{variant.texts[self.variant(key)] or key} only together with {dimension}",
             hint=f"add a {dimension} level, or leave {key} out",
         )
 
@@ -180,7 +190,7 @@ class Strategy:
 
     def __str__(self) -> str:
         known = variants()
-        flags = [_flag(known[key][1].texts, value) for key, value in self.variants]
+        flags = [known[key][1].texts[value] for key, value in self.variants]
         text = self.parallel + "".join(flag for flag in flags if flag.startswith("+"))
         text = " ".join([text, *(flag for flag in flags if not flag.startswith("+"))])
         return text if self.remat is Remat.NONE else f"{text} remat={self.remat}"
@@ -317,19 +327,7 @@ class Strategy:
 
         Raises `InvalidPlanError` if the degree is not a run of them.
         """
-        return self._outside_experts(self.data_axes)[1]
-
-    @property
-    def expert_state_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The axes over which experts' states are replicated and sharded: what expert parallelism leaves of them."""
-        taken = set(self.expert_axes)
-        replicas, shards = self.replica_axes, self.shard_axes
-        return tuple(axis for axis in replicas if axis not in taken), tuple(
-            axis for axis in shards if axis not in taken
-        )
-
-    def _outside_experts(self, axes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        sizes, degree = mesh_axes(self.num_devices), self.expert_degree
+        sizes, degree, axes = mesh_axes(self.num_devices), self.expert_degree, self.data_axes
         place = len(axes)
         while place and math.prod(sizes[axis] for axis in axes[place:]) < degree:
             place -= 1
@@ -340,7 +338,16 @@ class Strategy:
                 expected="experts divided over whole axes of the stage mesh, the innermost of the data ranks",
                 hint="choose another degree of ep",
             )
-        return axes[:place], axes[place:]
+        return axes[place:]
+
+    @property
+    def expert_state_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes over which experts' states are replicated and sharded: what expert parallelism leaves of them."""
+        taken = set(self.expert_axes)
+        replicas, shards = self.replica_axes, self.shard_axes
+        return tuple(axis for axis in replicas if axis not in taken), tuple(
+            axis for axis in shards if axis not in taken
+        )
 
     @property
     def is_aligned(self) -> bool:
@@ -495,7 +502,3 @@ def _parse_flag(flag: str) -> tuple[str, Value]:
             hint="write for example 'fsdp4-tp2+sp remat=full'",
         )
     return known[flag]
-
-
-def _flag(texts: Mapping[Value, str], value: Value) -> str:
-    return texts[value]

@@ -316,7 +316,8 @@ def _why_unmeasured(job: Job, outcome: ConfigOutcome) -> str:
     config = JobConfig(job=job, pipeline=outcome.pipeline)
     for layer_type in job.chain.layer_types if job.profile.identity.is_measured else ():
         if all(refusal(layer_type, each, config) for each in outcome.tables.strategies):
-            nearest_first = sorted(outcome.tables.strategies, key=lambda each: rank_samples(each, config))
+            samples = config.microbatch_samples
+            nearest_first = sorted(outcome.tables.strategies, key=lambda each: rank_samples(each, samples))
             reasons = (unmeasured_reason(layer_type, each, config) for each in nearest_first)
             return next((f"left out, {reason}" for reason in reasons if reason is not None), "")
     return ""

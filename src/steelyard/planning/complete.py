@@ -15,7 +15,7 @@ from typing import Any
 
 from steelyard.cost.job import ASSUMED_IMBALANCE, Job
 from steelyard.cost.predict import predict
-from steelyard.hardware import Cluster, MixedCluster
+from steelyard.hardware import Cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Fallback, Plan, Precision
@@ -109,7 +109,7 @@ def is_module(value: object) -> bool:
 
 def find_plan(
     config: Any,
-    cluster: str | Cluster | MixedCluster,
+    cluster: str | Cluster,
     *,
     global_batch: int,
     seq_len: int | None = None,

@@ -328,4 +328,4 @@ def _parted(plan: Plan, cluster: Cluster, slow: SlowRank) -> tuple[Cluster, Clus
         size = min(plan.stages[slow.stage].num_devices, cluster.num_devices // 2)
         shapes = (1, cluster.num_devices - size), (1, size)
     whole, part = (with_shape(cluster, *shape) for shape in shapes)
-    return whole, replace(part, name=f"{part.name} {slow.factor:.1f} × as slow")
+    return whole, part.on(name=f"{part.name} {slow.factor:.1f} × as slow")

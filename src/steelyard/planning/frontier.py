@@ -12,7 +12,7 @@ from dataclasses import replace
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.job import Job
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, MixedCluster, joined_pools
+from steelyard.hardware import Cluster, joined_pools
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.plan.training import SECONDS_PER_HOUR
@@ -200,9 +200,9 @@ def find_offers(
     return tuple(sorted(worth, key=lambda each: (each.cost_per_billion_tokens is None, each.cost_per_billion_tokens)))
 
 
-def parts_of(machines: Cluster | MixedCluster) -> list[Cluster | MixedCluster]:
+def parts_of(machines: Cluster) -> list[Cluster]:
     """The machines with none, 1, 2, 4, … or all nodes of each pool."""
-    found: list[Cluster | MixedCluster] = []
+    found: list[Cluster] = []
     counts = [
         [0, *(2**power for power in range((pool.num_nodes - 1).bit_length())), pool.num_nodes]
         for pool in machines.pools
@@ -218,7 +218,7 @@ def parts_of(machines: Cluster | MixedCluster) -> list[Cluster | MixedCluster]:
     return found
 
 
-def _offer(study: Study, part: Cluster | MixedCluster, prices: Mapping[str, float]) -> DevicePoint | None:
+def _offer(study: Study, part: Cluster, prices: Mapping[str, float]) -> DevicePoint | None:
     price = sum(prices[pool.device.name] * pool.num_devices for pool in part.pools)
     bare = DevicePoint(num_devices=part.num_devices, cluster=part.name, price_per_hour=price)
     result = study.plan(on_cluster(part))

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, all_of
-from steelyard.hardware import Cluster, MixedCluster, parse_pools, with_network
+from steelyard.hardware import Cluster, parse_pools, with_network
 from steelyard.installed import require_training
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
@@ -123,7 +123,7 @@ class PlanRequest:
     """The model, with what is frozen."""
     own: Any = None
     """The user's own module (`steelyard.modules.own_pieces.OwnModel`) where ``chain`` is of one."""
-    cluster: Cluster | MixedCluster
+    cluster: Cluster
     global_batch: int | None
     seq_len: int | None
     precision: Precision = "bf16"
@@ -187,7 +187,7 @@ class PlanRequest:
 class Elsewhere(TypedDict, total=False):
     """What takes the place of what a plan was made for; what is None or missing is as the plan has it."""
 
-    cluster: str | Cluster | MixedCluster | None
+    cluster: str | Cluster | None
     network: str | None
     memory: str | int | None
     profile: GivenProfiles | None
@@ -195,7 +195,7 @@ class Elsewhere(TypedDict, total=False):
 
 def make_request(
     model: Any,
-    cluster: str | Cluster | MixedCluster,
+    cluster: str | Cluster,
     *,
     global_batch: int | Literal["max", "devices"],
     seq_len: int | Literal["max"] | None = None,
@@ -298,7 +298,7 @@ def request_of_plan(
     )
 
 
-def _machines(cluster: str | Cluster | MixedCluster, network: str | None) -> Cluster | MixedCluster:
+def _machines(cluster: str | Cluster, network: str | None) -> Cluster:
     found = parse_pools(cluster) if isinstance(cluster, str) else cluster
     return found if network is None else with_network(found, network)
 
@@ -307,9 +307,7 @@ def _num_bytes(memory: str | int | None) -> int | None:
     return parse_bytes(memory) if isinstance(memory, str) else memory
 
 
-def _read_if_one(
-    profile: GivenProfiles | None, cluster: str | Cluster | MixedCluster
-) -> GivenProfiles | MeasuredProfile | None:
+def _read_if_one(profile: GivenProfiles | None, cluster: str | Cluster) -> GivenProfiles | MeasuredProfile | None:
     """The profile in a file, where one is named; those of several pools are read once these are known."""
     is_mixed = "+" in cluster if isinstance(cluster, str) else len(cluster.pools) > 1
     if not is_mixed and (isinstance(profile, Path) or (isinstance(profile, str) and "=" not in profile)):
@@ -317,9 +315,7 @@ def _read_if_one(
     return profile
 
 
-def _profiles(
-    given: GivenProfiles | MeasuredProfile | None, machines: Cluster | MixedCluster
-) -> dict[str, MeasuredProfile]:
+def _profiles(given: GivenProfiles | MeasuredProfile | None, machines: Cluster) -> dict[str, MeasuredProfile]:
     """The profile of each pool that has one; raises `InvalidProfileError` for one that is of no pool."""
     names = [pool.name for pool in machines.pools]
     given = MeasuredProfile(given) if isinstance(given, Profile) else given
@@ -343,7 +339,7 @@ def _profiles(
     }
 
 
-def _taken(plan: Plan, machines: Cluster | MixedCluster) -> list[tuple[str, CostSource, Budget]]:
+def _taken(plan: Plan, machines: Cluster) -> list[tuple[str, CostSource, Budget]]:
     """Each pool by its name, where the costs of a plan's prediction come from on it, and the budget they are within."""
     found = plan.prediction
     if found is None:

@@ -37,7 +37,7 @@ from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidClusterError, UserError
-from steelyard.hardware import Cluster, MixedCluster, is_as_named, parse_cluster
+from steelyard.hardware import Cluster, is_as_named, parse_cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, variants
@@ -145,7 +145,7 @@ def within(name: str, num_bytes: int, *, margin_bytes: int = 0) -> Variant:
     return Variant(name=name, change=change)
 
 
-def on_cluster(cluster: Cluster | MixedCluster) -> Variant:
+def on_cluster(cluster: Cluster) -> Variant:
     """Return the variant on other devices."""
     return Variant(name=cluster.name, change=lambda request: replace(request, cluster=cluster))
 
@@ -205,10 +205,10 @@ def with_shape(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
     """The same sort of cluster with so many nodes and devices of each."""
     size = cluster.devices_per_node
     if is_as_named(cluster):
-        return replace(parse_cluster(f"{nodes}x{per_node}x{cluster.device.name}"), device=cluster.device)
+        return parse_cluster(f"{nodes}x{per_node}x{cluster.device.name}").on(device=cluster.device)
     is_short = cluster.name == f"{cluster.num_nodes}x{size}x{cluster.device.name}"
     name = f"{nodes}x{per_node}x{cluster.device.name}" if is_short else f"{cluster.name} ({nodes}x{per_node})"
-    return replace(cluster, name=name, num_nodes=nodes, devices_per_node=per_node)
+    return cluster.on(name=name, num_nodes=nodes, devices_per_node=per_node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,7 +382,7 @@ class Study:
             groups = [each.cluster for each in job.by_group]
             if all(pool in groups for pool in cluster.pools):
                 job = job.only([pool.name for pool in cluster.pools])
-            elif job.is_mixed or isinstance(cluster, MixedCluster):
+            elif job.is_mixed or len(cluster.pools) > 1:
                 return job_of(request)
             else:
                 job = job.on(cluster=cluster)

@@ -207,7 +207,7 @@ def samples_not_measured(job: Job, decisions: Decisions) -> NotSearched | None:
             for layer_type in job.chain.layer_types:
                 reason = unmeasured_reason(layer_type, strategy, config)
                 if reason is not None and illegal_reason(layer_type, strategy, config.batch) is None:
-                    beyond[rank_samples(strategy, config)] = reason.partition(": ")[2]
+                    beyond[rank_samples(strategy, config.microbatch_samples)] = reason.partition(": ")[2]
     if not beyond:
         return None
     return NotSearched(

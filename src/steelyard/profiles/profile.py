@@ -153,6 +153,10 @@ class LayerProfile(ProfilePart):
     times: tuple[MeasuredTime, ...] = ()
     """Fewest samples first, each number of samples once."""
 
+    def __hash__(self) -> int:
+        degrees = frozenset(self.degrees.items())
+        return hash((self.kind, degrees, self.num_params, self.forward.matmul_flop.per_sample))
+
     @property
     def has_backward(self) -> bool:
         """Whether there is a backward pass: not where nothing is trained of the layer and before it."""

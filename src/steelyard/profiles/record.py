@@ -1,6 +1,7 @@
-r"""A run record: what a training run measured, next to what its plan predicted; versioned JSON.
+r"""A run record: what a training run measured beside what its plan predicted, as versioned JSON; and its slow ranks.
 
-Which ranks compute for longer than predicted next to the others: $r_i > (1 + \sigma)\,\operatorname{median} r$.
+A rank is slow where it computes for longer than predicted compared with the others,
+$r_i > (1 + \sigma)\,\operatorname{median} r$:
 
 | symbol   | argument | meaning                                                                                |
 |----------|----------|----------------------------------------------------------------------------------------|

@@ -8,8 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.plan.plan import Plan, headline
-from steelyard.plan.prediction import Prediction
-from steelyard.plan.words import layers_text
+from steelyard.plan.prediction import Prediction, layers_text
 from steelyard.report.tables import number, plain_table
 from steelyard.units import format_bytes, format_seconds
 

@@ -10,8 +10,7 @@ from rich.text import Text
 
 from steelyard.plan.choices import ComparedBaseline, Explanation, SlowNode, StrategyVerdict, Verdict
 from steelyard.plan.plan import Plan, headline
-from steelyard.plan.prediction import Prediction
-from steelyard.plan.words import SAME_SHARE
+from steelyard.plan.prediction import SAME_SHARE, Prediction
 from steelyard.report.compare_view import compare_view
 from steelyard.report.plan_table import (
     MAX_STAGE_COLUMNS,

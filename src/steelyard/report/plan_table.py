@@ -7,11 +7,20 @@ from rich.table import Table
 from rich.text import Text
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware import Cluster, MixedCluster
+from steelyard.hardware import Cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.plan import Plan, headline, part_name
-from steelyard.plan.prediction import Alternative, Baseline, CostSource, Prediction, margin_text
-from steelyard.plan.words import SAME_SHARE, against, layers_text, misfits
+from steelyard.plan.prediction import (
+    SAME_SHARE,
+    Alternative,
+    Baseline,
+    CostSource,
+    Prediction,
+    against,
+    layers_text,
+    margin_text,
+    misfits,
+)
 from steelyard.report.tables import framed_table, number
 from steelyard.units import format_bytes, format_days, format_money, format_plural, format_seconds
 
@@ -64,8 +73,8 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
         machines = plan.hardware_value()
     except InvalidClusterError:
         return []
-    if isinstance(machines, MixedCluster):
-        pairs = list(zip(machines.pools, machines.links, strict=True))
+    if machines.is_mixed:
+        pairs = [(pool, link) for pool, link in zip(machines.pools, machines.links, strict=True) if link is not None]
         words = [f"{link.name} from {pool.name}, {link.rate_text()}" for pool, link in pairs]
         sources = {each.name: each.profile for each in prediction.pools or ()}
         return [

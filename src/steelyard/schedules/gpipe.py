@@ -3,8 +3,7 @@
 Source: Huang et al. 2019; the order of `torch.distributed.pipelining` 2.13.
 """
 
-from steelyard.schedules.passes import PassOrder, Phase, all_of, in_turn
-from steelyard.schedules.pipeline import PipelineConfig, Schedule
+from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Schedule, all_of, in_turn
 
 
 class GPipe(Schedule):

@@ -11,8 +11,7 @@ Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; the order of `tor
 import numpy as np
 
 from steelyard.errors import InvalidPlanError
-from steelyard.schedules.passes import PassOrder, Phase, in_turn
-from steelyard.schedules.pipeline import PipelineConfig, Schedule
+from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Schedule, in_turn
 
 MOST_TRIED = 4096
 """Microbatches beyond which the search leaves it out: the bubble that it makes smaller is next to nothing there."""

@@ -6,8 +6,7 @@ Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; the order of `tor
 """
 
 from steelyard.errors import InvalidPlanError
-from steelyard.schedules.passes import PassOrder, Phase, all_of, in_turn
-from steelyard.schedules.pipeline import PipelineConfig, Schedule
+from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Schedule, all_of, in_turn
 
 
 class OneFOneB(Schedule):

@@ -5,25 +5,23 @@
 | `space`              | which strategies a layer may take: the decision tree                                |
 | `frontier`           | (bytes, seconds) pairs that nothing beats                                           |
 | `layers`             | one strategy per layer of a run: the dynamic program on frontiers                   |
-| `least_memory`       | least memory: what fits, and the nearest miss                                       |
-| `bounds`             | lower bounds of stage times, by prices of memory                                    |
+| `bounds`             | what runs of layers take at least, in seconds and in bytes; the nearest miss        |
+| `step_bounds`        | what no pipeline over unlike stages is faster than                                  |
 | `runs`               | which runs of layers a stage may hold, and their exact least times                  |
 | `pipeline_dp`        | joining runs, stage after stage, into the fastest pipeline                          |
 | `partition`          | cuts and strategies together, provably fastest for one pipeline configuration       |
 | `cross_layer_inputs` | values that layers read besides the output before them: conditions on their sources |
 | `balance`            | other ways to cut: even, memory-balanced, Galvatron-BMW                             |
-| `group_strategies`   | equal strategies of a plan next to each other                                       |
-| `evaluate`           | time and bytes of a given choice, from the definition                               |
-| `on_demand`          | cost tables that are made when they are first asked for                             |
+| `evaluate`           | time and bytes of a given choice, from the definition; equal strategies grouped     |
 | `solve`              | the search over all pipeline configurations, with reasons and proof                 |
 | `reasons`            | which strategies are illegal or dominated, and by which                             |
 | `tradeoff`           | time against memory, in as many steps as are asked for                              |
 | `problem`            | cost tables as versioned files                                                      |
 """
 
+from steelyard.search.bounds import NearestMiss, nearest_miss
 from steelyard.search.cross_layer_inputs import partition_exact
 from steelyard.search.evaluate import evaluate
-from steelyard.search.least_memory import NearestMiss, nearest_miss
 from steelyard.search.partition import ConfigResult
 from steelyard.search.solve import TIME_LIMIT_S, ConfigOutcome, OnDemand, SearchResult, search
 from steelyard.search.space import (

@@ -24,8 +24,8 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.plan.decisions import Partition
 from steelyard.schedules import names_of
+from steelyard.search.bounds import furthest_boundaries, least_budget, stage_memories
 from steelyard.search.evaluate import Solution
-from steelyard.search.least_memory import furthest_boundaries, least_budget, stage_memories
 from steelyard.search.partition import ConfigResult, Prospect, assess_chain, best_for_boundaries
 from steelyard.search.runs import PreparedTables
 

@@ -1,13 +1,10 @@
-"""What a choice of cuts and strategies costs, in seconds and bytes, straight from the definition in `CostTables`.
+"""Time and bytes of a choice of cuts and strategies, straight from the definition in `CostTables`.
 
-This is the one place that turns a choice into numbers: every search reports the values computed here, so the reported
-step time is the sum that was minimised, term by term.
+Every search reports the values computed here, so the reported step time is the sum that was minimised, term by term.
 
-Puts equal strategies next to each other where that costs nothing, so that a plan reads well.
-
-Layers of one type are interchangeable within a stage: any order of their strategies takes the same time but for the
-switches between them, and about the same memory. The search returns one of many equal orders; this picks one with the
-fewest changes of strategy among those that are no slower and fit.
+Layers of one type are interchangeable within a stage: any order of their strategies takes the same time except for the
+switches between them, and about the same memory. `group_equal_strategies` picks one with the fewest changes of strategy
+among those that are no slower and fit, so that a plan reads well.
 """
 
 import itertools
@@ -86,7 +83,10 @@ def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Seque
     layer_types = tables.run_types(layers.start, layers.stop)
     pairs = [(layer_type, strategies[layer]) for layer_type, layer in zip(layer_types, layers, strict=True)]
     in_flight = tables.pipeline.in_flight(stage)
-    static = tables.static_of(in_flight)
+    static, overhead = tables.static_of(in_flight), tables.overhead_of(stage)
+    if stage > 0 and tables.received is not None:
+        received = tables.received.num_bytes(stage, in_flight)
+        overhead += int(received[strategies[layers.start - 1], strategies[layers.start]])
     return StageCost(
         first_layer=layers.start,
         num_layers=len(layers),
@@ -110,15 +110,8 @@ def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Seque
         static_bytes=sum(int(static[pair]) for pair in pairs),
         activation_bytes=in_flight * sum(int(tables.activation_bytes[pair]) for pair in pairs),
         transient_bytes=int(tables.transient_of(layer_types, [strategies[layer] for layer in layers], in_flight)),
-        overhead_bytes=tables.overhead_of(stage) + _received_bytes(tables, stage, layers.start, strategies),
+        overhead_bytes=overhead,
     )
-
-
-def _received_bytes(tables: CostTables, stage: int, first: int, strategies: Sequence[int]) -> int:
-    if stage == 0 or tables.received is None:
-        return 0
-    found = tables.received.num_bytes(stage, tables.pipeline.in_flight(stage))
-    return int(found[strategies[first - 1], strategies[first]])
 
 
 def _check(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[int]) -> None:
@@ -162,7 +155,14 @@ def group_equal_strategies(tables: CostTables, solution: Solution, room_bytes: i
     So it is if that is slower, or takes more than before and than ``room_bytes``.
     """
     chosen = list(solution.strategies)
-    for start, end in _runs_of_equal_layers(tables, solution):
+    runs = [
+        list(run)
+        for stage in solution.stages
+        for _, run in groupby(
+            range(stage.first_layer, stage.first_layer + stage.num_layers), key=tables.layers.__getitem__
+        )
+    ]
+    for start, end in ((run[0], run[-1] + 1) for run in runs):
         order = list(dict.fromkeys(chosen[start:end]))
         if start > 0 and chosen[start - 1] in order:
             order.remove(chosen[start - 1])
@@ -171,14 +171,3 @@ def group_equal_strategies(tables: CostTables, solution: Solution, room_bytes: i
     tidy = evaluate(tables, solution.boundaries, chosen)
     is_no_worse = tidy.peak_bytes <= max(room_bytes, solution.peak_bytes)
     return tidy if is_no_worse and tidy.step_s <= solution.step_s * (1 + 1e-12) else solution
-
-
-def _runs_of_equal_layers(tables: CostTables, solution: Solution) -> list[tuple[int, int]]:
-    """First layer and end of every run of layers of one type within one stage."""
-    runs = []
-    for stage in solution.stages:
-        layers = range(stage.first_layer, stage.first_layer + stage.num_layers)
-        for _, run in groupby(layers, key=lambda layer: tables.layers[layer]):
-            members = list(run)
-            runs.append((members[0], members[-1] + 1))
-    return runs

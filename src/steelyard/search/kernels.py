@@ -551,7 +551,7 @@ def priced_prefixes(  # noqa: C901 (as `sweep`)
 
 @compiled("i8(i8[::1], i8[:,::1], i8[:,::1], i8, i8)")
 def fitting_end(threshold: IntArray, prefix: IntArray, ended: IntArray, room: int, start: int) -> int:
-    """The largest end of layers from ``start`` whose least bytes fit into the room; see `least_memory`."""
+    """The largest end of layers from ``start`` whose least bytes fit into the room; see `bounds`."""
     end = start
     for row in range(len(threshold)):
         most = room - threshold[row] + prefix[row, start]

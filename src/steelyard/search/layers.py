@@ -295,6 +295,10 @@ def option_table(tables: CostTables) -> OptionTable:
     entry_s = np.zeros((len(first), num_groups + 1, max(each.shape[1] for each in entries)))
     for own, each in zip(entry_s, entries, strict=True):
         own[:, : each.shape[1]] = each
+    detours = []
+    for own, paid, of in zip(legal, entries, entry, strict=True):
+        by_class = paid[:, distinct(of[own])]
+        detours.append((by_class[:, None, :] - by_class[None, :, :]).max(axis=2, initial=0.0))
     switches = Switches(
         group=group,
         num_groups=num_groups,
@@ -303,30 +307,17 @@ def option_table(tables: CostTables) -> OptionTable:
         seconds=seconds,
         entry=np.stack(entry),
         entry_s=entry_s,
-        detour=np.stack(
-            [_detours(paid[:, distinct(of[own])]) for own, paid, of in zip(legal, entries, entry, strict=True)]
-        ),
+        detour=np.stack(detours),
     )
-    columns = _columns(tables, used)
+    columns: tuple[IntArray, ...] = (used,)
+    if tables.pools is not None:
+        of = tables.pools.of_strategies
+        columns = tuple(np.flatnonzero(of == pool) for pool in range(max(tables.pools.of_stages) + 1))
     less = [_no_larger(each) for each in entries]
     receives_less = tuple(
         np.stack([paid[np.ix_(of[each], of[each])] for paid, of in zip(less, entry, strict=True)]) for each in columns
     )
     return OptionTable(tables=tables, switches=switches, columns=columns, receives_less=receives_less)
-
-
-def _columns(tables: CostTables, used: IntArray) -> tuple[IntArray, ...]:
-    """The strategies of each pool; where there are none, those that some layer type may use."""
-    if tables.pools is None:
-        return (used,)
-    return tuple(np.flatnonzero(tables.pools.of_strategies == pool) for pool in range(max(tables.pools.of_stages) + 1))
-
-
-def _detours(paid: FloatArray) -> FloatArray:
-    """[C + 1, C + 1] the most that one of the receivers [C + 1, D] pays more from the first class than from the second,
-    or 0.
-    """
-    return np.asarray((paid[:, None, :] - paid[None, :, :]).max(axis=2, initial=0.0))
 
 
 def columns_no_larger(table: FloatArray) -> NDArray[np.bool_]:
@@ -415,7 +406,10 @@ def chain_frontier(
     after, so that classes may beat each other after the last layer too.
     """
     entries = np.array([costs.num_groups]) if entries is None else entries
-    states = _start(entries)
+    rows = np.full((8, len(entries)), -1, dtype=np.int64)
+    rows[0] = rows[1] = entries
+    rows[2], rows[3], rows[6:] = 0, NOTHING_BYTES, 0
+    states = LayerStates(rows=rows, seconds=np.zeros(len(entries)))
     room = np.empty((8, 0), dtype=np.int64), np.empty((2, 0))
     costs = _useful(
         costs, layer_types, pruning, _levels(costs, layer_types, pruning, costs.transient + costs.rows[:, 6])
@@ -652,11 +646,3 @@ def _extend(
     if width is not None and len(kept) > width:
         kept = kept[np.sort(np.argsort(values[1, kept], kind="stable")[:width])]
     return LayerStates(rows=places.take(kept, axis=1), seconds=values[0, kept])
-
-
-def _start(entries: IntArray) -> LayerStates:
-    """The empty run, once per entry class."""
-    rows = np.full((8, len(entries)), -1, dtype=np.int64)
-    rows[0] = rows[1] = entries
-    rows[2], rows[3], rows[6:] = 0, NOTHING_BYTES, 0
-    return LayerStates(rows=rows, seconds=np.zeros(len(entries)))

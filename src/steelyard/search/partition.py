@@ -28,11 +28,9 @@ from typing import Literal
 
 import numpy as np
 
-from steelyard.cost.tables import CostTables, Pools
+from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
-from steelyard.search.evaluate import Solution, evaluate
-from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, TooManyStatesError, chain_frontier
-from steelyard.search.least_memory import (
+from steelyard.search.bounds import (
     NearestMiss,
     StageMemory,
     furthest_boundaries,
@@ -40,6 +38,8 @@ from steelyard.search.least_memory import (
     nearest_miss,
     stage_memories,
 )
+from steelyard.search.evaluate import Solution, evaluate
+from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, TooManyStatesError, chain_frontier
 from steelyard.search.pipeline_dp import Pipeline, join_runs
 from steelyard.search.runs import (
     AnyBudget,
@@ -64,6 +64,9 @@ AIM_GROWTH = 2.0
 
 LEAST_AIM = 0.0001
 """The proof is given up where too many states lie within a target so little above the lower bound, relatively."""
+
+PRECISION = 0.001
+"""To which the least time of the slowest stage is found, relatively."""
 
 FIRST_PLAN_WIDTH = 32
 """States kept per layer while a first plan is sought."""
@@ -134,10 +137,14 @@ def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | Co
         return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
     least = evaluate(tables, fitting, least_memory_strategies(tables, memories, fitting))
     prepared = known.within(budget_bytes)
-    low, high = _least_slowest_s(prepared, max(stage.time_s for stage in least.stages))
+    low, high = prepared.fastest_total_s / tables.pipeline.num_stages, max(stage.time_s for stage in least.stages)
+    while high - low > PRECISION * high:  # the least maximum of the stage bounds lies between them
+        middle = (low + high) / 2
+        low, high = (low, middle) if filled_boundaries(prepared, middle) else (middle, high)
+    even_s = (max(prepared.fastest_total_s, low) + (tables.pipeline.num_passes - 1) * low) * (1 - ROUNDING)
     return Prospect(
         prepared=prepared,
-        lower_bound_s=max(quick_bound_s(tables), _step_bound_s(prepared, low)),
+        lower_bound_s=max(quick_bound_s(tables), even_s),
         fallback=least if least.peak_bytes <= budget_bytes else NO_PLAN,
         filled=filled_boundaries(prepared, high) or fitting,
         miss=miss_of(tables, least, budget_bytes),
@@ -204,40 +211,19 @@ def quick_bound_s(tables: CostTables) -> float:
     Infinite where a layer has no legal strategy.
     """
     if tables.pools is not None:
-        return _pooled_bound_s(tables, tables.pools)
+        counts = np.bincount(tables.layers, minlength=len(tables.layer_types)).tolist()
+        alone = [
+            PricedLayers.unpriced(np.where(tables.legal_on(stage), tables.time_s, np.inf).min(axis=1), counts)
+            for stage in map(tables.pools.of_stages.index, range(max(tables.pools.of_stages) + 1))
+        ]
+        stages = [alone[pool] for pool in tables.pools.of_stages]
+        return least_step_s(stages, counts, tables.pools.transfer_s, tables.pipeline.num_passes) * (1 - ROUNDING)
     fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
     if not np.isfinite(fastest).all():
         return np.inf
     total = float(fastest.sum()) + tables.all_received_s
     worst = max(total / tables.pipeline.num_stages, float(fastest.max()))
     return (total + (tables.pipeline.num_passes - 1) * worst) * (1 - ROUNDING)
-
-
-def _pooled_bound_s(tables: CostTables, pools: Pools) -> float:
-    counts = np.bincount(tables.layers, minlength=len(tables.layer_types)).tolist()
-    fastest = [
-        PricedLayers.unpriced(
-            np.where(tables.legal & (pools.of_strategies == pool), tables.time_s, np.inf).min(axis=1), counts
-        )
-        for pool in range(max(pools.of_stages) + 1)
-    ]
-    stages = [fastest[pool] for pool in pools.of_stages]
-    return least_step_s(stages, counts, pools.transfer_s, tables.pipeline.num_passes) * (1 - ROUNDING)
-
-
-def _least_slowest_s(prepared: PreparedTables, known_s: float) -> tuple[float, float]:
-    """Two times between which the least maximum of the stage bounds lies; bisection below a known one."""
-    low, high = prepared.fastest_total_s / prepared.tables.pipeline.num_stages, known_s
-    while high - low > 0.001 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if filled_boundaries(prepared, middle) else (middle, high)
-    return low, high
-
-
-def _step_bound_s(prepared: PreparedTables, slowest_s: float) -> float:
-    """Step time of stages of which one takes at least this long and that together take the least total."""
-    total = max(prepared.fastest_total_s, slowest_s)
-    return (total + (prepared.tables.pipeline.num_passes - 1) * slowest_s) * (1 - ROUNDING)
 
 
 def first_plan(

@@ -75,7 +75,9 @@ def join_runs(prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: floa
     groups = prepared.bounds[0].costs.num_groups
     limits = time_limits(prepared, stages, aim_s)
     transitions = [transitions_of(runs, limit, groups) for runs, limit in zip(stages, limits, strict=True)]
-    joined = [_nothing_placed(groups)]
+    zero = np.zeros(1, dtype=np.int64)
+    nothing = {"place": zero, "group": zero + groups, "parent": zero - 1, "run": zero - 1}
+    joined = [Joined(**nothing, total=np.zeros(1), worst=np.zeros(1))]
     for stage, (runs, moves) in enumerate(zip(stages, transitions, strict=True)):
         before = joined[-1]
         parent, run = _matches(before, moves, groups)
@@ -102,13 +104,6 @@ def join_runs(prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: floa
     step_s = prepared.step_s(joined[-1].total, joined[-1].worst)
     best = int(np.argmin(step_s))
     return Pipeline(step_s=float(step_s[best]), legs=tuple(_legs(joined, transitions, best))[::-1])
-
-
-def _nothing_placed(num_groups: int) -> Joined:
-    zero = np.zeros(1, dtype=np.int64)
-    return Joined(
-        place=zero, group=zero + num_groups, total=np.zeros(1), worst=np.zeros(1), parent=zero - 1, run=zero - 1
-    )
 
 
 def _matches(before: Joined, moves: Transitions, num_groups: int) -> tuple[IntArray, IntArray]:

@@ -27,7 +27,14 @@ from functools import cached_property
 import numpy as np
 
 from steelyard.cost.tables import CostTables
-from steelyard.search.bounds import StageBounds, stage_bounds
+from steelyard.search.bounds import (
+    StageBounds,
+    StageMemory,
+    boundaries_within,
+    memory_reaches,
+    stage_bounds,
+    stage_memories,
+)
 from steelyard.search.frontier import FloatArray, IntArray, distinct
 from steelyard.search.layers import (
     ROUNDING,
@@ -38,7 +45,6 @@ from steelyard.search.layers import (
     chain_frontier,
     option_table,
 )
-from steelyard.search.least_memory import StageMemory, boundaries_within, memory_reaches, stage_memories
 
 FIRST_STEP = 0.001
 """A run is first solved up to so much above its bound, relatively."""

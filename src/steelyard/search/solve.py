@@ -1,15 +1,12 @@
-r"""The fastest plan over all pipeline configurations within a memory budget, with proof, alternatives and reasons.
+"""The fastest plan over all pipeline configurations within a memory budget, with proof, alternatives and reasons.
 
 Every `CostTables` is one configuration (stages, microbatches, schedule). They are visited in order of their lower
-bounds, and each is solved exactly unless it is proven slower than the alternatives already in hand: where what is known
-beforehand tells it, its tables are never made (`steelyard.search.solve`). Ties are broken by the order in which the
-tables were given, so equal inputs give equal results.
+bounds, and each is solved exactly unless it is proven slower than the alternatives already in hand. Tables are made
+when they are first asked for (`OnDemand`): most configurations are beaten by the time of their computation alone.
+Ties are broken by the order in which the tables were given, so equal inputs give equal results.
 
 With ``samples`` (the global batch of each configuration) configurations compete on seconds per sample instead of
 seconds per step.
-
-Cost tables that are made when they are first asked for: most configurations are beaten by what computing takes
-alone.
 """
 
 import heapq
@@ -24,6 +21,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.plan.decisions import Partition
 from steelyard.schedules import PipelineConfig
+from steelyard.search.bounds import IMPOSSIBLE, NearestMiss
 from steelyard.search.cross_layer_inputs import (
     CrossLayerProspect,
     assess,
@@ -33,7 +31,6 @@ from steelyard.search.cross_layer_inputs import (
     sketch,
 )
 from steelyard.search.evaluate import Solution
-from steelyard.search.least_memory import IMPOSSIBLE, NearestMiss
 from steelyard.search.partition import ConfigResult, Prospect, quick_bound_s
 from steelyard.units import format_bytes, format_seconds
 
@@ -317,7 +314,17 @@ def _summary(
     )
     ranked = tuple(sorted((each for each in outcomes if each.result.solution), key=lambda each: each.score_s))
     if not ranked:
-        return _nothing_fits(outcomes, budget_bytes)
+        misses = [(each.result.miss.miss_bytes, each.index) for each in outcomes if each.result.miss is not None]
+        nearest = min(misses)[1] if misses else None
+        return SearchResult(
+            status="infeasible",
+            budget_bytes=budget_bytes,
+            ranked=(),
+            configs=outcomes,
+            lower_bound_s=np.inf,
+            nearest_miss=None if nearest is None else outcomes[nearest].result.miss,
+            nearest_index=nearest,
+        )
     lower = min(*bounds, fastest)
     proven = all(bound >= fastest or result.status == "optimal" for bound, result in zip(bounds, results, strict=True))
     return SearchResult(
@@ -326,20 +333,6 @@ def _summary(
         ranked=ranked,
         configs=outcomes,
         lower_bound_s=fastest if proven else lower,
-    )
-
-
-def _nothing_fits(outcomes: tuple[ConfigOutcome, ...], budget_bytes: int) -> SearchResult:
-    misses = [each for each in outcomes if each.result.miss is not None]
-    nearest = min(misses, key=lambda each: each.result.miss.miss_bytes if each.result.miss else 0, default=None)
-    return SearchResult(
-        status="infeasible",
-        budget_bytes=budget_bytes,
-        ranked=(),
-        configs=outcomes,
-        lower_bound_s=np.inf,
-        nearest_miss=nearest.result.miss if nearest else None,
-        nearest_index=nearest.index if nearest else None,
     )
 
 

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 
 from steelyard.model.chain import LayerType
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, Value, variants
-from steelyard.plan.dimensions.data import degree_of
-from steelyard.plan.dimensions.dimension import Divides, Level, Levels, Variant
+from steelyard.plan.dimensions.dimension import Divides, Level, Levels, Variant, degree_of
 from steelyard.plan.strategy import Remat, Strategy, divisors
 
 

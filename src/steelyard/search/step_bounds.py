@@ -31,10 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.tables import CostTables
-from steelyard.search.bounds import stage_bounds
+from steelyard.search.bounds import StageMemory, memories_of, stage_bounds
 from steelyard.search.frontier import FloatArray, IntArray, reduce
 from steelyard.search.layers import option_table
-from steelyard.search.least_memory import StageMemory, memories_of
 from steelyard.units import MIB
 
 BISECTIONS = 12

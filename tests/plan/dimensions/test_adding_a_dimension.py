@@ -18,7 +18,6 @@ from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, DP, FSDP, TP
-from steelyard.plan.dimensions.data import indivisible_samples
 from steelyard.plan.dimensions.dimension import (
     Batch,
     Contradiction,
@@ -31,6 +30,7 @@ from steelyard.plan.dimensions.dimension import (
     Traffic,
     Value,
     Variant,
+    indivisible_samples,
 )
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan

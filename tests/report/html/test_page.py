@@ -13,9 +13,8 @@ from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.predict import predict
 from steelyard.hardware import parse_cluster
 from steelyard.plan.choices import Explanation, PlanStudy
-from steelyard.plan.prediction import Baseline
+from steelyard.plan.prediction import Baseline, baseline_line, layers_text
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.plan.words import baseline_line, layers_text
 from steelyard.planning.price import with_price
 from steelyard.report.explain_view import explain_view
 from steelyard.report.html import ReportContents, frontier_page, report_page

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
-from steelyard.plan.dimensions.data import are_neighbours, data_levels, replica_levels, summed_once
 from steelyard.plan.dimensions.dimension import (
     Batch,
     Contradiction,
@@ -29,6 +28,10 @@ from steelyard.plan.dimensions.dimension import (
     Value,
     Variant,
     Working,
+    are_neighbours,
+    data_levels,
+    replica_levels,
+    summed_once,
 )
 
 METHOD = Variant(

@@ -19,11 +19,16 @@ real layer so is the dimension's twin, the file of the same name in `steelyard.m
 | over how many ranks does it divide heads of attention?   | `Dimension.head_degree`                          |
 | at which degrees must a layer be traced or measured?     | `Dimension.shape`                                |
 | what does it do, in words?                               | `Dimension.words`                                |
+
+The functions at the end answer for several dimensions: those that divide data need samples that divide, and sum their
+gradients over the ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
+from functools import lru_cache
+from math import prod
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
@@ -230,24 +235,9 @@ class Variant:
         return next(iter(self.texts))
 
 
-def nothing_contradicts(_levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
-    """For dimensions that go with all others."""
-    return None
-
-
 def needs_nothing(_load: Load) -> Working:
     """For dimensions whose memory the trace of the layer shows, and those that need none."""
     return Working()
-
-
-def always_worth(_levels: Levels, _devices_per_node: int | None) -> str:
-    """For dimensions all of whose degrees are searched."""
-    return ""
-
-
-def always_worth_for(_strategy: "StrategyView", _devices_per_node: int | None, _layers: tuple[LayerType, ...]) -> str:
-    """For dimensions whose degrees are worth a search whatever the layers."""
-    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -270,11 +260,11 @@ class Dimension:
     working: Callable[[Load], Working] = needs_nothing
     """What its collectives keep and need while a layer works."""
     variants: tuple[Variant, ...] = ()
-    contradiction: Callable[[Levels, Mapping[str, Value]], Contradiction | None] = nothing_contradicts
-    not_worth: Callable[[Levels, int | None], str] = always_worth
+    contradiction: Callable[[Levels, Mapping[str, Value]], Contradiction | None] = lambda _levels, _variants: None
+    not_worth: Callable[[Levels, int | None], str] = lambda _levels, _devices_per_node: ""
     """Given levels and devices of a node: why such levels are not searched unless a pin asks for them; empty where they
     are."""
-    not_worth_for: Callable[["StrategyView", int | None, tuple[LayerType, ...]], str] = always_worth_for
+    not_worth_for: Callable[["StrategyView", int | None, tuple[LayerType, ...]], str] = lambda *_: ""
     """The same of a strategy, given the layer types that the model has."""
     serves: Callable[[ModelChain], str] = lambda _chain: ""
     """Why no layer of a model could be divided so, whatever the degree; empty where one could."""
@@ -303,3 +293,77 @@ class Dimension:
 
     def __str__(self) -> str:
         return self.name
+
+
+def indivisible_samples(_layer_type: LayerType, strategy: StrategyView, batch: Batch) -> str | None:
+    """Why the samples of a microbatch cannot be divided over the ranks; nothing is ever rounded."""
+    if batch.microbatch_samples % strategy.sample_degree == 0:
+        return None
+    return (
+        f"data degree {strategy.sample_degree} ({strategy.parallel}) does not divide "
+        f"the {batch.microbatch_samples} samples of a microbatch"
+    )
+
+
+def summed_once(load: Load) -> Iterator[Traffic]:
+    """The sum of the gradients over all ranks that hold the same states, once a step, of each rank's shard."""
+    shards, expert_shards = load.strategy.state_shards, load.strategy.expert_state_shards
+    ranks: tuple[tuple[Over, float], ...] = (
+        ("replicas", load.gradient_bytes / shards),
+        ("expert replicas", load.expert_gradient_bytes / expert_shards),
+    )
+    for over, num_bytes in ranks:
+        if num_bytes:
+            yield Traffic(phase="step", collective="all_reduce", tensor_bytes=num_bytes, over=over, beside_compute=True)
+
+
+@lru_cache(maxsize=4096)
+def replica_levels(levels: Levels) -> Levels:
+    """The levels over which a layer's states are the same, outermost first."""
+    sharded = any(level.dimension.states is States.SHARDED for level in levels)
+    return tuple(
+        level
+        for level in levels
+        if level.dimension.states is States.REPLICATED or (level.dimension.states is States.FOLLOWING and not sharded)
+    )
+
+
+@lru_cache(maxsize=4096)
+def shard_levels(levels: Levels) -> Levels:
+    """The levels over which a layer's states are sharded, outermost first."""
+    sharded = any(level.dimension.states is States.SHARDED for level in levels)
+    return tuple(
+        level
+        for level in levels
+        if level.dimension.states is States.SHARDED or (level.dimension.states is States.FOLLOWING and sharded)
+    )
+
+
+@lru_cache(maxsize=4096)
+def degree_of(levels: Levels) -> int:
+    """The product of the degrees."""
+    return prod(level.degree for level in levels)
+
+
+@lru_cache(maxsize=4096)
+def data_levels(levels: Levels) -> Levels:
+    """The levels whose ranks work on different samples or tokens, outermost first."""
+    return tuple(level for level in levels if level.dimension.divides_data)
+
+
+def are_neighbours(levels: Levels, some: Levels) -> bool:
+    """Whether ``some`` of the levels stand next to each other."""
+    places = [levels.index(level) for level in some]
+    return not places or places[-1] - places[0] == len(places) - 1
+
+
+__all__ = [
+    "Divides",
+    "are_neighbours",
+    "data_levels",
+    "degree_of",
+    "indivisible_samples",
+    "replica_levels",
+    "shard_levels",
+    "summed_once",
+]

@@ -9,7 +9,6 @@ Source: Zhao et al. 2023 (PyTorch FSDP, arXiv 2304.11277), section 3.2.2, for hy
 
 from collections.abc import Mapping
 
-from steelyard.plan.dimensions.data import degree_of, indivisible_samples, shard_levels, summed_once
 from steelyard.plan.dimensions.dimension import (
     Contradiction,
     Dimension,
@@ -19,6 +18,10 @@ from steelyard.plan.dimensions.dimension import (
     States,
     StrategyView,
     Value,
+    degree_of,
+    indivisible_samples,
+    shard_levels,
+    summed_once,
 )
 
 

@@ -13,7 +13,6 @@ Source: Lepikhin et al. 2020 (GShard); Liu et al. 2025 (MoE parallel folding, ar
 from collections.abc import Iterator, Mapping
 
 from steelyard.model.chain import LayerType, ModelChain
-from steelyard.plan.dimensions.data import data_levels, degree_of, shard_levels
 from steelyard.plan.dimensions.dimension import (
     Batch,
     Contradiction,
@@ -27,6 +26,9 @@ from steelyard.plan.dimensions.dimension import (
     Traffic,
     Value,
     Variant,
+    data_levels,
+    degree_of,
+    shard_levels,
 )
 
 MOST = 1024

@@ -8,7 +8,6 @@ Source: Rajbhandari et al. 2020 (ZeRO); `torch.distributed.fsdp.fully_shard`.
 
 from collections.abc import Iterator
 
-from steelyard.plan.dimensions.data import indivisible_samples
 from steelyard.plan.dimensions.dimension import (
     Dimension,
     Divides,
@@ -19,6 +18,7 @@ from steelyard.plan.dimensions.dimension import (
     StrategyView,
     Traffic,
     Variant,
+    indivisible_samples,
 )
 
 ZERO = Variant(key="zero", texts={3: "", 2: "zero2"}, pin={"2": 2, "3": 3}, of_papers=(3,))

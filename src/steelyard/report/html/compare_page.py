@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 
 from steelyard.plan.plan import Plan, headline
-from steelyard.plan.words import layers_text
+from steelyard.plan.prediction import layers_text
 from steelyard.report.compare_view import changed_layers, fullest_terms, signed, step_terms
 from steelyard.report.html.bars import stacked_bars
 from steelyard.report.html.contents import term

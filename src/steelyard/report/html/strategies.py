@@ -7,9 +7,9 @@ from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.plan.dimensions.dimension import States
 from steelyard.plan.plan import Plan, part_name
+from steelyard.plan.prediction import layers_text
 from steelyard.plan.stages import StagePart
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.plan.words import layers_text
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, folded, legend, section, table, tag
 from steelyard.report.html.palette import strategy_classes
