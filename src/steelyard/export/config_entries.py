@@ -1,10 +1,9 @@
-"""The entries of a model's config as a framework's own model has them: carried, without effect, or refused by name.
+"""Compare the entries of a model's config with the model that a framework builds: carried, without effect, or refused.
 
-A framework that builds the model by itself (Megatron, torchtitan) trains another one where an entry is lost without a
-word. So every entry of a config is one of three: its writer carries it; it does not change what is trained
-(`NO_EFFECT`); or it must have a value under which both models are the same, and any other is refused. What a config
-does not say is what its class in transformers takes (`DEFAULTS`, of transformers 5.23), and an entry that neither the
-class nor the writer knows is refused, too.
+Megatron and torchtitan build the model themselves. If an export loses an entry of the config, they train another model
+and say nothing. So every entry is one of three: its writer carries it; it does not change training (`NO_EFFECT`); or
+it must have a value for which both models are identical, and every other value is refused. `DEFAULTS` are the values
+that transformers 5.23 uses for missing entries. Entries that neither the table nor the writer knows are refused.
 """
 
 import json
@@ -74,21 +73,21 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""By model type, what transformers takes where a config does not say; sizes that every config gives are not listed."""
+"""Defaults of transformers by model type; sizes that every config has are not listed."""
 _ALIASES = {"qwen3_moe": {"num_local_experts": "num_experts"}, "mixtral": {"num_experts": "num_local_experts"}}
 ROPE = "rope_scaling"
-"""The entry that says how frequencies of the rotary embedding are changed for longer sequences; absent where not."""
+"""The entry that scales the frequencies of the rotary embedding; absent if they are not scaled."""
 WINDOW = "sliding_window"
 ANY = None
-"""In place of values that an entry may have: its writer carries whatever it is."""
+"""Instead of supported values: the writer carries every value."""
 Known = Mapping[str, Collection[Any] | None]
 
 
 def completed(chain: ModelChain, seq_len: int) -> dict[str, Any]:
-    """All entries of a model's config that shape it, with what transformers takes where the config does not say.
+    """Return the entries of a model's config, with the defaults of transformers for those that are missing.
 
-    Rotary embeddings are told in one way, ``rope_theta`` and ``rope_scaling`` as it was before transformers 5, and a
-    window that no sequence of ``seq_len`` tokens is longer than is no window.
+    The rotary embedding is ``rope_theta`` and ``rope_scaling``, as before transformers 5. A window of ``seq_len`` tokens
+    or more has no effect and is None.
     """
     model_type = chain.family.model_type
     aliases = _ALIASES.get(model_type, {})
@@ -111,9 +110,9 @@ def completed(chain: ModelChain, seq_len: int) -> dict[str, Any]:
 
 
 def refuse_entries(target: str, chain: ModelChain, config: Mapping[str, Any], known: Known) -> None:
-    """Raises `UserError` for the first entry of a `completed` config that the target's model does not have as it is.
+    """Raise `UserError` for the first entry of a `completed` config that the target's model cannot have.
 
-    ``known`` are the entries that the target has, each with the values that it can have there or `ANY`.
+    ``known`` maps the entries that the target has to the values it supports, or to `ANY`.
     """
     for key, value in config.items():
         values = known.get(key, (None,))

@@ -203,7 +203,7 @@ def _batch_flags(view: UniformPlan) -> Flags:
 
 
 def model_flags(chain: ModelChain, seq_len: int) -> Flags:
-    """The flags of a model in sequences of ``seq_len`` tokens; raises `UserError` for one that Megatron has not."""
+    """Return the flags of a model for ``seq_len`` tokens; raise `UserError` if Megatron cannot build that model."""
     family = _FAMILIES.get(chain.family.model_type)
     if family is None:
         raise UserError(
@@ -246,7 +246,7 @@ def model_flags(chain: ModelChain, seq_len: int) -> Flags:
 
 
 def _rope_flags(chain: ModelChain, config: Mapping[str, Any]) -> Flags:
-    """The rotary embedding; raises `UserError` for frequencies that Megatron's GPT cannot have."""
+    """Return the flags of the rotary embedding; raise `UserError` for a scaling that Megatron's GPT does not have."""
     flags = ["--position-embedding-type rope", f"--rotary-base {config['rope_theta']:.0f}"]
     scaling = dict(config.get(ROPE) or {"rope_type": "default"})
     factor = scaling.pop("factor", 1.0)
@@ -270,7 +270,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What ``RotaryEmbedding`` of megatron-core has beside the factor, and takes no argument for."""
+"""Constants of megatron-core's ``RotaryEmbedding``: only the factor is an argument."""
 
 
 def _llama(config: Mapping[str, Any]) -> Flags:
@@ -321,8 +321,8 @@ _COMMON: Known = {
     **dict.fromkeys((*_SIZES, "head_dim", "vocab_size", "rms_norm_eps", "attention_dropout", ROPE), ANY),
     **{"tie_word_embeddings": (False, True), "hidden_act": ("silu", "swish")},
 }
-"""Entries that the flags of every family carry. Biases are of attention and MLP alike, and bases of rotary embeddings
-whole numbers (`model_flags`)."""
+"""Entries that the flags of every family carry. `model_flags` also requires the same biases in attention and MLP, and a
+whole base of the rotary embedding."""
 _ROUTED: Known = dict.fromkeys(("num_experts_per_tok", ROUTER_LOSS, "router_aux_loss_coef"), ANY)
 _FAMILIES: Mapping[str, tuple[Known, Callable[[Mapping[str, Any]], Flags]]] = {
     "llama": ({"mlp_bias": (False, True)}, _llama),
@@ -339,7 +339,7 @@ _FAMILIES: Mapping[str, tuple[Known, Callable[[Mapping[str, Any]], Flags]]] = {
         _qwen3_moe,
     ),
 }
-"""By model type, the entries of its config that it has beside the common ones, and the flags for them."""
+"""By model type: entries carried in addition to the common ones, and the function that writes them."""
 
 TARGET = Target(
     name="megatron",

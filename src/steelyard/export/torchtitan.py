@@ -52,7 +52,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What every flavor of Llama 3 has; a configuration function can leave it away, the TOML cannot."""
+"""Scaling of every Llama 3 flavor. A configuration function can turn it off, the TOML cannot."""
 _QWEN3 = {
     **{"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1000000, "rms_norm_eps": 1e-6},
     **{"tie_word_embeddings": False, "attention_bias": False},
@@ -70,14 +70,14 @@ _DEEPSEEK_ROPE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Flavor:
-    """A model that torchtitan defines: the folder in its models, its name there, and the entries of its config."""
+    """A model that torchtitan defines: its folder, its name there, and its config as transformers would write it."""
 
     model_type: str
     folder: str
     name: str
     entries: Mapping[str, Any]
     rope: tuple[Mapping[str, Any] | None, ...] = (None,)
-    """Scalings of its rotary embedding that it can have, its own first."""
+    """Supported scalings of the rotary embedding, the flavor's own first."""
 
 
 def _sizes(width: int, blocks: int, heads: int, ffn: int, **others: Any) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _write(request: Request) -> Draft:
 
 
 def flavor_of(chain: ModelChain, seq_len: int) -> tuple[_Flavor, dict[str, Any]]:
-    """The flavor that is the model, and the entries of the model's config; raises `UserError` where none is."""
+    """Return the flavor that is identical to the model, and the config's entries; raise `UserError` if there is none."""
     config = completed(chain, seq_len)
     key = (chain.family.model_type, chain.hidden_size, chain.num_layers - 2)
     for flavor in _FLAVORS:
@@ -202,7 +202,7 @@ def flavor_of(chain: ModelChain, seq_len: int) -> tuple[_Flavor, dict[str, Any]]
 
 
 def changes_of(flavor: _Flavor, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a configuration function changes of the flavor so that it is the model, as lines of Python."""
+    """Return lines of Python by which a configuration function turns the flavor into the model; empty if identical."""
     if config.get(ROPE) != flavor.rope[0]:
         return ("for block in config.model_spec.model.layers:", '    block.attention.rope.scaling = "none"')
     if flavor.model_type == "deepseek_v3":
