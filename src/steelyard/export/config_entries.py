@@ -86,8 +86,8 @@ Known = Mapping[str, Collection[Any] | None]
 def completed(chain: ModelChain, seq_len: int) -> dict[str, Any]:
     """Return the entries of a model's config, with the defaults of transformers for those that are missing.
 
-    The rotary embedding is ``rope_theta`` and ``rope_scaling``, as before transformers 5. A window of ``seq_len`` tokens
-    or more has no effect and is None.
+    The rotary embedding is ``rope_theta`` and ``rope_scaling``, as before transformers 5. A window of ``seq_len``
+    tokens or more has no effect and is None.
     """
     model_type = chain.family.model_type
     aliases = _ALIASES.get(model_type, {})

@@ -182,7 +182,7 @@ def _write(request: Request) -> Draft:
 
 
 def flavor_of(chain: ModelChain, seq_len: int) -> tuple[_Flavor, dict[str, Any]]:
-    """Return the flavor that is identical to the model, and the config's entries; raise `UserError` if there is none."""
+    """Return the flavor that is identical to the model, and the config's entries; raise `UserError` if none is."""
     config = completed(chain, seq_len)
     key = (chain.family.model_type, chain.hidden_size, chain.num_layers - 2)
     for flavor in _FLAVORS:
