@@ -23,7 +23,7 @@ LAST = 9
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of one strategy, and one that mixes two."""
     path = tmp_path_factory.mktemp("plans")
-    write_plan(uniform("fsdp8", devices=8), path / "uniform.json")
+    write_plan(uniform("fsdp8", devices=8, model="llama3.1-8b"), path / "uniform.json")
     content = {
         "version": 1,
         "model": {"name": "llama-demo"},

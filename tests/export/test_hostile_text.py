@@ -28,8 +28,8 @@ SAFE = set("abcdefghijklmnopqrstuvwxyz0123456789_.-")
 
 
 def with_text(plan: Plan, text: str) -> Plan:
-    """The plan with a text as the name of its model and cluster, and as a key and value of the config."""
-    config = dict(plan.chain().config) | {"note": text, text: [text]}
+    """The plan with a text as the name of its model and cluster, and within its config."""
+    config = dict(plan.chain().config) | {"_name_or_path": text, "task_specific_params": {text: [text]}}
     model = plan.model.model_copy(update={"name": text, "config": config, "config_hash": None})
     return plan.model_copy(update={"model": model, "cluster": text})
 

@@ -35,6 +35,7 @@ def _write(request: Request) -> Draft:
         )
     if view.tp > 1:
         left_out.append("which matrices are cut: DeepSpeed's AutoTP decides, not the model's own tp plan")
+        left_out.append(f"which rank reads what: the {view.tp} ranks of a tp group have to be given the same samples")
     usage = ["deepspeed.initialize(model=model, config='ds_config.json'), or TrainingArguments(deepspeed=...)"]
     if view.remat is Remat.FULL:
         usage.insert(0, "model.gradient_checkpointing_enable() in the script: the JSON alone recomputes nothing")
@@ -48,7 +49,6 @@ def _write(request: Request) -> Draft:
 
 def _content(view: UniformPlan) -> dict[str, Any]:
     content: dict[str, Any] = {
-        "train_batch_size": view.global_batch,
         "train_micro_batch_size_per_gpu": view.microbatch_per_rank,
         "gradient_accumulation_steps": view.pipeline.num_microbatches,
         "gradient_clipping": 1.0,
@@ -57,6 +57,8 @@ def _content(view: UniformPlan) -> dict[str, Any]:
     }
     if view.tp > 1:
         content["tensor_parallel"] = {"autotp_size": view.tp}
+    else:  # DeepSpeed compares it with the product of all ranks, those of tp among them
+        content = {"train_batch_size": view.global_batch, **content}
     if view.remat is Remat.FULL:
         content["activation_checkpointing"] = {
             "partition_activations": False,

@@ -9,6 +9,7 @@ Hybrid sharding is Megatron-FSDP's with several instances of the distributed opt
 it takes ZeRO-3 inside.
 """
 
+import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,6 +17,7 @@ from typing import Any
 
 from steelyard.cost.execution import MEGATRON_CORE, MEGATRON_FSDP
 from steelyard.errors import UserError
+from steelyard.export.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
 from steelyard.export.target import Draft, PipelinePart, Request, Target, UniformPlan
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
@@ -53,6 +55,8 @@ FSDP_CAPABILITIES = replace(
     why_not={},
 )
 
+_VOCAB_UNIT = 128
+"""Megatron's own ``--make-vocab-size-divisible-by``."""
 Flags = list[str]
 """Each an option, and behind a space its value, which the script quotes."""
 
@@ -61,7 +65,7 @@ def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     chain = request.plan.chain()
     groups = {
-        "MODEL": _model_flags(chain, view),
+        "MODEL": model_flags(chain, view.seq_len),
         "PARALLEL": _parallel_flags(view),
         "REMAT": _remat_flags(view),
         "BATCH": [
@@ -75,6 +79,11 @@ def _write(request: Request) -> Draft:
         "tokenizer, data, learning rate and first weights: give them as arguments of the script",
         "kernels to the letter: the price counts Megatron's fused ones in closed form, not as measured",
     ]
+    unit = _VOCAB_UNIT * view.tp
+    left_out.append(
+        f"the vocabulary of {chain.vocab_size} tokens: Megatron takes that of the tokenizer and pads it to a multiple "
+        f"of {unit} (here {-(-chain.vocab_size // unit) * unit}); --make-vocab-size-divisible-by changes this"
+    )
     if view.fsdp > 1:
         left_out.append("FSDP2 itself: Megatron-FSDP shards the same states, with buckets and prefetching of its own")
     return Draft(
@@ -184,78 +193,110 @@ def _remat_flags(view: UniformPlan) -> Flags:
     return ["--recompute-granularity full", f"--recompute-method {method}", f"--recompute-num-layers {count}"]
 
 
-def _model_flags(chain: ModelChain, view: UniformPlan) -> Flags:
-    config = chain.config
-    special = _FAMILIES.get(chain.family.model_type)
-    if special is None:
+def model_flags(chain: ModelChain, seq_len: int) -> Flags:
+    """Return the flags of a model for ``seq_len`` tokens; raise `UserError` if Megatron cannot build that model."""
+    family = _FAMILIES.get(chain.family.model_type)
+    if family is None:
         raise UserError(
             field="--to",
             found=f"megatron for {chain.name} ({chain.family.model_type})",
             expected="a model of " + ", ".join(sorted(_FAMILIES)),
             hint="export --to pytorch, which builds any of our models with transformers",
         )
+    known, special = family
+    config = completed(chain, seq_len)
+    together = {"attention_bias": (config.get("mlp_bias", False),), "rope_theta": (round(config["rope_theta"]),)}
+    refuse_entries("megatron", chain, config, {**_COMMON, **known, **together})
     heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
+    kv_heads = config["num_key_value_heads"] or heads
     flags = [
         "--use-mcore-models",
         f"--num-layers {chain.num_layers - 2}",
         f"--hidden-size {chain.hidden_size}",
         f"--num-attention-heads {heads}",
         f"--ffn-hidden-size {config['intermediate_size']}",
-        f"--max-position-embeddings {max(chain.max_seq_len, view.seq_len)}",
-        "--position-embedding-type rope",
-        f"--rotary-base {_rotary(config, 'rope_theta', 10000):.0f}",
-        *(
-            f"--{name.replace('_', '-')} {float(config.get(name) or 0):g}"
-            for name in ("attention_dropout", "hidden_dropout")
-        ),
+        f"--max-position-embeddings {max(chain.max_seq_len, seq_len)}",
+        *_rope_flags(chain, config),
+        f"--attention-dropout {config['attention_dropout']:g}",
+        "--hidden-dropout 0",
+        "--normalization RMSNorm",
+        f"--norm-epsilon {config['rms_norm_eps']:g}",
+        "--swiglu",
     ]
     if kv_heads != heads:
         flags += ["--group-query-attention", f"--num-query-groups {kv_heads}"]
-    if config.get("head_dim"):
+    if config["head_dim"]:
         flags.append(f"--kv-channels {config['head_dim']}")
-    if not chain.tied_embeddings:
+    if not config["tie_word_embeddings"]:
         flags.append("--untie-embeddings-and-output-weights")
+    if config[WINDOW] is not None:
+        flags.append(f"--window-size {config[WINDOW] - 1},0")
+    if not config.get("mlp_bias"):
+        flags.append("--disable-bias-linear")
     return flags + special(config)
 
 
-def _rotary(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A number of the rotary embedding: under ``rope_parameters`` or, in older configs, at the top."""
-    nested = config.get("rope_parameters") or {}
-    return float(nested.get(key) or config.get(key) or default)
+def _rope_flags(chain: ModelChain, config: Mapping[str, Any]) -> Flags:
+    """Return the flags of the rotary embedding; raise `UserError` for a scaling that Megatron's GPT does not have."""
+    flags = ["--position-embedding-type rope", f"--rotary-base {config['rope_theta']:.0f}"]
+    scaling = dict(config.get(ROPE) or {"rope_type": "default"})
+    factor = scaling.pop("factor", 1.0)
+    if scaling == _LLAMA3_ROPE:
+        return [*flags, "--use-rope-scaling", f"--rope-scaling-factor {factor:g}"]
+    if scaling == {"rope_type": "linear"} and float(factor).is_integer():
+        return [*flags, f"--rotary-seq-len-interpolation-factor {factor:.0f}"]
+    if scaling == {"rope_type": "default"}:
+        return flags
+    raise UserError(
+        field="--to",
+        found=f"megatron for {chain.name}, whose config says {ROPE} = {json.dumps(config[ROPE])}",
+        expected=f"no scaling, linear by a whole factor, or {json.dumps(_LLAMA3_ROPE)} by any factor",
+        hint="export --to pytorch, which builds any of our models with transformers",
+    )
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Constants of megatron-core's ``RotaryEmbedding``: only the factor is an argument."""
 
 
 def _llama(config: Mapping[str, Any]) -> Flags:
-    epsilon = f"--norm-epsilon {config.get('rms_norm_eps', 1e-6):g}"
-    return ["--normalization RMSNorm", epsilon, "--swiglu", "--disable-bias-linear"]
+    return []
+
+
+def _qwen2(config: Mapping[str, Any]) -> Flags:
+    return ["--add-qkv-bias"]
 
 
 def _qwen3(config: Mapping[str, Any]) -> Flags:
-    return [*_llama(config), "--qk-layernorm"]
+    return ["--qk-layernorm"]
 
 
 def _mixtral(config: Mapping[str, Any]) -> Flags:
-    count, width, layers = config.get("num_local_experts", 8), config["intermediate_size"], config["num_hidden_layers"]
-    return [*_llama(config), *_experts(count, width, layers, config, top_k=2)]
+    return _experts(config["num_local_experts"], config["intermediate_size"], config["num_hidden_layers"], config)
 
 
 def _qwen3_moe(config: Mapping[str, Any]) -> Flags:
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    step, dense = config["decoder_sparse_step"], config["mlp_only_layers"] or []
     sparse = [int(block not in dense and (block + 1) % step == 0) for block in range(config["num_hidden_layers"])]
     where = [] if all(sparse) else [f"--moe-layer-freq {sparse}"]
-    experts = _experts(config["num_experts"], config["moe_intermediate_size"], sum(sparse), config, top_k=8)
-    return [*_qwen3(config), *experts, *where]
+    whole = [] if config["norm_topk_prob"] else ["--moe-router-pre-softmax"]
+    experts = _experts(config["num_experts"], config["moe_intermediate_size"], sum(sparse), config)
+    return [*_qwen3(config), *experts, *whole, *where]
 
 
-def _experts(count: int, width: int, layers: int, config: Mapping[str, Any], *, top_k: int) -> Flags:
+def _experts(count: int, width: int, layers: int, config: Mapping[str, Any]) -> Flags:
     """Routed experts, none dropped, of so many layers; the loss that balances them only where the config asks for it.
 
-    A token takes ``top_k`` of them where the config does not say. Megatron's loss is the sum over the layers, each
-    divided by the experts of a token; that of transformers is of all.
+    Megatron's loss is the sum over the layers, each divided by the experts of a token; that of transformers is of all.
     """
-    top_k, balancing = config.get("num_experts_per_tok", top_k), ["--moe-router-load-balancing-type none"]
-    if config.get(ROUTER_LOSS):
-        coefficient = config.get("router_aux_loss_coef", 0.001) * top_k / layers
+    top_k, balancing = config["num_experts_per_tok"], ["--moe-router-load-balancing-type none"]
+    if config[ROUTER_LOSS]:
+        coefficient = config["router_aux_loss_coef"] * top_k / layers
         balancing = ["--moe-router-load-balancing-type aux_loss", f"--moe-aux-loss-coeff {coefficient:g}"]
     return [
         f"--num-experts {count}",
@@ -266,21 +307,30 @@ def _experts(count: int, width: int, layers: int, config: Mapping[str, Any], *, 
     ]
 
 
-def _gpt_neox(config: Mapping[str, Any]) -> Flags:
-    share = _rotary(config, "partial_rotary_factor", float(config.get("rotary_pct", 0.25)))
-    epsilon = f"--norm-epsilon {config.get('layer_norm_eps', 1e-5):g}"
-    return ["--normalization LayerNorm", epsilon, f"--rotary-percent {share:g}"]
-
-
-_FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Flags]] = {
-    "llama": _llama,
-    "mistral": _llama,
-    "qwen2": lambda config: [*_llama(config), "--add-qkv-bias"],
-    "qwen3": _qwen3,
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
-    "gpt_neox": _gpt_neox,
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+_COMMON: Known = {
+    **dict.fromkeys((*_SIZES, "head_dim", "vocab_size", "rms_norm_eps", "attention_dropout", ROPE), ANY),
+    **{"tie_word_embeddings": (False, True), "hidden_act": ("silu", "swish")},
 }
+"""Entries that the flags of every family carry. `model_flags` also requires the same biases in attention and MLP, and a
+whole base of the rotary embedding."""
+_ROUTED: Known = dict.fromkeys(("num_experts_per_tok", ROUTER_LOSS, "router_aux_loss_coef"), ANY)
+_FAMILIES: Mapping[str, tuple[Known, Callable[[Mapping[str, Any]], Flags]]] = {
+    "llama": ({"mlp_bias": (False, True)}, _llama),
+    "mistral": ({WINDOW: ANY}, _llama),
+    "qwen2": ({}, _qwen2),
+    "qwen3": ({}, _qwen3),
+    "mixtral": ({**_ROUTED, "num_local_experts": ANY, WINDOW: ANY, "router_jitter_noise": (0,)}, _mixtral),
+    "qwen3_moe": (
+        {
+            **_ROUTED,
+            **dict.fromkeys(("num_experts", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"), ANY),
+            "norm_topk_prob": (False, True),
+        },
+        _qwen3_moe,
+    ),
+}
+"""By model type: entries carried in addition to the common ones, and the function that writes them."""
 
 TARGET = Target(
     name="megatron",

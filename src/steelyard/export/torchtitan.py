@@ -11,14 +11,16 @@ over these ranks and those of tp, never over replicas (``distributed/parallel_di
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from steelyard.cost.execution import TORCHTITAN
 from steelyard.errors import UserError
+from steelyard.export.config_entries import ANY, ROPE, Known, completed, refuse_entries
 from steelyard.export.target import Draft, PipelinePart, Request, Target, UniformPlan
 from steelyard.model.chain import ModelChain
+from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.plan.capabilities import Capabilities, dimensions_of
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
@@ -38,26 +40,108 @@ CAPABILITIES = Capabilities(
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
 )
 
-_MODELS = {
-    ("llama", 4096, 32): ("llama3", "8B"),
-    ("llama", 8192, 80): ("llama3", "70B"),
-    ("llama", 16384, 126): ("llama3", "405B"),
-    ("qwen3", 1024, 28): ("qwen3", "0.6B"),
-    ("qwen3", 2048, 28): ("qwen3", "1.7B"),
-    ("qwen3", 5120, 40): ("qwen3", "14B"),
-    ("qwen3", 5120, 64): ("qwen3", "32B"),
-    ("qwen3_moe", 2048, 48): ("qwen3", "30B-A3B"),
-    ("deepseek_v3", 7168, 61): ("deepseek_v3", "671B"),
+_LLAMA3 = {
+    **{"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000, "rms_norm_eps": 1e-5},
+    **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
 }
-"""By model type, width and blocks: the folder in torchtitan/models and the flavor there, of those for which 0.3 has a
-configuration (Qwen3's 235B-A22B is a flavor without one)."""
-_LLAMA3_VOCABULARY = 128256
-"""Llama 2 has the same widths as Llama 3 and is not in torchtitan any more."""
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Scaling of every Llama 3 flavor. A configuration function can turn it off, the TOML cannot."""
+_QWEN3 = {
+    **{"head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1000000, "rms_norm_eps": 1e-6},
+    **{"tie_word_embeddings": False, "attention_bias": False},
+}
+_DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flavor:
+    """A model that torchtitan defines: its folder, its name there, and its config as transformers would write it."""
+
+    model_type: str
+    folder: str
+    name: str
+    entries: Mapping[str, Any]
+    rope: tuple[Mapping[str, Any] | None, ...] = (None,)
+    """Supported scalings of the rotary embedding, the flavor's own first."""
+
+
+def _sizes(width: int, blocks: int, heads: int, ffn: int, **others: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+    } | others
+
+
+_FLAVORS = (
+    *(
+        _Flavor(model_type="llama", folder="llama3", name=name, entries=_LLAMA3 | sizes, rope=(_LLAMA3_ROPE, None))
+        for name, sizes in {
+            "8B": _sizes(4096, 32, 32, 14336),
+            "70B": _sizes(8192, 80, 64, 28672),
+            "405B": _sizes(16384, 126, 128, 53248),
+        }.items()
+    ),
+    *(
+        _Flavor(model_type="qwen3", folder="qwen3", name=name, entries=_QWEN3 | sizes)
+        for name, sizes in {
+            "0.6B": _sizes(1024, 28, 16, 3072, tie_word_embeddings=True),
+            "1.7B": _sizes(2048, 28, 16, 6144, tie_word_embeddings=True),
+            "14B": _sizes(5120, 40, 40, 17408),
+            "32B": _sizes(5120, 64, 64, 25600),
+        }.items()
+    ),
+    _Flavor(
+        model_type="qwen3_moe",
+        folder="qwen3",
+        name="30B-A3B",
+        entries={
+            **(_QWEN3 | _sizes(2048, 48, 32, 6144, num_key_value_heads=4)),
+            **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+            **{"decoder_sparse_step": 1, "mlp_only_layers": []},
+        },
+    ),
+    _Flavor(
+        model_type="deepseek_v3",
+        folder="deepseek_v3",
+        name="671B",
+        entries={
+            **_sizes(7168, 61, 128, 18432, moe_intermediate_size=2048, num_key_value_heads=128, vocab_size=129280),
+            **{"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3},
+            **{"n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+            **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+            **{"v_head_dim": 128, "qk_head_dim": 192, "head_dim": 64, "rope_theta": 10000, "rope_interleave": True},
+            **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False},
+        },
+        rope=(_DEEPSEEK_ROPE,),
+    ),
+)
+"""Those for which 0.3 has a configuration (Qwen3's 235B-A22B is a flavor without one)."""
+_SAME: Known = {
+    **{"hidden_act": ("silu", "swish"), "attention_dropout": (0,), ROUTER_LOSS: ANY, "router_aux_loss_coef": ANY},
+    "num_nextn_predict_layers": ANY,  # transformers does not train what predicts the token after the next either
+}
 
 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
-    folder, flavor = _model(request.plan.chain())
+    flavor, config = flavor_of(request.plan.chain(), view.seq_len)
+    changes = changes_of(flavor, config)
     left_out = [
         "first weights, data and optimizer: those of torchtitan's own configuration",
     ]
@@ -72,13 +156,15 @@ def _write(request: Request) -> Draft:
         left_out.append("how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention")
     if view.tp > 1 and not view.sp:
         left_out.append("tp without sp in the .toml: 0.2 always shards the sequence beside tp")
+    if changes:
+        left_out.append("a .toml for torchtitan 0.2: its flavor differs from the model, which the .py files set right")
     name = "steelyard_" + re.sub(r"[^a-z0-9]+", "_", request.plan.model.name.lower())
-    start, size = request.torchrun, re.sub(r"[.-]", "_", flavor.lower())
+    start = request.torchrun
     return Draft(
         files=(
-            (f"{name}.py", _configuration(view, RELEASE, folder, size, name)),
-            (f"{name}_main.py", _configuration(view, MAIN, folder, size, f"{name}_main")),
-            (f"{name}.toml", _toml(view, folder, flavor)),
+            (f"{name}.py", _configuration(view, RELEASE, flavor, changes, name)),
+            (f"{name}_main.py", _configuration(view, MAIN, flavor, changes, f"{name}_main")),
+            *(() if changes else ((f"{name}.toml", _toml(view, flavor)),)),
         ),
         carried=view.carried,
         left_out=tuple(left_out),
@@ -86,24 +172,48 @@ def _write(request: Request) -> Draft:
             f"torchtitan 0.3: put {name}.py on PYTHONPATH, then on every host {start} "
             f"-m torchtitan.train --module {name} --config {name}",
             f"torchtitan on main: the same with {name}_main",
-            f"torchtitan 0.2: on every host {start} -m torchtitan.train --job.config_file {name}.toml",
+            *(
+                ()
+                if changes
+                else (f"torchtitan 0.2: on every host {start} -m torchtitan.train --job.config_file {name}.toml",)
+            ),
         ),
     )
 
 
-def _model(chain: ModelChain) -> tuple[str, str]:
+def flavor_of(chain: ModelChain, seq_len: int) -> tuple[_Flavor, dict[str, Any]]:
+    """Return the flavor that is identical to the model, and the config's entries; raise `UserError` if none is."""
+    config = completed(chain, seq_len)
     key = (chain.family.model_type, chain.hidden_size, chain.num_layers - 2)
-    known = _MODELS.get(key)
-    if known is None or (known[0] == "llama3" and chain.vocab_size != _LLAMA3_VOCABULARY):
-        raise UserError(
-            field="--to",
-            found=f"torchtitan for {chain.name} ({chain.family.model_type}, {chain.num_layers - 2} blocks of width "
-            f"{chain.hidden_size}, {chain.vocab_size} tokens)",
-            expected="a model that torchtitan defines: llama3 8B, 70B, 405B, qwen3 0.6B, 1.7B, 14B, 32B, "
-            "30B-A3B, or deepseek_v3 671B",
-            hint="export --to pytorch, which builds any of our models with transformers",
+    for flavor in _FLAVORS:
+        if key == (flavor.model_type, flavor.entries["hidden_size"], flavor.entries["num_hidden_layers"]):
+            known: dict[str, tuple[Any, ...]] = {name: (value,) for name, value in flavor.entries.items()}
+            known.setdefault("head_dim", (None, chain.hidden_size // flavor.entries["num_attention_heads"]))
+            refuse_entries("torchtitan", chain, config, {**_SAME, **known, ROPE: flavor.rope})
+            return flavor, config
+    raise UserError(
+        field="--to",
+        found=f"torchtitan for {chain.name} ({chain.family.model_type}, {chain.num_layers - 2} blocks of width "
+        f"{chain.hidden_size}, {chain.vocab_size} tokens)",
+        expected="a model that torchtitan defines: "
+        + ", ".join(f"{flavor.folder} {flavor.name}" for flavor in _FLAVORS),
+        hint="export --to pytorch, which builds any of our models with transformers",
+    )
+
+
+def changes_of(flavor: _Flavor, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return lines of Python by which a configuration function turns the flavor into the model; empty if identical."""
+    if config.get(ROPE) != flavor.rope[0]:
+        return ("for block in config.model_spec.model.layers:", '    block.attention.rope.scaling = "none"')
+    if flavor.model_type == "deepseek_v3":
+        return (
+            "for block in config.model_spec.model.layers:",
+            "    inner = (block.attention.q_norm, block.attention.kv_norm)",
+            "    for norm in (block.attention_norm, *inner, block.ffn_norm):",
+            f"        norm.eps = {config['rms_norm_eps']!r}",
+            f"config.model_spec.model.norm.eps = {config['rms_norm_eps']!r}",
         )
-    return known
+    return ()
 
 
 def _fqns(part: PipelinePart, output: str) -> list[str]:
@@ -175,17 +285,23 @@ def _parallelism(view: UniformPlan, version: _Version) -> dict[str, Any]:
     return found
 
 
-def _configuration(view: UniformPlan, version: _Version, folder: str, size: str, function: str) -> str:
+def _configuration(view: UniformPlan, version: _Version, flavor: _Flavor, changes: Sequence[str], function: str) -> str:
+    folder, size = flavor.folder, re.sub(r"[.-]", "_", flavor.name.lower())
     wrapper = {Remat.NONE: None, Remat.SELECTIVE: "SelectiveAC", Remat.FULL: "FullAC"}[view.remat]
     lines = [
+        "from torchtitan.config import CompileConfig",
         f"from {version.parallelism} import ParallelismConfig",
         *([f"from torchtitan.distributed.activation_checkpoint import {wrapper}"] if wrapper else []),
+        f"from torchtitan.models.{folder} import model_registry",
         f"from torchtitan.models.{folder}.config_registry import {folder}_{size}",
         "from torchtitan.trainer import Trainer",
         "",
         "",
         f"def {function}() -> Trainer.Config:",
         f"    config = {folder}_{size}()",
+        f"    config.model_spec = model_registry({flavor.name!r})",
+        "    config.compile = CompileConfig()",
+        *(f"    {line}" for line in changes),
         *(f"    config.training.{key} = {value!r}" for key, value in _training(view, version).items()),
         f"    config.activation_checkpoint = {f'{wrapper}.Config()' if wrapper else None}",
         "    config.parallelism = ParallelismConfig(",
@@ -196,7 +312,7 @@ def _configuration(view: UniformPlan, version: _Version, folder: str, size: str,
     return "\n".join(lines) + "\n"
 
 
-def _toml(view: UniformPlan, folder: str, flavor: str) -> str:
+def _toml(view: UniformPlan, flavor: _Flavor) -> str:
     parallelism = _parallelism(view, RELEASE)
     parallelism.pop("enable_sequence_parallel", None)
     if view.cp > 1:
@@ -207,7 +323,7 @@ def _toml(view: UniformPlan, folder: str, flavor: str) -> str:
     training.pop("disable_cuda_graphs", None)
     checkpoint = {"mode": str(view.remat)} | ({"selective_ac_option": "op"} if view.remat is Remat.SELECTIVE else {})
     sections: Mapping[str, Mapping[str, Any]] = {
-        "model": {"name": folder, "flavor": flavor},
+        "model": {"name": flavor.folder, "flavor": flavor.name},
         "training": training,
         "parallelism": parallelism,
         "activation_checkpoint": checkpoint,
