@@ -1,13 +1,18 @@
 """Fixtures for the command line."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from steelyard.cli import explain
 from steelyard.cli.app import app
 from steelyard.errors import UserError
+from steelyard.planning import explain as explaining
+from steelyard.planning import report_search
 
 Run = Callable[..., Result]
 
@@ -20,6 +25,36 @@ def run() -> Run:
         return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
     return call
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _searched_once() -> Iterator[None]:
+    """Searches the baselines of a plan once in a module, however often they are shown: as text, as JSON, on a page."""
+    with pytest.MonkeyPatch.context() as patch:
+        searched = _once(
+            explaining.what_was_searched,
+            lambda study, plan, deadline=math.inf: (study.request, study.time_limit_s, plan, deadline),
+        )
+        for module in (explaining, report_search):
+            patch.setattr(module, "what_was_searched", searched)
+        of_record = _once(explain.slow_nodes, lambda plan, request, _job, path: (plan, request, path.read_text()))
+        patch.setattr(explain, "slow_nodes", of_record)
+        yield
+
+
+def _once(function: Callable[..., Any], key: Callable[..., object]) -> Callable[..., Any]:
+    """The function, which answers from what it has found where the key is equal; errors are found again."""
+    known: list[tuple[object, Any]] = []
+
+    def answer(*given: Any) -> Any:
+        asked = key(*given)
+        found = [result for other, result in known if other == asked]
+        if not found:
+            found = [function(*given)]
+            known.append((asked, found[0]))
+        return found[0]
+
+    return answer
 
 
 def user_error(result: Result) -> UserError:

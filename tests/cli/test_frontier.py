@@ -121,12 +121,13 @@ def test_a_mistake_is_one_clear_error(run: Run, arguments: tuple[str, ...], fiel
 
 @pytest.mark.slow
 def test_fewest_devices_is_the_smallest_count_of_all_that_holds_a_plan(run: Run, tmp_path: Path) -> None:
-    for memory in ("6GiB", "12GiB", "40GiB"):
+    fewest = []
+    for memory in ("4GiB", "8GiB", "40GiB"):
         job = make_job(
-            "llama3.2-1b",
-            "2x4xa100-80gb",
+            "tinyllama-1.1b",
+            "2x2xa100-80gb",
             global_batch=16,
-            seq_len=2048,
+            seq_len=512,
             precision="bf16",
             memory=memory,
             profile=None,
@@ -134,14 +135,15 @@ def test_fewest_devices_is_the_smallest_count_of_all_that_holds_a_plan(run: Run,
         counts = device_counts(job.cluster)
         parts = {count: job.on(cluster=with_devices(job.cluster, count)) for count in counts}
         holding = [count for count in counts if plan_job(parts[count], Decisions()).plan is not None]
-        cluster = ("--cluster", "2x4xa100-80gb", *JOB[3:])
-        arguments = ("llama3.2-1b", *cluster, "--memory", memory, "--objective", "devices", "-o", tmp_path / "p.json")
-        result = run("plan", *arguments)
+        fewest.append(min(holding, default=None))
+        arguments = ("--cluster", "2x2xa100-80gb", "--seq-len", 512, "--global-batch", 16, "--memory", memory)
+        result = run("plan", "tinyllama-1.1b", *arguments, "--objective", "devices", "-o", tmp_path / "p.json")
         if not holding:
             assert result.exit_code == 1
         else:
             assert result.exit_code == 0, result.output
             assert read_plan(tmp_path / "p.json").num_devices == min(holding)
+    assert fewest == [None, 4, 1], "none, all and one of the devices"
 
 
 def test_device_counts_are_divisors_of_a_node_then_whole_nodes() -> None:

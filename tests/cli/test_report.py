@@ -11,7 +11,7 @@ from steelyard.cli.app import app
 from steelyard.plan.file import read_plan
 from tests.cli.conftest import Run, user_error
 
-JOB = ("llama3.2-1b", "--cluster", "1x4xa100-80gb", "--seq-len", 2048, "--global-batch", 16, "--memory", "14GiB")
+JOB = ("tinyllama-1.1b", "--cluster", "1x2xa100-80gb", "--seq-len", 2048, "--global-batch", 16, "--memory", "14GiB")
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_a_plan_from_a_measured_profile_asks_for_it(run: Run, plan_path: Path, t
     ("changes", "field"),
     [
         ({"config_hash": "another"}, "config_hash"),
-        ({"num_devices": 2}, "num_devices"),
+        ({"num_devices": 4}, "num_devices"),
         ({"strategies": ["tp4"]}, "strategies"),
         ({"steps": "none"}, "steps"),
         ({"version": 7}, "version"),

@@ -236,6 +236,8 @@ CASES = {
 NIGHTLY = {
     *("fsdp", "fsdp zero2", "fsdp remat full", "fsdp selective", "tp, fp32", "interleaved", "hybrid"),
     *("cp", "cp inside fsdp", "ulysses", "experts of sharded layers"),
+    *("hybrid, fp32", "hybrid zero2, large vocabulary, few tokens", "tied, few tokens, fp32"),
+    "experts of fewer ranks, fp32",
 }
 """Every strategy and each of its switches is in another case, beside others."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]

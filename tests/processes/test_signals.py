@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,18 @@ class Training:
         self.process.send_signal(number)
         _, self.said = self.process.communicate(timeout=HANG_LIMIT_S)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the training, which else takes the processors from what it waits for, and lets it go on."""
+        stopped = self.processes()
+        for process in stopped:
+            os.kill(process, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in stopped:
+                os.kill(process, signal.SIGCONT)
+
     def processes(self) -> list[int]:
         """Those that live and work with this training's temporary files."""
         mark = f"TMPDIR={self.temporary}".encode()
@@ -87,7 +100,8 @@ class Training:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Training]]:
-    """Two trainings by the signal that ended them when both had trained, and one into a folder that was in use."""
+    """Two trainings by the signal that ended them when both had trained, the first beside the other, and one into a
+    folder that was in use."""
     folder = tmp_path_factory.mktemp("trainings")
     found = {name: Training(folder / name, checkpoints=folder / name / "checkpoints") for name in ENDS}
     try:
@@ -96,10 +110,11 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tr
             assert all(training.process.poll() is None for training in found.values()), "a training has ended"
             assert time.monotonic() < limit_s
             time.sleep(0.1)
-        second = found["second"] = Training(folder / "second", checkpoints=folder / "SIGTERM" / "checkpoints")
-        _, second.said = second.process.communicate(timeout=HANG_LIMIT_S)
-        for name in ENDS:
-            found[name].end(signal.Signals[name])
+        found["SIGHUP"].end(signal.SIGHUP)
+        with found["SIGTERM"].paused():
+            second = found["second"] = Training(folder / "second", checkpoints=folder / "SIGTERM" / "checkpoints")
+            _, second.said = second.process.communicate(timeout=HANG_LIMIT_S)
+        found["SIGTERM"].end(signal.SIGTERM)
         yield found
     finally:
         for training in found.values():
