@@ -18,7 +18,7 @@ from steelyard.cli.options import (
     tried,
 )
 from steelyard.cost.job import Job
-from steelyard.plan.choices import Explanation, WhyNot
+from steelyard.plan.choices import Explanation
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.elastic import slow_nodes
@@ -89,17 +89,13 @@ def explain(
 def _explained(
     plan: Plan, request: PlanRequest, job: Job, why: str | None, *, everything: bool, show: Callable[[str], None]
 ) -> Explanation:
+    """What the explanation shows; ``why`` is a pin, or the name of another plan file."""
     study = Study(request, job)
     if job.is_mixed:
         return explain_pools(plan, study)
+    if why is not None and why.endswith(".json"):
+        return Explanation(binds="", why_not=why_not_plan(job, read_plan(why), asked=Path(why).name))
     if why is not None:
-        return Explanation(binds="", why_not=_why_not(request, job, why))
+        pin = parse_pin(why, option="--why-not", num_layers=job.chain.num_layers)
+        return Explanation(binds="", why_not=why_not(request, job, pin))
     return explain_plan(plan, study, everything=everything, progress=show)
-
-
-def _why_not(request: PlanRequest, job: Job, asked: str) -> WhyNot:
-    """What it costs to do what is asked for: a pin, or what another plan file says."""
-    if asked.endswith(".json"):
-        return why_not_plan(job, read_plan(asked), asked=Path(asked).name)
-    pin = parse_pin(asked, option="--why-not", num_layers=job.chain.num_layers)
-    return why_not(request, job, pin)

@@ -1,7 +1,6 @@
 """``steelyard report``: a plan as one page for the browser, with what a run measured beside it."""
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +16,7 @@ from steelyard.cli.options import (
     progress,
     tried,
 )
-from steelyard.cost.job import Job
-from steelyard.cost.predict import PlanCost, predict
+from steelyard.cost.predict import predict
 from steelyard.errors import UserError
 from steelyard.limits import MOST_SECONDS
 from steelyard.output import write_file
@@ -27,7 +25,7 @@ from steelyard.plan.file import parse_file, read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.explain import explain_pools, search_for_report
 from steelyard.planning.price import priced_or_reason, with_cost
-from steelyard.planning.request import Elsewhere, PlanRequest
+from steelyard.planning.request import Elsewhere
 from steelyard.planning.variants import Study
 from steelyard.profiles.record import RunRecord
 from steelyard.report.html import ReportContents, report_page
@@ -78,7 +76,15 @@ def report(
         else:
             request, job = priced
             cost = predict(plan, job)
-            study = _studied(plan, request, job, cost, time_limit_s=time_limit, everywhere=all_configs, progress=show)
+            if job.is_mixed:  # no frontier is searched over several pools
+                show("searching each pool alone, and even cuts")
+                explanation = Explanation(binds="") if time_limit == 0 else explain_pools(plan, Study(request, job))
+                scope = "plans of one pool alone, or of even cuts over all pools"
+                study = PlanStudy(scope=scope, explanation=explanation)
+            else:
+                study = search_for_report(
+                    plan, request, job, cost, time_limit_s=time_limit, everywhere=all_configs, progress=show
+                )
             show("writing the page")
             if plan.prediction is None or any(given.values()):
                 plan = with_cost(plan, job, cost)
@@ -98,26 +104,6 @@ def report(
         print_json(shown | {"record": found.record, "notes": list(found.notes)})
     else:
         print(f"written to {output} ({format_bytes(len(text.encode()))})")
-
-
-def _studied(
-    plan: Plan,
-    request: PlanRequest,
-    job: Job,
-    cost: PlanCost,
-    *,
-    time_limit_s: float | None,
-    everywhere: bool,
-    progress: Callable[[str], None],
-) -> PlanStudy:
-    """What the report says beside the plan; no frontier is searched over several pools."""
-    if not job.is_mixed:
-        return search_for_report(
-            plan, request, job, cost, time_limit_s=time_limit_s, everywhere=everywhere, progress=progress
-        )
-    progress("searching each pool alone, and even cuts")
-    explanation = Explanation(binds="") if time_limit_s == 0 else explain_pools(plan, Study(request, job))
-    return PlanStudy(scope="plans of one pool alone, or of even cuts over all pools", explanation=explanation)
 
 
 def read_record(path: Path, plan: Plan, plan_path: Path) -> RunRecord:

@@ -52,7 +52,7 @@ from steelyard.plan.file import parse_value, read_plan
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import divisors
 from steelyard.planning.request import MARGIN, MeasuredProfile, PlanRequest, request_of_plan
-from steelyard.profiles.profile import LayerProfile, Profile
+from steelyard.profiles.profile import Profile
 from steelyard.profiles.record import RunRecord
 from steelyard.tracer.cache import cached_trace
 
@@ -194,13 +194,10 @@ def measured_over_catalogue(job: Job) -> float:
         if layer is not None and layer.times:
             samples = layer.times[-1].samples
             for is_measured, each in ((True, layer), (False, layer.model_copy(update={"times": ()}))):
-                seconds[is_measured] += _both_ways_s(each, samples, job)
+                found = compute_time(each, samples, job)
+                backward_s = max(found.backward_s, found.backward_launch_s)
+                seconds[is_measured] += float(max(found.forward_s, found.forward_launch_s) + backward_s)
     return seconds[True] / seconds[False] if seconds[False] else 1.0
-
-
-def _both_ways_s(layer: LayerProfile, samples: float, job: Job) -> float:
-    found = compute_time(layer, samples, job)
-    return float(max(found.forward_s, found.forward_launch_s) + max(found.backward_s, found.backward_launch_s))
 
 
 def slowed(rates: Efficiency, factor: float) -> Efficiency:

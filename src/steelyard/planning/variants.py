@@ -287,7 +287,7 @@ class Study:
         request = variant.change(self.request)
         job, decisions = self._job_of(request), request.decisions
         try:
-            tables = self._tables_of(request, job)
+            tables = self.tables if request == self.request else self._tables_of(request, job)
             if known_s < math.inf and is_beaten(job, tables, known_s):
                 return f"no plan takes less than {format_seconds(known_s)} a step"
             result = plan_job(
