@@ -60,7 +60,7 @@ def test_every_dimension_has_a_twin_and_every_twin_a_dimension() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "shared"), [("plan", {"dimension", "data"}), ("modules", {"data_parallel", "styles", "twin"})]
+    ("package", "shared"), [("plan", {"dimension"}), ("modules", {"data_parallel", "styles", "twin"})]
 )
 def test_every_dimension_has_a_file_of_its_name_in_both_packages(package: str, shared: set[str]) -> None:
     home = importlib.import_module(f"steelyard.{package}.dimensions")
