@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,27 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bank.questions import planning_questions
 
 from steelyard.cost.job import Job, JobConfig
-from steelyard.cost.memory import fullest_layer
+from steelyard.cost.memory import _of_pairs, _run_types, _runs
 from steelyard.cost.predict import memory_terms
-from steelyard.plan.strategy import parse_strategy
+from steelyard.plan.strategy import Strategy, parse_strategy
 from steelyard.schedules import PipelineConfig, find_schedule
 
 SHOWN = 12
+
+
+def fullest_layer(
+    parts: Sequence[range], strategies: Sequence[Strategy], stage: int, config: JobConfig
+) -> tuple[int, int]:
+    """The place of the layer at work when a stage holds most, and how many layers it has; of chunks the fullest one."""
+    chain, mine = config.job.chain, parts[stage :: config.pipeline.num_stages]
+    pairs = list(dict.fromkeys((chain.layers[layer], strategies[layer]) for part in mine for layer in part))
+    tables, _ = _of_pairs(config, pairs)
+    found = []
+    for run in _runs(mine, chain.num_layers) if config.pipeline.num_chunks > 1 else mine:
+        own = [tables.strategies.index(strategies[layer]) for layer in run]
+        moments = tables.moments_of(_run_types(tables, run), own, config.pipeline.in_flight(stage))
+        found.append((int(moments.max()), int(moments.argmax()), len(run)))
+    return max(found)[1:]
 
 
 def stages(results: dict[str, Any]) -> Iterator[tuple[str, str, float]]:

@@ -13,7 +13,6 @@ from steelyard.errors import InvalidProfileError
 from steelyard.files import read_packaged_yaml
 from steelyard.plan.prediction import CatalogueRates
 from steelyard.profiles.profile import Work
-from steelyard.profiles.shapes import AttentionCall
 from steelyard.units import Amount, is_positive
 
 
@@ -58,14 +57,13 @@ class AttentionShape(BaseModel):
         counted = sum(call.flop(samples) for call in work.attention)
         if not is_positive(counted):
             return work.attention_flop.at(samples)
-        slower = sum(call.flop(samples) * self._slower(call, samples) for call in work.attention)
+        slower: Amount = 0.0
+        for call in work.attention:
+            blocks = call.heads * samples * call.queries / QUERIES_OF_A_BLOCK
+            shape = (1 + self.head_dim / call.head_dim) * (1 + self.keys / call.keys) * (1 + self.blocks / blocks)
+            slower = slower + call.flop(samples) * (shape * (self.backward if call.backward else 1.0))
         reference = (1 + self.head_dim / REFERENCE_HEAD_DIM) * (1 + self.keys / REFERENCE_KEYS)
         return work.attention_flop.at(samples) * slower / counted / reference
-
-    def _slower(self, call: AttentionCall, samples: Amount) -> Amount:
-        blocks = call.heads * samples * call.queries / QUERIES_OF_A_BLOCK
-        shape = (1 + self.head_dim / call.head_dim) * (1 + self.keys / call.keys) * (1 + self.blocks / blocks)
-        return shape * (self.backward if call.backward else 1.0)
 
 
 SAME_FOR_EVERY_SHAPE = AttentionShape(head_dim=0, keys=0, blocks=0, backward=1)

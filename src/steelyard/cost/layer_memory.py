@@ -32,7 +32,6 @@ from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.dimensions.dimension import Working, needs_nothing
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import LayerProfile
-from steelyard.units import Amount
 
 _RECOMPUTED_INPUTS = 4
 """What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
@@ -69,16 +68,6 @@ class LayerStates:
     has_backward: bool = True
 
     @property
-    def states(self) -> int:
-        """Parameters and optimizer states, and what is kept beside them."""
-        return self.shard + 2 * self.trained_shard + self.buffers
-
-    @property
-    def frees_saved(self) -> bool:
-        """Whether all that was saved but the input is gone before the gradients are reduced."""
-        return self.holds_new and self.shards > 1
-
-    @property
     def reduced(self) -> int:
         """The buffer that gradients are reduced from, and that those of a replicated layer are kept in."""
         return MASTER_BYTES * self.params
@@ -89,6 +78,17 @@ class LayerStates:
             made, scratch = self.made_gradients, self.scratch
             return self.reduced + (made + scratch if self.holds_new else max(made, scratch)) + self.trained_shard
         return self.made_gradients + self.cut_gradients + (self.reduced if is_first else 0)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The rank's parameters, gradients and optimizer states kept, the copy and whether it stays, the shards, what a
+        backward pass makes and reduces, gradients in the first reduction and later ones; whether it trains, frees and
+        works backwards."""
+        first, later = (self.reduced_states(is_first=each) for each in (True, False))
+        optimizer = 2 * self.trained_shard + self.buffers
+        kept = self.shard, self.kept_gradients, optimizer, self.copy, self.keeps_copy, self.shards
+        trains, frees_saved = self.params > 0 and self.has_backward, self.holds_new and self.shards > 1
+        return (*kept, self.made_gradients, self.reduced, first, later, trains, frees_saved, self.has_backward)
 
 
 def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
@@ -130,46 +130,8 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     )
 
 
-def work_lines(layer: LayerProfile, remat: Remat) -> tuple[float, ...]:
-    """Bytes that a layer saves, of its input, and that its forward and backward work take: four numbers of no samples,
-    and four of each.
-    """
-    held = layer if remat is Remat.NONE else layer.recomputation(remat)
-    lines = held.saved_bytes, layer.input_bytes, held.forward_transient_bytes, held.backward_transient_bytes
-    return *(line.constant for line in lines), *(line.per_sample for line in lines)
-
-
-def work_needed(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> tuple[Amount, ...]:
-    """What the dimensions of a strategy add to these four; the job remembers it."""
-    samples = rank_samples(strategy, config.microbatch_samples)
-    key = "needed", layer, samples, strategy.token_degree, strategy.remat, strategy.variants
-    needed = config.job.once(key, lambda: working_bytes(layer, strategy, config))
-    return needed.saved, 0.0, needed.forward, needed.backward
-
-
-def needs_more(strategy: Strategy) -> bool:
-    """Whether that is anything."""
-    return any(dimension.working is not needs_nothing for dimension in strategy.dimensions)
-
-
-def work_bytes(
-    lines: NDArray[np.float64], samples: Amount, needed: NDArray[np.float64] | tuple[Amount, ...]
-) -> NDArray[np.int64]:
-    """[4, …] these bytes for a microbatch, for ``lines`` of `work_lines` [2, 4, …] and ``needed`` [4, …]."""
-    found = np.clip(lines[0] + lines[1] * samples + needed, -_BEYOND_BYTES, _BEYOND_BYTES)
-    whole: NDArray[np.int64] = found.astype(np.int64)
-    return whole
-
-
-def recomputed_inputs(strategy: Strategy) -> int:
-    """What is left of computing the layer again when its gradients are reduced, in inputs."""
-    return _RECOMPUTED_INPUTS if strategy.remat is Remat.FULL else 0
-
-
 def working_bytes(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Working:
     """What the dimensions of a strategy add to the saved and the short-lived bytes of the traced layer."""
-    if not needs_more(strategy):
-        return Working()
     load = layer_load(layer, strategy, config)
     found = [dimension.working(load) for dimension in strategy.dimensions]
     return Working(
@@ -202,13 +164,15 @@ class LayerRow:
     layer_type: LayerType
     chosen: Sequence[Strategy]
     numbers: Strategies
-    states: list[LayerStates]
+    states: IntTable
+    """[13, S] as `LayerStates.numbers` has them."""
     lines: NDArray[np.float64]
-    """[2, 4, S] as in `work_bytes`."""
+    """[2, 4, S] bytes that a layer saves, of its input, and that its forward and backward work take: of no samples, and
+    of each."""
     inputs: IntTable
-    """As in `recomputed_inputs`."""
+    """What is left of computing the layer again when its gradients are reduced, in inputs."""
     needy: list[int]
-    """Places of those whose dimensions need more than was traced (`needs_more`)."""
+    """Places of those whose dimensions need more than was traced."""
 
     @classmethod
     def of(cls, layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> Self:
@@ -222,7 +186,7 @@ class LayerRow:
             layer_type=layer_type,
             chosen=chosen,
             numbers=Strategies(*degrees),
-            states=[each.states for each in cells],
+            states=np.array([each.states for each in cells]).T,
             lines=np.array([each.lines for each in cells]).T.reshape(2, 4, -1),
             inputs=inputs,
             needy=np.flatnonzero(needs).tolist(),
@@ -234,9 +198,13 @@ class LayerRow:
         needed = np.zeros((4, len(self.chosen)))
         for place in self.needy:
             strategy = self.chosen[place]
-            more = work_needed(layer_profile(self.layer_type, strategy, config), strategy, config)
-            needed[:, place] = np.hstack(more)
-        saved, entered, forward, backward = work_bytes(self.lines, samples, needed)
+            layer = layer_profile(self.layer_type, strategy, config)
+            of_rank = rank_samples(strategy, config.microbatch_samples)
+            key = "needed", layer, of_rank, strategy.token_degree, strategy.remat, strategy.variants
+            more = config.job.once(key, partial(working_bytes, layer, strategy, config))
+            needed[:, place] = np.hstack((more.saved, 0.0, more.forward, more.backward))
+        found = np.clip(self.lines[0] + self.lines[1] * samples + needed, -_BEYOND_BYTES, _BEYOND_BYTES)
+        saved, entered, forward, backward = found.astype(np.int64)
         read = np.broadcast_to(sample_bytes(self.layer_type, self.numbers, config), saved.shape).astype(np.int64)
         return RowWork(saved, entered, self.inputs * entered, forward, backward, read)
 
@@ -244,15 +212,20 @@ class LayerRow:
 class _Cell(NamedTuple):
     """What no number of samples changes of a layer type under a strategy."""
 
-    states: LayerStates
+    states: tuple[int, ...]
     lines: tuple[float, ...]
     numbers: tuple[int, ...]
-    """`recomputed_inputs`, `needs_more`, and what `Strategies` has."""
+    """`LayerRow.inputs`, whether it is needy, and what `Strategies` has."""
 
 
 def _cell(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> _Cell:
-    once, states = config.job.once, layer_states(layer_type, strategy, config)
-    layer = layer_profile(layer_type, strategy, config)
-    degrees = strategy.sample_degree, strategy.token_degree, strategy.sequence_degree
-    lines = once(("lines", layer, strategy.remat), partial(work_lines, layer, strategy.remat))
-    return _Cell(states, lines, (recomputed_inputs(strategy), needs_more(strategy), *degrees))
+    layer, remat = layer_profile(layer_type, strategy, config), strategy.remat
+    held = layer if remat is Remat.NONE else layer.recomputation(remat)
+    lines = held.saved_bytes, layer.input_bytes, held.forward_transient_bytes, held.backward_transient_bytes
+    inputs = _RECOMPUTED_INPUTS if remat is Remat.FULL else 0
+    is_needy = any(dimension.working is not needs_nothing for dimension in strategy.dimensions)
+    return _Cell(
+        states=layer_states(layer_type, strategy, config).numbers,
+        lines=(*(line.constant for line in lines), *(line.per_sample for line in lines)),
+        numbers=(inputs, is_needy, strategy.sample_degree, strategy.token_degree, strategy.sequence_degree),
+    )

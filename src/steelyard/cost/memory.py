@@ -35,7 +35,6 @@ A framework with states of its own (`Execution.keeps_own_buffers`) frees nothing
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +43,7 @@ from numpy.typing import NDArray
 from steelyard.cost.execution import StateBytes
 from steelyard.cost.job import MASTER_BYTES, JobConfig, side_bytes
 from steelyard.cost.layer_load import layer_profile
-from steelyard.cost.layer_memory import LayerRow, LayerStates
+from steelyard.cost.layer_memory import LayerRow
 from steelyard.cost.tables import CostTables, Received
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole, LayerType
@@ -104,8 +103,7 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     """[15, S] the fields of `LayerRows`."""
     job, row = config.job, LayerRow.of(layer_type, chosen, config)
     saved, entered, reducing, forward, backward, read = row.work(config)
-    states = np.array([job.once(("numbers", each), partial(_numbers, each)) for each in row.states]).T
-    shard, gradients, optimizer, copy, keeps, shards, made, reduced, first, later, trains, drops, moves = states
+    shard, gradients, optimizer, copy, keeps, shards, made, reduced, first, later, trains, drops, moves = row.states
     is_sharded, one = shards > 1, config.pipeline.num_microbatches == 1
     kept, own, gathered = keeps * copy, (1 - keeps) * copy, is_sharded * copy
     is_awaited = job.chain.freeze is not None and layer_type.role is LayerRole.EMBEDDING
@@ -130,22 +128,6 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     found += [np.maximum(inner, reduction - left), ends, np.maximum(inner, reduction_first - left)]
     found += [(1 - keeps) * gathered, left, share * flowing // sequence_degree, gathered]
     return np.stack(np.broadcast_arrays(*found)).astype(np.int64)
-
-
-def _numbers(states: LayerStates) -> tuple[int, ...]:
-    first, later = (states.reduced_states(is_first=each) for each in (True, False))
-    optimizer, moves = states.states - states.shard, states.has_backward
-    held = states.shard, states.kept_gradients, optimizer, states.copy, states.keeps_copy, states.shards
-    return (
-        *held,
-        states.made_gradients,
-        states.reduced,
-        first,
-        later,
-        states.params > 0 and moves,
-        states.frees_saved,
-        moves,
-    )
 
 
 def _entries(layer_type: LayerType, config: JobConfig) -> tuple[int, int, int]:
@@ -457,18 +439,3 @@ def _activations(
         for layer in {0, last}.intersection(part):
             found += -(-pipeline.passes(stage).in_flight(chunk) * saved(layer) // in_flight) * in_flight
     return found
-
-
-def fullest_layer(
-    parts: Sequence[range], strategies: Sequence[Strategy], stage: int, config: JobConfig
-) -> tuple[int, int]:
-    """The place of the layer at work when a stage holds most, and how many layers it has; of chunks the fullest one."""
-    chain, mine = config.job.chain, parts[stage :: config.pipeline.num_stages]
-    pairs = list(dict.fromkeys((chain.layers[layer], strategies[layer]) for part in mine for layer in part))
-    tables, _ = _of_pairs(config, pairs)
-    found = []
-    for run in _runs(mine, chain.num_layers) if config.pipeline.num_chunks > 1 else mine:
-        own = [tables.strategies.index(strategies[layer]) for layer in run]
-        moments = tables.moments_of(_run_types(tables, run), own, config.pipeline.in_flight(stage))
-        found.append((int(moments.max()), int(moments.argmax()), len(run)))
-    return max(found)[1:]

@@ -22,7 +22,7 @@ sent to the stage before, as FSDP's does in the last backward; backward passes s
 times of their own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -196,18 +196,31 @@ def simulate(
     num_stages, num_microbatches = pipeline.num_stages, pipeline.num_microbatches
     assert len(parts) == pipeline.num_parts, "one entry for each part of the model"
     table = _pass_table(parts, num_stages)
-    runs = [StageRun(codes=_codes(stage, pipeline)) for stage in range(num_stages)]
+    runs = []
+    for stage in range(num_stages):
+        order = pipeline.passes(stage)
+        is_backward = order.phase == Phase.BACKWARD
+        assert np.all(is_backward | (order.phase == Phase.FORWARD)), "passes of other phases have no times"
+        group = np.where(is_backward, _BACKWARD * pipeline.num_parts, 0) + order.chunk * num_stages + stage
+        runs.append(StageRun(codes=(group * num_microbatches + order.microbatch).tolist()))
     if speeds:
         play_on_shared_cores(runs, table, num_microbatches, speeds)
     else:
         _play(runs, table, num_microbatches, overlap_sends=overlap_sends)
-    closing = tuple(tuple(_close(run, stage, parts, num_stages)) for stage, run in enumerate(runs))
+    closing = []
+    for stage, run in enumerate(runs):
+        now, events = run.ends_s[-1], []
+        for part in range(stage, len(parts), num_stages):
+            start_s, now = now, now + parts[part].once_s
+            chunk = part // num_stages
+            events.append(Event(stage=stage, work="once", microbatch=-1, start_s=start_s, end_s=now, chunk=chunk))
+        closing.append(tuple(events))
     return Timeline(
         step_time_s=max(event.end_s for events in closing for event in events),
         pipeline=pipeline,
         _table=table,
         _runs=tuple(runs),
-        _closing=closing,
+        _closing=tuple(closing),
     )
 
 
@@ -230,16 +243,6 @@ def _pass_table(parts: Sequence[StageTimes], num_stages: int) -> PassTable:
         transfer_s=transfer_s,
         link=[group % count % num_stages * num_stages + stage for group, stage in enumerate(receiver)],
     )
-
-
-def _codes(stage: int, pipeline: PipelineConfig) -> list[int]:
-    order = pipeline.passes(stage)
-    is_backward = order.phase == Phase.BACKWARD
-    assert np.all(is_backward | (order.phase == Phase.FORWARD)), "passes of other phases have no times"
-    part = order.chunk * pipeline.num_stages + stage
-    group = np.where(is_backward, _BACKWARD * pipeline.num_parts, 0) + part
-    codes: list[int] = (group * pipeline.num_microbatches + order.microbatch).tolist()
-    return codes
 
 
 def _play(runs: Sequence[StageRun], table: PassTable, num_microbatches: int, *, overlap_sends: bool) -> None:
@@ -280,12 +283,3 @@ def _play(runs: Sequence[StageRun], table: PassTable, num_microbatches: int, *, 
             run.sent_s.append(sent)
         free_s[stage] = now
     assert all(len(run.ends_s) == len(run.codes) for run in runs), "the orders of the stages wait for each other"
-
-
-def _close(run: StageRun, stage: int, parts: Sequence[StageTimes], num_stages: int) -> Iterator[Event]:
-    """What a stage does once a step, after its passes."""
-    now = run.ends_s[-1]
-    for part in range(stage, len(parts), num_stages):
-        end_s = now + parts[part].once_s
-        yield Event(stage=stage, work="once", microbatch=-1, start_s=now, end_s=end_s, chunk=part // num_stages)
-        now = end_s

@@ -335,15 +335,10 @@ def _no_larger(columns: FloatArray) -> NDArray[np.bool_]:
 
 def _different_columns(table: FloatArray) -> tuple[FloatArray, IntArray]:
     """[R, D] the different columns of a table [R, S], in order of their first place, and [S] which of them each is."""
-    which = _numbered(table.T)
-    return table[:, np.unique(which, return_index=True)[1]], which
-
-
-def _numbered(rows: FloatArray) -> IntArray:
-    """[S] a number for each row, the same for equal rows, in order of their first place."""
     seen: dict[bytes, int] = {}
-    plain = np.ascontiguousarray(rows + 0.0)  # without negative zeros
-    return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in plain], dtype=np.int64)
+    plain = np.ascontiguousarray(table.T + 0.0)  # without negative zeros
+    which = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in plain], dtype=np.int64)
+    return table[:, np.unique(which, return_index=True)[1]], which
 
 
 def _different_tables(tables: CostTables) -> tuple[list[int], IntArray]:
@@ -423,7 +418,12 @@ def chain_frontier(
             detour = costs.switches.detour[costs.switches.table[layer_types[position + 1]]]
         else:
             detour = guide.nothing_follows if is_last else guide.anything_follows
-        room = _with_room(room, len(states) * int(costs.count[layer_type]))
+        needed, have = len(states) * int(costs.count[layer_type]), room[0].shape[1]
+        if needed > MAX_CANDIDATES:
+            raise TooManyStatesError
+        if needed > have:  # else the same again, since the system hands out new pages slowly
+            size = max(needed, min(2 * have, MAX_CANDIDATES))
+            room = np.empty((8, size), dtype=np.int64), np.empty((2, size))
         states = _extend(
             states, costs, layer_type, detour, guide, position + 1, room, _NOTHING if received is None else received
         )
@@ -587,17 +587,6 @@ _Room = tuple[IntArray, FloatArray]
 """[8, N] and [2, N] for `kernels.candidates` to fill in."""
 
 _NOTHING = np.zeros((0, 0), dtype=np.int64)
-
-
-def _with_room(room: _Room, needed: int) -> _Room:
-    """Room for so many candidates: what there is where it is enough, since the system hands out new pages slowly."""
-    if needed > MAX_CANDIDATES:
-        raise TooManyStatesError
-    have = room[0].shape[1]
-    if needed <= have:
-        return room
-    size = max(needed, min(2 * have, MAX_CANDIDATES))
-    return np.empty((8, size), dtype=np.int64), np.empty((2, size))
 
 
 def _extend(

@@ -271,21 +271,18 @@ def solve_runs(
     """Find the least time of every run that a plan within the aim may hold, those with least room first."""
     while True:
         limits = time_limits(prepared, stages, aim_s)
-        rooms = [_relative_room(runs, limit) for runs, limit in zip(stages, limits, strict=True)]
+        rooms = []  # [starts, ends] between bound and limit, relative to the limit; infinite if of no use or known
+        for runs, limit in zip(stages, limits, strict=True):
+            wanted = (runs.bound_s >= runs.level_s) & (runs.bound_s <= limit)
+            room = np.full(limit.shape, np.inf)
+            room[wanted] = 1 - runs.bound_s[wanted] / np.maximum(limit[wanted], 1e-300)
+            rooms.append(room)
         least = min(float(room.min()) for room in rooms)
         if np.isinf(least):
             return
         for stage, (runs, limit, room) in enumerate(zip(stages, limits, rooms, strict=True)):
             for row, column in np.argwhere(room <= max(2 * least, 0.01)).tolist():
                 solve_further(prepared, stage, runs, (row, column), float(limit[row, column]), deadline)
-
-
-def _relative_room(runs: StageRuns, limit: FloatArray) -> FloatArray:
-    """[starts, ends] room between bound and limit, relative to the limit; infinite if of no use or least time known."""
-    wanted = (runs.bound_s >= runs.level_s) & (runs.bound_s <= limit)
-    room = np.full(limit.shape, np.inf)
-    room[wanted] = 1 - runs.bound_s[wanted] / np.maximum(limit[wanted], 1e-300)
-    return room
 
 
 def solve_further(

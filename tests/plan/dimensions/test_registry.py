@@ -59,7 +59,7 @@ def test_every_dimension_has_a_twin_and_every_twin_a_dimension() -> None:
     assert set(TWINS) == set(DIMENSIONS)
 
 
-@pytest.mark.parametrize(("package", "shared"), [("plan", {"dimension", "data"}), ("modules", {"styles", "twin"})])
+@pytest.mark.parametrize(("package", "shared"), [("plan", {"dimension"}), ("modules", {"styles", "twin"})])
 def test_every_dimension_has_a_file_of_its_name_in_both_packages(package: str, shared: set[str]) -> None:
     home = importlib.import_module(f"steelyard.{package}.dimensions")
     assert {module.name for module in pkgutil.iter_modules(home.__path__)} == set(DIMENSIONS) | shared

@@ -351,6 +351,12 @@ def data_levels(levels: Levels) -> Levels:
     return tuple(level for level in levels if level.dimension.divides_data)
 
 
+def is_power_of_four_times(degree: int, nearest: int) -> bool:
+    """Whether a degree is 1, 4, 16, … times the nearest one."""
+    times, rest = divmod(degree, nearest)
+    return not rest and not times & (times - 1) and times.bit_length() % 2 == 1
+
+
 def are_neighbours(levels: Levels, some: Levels) -> bool:
     """Whether ``some`` of the levels stand next to each other."""
     places = [levels.index(level) for level in some]

@@ -20,6 +20,7 @@ from steelyard.plan.dimensions.dimension import (
     Value,
     degree_of,
     indivisible_samples,
+    is_power_of_four_times,
     shard_levels,
     summed_once,
 )
@@ -49,8 +50,7 @@ def _not_worth(levels: Levels, devices_per_node: int | None) -> str:
         return ""
     if any(level.dimension.divides is Divides.TENSORS for level in inside[:-1]):
         return "hybrid sharding is searched with neighbouring ranks for tensor parallelism"
-    nodes, rest = divmod(degree_of(inside), devices_per_node)
-    if rest or nodes & (nodes - 1) or nodes.bit_length() % 2 == 0:
+    if not is_power_of_four_times(degree_of(inside), devices_per_node):
         return "hybrid sharding is searched with groups of one node, or of 4, 16, 64 … of them"
     return ""
 

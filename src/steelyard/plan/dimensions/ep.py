@@ -28,6 +28,7 @@ from steelyard.plan.dimensions.dimension import (
     Variant,
     data_levels,
     degree_of,
+    is_power_of_four_times,
     shard_levels,
 )
 
@@ -89,8 +90,7 @@ def _not_worth_for(strategy: StrategyView, devices_per_node: int | None, layers:
         return f"ep {degree} does not divide the experts of any layer"
     inside = max(1, (devices_per_node or strategy.num_devices) // tensors)
     nearest = max(each for each in possible if each <= inside)
-    wider, rest = divmod(degree, nearest)
-    if rest or wider & (wider - 1) or wider.bit_length() % 2 == 0:
+    if not is_power_of_four_times(degree, nearest):
         return f"ep is searched with groups of {nearest} ranks, as many as a node allows, or of 4, 16, … times as many"
     return ""
 
