@@ -137,8 +137,6 @@ def _begin(namespace: argparse.Namespace, replan: Replan | None) -> None:
         check_world_size(plan, num_processes)
         _train(plan, namespace.data, options)
         return
-    from steelyard.runtime.process import settled_plan
-
     path = Path(namespace.plan)
     with settled_plan(
         path, replan, folder=options.checkpoint_dir, timeout_s=options.timeout_s, pool=options.pool or ""
