@@ -13,7 +13,6 @@ from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import InvalidRunError, calibrate, time_factors
-from steelyard.planning.job import job_of as job_of_request
 from steelyard.planning.price import with_price
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from tests.cost.examples import job, plan
@@ -50,7 +49,7 @@ def record(folder: Path, of: Job, **changes: object) -> Path:
 
 
 def calibrated(of: Job, *paths: Path) -> Job:
-    return calibrate(of, paths, job_of_request)
+    return calibrate(of, paths)
 
 
 def priced(of: Job, text: str = FSDP) -> float:
@@ -103,7 +102,7 @@ def test_two_runs_scale_by_their_geometric_mean(tmp_path: Path) -> None:
 def test_runs_of_plans_and_records_go_together(tmp_path: Path) -> None:
     of = job()
     paths = [measured(tmp_path, of, FSDP, 3 * priced(of)), *three(tmp_path, of, 4.0, 40.0)]
-    assert [factor for _, factor in time_factors(of, paths, job_of_request)] == pytest.approx([3.0, 2.0, 20.0])
+    assert [factor for _, factor in time_factors(of, paths)] == pytest.approx([3.0, 2.0, 20.0])
     assert calibrated(of, *paths).time_factor == pytest.approx(3.0)
 
 
