@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bank.questions import planning_questions
 
 from steelyard.cost.job import Job, JobConfig
-from steelyard.cost.memory import _of_pairs, _run_types, _runs
+from steelyard.cost.memory import _of_pairs, _runs
 from steelyard.cost.predict import memory_terms
 from steelyard.plan.strategy import Strategy, parse_strategy
 from steelyard.schedules import PipelineConfig, find_schedule
@@ -38,7 +38,7 @@ def fullest_layer(
     found = []
     for run in _runs(mine, chain.num_layers) if config.pipeline.num_chunks > 1 else mine:
         own = [tables.strategies.index(strategies[layer]) for layer in run]
-        moments = tables.moments_of(_run_types(tables, run), own, config.pipeline.in_flight(stage))
+        moments = tables.moments_of(tables.run_types(run), own, config.pipeline.in_flight(stage))
         found.append((int(moments.max()), int(moments.argmax()), len(run)))
     return max(found)[1:]
 

@@ -36,7 +36,7 @@ def test_one_pass_gives_the_whole_frontier_of_a_chain(block: int) -> None:
         if not plans:
             continue
         costs = option_table(tables).stage(0)
-        last = chain_frontier(costs, tables.run_types(0, len(tables.layers))).last
+        last = chain_frontier(costs, tables.run_types(range(len(tables.layers)))).last
         sizes = last.bytes + last.transient + tables.overhead_of(0)
         for budget, expected in exhaustive.frontier(plans):
             assert last.seconds[sizes <= budget].min() == pytest.approx(expected, rel=1e-12, abs=1e-12), seed

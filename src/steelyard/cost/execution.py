@@ -31,10 +31,6 @@ class StateBytes:
         """Ranks over which the optimizer states of a replicated layer are divided."""
         return 1 if self.zero == 0 else min(shard_degree or data_degree, data_degree)
 
-    def tied_shards(self, strategy: Strategy) -> int:
-        """Ranks over which a tied matrix is divided where stages exchange its gradients."""
-        return strategy.tensor_degree
-
     def kept_bytes(
         self, num_params: int, strategy: Strategy, shard_degree: int | None, *, expert_params: int = 0
     ) -> dict[str, int]:
@@ -69,10 +65,6 @@ class Fsdp2States:
     def optimizer_shards(self, _data_degree: int, _shard_degree: int | None) -> int:
         """Optimizer states of a replicated layer are replicated as it is."""
         return 1
-
-    def tied_shards(self, strategy: Strategy) -> int:
-        """Ranks over which a tied matrix is divided where stages exchange its gradients."""
-        return strategy.tensor_degree * strategy.state_shards
 
 
 FSDP2_STATES = Fsdp2States()

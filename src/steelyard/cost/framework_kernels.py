@@ -94,14 +94,16 @@ class _Sizes:
         tp, heads = layer.degrees.get("tp", 1), config["num_attention_heads"]
         kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim")
         width = head_dim or config["hidden_size"] // heads
+        f = config["intermediate_size"] / tp
+        if layer_type.num_experts:  # of all experts of a token, of three matrices each
+            own = layer_type.num_experts / tp
+            f = rows * (Routing.of(config).top_k * layer.expert_params / (own * 3 * chain.hidden_size))
         return cls(
             tokens=tokens,
             h=config["hidden_size"],
             q=heads * width / tp,
             k=max(1.0, kv_heads / tp) * width,
-            f=rows * _expert_width(layer_type, layer, chain)
-            if layer_type.num_experts
-            else config["intermediate_size"] / tp,
+            f=f,
             vocab=chain.vocab_size / tp,
             tp=tp,
             has_sp="sp" in layer.degrees,
@@ -144,12 +146,6 @@ class _Sizes:
             "saved_bytes": _more(selective.saved_bytes, -freed),
             "backward_transient_bytes": _more(selective.backward_transient_bytes, freed),
         }
-
-
-def _expert_width(layer_type: LayerType, layer: LayerProfile, chain: ModelChain) -> float:
-    """The feed-forward width of all experts of a token, of three matrices each."""
-    own = layer_type.num_experts / layer.degrees.get("tp", 1)
-    return Routing.of(chain.config).top_k * layer.expert_params / (own * 3 * chain.hidden_size)
 
 
 def _fused(

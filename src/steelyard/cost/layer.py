@@ -370,7 +370,7 @@ def tied_s(layer_type: LayerType, strategy: Strategy, config: JobConfig, *, alik
     distance = (config.pipeline.num_stages - 1) * config.devices_per_stage
     pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
     if alike or job.execution.keeps_own_buffers:
-        shards = job.execution.states.tied_shards(strategy)
+        shards = strategy.tensor_degree * (1 if job.execution.keeps_own_buffers else strategy.state_shards)
         return job.collective_s("all_reduce", matrix_bytes / shards, pair) if config.pipeline.num_stages > 1 else 0.0
     dividing = tuple(level for level in strategy.levels if level.dimension.divides is Divides.TENSORS)
     taking = dividing, shard_levels(strategy.levels)

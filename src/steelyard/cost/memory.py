@@ -386,7 +386,7 @@ def _stage_terms(
     working = 0
     for run in runs:
         own = [place[strategies[layer]] for layer in run]
-        working = max(working, int(tables.transient_of(_run_types(tables, run), own, in_flight)))
+        working = max(working, int(tables.transient_of(tables.run_types(run), own, in_flight)))
     buffers = 0 if config.job.execution.keeps_own_buffers else exchanged_bytes(config)
     read = tables.overhead_of(stage) - context_bytes(config) - buffers
     terms["activations"] = _activations(tables, parts, strategies, config, stage, place) + read
@@ -401,11 +401,6 @@ def _stage_terms(
         else:
             buffers += int(tables.received.num_bytes(stage, in_flight)[place[before], first])
     return terms | {"working set": working + samples, "pipeline buffers": buffers}
-
-
-def _run_types(tables: CostTables, run: Sequence[int]) -> list[int]:
-    layer_types = [tables.layers[layer] for layer in run]
-    return [*layer_types[:-1], tables.last_types[layer_types[-1]]] if tables.last_types else layer_types
 
 
 def _runs(parts: Sequence[range], num_layers: int) -> list[list[int]]:

@@ -306,9 +306,9 @@ class CostTables:
             return self.switch_s[list(layer_types)]
         return np.broadcast_to(self.switch_s[0], (len(layer_types), *self.switch_s.shape[1:]))
 
-    def run_types(self, start: int, end: int) -> tuple[int, ...]:
-        """The layer types of the layers ``start..end-1`` where they are the run of a stage."""
-        layer_types = self.layers[start:end]
+    def run_types(self, layers: Sequence[int]) -> tuple[int, ...]:
+        """The layer types of these layers where they are the run of a stage."""
+        layer_types = tuple(self.layers[layer] for layer in layers)
         return (*layer_types[:-1], self.last_types[layer_types[-1]]) if self.last_types and layer_types else layer_types
 
     def select(

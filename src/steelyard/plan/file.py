@@ -170,7 +170,11 @@ _LENGTHS = {"too_short": "at least {min_length} in the list", "too_long": "at mo
 
 def _dump(value: Any, *, indent: int) -> str:
     flat = json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, dict | list) or (len(flat) + indent <= _LINE_WIDTH and not _has_nested(value)):
+    if not isinstance(value, dict | list):
+        return flat
+    items = value.values() if isinstance(value, dict) else value
+    is_nested = any(isinstance(item, dict) for item in items) or (isinstance(value, dict) and len(value) > 8)
+    if len(flat) + indent <= _LINE_WIDTH and not is_nested:
         return flat
     pad = " " * (indent + 2)
     if isinstance(value, dict):
@@ -181,8 +185,3 @@ def _dump(value: Any, *, indent: int) -> str:
         return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
     rows = [pad + _dump(item, indent=indent + 2) for item in value]
     return "[\n" + ",\n".join(rows) + "\n" + " " * indent + "]"
-
-
-def _has_nested(value: dict[str, Any] | list[Any]) -> bool:
-    items = value.values() if isinstance(value, dict) else value
-    return any(isinstance(item, dict) for item in items) or (isinstance(value, dict) and len(value) > 8)

@@ -23,7 +23,7 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.part import PlanPart
 from steelyard.plan.prediction import Prediction, baseline_line, layers_text
-from steelyard.plan.stages import LayerRun, StagePart, StagePlan, illegal_reason
+from steelyard.plan.stages import StagePart, StagePlan, illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.plan.training import Training
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
@@ -375,7 +375,10 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
     for index, part in enumerate(plan.parts):
         for run_index, run in enumerate(part.runs):
             where = f"{_place(plan, index)}[{run_index}]"
-            strategy = _valid_strategy(run, where)
+            try:
+                strategy = run.strategy
+            except InvalidPlanError as error:
+                raise InvalidPlanError(**error.parts() | {"field": f"{where}.{error.field}"}) from error
             if strategy.num_devices != part.num_devices:
                 raise InvalidPlanError(
                     field=f"{where}.parallel",
@@ -392,14 +395,6 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
                         expected=f"a strategy that the layer allows: {reason}",
                         hint="change the degree, num_microbatches or global_batch",
                     )
-
-
-def _valid_strategy(run: LayerRun, where: str) -> Strategy:
-    """The strategy of a run; a contradiction in it is an error that says where in the plan it is."""
-    try:
-        return run.strategy
-    except InvalidPlanError as error:
-        raise InvalidPlanError(**error.parts() | {"field": f"{where}.{error.field}"}) from error
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:

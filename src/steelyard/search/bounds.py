@@ -310,13 +310,13 @@ def least_memory_strategies(
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
         memory = memories[stage]
         if not tables.is_plain:
-            chosen.extend(_small_strategies(tables, stage, tables.run_types(start, end)))
+            chosen.extend(_small_strategies(tables, stage, tables.run_types(range(start, end))))
             continue
         best = int(np.argmin(memory.ended[:, end] - memory.prefix[:, start] + memory.threshold))
         num_bytes = tables.held_bytes(tables.pipeline.in_flight(stage))
         allowed = tables.legal_on(stage) & (tables.transient_bytes <= memory.threshold[best])
         smallest = np.where(allowed, num_bytes, IMPOSSIBLE).argmin(axis=1)
-        chosen.extend(int(smallest[layer_type]) for layer_type in tables.run_types(start, end))
+        chosen.extend(int(smallest[layer_type]) for layer_type in tables.run_types(range(start, end)))
     return tuple(chosen)
 
 

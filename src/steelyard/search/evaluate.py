@@ -80,7 +80,7 @@ def evaluate(tables: CostTables, boundaries: Sequence[int], strategies: Sequence
 
 
 def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Sequence[int]) -> StageCost:
-    layer_types = tables.run_types(layers.start, layers.stop)
+    layer_types = tables.run_types(layers)
     pairs = [(layer_type, strategies[layer]) for layer_type, layer in zip(layer_types, layers, strict=True)]
     in_flight = tables.pipeline.in_flight(stage)
     static, overhead = tables.static_of(in_flight), tables.overhead_of(stage)

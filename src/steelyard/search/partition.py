@@ -169,7 +169,7 @@ def miss_of(tables: CostTables, least: Solution, budget_bytes: int) -> NearestMi
     held = tables.held_bytes(least.stages[stage].in_flight) + tables.transient_bytes
     alone = [
         held[layer_type, least.strategies[start + place]]
-        for place, layer_type in enumerate(tables.run_types(start, end))
+        for place, layer_type in enumerate(tables.run_types(range(start, end)))
     ]
     return NearestMiss(
         needed_bytes=sizes[stage],
@@ -243,7 +243,7 @@ def first_plan(
             prices=bounds.good_prices(start, end),
             width=width,
         )
-        layer_types = prepared.tables.run_types(start, end)
+        layer_types = prepared.tables.run_types(range(start, end))
         received = prepared.received(stage)
         chain = chain_frontier(bounds.costs, layer_types, entries=entries, pruning=pruning, received=received)
         if len(chain.last) == 0:

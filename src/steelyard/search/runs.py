@@ -296,7 +296,7 @@ def solve_further(
     """Learn more of one run: its times up to the next step above its level, but not beyond the limit."""
     span = (int(runs.starts[place[0]]), int(runs.ends[place[1]]))
     level = float(runs.level_s[place])
-    layer_types = np.array(prepared.tables.run_types(*span), dtype=np.int32).tobytes()
+    layer_types = np.array(prepared.tables.run_types(range(*span)), dtype=np.int32).tobytes()
     signature = (
         *prepared.tables.likeness(stage),
         prepared.tables.pool_of(stage - 1) if stage else None,
@@ -342,7 +342,7 @@ def best_runs(
         deadline=deadline,
     )
     entries = prepared.exits(stage - 1) if stage else None
-    layer_types = tables.run_types(*span)
+    layer_types = tables.run_types(range(*span))
     received = prepared.received(stage)
     chain = chain_frontier(
         bounds.costs, layer_types, entries=entries, pruning=pruning, received=received, is_last=is_last
