@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from steelyard.modules.dimensions.ep import divided_parameters, shard_placement
+from steelyard.modules.dimensions import divided_parameters, shard_placement
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, tensors_of
 from steelyard.modules.updates import local_part

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from steelyard.model.chain import ModelChain
 from steelyard.modules.dimensions import cp, dp, ep, fsdp, tp
-from steelyard.modules.dimensions.ep import exchange_alone, take_imbalance
+from steelyard.modules.dimensions.ep import divided_parameters, exchange_alone, shard_placement, take_imbalance
 from steelyard.modules.dimensions.twin import Division, Twin
 from steelyard.modules.layers import ChainLayer
 from steelyard.plan.strategy import Strategy
@@ -16,7 +16,16 @@ from steelyard.plan.strategy import Strategy
 TWINS: dict[str, Twin] = {"tp": tp.TWIN, "cp": cp.TWIN, "ep": ep.TWIN, "dp": dp.TWIN, "fsdp": fsdp.TWIN}
 """By the name of the dimension, in the order in which they divide a layer."""
 
-__all__ = ["TWINS", "Division", "Twin", "divide_layer", "exchange_alone", "take_imbalance"]
+__all__ = [
+    "TWINS",
+    "Division",
+    "Twin",
+    "divide_layer",
+    "divided_parameters",
+    "exchange_alone",
+    "shard_placement",
+    "take_imbalance",
+]
 
 
 def divide_layer(layer: ChainLayer, chain: ModelChain, strategy: Strategy, mesh: DeviceMesh) -> None:
