@@ -154,8 +154,8 @@ class LayerProfile(ProfilePart):
     """Fewest samples first, each number of samples once."""
 
     def __hash__(self) -> int:
-        degrees = frozenset(self.degrees.items())
-        return hash((self.kind, degrees, self.num_params, self.forward.matmul_flop.per_sample))
+        work = self.forward.matmul_flop.per_sample, self.forward.matmul_bytes.constant  # the latter differs by ep
+        return hash((self.kind, len(self.degrees), self.num_params, work))
 
     @property
     def has_backward(self) -> bool:
