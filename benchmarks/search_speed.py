@@ -81,10 +81,10 @@ def show(name: str, result: SearchResult, seconds: float) -> None:
 
 
 def full_space() -> SpaceOptions:
-    """All dimensions that take ranks of their own and are worth a search, with every variant."""
+    """All dimensions that take ranks of their own and are worth a search, with every mode."""
     return SpaceOptions(
         dimensions=level_dimensions(),
-        variants={},
+        modes={},
         mixes_samples=True,
         max_degrees={"tp": 8},
         devices_per_node=8,

@@ -352,8 +352,8 @@ def switches(cluster: str) -> Record:
 
 def counted(count: int) -> Record:
     """How many strategies so many devices have: in the papers, and in the search."""
-    papers = SpaceOptions(variants={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE,))
-    everything = SpaceOptions(variants={}, devices_per_node=8)
+    papers = SpaceOptions(modes={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE,))
+    everything = SpaceOptions(modes={}, devices_per_node=8)
     return {
         "levels, unpruned": len(enumerate_levels(count, papers.dimensions)),
         "of the papers": len(enumerate_strategies(count, papers)),

@@ -45,7 +45,7 @@ class _LayerType:
 
 def strategies_of(point: Point, space: Space) -> tuple[Strategy, ...]:
     """The strategies of one stage in a space of the published table."""
-    options = SpaceOptions(variants={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE,))
+    options = SpaceOptions(modes={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE,))
     return tuple(
         each
         for each in enumerate_strategies(point.num_devices, options)

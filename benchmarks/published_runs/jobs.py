@@ -109,7 +109,7 @@ def _case(run: PublishedRun) -> Case:
                     shape,
                     framework.kernels,
                     degrees.tp,
-                    bool(strategy.variant("sp")),
+                    bool(strategy.mode("sp")),
                     degrees.ep,
                     degrees.etp,
                     cluster.devices_per_node,

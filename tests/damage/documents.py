@@ -43,7 +43,7 @@ CLUSTER: dict[str, Any] = {
 }
 SPLIT_TYPE = "speech_to_text"
 FROZEN = {"num_params": 10, "of_params": 1000, "parts": [{"layers": [0, 1]}]}
-ASKED = {"num_stages": 1, "num_microbatches": 1, "max_degrees": {"tp": 1}, "variants": {"zero": [3]}}
+ASKED = {"num_stages": 1, "num_microbatches": 1, "max_degrees": {"tp": 1}, "modes": {"zero": [3]}}
 
 
 def whole() -> dict[str, Any]:

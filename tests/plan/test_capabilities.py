@@ -10,8 +10,8 @@ from tests.runtime.models import make_plan
 EVERY = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
-    variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
-    variants_beside={"tp": {"zero": frozenset({3})}},
+    modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True})},
+    modes_beside={"tp": {"zero": frozenset({3})}},
     remats=frozenset(Remat),
     remats_first_blocks=True,
     pipeline="any cuts",

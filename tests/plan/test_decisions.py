@@ -19,7 +19,7 @@ EVERYTHING = Decisions(
     num_microbatches=4,
     schedules=("gpipe",),
     remats=(Remat.NONE, Remat.FULL),
-    variants={"zero": (3,), "sp": (True,)},
+    modes={"zero": (3,), "sp": (True,)},
     max_degrees={"tp": 2},
     space="paper",
 )
@@ -67,9 +67,9 @@ def test_each_decision_reads_as_on_the_command_line() -> None:
 
 
 def test_choices_that_are_narrow_already_become_narrower() -> None:
-    found = Decisions(remats=(Remat.NONE, Remat.SELECTIVE), variants={"zero": (2,)}).with_also(EVERYTHING)
+    found = Decisions(remats=(Remat.NONE, Remat.SELECTIVE), modes={"zero": (2,)}).with_also(EVERYTHING)
     assert found.remats == (Remat.NONE,)
-    assert found.variants == {"zero": (), "sp": (True,)}
+    assert found.modes == {"zero": (), "sp": (True,)}
 
 
 def test_of_two_largest_degrees_the_smaller_holds() -> None:
@@ -107,7 +107,7 @@ def test_a_pin_of_another_model_is_named() -> None:
 @pytest.mark.parametrize(
     ("asked", "field"),
     [
-        ({"variants": {"zerro": [3]}}, "asked.variants"),
+        ({"modes": {"zerro": [3]}}, "asked.modes"),
         ({"max_degrees": {"xp": 3}}, "asked.max_degrees"),
         ({"num_stages": 0}, "asked.num_stages"),
         ({"stages": 2}, "asked.stages"),

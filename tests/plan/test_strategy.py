@@ -26,7 +26,7 @@ from steelyard.search import SpaceOptions, enumerate_strategies
 
 DP_OUTSIDE = "dp outside fsdp where one layer has both: states sharded over near ranks, replicated over far ones"
 ALL_DIMENSIONS = (DP, FSDP, TP)
-EVERYTHING = SpaceOptions(variants={"zero": (3, 2)}, aligned_only=False)
+EVERYTHING = SpaceOptions(modes={"zero": (3, 2)}, aligned_only=False)
 COUNTS = (1, 2, 3, 4, 6, 7, 8, 12, 16, 30)
 STRATEGIES = tuple(strategy for count in COUNTS for strategy in enumerate_strategies(count, EVERYTHING))
 ALIGNED = tuple(strategy for strategy in STRATEGIES if strategy.is_aligned)
@@ -163,7 +163,7 @@ def test_a_layout_divides_samples_as_the_strategy_does(strategy):
 
 @given(every_strategy)
 def test_a_layout_divides_the_sequence_only_under_sp(strategy):
-    assert strategy.hidden.sequence_degree == (strategy.degree(TP) if strategy.variant("sp") else 1)
+    assert strategy.hidden.sequence_degree == (strategy.degree(TP) if strategy.mode("sp") else 1)
 
 
 @given(every_strategy, st.sampled_from(Remat))
@@ -176,7 +176,7 @@ def test_remat_does_not_change_the_layout(strategy, remat):
 def test_dp_and_fsdp_leave_the_same_layout(strategy):
     swap = {DP: FSDP, FSDP: DP, TP: TP}
     levels = tuple(Level(dimension=swap[level.dimension], degree=level.degree) for level in strategy.levels)
-    assert Strategy.of(levels=levels, sp=strategy.variant("sp")).hidden == strategy.hidden
+    assert Strategy.of(levels=levels, sp=strategy.mode("sp")).hidden == strategy.hidden
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_the_fastest_plan_of_all_that_fit_is_found_and_proven(num_stages: int, n
         num_microbatches=num_microbatches,
         schedules=("1f1b",),
         remats=(Remat.NONE, Remat.FULL),
-        variants={"zero": (3,)},
+        modes={"zero": (3,)},
     )
     (given,) = make_tables(of, options)
     tables = given.tables

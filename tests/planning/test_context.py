@@ -46,7 +46,7 @@ def test_it_is_searched_whatever_the_length(seq_len: int) -> None:
 @pytest.mark.slow
 def test_ulysses_that_divides_no_blocks_heads_is_not_searched() -> None:
     offered = stage_strategies(job(seq_len=16384), 4, Decisions())
-    found = {strategy.parallel for strategy in offered if strategy.variant("cp_method") == "ulysses"}
+    found = {strategy.parallel for strategy in offered if strategy.mode("cp_method") == "ulysses"}
     assert found == {"dp2-cp2", "fsdp2-cp2"}
 
 

@@ -10,7 +10,7 @@ from steelyard.planning.frontier import find_offers, parts_of
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.units import GIB
 
-OPTIONS = Decisions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)}, num_microbatches=8)
+OPTIONS = Decisions(max_degrees={"tp": 2}, modes={"zero": (3,), "sp": (False,)}, num_microbatches=8)
 MIXED = "1x2xh100-80gb+2x2xa100-80gb"
 PRICES = {"h100-80gb": 2.5, "a100-80gb": 1.1}
 
@@ -84,7 +84,7 @@ def test_too_many_parts_are_an_error():
 
 @pytest.mark.slow
 def test_a_part_whose_devices_the_batch_cannot_be_divided_among_says_so():
-    without_tp = Decisions(max_degrees={"tp": 1, "cp": 1}, variants={"zero": (3,)})
+    without_tp = Decisions(max_degrees={"tp": 1, "cp": 1}, modes={"zero": (3,)})
     found = find_offers(asking("4x8xh100-80gb+4x8xa100-80gb", without_tp, batch=1), prices=PRICES)
     largest = next(each for each in found if each.num_devices == 64)
     assert largest.step_time_s is None

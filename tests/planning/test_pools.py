@@ -27,7 +27,7 @@ from tests.cost.examples import SEQ_LEN, chain, measured_profile
 from tests.jobs import job_of, make_job, request_of
 
 GIB = 2**30
-OPTIONS = Decisions(max_degrees={"tp": 2}, variants={"zero": (3,), "sp": (False,)})
+OPTIONS = Decisions(max_degrees={"tp": 2}, modes={"zero": (3,), "sp": (False,)})
 
 
 def narrower(**more):

@@ -54,7 +54,7 @@ ASKED = {
     "stages and microbatches": deciding("--stages", 2, "--microbatches", 4, num_stages=2, num_microbatches=4),
     "schedules": deciding("--schedule", "gpipe,1f1b", schedules=("gpipe", "1f1b")),
     "remat": deciding("--remat", "none,full", remats=(Remat.NONE, Remat.FULL)),
-    "zero": deciding("--zero", "2", variants={"zero": (2,)}),
+    "zero": deciding("--zero", "2", modes={"zero": (2,)}),
     "a largest degree": deciding("--max-tp", 1, max_degrees={"tp": 1}),
     "the papers' space": deciding("--space", "paper", space="paper"),
     "other cuts": deciding("--partition", "even", partition="even"),

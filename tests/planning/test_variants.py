@@ -88,7 +88,7 @@ CHOICES = st.fixed_dictionaries(
         "num_microbatches": st.sampled_from([1, 2, 4, 8]),
         "schedules": st.sampled_from([("1f1b",), ("gpipe",), ("1f1b", "gpipe")]),
         "remats": st.sampled_from([(Remat.NONE,), (Remat.FULL,), (Remat.NONE, Remat.SELECTIVE)]),
-        "variants": st.sampled_from([{"zero": (2,)}, {"zero": (3,)}, {"sp": (False,)}, {"sp": (True,), "zero": (3,)}]),
+        "modes": st.sampled_from([{"zero": (2,)}, {"zero": (3,)}, {"sp": (False,)}, {"sp": (True,), "zero": (3,)}]),
         "max_degrees": st.sampled_from([{"tp": 1}, {"tp": 2}, {"fsdp": 1}, {"fsdp": 2, "dp": 1}, {"dp": 1}]),
         "space": st.just("paper"),
         "uniform": st.just(True),

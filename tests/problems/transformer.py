@@ -116,7 +116,7 @@ def _layer_costs(
         seconds += 2 * weights / shards * (replicas - 1) / replicas / speed / num_microbatches
     static = 8 * weights / strategy.state_shards
     kept = KEPT[strategy.remat] if layer_type == 1 else 2.0
-    split = strategy.tensor_degree if strategy.variant("sp") else (strategy.tensor_degree + 1) / 2
+    split = strategy.tensor_degree if strategy.mode("sp") else (strategy.tensor_degree + 1) / 2
     saved = kept * tokens * decoder.hidden / split
     transient = 2 * weights * (strategy.state_shards > 1) + (
         34.0 * message / 2 / strategy.tensor_degree if layer_type == 1 else message

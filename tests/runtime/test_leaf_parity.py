@@ -49,7 +49,7 @@ def test_every_order_and_degree_of_eight_devices_is_in_a_plan_and_what_comes_wit
     counts = Counter(strategy.remat for strategy in some)
     assert len(counts) == 3
     assert max(counts.values()) - min(counts.values()) <= 1
-    assert {(each.variant("sp"), each.variant("zero")) for each in some} == set(product((False, True), (2, 3)))
+    assert {(each.mode("sp"), each.mode("zero")) for each in some} == set(product((False, True), (2, 3)))
 
 
 @pytest.mark.slow

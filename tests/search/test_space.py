@@ -19,8 +19,8 @@ PUBLISHED_COUNTS = {
 }
 DESIGN_TOTALS = {4: (13, 11, 22), 8: (34, 22, 44), 16: (73, 37, 74), 32: (136, 56, 112), 64: (229, 79, 158)}
 
-PAPER = SpaceOptions(variants={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE,))
-PAPER_WITH_REMAT = SpaceOptions(variants={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE, Remat.FULL))
+PAPER = SpaceOptions(modes={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE,))
+PAPER_WITH_REMAT = SpaceOptions(modes={"zero": (3,), "sp": (False,)}, remats=(Remat.NONE, Remat.FULL))
 
 
 @pytest.mark.parametrize("devices", PUBLISHED_COUNTS)
@@ -41,7 +41,7 @@ def test_total_counts_are_those_of_the_design(devices: int) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 6, 7, 12, 15, 24, 30])
 def test_any_device_count_gives_distinct_strategies_that_span_it(devices: int) -> None:
-    options = SpaceOptions(variants={"zero": (3, 2)}, aligned_only=False)
+    options = SpaceOptions(modes={"zero": (3, 2)}, aligned_only=False)
     strategies = enumerate_strategies(devices, options)
     assert len(set(strategies)) == len(strategies) > 0
     assert all(strategy.num_devices == devices for strategy in strategies)
@@ -68,9 +68,9 @@ def test_one_device_has_only_the_choice_of_remat() -> None:
     ]
 
 
-def test_variants_multiply_the_leaves_that_have_them() -> None:
+def test_modes_multiply_the_leaves_that_have_them() -> None:
     assert len(enumerate_strategies(2, SpaceOptions())) == 3 * (1 + 1 + 2)
-    assert len(enumerate_strategies(2, SpaceOptions(variants={"zero": (2, 3)}))) == 3 * (1 + 2 + 2)
+    assert len(enumerate_strategies(2, SpaceOptions(modes={"zero": (2, 3)}))) == 3 * (1 + 2 + 2)
 
 
 def test_max_tp_bounds_the_degree() -> None:

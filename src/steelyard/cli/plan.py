@@ -127,7 +127,7 @@ def plan(
         num_microbatches=microbatches,
         schedules=None if schedule is None else check_choices("--schedule", schedule, schedules),
         remats=None if remat is None else check_choices("--remat", remat, remats),
-        variants=None if zero is None else {"zero": check_choices("--zero", zero, {"2": 2, "3": 3})},
+        modes=None if zero is None else {"zero": check_choices("--zero", zero, {"2": 2, "3": 3})},
         max_degrees=None if max_tp is None else {"tp": max_tp},
         uniform=True if uniform else None,
         space=None if chosen_space == "full" else chosen_space,

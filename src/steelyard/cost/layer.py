@@ -90,7 +90,7 @@ def layer_costs(
     layer = layer_profile(layer_type, strategy, config, imbalance=1.0)
     busiest = layer_profile(layer_type, strategy, config)
     samples = rank_samples(strategy, config.samples)
-    key = strategy.levels, strategy.variants
+    key = strategy.levels, strategy.modes
     plain = known.get(key)
     passes = plain or _passes(layer, busiest, strategy, config, samples)
     forward, backward, sent = passes.forward, passes.backward.copy(), passes.sent
@@ -124,7 +124,7 @@ class Passes(NamedTuple):
 
 
 KnownPasses = dict[tuple[Levels, tuple[tuple[str, object], ...]], Passes]
-"""Of a layer type in a configuration, by levels and variants of strategies without remat."""
+"""Of a layer type in a configuration, by levels and modes of strategies without remat."""
 
 
 def _passes(

@@ -99,7 +99,7 @@ def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -
         config.has_several,
         strategy.tensor_degree,
         strategy.state_shards,
-        strategy.variants,
+        strategy.modes,
     )
     return config.job.once(key, lambda: _layer_states(layer_type, strategy, config))
 
@@ -200,7 +200,7 @@ class LayerRow:
             strategy = self.chosen[place]
             layer = layer_profile(self.layer_type, strategy, config)
             of_rank = rank_samples(strategy, config.microbatch_samples)
-            key = "needed", layer, of_rank, strategy.token_degree, strategy.remat, strategy.variants
+            key = "needed", layer, of_rank, strategy.token_degree, strategy.remat, strategy.modes
             more = config.job.once(key, partial(working_bytes, layer, strategy, config))
             needed[:, place] = np.hstack((more.saved, 0.0, more.forward, more.backward))
         found = np.clip(self.lines[0] + self.lines[1] * samples + needed, -_BEYOND_BYTES, _BEYOND_BYTES)

@@ -17,7 +17,7 @@ from steelyard.plan.strategy import Remat
 CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
-    variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
+    modes={"zero": frozenset({2, 3}), "sp": frozenset({False})},
     why_not={
         "ep": "which in DeepSpeed is a matter of the model's code (its MoE layer and ep_size), not of a configuration"
     },

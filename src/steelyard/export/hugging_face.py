@@ -20,14 +20,14 @@ _REMATS = frozenset({Remat.NONE, Remat.FULL})
 ACCELERATE_CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp"),
-    variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
+    modes={"zero": frozenset({2, 3}), "sp": frozenset({False})},
     remats=_REMATS,
 )
 TRANSFORMERS_CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "fsdp", "tp", "fsdp+tp"),
-    variants={"zero": frozenset({2, 3}), "sp": frozenset({False})},
-    variants_beside={"tp": {"zero": frozenset({3})}},
+    modes={"zero": frozenset({2, 3}), "sp": frozenset({False})},
+    modes_beside={"tp": {"zero": frozenset({3})}},
     remats=_REMATS,
 )
 """With tp the model shards itself (`DistributedConfig`), which frees the parameters of every block after forward."""

@@ -32,7 +32,7 @@ _COMMUNICATION = {"gather": "allgather", "ulysses": "a2a"}
 CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "tp", "dp+tp", "dp+ep", "dp+tp+ep", "cp", "dp+cp", "cp+tp", "dp+cp+tp"),
-    variants={
+    modes={
         "sp": frozenset({False, True}),
         "cp_method": frozenset(_COMMUNICATION),
         "ep": frozenset(DEGREE.texts),
@@ -50,8 +50,8 @@ FSDP_CAPABILITIES = replace(
         *("fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp", "fsdp+ep", "fsdp+tp+ep", "fsdp+cp", "fsdp+cp+tp"),
         *("tp", "cp", "cp+tp"),
     ),
-    variants={**CAPABILITIES.variants, "zero": frozenset({2, 3})},
-    variants_beside={"dp": {"zero": frozenset({3})}},
+    modes={**CAPABILITIES.modes, "zero": frozenset({2, 3})},
+    modes_beside={"dp": {"zero": frozenset({3})}},
     why_not={},
 )
 

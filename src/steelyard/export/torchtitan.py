@@ -34,7 +34,7 @@ CAPABILITIES = Capabilities(
         *("fsdp+ep", "fsdp+tp+ep", "dp+fsdp+ep", "dp+fsdp+tp+ep"),
     ),
     experts_within_shards=True,
-    variants={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
+    modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     remats=frozenset(Remat),
     pipeline="any cuts",
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),

@@ -426,12 +426,12 @@ def _look_up(name: str, rows: Mapping[str, RowT], *, field: str) -> RowT:
     key = name.strip().lower()
     if key not in rows:
         names = {row.name for row in rows.values()}
-        variants = sorted(each for each in names if key and each.startswith(key))
+        longer = sorted(each for each in names if key and each.startswith(key))
         raise InvalidClusterError(
             field=field,
             found=repr(name),
             expected=f"a {field} of the catalogue, or one described in full in a cluster file",
-            hint=f"did you mean {' or '.join(variants)}?" if variants else nearest(key, names),
+            hint=f"did you mean {' or '.join(longer)}?" if longer else nearest(key, names),
         )
     return rows[key]
 

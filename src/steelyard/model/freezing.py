@@ -12,7 +12,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerType
 from steelyard.model.freeze import Freeze
 
-_Variant = tuple[int, tuple[str, ...] | None, tuple[bool, ...]]
+_Trained = tuple[int, tuple[str, ...] | None, tuple[bool, ...]]
 """A layer type, what of it is frozen, and for each tensor that it reads whether that needs a gradient."""
 
 
@@ -22,10 +22,10 @@ def frozen_chain(chain: ModelChain, freeze: Freeze | None) -> ModelChain:
         return chain
     _check(chain, freeze)
     chain = replace(chain, freeze=freeze)
-    variants = [_variant(chain, layer) for layer in range(chain.num_layers)]
-    distinct = sorted(set(variants), key=lambda each: (each[0], variants.index(each)))
+    trained = [_trained(chain, layer) for layer in range(chain.num_layers)]
+    distinct = sorted(set(trained), key=lambda each: (each[0], trained.index(each)))
     layer_types = tuple(_layer_types(chain, distinct))
-    layers = tuple(distinct.index(each) for each in variants)
+    layers = tuple(distinct.index(each) for each in trained)
     return replace(chain, layer_types=layer_types, layers=layers)
 
 
@@ -53,16 +53,16 @@ def nothing_left(name: str) -> InvalidModelError:
     )
 
 
-def _variant(chain: ModelChain, layer: int) -> _Variant:
+def _trained(chain: ModelChain, layer: int) -> _Trained:
     assert chain.freeze is not None, "asked for a chain of which something is frozen"
     paths = chain.freeze.paths(layer)
     needed = chain.read_needs_gradient(layer) if layer else (paths != (),)
     return chain.layers[layer], paths, () if all(needed) else needed
 
 
-def _layer_types(chain: ModelChain, variants: list[_Variant]) -> Iterator[LayerType]:
+def _layer_types(chain: ModelChain, trained: list[_Trained]) -> Iterator[LayerType]:
     names: list[str] = []
-    for number, paths, needed in variants:
+    for number, paths, needed in trained:
         layer_type = chain.layer_types[number]
         if paths is None and not needed:
             yield layer_type

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.plan.dimensions import Value, dimension_named, variants
+from steelyard.plan.dimensions import Value, dimension_named, modes
 from steelyard.plan.dimensions.dimension import Dimension, Divides
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, Strategy
@@ -19,7 +19,7 @@ from steelyard.plan.strategy import Remat, Strategy
 Pipeline = Literal["none", "any cuts"]
 Dimensions = frozenset[Dimension]
 Allowed = Mapping[str, frozenset[Value]]
-"""By the key of a variant, the values that a framework can give it."""
+"""By the key of a mode, the values that a framework can give it."""
 
 SHOWN_STRATEGIES = 4
 """Strategies of a mix that a reason lists before it ends in …"""
@@ -40,9 +40,9 @@ class Capabilities:
     """Whether each layer may have a strategy of its own."""
     dimensions: frozenset[Dimensions] = frozenset()
     """The sets of parallelism dimensions that may share a layer."""
-    variants: Allowed = field(default_factory=dict)
-    """What each variant of these dimensions may be; a variant that is not named only its default."""
-    variants_beside: Mapping[str, Allowed] = field(default_factory=dict)
+    modes: Allowed = field(default_factory=dict)
+    """What each mode of these dimensions may be; a mode that is not named only its default."""
+    modes_beside: Mapping[str, Allowed] = field(default_factory=dict)
     """What takes the place of some of these where a layer uses another dimension as well, by the name of that one."""
     experts_within_shards: bool = False
     """Whether experts are divided over ranks that share the states of the rest of a layer, and no others."""
@@ -74,17 +74,17 @@ class Capabilities:
         if misplaced is not None:
             return misplaced
         for dimension in strategy.dimensions:
-            for variant in dimension.variants:
-                value, beside = strategy.variant(variant.key), self._beside(variant.key, dimensions)
-                allowed = beside[1] if beside else self.variants.get(variant.key, frozenset({variant.default}))
+            for mode in dimension.modes:
+                value, beside = strategy.mode(mode.key), self._beside(mode.key, dimensions)
+                allowed = beside[1] if beside else self.modes.get(mode.key, frozenset({mode.default}))
                 if value not in allowed:
-                    return variant.written(dimension, value) + (f" beside {beside[0]}" if beside else "")
+                    return mode.written(dimension, value) + (f" beside {beside[0]}" if beside else "")
         return None if strategy.remat in self.remats else f"{strategy.remat} remat"
 
     def offers(self, key: str, value: Value) -> bool:
-        """Whether a variant may have this value in some layer."""
-        allowed = (self.variants, *self.variants_beside.values())
-        return value == variants()[key][1].default or any(value in each.get(key, frozenset()) for each in allowed)
+        """Whether a mode may have this value in some layer."""
+        allowed = (self.modes, *self.modes_beside.values())
+        return value == modes()[key][1].default or any(value in each.get(key, frozenset()) for each in allowed)
 
     def _misplaced(self, strategy: Strategy) -> str | None:
         """Why the framework cannot use the ranks that a strategy gives its dimensions, or None where it can."""
@@ -96,8 +96,8 @@ class Capabilities:
         return None
 
     def _beside(self, key: str, dimensions: Dimensions) -> tuple[str, frozenset[Value]] | None:
-        """The dimension among those of a layer that changes what a variant may be, and to what."""
-        found = ((name, allowed[key]) for name, allowed in self.variants_beside.items() if key in allowed)
+        """The dimension among those of a layer that changes what a mode may be, and to what."""
+        found = ((name, allowed[key]) for name, allowed in self.modes_beside.items() if key in allowed)
         return next(((name, values) for name, values in found if dimension_named(name) in dimensions), None)
 
 

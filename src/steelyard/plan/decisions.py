@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 from steelyard.errors import UserError
 from steelyard.limits import MOST_DEVICES, DeviceCount, Microbatches
-from steelyard.plan.dimensions import DIMENSIONS, variants
+from steelyard.plan.dimensions import DIMENSIONS, modes
 from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
@@ -29,7 +29,7 @@ def _keys_among(known: Callable[[], Collection[str]]) -> AfterValidator:
 
 
 Degree = Annotated[int, Field(ge=0, le=MOST_DEVICES)]
-Variants = Annotated[dict[str, tuple[bool | Degree | str, ...]], _keys_among(variants)]
+Modes = Annotated[dict[str, tuple[bool | Degree | str, ...]], _keys_among(modes)]
 
 _OPTIONS = {"num_stages": "stages", "num_microbatches": "microbatches", "schedules": "schedule", "remats": "remat"}
 """Command-line options whose names are not those of the fields."""
@@ -44,8 +44,8 @@ class Decisions(PlanPart):
     num_microbatches: Microbatches | None = None
     schedules: tuple[ScheduleName, ...] | None = None
     remats: tuple[Remat, ...] | None = None
-    variants: Variants | None = None
-    """Allowed values by the key of a variant of a parallelism dimension."""
+    modes: Modes | None = None
+    """Allowed values by the key of a mode of a parallelism dimension."""
     max_degrees: Annotated[dict[str, DeviceCount], _keys_among(lambda: DIMENSIONS)] | None = None
     """Largest degree by the name of a parallelism dimension."""
     space: Space | None = None
@@ -108,7 +108,7 @@ def _both(name: str, mine: Any, other: Any) -> Any:
         return (*mine, *(text for text in other if text not in mine))
     if isinstance(mine, tuple):
         return tuple(each for each in mine if each in other)
-    if name == "variants":
+    if name == "modes":
         return mine | {key: tuple(x for x in mine.get(key, each) if x in each) for key, each in other.items()}
     if name == "max_degrees":
         return mine | {key: min(degree, mine.get(key, degree)) for key, degree in other.items()}
@@ -124,8 +124,8 @@ def _both(name: str, mine: Any, other: Any) -> Any:
 
 def _option(field: str, key: str, value: Any) -> str:
     values = value if isinstance(value, tuple) else (value,)
-    if field == "variants":
-        names = {each: text for text, each in variants()[key][1].pin.items()}
+    if field == "modes":
+        names = {each: text for text, each in modes()[key][1].pin.items()}
         values = tuple(names.get(each, each) for each in values)
     prefix = "max-" if field == "max_degrees" else ""
     text = f"--{prefix}{_OPTIONS.get(key, key)}"

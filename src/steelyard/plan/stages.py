@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, model_ser
 from steelyard.errors import InvalidPlanError, nearest
 from steelyard.limits import MOST_DEVICES, MOST_LAYERS
 from steelyard.model.chain import LayerRole, LayerType, ModelChain, SharedWeight
-from steelyard.plan.dimensions import DIMENSIONS, variants
+from steelyard.plan.dimensions import DIMENSIONS, modes
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.part import PlanPart
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
@@ -70,7 +70,7 @@ RankPlace = Annotated[int, Field(ge=-1, lt=MOST_DEVICES)]
 class LayerRun(PlanPart):
     """Consecutive layers that share one strategy. ``layers`` is the first and the last layer, both included.
 
-    Variants of the parallelism dimensions in ``parallel`` (``sp``, ``zero``, …) are keys of their own beside these.
+    Modes of the parallelism dimensions in ``parallel`` (``sp``, ``zero``, …) are keys of their own beside these.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -83,7 +83,7 @@ class LayerRun(PlanPart):
     def strategy(self) -> Strategy:
         """The strategy of these layers; raises `InvalidPlanError` naming the key that does not belong."""
         own = self.model_extra or {}
-        known = (*type(self).model_fields, *variants())
+        known = (*type(self).model_fields, *modes())
         for key in own:
             if key not in known:
                 expected = "one of " + ", ".join(known)
@@ -94,7 +94,7 @@ class LayerRun(PlanPart):
     @classmethod
     def of(cls, first: int, last: int, strategy: Strategy) -> Self:
         """Layers ``first`` to ``last`` under ``strategy``."""
-        own: dict[str, Any] = dict(strategy.variants)
+        own: dict[str, Any] = dict(strategy.modes)
         return cls(layers=(first, last), parallel=strategy.parallel, remat=strategy.remat, **own)
 
 

@@ -1,12 +1,12 @@
 r"""A strategy: how the devices of one pipeline stage share the work of one layer.
 
 A strategy is one leaf of the papers' decision tree: an ordered product of degrees, each with its dimension, over the
-$G$ devices of a stage, together with the variants of these dimensions and activation checkpointing (remat). What a
+$G$ devices of a stage, together with the modes of these dimensions and activation checkpointing (remat). What a
 dimension is stands in `steelyard.plan.dimensions`.
 
 Written ``fsdp4-tp2``: the outermost level first, so the last level acts on neighbouring ranks (here ranks 0 and 1
 share a tensor-parallel pair and ranks 0, 2, 4, 6 share parameters). No levels at all (``single``) means one device.
-Variants other than the default stand behind the levels: ``fsdp4-tp2+sp zero2``.
+Modes other than the default stand behind the levels: ``fsdp4-tp2+sp zero2``.
 
 The devices of a stage form a mesh of small axes, one per prime factor of $G$, largest factor first (8 devices:
 2×2×2; 12: 3×2×2). A level takes a run of consecutive axes, so that any two strategies of one stage live on the same
@@ -24,7 +24,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from steelyard.errors import InvalidPlanError, nearest
-from steelyard.plan.dimensions import DIMENSIONS, Dimension, Value, level_dimensions, variants
+from steelyard.plan.dimensions import DIMENSIONS, Dimension, Value, level_dimensions, modes
 from steelyard.plan.dimensions.dimension import (
     Contradiction,
     Divides,
@@ -63,14 +63,14 @@ class Remat(StrEnum):
 class Strategy:
     """How one layer is parallelised inside its stage; valid from birth.
 
-    ``levels`` outermost first; ``variants`` are key and value of those that are not the default, in the order of the
+    ``levels`` outermost first; ``modes`` are key and value of those that are not the default, in the order of the
     registry (`Strategy.of` takes them by name).
     Raises `InvalidPlanError` naming the field when the parts contradict each other.
     """
 
     levels: Levels = ()
     remat: Remat = Remat.NONE
-    variants: tuple[tuple[str, Value], ...] = ()
+    modes: tuple[tuple[str, Value], ...] = ()
     dimensions: tuple[Dimension, ...] = field(init=False, repr=False, compare=False)
     """The dimensions that it uses: those of its levels, and those that take ranks of other levels."""
     num_devices: int = field(init=False, repr=False, compare=False)
@@ -99,7 +99,7 @@ class Strategy:
         return self._hash
 
     def __reduce__(self) -> tuple[Callable[..., "Strategy"], tuple[object, ...]]:
-        return _strategy, (self.levels, self.remat, self.variants)  # hashes of text differ between processes
+        return _strategy, (self.levels, self.remat, self.modes)  # hashes of text differ between processes
 
     def __post_init__(self) -> None:
         self._derive()
@@ -116,7 +116,7 @@ class Strategy:
                 raise InvalidPlanError(
                     field="parallel", found=str(level), expected="a degree of 2 or more", hint="leave the level out"
                 )
-        chosen = dict(self.variants)
+        chosen = dict(self.modes)
         contradictions = [dimension.contradiction(self.levels, chosen) for dimension in self.dimensions]
         contradictions += [self._without_its_dimension(key) for key in chosen]
         for found in contradictions:
@@ -125,8 +125,8 @@ class Strategy:
 
     @classmethod
     def of(cls, levels: Levels = (), remat: Remat = Remat.NONE, **chosen: Value) -> "Strategy":
-        """The strategy with variants by name, defaults among them; raises `InvalidPlanError` for an unknown one."""
-        known = variants()
+        """The strategy with modes by name, defaults among them; raises `InvalidPlanError` for an unknown one."""
+        known = modes()
         for key, value in chosen.items():
             texts = known[key][1].texts if key in known else None
             if texts is None:
@@ -141,37 +141,35 @@ class Strategy:
         return _strategy(levels, remat, kept)
 
     def _without_its_dimension(self, key: str) -> Contradiction | None:
-        dimension, variant = variants()[key]
+        dimension, mode = modes()[key]
         if dimension in self.dimensions:
             return None
         return Contradiction(
             field=key,
-            expected=f"{variant.texts[self.variant(key)] or key} only together with {dimension}",
+            expected=f"{mode.texts[self.mode(key)] or key} only together with {dimension}",
             hint=f"add a {dimension} level, or leave {key} out",
         )
 
     def _derive(self) -> None:
-        """Fills in what follows from levels and variants: a search asks each strategy for it thousands of times."""
-        chosen = {key for key, _ in self.variants}
+        """Fills in what follows from levels and modes: a search asks each strategy for it thousands of times."""
+        chosen = {key for key, _ in self.modes}
         levels = self.levels
         beside = tuple(
             dimension
             for dimension in DIMENSIONS.values()
-            if not dimension.is_level and any(each.key in chosen for each in dimension.variants)
+            if not dimension.is_level and any(each.key in chosen for each in dimension.modes)
         )
-        experts = [
-            each.key for dimension in beside if dimension.divides is Divides.EXPERTS for each in dimension.variants
-        ]
+        experts = [each.key for dimension in beside if dimension.divides is Divides.EXPERTS for each in dimension.modes]
         derived = {
             "dimensions": (*(level.dimension for level in levels), *beside),
             "num_devices": degree_of(levels),
             "tensor_degree": self._divided(Divides.TENSORS),
             "sample_degree": self._divided(Divides.SAMPLES),
             "token_degree": self._divided(Divides.TOKENS),
-            "expert_degree": math.prod(int(self.variant(key)) for key in experts),
+            "expert_degree": math.prod(int(self.mode(key)) for key in experts),
             "state_shards": degree_of(shard_levels(levels)),
             "replicas": degree_of(replica_levels(levels)),
-            "_hash": hash((levels, self.remat, self.variants)),
+            "_hash": hash((levels, self.remat, self.modes)),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -189,28 +187,28 @@ class Strategy:
         return "-".join(str(level) for level in self.levels) or "single"
 
     def __str__(self) -> str:
-        known = variants()
-        flags = [known[key][1].texts[value] for key, value in self.variants]
+        known = modes()
+        flags = [known[key][1].texts[value] for key, value in self.modes]
         text = self.parallel + "".join(flag for flag in flags if flag.startswith("+"))
         text = " ".join([text, *(flag for flag in flags if not flag.startswith("+"))])
         return text if self.remat is Remat.NONE else f"{text} remat={self.remat}"
 
-    def variant(self, key: str) -> Value:
-        """The value of a variant, its default where the strategy says nothing; raises `KeyError` for an unknown one."""
-        for name, value in self.variants:
+    def mode(self, key: str) -> Value:
+        """The value of a mode, its default where the strategy says nothing; raises `KeyError` for an unknown one."""
+        for name, value in self.modes:
             if name == key:
                 return value
-        return variants()[key][1].default
+        return modes()[key][1].default
 
     def without_remat(self) -> "Strategy":
         """The strategy with everything kept for the backward pass."""
-        return Strategy(levels=self.levels, variants=self.variants)
+        return Strategy(levels=self.levels, modes=self.modes)
 
     def with_whole_experts(self) -> "Strategy":
         """The strategy of a layer without experts beside it: nothing divided that takes ranks of other levels."""
-        known = variants()
-        own = tuple((key, value) for key, value in self.variants if known[key][0].is_level)
-        return Strategy(levels=self.levels, remat=self.remat, variants=own)
+        known = modes()
+        own = tuple((key, value) for key, value in self.modes if known[key][0].is_level)
+        return Strategy(levels=self.levels, remat=self.remat, modes=own)
 
     def with_whole_tensors(self) -> "Strategy":
         """The strategy of a layer beside it that cannot be divided so: ranks that divide tensors take samples.
@@ -231,7 +229,7 @@ class Strategy:
             degree = widened.degree * self.tensor_degree
             levels[levels.index(widened)] = Level(dimension=widened.dimension, degree=degree)
         left = {level.dimension for level in levels}
-        own = {key: value for key, value in self.variants if variants()[key][0] in left}
+        own = {key: value for key, value in self.modes if modes()[key][0] in left}
         return Strategy.of(tuple(levels), self.remat, **own)
 
     def level(self, dimension: Dimension) -> Level | None:
@@ -357,7 +355,7 @@ class Strategy:
 
 @lru_cache(maxsize=65536)
 def _strategy(levels: Levels, remat: Remat, chosen: tuple[tuple[str, Value], ...]) -> Strategy:
-    return Strategy(levels=levels, remat=remat, variants=chosen)
+    return Strategy(levels=levels, remat=remat, modes=chosen)
 
 
 @lru_cache(maxsize=65536)
@@ -411,7 +409,7 @@ class HiddenPlacement:
 
 
 def shape_strategies(degree: int) -> Iterator[Strategy]:
-    """The strategies of one level of this degree that change the shape of a layer, with all variants of its dimension.
+    """The strategies of one level of this degree that change the shape of a layer, with all modes of its dimension.
 
     One for each shape that a layer can have on a rank: under these it is traced and measured.
     """
@@ -420,7 +418,7 @@ def shape_strategies(degree: int) -> Iterator[Strategy]:
         return
     for dimension in level_dimensions():
         level = (Level(dimension=dimension, degree=degree),)
-        choices = [[(variant.key, value) for value in variant.choices(level)] for variant in dimension.variants]
+        choices = [[(mode.key, value) for value in mode.choices(level)] for mode in dimension.modes]
         for pairs in itertools.product(*choices):
             strategy = Strategy.of(level, Remat.NONE, **dict(pairs))
             if strategy.shape:
@@ -491,10 +489,10 @@ def parse_strategy(text: str) -> Strategy:
 
 
 def _parse_flag(flag: str) -> tuple[str, Value]:
-    """Key and value of the variant that is written so."""
-    known = {text: (key, value) for key, (_, each) in variants().items() for value, text in each.texts.items() if text}
+    """Key and value of the mode that is written so."""
+    known = {text: (key, value) for key, (_, each) in modes().items() for value, text in each.texts.items() if text}
     if flag not in known:
-        texts = [next(text for text in each.texts.values() if text) for _, each in variants().values()]
+        texts = [next(text for text in each.texts.values() if text) for _, each in modes().values()]
         raise InvalidPlanError(
             field="strategy",
             found=repr(flag),

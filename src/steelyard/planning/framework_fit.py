@@ -26,7 +26,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.capabilities import Capabilities, block_layers, unsupported
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.dimensions import variants
+from steelyard.plan.dimensions import modes
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import Remat, Strategy
@@ -199,8 +199,8 @@ def _decisions(capabilities: Capabilities, demands: Sequence[Decisions]) -> Deci
     """What the framework can do of what is asked for."""
     able = Decisions(
         remats=tuple(remat for remat in Remat if remat in capabilities.remats),
-        variants={
-            key: tuple(each for each in v.texts if capabilities.offers(key, each)) for key, (_, v) in variants().items()
+        modes={
+            key: tuple(each for each in v.texts if capabilities.offers(key, each)) for key, (_, v) in modes().items()
         },
     )
     return able.with_also(*demands)

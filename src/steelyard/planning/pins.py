@@ -18,7 +18,7 @@ from steelyard.cost.tables import LAST, CostTables
 from steelyard.errors import InvalidPlanError, UserError, nearest
 from steelyard.model.chain import ModelChain
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.dimensions import DIMENSIONS, dimension_named, level_dimensions, variants
+from steelyard.plan.dimensions import DIMENSIONS, dimension_named, level_dimensions, modes
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 from steelyard.schedules import PipelineConfig
 
@@ -30,9 +30,9 @@ _ANY_DEGREE = "2 or more"
 
 
 def pin_keys() -> tuple[str, ...]:
-    """What may be asked of a strategy: degrees of dimensions, variants of theirs, and remat."""
+    """What may be asked of a strategy: degrees of dimensions, modes of theirs, and remat."""
     degrees = (dimension.name for dimension in level_dimensions())
-    return (*degrees, *variants(), "remat")
+    return (*degrees, *modes(), "remat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Pin:
 
         Of all layers some have nothing that these could divide: that is wanted of the others alone.
         """
-        return self.without(*(key for key, (dimension, _) in variants().items() if not dimension.is_level))
+        return self.without(*(key for key, (dimension, _) in modes().items() if not dimension.is_level))
 
     def without(self, *keys: str) -> "Pin":
         """The pin without what it wants of these."""
@@ -148,9 +148,9 @@ def _value(strategy: Strategy, key: str) -> str:
         return strategy.parallel
     if key == "remat":
         return strategy.remat.value
-    if key in variants():
-        value = strategy.variant(key)
-        return next(text for text, each in variants()[key][1].pin.items() if each == value)
+    if key in modes():
+        value = strategy.mode(key)
+        return next(text for text, each in modes()[key][1].pin.items() if each == value)
     return str(strategy.degree(dimension_named(key)))
 
 
@@ -179,7 +179,7 @@ def _requirement(part: str, option: str, keys: Sequence[str]) -> list[tuple[str,
     if key not in keys:
         raise UserError(field=option, found=repr(key), expected="one of " + ", ".join(keys), hint=nearest(key, keys))
     choices = tuple(each.value for each in Remat) if key == "remat" else None
-    choices = tuple(variants()[key][1].pin) if key in variants() else choices
+    choices = tuple(modes()[key][1].pin) if key in modes() else choices
     if choices is not None and value not in choices:
         shown = "|".join(choices[:SHOWN_CHOICES]) + "|…" * (len(choices) > SHOWN_CHOICES)
         raise UserError(field=option, found=repr(part), expected=f"{key}={shown}", hint="correct the value")
@@ -189,7 +189,7 @@ def _requirement(part: str, option: str, keys: Sequence[str]) -> list[tuple[str,
 
 
 def _levels(part: str, option: str) -> list[tuple[str, str]]:
-    """What ``fsdp4-tp2+sp`` asks for: these levels in this order, and the variants that are written."""
+    """What ``fsdp4-tp2+sp`` asks for: these levels in this order, and the modes that are written."""
     try:
         wanted = parse_strategy(part)
     except InvalidPlanError as error:
@@ -197,4 +197,4 @@ def _levels(part: str, option: str) -> list[tuple[str, str]]:
         if re.match(r"[a-z]+[0-9]+", part) is None:
             parts["expected"] = "requirements such as tp=4, remat=full or fsdp4-tp2, separated by commas"
         raise UserError(**parts) from None
-    return [("parallel", wanted.parallel), *((key, _value(wanted, key)) for key, _ in wanted.variants)]
+    return [("parallel", wanted.parallel), *((key, _value(wanted, key)) for key, _ in wanted.modes)]

@@ -196,7 +196,7 @@ def space_options(job: Job, decisions: Decisions) -> SpaceOptions:
     dimensions = paper_dimensions() if decisions.space == "paper" else tuple(DIMENSIONS.values())
     return SpaceOptions(
         dimensions=tuple(dimension for dimension in dimensions if not dimension.serves(job.chain)),
-        variants=decisions.variants or {},
+        modes=decisions.modes or {},
         remats=decisions.allowed_remats,
         mixes_samples=decisions.space != "paper",
         max_degrees=decisions.max_degrees or {},

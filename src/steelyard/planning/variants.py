@@ -40,7 +40,7 @@ from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, is_as_named, parse_cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.dimensions import DIMENSIONS, Dimension, variants
+from steelyard.plan.dimensions import DIMENSIONS, Dimension, modes
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, divisors
 from steelyard.planning.choose import NUM_RESCORED, Accepted, PlanningResult, accept, device_bytes, plan_job, ranks_all
@@ -88,16 +88,16 @@ def baselines() -> tuple[Variant, ...]:
 
 
 def without_techniques(plan: Plan) -> tuple[Variant, ...]:
-    """Return, for each technique that a plan uses, the variant without it: a dimension, a variant of one, or remat."""
+    """Return, for each technique that a plan uses, the variant without it: a dimension, a mode of one, or remat."""
     found = {
         f"without {dimension}": _without(dimension)
         for dimension in reversed(DIMENSIONS.values())
         if any(dimension in strategy.dimensions for strategy in plan.strategies)
     }
-    for key, (dimension, variant) in variants().items():
-        if dimension.is_level and any(each.variant(key) != variant.default for each in plan.strategies):
-            texts = [text.lstrip("+") for text in variant.texts.values() if text]
-            found[f"without {' or '.join(texts)}"] = Decisions(variants={key: (variant.default,)})
+    for key, (dimension, mode) in modes().items():
+        if dimension.is_level and any(each.mode(key) != mode.default for each in plan.strategies):
+            texts = [text.lstrip("+") for text in mode.texts.values() if text]
+            found[f"without {' or '.join(texts)}"] = Decisions(modes={key: (mode.default,)})
     if any(each.remat is not Remat.NONE for each in plan.strategies):
         found["without remat"] = Decisions(remats=(Remat.NONE,))
     return tuple(deciding(name, decisions) for name, decisions in found.items())
@@ -106,7 +106,7 @@ def without_techniques(plan: Plan) -> tuple[Variant, ...]:
 def _without(dimension: Dimension) -> Decisions:
     if dimension.is_level:
         return Decisions(max_degrees={dimension.name: 1})
-    return Decisions(variants={variant.key: (variant.default,) for variant in dimension.variants})
+    return Decisions(modes={mode.key: (mode.default,) for mode in dimension.modes})
 
 
 def other_pipelines(plan: Plan, searched: Iterable[OnDemand]) -> tuple[Variant, ...]:

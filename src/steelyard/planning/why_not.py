@@ -22,7 +22,7 @@ from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import LayerType
 from steelyard.plan.choices import NotSearched, StrategyVerdict, WhyNot
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.dimensions import DIMENSIONS, Dimension, dimension_named, level_dimensions, variants
+from steelyard.plan.dimensions import DIMENSIONS, Dimension, dimension_named, level_dimensions, modes
 from steelyard.plan.dimensions.dimension import Batch, Divides, Level
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import shortfall
@@ -106,8 +106,8 @@ def _never(request: PlanRequest, pin: Pin, wanted: Wanted) -> tuple[str, ...]:
 
 def _dimension_of(key: str) -> Dimension | None:
     """The parallelism dimension that a pin's key is about."""
-    if key in variants():
-        return variants()[key][0]
+    if key in modes():
+        return modes()[key][0]
     return next((dimension for dimension in level_dimensions() if dimension.name == key), None)
 
 
@@ -119,10 +119,10 @@ def _smallest(wanted: Wanted) -> Strategy | None:
         if value != "1" and any(dimension.name == key for dimension in level_dimensions())
     ]
     levels += [level for key, value in wanted if key == "parallel" for level in parse_parallel(value)]
-    chosen = {key: variants()[key][1].pin[value] for key, value in wanted if key in variants()}
+    chosen = {key: modes()[key][1].pin[value] for key, value in wanted if key in modes()}
     for key, value in chosen.items():
-        dimension, variant = variants()[key]
-        if value == variant.default:
+        dimension, mode = modes()[key]
+        if value == mode.default:
             continue
         if dimension.is_level and all(level.dimension is not dimension for level in levels):
             levels.append(Level(dimension=dimension, degree=2))
@@ -236,7 +236,7 @@ def not_offered(job: Job, devices_per_stage: int, decisions: Decisions) -> list[
     limits = space_options(job, decisions)
     whole = SpaceOptions(
         dimensions=tuple(DIMENSIONS.values()),
-        variants={},
+        modes={},
         mixes_samples=True,
         aligned_only=False,
         insists=lambda _strategy: True,

@@ -10,7 +10,7 @@ or
    inside, it says itself (`steelyard.plan.dimensions`);
 4. in the papers' space only one dimension divides samples in one layer (this prunes the tree).
 
-Each leaf is then multiplied by the variants that its dimensions allow and by the remat choices.
+Each leaf is then multiplied by the modes that its dimensions allow and by the remat choices.
 
 Source: Miao et al. 2022 (arXiv 2211.13878), section 3.2; Wang et al. 2023 (arXiv 2307.02031) for remat as a leaf.
 Not modelled here: divisibility by heads, width, vocabulary and batch, which `cost` marks as illegal per layer type.
@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from steelyard.model.chain import LayerType
-from steelyard.plan.dimensions import DIMENSIONS, Dimension, Value, variants
-from steelyard.plan.dimensions.dimension import Divides, Level, Levels, Variant, degree_of
+from steelyard.plan.dimensions import DIMENSIONS, Dimension, Value, modes
+from steelyard.plan.dimensions.dimension import Divides, Level, Levels, Mode, degree_of
 from steelyard.plan.strategy import Remat, Strategy, divisors
 
 
@@ -33,8 +33,8 @@ def paper_dimensions() -> tuple[Dimension, ...]:
 
 
 def paper_values() -> dict[str, tuple[Value, ...]]:
-    """The values of variants that Galvatron's decision tree has, where these are not all."""
-    return {key: variant.of_papers for key, (_, variant) in variants().items() if variant.of_papers is not None}
+    """The values of modes that Galvatron's decision tree has, where these are not all."""
+    return {key: mode.of_papers for key, (_, mode) in modes().items() if mode.of_papers is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class SpaceOptions:
     """
 
     dimensions: tuple[Dimension, ...] = field(default_factory=paper_dimensions)
-    variants: Mapping[str, tuple[Value, ...]] = field(default_factory=paper_values)
-    """The values of variants that are offered; all of those that are not named."""
+    modes: Mapping[str, tuple[Value, ...]] = field(default_factory=paper_values)
+    """The values of modes that are offered; all of those that are not named."""
     remats: tuple[Remat, ...] = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
     mixes_samples: bool = False
     """Whether one layer may divide its samples by two dimensions, which the papers' rules forbid."""
@@ -112,7 +112,7 @@ def _ordered_factorisations(number: int, depth: int) -> Iterator[tuple[int, ...]
 
 
 def mixing(levels: Levels, options: SpaceOptions) -> str | None:
-    """Why these levels are not in the space, whatever the variants, or None where they are."""
+    """Why these levels are not in the space, whatever the modes, or None where they are."""
     dimensions = [level.dimension for level in levels]
     sharing = [dimension.name for dimension in dimensions if dimension.divides is Divides.SAMPLES]
     if len(sharing) > 1 and not options.mixes_samples:
@@ -142,22 +142,22 @@ def _reach(levels: Levels, options: SpaceOptions) -> str | None:
 
 
 def _leaves(levels: Levels, options: SpaceOptions) -> Iterator[Strategy]:
-    """The leaves that share these levels: all variants of their dimensions, and remat everywhere."""
+    """The leaves that share these levels: all modes of their dimensions, and remat everywhere."""
     used = {level.dimension for level in levels}
     choices = [
-        [(variant.key, value) for value in _values(levels, variant, options)]
+        [(mode.key, value) for value in _values(levels, mode, options)]
         for dimension in options.dimensions
         if dimension in used or (levels and not dimension.is_level)
-        for variant in dimension.variants
+        for mode in dimension.modes
     ]
     for pairs in itertools.product(*choices):
         for remat in options.remats:
             yield Strategy.of(levels, remat, **dict(pairs))
 
 
-def _values(levels: Levels, variant: Variant, options: SpaceOptions) -> tuple[Value, ...]:
-    allowed = options.variants.get(variant.key)
-    possible = variant.choices(levels)
+def _values(levels: Levels, mode: Mode, options: SpaceOptions) -> tuple[Value, ...]:
+    allowed = options.modes.get(mode.key)
+    possible = mode.choices(levels)
     return possible if allowed is None else tuple(value for value in allowed if value in possible)
 
 
@@ -172,10 +172,10 @@ def _refusals(strategy: Strategy, options: SpaceOptions) -> Iterator[str | None]
     )
     yield f"{', '.join(left_out)} is left out of the search" if left_out else None
     for dimension in strategy.dimensions:
-        for variant in dimension.variants:
-            value = strategy.variant(variant.key)
-            if value not in options.variants.get(variant.key, (value,)):
-                yield f"{variant.written(dimension, value)} is left out of the search"
+        for mode in dimension.modes:
+            value = strategy.mode(mode.key)
+            if value not in options.modes.get(mode.key, (value,)):
+                yield f"{mode.written(dimension, value)} is left out of the search"
     if strategy.remat not in options.remats:
         yield f"remat={strategy.remat} is left out of the search"
     yield mixing(strategy.levels, options)

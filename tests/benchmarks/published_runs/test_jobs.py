@@ -48,8 +48,8 @@ def test_what_a_row_leaves_open_is_the_frameworks_default() -> None:
     maxtext = case("torchtitan", framework="MaxText", act_ckpt="", act_ckpt_detail="")
     assert maxtext.plan.strategies[1].remat is Remat.FULL
     degrees = {"tp": "2", "dp": "4", "pp": "1", "gpus": "8", "mbs": "1", "gbs": "8", "sp": ""}
-    assert case(VTRAIN, framework="NeMo 25.02", **degrees).plan.strategies[1].variant("sp")
-    assert not case(VTRAIN, **degrees).plan.strategies[1].variant("sp")
+    assert case(VTRAIN, framework="NeMo 25.02", **degrees).plan.strategies[1].mode("sp")
+    assert not case(VTRAIN, **degrees).plan.strategies[1].mode("sp")
     for framework, stage in (("NeMo 25.02", 1), ("Megatron-LM", 0)):
         states = case(VTRAIN, framework=framework, zero_stage="", **degrees).job.execution.states
         assert isinstance(states, StateBytes)

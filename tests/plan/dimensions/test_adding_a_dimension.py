@@ -25,11 +25,11 @@ from steelyard.plan.dimensions.dimension import (
     Divides,
     Levels,
     Load,
+    Mode,
     Placed,
     States,
     Traffic,
     Value,
-    Variant,
     indivisible_samples,
 )
 from steelyard.plan.file import read_plan, write_plan
@@ -54,12 +54,12 @@ from tests.cost.layer_bytes import layer_bytes
 from tests.jobs import request_of
 
 NAME = "rp"
-ORDER = Variant(
+ORDER = Mode(
     key="rp_order", texts={"ring": "", "tree": "+tree"}, pin={"ring": "ring", "tree": "tree"}, of_papers=("ring",)
 )
 
 
-def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
+def _contradiction(levels: Levels, _modes: Mapping[str, Value]) -> Contradiction | None:
     if DP not in {level.dimension for level in levels}:
         return None
     return Contradiction(field="parallel", expected="rp or dp in one layer", hint="write both as one level")
@@ -82,7 +82,7 @@ RP = Dimension(
     words=lambda strategy: f"samples over {strategy.degree(RP)} ranks in a ring of replicas",
     term="two halves of a reduction in a ring",
     hue="grey",
-    variants=(ORDER,),
+    modes=(ORDER,),
     contradiction=_contradiction,
 )
 
@@ -112,12 +112,12 @@ def planned(pin: str = "rp=2", **changes: int) -> Plan:
 def test_strategies_with_it_are_enumerated_among_the_others() -> None:
     found = enumerate_strategies(4, SpaceOptions(dimensions=(RP, TP)))
     assert {strategy.parallel for strategy in found} == {"rp4", "tp4", "rp2-tp2", "tp2-rp2"}
-    assert {strategy.variant("rp_order") for strategy in found} == {"ring"}
+    assert {strategy.mode("rp_order") for strategy in found} == {"ring"}
 
 
-def test_its_variants_are_enumerated_with_it() -> None:
-    found = enumerate_strategies(4, SpaceOptions(dimensions=(RP,), variants={}))
-    assert {strategy.variant("rp_order") for strategy in found} == {"ring", "tree"}
+def test_its_modes_are_enumerated_with_it() -> None:
+    found = enumerate_strategies(4, SpaceOptions(dimensions=(RP,), modes={}))
+    assert {strategy.mode("rp_order") for strategy in found} == {"ring", "tree"}
 
 
 def test_a_largest_degree_holds_for_it() -> None:
@@ -140,7 +140,7 @@ def test_what_it_cannot_stand_beside_is_refused_with_its_reason() -> None:
         parse_strategy("rp2-dp2")
 
 
-def test_its_variant_without_it_is_refused() -> None:
+def test_its_mode_without_it_is_refused() -> None:
     with pytest.raises(InvalidPlanError, match=r"\+tree only together with rp"):
         parse_strategy("dp4+tree")
 
@@ -190,15 +190,15 @@ def test_it_is_searched_where_nothing_is_said() -> None:
     assert {2, 4} <= {strategy.degree(RP) for strategy in tables.strategies}
 
 
-def test_one_of_its_variants_may_be_left_out() -> None:
-    options = Decisions(num_stages=1, num_microbatches=2, variants={"rp_order": ("tree",)})
+def test_one_of_its_modes_may_be_left_out() -> None:
+    options = Decisions(num_stages=1, num_microbatches=2, modes={"rp_order": ("tree",)})
     tables = make_tables(job(SLOW), options)[0].tables
-    assert {strategy.variant("rp_order") for strategy in tables.strategies if strategy.degree(RP) > 1} == {"tree"}
+    assert {strategy.mode("rp_order") for strategy in tables.strategies if strategy.degree(RP) > 1} == {"tree"}
 
 
 def test_a_plan_with_it_is_written_and_read(tmp_path: Path) -> None:
     found = planned("rp=2, rp_order=tree")
-    assert {strategy.variant("rp_order") for strategy in found.strategies} == {"tree"}
+    assert {strategy.mode("rp_order") for strategy in found.strategies} == {"tree"}
     write_plan(found, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == found
 
@@ -244,7 +244,7 @@ def test_what_a_plan_would_be_without_it_is_among_its_baselines() -> None:
     assert NAME not in baselines["without rp"].strategies
 
 
-def test_what_a_plan_would_be_without_its_variant_is_among_its_baselines() -> None:
+def test_what_a_plan_would_be_without_its_mode_is_among_its_baselines() -> None:
     assert "without tree" in {baseline.name for baseline in explained(planned("rp=2, rp_order=tree")).rivals}
 
 

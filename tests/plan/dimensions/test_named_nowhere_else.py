@@ -1,4 +1,4 @@
-"""No module but a dimension's own and its twin names it, its variants or their values: everything else asks the
+"""No module but a dimension's own and its twin names it, its modes or their values: everything else asks the
 registry."""
 
 import ast
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import steelyard
-from steelyard.plan.dimensions import DIMENSIONS, variants
+from steelyard.plan.dimensions import DIMENSIONS, modes
 
 SOURCE = Path(steelyard.__file__).parent
 HOMES = ("plan/dimensions", "modules/dimensions")
 LANGUAGE = "speaks a framework's own language"
 MAY_NAME = {
-    "cli/options.py": "--max-tp and --zero, short forms of a largest degree and of a variant",
-    "cli/plan.py": "--zero, the short form of a variant",
+    "cli/options.py": "--max-tp and --zero, short forms of a largest degree and of a mode",
+    "cli/plan.py": "--zero, the short form of a mode",
     "cost/execution.py": "optimizers of other frameworks have ZeRO stages of their own",
     "cost/framework_kernels.py": "changes traces of tensor parallelism into those of other frameworks' kernels",
     "export/deepspeed.py": LANGUAGE,
@@ -36,7 +36,7 @@ MAY_NAME = {
 DATA = "has or reads, as data, how and why not the layers of a model divide (`LayerType`)"
 THEIRS = "uses what torch, transformers or a config call so"
 MAY_HOLD = {
-    "cli/frontier.py": "--max-tp and --zero, short forms of a largest degree and of a variant",
+    "cli/frontier.py": "--max-tp and --zero, short forms of a largest degree and of a mode",
     "model/family.py": DATA,
     "model/own.py": DATA,
     "model/split.py": DATA,
@@ -53,8 +53,8 @@ MAY_HOLD = {
 """The modules beside these that may have a dimension as a part of a longer name, as in ``no_tp``, each with the
 reason."""
 
-TEXTS = {text.lstrip("+") for _, variant in variants().values() for text in variant.texts.values()} - {""}
-NAMES = {*DIMENSIONS, *variants(), *TEXTS}
+TEXTS = {text.lstrip("+") for _, mode in modes().values() for text in mode.texts.values()} - {""}
+NAMES = {*DIMENSIONS, *modes(), *TEXTS}
 VALUES = {name.upper() for name in DIMENSIONS}
 
 

@@ -49,10 +49,10 @@ def load(strategy: Strategy) -> Load:
 
 
 def values(dimension: Dimension, strategy: Strategy) -> Iterator[tuple[str, Value]]:
-    """The variants of a dimension with every value that the levels of a strategy leave to choose from."""
-    for variant in dimension.variants:
-        for value in variant.choices(strategy.levels):
-            yield variant.key, value
+    """The modes of a dimension with every value that the levels of a strategy leave to choose from."""
+    for mode in dimension.modes:
+        for value in mode.choices(strategy.levels):
+            yield mode.key, value
 
 
 def test_every_dimension_has_a_twin_and_every_twin_a_dimension() -> None:
@@ -90,19 +90,19 @@ def test_a_strategy_reads_back_from_its_text(dimension: Dimension, text: str) ->
 
 
 @uses
-def test_every_value_of_a_variant_reads_back_from_its_text(dimension: Dimension, text: str) -> None:
+def test_every_value_of_a_mode_reads_back_from_its_text(dimension: Dimension, text: str) -> None:
     levels = parse_strategy(text).levels
     for key, value in values(dimension, parse_strategy(text)):
         strategy = Strategy.of(levels, **{key: value})
-        assert strategy.variant(key) == value
+        assert strategy.mode(key) == value
         assert parse_strategy(str(strategy)) == strategy
 
 
 @dimensions
-def test_every_text_of_a_variant_is_written_in_a_pin_too(dimension: Dimension) -> None:
-    for variant in dimension.variants:
-        assert set(variant.pin.values()) == set(variant.texts)
-        assert all(variant.written(dimension, value) for value in variant.texts)
+def test_every_text_of_a_mode_is_written_in_a_pin_too(dimension: Dimension) -> None:
+    for mode in dimension.modes:
+        assert set(mode.pin.values()) == set(mode.texts)
+        assert all(mode.written(dimension, value) for value in mode.texts)
 
 
 @uses

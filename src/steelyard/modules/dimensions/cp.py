@@ -95,7 +95,7 @@ def _own_side(side: SharedInputs, mesh: DeviceMesh) -> SharedInputs:
 
 
 def _divide(layer: ChainLayer, division: Division) -> None:
-    apply_context_parallel(layer, division.mesh, str(division.strategy.variant("cp_method")))
+    apply_context_parallel(layer, division.mesh, str(division.strategy.mode("cp_method")))
 
 
 def _is_divisible(module: nn.Module) -> bool:

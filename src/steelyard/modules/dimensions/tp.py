@@ -47,7 +47,7 @@ def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh
 
 
 def _divide(layer: ChainLayer, division: Division) -> None:
-    sp = bool(division.strategy.variant("sp"))
+    sp = bool(division.strategy.mode("sp"))
     apply_tensor_parallel(layer, division.chain, division.mesh, sp=sp)
 
 

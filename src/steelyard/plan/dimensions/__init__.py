@@ -2,14 +2,14 @@
 
 To add one: its file here, its twin in `steelyard.modules.dimensions`, and a line below.
 
-The order is that in which variants are written behind the levels of a strategy.
+The order is that in which modes are written behind the levels of a strategy.
 """
 
 import copyreg
 from functools import lru_cache
 
 from steelyard.plan.dimensions.cp import CP
-from steelyard.plan.dimensions.dimension import Dimension, Value, Variant
+from steelyard.plan.dimensions.dimension import Dimension, Mode, Value
 from steelyard.plan.dimensions.dp import DP
 from steelyard.plan.dimensions.ep import EP
 from steelyard.plan.dimensions.fsdp import FSDP
@@ -32,14 +32,14 @@ def level_dimensions() -> tuple[Dimension, ...]:
     return tuple(dimension for dimension in DIMENSIONS.values() if dimension.is_level)
 
 
-def variants() -> dict[str, tuple[Dimension, Variant]]:
-    """Every variant by its key, with the dimension that it comes with."""
-    return _variants_of(tuple(DIMENSIONS.values()))
+def modes() -> dict[str, tuple[Dimension, Mode]]:
+    """Every mode by its key, with the dimension that it comes with."""
+    return _modes_of(tuple(DIMENSIONS.values()))
 
 
 @lru_cache
-def _variants_of(dimensions: tuple[Dimension, ...]) -> dict[str, tuple[Dimension, Variant]]:
-    return {variant.key: (dimension, variant) for dimension in dimensions for variant in dimension.variants}
+def _modes_of(dimensions: tuple[Dimension, ...]) -> dict[str, tuple[Dimension, Mode]]:
+    return {mode.key: (dimension, mode) for dimension in dimensions for mode in dimension.modes}
 
 
 __all__ = [
@@ -50,9 +50,9 @@ __all__ = [
     "FSDP",
     "TP",
     "Dimension",
+    "Mode",
     "Value",
-    "Variant",
     "dimension_named",
     "level_dimensions",
-    "variants",
+    "modes",
 ]

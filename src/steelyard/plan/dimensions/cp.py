@@ -21,12 +21,12 @@ from steelyard.plan.dimensions.dimension import (
     Divides,
     Levels,
     Load,
+    Mode,
     Placed,
     States,
     StrategyView,
     Traffic,
     Value,
-    Variant,
     Working,
     are_neighbours,
     data_levels,
@@ -34,13 +34,13 @@ from steelyard.plan.dimensions.dimension import (
     summed_once,
 )
 
-METHOD = Variant(
+METHOD = Mode(
     key="cp_method", texts={"gather": "", "ulysses": "+ulysses"}, pin={"gather": "gather", "ulysses": "ulysses"}
 )
 """How attention sees the whole sequence."""
 
 
-def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
+def _contradiction(levels: Levels, _modes: Mapping[str, Value]) -> Contradiction | None:
     dimensions = [level.dimension for level in levels]
     data = data_levels(levels)
     if any(level.dimension.divides is Divides.TENSORS for level in levels[: dimensions.index(CP)]):
@@ -69,7 +69,7 @@ def _illegal(layer_type: LayerType, strategy: StrategyView, batch: Batch) -> str
 
 def _undivided_heads(layer_type: LayerType, strategy: StrategyView) -> str | None:
     """Why ulysses cannot exchange the heads of a layer, or None where it can."""
-    if strategy.variant("cp_method") == "ulysses" and layer_type.role is LayerRole.BLOCK:
+    if strategy.mode("cp_method") == "ulysses" and layer_type.role is LayerRole.BLOCK:
         for name, size in layer_type.tp_divides:
             if name in (QUERY_HEADS, KV_HEADS) and size % strategy.head_degree:
                 each = f"{max(size // strategy.tensor_degree, 1)} {name} of a rank"
@@ -78,7 +78,7 @@ def _undivided_heads(layer_type: LayerType, strategy: StrategyView) -> str | Non
 
 
 def _head_degree(strategy: StrategyView) -> int:
-    return strategy.degree(CP) if strategy.variant("cp_method") == "ulysses" else 1
+    return strategy.degree(CP) if strategy.mode("cp_method") == "ulysses" else 1
 
 
 def _serves(chain: ModelChain) -> str:
@@ -95,7 +95,7 @@ def _not_worth_for(strategy: StrategyView, _devices_per_node: int | None, layers
 def _traffic(load: Load) -> Iterator[Traffic]:
     if replica_levels(load.strategy.levels)[:1] == (load.strategy.level(CP),):
         yield from summed_once(load)
-    if load.strategy.variant("cp_method") == "ulysses":
+    if load.strategy.mode("cp_method") == "ulysses":
         for phase in load.exchanging:
             yield Traffic(phase=phase, collective="all_to_all", tensor_bytes=load.attention_bytes, num_calls=2)
         return
@@ -116,7 +116,7 @@ def _working(load: Load) -> Working:
     own_keys = load.key_value_bytes / load.strategy.degree(CP)
     query = (load.attention_bytes - own_keys) / 2
     remat = str(load.strategy.remat)
-    if load.strategy.variant("cp_method") == "ulysses":
+    if load.strategy.mode("cp_method") == "ulysses":
         saved = {"none": query, "selective": load.attention_bytes}.get(remat, 0.0)
         exchanged = query + own_keys
         return Working(saved=saved, forward=2 * exchanged, backward=2 * exchanged)
@@ -124,7 +124,7 @@ def _working(load: Load) -> Working:
 
 
 def _words(strategy: StrategyView) -> str:
-    how = "sequence exchanged for heads" if strategy.variant("cp_method") == "ulysses" else "keys and values gathered"
+    how = "sequence exchanged for heads" if strategy.mode("cp_method") == "ulysses" else "keys and values gathered"
     return f"tokens of every sequence over {strategy.degree(CP)} ranks, {how} for attention"
 
 
@@ -140,7 +140,7 @@ CP = Dimension(
     words=_words,
     term="keys and values of context parallelism",
     hue="brown",
-    variants=(METHOD,),
+    modes=(METHOD,),
     contradiction=_contradiction,
     not_worth_for=_not_worth_for,
     serves=_serves,

@@ -9,7 +9,7 @@ real layer so is the dimension's twin, the file of the same name in `steelyard.m
 |----------------------------------------------------------|--------------------------------------------------|
 | what does a rank hold a part of?                         | `Dimension.divides`                              |
 | what becomes of parameters, gradients, optimizer states? | `Dimension.states`                               |
-| how is it written, what else may be chosen with it?      | `Dimension.name`, `Dimension.variants`           |
+| how is it written, what else may be chosen with it?      | `Dimension.name`, `Dimension.modes`           |
 | beside or inside which other dimensions may it stand?    | `Dimension.contradiction`                        |
 | which layers, batches and sequences can it divide?       | `Dimension.illegal`                              |
 | which of its degrees are worth a search, and which not?  | `Dimension.not_worth`, `Dimension.not_worth_for` |
@@ -36,7 +36,7 @@ from steelyard.model.chain import LayerType, ModelChain
 from steelyard.units import Amount
 
 Value = bool | int | str
-"""A value of a variant."""
+"""A value of a mode."""
 
 
 class Divides(Enum):
@@ -183,7 +183,7 @@ class StrategyView(Protocol):
     def expert_state_shards(self) -> int: ...
     def level(self, dimension: "Dimension", /) -> Level | None: ...
     def degree(self, dimension: "Dimension", /) -> int: ...
-    def variant(self, key: str, /) -> Value: ...
+    def mode(self, key: str, /) -> Value: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class Contradiction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class Mode:
     """A choice that comes with a dimension. ``texts`` has the values with how each is written behind the levels.
 
     The first value is the default and is written as nothing. A text that begins with + stands directly behind the
@@ -259,8 +259,8 @@ class Dimension:
     """The colour of these seconds in a report, of those in `steelyard.report.html.palette`."""
     working: Callable[[Load], Working] = needs_nothing
     """What its collectives keep and need while a layer works."""
-    variants: tuple[Variant, ...] = ()
-    contradiction: Callable[[Levels, Mapping[str, Value]], Contradiction | None] = lambda _levels, _variants: None
+    modes: tuple[Mode, ...] = ()
+    contradiction: Callable[[Levels, Mapping[str, Value]], Contradiction | None] = lambda _levels, _modes: None
     not_worth: Callable[[Levels, int | None], str] = lambda _levels, _devices_per_node: ""
     """Given levels and devices of a node: why such levels are not searched unless a pin asks for them; empty where they
     are."""

@@ -26,7 +26,7 @@ from steelyard.plan.dimensions.dimension import (
 )
 
 
-def _contradiction(levels: Levels, _variants: Mapping[str, Value]) -> Contradiction | None:
+def _contradiction(levels: Levels, _modes: Mapping[str, Value]) -> Contradiction | None:
     """Sharding outside replication would send whole gradients over the far links for no memory saved."""
     dimensions = [level.dimension for level in levels]
     inside = shard_levels(levels[: dimensions.index(DP)])

@@ -20,12 +20,12 @@ from steelyard.plan.dimensions.dimension import (
     Divides,
     Levels,
     Load,
+    Mode,
     Placed,
     States,
     StrategyView,
     Traffic,
     Value,
-    Variant,
     data_levels,
     degree_of,
     is_power_of_four_times,
@@ -44,7 +44,7 @@ def _offered(levels: Levels) -> tuple[int, ...]:
 
 
 _TEXTS: dict[Value, str] = {degree: f"ep{degree}" if degree > 1 else "" for degree in range(1, MOST + 1)}
-DEGREE = Variant(
+DEGREE = Mode(
     key="ep",
     texts=_TEXTS,
     pin={str(degree): degree for degree in range(1, MOST + 1)},
@@ -52,9 +52,9 @@ DEGREE = Variant(
 )
 
 
-def _contradiction(levels: Levels, variants: Mapping[str, Value]) -> Contradiction | None:
+def _contradiction(levels: Levels, modes: Mapping[str, Value]) -> Contradiction | None:
     data = degree_of(data_levels(levels))
-    if variants.get("ep", 1) in _offered(levels):
+    if modes.get("ep", 1) in _offered(levels):
         return None
     return Contradiction(
         field="ep",
@@ -122,7 +122,7 @@ EP = Dimension(
     words=_words,
     term="tokens on their way to experts and back",
     hue="pink",
-    variants=(DEGREE,),
+    modes=(DEGREE,),
     contradiction=_contradiction,
     not_worth_for=_not_worth_for,
     serves=_serves,

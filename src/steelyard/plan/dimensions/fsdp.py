@@ -12,16 +12,16 @@ from steelyard.plan.dimensions.dimension import (
     Dimension,
     Divides,
     Load,
+    Mode,
     Over,
     Placed,
     States,
     StrategyView,
     Traffic,
-    Variant,
     indivisible_samples,
 )
 
-ZERO = Variant(key="zero", texts={3: "", 2: "zero2"}, pin={"2": 2, "3": 3}, of_papers=(3,))
+ZERO = Mode(key="zero", texts={3: "", 2: "zero2"}, pin={"2": 2, "3": 3}, of_papers=(3,))
 """The ZeRO stage: 2 keeps parameters gathered between forward and backward."""
 
 
@@ -54,8 +54,8 @@ FSDP = Dimension(
     words=_words,
     term="gathering parameters and scattering gradients, what compute does not hide",
     hue="vermilion",
-    variants=(ZERO,),
-    keeps_gathered=lambda strategy: strategy.variant("zero") == 2,
+    modes=(ZERO,),
+    keeps_gathered=lambda strategy: strategy.mode("zero") == 2,
     is_of_papers=True,
     plain_name="plain FSDP",
 )

@@ -18,19 +18,19 @@ from steelyard.plan.dimensions.dimension import (
     Dimension,
     Divides,
     Load,
+    Mode,
     Placed,
     States,
     StrategyView,
     Traffic,
-    Variant,
 )
 
-SP = Variant(key="sp", texts={False: "", True: "+sp"}, pin={"on": True, "off": False})
+SP = Mode(key="sp", texts={False: "", True: "+sp"}, pin={"on": True, "off": False})
 """Sequence parallelism: the ranks divide the sequence outside the matrices."""
 
 
 def _illegal(layer_type: LayerType, strategy: StrategyView, batch: Batch) -> str | None:
-    degree, sp = strategy.degree(TP), strategy.variant("sp")
+    degree, sp = strategy.degree(TP), strategy.mode("sp")
     if layer_type.no_tp:
         return f"tp is not for the {layer_type.name} layers: {layer_type.no_tp}"
     if sp and layer_type.no_sp:
@@ -51,12 +51,12 @@ def _traffic(load: Load) -> Iterator[Traffic]:
 
 def _shape(strategy: StrategyView) -> Mapping[str, int]:
     degree = strategy.degree(TP)
-    return {"tp": degree} | ({"sp": degree} if strategy.variant("sp") else {})
+    return {"tp": degree} | ({"sp": degree} if strategy.mode("sp") else {})
 
 
 def _words(strategy: StrategyView) -> str:
     where = "neighbouring" if strategy.levels[-1].dimension is TP else "strided"
-    extra = ", the sequence too (sp)" if strategy.variant("sp") else ""
+    extra = ", the sequence too (sp)" if strategy.mode("sp") else ""
     return f"every matrix over {strategy.degree(TP)} {where} ranks{extra}"
 
 
@@ -66,11 +66,11 @@ TP = Dimension(
     states=States.DIVIDED,
     illegal=_illegal,
     traffic=_traffic,
-    placement=lambda strategy: Placed.SEQUENCE if strategy.variant("sp") else Placed.WHOLE,
+    placement=lambda strategy: Placed.SEQUENCE if strategy.mode("sp") else Placed.WHOLE,
     words=_words,
     term="collectives of tensor parallelism",
     hue="orange",
-    variants=(SP,),
+    modes=(SP,),
     shape=_shape,
     head_degree=lambda strategy: strategy.tensor_degree,
     stays_in_node=True,
