@@ -12,7 +12,6 @@ from steelyard.cli import explain
 from steelyard.cli.app import app
 from steelyard.errors import UserError
 from steelyard.planning import explain as explaining
-from steelyard.planning import report_search
 
 Run = Callable[..., Result]
 
@@ -35,8 +34,7 @@ def _searched_once() -> Iterator[None]:
             explaining.what_was_searched,
             lambda study, plan, deadline=math.inf: (study.request, study.time_limit_s, plan, deadline),
         )
-        for module in (explaining, report_search):
-            patch.setattr(module, "what_was_searched", searched)
+        patch.setattr(explaining, "what_was_searched", searched)
         of_record = _once(explain.slow_nodes, lambda plan, request, _job, path: (plan, request, path.read_text()))
         patch.setattr(explain, "slow_nodes", of_record)
         yield

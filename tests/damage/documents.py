@@ -8,13 +8,11 @@ from typing import Any
 import steelyard.modules  # noqa: F401  which splits the model
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.modules.own_split import find_own_split
 from steelyard.plan.decisions import Decisions
 from steelyard.planning.problem import make_tables, problem_of
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.search.problem import Problem, save_problem
 from tests.cost import examples
-from tests.modules.own_models import CASES
 from tests.modules.split_configs import split_config
 
 CONFIG = examples.CONFIG | {
@@ -108,6 +106,9 @@ def _on_one_device(num_layers: int, **model: Any) -> dict[str, Any]:
 
 def _own_split() -> dict[str, Any]:
     """A module with skips, so that several tensors flow; and a parameter that its ends share."""
+    from steelyard.modules.own_split import find_own_split  # needs torch, which the process of the cases must not have
+    from tests.modules.own_models import CASES
+
     case = CASES["unet"]
     found = find_own_split(case.module(), case.sample, loss=case.loss, blocks=case.blocks)
     own = found.model.split.model_dump(mode="json", exclude_none=True)

@@ -14,7 +14,7 @@ SOURCE = Path(steelyard.__file__).parent
 HOMES = ("plan/dimensions", "modules/dimensions")
 LANGUAGE = "speaks a framework's own language"
 MAY_NAME = {
-    "cli/options.py": "--max-tp and --zero, short forms of a largest degree and of a mode",
+    "cli/frontier.py": "--max-tp, the short form of a largest degree",
     "cli/plan.py": "--zero, the short form of a mode",
     "cost/execution.py": "optimizers of other frameworks have ZeRO stages of their own",
     "cost/framework_kernels.py": "changes traces of tensor parallelism into those of other frameworks' kernels",
@@ -36,7 +36,8 @@ MAY_NAME = {
 DATA = "has or reads, as data, how and why not the layers of a model divide (`LayerType`)"
 THEIRS = "uses what torch, transformers or a config call so"
 MAY_HOLD = {
-    "cli/frontier.py": "--max-tp and --zero, short forms of a largest degree and of a mode",
+    "cli/options.py": "--max-tp and --zero, short forms of a largest degree and of a mode",
+    "export/config_entries.py": THEIRS,
     "model/family.py": DATA,
     "model/own.py": DATA,
     "model/split.py": DATA,
