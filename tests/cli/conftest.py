@@ -32,7 +32,7 @@ def _searched_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         searched = _once(
             explaining.what_was_searched,
-            lambda study, plan, deadline=math.inf: (study.request, study.time_limit_s, plan, deadline),
+            lambda study, plan, deadline=math.inf: (study.request, plan, deadline),
         )
         patch.setattr(explaining, "what_was_searched", searched)
         of_record = _once(explain.slow_nodes, lambda plan, request, _job, path: (plan, request, path.read_text()))

@@ -13,12 +13,14 @@ from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import with_fallbacks, with_next_best
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.problem import make_tables
+from steelyard.planning.variants import Study
 from steelyard.processes.failure import RankFailedError
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
 from steelyard.runtime import launch as trying
 from steelyard.runtime.options import TrainOptions
 from tests.cli.conftest import Run, user_error
 from tests.cost import examples
+from tests.jobs import request_of
 from tests.processes.forking_agent import fork_ranks
 from tests.runtime.models import CONFIGS, make_plan
 
@@ -155,7 +157,7 @@ def test_the_fastest_keeps_the_fallbacks_that_take_less_memory(run: Run, tmp_pat
     tables = make_tables(job, Decisions())
     result = with_next_best(plan_job(job, Decisions(), tables=tables), num_plans=3)
     assert result.plan is not None
-    plan = with_fallbacks(result.plan, job, Decisions(), num_fallbacks=3, tables=tables)
+    plan = with_fallbacks(result.plan, Study(request_of(job), job, tables=tables), num_fallbacks=3)
     write_plan(plan, tmp_path / "plan.json")
     run("measure", tmp_path / "plan.json", "--alternatives")
     best = read_plan(tmp_path / "plan.best.json")

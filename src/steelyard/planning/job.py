@@ -35,7 +35,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -53,8 +53,10 @@ from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import divisors
 from steelyard.planning.request import MARGIN, MeasuredProfile, PlanRequest, request_of_plan
 from steelyard.profiles.profile import Profile
-from steelyard.profiles.record import RunRecord
 from steelyard.tracer.cache import cached_trace
+
+if TYPE_CHECKING:
+    from steelyard.profiles.record import RunRecord
 
 
 class InvalidRunError(UserError):
@@ -100,6 +102,8 @@ def time_factors(job: Job, paths: Sequence[Path]) -> tuple[tuple[Path, float], .
             run = parse_value(content, MeasuredRun, InvalidRunError, what="run")
             factors.append((path, _factor_of_plan(job, run, path)))
         else:
+            from steelyard.profiles.record import RunRecord  # which a plan without measured runs does not need
+
             record = parse_value(content, RunRecord, InvalidRunError, what="run record")
             factors.append((path, _factor_of_record(job, record, path)))
     return tuple(factors)
@@ -141,7 +145,7 @@ def _serves(profile: Profile, plan: Plan, *, same_size: bool) -> bool:
     return held and alike and (same_size or not identity.is_measured)
 
 
-def _factor_of_record(job: Job, record: RunRecord, path: Path) -> float:
+def _factor_of_record(job: Job, record: "RunRecord", path: Path) -> float:
     _check_model(job, record.config_hash, path)
     if not is_same_device(record.device, job.cluster.device):
         raise _other_device(job, record.device, path)

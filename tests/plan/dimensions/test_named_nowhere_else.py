@@ -36,7 +36,6 @@ MAY_NAME = {
 DATA = "has or reads, as data, how and why not the layers of a model divide (`LayerType`)"
 THEIRS = "uses what torch, transformers or a config call so"
 MAY_HOLD = {
-    "cli/options.py": "--max-tp and --zero, short forms of a largest degree and of a mode",
     "export/config_entries.py": THEIRS,
     "model/family.py": DATA,
     "model/own.py": DATA,
