@@ -89,7 +89,7 @@ def explain(
 def _explained(
     plan: Plan, request: PlanRequest, job: Job, why: str | None, *, everything: bool, show: Callable[[str], None]
 ) -> Explanation:
-    """What the explanation shows; ``why`` is a pin, or the name of another plan file."""
+    """Return what the explanation shows; ``why`` is a pin, or the name of another plan file."""
     study = Study(request, job)
     if job.is_mixed:
         return explain_pools(plan, study)

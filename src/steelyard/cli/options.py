@@ -54,7 +54,7 @@ def complete_one_of(names: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def complete_cluster(incomplete: str) -> list[str]:
-    """What was typed with the devices that may end it, ``8x8xh`` → ``8x8xh100-80gb``; nothing for another form."""
+    """Return completions of a cluster's device, ``8x8xh`` → ``8x8xh100-80gb``; nothing for another form."""
     parts = incomplete.split("x", 2)
     if len(parts) < 3 or not (parts[0].isdigit() and parts[1].isdigit()):
         return []

@@ -62,7 +62,7 @@ class DeviceGroup:
     num_calibrating: int = 0
     profile_file: ProfileFile | None = None
     outer_link: Link | None = None
-    """What joins a device to those of other groups, where there are several."""
+    """Link from a device to those of other groups, if there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,7 +77,7 @@ class _Known:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """What is trained on what: everything that does not change while pipeline configurations are compared.
+    """Model, batch and devices: everything that is the same for all pipeline configurations.
 
     ``groups`` are the device groups at hand: one where all devices are alike. Costs are those of a stage, which lies in
     one group, so that they are asked of the job on that group alone (`by_group`).
@@ -147,7 +147,7 @@ class Job:
 
     @cached_property
     def budget_bytes(self) -> int:
-        """What a device may hold; of several groups, one of the roomiest."""
+        """Memory of a device that a plan may use, in bytes; the largest over several groups."""
         return max(each.budget_bytes for each in self.groups)
 
     @cached_property
@@ -163,17 +163,17 @@ class Job:
 
     @cached_property
     def profile(self) -> Profile:
-        """What its layers do and take."""
+        """Measured or traced costs of the layers."""
         return self.group.profile
 
     @cached_property
     def margin_bytes(self) -> int:
-        """What is left free beside the budget."""
+        """Memory of a device that is kept free, in bytes."""
         return self.group.margin_bytes
 
     @cached_property
     def time_factor(self) -> float:
-        """What all times are multiplied by."""
+        """Factor on all predicted times."""
         return self.group.time_factor
 
     @cached_property
@@ -199,7 +199,7 @@ class Job:
         return known[key]
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What ``make`` makes of the chain and the profile, made once for each ``key``."""
+        """Return ``make()``, called once for each ``key``: a value that follows from the chain and the profile."""
         known = self._known.made.get(key)
         if known is None:
             known = self._known.made[key] = make()
@@ -261,7 +261,7 @@ class Job:
 
     @cached_property
     def efficiency(self) -> Efficiency:
-        """What fraction of the data sheet's rates the devices and links reach."""
+        """Fractions of the data sheet's rates that devices and links reach."""
         network = self.cluster.inter_link
         return self.group.rates or efficiency_of(self.cluster.device.name, network.name if network else "")
 
@@ -323,7 +323,7 @@ class JobConfig:
 
     @cached_property
     def batch(self) -> Batch:
-        """What strategies divide beside the layers."""
+        """Samples and tokens that strategies divide."""
         return Batch(microbatch_samples=self.microbatch_samples, seq_len=self.job.seq_len)
 
     @cached_property

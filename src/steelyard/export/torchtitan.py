@@ -77,6 +77,8 @@ class _Flavor:
     entries: Mapping[str, Any]
     rope: tuple[Mapping[str, Any] | None, ...] = (None,)
     """Supported scalings of the rotary embedding, the flavor's own first."""
+    changes: tuple[str, ...] = ()
+    """Lines of Python for what of ``entries`` the flavor has otherwise."""
 
 
 def _sizes(width: int, blocks: int, heads: int, ffn: int, **others: Any) -> dict[str, Any]:
@@ -129,6 +131,13 @@ _FLAVORS = (
             **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "attention_bias": False},
         },
         rope=(_DEEPSEEK_ROPE,),
+        changes=(
+            "for block in config.model_spec.model.layers:",
+            "    inner = (block.attention.q_norm, block.attention.kv_norm)",
+            "    for norm in (block.attention_norm, *inner, block.ffn_norm):",
+            "        norm.eps = 1e-06",
+            "config.model_spec.model.norm.eps = 1e-06",
+        ),
     ),
 )
 """Those for which 0.3 has a configuration (Qwen3's 235B-A22B is a flavor without one)."""
@@ -205,15 +214,7 @@ def changes_of(flavor: _Flavor, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return lines of Python by which a configuration function turns the flavor into the model; empty if identical."""
     if config.get(ROPE) != flavor.rope[0]:
         return ("for block in config.model_spec.model.layers:", '    block.attention.rope.scaling = "none"')
-    if flavor.model_type == "deepseek_v3":
-        return (
-            "for block in config.model_spec.model.layers:",
-            "    inner = (block.attention.q_norm, block.attention.kv_norm)",
-            "    for norm in (block.attention_norm, *inner, block.ffn_norm):",
-            f"        norm.eps = {config['rms_norm_eps']!r}",
-            f"config.model_spec.model.norm.eps = {config['rms_norm_eps']!r}",
-        )
-    return ()
+    return flavor.changes
 
 
 def _fqns(part: PipelinePart, output: str) -> list[str]:
