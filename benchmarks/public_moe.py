@@ -41,9 +41,11 @@ from typing import Literal
 
 from published_runs.frameworks import MIXED_18, TE_SPEEDUP
 
-from steelyard.cost.execution import OURS, TORCHTITAN, Execution
-from steelyard.cost.framework_kernels import job_under
 from steelyard.cost.job import ASSUMED_IMBALANCE, DeviceGroup, Job
+from steelyard.cost.kernels import job_under
+from steelyard.engines.execution import OURS, Execution
+from steelyard.engines.native import NATIVE
+from steelyard.engines.torchtitan import TORCHTITAN as TORCHTITAN_ENGINE
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.decisions import Decisions
@@ -107,7 +109,7 @@ class PublicRun:
             precision="bf16",
             imbalance=self.imbalance,
         )
-        job = job_under(job, execution)
+        job = job_under(job, replace(NATIVE, execution=execution))
         if self.groups is None:
             return job
         config = {**chain.config, "n_group": self.groups[0], "topk_group": self.groups[1]}
@@ -138,6 +140,7 @@ class PublicRun:
 
 
 _COMPILED = Execution(fused_kernels=True)
+TORCHTITAN = TORCHTITAN_ENGINE.execution
 _DEEPEP = replace(TORCHTITAN, sends_once=True)
 _B200 = {"model": "qwen3-30b-a3b", "cluster": "1x8xb200-180gb", "seq_len": 8192, "global_batch": 64}
 _H100 = {"model": "qwen3-30b-a3b", "cluster": "8x8xh100-80gb", "seq_len": 4096, "global_batch": 1024}

@@ -30,13 +30,14 @@ from bank.records import (
     timeline_record,
     trade_offs_record,
 )
-from steelyard.cost.execution import Execution, StateBytes
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.predict import predict, predict_memory
 from steelyard.cost.simulator import StageTimes, simulate
 from steelyard.cost.switching import switch_table
 from steelyard.cost.tables import CostTables
-from steelyard.export import TARGETS
+from steelyard.engines import ENGINE_OF_TARGET
+from steelyard.engines.execution import Execution, StateBytes
+from steelyard.engines.native import NATIVE
 from steelyard.model.read import chain_from_config, load_model, model_names
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
@@ -44,8 +45,8 @@ from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import with_fallbacks
+from steelyard.planning.engine_fit import fit_plan
 from steelyard.planning.explain import explain_plan
-from steelyard.planning.framework_fit import plan_for_framework
 from steelyard.planning.frontier import find_trade_offs
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.price import assemble_plan, uniform_plan, with_price
@@ -68,7 +69,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "problem-files.md"
 
 FAMILIES = tuple(FAMILY_CONFIGS)
 """Small models, one of every family."""
-FRAMEWORKS = tuple(TARGETS)
+FRAMEWORKS = tuple(ENGINE_OF_TARGET)
 """What a plan can be exported to."""
 
 
@@ -238,7 +239,7 @@ def fitted(job: Callable[[], Job], target: str) -> Record:
     of = job()
     plan = plan_job(of, _options(of)).plan
     assert plan is not None, "frameworks are asked for where something fits"
-    found = plan_for_framework(plan, of, TARGETS[target].capabilities, framework=target)
+    found = fit_plan(plan, of, replace(ENGINE_OF_TARGET[target], execution=NATIVE.execution))
     return plan_record(found.plan) | {"beyond": list(found.reasons), "slowdown": found.slowdown}
 
 
@@ -265,7 +266,7 @@ def grown(job: Callable[[], Job]) -> Record:
 
 def priced(job: Callable[[], Job], written: Written, execution: Execution | None = None) -> Record:
     """What a plan written by hand takes, run by a framework that works so."""
-    of = replace(job(), execution=execution) if execution else job()
+    of = replace(job(), engine=replace(NATIVE, execution=execution)) if execution else job()
     plan = _plan(of, *written)
     timeline = predict(plan, of).timeline
     memory = [dict(terms) for terms in predict_memory(plan, of)]

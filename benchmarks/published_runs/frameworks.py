@@ -14,8 +14,8 @@ from typing import Literal
 from published_runs.experts import Dispatcher
 from published_runs.rows import PublishedRun
 from published_runs.shapes import Kernels
-from steelyard.cost.execution import FSDP2_STATES, Execution, StateBytes
 from steelyard.cost.job import ASSUMED_IMBALANCE
+from steelyard.engines.execution import FSDP2_STATES, Execution, StateBytes
 from steelyard.plan.strategy import Remat
 
 MIXED_16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=0)

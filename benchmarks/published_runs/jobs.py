@@ -25,6 +25,7 @@ from published_runs.rows import PublishedRun
 from published_runs.shapes import Kernels, Latent, ModelShape, layer_profiles
 from steelyard.cost.efficiency import Efficiency
 from steelyard.cost.job import DeviceGroup, Job
+from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, Link, NodeGroup, find_device, find_link
 from steelyard.hardware.files import default_links
@@ -122,7 +123,7 @@ def _case(run: PublishedRun) -> Case:
         seq_len=shape.seq_len,
         global_batch=degrees.global_batch,
         precision="bf16",
-        execution=framework.execution,
+        engine=replace(NATIVE, execution=framework.execution),
         imbalance=_imbalance(run, framework),
     )
     plan = _plan(chain, cluster, degrees, strategy, shape, framework, _is_alternating(run))

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from public_moe import RUNS, predicted, tensor_bytes
 
-from steelyard.cost.execution import OURS
+from steelyard.engines.execution import OURS
 from steelyard.model.read import load_model
 from steelyard.plan.prediction import Prediction
 from steelyard.units import GB, GIB

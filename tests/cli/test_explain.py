@@ -14,7 +14,7 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.planning.problem import pipeline_configs
 from tests.cli.conftest import Run, user_error
-from tests.export.examples import uniform
+from tests.engines.examples import uniform
 from tests.jobs import job_of
 
 JOB = ("tinyllama-1.1b", "--cluster", "1x4xa100-80gb", "--seq-len", 512, "--global-batch", 16)

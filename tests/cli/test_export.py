@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.engines import TARGETS
+from steelyard.engines.pytorch import SCRIPT
 from steelyard.errors import UserError
-from steelyard.export import TARGETS
-from steelyard.export.pytorch import SCRIPT
 from steelyard.plan.file import write_plan
 from tests.cli.conftest import Run, user_error
-from tests.export.examples import mixed, read, uniform
-from tests.export.examples import run as layers
+from tests.engines.examples import mixed, read, uniform
+from tests.engines.examples import run as layers
 from tests.plan.examples import COST_SOURCE
 
 LAST = 9

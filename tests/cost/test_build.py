@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from steelyard.cost.build import KnownCosts
-from steelyard.cost.execution import MEGATRON_CORE
 from steelyard.cost.job import Job
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_load import refusal
+from steelyard.engines.megatron import MEGATRON
 from steelyard.hardware import parse_cluster
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.strategy import Remat
@@ -33,7 +33,7 @@ def mixtral() -> Job:
 
 
 def job_of_a_framework() -> Job:
-    return replace(job(), execution=MEGATRON_CORE)
+    return replace(job(), engine=MEGATRON)
 
 
 @pytest.mark.slow

@@ -6,10 +6,11 @@ import pytest
 
 from steelyard.cost.build import build_tables, least_times_s
 from steelyard.cost.compute import optimizer_s, work_s
-from steelyard.cost.execution import Execution, StateBytes
 from steelyard.cost.job import DeviceGroup, Job, JobConfig
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_load import held_params, layer_load, layer_profile, sharded_params
+from steelyard.engines.execution import Execution, StateBytes
+from steelyard.engines.native import NATIVE
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
 from steelyard.plan.dimensions.ep import EP
@@ -149,7 +150,7 @@ def test_the_host_reads_the_counts_once_forward_and_once_where_the_exchange_is_r
 
 
 def test_a_read_of_the_host_costs_a_launch_where_the_host_launches(config: JobConfig) -> None:
-    graphs = replace(config, job=replace(config.job, execution=Execution(eager_launch=False)))
+    graphs = replace(config, job=replace(config.job, engine=replace(NATIVE, execution=Execution(eager_launch=False))))
     strategy = parse_strategy("fsdp8 ep4")
     waited, launched = (layer_cost(BLOCK, strategy, each).forward_s["ep"] for each in (config, graphs))
     assert waited - launched == pytest.approx(config.job.efficiency.collective_launch_s)
@@ -163,7 +164,7 @@ def test_the_busiest_rank_takes_the_time_of_its_own_work_longer(config: JobConfi
 
 
 def test_what_the_busiest_rank_computes_again_takes_longer_too(config: JobConfig) -> None:
-    graphs = replace(config, job=replace(config.job, execution=Execution(eager_launch=False)))
+    graphs = replace(config, job=replace(config.job, engine=replace(NATIVE, execution=Execution(eager_launch=False))))
     strategy = parse_strategy("fsdp8 ep4 remat=selective")
     even, more = (layer_cost(BLOCK, strategy, each).backward_s["remat"] for each in (graphs, uneven(graphs, 1.5)))
     assert more > even
@@ -205,13 +206,15 @@ def test_a_framework_keeps_a_ranks_experts_and_shards_them_over_the_ranks_that_e
     held = EXPERTS // (strategy.expert_degree * strategy.tensor_degree)
     layer = layer_profile(BLOCK, strategy, config)
     dense = layer.num_params - layer.expert_params
-    kept = layer_bytes(BLOCK, strategy, replace(config, job=replace(config.job, execution=OWN))).static_bytes
+    kept = layer_bytes(
+        BLOCK, strategy, replace(config, job=replace(config.job, engine=replace(NATIVE, execution=OWN)))
+    ).static_bytes
     assert kept["parameters"] == 2 * (dense + held)
     assert kept["optimizer"] == -(-12 * dense // strategy.data_degree) + 12 * held // shards
 
 
 def test_a_framework_steps_a_ranks_own_experts_once(config: JobConfig) -> None:
-    job = replace(config.job, execution=OWN)
+    job = replace(config.job, engine=replace(NATIVE, execution=OWN))
     found = layer_cost(BLOCK, parse_strategy("dp8 ep4"), replace(config, job=job)).once_s["optimizer"]
     dense = layer_profile(BLOCK, parse_strategy("dp8"), config).num_params - EXPERTS
     assert found == pytest.approx(optimizer_s(dense / 8 + EXPERTS / 8, job))
@@ -243,7 +246,7 @@ def test_a_dispatcher_that_sends_once_sends_to_each_rank_of_a_node_or_each_node(
     config: JobConfig, degree: int, places: int
 ) -> None:
     """Two experts of a token are on 2 - 1/r of r places; four ranks are a node here."""
-    job = replace(config.job, execution=Execution(sends_once=True))
+    job = replace(config.job, engine=replace(NATIVE, execution=Execution(sends_once=True)))
     strategy = f"fsdp8 ep{degree}"
     each, once = (sent(strategy, given)["backward", "experts"] for given in (config, replace(config, job=job)))
     assert once == pytest.approx(each * (2 - 1 / places) / 2)

@@ -11,7 +11,6 @@ from steelyard.cost.build import build_tables, usable_bytes
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import optimizer_s, step_overhead_s
 from steelyard.cost.efficiency import efficiency_of
-from steelyard.cost.execution import OURS, TORCHTITAN, Execution, StateBytes
 from steelyard.cost.job import COMPUTE_BYTES, MASTER_BYTES, JobConfig
 from steelyard.cost.layer import LayerCost, exposed_s, layer_cost
 from steelyard.cost.layer_load import levels_group
@@ -20,6 +19,9 @@ from steelyard.cost.memory import (
     PIPELINE_CHANNEL_BYTES,
     context_bytes,
 )
+from steelyard.engines.execution import OURS, Execution, StateBytes
+from steelyard.engines.native import NATIVE
+from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.errors import InvalidProfileError
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import ShardingTime
@@ -130,13 +132,13 @@ def test_a_layer_too_small_for_the_host_takes_as_long_as_its_launches() -> None:
 
 
 def test_a_framework_that_does_not_launch_one_by_one_never_waits_for_the_host() -> None:
-    of = replace(job(global_batch=8), execution=Execution(eager_launch=False))
+    of = replace(job(global_batch=8), engine=replace(NATIVE, execution=Execution(eager_launch=False)))
     assert "host" not in block("dp8", config(of)).forward_s
 
 
 def test_a_zero_1_framework_scatters_gradients_and_gathers_parameters_once_a_step() -> None:
     states = StateBytes(parameters=2, gradients=4, optimizer=12, zero=1)
-    of = replace(job(), execution=Execution(states=states, overlaps_data=False))
+    of = replace(job(), engine=replace(NATIVE, execution=Execution(states=states, overlaps_data=False)))
     group = Group(size=8, stride=1, span=8)
     gather = collective_s("all_gather", 2 * BLOCK, group, of.cluster, of.profile, of.efficiency.links)
     scatter = collective_s("reduce_scatter", 4 * BLOCK, group, of.cluster, of.profile, of.efficiency.links)
@@ -147,7 +149,7 @@ def test_a_zero_1_framework_scatters_gradients_and_gathers_parameters_once_a_ste
 
 def test_a_zero_1_framework_shards_the_optimizer_alone() -> None:
     states = StateBytes(parameters=2, gradients=4, optimizer=12, zero=1)
-    of = replace(job(), execution=Execution(states=states))
+    of = replace(job(), engine=replace(NATIVE, execution=Execution(states=states)))
     assert held("dp8", config(of)).static_bytes == {
         "parameters": 2 * BLOCK,
         "gradients": 4 * BLOCK,
@@ -291,7 +293,7 @@ def test_stages_hold_what_they_sent_in_flight_and_a_gradient_each_way(num_stages
 
 
 def test_the_stages_of_torch_have_a_buffer_for_every_microbatch() -> None:
-    where = config(replace(job(), execution=TORCHTITAN), num_stages=2, num_microbatches=8)
+    where = config(replace(job(), engine=TORCHTITAN), num_stages=2, num_microbatches=8)
     tables, share = build_tables(where, (parse_strategy("dp4"),)), where.activation_bytes // 4
     assert (tables.static_bytes[tables.last_types[1]] - tables.static_bytes[1]).tolist() == [8 * share]
     assert tables.received is not None
@@ -302,7 +304,7 @@ class TestWholeGradients:
     """Frameworks that reduce the gradients of shards in the last backward pass of a step alone."""
 
     def where(self, where: str, num_microbatches: int) -> JobConfig:
-        theirs = replace(job(cluster(1, 8)), execution=Execution(whole_gradients=where))
+        theirs = replace(job(cluster(1, 8)), engine=replace(NATIVE, execution=Execution(whole_gradients=where)))
         return config(theirs, num_microbatches=num_microbatches)
 
     def test_they_stay_whole_and_are_sent_once_a_step(self) -> None:
@@ -358,7 +360,7 @@ class TestFrameworks:
         return sum(block("dp16", self.where(execution)).once_s.values())
 
     def where(self, execution: Execution) -> JobConfig:
-        return config(replace(job(cluster(2, 8)), execution=execution))
+        return config(replace(job(cluster(2, 8)), engine=replace(NATIVE, execution=execution)))
 
     def test_cutting_a_layers_gradients_into_pieces_costs_their_latencies(self) -> None:
         one, six = (Execution(states=self.STATES, overlaps_data=False, shard_pieces=count) for count in (1, 6))

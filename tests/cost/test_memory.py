@@ -8,11 +8,14 @@ from itertools import pairwise
 import pytest
 
 from steelyard.cost.build import build_tables
-from steelyard.cost.execution import ACCELERATE, MEGATRON_CORE, TORCHTITAN, Execution
 from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.predict import predict_memory
 from steelyard.cost.tables import CostTables
+from steelyard.engines.accelerate import ACCELERATE
+from steelyard.engines.engine import Engine
+from steelyard.engines.megatron import MEGATRON
+from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.stages import StagePart, fold_runs
@@ -117,13 +120,11 @@ def test_a_plan_takes_what_the_search_adds_up(config: tuple[int, int, str, int],
         assert [each.total_bytes for each in found] == tensor_bytes(drawn.plan, of)
 
 
-@pytest.mark.parametrize("execution", [TORCHTITAN, ACCELERATE, MEGATRON_CORE], ids=["torch", "whole", "own"])
+@pytest.mark.parametrize("engine", [TORCHTITAN, ACCELERATE, MEGATRON], ids=["torch", "whole", "own"])
 @pytest.mark.parametrize("config", [(1, 4, "1f1b", 1), (2, 8, "1f1b", 1), (4, 2, "gpipe", 1)], ids=str)
-def test_a_plan_of_a_framework_takes_what_the_search_adds_up(
-    config: tuple[int, int, str, int], execution: Execution
-) -> None:
+def test_a_plan_of_a_framework_takes_what_the_search_adds_up(config: tuple[int, int, str, int], engine: Engine) -> None:
     num_stages, count, schedule, chunks = config
-    of = replace(job(cluster(1, 8), global_batch=16 * count, num_hidden_layers=8), execution=execution)
+    of = replace(job(cluster(1, 8), global_batch=16 * count, num_hidden_layers=8), engine=engine)
     where = JobConfig(job=of, pipeline=pipeline(num_stages, count, schedule, chunks))
     for drawn in drawn_plans(of, where, 6):
         found = evaluate(drawn.tables, drawn.boundaries, drawn.strategies).stages

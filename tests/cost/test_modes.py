@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from steelyard.cost.build import slack_fraction
-from steelyard.cost.execution import FSDP2_STATES, OURS, Execution, StateBytes
 from steelyard.cost.job import Job
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_memory import layer_states
 from steelyard.cost.memory import CUDA_CONTEXT_BYTES, context_bytes
 from steelyard.cost.predict import predict, predict_memory
 from steelyard.cost.switching import switch_table
+from steelyard.engines.execution import FSDP2_STATES, OURS, Execution, StateBytes
+from steelyard.engines.native import NATIVE
 from steelyard.hardware import Backend
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import MeasuredTime
@@ -96,7 +97,7 @@ def test_only_gloo_copies_what_it_scatters() -> None:
         for of in (measured_job(), measured_job(backend=Backend.GLOO))
     ]
     assert states[1].reduced_states(is_first=False) > states[0].reduced_states(is_first=False)
-    held_back = replace(measured_job(), execution=Execution(overlaps_data=False))
+    held_back = replace(measured_job(), engine=replace(NATIVE, execution=Execution(overlaps_data=False)))
     same = predict_memory(plan(held_back, "fsdp8, fsdp8, fsdp8, fsdp8, fsdp8, fsdp8", num_microbatches=2), held_back)
     assert same[0] == of_nccl
 

@@ -11,7 +11,7 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import plan_job
 from steelyard.planning.pins import pins_of
-from tests.planning.test_framework_fit import small_job
+from tests.planning.test_engine_fit import small_job
 
 EVERYTHING = Decisions(
     pins=("blocks 0-1: tp=2",),

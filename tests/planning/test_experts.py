@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 
 from steelyard.cost.job import DeviceGroup, Job
+from steelyard.engines.capabilities import unsupported
+from steelyard.engines.megatron import MEGATRON
 from steelyard.errors import UserError
-from steelyard.export import TARGETS
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import chain_from_config
-from steelyard.plan.capabilities import unsupported
 from steelyard.plan.decisions import Decisions
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import find_plan
-from steelyard.planning.framework_fit import plan_for_framework
+from steelyard.planning.engine_fit import fit_plan
 from steelyard.planning.problem import stage_strategies
 from steelyard.planning.why_not import not_offered
 from steelyard.tracer.trace import trace
@@ -110,10 +110,9 @@ def test_the_imbalance_that_a_caller_gives_is_the_one_that_a_plan_assumes(job: J
 def test_a_framework_of_one_strategy_divides_experts_where_that_is_asked_for(job: Job, pin: str) -> None:
     wanted = plan_job(job, Decisions(pins=(pin,))).plan
     assert wanted is not None
-    target = TARGETS["megatron"]
-    fitted = plan_for_framework(wanted, job, target.capabilities, framework="megatron", execution=target.execution)
+    fitted = fit_plan(wanted, job, MEGATRON)
     layer_types = [CHAIN.type_of(layer) for layer in range(CHAIN.num_layers)]
     assert [each.expert_degree for each in fitted.plan.strategies] == [
         4 if layer_type.num_experts else 1 for layer_type in layer_types
     ]
-    assert (fitted.given_up, unsupported(fitted.plan, target.capabilities)) == ((), ())
+    assert (fitted.given_up, unsupported(fitted.plan, MEGATRON.capabilities)) == ((), ())

@@ -8,9 +8,9 @@ import torch
 from rich.console import Console
 
 import steelyard
+from steelyard.engines import TARGETS
+from steelyard.engines.writing import check_model
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
-from steelyard.export import TARGETS
-from steelyard.export.target import check_model
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
 from steelyard.model.read import chain_from_config

@@ -16,15 +16,26 @@ from steelyard.cli.options import (
     progress,
     tried_file_or_folder,
 )
-from steelyard.cost.execution import OURS
+from steelyard.engines import (
+    ENGINE_OF_TARGET,
+    TARGETS,
+    Engine,
+    Export,
+    Request,
+    Target,
+    describe_uniform,
+    engine_of,
+    export_plan,
+    target_of,
+)
+from steelyard.engines.capabilities import Capabilities, unsupported
+from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidClusterError, UserError
-from steelyard.export import TARGETS, Export, Request, Target, check_model, describe_uniform, export_plan, target_of
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.output import make_folder, write_files
-from steelyard.plan.capabilities import Capabilities, unsupported
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
-from steelyard.planning.framework_fit import FittedPlan, plan_for_framework
+from steelyard.planning.engine_fit import FittedPlan, fit_plan
 from steelyard.planning.job import job_of
 from steelyard.planning.request import Elsewhere, request_of_plan
 from steelyard.units import format_seconds
@@ -68,12 +79,12 @@ def export(
     target = target_of(to)
     if path is None:
         raise UserError(field="PLAN", found="nothing", expected="a plan file", hint="write one with `steelyard plan`")
-    plan = read_plan(path)
-    check_model(target, plan)
+    plan, engine = read_plan(path), ENGINE_OF_TARGET[target.name]
+    engine.refuse(plan.chain(), plan.seq_len)
     with progress(f"fitting the plan into {target.name}", silent=as_json):
         given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
-        fitted = _fitted(plan, path.parent, target, given)
-    headline = _headline(fitted, target)
+        fitted = _fitted(plan, path.parent, engine, given)
+    headline = _headline(fitted, engine, target)
     request = Request(
         plan=fitted.plan,
         headline=headline,
@@ -93,29 +104,30 @@ def export(
     _print_statement(exported, fitted, headline, written, on_error=output is None)
 
 
-def _fitted(plan: Plan, folder: Path, target: Target, given: Elsewhere) -> FittedPlan:
-    """The best plan within the target's means, as it runs it; the plan itself, unpriced, where nothing is to search.
+def _fitted(plan: Plan, folder: Path, engine: Engine, given: Elsewhere) -> FittedPlan:
+    """The best plan that the engine can run, as it runs it; the plan itself, unpriced, where nothing is to search.
 
-    That is where it is within them, and was written by hand or found for a way of working that is the target's too.
+    That is where the engine can run it, and it was written by hand or found for this engine or one that works alike.
     """
     if plan.is_mixed:
         plan.machines()  # raises: what an export is for knows one device type and stages of one size
-    if not unsupported(plan, target.capabilities) and (plan.prediction is None or target.execution == OURS):
+    is_for_it = plan.prediction is None or engine_of(plan.engine or NATIVE.name).execution == engine.execution
+    if is_for_it and not unsupported(plan, engine.capabilities):
         kept = tuple(plan.asked.one_by_one()) if plan.asked else ()
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None, kept=kept, is_wanted=True)
-    job = job_of(request_of_plan(plan, folder=folder, **given))
-    return plan_for_framework(plan, job, target.capabilities, framework=target.name, execution=target.execution)
+    given["engine"] = NATIVE.name
+    return fit_plan(plan, job_of(request_of_plan(plan, folder=folder, **given)), engine)
 
 
-def _headline(fitted: FittedPlan, target: Target) -> str:
+def _headline(fitted: FittedPlan, engine: Engine, target: Target) -> str:
     """The exported plan in a line: ``uniform fsdp8 in torchtitan: 1.43 s/step, 6.0 % slower than the plan``."""
-    if target.capabilities.mixes_layers:
+    if engine.capabilities.mixes_layers:
         return f"the plan as it is in {target.name}{_predicted(fitted.plan)}"
     what = f"{describe_uniform(fitted.plan)} in {target.name}{_predicted(fitted.plan)}"
     slowdown = fitted.slowdown
     if fitted.is_wanted:
         return f"{what}, which is the plan itself"
-    theirs = "the plan" if target.execution == OURS else "the plan in steelyard's runtime"
+    theirs = "the plan" if engine.execution == NATIVE.execution else "the plan in steelyard's runtime"
     if slowdown is None or abs(slowdown) < SAME:
         return f"{what}, as fast as {theirs}"
     return f"{what}, {abs(slowdown):.1%} {'slower' if slowdown > 0 else 'faster'} than {theirs}"
@@ -217,7 +229,7 @@ def _print_targets(as_json: bool) -> None:
                     "target": target.name,
                     "software": target.software,
                     "summary": target.summary,
-                    "capabilities": _capabilities_content(target.capabilities),
+                    "capabilities": _capabilities_content(ENGINE_OF_TARGET[target.name].capabilities),
                 }
                 for target in TARGETS.values()
             ]
@@ -225,7 +237,7 @@ def _print_targets(as_json: bool) -> None:
         return
     console = Console(highlight=False, soft_wrap=True)
     for target in TARGETS.values():
-        capabilities = _capabilities_content(target.capabilities)
+        capabilities = _capabilities_content(ENGINE_OF_TARGET[target.name].capabilities)
         console.print(f"[bold]{target.name}[/bold]  {target.software}")
         console.print(
             f"  strategies: {capabilities['strategies']}; remat: {capabilities['remat']}; "

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 
 from steelyard.cost.communication import Group, collective_time
 from steelyard.cost.efficiency import Efficiency, catalogue_rates, efficiency_of
-from steelyard.cost.execution import OURS, Execution
+from steelyard.engines.engine import Engine
+from steelyard.engines.execution import Execution
+from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Cluster, Link, joined_pools
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
@@ -82,7 +84,7 @@ class Job:
     ``groups`` are the device groups at hand: one where all devices are alike. Costs are those of a stage, which lies in
     one group, so that they are asked of the job on that group alone (`by_group`).
 
-    ``global_batch`` counts samples of ``seq_len`` tokens. ``execution`` says how the framework works. ``imbalance`` is
+    ``global_batch`` counts samples of ``seq_len`` tokens. ``engine`` is what runs it. ``imbalance`` is
     how many times the mean number of tokens the rank with the most of them gets, where experts are divided over ranks.
     """
 
@@ -91,7 +93,7 @@ class Job:
     seq_len: int
     global_batch: int
     precision: Precision
-    execution: Execution = OURS
+    engine: Engine = NATIVE
     imbalance: float = ASSUMED_IMBALANCE
 
     @cached_property
@@ -139,6 +141,11 @@ class Job:
     def is_mixed(self) -> bool:
         """Whether there are several groups."""
         return len(self.groups) > 1
+
+    @property
+    def execution(self) -> Execution:
+        """How the engine works."""
+        return self.engine.execution
 
     @property
     def hardware(self) -> Cluster:

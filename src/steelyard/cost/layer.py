@@ -25,7 +25,6 @@ import numpy as np
 
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
-from steelyard.cost.execution import Execution
 from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
 from steelyard.cost.layer_load import (
     layer_load,
@@ -35,6 +34,7 @@ from steelyard.cost.layer_load import (
     rank_samples,
     traffic_group,
 )
+from steelyard.engines.execution import Execution
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.dimensions import Dimension
 from steelyard.plan.dimensions.dimension import Divides, Levels, Load, Phase, States, Traffic, shard_levels

@@ -40,11 +40,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.execution import StateBytes
 from steelyard.cost.job import MASTER_BYTES, JobConfig, side_bytes
 from steelyard.cost.layer_load import layer_profile
 from steelyard.cost.layer_memory import LayerRow
 from steelyard.cost.tables import CostTables, Received
+from steelyard.engines.execution import StateBytes
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.stages import SLICES_PER_RANK

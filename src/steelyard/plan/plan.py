@@ -76,6 +76,8 @@ class Plan(PlanPart):
     num_microbatches: Microbatches
     precision: Precision
     schedule: ScheduleName = USUAL.name
+    engine: str | None = None
+    """The engine that runs the plan, by its name; absent for steelyard's own runtime."""
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     asked: Decisions | None = None
     """Absent where the user left everything to the search, or wrote the plan by hand."""

@@ -15,6 +15,6 @@
 | `sizes`            | request → the largest batch, the longest sequence, the fewest devices that do    |
 | `explain`          | plan → what binds, its baselines, what memory is worth, its frontier             |
 | `frontier`         | request → time against memory, time and money against devices and their parts    |
-| `framework_fit`    | plan → the best plan that another framework can run                              |
+| `engine_fit`       | plan → the best plan that another engine can run in its place                    |
 | `elastic`          | plan → the plan for what is left of its cluster, or around a slow rank           |
 """

@@ -42,7 +42,9 @@ from pydantic import BaseModel, ConfigDict
 from steelyard.cost.compute import compute_time
 from steelyard.cost.efficiency import Efficiency, efficiency_of
 from steelyard.cost.job import DeviceGroup, Job
+from steelyard.cost.kernels import job_under
 from steelyard.cost.predict import predict
+from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.files import parse_json, parse_yaml, read_text
 from steelyard.hardware import Cluster, Link, is_same_device, known_device
@@ -268,7 +270,8 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
         share = share if request.memory_margin is None else request.memory_margin
         margin = int(job.budget_bytes * share)
         job = job.within(job.budget_bytes - margin, margin_bytes=margin)
-    return with_assumed_links(job, traced) if job.assumes_links else job
+    job = with_assumed_links(job, traced) if job.assumes_links else job
+    return job if request.engine == NATIVE else job_under(job, request.engine)
 
 
 def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_len: int, precision: Precision) -> None:

@@ -66,6 +66,10 @@ class Pin:
         """
         return self.without(*(key for key, (dimension, _) in modes().items() if not dimension.is_level))
 
+    def only(self, *keys: str) -> "Pin":
+        """The pin with what it wants of these alone."""
+        return replace(self, wanted=tuple((key, value) for key, value in self.wanted if key in keys))
+
     def without(self, *keys: str) -> "Pin":
         """The pin without what it wants of these."""
         return replace(self, wanted=tuple((key, value) for key, value in self.wanted if key not in keys))

@@ -13,6 +13,7 @@ from steelyard.cost.fold import unfold_layers, unfold_parts
 from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.tables import CostTables
+from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
 from steelyard.hardware import hardware_file
 from steelyard.plan.plan import Plan, PlanModel
@@ -67,6 +68,7 @@ def assemble_plan(job: Job, pipeline: PipelineConfig, parts: Sequence[StagePart]
         num_microbatches=pipeline.num_microbatches,
         precision=job.precision,
         schedule=pipeline.schedule.name,
+        engine=None if job.engine == NATIVE else job.engine.name,
         stages=stages_of(parts),
     )
 

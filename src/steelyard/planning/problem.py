@@ -34,9 +34,9 @@ from steelyard.errors import UserError
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.dimensions import DIMENSIONS
-from steelyard.plan.strategy import Strategy, divisors
-from steelyard.planning.pins import pinned, pins_of
+from steelyard.plan.dimensions import DIMENSIONS, modes
+from steelyard.plan.strategy import Remat, Strategy, divisors
+from steelyard.planning.pins import Pin, pinned, pins_of
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, Schedule
 from steelyard.search import OnDemand, SpaceOptions, enumerate_strategies, paper_dimensions
 from steelyard.search.layers import ROUNDING
@@ -78,7 +78,7 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
     offered: dict[int, tuple[Strategy, ...]] = {}
     computed_s: dict[tuple[int, int], float] = {}
     configs, found = pipeline_configs(job, decisions), []
-    pins = pins_of(decisions, job.chain)
+    pins = _pins_of(job, decisions)
     known = KnownCosts([config.pipeline.num_microbatches for config in configs])
     for config in configs:
         size, pipeline = config.devices_per_stage, config.pipeline
@@ -99,6 +99,37 @@ def _ways(strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
     """Of these strategies one for each way to compute."""
     ways = {(str(each.shape), each.sample_degree, each.token_degree, each.expert_degree): each for each in strategies}
     return tuple(ways.values())
+
+
+def is_uniform(job: Job, decisions: Decisions) -> bool:
+    """Return whether all layers must have one strategy: as the user decided, or since the engine has no other plans."""
+    return bool(decisions.uniform) or not job.engine.capabilities.mixes_layers
+
+
+def _within_engine(job: Job, decisions: Decisions) -> Decisions:
+    """The decisions without choices that the engine does not have."""
+    means = job.engine.capabilities
+    if means.mixes_layers:
+        return decisions
+    able = Decisions(
+        remats=tuple(remat for remat in Remat if remat in means.remats),
+        modes={
+            key: tuple(each for each in mode.texts if means.offers(key, each)) for key, (_, mode) in modes().items()
+        },
+    )
+    return able.with_also(decisions)
+
+
+def _pins_of(job: Job, decisions: Decisions) -> tuple[Pin, ...]:
+    """The pins; of a plan of one strategy, those of all layers ask for remat of the blocks alone."""
+    found = pins_of(decisions, job.chain)
+    if not is_uniform(job, decisions):
+        return found
+    last = job.chain.num_layers - 2
+    of_remat = (replace(pin.only("remat"), first=1, last=last) for pin in found if pin.first is None)
+    return tuple(
+        pin for pin in (*(pin.without("remat") if pin.first is None else pin for pin in found), *of_remat) if pin.wanted
+    )
 
 
 def problem_of(job: Job, tables: Sequence[OnDemand]) -> "Problem":
@@ -143,13 +174,14 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
     found = configs_under([each for each in schedules if not each.takes_chunks], job, stages, counts)
     if decisions.stage_partition == "exact":
         found += configs_under([each for each in schedules if each.takes_chunks], job, stages, counts)
-    pins = pins_of(decisions, job.chain)
+    pins, means = pins_of(decisions, job.chain), job.engine.capabilities
     insists = len(schedules) == 1 and schedules[0].why_not_everywhere
     return [
         each
         for each in found
         if (each.pipeline.schedule.is_tried(each.pipeline) or (insists and each.pipeline.num_stages > 1))
         and all(pin.takes(each.pipeline) for pin in pins)
+        and (each.pipeline.num_stages == 1 or means.runs(each.pipeline.schedule.name))
     ]
 
 
@@ -183,8 +215,8 @@ def configs_under(
 def stage_strategies(job: Job, devices_per_stage: int, decisions: Decisions) -> tuple[Strategy, ...]:
     """The leaves of the decision tree for a stage, as far as the profile has their shapes."""
     shapes = job.profile.shapes
-    offered = enumerate_strategies(devices_per_stage, space_options(job, decisions))
-    return tuple(strategy for strategy in offered if frozenset(strategy.shape.items()) in shapes)
+    offered, means = enumerate_strategies(devices_per_stage, space_options(job, decisions)), job.engine.capabilities
+    return tuple(each for each in offered if frozenset(each.shape.items()) in shapes and means.refusal(each) is None)
 
 
 def space_options(job: Job, decisions: Decisions) -> SpaceOptions:
@@ -192,7 +224,7 @@ def space_options(job: Job, decisions: Decisions) -> SpaceOptions:
 
     What a pin asks for is offered even where its dimension finds it not worth a search.
     """
-    pins = pins_of(decisions, job.chain)
+    pins, decisions = pins_of(decisions, job.chain), _within_engine(job, decisions)
     dimensions = paper_dimensions() if decisions.space == "paper" else tuple(DIMENSIONS.values())
     return SpaceOptions(
         dimensions=tuple(dimension for dimension in dimensions if not dimension.serves(job.chain)),

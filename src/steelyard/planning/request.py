@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from steelyard.cost.job import ASSUMED_IMBALANCE
+from steelyard.engines import Engine, engine_of
+from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, all_of
 from steelyard.hardware import Cluster, parse_pools, with_network
 from steelyard.installed import require_training
@@ -133,6 +135,8 @@ class PlanRequest:
     """Fraction of the budget to leave free where a plan fits so; None for `MARGIN` of a GPU's own memory."""
     budgets: Mapping[str, Budget] = field(default_factory=dict)
     """Budgets that are already known, by the name of the pool."""
+    engine: Engine = NATIVE
+    """What runs the plan."""
     profiles: Mapping[str, MeasuredProfile] = field(default_factory=dict)
     """By the name of the pool; pools without one are traced and priced by the catalogue."""
     calibration: tuple[Path, ...] = ()
@@ -169,6 +173,7 @@ class PlanRequest:
             )
         _check_what_is_free(self)
         _check_pools(self)
+        _check_engine(self)
         pins_of(self.decisions, self.chain)
         if self.price is not None and self.tokens is None:
             raise UserError(
@@ -191,6 +196,7 @@ class Elsewhere(TypedDict, total=False):
     network: str | None
     memory: str | int | None
     profile: GivenProfiles | None
+    engine: str | None
 
 
 def make_request(
@@ -205,6 +211,7 @@ def make_request(
     profile: GivenProfiles | None = None,
     own: Any = None,
     freeze: Sequence[str] = (),
+    engine: str | None = None,
     **asked: Any,
 ) -> PlanRequest:
     """Return the request that a user's words describe; see `steelyard.planning.complete.find_plan`.
@@ -231,11 +238,12 @@ def make_request(
             return chain_from_config(model, name="model")
         return load_model(model, image_size=image_size)
 
-    machines, chain, memory_bytes, given = all_of(
+    machines, chain, memory_bytes, given, runs_it = all_of(
         partial(_machines, cluster, network),
         read_chain,
         partial(_num_bytes, memory),
         partial(_read_if_one, profile, cluster),
+        partial(engine_of, engine or NATIVE.name),
     )
     profiles = _profiles(given, machines)
     if chain.freeze is None and (own is not None or freeze):
@@ -250,6 +258,7 @@ def make_request(
         global_batch=None if batch == "max" else batch,
         seq_len=None if seq_len == "max" else chain.known_seq_len(seq_len),
         memory_bytes=memory_bytes,
+        engine=runs_it,
         profiles=profiles,
         **asked,
     )
@@ -289,6 +298,7 @@ def request_of_plan(
         precision=plan.precision,
         memory_bytes=_num_bytes(memory),
         memory_margin=0.0,
+        engine=engine_of(given.get("engine") or plan.engine or NATIVE.name),
         budgets={name: each for name, _, each in _taken(plan, machines)} if is_own and memory is None else {},
         profiles=_profiles(_read_if_one(profile, machines), machines),
         time_factor=factor[0],
@@ -419,6 +429,19 @@ def _check_what_is_free(request: PlanRequest) -> None:
             expected="a number: one thing at a time can be as large as fits, and a profile is of one length",
             hint="write for example --seq-len 8192",
         )
+
+
+def _check_engine(request: PlanRequest) -> None:
+    """Raises `UserError` for a model that the engine cannot train, or for several pools, which only ours runs."""
+    if request.engine == NATIVE:
+        return
+    if request.is_mixed:
+        not_with_pools({f"--engine {request.engine.name}": True})
+    if request.seq_len is not None:
+        try:
+            request.engine.refuse(request.chain, request.seq_len)
+        except UserError as error:
+            raise UserError(**error.parts() | {"field": "--engine"}) from None
 
 
 def _check_pools(request: PlanRequest) -> None:

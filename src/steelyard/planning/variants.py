@@ -43,10 +43,20 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, modes
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, divisors
-from steelyard.planning.choose import NUM_RESCORED, Accepted, PlanningResult, accept, device_bytes, plan_job, ranks_all
+from steelyard.planning.choose import (
+    NUM_RESCORED,
+    Accepted,
+    NoUniformPlanError,
+    PlanningResult,
+    accept,
+    device_bytes,
+    plan_job,
+    ranks_all,
+)
 from steelyard.planning.job import job_of
+from steelyard.planning.pins import pins_of
 from steelyard.planning.price import describe, summarise
-from steelyard.planning.problem import GroupSpace, is_beaten, make_tables, pipeline_configs, space_options
+from steelyard.planning.problem import GroupSpace, is_beaten, is_uniform, make_tables, pipeline_configs, space_options
 from steelyard.planning.request import Budget, PlanRequest
 from steelyard.planning.uniform import uniform_tables
 from steelyard.schedules import SCHEDULES
@@ -299,6 +309,8 @@ class Study:
                 to_the_end=to_the_end,
             )
         except UserError as error:
+            if isinstance(error, NoUniformPlanError):
+                return error.found
             if error.field not in ("num_stages", "num_microbatches"):
                 raise
             return f"{error.field} is fixed at {error.found}, which is not {error.expected}"
@@ -324,14 +336,16 @@ class Study:
             tables = self._tables_of(request, job)
         except UserError:  # it contradicts what was decided, or no pipeline is so
             return Answer(name=variant.name)
-        if request.decisions.uniform:
+        if is_uniform(job, request.decisions):
             limit_s = math.inf if request.time_limit_s is None else request.time_limit_s
             tables = tuple(map(OnDemand.of, uniform_tables(job, tables, deadline=time.monotonic() + limit_s)))
         answer = Answer(name=variant.name, request=request, budget_bytes=job.budget_bytes)
         if not tables:
             return answer
-        count = len(tables) if ranks_all(job) else 1
-        found = accept(job, tables, num_exact=count, num_alternatives=count - 1, time_limit_s=request.time_limit_s)
+        every, pins = ranks_all(job), pins_of(request.decisions, job.chain)
+        count = len(tables) if every else 1 if job.engine.capabilities.mixes_layers else NUM_RESCORED
+        exact, seconds = count if every else 1, request.time_limit_s
+        found = accept(job, tables, num_exact=exact, num_alternatives=count - exact, time_limit_s=seconds, pins=pins)
         self._keep(request, job, found.bounded)
         if not found.ranked:
             miss = found.search.nearest_miss
@@ -416,7 +430,7 @@ class Study:
 
     def _keep(self, request: PlanRequest, job: Job, bounded: tuple[OnDemand, ...]) -> None:
         """Keeps what a search within the budget of a job has proven of the tables of the request itself."""
-        is_own = request.decisions == self.request.decisions and not request.decisions.uniform
+        is_own = request.decisions == self.request.decisions and not is_uniform(job, request.decisions)
         if is_own and self._shares_tables(request) and not job.is_mixed:
             self._bounded[job.budget_bytes] = bounded
 

@@ -18,8 +18,8 @@ from published_runs.frameworks import FIXED_SEGMENTS_RESERVE, framework_of
 from published_runs.jobs import Case, case_of
 from published_runs.shapes import MISALIGNED_RATE, ModelShape, layer_profiles
 
-from steelyard.cost.execution import OURS, StateBytes
 from steelyard.cost.predict import predict_memory
+from steelyard.engines.execution import OURS, StateBytes
 from tests.benchmarks.published_runs.examples import case, forecasts, outcomes, run_of, sample
 
 SHAPE = ModelShape(

@@ -6,7 +6,7 @@ import pytest
 from published_runs.jobs import Case, Skipped, case_of
 from published_runs.rows import read_runs
 
-from steelyard.cost.execution import StateBytes
+from steelyard.engines.execution import StateBytes
 from steelyard.plan.strategy import Remat
 from tests.benchmarks.published_runs.examples import case, outcomes, run_of, sample
 from tests.shapes import tp_shape

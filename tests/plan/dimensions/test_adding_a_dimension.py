@@ -9,12 +9,12 @@ from torch import nn
 
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.predict import predict
+from steelyard.engines.capabilities import Capabilities
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.dimensions import TWINS, Division, Twin
 from steelyard.modules.layers import build_layer
-from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, DP, FSDP, TP

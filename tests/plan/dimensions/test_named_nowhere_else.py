@@ -16,7 +16,7 @@ LANGUAGE = "speaks a framework's own language"
 MAY_NAME = {
     "cli/frontier.py": "--max-tp, the short form of a largest degree",
     "cli/plan.py": "--zero, the short form of a mode",
-    "cost/execution.py": "optimizers of other frameworks have ZeRO stages of their own",
+    "engines/execution.py": "optimizers of other frameworks have ZeRO stages of their own",
     "cost/framework_kernels.py": "changes traces of tensor parallelism into those of other frameworks' kernels",
     "export/deepspeed.py": LANGUAGE,
     "export/hugging_face.py": LANGUAGE,

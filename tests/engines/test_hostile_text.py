@@ -12,13 +12,13 @@ import pytest
 import yaml
 
 from steelyard.cost.simulator import StageTimes, simulate
-from steelyard.export import TARGETS, Request, export_plan, target_of
+from steelyard.engines import TARGETS, Request, export_plan, target_of
 from steelyard.hardware import parse_cluster
 from steelyard.model import read
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
 from steelyard.report.trace_events import trace_events
-from tests.export.examples import divided_experts, exported, mixed, uniform
+from tests.engines.examples import divided_experts, exported, mixed, uniform
 
 HOSTILE = (
     "coding: utf-7 +AAo-open('made')+AAo- a'b\"c'''\n$(touch made)`touch made`\r\n#SBATCH --x\n"

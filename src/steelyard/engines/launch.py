@@ -12,16 +12,12 @@ from typing import Any
 
 import yaml
 
+from steelyard.engines.writing import RENDEZVOUS_PORT, Draft, Request, Target, refuse_own_module
 from steelyard.errors import UserError
-from steelyard.export.target import RENDEZVOUS_PORT, Draft, Request, Target
 from steelyard.hardware import Cluster, Vendor
-from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.file import dump_json
 from steelyard.plan.plan import Plan
 from steelyard.units import format_plural
-
-CAPABILITIES = Capabilities(mixes_layers=True)
-"""They start steelyard's own runtime, which runs every plan."""
 
 _LONGEST_NAME = 40
 """Kubernetes takes 63 letters, of which some are ours and some its own."""
@@ -204,6 +200,7 @@ def _resources(cluster: Cluster) -> dict[str, Any]:
 
 def _cluster(request: Request, target: str) -> Cluster:
     """The hosts of the plan; raises `UserError` where they are not known or not as many devices as the plan has."""
+    refuse_own_module(target, request.plan.chain())
     cluster = request.cluster
     if cluster is None:
         raise UserError(
@@ -236,7 +233,6 @@ TORCHRUN = Target(
     name="torchrun",
     software="torchrun of torch 2.13",
     summary="train.sh: starts the plan on each host",
-    capabilities=CAPABILITIES,
     write=_write_torchrun,
     starts_steelyard=True,
 )

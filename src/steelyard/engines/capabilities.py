@@ -56,6 +56,10 @@ class Capabilities:
     schedules: frozenset[str] = frozenset()
     """By name."""
 
+    def runs(self, schedule: str) -> bool:
+        """Return whether stages may run this schedule."""
+        return self.mixes_layers or schedule in self.schedules
+
     def refusal(self, strategy: Strategy) -> str | None:
         """Why the framework cannot give a layer this strategy, or None where it can."""
         if self.mixes_layers:

@@ -1,29 +1,40 @@
 """The best plan within a framework's capabilities: the right form, none of that form faster, or a clear miss."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from steelyard.cost.job import DeviceGroup, Job
 from steelyard.cost.predict import predict
-from steelyard.export import TARGETS
-from steelyard.plan.capabilities import Capabilities, dimensions_of, first_blocks_recomputed, unsupported
+from steelyard.engines import ENGINES
+from steelyard.engines.capabilities import Capabilities, dimensions_of, first_blocks_recomputed, unsupported
+from steelyard.engines.engine import Engine
+from steelyard.engines.native import NATIVE
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
-from steelyard.planning.choose import NothingFitsError, plan_job
-from steelyard.planning.framework_fit import (
-    FittedPlan,
-    plan_for_framework,
-    uniform_tables_of,
-    with_first_blocks_recomputed,
-)
+from steelyard.planning.choose import NothingFitsError, NoUniformPlanError, plan_job
+from steelyard.planning.engine_fit import FittedPlan, fit_plan
 from steelyard.planning.price import assemble_plan, peak_bytes, with_price
+from steelyard.planning.problem import make_tables
+from steelyard.planning.uniform import uniform_tables, with_first_blocks_recomputed
 from tests.cost.examples import PARAMS, SEQ_LEN, chain, cluster, profile
 from tests.schedules.examples import pipeline
 
-DP_ONLY = Capabilities(mixes_layers=False, dimensions=dimensions_of("dp"), remats=frozenset({Remat.NONE, Remat.FULL}))
+DP_ONLY = Engine(
+    name="dp",
+    software="DDP",
+    capabilities=Capabilities(
+        mixes_layers=False, dimensions=dimensions_of("dp"), remats=frozenset({Remat.NONE, Remat.FULL})
+    ),
+)
+
+
+def alike(engine: Engine) -> Engine:
+    """An engine that runs the same plans as our runtime runs them."""
+    return replace(engine, execution=NATIVE.execution)
 
 
 def small_job(*, global_batch: int = 32, budget_bytes: int = 80 * 2**30) -> Job:
@@ -46,29 +57,29 @@ def one_stage(job: Job, *strategies: str, microbatches: int = 1) -> Plan:
 
 
 MIXED = ("dp8", "fsdp8", "fsdp4-tp2")
-UNIFORM_TARGETS = [name for name, target in TARGETS.items() if not target.capabilities.mixes_layers]
+UNIFORM = [name for name, engine in ENGINES.items() if not engine.capabilities.mixes_layers]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", UNIFORM_TARGETS)
+@pytest.mark.parametrize("name", UNIFORM)
 def test_what_comes_out_is_within_the_means(name: str) -> None:
     job = small_job()
-    fitted = plan_for_framework(one_stage(job, *MIXED), job, TARGETS[name].capabilities, framework=name)
-    assert unsupported(fitted.plan, TARGETS[name].capabilities) == ()
+    fitted = fit_plan(one_stage(job, *MIXED), job, alike(ENGINES[name]))
+    assert unsupported(fitted.plan, ENGINES[name].capabilities) == ()
     assert fitted.reasons
 
 
 def test_a_plan_within_the_means_stays_as_it_is() -> None:
     job = small_job()
     plan = one_stage(job, "dp8", "dp8", "dp8")
-    fitted = plan_for_framework(plan, job, DP_ONLY, framework="dp")
+    fitted = fit_plan(plan, job, DP_ONLY)
     assert fitted.plan.stages == plan.stages
     assert (fitted.reasons, fitted.slowdown) == ((), 0.0)
 
 
 def test_no_plan_of_one_strategy_is_faster() -> None:
     job = small_job()
-    fitted = plan_for_framework(one_stage(job, *MIXED), job, TARGETS["deepspeed"].capabilities, framework="deepspeed")
+    fitted = fit_plan(one_stage(job, *MIXED), job, alike(ENGINES["deepspeed"]))
     best_s = predict(fitted.plan, job).step_time_s
     for strategy in ("dp8", "fsdp8", "fsdp8 zero2", "dp4-tp2", "fsdp4-tp2", "tp8"):
         for microbatches in (1, 2, 4):
@@ -81,14 +92,15 @@ def test_the_slowdown_is_relative_to_the_wanted_plan() -> None:
     wanted = plan_job(job, Decisions()).plan
     assert wanted is not None
     assert wanted.prediction is not None
-    fitted = plan_for_framework(wanted, job, DP_ONLY, framework="dp")
+    fitted = fit_plan(wanted, job, DP_ONLY)
     assert fitted.slowdown is not None
     assert fitted.slowdown >= -1e-9
 
 
 def test_embedding_and_head_are_never_recomputed() -> None:
     job = small_job(budget_bytes=1 << 31)
-    for tables in uniform_tables_of(job, TARGETS["torchtitan"].capabilities):
+    theirs = replace(job, engine=ENGINES["torchtitan"])
+    for tables in uniform_tables(theirs, make_tables(theirs, Decisions())):
         for layer_type, legal in zip(job.chain.layer_types, tables.legal, strict=False):
             allowed = {tables.strategies[index].remat for index, is_legal in enumerate(legal) if is_legal}
             assert layer_type.name == "block" or allowed == {Remat.NONE}
@@ -97,22 +109,22 @@ def test_embedding_and_head_are_never_recomputed() -> None:
 def test_what_fits_nowhere_is_a_miss_in_bytes() -> None:
     job = small_job(budget_bytes=1100 * 2**20)
     with pytest.raises(NothingFitsError, match=r"misses .* \(\d+ bytes\)"):
-        plan_for_framework(one_stage(job, *MIXED), job, DP_ONLY, framework="dp")
+        fit_plan(one_stage(job, *MIXED), job, DP_ONLY)
 
 
 def test_what_fits_without_the_margin_alone_takes_of_it() -> None:
     job = small_job(budget_bytes=1100 * 2**20)
-    fitted = plan_for_framework(one_stage(job, *MIXED), job.on(margin_bytes=2**36), DP_ONLY, framework="dp")
+    fitted = fit_plan(one_stage(job, *MIXED), job.on(margin_bytes=2**36), DP_ONLY)
     assert peak_bytes(fitted.plan) > job.budget_bytes
     roomy = small_job()
-    at_ease = plan_for_framework(one_stage(roomy, *MIXED), roomy.on(margin_bytes=2**36), DP_ONLY, framework="dp")
+    at_ease = fit_plan(one_stage(roomy, *MIXED), roomy.on(margin_bytes=2**36), DP_ONLY)
     assert peak_bytes(at_ease.plan) <= roomy.budget_bytes
 
 
 def test_what_is_legal_nowhere_says_so() -> None:
     job = small_job(global_batch=4)
-    with pytest.raises(NothingFitsError, match="legal for every layer"):
-        plan_for_framework(one_stage(job, "dp4-tp2", "tp8", "tp8"), job, DP_ONLY, framework="dp")
+    with pytest.raises(NoUniformPlanError, match="dp, which has no strategy that every layer"):
+        fit_plan(one_stage(job, "dp4-tp2", "tp8", "tp8"), job, DP_ONLY)
 
 
 def first_recomputed(job: Job, count: int) -> Plan:
@@ -143,8 +155,7 @@ def test_nothing_is_recomputed_where_that_would_not_do() -> None:
 
 
 def fit(plan: Plan, job: Job, name: str) -> FittedPlan:
-    target = TARGETS[name]
-    return plan_for_framework(plan, job, target.capabilities, framework=name, execution=target.execution)
+    return fit_plan(plan, job, ENGINES[name])
 
 
 def best(job: Job, **asked: object) -> Plan:
@@ -214,7 +225,7 @@ def test_what_leaves_nothing_that_fits_is_given_up_with_what_it_misses() -> None
     job = roomy.on(budget_bytes=peak_bytes(least) + 1000)
     asked = Decisions(pins=("dp=8",), remats=(Remat.NONE,), num_microbatches=1)
     mixed = one_stage(job, *MIXED).model_copy(update={"asked": asked})
-    fitted = plan_for_framework(mixed, job, DP_ONLY, framework="dp")
+    fitted = fit_plan(mixed, job, DP_ONLY)
     assert len(fitted.given_up) == 1
     assert re.fullmatch(
         r"--\w+ \w+: with all that was asked there is not .* misses .* \(\d+ bytes\)", fitted.given_up[0]

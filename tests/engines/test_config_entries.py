@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from steelyard.engines.config_entries import DEFAULTS, NO_EFFECT, completed
+from steelyard.engines.megatron import model_flags
+from steelyard.engines.torchtitan import changes_of, flavor_of
 from steelyard.errors import UserError
-from steelyard.export.config_entries import DEFAULTS, NO_EFFECT, completed
-from steelyard.export.megatron import model_flags
-from steelyard.export.torchtitan import changes_of, flavor_of
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import load_model
-from tests.export.examples import text_of, uniform
+from tests.engines.examples import text_of, uniform
 
 MODELS = {
     "llama": "llama3.1-8b",

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from steelyard.engines.pytorch import SCRIPT, STYLES
 from steelyard.errors import UserError
-from steelyard.export.pytorch import SCRIPT, STYLES
 from steelyard.model.family import Task
 from steelyard.model.read import chain_from_config, load_model, model_names
 from steelyard.model.split import BlockCall, SplitStream
 from steelyard.plan.plan import Plan
-from tests.export import script_cases
-from tests.export.examples import TINY, exported, mixed, read, text_of, uneven_pipeline, uniform
-from tests.export.script_cases import CASES, NUM_STEPS, SAMPLE, content_of
+from tests.engines import script_cases
+from tests.engines.examples import TINY, exported, mixed, read, text_of, uneven_pipeline, uniform
+from tests.engines.script_cases import CASES, NUM_STEPS, SAMPLE, content_of
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import one_process, run_module
 from tests.sample import asked, sampled
@@ -266,7 +266,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp("script")
     script_cases.write_data(path)
     script_cases.write_contents(path, asked(request, "trained_case"))
-    run_module("tests.export.script_cases", path, result=path / "result.json")
+    run_module("tests.engines.script_cases", path, result=path / "result.json")
     return path
 
 

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import yaml
 
+from steelyard.engines import ENGINES, TARGETS
+from steelyard.engines.capabilities import unsupported
+from steelyard.engines.writing import UniformPlan, describe_uniform
 from steelyard.errors import UserError
-from steelyard.export import TARGETS
-from steelyard.export.target import UniformPlan, describe_uniform
 from steelyard.model.read import load_model
-from steelyard.plan.capabilities import unsupported
 from steelyard.plan.file import parse_value
 from steelyard.plan.plan import InvalidPlanError, Plan, PlanModel
 from steelyard.plan.strategy import parse_strategy
-from tests.export.examples import divided_experts, exported, mixed, text_of, uneven_pipeline, uniform
+from tests.engines.examples import divided_experts, exported, mixed, text_of, uneven_pipeline, uniform
 from tests.processes.warm import HANG_LIMIT_S
 
 KNOWN = Path(__file__).parent / "known"
@@ -65,13 +65,12 @@ def test_a_cpu_has_no_allocator_to_set() -> None:
 
 
 def test_the_statement_says_where_nothing_is_lost() -> None:
-    from steelyard.export.target import Draft, Request, Target, export_plan
+    from steelyard.engines.writing import Draft, Request, Target, export_plan
 
     target = Target(
         name="x",
         software="x 1",
         summary="",
-        capabilities=TARGETS["slurm"].capabilities,
         write=lambda _: Draft(files=(("a.txt", "body\n"),), carried=("all",)),
     )
     content = export_plan(target, Request(plan=FSDP, headline="h", unsupported=())).files[0][1]
@@ -202,12 +201,12 @@ def test_torchtitan_gets_context_parallelism_inside_its_shards() -> None:
 
 @pytest.mark.parametrize("parallel", ["cp8", "fsdp2-cp4+ulysses"])
 def test_torchtitan_refuses_states_that_cp_replicates_and_ulysses(parallel: str) -> None:
-    assert TARGETS["torchtitan"].capabilities.refusal(parse_strategy(parallel)) is not None
+    assert ENGINES["torchtitan"].capabilities.refusal(parse_strategy(parallel)) is not None
 
 
 @pytest.mark.parametrize("target", ["deepspeed", "accelerate", "transformers"])
 def test_what_no_file_makes_a_framework_do_is_refused(target: str) -> None:
-    assert TARGETS[target].capabilities.refusal(parse_strategy("fsdp2-cp4")) == "cp with fsdp in one layer"
+    assert ENGINES[target].capabilities.refusal(parse_strategy("fsdp2-cp4")) == "cp with fsdp in one layer"
 
 
 # Megatron-LM
@@ -288,8 +287,8 @@ def test_megatron_takes_as_many_experts_of_a_token_as_transformers_where_the_con
 
 
 def test_megatron_leaves_sharded_parameters_to_its_other_target() -> None:
-    assert any("--to megatron-fsdp" in reason for reason in unsupported(FSDP, TARGETS["megatron"].capabilities))
-    assert unsupported(FSDP, TARGETS["megatron-fsdp"].capabilities) == ()
+    assert any("--to megatron-fsdp" in reason for reason in unsupported(FSDP, ENGINES["megatron"].capabilities))
+    assert unsupported(FSDP, ENGINES["megatron-fsdp"].capabilities) == ()
 
 
 def run_megatron(plan: Plan, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -622,7 +621,7 @@ def test_launch_files_need_the_devices_of_the_plan(target: str) -> None:
 
 def test_torchtitan_divides_experts_of_blocks_that_have_some() -> None:
     plan = divided_experts("deepseek-v3", ep=8, num_layers=61, dense=3)
-    assert unsupported(plan, TARGETS["torchtitan"].capabilities) == ()
+    assert unsupported(plan, ENGINES["torchtitan"].capabilities) == ()
     assert "expert_parallel_degree=8," in text_of(plan, "torchtitan", ".py")
 
 
@@ -636,7 +635,7 @@ def test_torchtitan_knows_qwen3_with_experts_by_flavor_and_by_name() -> None:
 def test_megatron_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: str, ep: int, ranks: int) -> None:
     plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel)
     name = "megatron-fsdp" if "fsdp" in parallel else "megatron"
-    assert unsupported(plan, TARGETS[name].capabilities) == ()
+    assert unsupported(plan, ENGINES[name].capabilities) == ()
     text = text_of(plan, name, ".sh")
     assert f"--expert-model-parallel-size {ranks}\n" in text
     assert "--expert-tensor-parallel-size 1\n" in text
@@ -647,13 +646,13 @@ def test_megatron_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: st
 @pytest.mark.parametrize("name", ["deepspeed", "accelerate", "transformers"])
 def test_other_frameworks_say_that_they_cannot_divide_experts(name: str) -> None:
     plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
-    assert any("ep" in reason for reason in unsupported(plan, TARGETS[name].capabilities))
+    assert any("ep" in reason for reason in unsupported(plan, ENGINES[name].capabilities))
 
 
 def test_deepspeed_says_whose_matter_it_is() -> None:
     plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
     assert any(
-        "a matter of the model's code" in reason for reason in unsupported(plan, TARGETS["deepspeed"].capabilities)
+        "a matter of the model's code" in reason for reason in unsupported(plan, ENGINES["deepspeed"].capabilities)
     )
 
 
@@ -688,7 +687,7 @@ def test_hybrid_sharding_is_two_sizes_in_accelerate() -> None:
 
 def test_hybrid_sharding_and_context_parallelism_are_three_degrees_in_torchtitan() -> None:
     plan = uniform("dp2-fsdp2-cp2", devices=8)
-    assert unsupported(plan, TARGETS["torchtitan"].capabilities) == ()
+    assert unsupported(plan, ENGINES["torchtitan"].capabilities) == ()
     content = titan(plan)["parallelism"]
     degrees = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree")
     assert [content[name] for name in degrees] == [2, 2, 2]
@@ -697,7 +696,7 @@ def test_hybrid_sharding_and_context_parallelism_are_three_degrees_in_torchtitan
 
 
 def test_torchtitan_divides_experts_inside_the_shards_of_hybrid_sharding() -> None:
-    means = TARGETS["torchtitan"].capabilities
+    means = ENGINES["torchtitan"].capabilities
     plan = divided_experts("deepseek-v3", ep=4, num_layers=61, dense=3, parallel="dp2-fsdp4")
     assert unsupported(plan, means) == ()
     assert "expert_parallel_degree=4," in text_of(plan, "torchtitan", ".py")
@@ -707,9 +706,9 @@ def test_torchtitan_divides_experts_inside_the_shards_of_hybrid_sharding() -> No
 
 @pytest.mark.parametrize("name", ["deepspeed", "transformers"])
 def test_frameworks_without_hybrid_sharding_say_so(name: str) -> None:
-    assert "dp with fsdp in one layer" in unsupported(HYBRID, TARGETS[name].capabilities)
+    assert "dp with fsdp in one layer" in unsupported(HYBRID, ENGINES[name].capabilities)
 
 
 def test_megatron_takes_no_zero_2_inside_replicas() -> None:
     plan = uniform("dp2-fsdp4", devices=8, zero=2)
-    assert "zero 2 beside dp" in unsupported(plan, TARGETS["megatron-fsdp"].capabilities)
+    assert "zero 2 beside dp" in unsupported(plan, ENGINES["megatron-fsdp"].capabilities)

@@ -12,19 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from steelyard.engines.writing import Draft, Request, Target, refuse_untold
 from steelyard.errors import UserError
-from steelyard.export.target import Draft, Request, Target
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import BEGIN_WITH_THE_LAST, LayerRole, LayerType, Task
 from steelyard.model.split import BlockCall, ModelSplit
-from steelyard.plan.capabilities import Capabilities
 from steelyard.plan.plan import OTHER_PLANS, Plan
 from steelyard.units import format_plural
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_plan.py"
 """What the export copies."""
-CAPABILITIES = Capabilities(mixes_layers=True)
-
 DIMENSIONS = frozenset({"dp", "fsdp", "tp"})
 """Parallelism dimensions that the script carries out."""
 STYLES: Mapping[str, str] = {
@@ -83,6 +80,7 @@ def _write(request: Request) -> Draft:
 
 def _check(plan: Plan, chain: ModelChain) -> None:
     """Raises `UserError` for a model, or a tensor parallelism of it, that the script has no stock calls for."""
+    refuse_untold("pytorch", chain)
     divided = {chain.type_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tensor_degree > 1}
     reason = _why_not(chain) or next(
         filter(None, (_why_no_tp(_split_styles(chain, layer_type)) for layer_type in divided)), ""
@@ -230,6 +228,5 @@ TARGET = Target(
     name="pytorch",
     software="torch 2.13 and transformers 5",
     summary="a training script of stock calls that runs the plan, mixes per layer included, without steelyard",
-    capabilities=CAPABILITIES,
     write=_write,
 )

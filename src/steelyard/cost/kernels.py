@@ -1,4 +1,4 @@
-r"""What a framework's kernels and remat make of a traced profile, where they are not those of transformers and torch.
+r"""What an engine's kernels and remat make of a traced profile, where they are not those of transformers and torch.
 
 Per token of a block, with hidden size $h$, query and key-value widths $q$ and $k$ and feed-forward width $f$ of a rank
 (of routed experts that of all whose rows it computes), and $\sigma = 1/\text{tp}$ with sequence parallelism, else 1.
@@ -23,8 +23,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from steelyard.cost.execution import Execution
 from steelyard.cost.job import Job
+from steelyard.engines.engine import Engine
+from steelyard.engines.execution import Execution
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.family import Routing
 from steelyard.profiles.profile import LayerProfile, Recomputation, Work
@@ -36,14 +37,14 @@ _FUSED_LAUNCHES = 21
 """Kernels of a block's forward pass that fusing leaves out: 10 of two norms, 10 of rotary, 1 of the activation."""
 
 
-def job_under(job: Job, execution: Execution) -> Job:
-    """The job as a framework runs it; a measured profile stays as it was measured."""
-    profile = job.profile
+def job_under(job: Job, engine: Engine) -> Job:
+    """The job as an engine runs it; a measured profile stays as it was measured."""
+    profile, execution = job.profile, engine.execution
     if not profile.identity.is_measured and job.precision == "bf16":
         layer_types = {layer_type.name: layer_type for layer_type in job.chain.layer_types}
         layers = (_under(execution, each, layer_types[each.kind], job) for each in profile.layers)
         profile = profile.model_copy(update={"layers": tuple(layers)})
-    return replace(job.on(profile=profile), execution=execution)
+    return replace(job.on(profile=profile), engine=engine)
 
 
 def _under(

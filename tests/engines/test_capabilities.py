@@ -2,9 +2,9 @@
 
 import pytest
 
-from steelyard.plan.capabilities import Capabilities, dimensions_of, first_blocks_recomputed, unsupported
+from steelyard.engines.capabilities import Capabilities, dimensions_of, first_blocks_recomputed, unsupported
 from steelyard.plan.strategy import Remat, parse_strategy
-from tests.export.examples import mixed, uneven_pipeline, uniform
+from tests.engines.examples import mixed, uneven_pipeline, uniform
 from tests.runtime.models import make_plan
 
 EVERY = Capabilities(

@@ -15,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from steelyard.cost.execution import TORCHTITAN
+from steelyard.engines.capabilities import Capabilities, dimensions_of
+from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
+from steelyard.engines.engine import Engine
+from steelyard.engines.execution import Execution
+from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
-from steelyard.export.config_entries import ANY, ROPE, Known, completed, refuse_entries
-from steelyard.export.target import Draft, PipelinePart, Request, Target, UniformPlan
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
-from steelyard.plan.capabilities import Capabilities, dimensions_of
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
@@ -145,6 +146,11 @@ _SAME: Known = {
     **{"hidden_act": ("silu", "swish"), "attention_dropout": (0,), ROUTER_LOSS: ANY, "router_aux_loss_coef": ANY},
     "num_nextn_predict_layers": ANY,  # transformers does not train what predicts the token after the next either
 }
+
+
+def _refuse(chain: ModelChain, seq_len: int) -> None:
+    refuse_untold("torchtitan", chain)
+    flavor_of(chain, seq_len)
 
 
 def _write(request: Request) -> Draft:
@@ -337,12 +343,21 @@ def _toml(view: UniformPlan, flavor: _Flavor) -> str:
     return "\n\n".join(written) + "\n"
 
 
-TARGET = Target(
+TORCHTITAN = Engine(
     name="torchtitan",
-    software="torchtitan 0.3.0 (.py), main (_main.py) and 0.2.2 (.toml)",
-    summary="configuration functions and a TOML file: degrees, cuts, schedule, activation checkpointing, batch",
+    software="torchtitan 0.3.0",
     capabilities=CAPABILITIES,
-    write=_write,
-    execution=TORCHTITAN,
-    routers="the auxiliary loss of routers: torchtitan moves their biases instead",
+    execution=Execution(buffers_every_microbatch=True, repeats_whole_blocks=True, keeps_every_second_product=True),
+    refuse=_refuse,
+    targets=(
+        Target(
+            name="torchtitan",
+            software="torchtitan 0.3.0 (.py), main (_main.py) and 0.2.2 (.toml)",
+            summary="configuration functions and a TOML file: degrees, cuts, schedule, activation checkpointing, batch",
+            write=_write,
+            routers="the auxiliary loss of routers: torchtitan moves their biases instead",
+        ),
+    ),
 )
+"""FSDP2 as here, torch's stages as they come; its checkpoints do not stop early
+(distributed/activation_checkpoint.py)."""

@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from steelyard.cost.execution import MEGATRON_CORE, MEGATRON_FSDP
+from steelyard.engines.capabilities import Capabilities, dimensions_of
+from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
+from steelyard.engines.engine import Engine
+from steelyard.engines.execution import Execution, StateBytes
+from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
-from steelyard.export.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
-from steelyard.export.target import Draft, PipelinePart, Request, Target, UniformPlan
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
-from steelyard.plan.capabilities import Capabilities, dimensions_of
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
@@ -59,6 +60,11 @@ _VOCAB_UNIT = 128
 """Megatron's own ``--make-vocab-size-divisible-by``."""
 Flags = list[str]
 """Each an option, and behind a space its value, which the script quotes."""
+
+
+def _refuse(chain: ModelChain, seq_len: int) -> None:
+    refuse_untold("megatron", chain)
+    model_flags(chain, seq_len)
 
 
 def _write(request: Request) -> Draft:
@@ -332,20 +338,43 @@ _FAMILIES: Mapping[str, tuple[Known, Callable[[Mapping[str, Any]], Flags]]] = {
 }
 """By model type: entries carried in addition to the common ones, and the function that writes them."""
 
-TARGET = Target(
+MEGATRON = Engine(
     name="megatron",
     software="Megatron-LM (megatron-core 0.19.2)",
-    summary="a script with the arguments of pretrain_gpt.py: sizes, layout of uneven stages, recompute, batch",
     capabilities=CAPABILITIES,
-    write=_write,
-    execution=MEGATRON_CORE,
-    routers="the auxiliary loss of routers over all layers and data ranks: Megatron takes each layer and each data "
-    "rank's samples by themselves (the coefficient is the model's times the experts of a token over the layers)",
+    execution=Execution(
+        states=StateBytes(parameters=2, gradients=4, optimizer=12, zero=1),
+        overlaps_transfers=False,
+        fused_kernels=True,
+        repeats_whole_blocks=True,
+    ),
+    refuse=_refuse,
+    targets=(
+        Target(
+            name="megatron",
+            software="Megatron-LM (megatron-core 0.19.2)",
+            summary="a script with the arguments of pretrain_gpt.py: sizes, layout of uneven stages, recompute, batch",
+            write=_write,
+            routers="the auxiliary loss of routers over all layers and data ranks: Megatron takes each layer and each "
+            "data rank's samples by themselves (the coefficient is the model's times the experts of a token over the "
+            "layers)",
+        ),
+    ),
 )
-SHARDED_TARGET = replace(
-    TARGET,
+"""Its distributed optimizer reduces gradients and gathers parameters beside compute (--use-distributed-optimizer,
+--overlap-grad-reduce, --overlap-param-gather). The matmul that makes a gradient adds it to the fp32 one."""
+MEGATRON_FSDP = replace(
+    MEGATRON,
     name="megatron-fsdp",
-    summary="the same on Megatron-FSDP: parameters, gradients and optimizer sharded",
     capabilities=FSDP_CAPABILITIES,
-    execution=MEGATRON_FSDP,
+    execution=Execution(fused_kernels=True, repeats_whole_blocks=True),
+    targets=tuple(
+        replace(
+            target,
+            name="megatron-fsdp",
+            summary="the same on Megatron-FSDP: parameters, gradients and optimizer sharded",
+        )
+        for target in MEGATRON.targets
+    ),
 )
+"""Megatron-FSDP shards as FSDP2 does."""

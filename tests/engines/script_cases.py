@@ -1,6 +1,6 @@
 """Plans that the plain PyTorch script trains, each in a few processes, to be compared with the runtime in one.
 
-``python -m tests.export.script_cases FOLDER RESULT.json`` trains every case whose file is in the folder, all in one
+``python -m tests.engines.script_cases FOLDER RESULT.json`` trains every case whose file is in the folder, all in one
 launch: a few of them in each world of `NUM_RANKS` forks, in which process groups pile up.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from steelyard.export import Request, export_plan, target_of
-from steelyard.export.pytorch import SCRIPT
+from steelyard.engines import Request, export_plan, target_of
+from steelyard.engines.pytorch import SCRIPT
 from steelyard.model.read import load_config
 from steelyard.model.small import small_config, without_dropout
 from steelyard.plan.plan import Plan

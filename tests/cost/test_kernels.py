@@ -5,9 +5,14 @@ from dataclasses import replace
 import pytest
 from published_runs.shapes import Kernels, ModelShape, layer_profiles
 
-from steelyard.cost.execution import MEGATRON_CORE, OURS, TORCHTITAN, Execution
-from steelyard.cost.framework_kernels import job_under
 from steelyard.cost.job import DeviceGroup, Job
+from steelyard.cost.kernels import job_under
+from steelyard.engines.deepspeed import DEEPSPEED
+from steelyard.engines.engine import Engine
+from steelyard.engines.execution import Execution
+from steelyard.engines.megatron import MEGATRON
+from steelyard.engines.native import NATIVE
+from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
@@ -45,6 +50,8 @@ EAGER = Kernels(norm=False, rotary=False, activation=False, loss=False, attentio
 FUSED = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="flash")
 SHAPES = [(1, False), (2, False), (4, True)]
 
+FUSED = replace(NATIVE, execution=Execution(fused_kernels=True))
+
 
 @pytest.fixture(scope="module")
 def traced() -> Job:
@@ -77,7 +84,7 @@ def closed(kernels: Kernels, layer_type: str, tp: int, sp: bool) -> LayerProfile
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "sp"), SHAPES)
 def test_fused_blocks_keep_what_the_closed_form_says(traced: Job, tp: int, sp: bool) -> None:
-    found = layer_of(job_under(traced, MEGATRON_CORE), "block", tp, sp).saved_bytes.at(1)
+    found = layer_of(job_under(traced, MEGATRON), "block", tp, sp).saved_bytes.at(1)
     assert found == pytest.approx(closed(FUSED, "block", tp, sp).saved_bytes.at(1), rel=0.02)
     assert found < layer_of(traced, "block", tp, sp).saved_bytes.at(1)
 
@@ -88,7 +95,7 @@ def test_fused_blocks_keep_what_the_closed_form_says(traced: Job, tp: int, sp: b
 def test_fused_kernels_move_as_much_less_as_the_closed_form_says(
     traced: Job, layer_type: str, tp: int, sp: bool
 ) -> None:
-    fused, eager = layer_of(job_under(traced, MEGATRON_CORE), layer_type, tp, sp), layer_of(traced, layer_type, tp, sp)
+    fused, eager = layer_of(job_under(traced, MEGATRON), layer_type, tp, sp), layer_of(traced, layer_type, tp, sp)
     expected, before = closed(FUSED, layer_type, tp, sp), closed(EAGER, layer_type, tp, sp)
     for direction in ("forward", "backward"):
         now, then, wanted, was = (getattr(each, direction).memory_bytes for each in (fused, eager, expected, before))
@@ -123,22 +130,22 @@ def test_a_framework_that_repeats_whole_blocks_repeats_all_that_forward_does(tra
     )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("execution", [OURS, Execution(reduce_bytes=2)])
-def test_kernels_of_our_own_stay_as_traced(traced: Job, execution: Execution) -> None:
-    assert job_under(traced, execution).profile == traced.profile
+@pytest.mark.parametrize("engine", [NATIVE, DEEPSPEED])
+def test_kernels_of_our_own_stay_as_traced(traced: Job, engine: Engine) -> None:
+    assert job_under(traced, engine).profile == traced.profile
 
 
 def test_what_was_measured_stays_as_it_was(traced: Job) -> None:
     identity = traced.profile.identity.model_copy(update={"method": "measured", "num_devices": 8})
     measured = traced.on(profile=traced.profile.model_copy(update={"identity": identity}))
-    assert job_under(measured, MEGATRON_CORE).profile == measured.profile
+    assert job_under(measured, MEGATRON).profile == measured.profile
 
 
 @pytest.mark.slow
 def test_a_model_of_another_form_stays_as_traced_but_for_whole_blocks(traced: Job) -> None:
     config = {key: value for key, value in CONFIG.items() if key != "rms_norm_eps"} | {"model_type": "gpt_neox"}
     other = replace(traced, chain=chain_from_config(config, name="other"))
-    before, after = (layer_of(job, "block", 1, False) for job in (other, job_under(other, MEGATRON_CORE)))
+    before, after = (layer_of(job, "block", 1, False) for job in (other, job_under(other, MEGATRON)))
     assert (after.forward, after.saved_bytes) == (before.forward, before.saved_bytes)
 
 
@@ -159,7 +166,7 @@ def test_kernels_are_fused_where_ranks_divide_experts_too() -> None:
         precision="bf16",
     )
     layer_type = next(layer_type.name for layer_type in chain.layer_types if layer_type.num_experts)
-    fused = job_under(job, replace(OURS, fused_kernels=True))
+    fused = job_under(job, FUSED)
     eager_layer, fused_layer = (each.layer(layer_type, {}, expert_degree=2) for each in (job, fused))
     assert eager_layer is not None
     assert fused_layer is not None
@@ -189,7 +196,7 @@ def test_one_kernel_for_the_activation_of_experts_keeps_less_for_every_pair() ->
     )
     layer_type = next(layer_type.name for layer_type in chain.layer_types if layer_type.num_experts)
     saved = []
-    for each in (job, job_under(job, replace(OURS, fused_kernels=True))):
+    for each in (job, job_under(job, FUSED)):
         layer = each.profile.layer(layer_type, {})
         assert layer is not None
         assert layer.divided_experts is not None

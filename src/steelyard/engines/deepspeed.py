@@ -9,9 +9,10 @@ any more: MiCS is removed, and the groups of ZeRO++ hold a second copy of parame
 import json
 from typing import Any
 
-from steelyard.cost.execution import DEEPSPEED
-from steelyard.export.target import Draft, Request, Target, UniformPlan
-from steelyard.plan.capabilities import Capabilities, dimensions_of
+from steelyard.engines.capabilities import Capabilities, dimensions_of
+from steelyard.engines.engine import Engine
+from steelyard.engines.execution import Execution
+from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_untold
 from steelyard.plan.strategy import Remat
 
 CAPABILITIES = Capabilities(
@@ -76,12 +77,20 @@ def _zero(view: UniformPlan) -> dict[str, Any]:
     return common | ({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {})
 
 
-TARGET = Target(
+DEEPSPEED = Engine(
     name="deepspeed",
     software="DeepSpeed 0.19.8",
-    summary="ds_config.json: ZeRO stage, AutoTP, batch sizes, activation checkpointing",
     capabilities=CAPABILITIES,
-    write=_write,
-    execution=DEEPSPEED,
-    routers="the auxiliary loss of routers over all data ranks: the model takes the samples of each by themselves",
+    execution=Execution(reduce_bytes=2),
+    refuse=lambda chain, seq_len: refuse_untold("deepspeed", chain),
+    targets=(
+        Target(
+            name="deepspeed",
+            software="DeepSpeed 0.19.8",
+            summary="ds_config.json: ZeRO stage, AutoTP, batch sizes, activation checkpointing",
+            write=_write,
+            routers=ROUTERS_BY_RANK,
+        ),
+    ),
 )
+"""ZeRO-3 with gradients in bf16, as published runs of it have them."""

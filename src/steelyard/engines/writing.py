@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from steelyard.cost.execution import OURS, Execution
+from steelyard.engines.capabilities import block_layers, first_blocks_recomputed
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster
-from steelyard.plan.capabilities import Capabilities, block_layers, first_blocks_recomputed
+from steelyard.model.chain import ModelChain
 from steelyard.plan.dimensions import CP, DP, FSDP, TP
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
@@ -164,6 +164,8 @@ def _parts(plan: Plan, first_block: int, last_block: int) -> tuple[PipelinePart,
     )
 
 
+ROUTERS_BY_RANK = "the auxiliary loss of routers over all data ranks: the model takes the samples of each by themselves"
+"""What trainers of Hugging Face's models do not carry over of a router that is trained."""
 RENDEZVOUS_PORT = 29500
 """Where the processes of several hosts meet, on the first of them."""
 
@@ -225,16 +227,13 @@ class Export:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A framework or launcher that a plan can be exported to."""
+    """A way to write a plan: the files that some software reads."""
 
     name: str
     software: str
     """What reads the files, with the version whose names were used."""
     summary: str
-    capabilities: Capabilities
     write: Callable[[Request], Draft]
-    execution: Execution = OURS
-    """How it carries a plan out: what an export is priced by."""
     starts_steelyard: bool = False
     """Whether what it starts is steelyard's own runtime, which sets PyTorch's allocator by itself."""
     routers: str = "the auxiliary loss of routers"
@@ -242,8 +241,7 @@ class Target:
 
 
 def export_plan(target: Target, request: Request) -> Export:
-    """The files of a target for a plan within its means; raises as `check_model`."""
-    check_model(target, request.plan)
+    """The files of a target for a plan that its engine can run; raises `UserError` where they cannot be written."""
     draft = target.write(request)
     carried = (*draft.carried, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
     trains_other = request.plan.chain().trains_routers and not target.starts_steelyard
@@ -261,20 +259,24 @@ def export_plan(target: Target, request: Request) -> Export:
     )
 
 
-def check_model(target: Target, plan: Plan) -> None:
-    """Raises `UserError` where a target cannot train the model of a plan as the plan does."""
-    module, frozen = plan.chain().split.module, plan.model.frozen
-    if module:
+def refuse_own_module(name: str, chain: ModelChain) -> None:
+    """Raise `UserError` for a module of the user's own, which no file can describe."""
+    if chain.split.module:
         raise UserError(
             field="--to",
-            found=f"{target.name} for {module}, a module of your own",
+            found=f"{name} for {chain.split.module}, a module of your own",
             expected="a model of transformers, which other frameworks know by its config",
             hint="train it with steelyard.parallelize (docs/your-own-model.md)",
         )
-    if frozen is not None and not target.starts_steelyard:
+
+
+def refuse_untold(name: str, chain: ModelChain) -> None:
+    """Raise `UserError` for a module of the user's own and for frozen parameters, which files here do not mention."""
+    refuse_own_module(name, chain)
+    if chain.freeze is not None:
         raise UserError(
             field="--to",
-            found=f"{target.name} for a plan that freezes {frozen.of}",
+            found=f"{name} for a plan that freezes {chain.freeze.of}",
             expected="a plan that trains all of the model: what is frozen is not written for other frameworks",
             hint="train it with steelyard train, or plan without --freeze",
         )

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from steelyard.engines import ENGINE_OF_TARGET, Export, Request, describe_uniform, export_plan, target_of
 from steelyard.errors import InvalidPlanError
-from steelyard.export import Export, Request, describe_uniform, export_plan, target_of
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import load_model
 from steelyard.plan.file import parse_value
@@ -110,7 +110,7 @@ def mixed(*, devices: int = 4, **changes: Any) -> Plan:
 
 def exported(plan: Plan, to: str, *, unsupported: tuple[str, ...] = (), image: str | None = "an-image") -> Export:
     target = target_of(to)
-    headline = "the plan" if target.capabilities.mixes_layers else describe_uniform(plan)
+    headline = "the plan" if ENGINE_OF_TARGET[target.name].capabilities.mixes_layers else describe_uniform(plan)
     cluster = parse_cluster(plan.cluster)
     return export_plan(
         target, Request(plan=plan, headline=headline, unsupported=unsupported, cluster=cluster, image=image)

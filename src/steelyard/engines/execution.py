@@ -1,8 +1,7 @@
-"""How a framework carries a plan out, where that changes what a step costs; the default is `steelyard.runtime`.
+"""How an engine runs a plan, as far as that changes what a step costs; the defaults are those of `steelyard.runtime`.
 
-Every field names something that a framework does. The default's values are those of our runtime, which plans made here
-take. `benchmarks/published_runs/frameworks.py` has one value per framework that others published runs of, and says
-which were read in code or papers and which were chosen on those runs.
+`benchmarks/published_runs/frameworks.py` has one value per framework that others published runs of, and says which were
+read in code or papers and which were chosen on those runs.
 """
 
 from dataclasses import dataclass
@@ -163,25 +162,4 @@ class Execution:
 
 
 OURS = Execution()
-MEGATRON_CORE = Execution(
-    states=StateBytes(parameters=2, gradients=4, optimizer=12, zero=1),
-    overlaps_transfers=False,
-    fused_kernels=True,
-    repeats_whole_blocks=True,
-)
-"""Megatron-LM on megatron-core with its distributed optimizer, gradients reduced and parameters gathered beside compute
-(--use-distributed-optimizer, --overlap-grad-reduce, --overlap-param-gather). The matmul that makes a gradient adds it
-to the fp32 one."""
-MEGATRON_FSDP = Execution(fused_kernels=True, repeats_whole_blocks=True)
-"""Megatron-LM on Megatron-FSDP, which shards as FSDP2 does."""
-TORCHTITAN = Execution(buffers_every_microbatch=True, repeats_whole_blocks=True, keeps_every_second_product=True)
-"""torchtitan 0.3: FSDP2 as here, torch's stages as they come; its checkpoints do not stop early
-(distributed/activation_checkpoint.py)."""
-DEEPSPEED = Execution(reduce_bytes=2)
-"""ZeRO-3 with gradients in bf16, as published runs of it have them."""
-ACCELERATE = Execution(whole_gradients="always")
-"""FSDP2 under accelerate 1.15: one policy for parameters, gradients and outputs (utils/dataclasses.py,
-set_mixed_precision), and `set_requires_gradient_sync(False)` while gradients accumulate (accelerator.py, no_sync)."""
-TRANSFORMERS = Execution(whole_gradients="without tp")
-"""transformers 5.23 trains through accelerate but where its DistributedConfig shards the model, which reduces in fp32
-(distributed/fsdp.py) and in every backward pass."""
+"""How `steelyard.runtime` runs a plan."""

@@ -1,0 +1,77 @@
+"""The software that runs plans, one module for each engine, with all that steelyard knows of it.
+
+| module         | holds                                                                      |
+|----------------|----------------------------------------------------------------------------|
+| `engine`       | `Engine`: models, capabilities, execution and targets of one engine        |
+| `capabilities` | which plans an engine can run, and what of a given plan it cannot          |
+| `execution`    | how an engine runs a plan, as far as that changes time or memory           |
+| `writing`      | how a plan is written: `Target`, and a uniform plan in words they share    |
+| `native`       | steelyard's own runtime; its targets are in `pytorch` and `launch`         |
+| the others     | one engine each                                                            |
+
+A new engine is one module and one entry of `ENGINES`.
+"""
+
+from typing import TypeVar
+
+from steelyard.engines import accelerate, deepspeed, megatron, native, torchtitan, transformers
+from steelyard.engines.engine import Engine
+from steelyard.engines.writing import Export, Request, Target, describe_uniform, export_plan
+from steelyard.errors import UserError, nearest
+
+ENGINES: dict[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        native.NATIVE,
+        torchtitan.TORCHTITAN,
+        megatron.MEGATRON,
+        megatron.MEGATRON_FSDP,
+        accelerate.ACCELERATE,
+        transformers.TRANSFORMERS,
+        deepspeed.DEEPSPEED,
+    )
+}
+ENGINE_OF_TARGET: dict[str, Engine] = {
+    target.name: engine for engine in (*list(ENGINES.values())[1:], native.NATIVE) for target in engine.targets
+}
+"""By the name of a target, the engine that reads it."""
+TARGETS: dict[str, Target] = {target.name: target for each in ENGINES.values() for target in each.targets}
+
+
+Value = TypeVar("Value")
+
+
+def engine_of(name: str) -> Engine:
+    """Return the engine of a name; raise `UserError` for one that is not known."""
+    return _named(name, ENGINES, "--engine")
+
+
+def target_of(name: str) -> Target:
+    """Return the target of a name; raise `UserError` for one that is not known."""
+    return _named(name, TARGETS, "--to")
+
+
+def _named(name: str, known: dict[str, Value], field: str) -> Value:
+    if name not in known:
+        raise UserError(
+            field=field,
+            found=repr(name),
+            expected="one of " + ", ".join(known) + (", or list" if field == "--to" else ""),
+            hint=nearest(name, known),
+        )
+    return known[name]
+
+
+__all__ = [
+    "ENGINES",
+    "ENGINE_OF_TARGET",
+    "TARGETS",
+    "Engine",
+    "Export",
+    "Request",
+    "Target",
+    "describe_uniform",
+    "engine_of",
+    "export_plan",
+    "target_of",
+]

@@ -1,0 +1,128 @@
+"""A plan for accelerate: its launch configuration, with FSDP2 or DDP.
+
+Names are those of accelerate 1.15.0 (``commands/config/config_args.py``, ``parallelism_config.py``). It has no
+pipelines for a trainer, no sequence parallelism beside tp and no selective remat, and refuses plain replication beside
+tp.
+"""
+
+from typing import Any
+
+import yaml
+
+from steelyard.engines.capabilities import Capabilities, dimensions_of
+from steelyard.engines.engine import Engine
+from steelyard.engines.execution import Execution
+from steelyard.engines.writing import (
+    RENDEZVOUS_PORT,
+    ROUTERS_BY_RANK,
+    Draft,
+    Request,
+    Target,
+    UniformPlan,
+    refuse_untold,
+)
+from steelyard.plan.strategy import Remat
+from steelyard.units import format_plural
+
+CAPABILITIES = Capabilities(
+    mixes_layers=False,
+    dimensions=dimensions_of("dp", "fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp"),
+    modes={"zero": frozenset({2, 3}), "sp": frozenset({False})},
+    remats=frozenset({Remat.NONE, Remat.FULL}),
+)
+
+_TIED = (
+    "freeing the tied matrix: embedding, final norm and head are one unit, gathered from its first use in forward to "
+    "its last in backward"
+)
+GATHERED_TAIL = "freeing the head after forward: it and the final norm stay gathered for the backward pass"
+
+
+def _write(request: Request) -> Draft:
+    view = UniformPlan.of(request.plan)
+    left_out = ["optimizer, data and first weights: those of the training script"]
+    several = request.cluster is not None and request.cluster.num_nodes > 1
+    start = "accelerate launch --config_file accelerate.yaml"
+    usage = [
+        f"on every host: {start} --machine_rank RANK --main_process_ip FIRST_HOST train.py, RANK from 0 on the first"
+        if several
+        else f"{start} train.py",
+        f"in train.py: Accelerator(gradient_accumulation_steps={view.pipeline.num_microbatches}), a DataLoader of "
+        f"{format_plural(view.microbatch_per_rank, 'sample')} of {view.seq_len} tokens",
+    ]
+    if view.tp > 1:
+        usage.append(
+            "in train.py: from_pretrained(..., tp_plan='auto', device_mesh=...) on the mesh of the Accelerator"
+        )
+    if view.fsdp > 1:
+        left_out += kept_gathered(request)
+    elif view.remat is Remat.FULL:
+        usage.append("in train.py: model.gradient_checkpointing_enable()")
+    if request.cluster is None:
+        left_out.append("hosts: the cluster is not known here, so all processes are taken to be on one")
+    return Draft(
+        files=(("accelerate.yaml", yaml.safe_dump(_content(request, view), sort_keys=False)),),
+        carried=view.carried,
+        left_out=tuple(left_out),
+        usage=tuple(usage),
+    )
+
+
+def kept_gathered(request: Request) -> list[str]:
+    """What accelerate gathers once a microbatch whatever the ZeRO stage (``utils/fsdp_utils.py``)."""
+    if request.plan.chain().tied_embeddings:
+        return [_TIED]
+    return [GATHERED_TAIL] if UniformPlan.of(request.plan).zero == 3 else []
+
+
+def _content(request: Request, view: UniformPlan) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if view.fsdp > 1 else "MULTI_GPU" if view.dp > 1 else "NO",
+        "mixed_precision": "bf16" if view.precision == "bf16" else "no",
+        "num_machines": request.cluster.num_nodes if request.cluster else 1,
+        "num_processes": request.plan.num_devices,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "main_process_port": RENDEZVOUS_PORT,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": False,
+    }
+    if view.fsdp > 1:
+        content["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": view.zero == 3,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_activation_checkpointing": view.remat is Remat.FULL,
+            "fsdp_offload_params": False,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": True,
+        }
+        content["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": view.dp,
+            "parallelism_config_dp_shard_size": view.fsdp,
+            "parallelism_config_tp_size": view.tp,
+            "parallelism_config_cp_size": 1,
+        }
+    return content
+
+
+ACCELERATE = Engine(
+    name="accelerate",
+    software="accelerate 1.15.0",
+    capabilities=CAPABILITIES,
+    execution=Execution(whole_gradients="always"),
+    refuse=lambda chain, seq_len: refuse_untold("accelerate", chain),
+    targets=(
+        Target(
+            name="accelerate",
+            software="accelerate 1.15.0",
+            summary="accelerate.yaml: FSDP2 or DDP, ParallelismConfig, activation checkpointing",
+            write=_write,
+            routers=ROUTERS_BY_RANK,
+        ),
+    ),
+)
+"""FSDP2 with one policy for parameters, gradients and outputs (utils/dataclasses.py, set_mixed_precision), and
+`set_requires_gradient_sync(False)` while gradients accumulate (accelerator.py, no_sync)."""

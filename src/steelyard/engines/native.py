@@ -1,0 +1,13 @@
+"""The engine of this project: `steelyard.runtime`, which runs every plan, or a script of the same stock calls."""
+
+from steelyard.engines.capabilities import Capabilities
+from steelyard.engines.engine import Engine
+from steelyard.engines.launch import KUBEFLOW, SLURM, TORCHRUN
+from steelyard.engines.pytorch import TARGET as PYTORCH
+
+NATIVE = Engine(
+    name="native",
+    software="steelyard on torch 2.13",
+    capabilities=Capabilities(mixes_layers=True),
+    targets=(PYTORCH, TORCHRUN, SLURM, KUBEFLOW),
+)

@@ -1,0 +1,99 @@
+"""A plan for transformers' own trainer: its arguments, and a `DistributedConfig` where there is tp.
+
+Names are those of transformers 5.23.0 (``training_args.py``, ``distributed/configuration_utils.py``). It has no
+pipelines for a trainer, no sequence parallelism beside tp and no selective remat, and refuses plain replication beside
+tp.
+"""
+
+from typing import Any
+
+from steelyard.engines.accelerate import GATHERED_TAIL, kept_gathered
+from steelyard.engines.capabilities import Capabilities, dimensions_of
+from steelyard.engines.engine import Engine
+from steelyard.engines.execution import Execution
+from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_untold
+from steelyard.plan.strategy import Remat
+
+CAPABILITIES = Capabilities(
+    mixes_layers=False,
+    dimensions=dimensions_of("dp", "fsdp", "tp", "fsdp+tp"),
+    modes={"zero": frozenset({2, 3}), "sp": frozenset({False})},
+    modes_beside={"tp": {"zero": frozenset({3})}},
+    remats=frozenset({Remat.NONE, Remat.FULL}),
+)
+"""With tp the model shards itself (`DistributedConfig`), which frees the parameters of every block after forward."""
+
+
+def _write(request: Request) -> Draft:
+    view = UniformPlan.of(request.plan)
+    left_out = ["optimizer, data and first weights: those of the training script"]
+    if view.fsdp > 1 and view.tp == 1:
+        left_out += kept_gathered(request)
+    if view.tp > 1:
+        left_out.append(GATHERED_TAIL)
+    model = "distributed_config=distributed_config" if view.tp > 1 else "..."
+    return Draft(
+        files=(("steelyard_trainer.py", _trainer(view)),),
+        carried=view.carried,
+        left_out=tuple(left_out),
+        usage=(
+            f"model = AutoModelForCausalLM.from_pretrained(NAME, {model}); "
+            "Trainer(model=model, args=TrainingArguments(output_dir, **training_arguments), ...)",
+            f"on every host: {request.torchrun} train.py, {request.plan.num_devices} processes in all",
+        ),
+    )
+
+
+def _trainer(view: UniformPlan) -> str:
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": view.microbatch_per_rank,
+        "gradient_accumulation_steps": view.pipeline.num_microbatches,
+        "bf16": view.precision == "bf16",
+        "max_grad_norm": 1.0,
+    }
+    if view.fsdp > 1 and view.tp == 1:
+        arguments["fsdp"] = True
+        arguments["fsdp_config"] = {
+            "version": 2,
+            "reshard_after_forward": view.zero == 3,
+            "activation_checkpointing": view.remat is Remat.FULL,
+            "state_dict_type": "SHARDED_STATE_DICT",
+        }
+    else:
+        arguments["activation_checkpointing"] = view.remat is Remat.FULL
+    lines = [
+        "training_arguments = {",
+        *(f"    {key!r}: {value!r}," for key, value in arguments.items()),
+        "}",
+    ]
+    if view.tp > 1:
+        mixed = view.precision == "bf16" and view.fsdp > 1
+        lines = [
+            "from transformers.distributed import DistributedConfig",
+            "",
+            "distributed_config = DistributedConfig(",
+            f'    tp_size={view.tp}, tp_plan="auto", fsdp_size={view.fsdp}, fsdp_mixed_precision={mixed}',
+            ")",
+            *lines,
+        ]
+    return "\n".join(lines) + "\n"
+
+
+TRANSFORMERS = Engine(
+    name="transformers",
+    software="transformers 5.23.0",
+    capabilities=CAPABILITIES,
+    execution=Execution(whole_gradients="without tp"),
+    refuse=lambda chain, seq_len: refuse_untold("transformers", chain),
+    targets=(
+        Target(
+            name="transformers",
+            software="transformers 5.23.0",
+            summary="arguments of TrainingArguments, and a DistributedConfig where there is tp",
+            write=_write,
+            routers=ROUTERS_BY_RANK,
+        ),
+    ),
+)
+"""It trains through accelerate but where its DistributedConfig shards the model, which reduces in fp32
+(distributed/fsdp.py) and in every backward pass."""
