@@ -19,7 +19,7 @@ from steelyard.planning.choose import NothingFitsError, NoUniformPlanError, plan
 from steelyard.planning.engine_fit import FittedPlan, fit_plan
 from steelyard.planning.price import assemble_plan, peak_bytes, with_price
 from steelyard.planning.problem import make_tables
-from steelyard.planning.uniform import uniform_tables, with_first_blocks_recomputed
+from steelyard.planning.uniform import uniform_choices
 from tests.cost.examples import PARAMS, SEQ_LEN, chain, cluster, profile
 from tests.schedules.examples import pipeline
 
@@ -100,10 +100,11 @@ def test_the_slowdown_is_relative_to_the_wanted_plan() -> None:
 def test_embedding_and_head_are_never_recomputed() -> None:
     job = small_job(budget_bytes=1 << 31)
     theirs = replace(job, engine=ENGINES["torchtitan"])
-    for tables in uniform_tables(theirs, make_tables(theirs, Decisions())):
-        for layer_type, legal in zip(job.chain.layer_types, tables.legal, strict=False):
-            allowed = {tables.strategies[index].remat for index, is_legal in enumerate(legal) if is_legal}
-            assert layer_type.name == "block" or allowed == {Remat.NONE}
+    for tables in (each.tables for each in make_tables(theirs, Decisions())):
+        for choice in uniform_choices(theirs, tables):
+            for layer_type, *columns in zip(job.chain.layer_types, choice.columns, choice.recomputed, strict=False):
+                remats = {tables.strategies[column].remat for column in columns}
+                assert layer_type.name == "block" or remats == {Remat.NONE}
 
 
 def test_what_fits_nowhere_is_a_miss_in_bytes() -> None:
@@ -134,21 +135,31 @@ def first_recomputed(job: Job, count: int) -> Plan:
     return with_price(assemble_plan(job, pipeline(), (stage,)), job)
 
 
+FIRST_BLOCKS = replace(
+    DP_ONLY,
+    name="first blocks",
+    capabilities=replace(DP_ONLY.capabilities, remats_first_blocks=True),
+)
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
 def test_as_few_first_blocks_are_recomputed_as_fit(count: int) -> None:
     roomy = small_job(global_batch=8)
     job = roomy.on(budget_bytes=peak_bytes(first_recomputed(roomy, count)))
-    fitted = with_first_blocks_recomputed(one_stage(job, "dp8", "dp8 remat=full", "dp8"), job)
-    assert fitted is not None
+    asked = Decisions(num_microbatches=1)
+    wanted = one_stage(job, "fsdp8", "fsdp8", "fsdp8").model_copy(update={"asked": asked})
+    fitted = fit_plan(wanted, job, FIRST_BLOCKS).plan
     found = first_blocks_recomputed(fitted)
     assert found is not None
     peaks = [peak_bytes(first_recomputed(job, number)) for number in range(5)]
     assert found == next(number for number, peak in enumerate(peaks) if peak <= job.budget_bytes) <= count
+    assert peak_bytes(fitted) <= job.budget_bytes
 
 
 def test_nothing_is_recomputed_where_that_would_not_do() -> None:
     job = small_job(global_batch=8, budget_bytes=2**20)
-    assert with_first_blocks_recomputed(one_stage(job, "dp8", "dp8", "dp8"), job) is None
+    with pytest.raises(NothingFitsError, match="misses"):
+        fit_plan(one_stage(job, "fsdp8", "fsdp8", "fsdp8"), job, FIRST_BLOCKS)
 
 
 # what the user asked for

@@ -16,17 +16,15 @@ from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.tables import CostTables
-from steelyard.engines.capabilities import unsupported
 from steelyard.errors import UserError
 from steelyard.plan.decisions import FREE, Decisions, Partition
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, Certificate
 from steelyard.planning.job import job_of
-from steelyard.planning.pins import Pin, pins_of
 from steelyard.planning.price import bare_plan, describe, prediction_of, summarise, warnings_of
 from steelyard.planning.problem import is_uniform, make_tables
 from steelyard.planning.request import PlanRequest
-from steelyard.planning.uniform import uniform_tables, with_first_blocks_recomputed
+from steelyard.planning.uniform import uniform_choices
 from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult, nearest_miss, search
 from steelyard.search.evaluate import group_equal_strategies
 from steelyard.units import format_bytes, format_plural
@@ -74,8 +72,6 @@ class Accepted:
 
     outcome: ConfigOutcome
     plan: Plan
-    is_found: bool = True
-    """Whether it is what the search found; otherwise the nearest plan that the engine can run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,12 +97,12 @@ def accept(
     num_alternatives: int = 4,
     partition: Partition = "exact",
     time_limit_s: float | None = None,
-    pins: Sequence[Pin] = (),
+    uniform: bool = False,
 ) -> Acceptance:
     """The fastest plans of a job that fit, of all configurations whose cost tables are given; arguments as of
     `search`.
 
-    ``pins`` are those of the tables, for plans that the engine cannot run as the search found them.
+    ``uniform`` searches those of one strategy alone, and raises `NoUniformPlanError` where none is legal.
     """
     room_bytes = usable_bytes(job)
     found = search(
@@ -116,30 +112,22 @@ def accept(
         num_alternatives=num_alternatives,
         partition=partition,
         time_limit_s=time_limit_s,
+        choices=partial(uniform_choices, job) if uniform else None,
     )
     made = [] if found.ranked else [each.tables for each in found.configs if each.given.is_made]
     least = [nearest_miss(each, 0) for each in made]
-    plans = [
-        bare_plan(job, each.tables, group_equal_strategies(each.tables, each.solution, room_bytes))
-        for each in found.ranked
-    ]
-    accepted = [Accepted(outcome=each, plan=plan) for each, plan in zip(found.ranked, plans, strict=True)]
+    if uniform and not found.ranked and found.nearest_miss is None:
+        raise _no_uniform_plan(job)
+    group = (lambda _, solution: solution) if uniform else partial(group_equal_strategies, room_bytes=room_bytes)
     return Acceptance(
-        ranked=tuple(each for one in accepted if (each := _as_run(one, job, pins)) is not None),
+        ranked=tuple(
+            Accepted(outcome=each, plan=bare_plan(job, each.tables, group(each.tables, each.solution)))
+            for each in found.ranked
+        ),
         search=found,
         bounded=tuple(each.given.bounded(each.result.lower_bound_s) for each in found.configs),
         floor_bytes=min((miss.needed_bytes for miss in least if miss is not None), default=0),
     )
-
-
-def _as_run(accepted: Accepted, job: Job, pins: Sequence[Pin]) -> Accepted | None:
-    """The plan as the engine can run it: with the first blocks of every stage recomputed, if any; None where it does
-    not fit so."""
-    means = job.engine.capabilities
-    if means.mixes_layers or not unsupported(accepted.plan, means):
-        return accepted
-    plan = with_first_blocks_recomputed(accepted.plan, job, pins)
-    return None if plan is None else replace(accepted, plan=plan, is_found=False)
 
 
 def without_margin(job: Job) -> Job:
@@ -210,9 +198,10 @@ def _plan_within(
     to_the_end: bool,
 ) -> PlanningResult:
     """As `plan_job`, within the budget of the job."""
-    started, given = time.monotonic(), tables
-    if is_uniform(job, decisions):
-        tables = _uniform(job, tables)
+    started = time.monotonic()
+    uniform = is_uniform(job, decisions)
+    if uniform and not tables:
+        raise _no_uniform_plan(job)
     num_rescored = len(tables) if ranks_all(job) else max(top, NUM_RESCORED if to_the_end else 1)
     num_exact = num_rescored if job.is_mixed or ranks_all(job) else 1
     found = accept(
@@ -222,7 +211,7 @@ def _plan_within(
         num_alternatives=num_rescored - num_exact,
         partition=decisions.stage_partition,
         time_limit_s=time_limit_s,
-        pins=pins_of(decisions, job.chain),
+        uniform=uniform,
     )
     searched_s = time.monotonic() - started
     result = PlanningResult(
@@ -233,7 +222,7 @@ def _plan_within(
         cost=None,
         miss=found.search.nearest_miss,
         miss_text="",
-        bounded_tables=found.bounded if tables is given else given,
+        bounded_tables=found.bounded,
     )
     if not found.ranked:
         configs, text = found.search.configs, _miss_text(job, found)
@@ -247,10 +236,7 @@ def _plan_within(
     plan, cost = candidates[first].plan, costs[first]
     status, gap = found.search.status, found.search.gap
     was_cut = time_limit_s is not None and searched_s >= time_limit_s
-    if not candidates[first].is_found:
-        gap = max(0.0, 1 - found.search.lower_bound_s / cost.step_time_s)
-        certificate = Certificate(status="gap", gap=gap)
-    elif first > 0:
+    if first > 0:
         gap = max(0.0, 1 - found.search.lower_bound_s / candidates[first].outcome.score_s)
         certificate = Certificate(status="simulated", gap=gap, num_simulated=len(candidates))
     elif status == "optimal":
@@ -276,19 +262,15 @@ def _plan_within(
     )
 
 
-def _uniform(job: Job, tables: tuple[OnDemand, ...]) -> tuple[OnDemand, ...]:
-    """The tables of the uniform plans within the budget of a job; raises `NoUniformPlanError` where there is none."""
-    found = uniform_tables(job, tables)
-    if not found:
-        engine, is_free = job.engine, job.engine.capabilities.mixes_layers
-        raise NoUniformPlanError(
-            field="--uniform" if is_free else "--engine",
-            found=f"{'no strategy' if is_free else f'{engine.name}, which has no strategy'} that every layer of "
-            f"{job.chain.name} can have with what else is asked",
-            expected="decisions, a batch and devices that leave one strategy for all layers",
-            hint=f"leave {'--uniform' if is_free else '--engine'} out, or what else is decided",
-        )
-    return tuple(map(OnDemand.of, found))
+def _no_uniform_plan(job: Job) -> NoUniformPlanError:
+    engine, is_free = job.engine, job.engine.capabilities.mixes_layers
+    return NoUniformPlanError(
+        field="--uniform" if is_free else "--engine",
+        found=f"{'no strategy' if is_free else f'{engine.name}, which has no strategy'} that every layer of "
+        f"{job.chain.name} can have with what else is asked",
+        expected="decisions, a batch and devices that leave one strategy for all layers",
+        hint=f"leave {'--uniform' if is_free else '--engine'} out, or what else is decided",
+    )
 
 
 def ranks_all(job: Job) -> bool:

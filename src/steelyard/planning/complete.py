@@ -23,6 +23,7 @@ from steelyard.plan.prediction import Baseline, Certificate
 from steelyard.planning.choose import NothingFitsError, PlanningResult, accept, device_bytes, plan_request
 from steelyard.planning.job import job_of, time_factors
 from steelyard.planning.price import peak_bytes, prediction_of, with_cost
+from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import GivenProfiles, PlanRequest, make_request
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
 from steelyard.planning.variants import Answer, Study, baselines, group_answers, within
@@ -62,12 +63,12 @@ def with_fallbacks(plan: Plan, study: Study, *, num_fallbacks: int) -> Plan:
     return plan.model_copy(update={"fallbacks": tuple(_as_fallback(each) for each in found)})
 
 
-def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
+def with_next_best(result: PlanningResult, *, num_plans: int, uniform: bool = False) -> PlanningResult:
     """The result whose plan has up to ``num_plans`` others in it, each the best found of its configuration, fastest
     first.
 
     Those that the search found, then of the configurations that it left unsolved the most promising: those with the
-    lowest bounds.
+    lowest bounds. ``uniform`` as of `accept`.
     """
     if result.plan is None:
         return result
@@ -77,7 +78,7 @@ def with_next_best(result: PlanningResult, *, num_plans: int) -> PlanningResult:
     for each in sorted(left, key=lambda each: each.result.lower_bound_s)[: 2 * num_plans]:
         if len(found) >= num_plans:
             break
-        one = accept(job, [each.given], num_alternatives=0, time_limit_s=CONFIG_LIMIT_S)
+        one = accept(job, [each.given], num_alternatives=0, time_limit_s=CONFIG_LIMIT_S, uniform=uniform)
         found += [(best.plan, predict(best.plan, job)) for best in one.ranked[:1]]
     found.sort(key=lambda each: each[1].step_time_s)
     kept = tuple(_as_fallback(with_cost(plan, job, cost)) for plan, cost in found)
@@ -237,7 +238,8 @@ def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
 def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress: Progress) -> PlanningResult:
     if request.num_next_best:
         progress("searching the best plans of other pipeline configurations")
-        result = with_next_best(result, num_plans=request.num_next_best)
+        uniform = is_uniform(job, request.decisions)
+        result = with_next_best(result, num_plans=request.num_next_best, uniform=uniform)
     progress("searching the plain plans to compare with")
     assert result.plan is not None, "completed where there is a plan"
     solved = replace(request, cluster=job.cluster, global_batch=job.global_batch, seq_len=job.seq_len, objective="time")

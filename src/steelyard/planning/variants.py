@@ -25,7 +25,6 @@ that the free search leaves out since they are not worth it (`Dimension.not_wort
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,11 +53,9 @@ from steelyard.planning.choose import (
     ranks_all,
 )
 from steelyard.planning.job import job_of
-from steelyard.planning.pins import pins_of
 from steelyard.planning.price import describe, summarise
 from steelyard.planning.problem import GroupSpace, is_beaten, is_uniform, make_tables, pipeline_configs, space_options
 from steelyard.planning.request import Budget, PlanRequest
-from steelyard.planning.uniform import uniform_tables
 from steelyard.schedules import SCHEDULES
 from steelyard.search import OnDemand, SpaceOptions, refusal
 from steelyard.search.balance import even_boundaries
@@ -336,16 +333,21 @@ class Study:
             tables = self._tables_of(request, job)
         except UserError:  # it contradicts what was decided, or no pipeline is so
             return Answer(name=variant.name)
-        if is_uniform(job, request.decisions):
-            limit_s = math.inf if request.time_limit_s is None else request.time_limit_s
-            tables = tuple(map(OnDemand.of, uniform_tables(job, tables, deadline=time.monotonic() + limit_s)))
         answer = Answer(name=variant.name, request=request, budget_bytes=job.budget_bytes)
         if not tables:
             return answer
-        every, pins = ranks_all(job), pins_of(request.decisions, job.chain)
-        count = len(tables) if every else 1 if job.engine.capabilities.mixes_layers else NUM_RESCORED
-        exact, seconds = count if every else 1, request.time_limit_s
-        found = accept(job, tables, num_exact=exact, num_alternatives=count - exact, time_limit_s=seconds, pins=pins)
+        count = len(tables) if ranks_all(job) else 1
+        try:
+            found = accept(
+                job,
+                tables,
+                num_exact=count,
+                num_alternatives=count - 1,
+                time_limit_s=request.time_limit_s,
+                uniform=is_uniform(job, request.decisions),
+            )
+        except NoUniformPlanError:
+            return answer
         self._keep(request, job, found.bounded)
         if not found.ranked:
             miss = found.search.nearest_miss
@@ -430,8 +432,7 @@ class Study:
 
     def _keep(self, request: PlanRequest, job: Job, bounded: tuple[OnDemand, ...]) -> None:
         """Keeps what a search within the budget of a job has proven of the tables of the request itself."""
-        is_own = request.decisions == self.request.decisions and not is_uniform(job, request.decisions)
-        if is_own and self._shares_tables(request) and not job.is_mixed:
+        if request.decisions == self.request.decisions and self._shares_tables(request) and not job.is_mixed:
             self._bounded[job.budget_bytes] = bounded
 
 

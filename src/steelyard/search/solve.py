@@ -13,6 +13,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -30,6 +31,7 @@ from steelyard.search.cross_layer_inputs import (
     settle,
     sketch,
 )
+from steelyard.search.cuts import Choice, ChoiceProspect
 from steelyard.search.evaluate import Solution
 from steelyard.search.partition import ConfigResult, Prospect, quick_bound_s
 from steelyard.units import format_bytes, format_seconds
@@ -91,6 +93,8 @@ class OnDemand:
 
 TIME_LIMIT_S = 300.0
 """What a search takes at most where nobody says otherwise. Most take seconds."""
+MOST_MISSES = 16
+"""Configurations that do not fit of which the nearest miss is looked for where only given choices count."""
 REFUSED = ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf)
 """Of a configuration of which its bounds show that no plan fits."""
 SearchStatus = Literal["optimal", "feasible", "infeasible"]
@@ -178,6 +182,7 @@ def search(
     samples: Sequence[int] | None = None,
     time_limit_s: float | None = None,
     partition: Partition = "exact",
+    choices: Callable[[CostTables], Sequence[Choice]] | None = None,
 ) -> SearchResult:
     """The fastest plan over these configurations within the budget per device.
 
@@ -185,7 +190,7 @@ def search(
     beaten. The most promising ``num_alternatives`` of the beaten ones still get a good plan, not proven best of its
     configuration. With another ``partition`` than exact every configuration is cut that way, for comparison, and
     nothing is proven. When the time is up, all others are beaten once there is a plan, and without one those that have
-    no tables yet.
+    no tables yet. Of ``choices``, where given, a configuration has those plans alone.
 
     Raises `InvalidProblemError` if there are no configurations, or not one entry of ``samples`` for each.
     """
@@ -203,9 +208,12 @@ def search(
         results = [partition_with(partition, each.tables, budget_bytes) for each in given]
         return _summary(given, weights, results, budget_bytes)
     wanted = max(1, num_exact), num_alternatives
-    results = _solve_in_order(given, weights, budget_bytes, wanted, deadline)
+    results = _solve_in_order(given, weights, budget_bytes, wanted, deadline, choices)
     if all(each.solution is None for each in results):
-        _find_nearest(given, results, budget_bytes)
+        if choices is None:
+            _find_nearest(given, results, budget_bytes)
+        else:
+            _find_nearest_choice(given, results, budget_bytes, choices)
     return _summary(given, weights, results, budget_bytes)
 
 
@@ -215,6 +223,7 @@ def _solve_in_order(
     budget_bytes: int,
     wanted: tuple[int, int],
     deadline: float | None,
+    choices: Callable[[CostTables], Sequence[Choice]] | None,
 ) -> list[ConfigResult]:
     """A result for each configuration: always the one of least bound next, first to sharpen its bound, then to solve
     it.
@@ -225,7 +234,7 @@ def _solve_in_order(
     num_exact, num_alternatives = wanted
     results: dict[int, ConfigResult] = {}
     best: list[float] = []
-    waiting: list[tuple[float, int, CostTables | Prospect | CrossLayerProspect | None]] = [
+    waiting: list[tuple[float, int, CostTables | Prospect | CrossLayerProspect | ChoiceProspect | None]] = [
         (each.least_s / count, index, None)
         for index, (each, count) in enumerate(zip(given, samples, strict=True))
         if each.missing_bytes is None
@@ -247,21 +256,30 @@ def _solve_in_order(
             tables = given[index].tables
             heapq.heappush(waiting, (quick_bound_s(tables) / samples[index], index, tables))
         elif isinstance(known, CostTables):
-            assessed = assess(known, budget_bytes)
+            assessed = assess(known, budget_bytes) if choices is None else _chosen(known, choices(known), budget_bytes)
             if isinstance(assessed, ConfigResult):
                 results[index] = assessed
             else:
                 heapq.heappush(waiting, (assessed.lower_bound_s / samples[index], index, assessed))
         elif bound > cutoff:
-            results[index] = sketch(known)
+            results[index] = known.settle(every=False) if isinstance(known, ChoiceProspect) else sketch(known)
             num_alternatives -= 1
         else:
-            result = results[index] = settle(known, cutoff_s=cutoff * samples[index], deadline=deadline)
+            solve = known.settle if isinstance(known, ChoiceProspect) else partial(settle, known)
+            result = results[index] = solve(cutoff_s=cutoff * samples[index], deadline=deadline)
             if result.solution is not None:
                 heapq.heappush(best, -result.solution.step_s / samples[index])
                 if len(best) > num_exact:
                     heapq.heappop(best)
     return [results.get(index, REFUSED) for index in range(len(given))]
+
+
+def _chosen(tables: CostTables, choices: Sequence[Choice], budget_bytes: int) -> ChoiceProspect | ConfigResult:
+    """A configuration of which these choices alone count."""
+    if not choices:
+        return REFUSED
+    ordered = tuple(sorted(choices, key=lambda each: each.least_s))
+    return ChoiceProspect(tables=tables, choices=ordered, budget_bytes=budget_bytes)
 
 
 def _sharpen(given: list[OnDemand], samples: list[int], index: int, cutoff_s: float) -> list[int]:
@@ -291,6 +309,22 @@ def _find_nearest(given: Sequence[OnDemand], results: list[ConfigResult], budget
         results[index] = partition_exact(given[index].tables, budget_bytes)
         miss = results[index].miss
         least = least if miss is None else min(least, miss.miss_bytes)
+
+
+def _find_nearest_choice(
+    given: Sequence[OnDemand],
+    results: list[ConfigResult],
+    budget_bytes: int,
+    choices: Callable[[CostTables], Sequence[Choice]],
+) -> None:
+    """Replaces the results of the configurations whose choices may take the least memory."""
+    prospects = []
+    for index, each in enumerate(given):
+        found = _chosen(each.tables, choices(each.tables), budget_bytes) if each.is_made else REFUSED
+        if isinstance(found, ChoiceProspect):
+            prospects.append((min(choice.least_bytes for choice in found.choices), index, found))
+    for _, index, found in sorted(prospects, key=lambda each: each[:2])[:MOST_MISSES]:
+        results[index] = found.with_miss()
 
 
 def _summary(
