@@ -9,6 +9,7 @@ from rich.console import Console
 
 from steelyard.cli.options import (
     AsJson,
+    EngineOption,
     Memory,
     NetworkOption,
     OtherCluster,
@@ -35,6 +36,7 @@ def explain(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     cluster: OtherCluster = None,
     network: NetworkOption = None,
+    engine: EngineOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
     why: Annotated[
@@ -61,7 +63,13 @@ def explain(
     with progress("counting the model's layers", silent=as_json) as show:
         if plan.is_mixed:
             not_with_pools({"--why-not": why, "--all": everything})
-        given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
+        given: Elsewhere = {
+            "cluster": cluster,
+            "network": network,
+            "memory": memory,
+            "profile": profile,
+            "engine": engine,
+        }
         found = priced_or_reason(plan, path, **given)
         if isinstance(found, str):
             explanation = Explanation(

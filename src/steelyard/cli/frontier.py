@@ -12,6 +12,7 @@ from steelyard.cli.options import (
     MOST_POINTS,
     AsJson,
     ClusterOption,
+    EngineOption,
     GlobalBatch,
     Imbalance,
     MaxTp,
@@ -82,6 +83,7 @@ def frontier(
         ),
     ] = None,
     max_tp: MaxTp = None,
+    engine: EngineOption = None,
     time_limit: TimeLimit = TIME_LIMIT_S,
     as_json: AsJson = False,
 ) -> None:
@@ -102,6 +104,7 @@ def frontier(
             profile=profile,
             own=built_module(model),
             precision=check_choice("--precision", precision, Precision),
+            engine=engine,
             memory_margin=memory_margin,
             imbalance=imbalance,
             decisions=Decisions(max_degrees=None if max_tp is None else {"tp": max_tp}),

@@ -14,6 +14,7 @@ import typer
 from pydantic import BaseModel
 from rich.console import Console
 
+from steelyard.engines import ENGINES
 from steelyard.errors import UserError, nearest
 from steelyard.hardware import devices, links
 from steelyard.installed import require_training
@@ -176,7 +177,20 @@ GlobalBatch = Annotated[
     int, typer.Option("--global-batch", help="Samples of a step over all devices.", min=1, max=MOST_SAMPLES)
 ]
 PrecisionOption = Annotated[
-    str, typer.Option("--precision", help="bf16 (computes in bf16, keeps and reduces in fp32) or fp32.")
+    str,
+    typer.Option(
+        "--precision",
+        help="bf16 (computes in bf16, keeps and reduces in fp32), fp32, or with --engine fp8.",
+    ),
+]
+EngineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        help="What runs the plan; default: native, steelyard's own runtime.",
+        autocompletion=complete_one_of(ENGINES),
+        metavar="NAME",
+    ),
 ]
 Memory = Annotated[
     str | None, typer.Option("--memory", help="What one device may hold, as in 20GiB; default: all it has.")

@@ -13,7 +13,7 @@ from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
 from steelyard.model.read import load_model
 from steelyard.output import command, write_file
 from steelyard.plan.file import dump_json, parse_file
-from steelyard.plan.plan import Precision
+from steelyard.plan.plan import LayerPrecision
 from steelyard.plan.strategy import divisors
 from steelyard.profiles.profile import Profile, merge_profiles
 from steelyard.report.run_table import profile_view
@@ -68,7 +68,7 @@ def profile(
     traced = cached_trace(
         chain,
         seq_len=chain.known_seq_len(seq_len),
-        precision=check_choice("--precision", precision, Precision),
+        precision=check_choice("--precision", precision, LayerPrecision),
         degrees=degrees,
     )
     measured = launch_profiler(

@@ -8,6 +8,7 @@ import typer
 
 from steelyard.cli.options import (
     AsJson,
+    EngineOption,
     Memory,
     NetworkOption,
     OtherCluster,
@@ -40,6 +41,7 @@ def report(
     ] = None,
     cluster: OtherCluster = None,
     network: NetworkOption = None,
+    engine: EngineOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
     time_limit: Annotated[
@@ -65,7 +67,13 @@ def report(
     plan = read_plan(path)
     record = None if run is None else read_record(run, plan, path)
     with progress("counting the model's layers", silent=as_json) as show:
-        given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
+        given: Elsewhere = {
+            "cluster": cluster,
+            "network": network,
+            "memory": memory,
+            "profile": profile,
+            "engine": engine,
+        }
         priced = priced_or_reason(plan, path, **given)
         if isinstance(priced, str):
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))

@@ -119,7 +119,7 @@ def work_s(work: Work, samples: Amount, job: Job) -> Amount:
     peak, rate = job.peak_flop_per_s, job.efficiency
     memory_bytes_per_s = job.cluster.device.known_memory_bytes_per_s()
     busy = (
-        work.matmul_flop.at(samples) / (rate.matmul * peak * job.execution.linear_speedup)
+        work.matmul_flop.at(samples) / (rate.matmul * peak * job.linear_speedup)
         + rate.operands * work.matmul_bytes.at(samples) / memory_bytes_per_s
         + rate.attention_shape.flop(work, samples) / (rate.attention * peak)
         + work.memory_bytes.at(samples) / (rate.memory * memory_bytes_per_s)

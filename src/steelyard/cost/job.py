@@ -28,22 +28,30 @@ from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Cluster, Link, joined_pools
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.plan.dimensions.dimension import Batch
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import LayerPrecision, Plan, Precision
 from steelyard.plan.prediction import CostSource, ProfileFile
 from steelyard.plan.strategy import Strategy
 from steelyard.profiles.profile import Collective, LayerProfile, Profile, Shape
 from steelyard.schedules import PipelineConfig
 from steelyard.units import Amount, Whole, at_each, hashable
 
-COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
+COMPUTE_BYTES = {"fp8": 2, "bf16": 2, "fp32": 4}
 """Bytes of a parameter while a layer computes, and of an activation between layers."""
 MASTER_BYTES = 4
 """Bytes of a parameter as the optimizer keeps it, and of a gradient as it is reduced."""
+FP8_SPEEDUP = 0.85
+"""Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks: scaling and casts.
+Between the pairs of dgxc_benchmarking that differ in precision alone 0.80 to 1.05."""
 Made = TypeVar("Made")
 
 ASSUMED_IMBALANCE = 1.2
 """Most tokens of a rank over the mean, where routed experts are divided over ranks: assumed, not measured. Training
 measures and reports it."""
+
+
+def layer_precision(precision: Precision) -> LayerPrecision:
+    """Return the precision that a layer is traced in: with fp8 all but the inputs of linear layers is in bf16."""
+    return "bf16" if precision == "fp8" else precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,8 +282,16 @@ class Job:
 
     @property
     def peak_flop_per_s(self) -> float:
-        """Dense matmul peak of a device in the type that matmuls compute in."""
-        return self.cluster.device.peak(self.execution.matmul_dtype or self.precision)
+        """Dense matmul peak of a device in the type that attention computes in, and linear layers but those in fp8."""
+        return self.cluster.device.peak(self.execution.matmul_dtype or layer_precision(self.precision))
+
+    @cached_property
+    def linear_speedup(self) -> float:
+        """How much faster linear layers run than at the reached rate of that peak."""
+        if self.precision != "fp8":
+            return self.execution.linear_speedup
+        ratio = self.cluster.device.peak("fp8") / self.cluster.device.peak("bf16")
+        return self.execution.linear_speedup * ratio * FP8_SPEEDUP
 
     @property
     def compute_bytes(self) -> int:

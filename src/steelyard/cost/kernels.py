@@ -40,7 +40,7 @@ _FUSED_LAUNCHES = 21
 def job_under(job: Job, engine: Engine) -> Job:
     """The job as an engine runs it; a measured profile stays as it was measured."""
     profile, execution = job.profile, engine.execution
-    if not profile.identity.is_measured and job.precision == "bf16":
+    if not profile.identity.is_measured and job.precision != "fp32":
         layer_types = {layer_type.name: layer_type for layer_type in job.chain.layer_types}
         layers = (_under(execution, each, layer_types[each.kind], job) for each in profile.layers)
         profile = profile.model_copy(update={"layers": tuple(layers)})

@@ -10,6 +10,7 @@ from steelyard.engines.capabilities import Capabilities
 from steelyard.engines.execution import OURS, Execution
 from steelyard.engines.writing import Target
 from steelyard.model.chain import ModelChain
+from steelyard.plan.plan import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Engine:
     """The plans that it can run."""
     execution: Execution = OURS
     """How it runs them, as far as that changes time or memory; the default is how `steelyard.runtime` does."""
+    precisions: tuple[Precision, ...] = ("bf16", "fp32")
     refuse: Callable[[ModelChain, int], None] = lambda chain, seq_len: None
     """Raises `UserError` for a model, or a sequence length of it, that the engine cannot train; called before any
     search."""

@@ -78,7 +78,8 @@ def _write(request: Request) -> Draft:
             f"--micro-batch-size {view.microbatch_per_rank}",
             f"--global-batch-size {view.global_batch}",
             f"--seq-length {view.seq_len}",
-            *(["--bf16"] if view.precision == "bf16" else []),
+            *([] if view.precision == "fp32" else ["--bf16"]),
+            *(["--fp8-format hybrid"] if view.precision == "fp8" else []),
         ],
     }
     left_out = [
@@ -348,6 +349,7 @@ MEGATRON = Engine(
         fused_kernels=True,
         repeats_whole_blocks=True,
     ),
+    precisions=("bf16", "fp32", "fp8"),
     refuse=_refuse,
     targets=(
         Target(

@@ -155,6 +155,13 @@ def _refuse(chain: ModelChain, seq_len: int) -> None:
 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
+    if view.precision == "fp8":
+        raise UserError(
+            field="--to",
+            found="torchtitan for a plan in fp8",
+            expected="a plan in bf16: how torchtitan is told to use fp8 is not written here yet",
+            hint="plan with --precision bf16, and set torchtitan's own float8 converter",
+        )
     flavor, config = flavor_of(request.plan.chain(), view.seq_len)
     changes = changes_of(flavor, config)
     left_out = [
@@ -348,6 +355,7 @@ TORCHTITAN = Engine(
     software="torchtitan 0.3.0",
     capabilities=CAPABILITIES,
     execution=Execution(buffers_every_microbatch=True, repeats_whole_blocks=True, keeps_every_second_product=True),
+    precisions=("bf16", "fp32", "fp8"),
     refuse=_refuse,
     targets=(
         Target(

@@ -30,7 +30,9 @@ from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
 from steelyard.units import format_bytes, format_plural, format_seconds
 
-Precision = Literal["fp32", "bf16"]
+LayerPrecision = Literal["fp32", "bf16"]
+"""What layers compute in, but linear layers in fp8."""
+Precision = Literal["fp32", "bf16", "fp8"]
 
 
 class PlanModel(PlanPart):
@@ -94,6 +96,13 @@ class Plan(PlanPart):
     def _consistent(self) -> Self:
         chain = self.chain()
         _check_config(self, chain)
+        if self.precision == "fp8" and self.engine is None:
+            raise InvalidPlanError(
+                field="precision",
+                found="fp8 without an engine",
+                expected="bf16 or fp32, or an engine that computes in fp8",
+                hint="name the engine, as in engine: megatron",
+            )
         chain.check_seq_len(self.seq_len)
         _check_ranks(self)
         if self.global_batch % self.num_microbatches:
@@ -420,6 +429,7 @@ def headline(plan: Plan) -> str:
     text = (
         f"{plan.model.name} on {plan.cluster}: {stages}, {microbatches} of "
         f"{plan.microbatch_samples} × {plan.seq_len} tokens, {plan.precision}"
+        + ("" if plan.engine is None else f", run by {plan.engine}")
     )
     prediction, split = plan.prediction, plan.model.split
     if split is not None and split.features is not None:

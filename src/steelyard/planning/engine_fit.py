@@ -53,7 +53,7 @@ def fit_plan(plan: Plan, job: Job, engine: Engine) -> FittedPlan:
     theirs = job_under(job, engine)
     wanted, reasons = with_price(plan, job), unsupported(plan, engine.capabilities)
     demands = plan.asked.one_by_one() if plan.asked else {}
-    itself = None if reasons else with_price(_run_by(plan, engine), theirs)
+    itself = None if reasons else with_price(plan, theirs)
     kept, given_up, best = tuple(demands), tuple[str, ...](), itself
     if itself is None or (plan.prediction is not None and engine.execution != NATIVE.execution):
         kept, given_up, best = _best_under(theirs, demands)
@@ -68,10 +68,6 @@ def fit_plan(plan: Plan, job: Job, engine: Engine) -> FittedPlan:
         given_up=given_up,
         is_wanted=best is itself,
     )
-
-
-def _run_by(plan: Plan, engine: Engine) -> Plan:
-    return plan.model_copy(update={"engine": None if engine == NATIVE else engine.name})
 
 
 Kept = tuple[tuple[str, ...], tuple[str, ...], Plan]

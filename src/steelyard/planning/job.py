@@ -41,7 +41,7 @@ from pydantic import BaseModel, ConfigDict
 
 from steelyard.cost.compute import compute_time
 from steelyard.cost.efficiency import Efficiency, efficiency_of
-from steelyard.cost.job import DeviceGroup, Job
+from steelyard.cost.job import DeviceGroup, Job, layer_precision
 from steelyard.cost.kernels import job_under
 from steelyard.cost.predict import predict
 from steelyard.engines.native import NATIVE
@@ -239,7 +239,7 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
         cached_trace,
         chain,
         seq_len=seq_len,
-        precision=request.precision,
+        precision=layer_precision(request.precision),
         degrees=divisors(machines.devices_per_node),
         own=request.own,
     )

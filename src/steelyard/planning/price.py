@@ -68,9 +68,14 @@ def assemble_plan(job: Job, pipeline: PipelineConfig, parts: Sequence[StagePart]
         num_microbatches=pipeline.num_microbatches,
         precision=job.precision,
         schedule=pipeline.schedule.name,
-        engine=None if job.engine == NATIVE else job.engine.name,
+        engine=engine_name(job),
         stages=stages_of(parts),
     )
+
+
+def engine_name(job: Job) -> str | None:
+    """Return the engine of a job as a plan names it."""
+    return None if job.engine == NATIVE else job.engine.name
 
 
 def describe(pipeline: PipelineConfig, *, stages: str | None = None) -> str:
@@ -126,7 +131,8 @@ def with_price(plan: Plan, job: Job) -> Plan:
 
 def with_cost(plan: Plan, job: Job, cost: PlanCost) -> Plan:
     """The plan with a prediction of this cost, and its whole training, if it has one, at this speed."""
-    priced = plan.model_copy(update={"prediction": prediction_of(job, plan, cost, Certificate(status="priced"))})
+    engine, certificate = engine_name(job), Certificate(status="priced")
+    priced = plan.model_copy(update={"engine": engine, "prediction": prediction_of(job, plan, cost, certificate)})
     training = plan.training
     return priced if training is None else priced.with_training(training.tokens, price=training.price_per_device_hour)
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines import Engine, engine_of
+from steelyard.engines.capabilities import unsupported
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, all_of
 from steelyard.hardware import Cluster, parse_pools, with_network
@@ -275,6 +276,14 @@ def request_of_plan(
     """
     cluster, network, memory = given.get("cluster"), given.get("network"), given.get("memory")
     machines = _machines(plan.hardware_value() if cluster is None else cluster, network)
+    engine = engine_of(given.get("engine") or plan.engine or NATIVE.name)
+    if reasons := unsupported(plan, engine.capabilities):
+        raise UserError(
+            field="--engine",
+            found=f"{engine.name} for a plan with {'; '.join(reasons)}",
+            expected="a plan that it can run",
+            hint=f"plan for it with --engine {engine.name}, or see `steelyard export`",
+        )
     if plan.is_mixed != (len(machines.pools) > 1):
         raise UserError(
             field="--cluster",
@@ -298,7 +307,7 @@ def request_of_plan(
         precision=plan.precision,
         memory_bytes=_num_bytes(memory),
         memory_margin=0.0,
-        engine=engine_of(given.get("engine") or plan.engine or NATIVE.name),
+        engine=engine,
         budgets={name: each for name, _, each in _taken(plan, machines)} if is_own and memory is None else {},
         profiles=_profiles(_read_if_one(profile, machines), machines),
         time_factor=factor[0],
@@ -433,6 +442,15 @@ def _check_what_is_free(request: PlanRequest) -> None:
 
 def _check_engine(request: PlanRequest) -> None:
     """Raises `UserError` for a model that the engine cannot train, or for several pools, which only ours runs."""
+    if request.precision not in request.engine.precisions:
+        raise UserError(
+            field="--precision",
+            found=f"{request.precision} with the engine {request.engine.name}",
+            expected="one of " + ", ".join(request.engine.precisions),
+            hint="plan for an engine that computes in fp8: --engine megatron"
+            if request.precision == "fp8"
+            else "give another --precision",
+        )
     if request.engine == NATIVE:
         return
     if request.is_mixed:

@@ -9,6 +9,7 @@
 | `within`             | budget        | what more or less memory is worth: frontiers, fallbacks        |
 | `on_cluster`         | cluster       | what fewer or more devices, or parts of a cluster, take        |
 | `alone`              | cluster       | what one device group takes by itself                          |
+| `run_by`             | engine        | what other software takes                                      |
 
 Other batches and lengths are variants too, which `steelyard.planning.sizes` asks for one after another.
 
@@ -33,8 +34,11 @@ from itertools import pairwise
 import numpy as np
 
 from steelyard.cost.job import Job
+from steelyard.cost.kernels import job_under
 from steelyard.cost.predict import predict
 from steelyard.cost.tables import CostTables
+from steelyard.engines import Engine
+from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, is_as_named, parse_cluster
 from steelyard.plan.choices import ComparedBaseline
@@ -181,6 +185,11 @@ def alone(group: Cluster, decisions: Decisions) -> Variant:
     name = f"{group.name} alone" + ("" if decisions == free else ", any number of stages")
     changed = partial(replace, cluster=group, decisions=free, num_alternatives=NUM_RESCORED)
     return Variant(name=name, change=changed)
+
+
+def run_by(engine: Engine) -> Variant:
+    """Return the variant that another engine runs."""
+    return Variant(name=engine.name, change=lambda request: replace(request, engine=engine))
 
 
 def device_counts(cluster: Cluster) -> tuple[int, ...]:
@@ -391,9 +400,12 @@ class Study:
 
     def _job_of(self, request: PlanRequest) -> Job:
         """The job of a variant: that of the request where nothing else is to be priced."""
-        if request.seq_len != self.request.seq_len:
+        own = self.request
+        if request.seq_len != self.request.seq_len or own.engine not in (request.engine, NATIVE):
             return job_of(request)
         job, cluster = self.job, request.cluster
+        if request.engine != own.engine:
+            job = job_under(job, request.engine)
         if cluster != self.request.cluster:
             groups = [each.cluster for each in job.by_group]
             if all(pool in groups for pool in cluster.pools):
@@ -427,7 +439,7 @@ class Study:
     def _shares_tables(self, request: PlanRequest) -> bool:
         """Whether a variant has the layers, the batch and the devices of the request itself."""
         own = self.request
-        mine, theirs = ((each.cluster, each.seq_len, each.global_batch) for each in (own, request))
+        mine, theirs = ((each.cluster, each.seq_len, each.global_batch, each.engine) for each in (own, request))
         return mine == theirs
 
     def _keep(self, request: PlanRequest, job: Job, bounded: tuple[OnDemand, ...]) -> None:

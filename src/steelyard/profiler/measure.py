@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
-from steelyard.plan.plan import Precision
+from steelyard.plan.plan import LayerPrecision
 from steelyard.plan.strategy import Strategy, shape_strategies
 from steelyard.processes.group import current_device
 from steelyard.profiler.clock import Deadline, barrier, over_ranks
@@ -58,7 +58,7 @@ def measure(
     chain: ModelChain,
     *,
     seq_len: int,
-    precision: Precision,
+    precision: LayerPrecision,
     samples: Sequence[int],
     trace: Profile,
     budget_s: float = 20.0,
@@ -118,7 +118,7 @@ def measure(
     )
 
 
-def check_trace(trace: Profile, chain: ModelChain, *, seq_len: int, precision: Precision) -> None:
+def check_trace(trace: Profile, chain: ModelChain, *, seq_len: int, precision: LayerPrecision) -> None:
     """Raises `InvalidProfileError` unless ``trace`` is a traced profile of this model, length and precision."""
     identity = trace.identity
     for field, found, expected in (
@@ -185,7 +185,7 @@ class _Run:
 
     chain: ModelChain
     seq_len: int
-    precision: Precision
+    precision: LayerPrecision
     device: torch.device
     budget_s: float
     deadline: Deadline

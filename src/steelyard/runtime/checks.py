@@ -201,8 +201,21 @@ def check_elastic(options: TrainOptions) -> None:
         )
 
 
+def check_engine(plan: Plan) -> None:
+    """Raises `InvalidPlanError` for a plan that another engine runs."""
+    if plan.engine is not None:
+        raise InvalidPlanError(
+            field="engine",
+            found=plan.engine,
+            expected="a plan for steelyard's own runtime",
+            hint=f"write it for {plan.engine} with `steelyard export`, or plan without --engine",
+        )
+
+
 def check_builder(plan: Plan, builder: str | None) -> None:
-    """Raises `InvalidPlanError` unless a builder is given where the plan is for a user's own module, and only there."""
+    """Raises `InvalidPlanError` for a plan that another engine runs, and unless a builder is given where the plan is
+    for a user's own module, and only there."""
+    check_engine(plan)
     module = plan.chain().split.module
     if bool(module) == (builder is not None):
         return

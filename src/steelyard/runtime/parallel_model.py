@@ -33,7 +33,7 @@ from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.processes.group import current_device
-from steelyard.runtime.checks import check_world_size
+from steelyard.runtime.checks import check_engine, check_world_size
 from steelyard.runtime.data.order import rank_samples
 from steelyard.runtime.data.tokens import Samples
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index
@@ -352,6 +352,7 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     then as it was there. Raises `InvalidPlanError` or `InvalidModelError` if the world size or the model is not the
     plan's.
     """
+    check_engine(plan)
     check_world_size(plan, dist.get_world_size())
     chain = plan.chain()
     if isinstance(chain.split, OwnSplit):

@@ -12,7 +12,7 @@ from steelyard.errors import InvalidProfileError
 from steelyard.installed import TRAINING, installed_version, require_training
 from steelyard.model.chain import ModelChain
 from steelyard.plan.file import default_folder, digest, keep, parse_file
-from steelyard.plan.plan import Precision
+from steelyard.plan.plan import LayerPrecision
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.packaged import ATTENTION, TRACER_VERSION, packaged_lengths, packaged_trace
 
@@ -23,7 +23,7 @@ def cached_trace(
     chain: ModelChain,
     *,
     seq_len: int,
-    precision: Precision,
+    precision: LayerPrecision,
     degrees: tuple[int, ...],
     folder: Path | None = None,
     own: Any = None,
@@ -64,7 +64,7 @@ def cached_trace(
     return profile
 
 
-def _key(chain: ModelChain, seq_len: int, precision: Precision, degrees: tuple[int, ...]) -> str:
+def _key(chain: ModelChain, seq_len: int, precision: LayerPrecision, degrees: tuple[int, ...]) -> str:
     entries: dict[str, Any] = {
         "config": chain.config_hash,
         "name": chain.name,

@@ -37,7 +37,7 @@ from steelyard.modules.model_inputs import blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.modules.pieces import ShellPiece
 from steelyard.modules.updates import local_part
-from steelyard.plan.plan import Precision
+from steelyard.plan.plan import LayerPrecision
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
 
@@ -92,7 +92,7 @@ class TracedLayer:
     chain: ModelChain
     layer: int
     seq_len: int
-    precision: Precision
+    precision: LayerPrecision
     mesh: DeviceMesh
     strategy: Strategy
     """Of one level at most, over the ranks of ``mesh``."""

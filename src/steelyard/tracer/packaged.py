@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from steelyard.installed import is_as_made
 from steelyard.model.chain import LayerType, ModelChain
 from steelyard.plan.dimensions.dimension import Batch
-from steelyard.plan.plan import Precision
+from steelyard.plan.plan import LayerPrecision
 from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Strategy, shape_strategies
 from steelyard.profiles.profile import LayerProfile, Profile, ProfileIdentity
@@ -47,12 +47,14 @@ def legal_shapes(layer_type: LayerType, degree: int, seq_len: int) -> Iterator[S
             yield strategy
 
 
-def trace_file(config_hash: str, precision: Precision) -> Any:
+def trace_file(config_hash: str, precision: LayerPrecision) -> Any:
     """Where the packaged trace of a config is, if there is one."""
     return resources.files("steelyard.tracer") / "traces" / f"{config_hash}-{precision}.json.gz"
 
 
-def packaged_trace(chain: ModelChain, *, seq_len: int, precision: Precision, degrees: Iterable[int]) -> Profile | None:
+def packaged_trace(
+    chain: ModelChain, *, seq_len: int, precision: LayerPrecision, degrees: Iterable[int]
+) -> Profile | None:
     """What `steelyard.tracer.trace.trace` would return, from the package; None where that does not hold it."""
     content = _content(chain, precision)
     if content is None:
@@ -60,7 +62,7 @@ def packaged_trace(chain: ModelChain, *, seq_len: int, precision: Precision, deg
     return profile_at(content, chain, seq_len=seq_len, degrees=sorted(set(degrees) | {1}))
 
 
-def _content(chain: ModelChain, precision: Precision) -> dict[str, Any] | None:
+def _content(chain: ModelChain, precision: LayerPrecision) -> dict[str, Any] | None:
     """What the packaged trace of a model holds; None where there is none, or it does not hold for what is installed."""
     file = trace_file(chain.config_hash, precision)
     if not file.is_file():
@@ -70,7 +72,7 @@ def _content(chain: ModelChain, precision: Precision) -> dict[str, Any] | None:
     return content if is_current and is_as_made(content["made_with"]) else None
 
 
-def packaged_lengths(chain: ModelChain, precision: Precision) -> str:
+def packaged_lengths(chain: ModelChain, precision: LayerPrecision) -> str:
     """What is packaged of a model in words, for messages; empty where nothing is, or what is there does not hold."""
     content = _content(chain, precision)
     if content is None:

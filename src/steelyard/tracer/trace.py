@@ -24,7 +24,7 @@ from steelyard.model.chain import LayerType, ModelChain
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.own_pieces import OwnModel
-from steelyard.plan.plan import Precision
+from steelyard.plan.plan import LayerPrecision
 from steelyard.plan.strategy import Remat
 from steelyard.profiles.profile import (
     Collective,
@@ -95,7 +95,7 @@ def trace(
     chain: ModelChain,
     *,
     seq_len: int,
-    precision: Precision,
+    precision: LayerPrecision,
     degrees: Iterable[int],
     own: OwnModel | None = None,
 ) -> Profile:
@@ -144,7 +144,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _trace_layers(
-    chain: ModelChain, seq_len: int, precision: Precision, degrees: list[int], own: OwnModel | None
+    chain: ModelChain, seq_len: int, precision: LayerPrecision, degrees: list[int], own: OwnModel | None
 ) -> list[LayerProfile]:
     model = build_meta_model(chain) if own is None else own.without_values()
     prepare_model(model, chain)
