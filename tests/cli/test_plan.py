@@ -394,3 +394,14 @@ def test_planning_imports_nothing_that_only_other_commands_and_options_need(tmp_
     assert planning <= USED_BY_PLAN
     others = ("export", "processes.start", "profiles.record", "search.problem", "search.reasons", "search.tradeoff")
     assert loaded.isdisjoint({"torch", *(f"steelyard.{name}" for name in others)})
+
+
+@pytest.mark.parametrize(
+    ("precision", "words"),
+    [("fp16", "loss scaling"), ("fp8", "8 or 4 bits"), ("FP8", "8 or 4 bits"), ("bf61", "did you")],
+)
+def test_a_precision_that_is_not_run_says_why_and_what_to_take(run: Run, precision: str, words: str) -> None:
+    error = user_error(run("plan", *SMALL, "--precision", precision))
+    assert (error.field, error.expected) == ("--precision", "one of fp32, bf16")
+    assert words in error.hint
+    assert "bf16" in error.hint

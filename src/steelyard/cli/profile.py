@@ -6,14 +6,13 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, check_choice, print_json, tried
+from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, parse_precision, print_json, tried
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
 from steelyard.model.read import load_model
 from steelyard.output import command, write_file
 from steelyard.plan.file import dump_json, parse_file
-from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import divisors
 from steelyard.profiles.profile import Profile, merge_profiles
 from steelyard.report.run_table import profile_view
@@ -68,7 +67,7 @@ def profile(
     traced = cached_trace(
         chain,
         seq_len=chain.known_seq_len(seq_len),
-        precision=check_choice("--precision", precision, Precision),
+        precision=parse_precision(precision),
         degrees=degrees,
     )
     measured = launch_profiler(

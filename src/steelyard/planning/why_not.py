@@ -15,6 +15,7 @@ is tried alone, then all together, as the smallest strategy that has it.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import permutations
+from math import prod
 
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
@@ -355,13 +356,25 @@ def _forbidding(request: PlanRequest, job: Job, pin: Pin) -> tuple[str, ...]:
             if pin.allows(strategy):
                 against.append((strategy, frozenset({reason})))
     if not against:
-        return (f"no strategy of the tree for {job.cluster.num_devices} devices or fewer has it",)
+        return _of_other_size(pin, sorted({config.devices_per_stage for config in configs}))
     fewest = min(len(reasons) for _, reasons in against)
     stopped: dict[str, set[Strategy]] = {}
     for strategy, reasons in against:
         for reason in reasons if len(reasons) == fewest else ():
             stopped.setdefault(reason, set()).add(strategy)
     return tuple(sorted(stopped, key=lambda reason: -len(stopped[reason]))[:SHOWN_REASONS])
+
+
+def _of_other_size(pin: Pin, sizes: Sequence[int]) -> tuple[str, ...]:
+    """Why no strategy of a stage of these sizes has what a pin asks for, and what to write where the size alone is."""
+    stages = f"a stage has {' or '.join(map(str, sizes))}"
+    for key, value in pin.wanted:
+        levels = parse_parallel(value) if key == "parallel" else ()
+        count = prod(level.degree for level in levels)
+        if levels and count not in sizes:
+            asked = ", ".join(f"{level.dimension}={level.degree}" for level in levels)
+            return (f"{value} is for {count} devices, and {stages}; write {asked}",)
+    return (f"no strategy of {' or '.join(map(str, sizes))} devices has it all at once",)
 
 
 def _reasons(config: JobConfig, strategy: Strategy, layer_types: Collection[int]) -> set[str]:
