@@ -54,7 +54,8 @@ def test_a_written_plan_carries_plans_of_less_memory(run: Run, tmp_path: Path) -
 
 def test_plan_shows_time_tokens_mfu_and_memory_against_the_budget(planned: tuple[str, Path]) -> None:
     output, _ = planned
-    for expected in ("a step", "tokens/s/device", "MFU", "left of the budget", "optimal for the cost tables"):
+    figures = "micro-batch per rank: ", " gradient accumulation step", " TFLOP/s per device"
+    for expected in ("a step", "tokens/s/device", *figures, "MFU", "left of the budget", "optimal for the cost tables"):
         assert expected in output
 
 
@@ -86,6 +87,16 @@ def test_days_and_money_for_tokens_are_said_written_and_scaled_when_priced_again
 
 
 @pytest.mark.slow
+def test_the_file_has_the_micro_batch_of_a_rank_and_the_model_flop_of_a_second(planned: tuple[str, Path]) -> None:
+    plan = read_plan(planned[1])
+    found = plan.prediction
+    assert found is not None
+    assert found.model_flop_per_s is not None
+    assert found.rank_samples == plan.rank_samples
+    assert all(samples * plan.num_microbatches <= plan.global_batch for samples in found.rank_samples)
+    assert found.mfu == pytest.approx(found.model_flop_per_s / plan.machines().device.peak(plan.precision))
+
+
 def test_json_is_the_plan_file(run: Run, tmp_path: Path) -> None:
     result = run("plan", *SMALL, "--json", "-o", tmp_path / "plan.json")
     assert json.loads(result.output) == json.loads((tmp_path / "plan.json").read_text())

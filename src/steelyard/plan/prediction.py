@@ -12,11 +12,11 @@ from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Backend
-from steelyard.limits import MOST_DEVICES, MOST_PER_S, MOST_STEPS, Bytes, Count, PositiveSeconds, Seconds
+from steelyard.limits import MOST_DEVICES, MOST_PER_S, MOST_STEPS, Bytes, Count, PositiveSeconds, Samples, Seconds
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.part import PlanPart
 from steelyard.profiles.profile import ProfileIdentity
-from steelyard.units import format_bytes, format_seconds
+from steelyard.units import TERA, format_bytes, format_seconds
 
 
 class CatalogueRates(PlanPart):
@@ -275,6 +275,10 @@ class Prediction(PlanPart):
     """Model FLOP utilisation; absent where the device's peak is not known."""
     mfu_attention: str = ""
     """How attention is counted in it, as the model has it: ``causal``; empty in plans that were written before."""
+    model_flop_per_s: float | None = Field(default=None, ge=0, le=MOST_PER_S)
+    """Model FLOP/s of a device, counted as in `mfu`; absent where no layer says its work, and in older plans."""
+    rank_samples: tuple[Samples, ...] = ()
+    """Micro-batch size: samples of a microbatch on a rank, each size that a layer has; absent in older plans."""
     warnings: tuple[str, ...] = ()
     """What is allowed and should be known all the same: sequences longer than the model was made for."""
     budget_bytes: Bytes
@@ -339,6 +343,14 @@ class Prediction(PlanPart):
     def margin_text(self) -> str:
         """What is left free beside the budget, where something is."""
         return margin_text(self.budget_bytes, self.margin_bytes)
+
+    @property
+    def utilisation(self) -> str:
+        """TFLOP/s of a device and MFU, with how attention is counted in both; empty where neither is known."""
+        tera = None if self.model_flop_per_s is None else f"{self.model_flop_per_s / TERA:,.0f} TFLOP/s per device"
+        found = [tera, None if self.mfu is None else f"MFU {self.mfu:.1%}"]
+        counted = f" ({self.mfu_attention} attention)" if self.mfu_attention else ""
+        return ", ".join(filter(None, found)) + counted if any(found) else ""
 
     @property
     def accuracy(self) -> str:
