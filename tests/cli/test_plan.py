@@ -97,6 +97,24 @@ def test_the_file_has_the_micro_batch_of_a_rank_and_the_model_flop_of_a_second(p
     assert found.mfu == pytest.approx(found.model_flop_per_s / plan.machines().device.peak(plan.precision))
 
 
+def test_what_is_left_out_of_the_search_stands_beside_what_it_proved(planned: tuple[str, Path]) -> None:
+    output, path = planned
+    found = read_plan(path).prediction
+    assert found is not None
+    hybrid = (
+        "strategies such as dp2-fsdp2: hybrid sharding is searched with groups of one node, or of 4, 16, 64 … of them"
+    )
+    assert found.not_searched[0] == hybrid
+    assert "interleaved-1f1b in other than 2 or 4 chunks a stage" in found.not_searched
+    assert output.count("not searched: ") == len(found.not_searched)
+
+
+def test_a_decision_is_not_said_to_be_left_out(run: Run) -> None:
+    result = run("plan", *SMALL, "--stages", 1, "--max-tp", 1, "--json")
+    found = json.loads(result.output)["prediction"]["not_searched"]
+    assert not any("interleaved" in text or "gpipe" in text or "tp" in text for text in found)
+
+
 def test_json_is_the_plan_file(run: Run, tmp_path: Path) -> None:
     result = run("plan", *SMALL, "--json", "-o", tmp_path / "plan.json")
     assert json.loads(result.output) == json.loads((tmp_path / "plan.json").read_text())

@@ -288,6 +288,8 @@ class Prediction(PlanPart):
     stages: tuple[StagePrediction, ...]
     certificate: Certificate
     lower_bound_s: Seconds
+    not_searched: tuple[str, ...] = ()
+    """What could be run and was left out of the search, so that the certificate says nothing of it."""
     profile: CostSource
     """Where the costs came from."""
     backend: Backend | None = None
@@ -296,7 +298,7 @@ class Prediction(PlanPart):
     """Absent where no measured runs are like this one, and in plans that were written before it was said."""
     alternatives: tuple[Alternative, ...] = ()
     baselines: tuple[Baseline, ...] = ()
-    """The best plain plans; none where they were not searched."""
+    """The best plans of simple ways to train, `ONE_STRATEGY` the last; none where they were not searched."""
     pools: tuple[PoolUse, ...] | None = None
     """The pools at hand, those used first in the order of their ranks; absent where all devices are alike."""
 
@@ -369,23 +371,27 @@ class Prediction(PlanPart):
         return max(step_time_s, self.step_time_s) <= min(step_time_s, self.step_time_s) * (1 + self.interval.as_good)
 
 
+ONE_STRATEGY = "one strategy for all layers"
+"""The baseline that has all others in it: one recomputation choice for all blocks too, stages cut freely."""
 SAME_SHARE = 5e-4
 """Step times that differ by less than this share are called the same."""
 NO_STRATEGY = "has no legal strategy", "have no legal strategy"
 
 
 def baseline_line(prediction: Prediction) -> str:
-    """What is gained over the best of the plain plans, and what that is; empty where none was searched."""
+    """What is gained over the best of the baselines, and what that is; empty where none was searched."""
     if not prediction.baselines:
         return ""
     missing = " and ".join(misfits(prediction.baselines))
     fitting = [(each.step_time_s, each) for each in prediction.baselines if each.step_time_s is not None]
     if not fitting:
-        return f"{missing}: there is no plain plan"
+        return f"{missing}: there is no plan with {ONE_STRATEGY}"
     step_s, best = min(fitting, key=lambda pair: pair[0])
     gain = 1 - prediction.step_time_s / step_s
     words = against(gain, "as fast as")
-    text = f"{words} the best plain plan, {best.name} ({best.strategies}; {best.setting}: {format_seconds(step_s)})"
+    name = "" if best.name == ONE_STRATEGY else f", {best.name}"
+    what = f"{best.strategies}; {best.setting}: {format_seconds(step_s)}"
+    text = f"{words} the best plan with {ONE_STRATEGY}{name} ({what})"
     return f"{text}; {missing}" if missing else text
 
 
@@ -397,7 +403,7 @@ def against(gain: float, same: str) -> str:
 
 
 def misfits(baselines: Iterable[Baseline]) -> Iterator[str]:
-    """Which plain plans there are none of, and why: ``plain DDP and plain FSDP do not fit (2 GiB and 1 GiB short)``."""
+    """Which baselines there are none of, and why: ``plain DDP and plain FSDP do not fit (2 GiB and 1 GiB short)``."""
     none = [each for each in baselines if each.step_time_s is None]
     for is_legal, one, several in ((True, "does not fit", "do not fit"), (False, *NO_STRATEGY)):
         alike = [each for each in none if (each.missing_bytes is not None) == is_legal]

@@ -4,6 +4,7 @@
 |-------------------------------------------------|--------------------------------------------------------------------|
 | `refuse_impossible`                             | what of a pin no strategy could have, before the model is traced   |
 | `configs_not_searched`, `strategies_not_searched` | what was not built into tables, each with its reason             |
+| `left_out`                                      | the same as far as it could be run, for the plan                   |
 | `widened`                                       | what a pin searches that the free search leaves out                |
 | `why_not`, `why_not_plan`                       | the best plan that does what is asked for, or why there is none    |
 | `pin_error`                                     | which of several pins cannot be met                                |
@@ -20,7 +21,8 @@ from math import prod
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.errors import InvalidPlanError, UserError
-from steelyard.model.chain import LayerType
+from steelyard.limits import MOST_MICROBATCHES
+from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.choices import NotSearched, StrategyVerdict, WhyNot
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, dimension_named, level_dimensions, modes
@@ -197,6 +199,33 @@ def configs_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, .
             if each not in used or each.why_not_everywhere
         ),
     )
+
+
+def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
+    """What could be run and is not searched, each with its reason: strategies, schedules, chunks and microbatches.
+
+    Not what the user decided, nor what divides nothing.
+    """
+    limits = space_options(job, decisions)
+    whole = replace(limits, remats=(Remat.NONE,), insists=lambda _strategy: True)
+    configs = pipeline_configs(job, decisions)
+    batch = Batch(microbatch_samples=job.global_batch, seq_len=job.seq_len)
+    blocks = [layer for layer in job.chain.layer_types if layer.role is LayerRole.BLOCK]
+    found: dict[str, Strategy] = {}
+    for size in sorted({config.devices_per_stage for config in configs}):
+        for strategy in enumerate_strategies(size, whole):
+            reason = space_refusal(strategy, replace(limits, remats=tuple(Remat)))
+            if reason and reason not in found and any(illegal_reason(each, strategy, batch) is None for each in blocks):
+                found[reason] = strategy
+    said = [f"strategies such as {strategy}: {reason}" for reason, strategy in found.items()]
+    for schedule in SCHEDULES.values() if any(config.pipeline.num_stages > 1 for config in configs) else ():
+        if schedule.name in decisions.allowed_schedules:
+            counts = " or ".join(map(str, schedule.chunk_counts))
+            said += [f"{schedule.name}: {schedule.why_not_everywhere}"] if schedule.why_not_everywhere else []
+            said += [f"{schedule.name} in other than {counts} chunks a stage"] if schedule.takes_chunks else []
+    if job.global_batch > MOST_MICROBATCHES:
+        said.append(f"more than {MOST_MICROBATCHES} microbatches")
+    return tuple(said)
 
 
 def samples_not_measured(job: Job, decisions: Decisions) -> NotSearched | None:

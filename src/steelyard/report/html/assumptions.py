@@ -76,6 +76,8 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
     bound = prediction.lower_bound_s
     proven = f"; no plan takes less than {format_seconds(bound)} by the search's closed form" if bound > 0 else ""
     yield "proof", f"{prediction.certificate}{proven}"
+    for text in prediction.not_searched:
+        yield "not searched", text
     if prediction.pools is None:
         yield "costs", _source(prediction.profile)
     for pool in prediction.pools or ():
