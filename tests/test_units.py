@@ -63,7 +63,7 @@ def test_the_case_of_a_unit_does_not_matter(text):
     assert parse_bytes(text) == 20 * units.GIB
 
 
-@given(st.integers(0, 10**18 - 1))
+@given(st.integers(units.LEAST_BYTES, 10**18 - 1))
 def test_a_number_without_unit_is_read_to_the_byte(num_bytes):
     assert parse_bytes(str(num_bytes)) == parse_bytes(f"{num_bytes} B") == num_bytes
 
@@ -90,6 +90,14 @@ def test_a_text_that_is_no_quantity_shows_how_to_write_one(text):
     with pytest.raises(UserError, match="--memory 20GiB") as caught:
         parse_bytes(text)
     assert (caught.value.field, caught.value.found) == ("memory", repr(text))
+
+
+@pytest.mark.parametrize("text", ["80", "80.5", "999999"])
+def test_a_number_without_a_unit_that_is_too_small_for_bytes_is_asked_for_its_unit(text):
+    with pytest.raises(UserError, match="no unit") as caught:
+        parse_bytes(text)
+    assert caught.value.expected == f"a number with a unit: is it {text}GiB or {text}GB?"
+    assert f"--memory {text}GiB" in caught.value.hint
 
 
 @given(st.integers(0, 10**15))

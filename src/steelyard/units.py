@@ -62,13 +62,26 @@ _SUFFIX_BYTES = {
 }
 MOST_COUNT = 10**18
 """Tokens of a training: more than there are, and few enough for 64 bits."""
+LEAST_BYTES = 10**6
+"""Bytes that may be written without a unit."""
 _SUFFIX_COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _QUANTITY = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in a quantity such as ``20GiB``, ``512 MB`` or ``1073741824``; raises `UserError` for anything else."""
+    """Bytes in a quantity such as ``20GiB``, ``512 MB`` or ``1073741824``; raises `UserError` for anything else.
+
+    A number without a unit is bytes from `LEAST_BYTES` on; fewer were surely meant in another unit.
+    """
     match = _QUANTITY.fullmatch(text)
+    if match and not match.group(2) and 0 < float(match.group(1)) < LEAST_BYTES:
+        number = match.group(1)
+        raise UserError(
+            field="memory",
+            found=f"{number}, which has no unit",
+            expected=f"a number with a unit: is it {number}GiB or {number}GB?",
+            hint=f"write --memory {number}GiB, as devices count theirs ({number}B for bytes)",
+        )
     suffix = match.group(2).lower() or "b" if match else ""
     if match is None or suffix not in _SUFFIX_BYTES:
         raise UserError(

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from steelyard.hardware import Backend
+from steelyard.model.read import chain_from_config
+from steelyard.modules.any_model import changed_split_refused
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Certificate, CostSource, Prediction, StagePrediction
@@ -211,3 +213,26 @@ def test_a_first_step_that_holds_more_counts() -> None:
 )
 def test_ranks_are_written_as_ranges(ranks: tuple[int, ...], text: str) -> None:
     assert format_ranges(ranks) == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_predicted", [True, False], ids=["run", "traced"])
+def test_a_split_on_which_layers_fail_is_named_with_the_place_that_was_changed(
+    run: Run, plan_file: Path, is_predicted: bool
+) -> None:
+    plan = json.loads(plan_file.read_text())
+    split = chain_from_config(plan["model"]["config"], name="small").split.model_dump(mode="json", exclude_none=True)
+    width = split["hidden_size"]
+    plan["model"]["split"] = split | {"hidden_size": width + 1}
+    plan |= {"cluster": "1x4xa100-80gb", "prediction": plan["prediction"] if is_predicted else None}
+    plan_file.write_text(json.dumps(plan))
+    error = str(user_error(run("check", plan_file, "--processes", 1)))
+    assert f"model.split.hidden_size: found {width + 1}, on which layers fail (RuntimeError: " in error
+    assert f"expected: {width}, by the model" in error
+    assert "to fix: plan again" in error
+
+
+def test_a_failure_on_the_split_of_the_model_itself_is_not_the_users() -> None:
+    split = chain_from_config(CONFIGS["llama-tied"], name="small").split
+    with pytest.raises(IndexError), changed_split_refused(split, lambda: split):
+        raise IndexError

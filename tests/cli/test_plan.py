@@ -54,7 +54,8 @@ def test_a_written_plan_carries_plans_of_less_memory(run: Run, tmp_path: Path) -
 
 def test_plan_shows_time_tokens_mfu_and_memory_against_the_budget(planned: tuple[str, Path]) -> None:
     output, _ = planned
-    for expected in ("a step", "tokens/s/device", "MFU", "left of the budget", "optimal for the cost tables"):
+    figures = "micro-batch per rank: ", " gradient accumulation step", " TFLOP/s per device"
+    for expected in ("a step", "tokens/s/device", *figures, "MFU", "left of the budget", "optimal for the cost tables"):
         assert expected in output
 
 
@@ -86,6 +87,34 @@ def test_days_and_money_for_tokens_are_said_written_and_scaled_when_priced_again
 
 
 @pytest.mark.slow
+def test_the_file_has_the_micro_batch_of_a_rank_and_the_model_flop_of_a_second(planned: tuple[str, Path]) -> None:
+    plan = read_plan(planned[1])
+    found = plan.prediction
+    assert found is not None
+    assert found.model_flop_per_s is not None
+    assert found.rank_samples == plan.rank_samples
+    assert all(samples * plan.num_microbatches <= plan.global_batch for samples in found.rank_samples)
+    assert found.mfu == pytest.approx(found.model_flop_per_s / plan.machines().device.peak(plan.precision))
+
+
+def test_what_is_left_out_of_the_search_stands_beside_what_it_proved(planned: tuple[str, Path]) -> None:
+    output, path = planned
+    found = read_plan(path).prediction
+    assert found is not None
+    hybrid = (
+        "strategies such as dp2-fsdp2: hybrid sharding is searched with groups of one node, or of 4, 16, 64 … of them"
+    )
+    assert found.not_searched[0] == hybrid
+    assert "interleaved-1f1b in more than 20 chunks a stage" in found.not_searched
+    assert output.count("not searched: ") == len(found.not_searched)
+
+
+def test_a_decision_is_not_said_to_be_left_out(run: Run) -> None:
+    result = run("plan", *SMALL, "--stages", 1, "--max-tp", 1, "--json")
+    found = json.loads(result.output)["prediction"]["not_searched"]
+    assert not any("interleaved" in text or "gpipe" in text or "tp" in text for text in found)
+
+
 def test_json_is_the_plan_file(run: Run, tmp_path: Path) -> None:
     result = run("plan", *SMALL, "--json", "-o", tmp_path / "plan.json")
     assert json.loads(result.output) == json.loads((tmp_path / "plan.json").read_text())
@@ -394,3 +423,14 @@ def test_planning_imports_nothing_that_only_other_commands_and_options_need(tmp_
     assert planning <= USED_BY_PLAN
     others = ("export", "processes.start", "profiles.record", "search.problem", "search.reasons", "search.tradeoff")
     assert loaded.isdisjoint({"torch", *(f"steelyard.{name}" for name in others)})
+
+
+@pytest.mark.parametrize(
+    ("precision", "words"),
+    [("fp16", "loss scaling"), ("mxfp8", "4-bit formats"), ("NVFP4", "4-bit formats"), ("bf61", "did you")],
+)
+def test_a_precision_that_is_not_run_says_why_and_what_to_take(run: Run, precision: str, words: str) -> None:
+    error = user_error(run("plan", *SMALL, "--precision", precision))
+    assert (error.field, error.expected) == ("--precision", "one of fp32, bf16")
+    assert words in error.hint
+    assert "bf16" in error.hint

@@ -57,7 +57,16 @@ def test_the_page_is_one_small_file_with_the_figures_of_the_plan(run: Run, plan_
     prediction = read_plan(plan_path).prediction
     assert prediction is not None
     assert f"{prediction.tokens_per_s_per_device:,.0f}" in page
-    for expected in ("step time", "MFU", "One step, pass by pass", "Time against memory", "this plan", "Not modelled"):
+    for expected in (
+        "step time",
+        "MFU",
+        "TFLOP/s per device",
+        "micro-batch per rank: ",
+        "One step, pass by pass",
+        "Time against memory",
+        "this plan",
+        "Not modelled",
+    ):
         assert expected in page
 
 

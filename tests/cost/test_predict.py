@@ -9,7 +9,7 @@ import pytest
 from steelyard.cost.build import build_tables, slack_fraction
 from steelyard.cost.job import Job
 from steelyard.cost.memory import CUDA_CONTEXT_BYTES, PIPELINE_CHANNEL_BYTES
-from steelyard.cost.predict import model_flop_utilisation, predict, predict_memory
+from steelyard.cost.predict import model_flop_per_s, predict, predict_memory
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.read import chain_from_config, load_model
@@ -155,9 +155,9 @@ def attending(of: Job, *, in_kernels: float, in_products: float = 0.0, counted: 
 
 def share_of_attention(of: Job) -> float:
     """The part of 12·s·h a token and block that is counted as attention."""
-    found = model_flop_utilisation(of, 1e6)
+    found = model_flop_per_s(of, 1e6)
     assert found is not None
-    return (found * 100e12 / 1e6 - 6 * PARAMS * of.chain.num_layers) / (12 * NUM_BLOCKS * HIDDEN * SEQ_LEN)
+    return (found / 1e6 - 6 * PARAMS * of.chain.num_layers) / (12 * NUM_BLOCKS * HIDDEN * SEQ_LEN)
 
 
 @pytest.mark.parametrize("ways", [{"in_kernels": 0.5}, {"in_kernels": 1.0}, {"in_kernels": 0.0, "in_products": 1.0}])
@@ -204,6 +204,15 @@ def test_the_prediction_says_how_attention_is_counted() -> None:
     of = job()
     cost = predict(plan(of, *ONE_STAGE, num_microbatches=4), of)
     assert cost.mfu_attention == "causal"
+
+
+def test_mfu_is_the_model_flop_of_a_second_over_the_peak_and_names_six_times_the_parameters() -> None:
+    of = attending(job(), in_kernels=0.5)
+    cost = predict(plan(of, *ONE_STAGE, num_microbatches=4), of)
+    square = NUM_BLOCKS * 12 * HIDDEN * SEQ_LEN / 2
+    flop_per_token = 6 * PARAMS * of.chain.num_layers + square
+    assert cost.model_flop_per_s == pytest.approx(flop_per_token * cost.tokens_per_s_per_device)
+    assert cost.mfu == pytest.approx(flop_per_token * cost.tokens_per_s_per_device / of.peak_flop_per_s)
 
 
 def test_more_devices_take_a_faster_step() -> None:

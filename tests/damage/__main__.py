@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import itertools
 import multiprocessing
 import sys
 import tempfile
@@ -10,8 +11,8 @@ from pathlib import Path
 
 from tests.damage.cases import make_case, whole_files
 from tests.damage.corpus import keep, kept
-from tests.damage.documents import whole
-from tests.damage.numbers import number_cases
+from tests.damage.documents import REAL_TYPES, real_split, whole
+from tests.damage.numbers import WITHIN, number_cases
 from tests.damage.run import FindingError, Runner, describe
 
 MOST_SHOWN = 20
@@ -25,20 +26,29 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="a folder for the cases that end badly")
     parser.add_argument("--kept", action="store_true", help="try what ended badly once, and nothing new")
     parser.add_argument("--numbers", action="store_true", help="every whole number of every file, and nothing else")
+    parser.add_argument("--split", choices=REAL_TYPES, help="numbers of a model's split, with torch at hand")
+    parser.add_argument("--every", type=int, default=1, help="of the cases of --split one in so many")
     options = parser.parse_args()
-    with multiprocessing.get_context("fork").Pool(1) as other:  # which imports torch where the split is not known yet
-        documents = other.apply(whole)
     seeds = range(options.seed, options.seed + options.cases)
-    if options.kept or options.numbers:
-        cases, words = (kept(), "cases that are kept") if options.kept else (number_cases(documents), "every number")
+    if options.split:
+        import steelyard.runtime.dry_run  # noqa: F401  whose import takes longer than a case may
+
+        documents = {"split": real_split(options.split)}
+        cases = itertools.islice(number_cases(documents, WITHIN, ("model", "split")), 0, None, options.every)
+        words = f"numbers of the split of {options.split}"
     else:
-        cases, words = (make_case(seed, documents) for seed in seeds), f"seeds {seeds.start} to {seeds.stop - 1}"
+        with multiprocessing.get_context("fork").Pool(1) as other:  # which imports torch where a split is not known yet
+            documents = other.apply(whole)
+        if options.kept or options.numbers:
+            cases, words = (kept(), "cases kept") if options.kept else (number_cases(documents), "every number")
+        else:
+            cases, words = (make_case(seed, documents) for seed in seeds), f"seeds {seeds.start} to {seeds.stop - 1}"
     print(words, flush=True)
     outcomes: collections.Counter[str] = collections.Counter()
     found: collections.Counter[str] = collections.Counter()
     started_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(Path(folder), whole_files(documents))
+        runner = Runner(Path(folder), whole_files(documents), has_torch=bool(options.split))
         for case in cases:
             try:
                 outcomes[runner.run(case)] += 1

@@ -40,6 +40,8 @@ CLUSTER: dict[str, Any] = {
     "inter_link": {"name": "ethernet-100", "ports_per_node": 4},
 }
 SPLIT_TYPE = "speech_to_text"
+REAL_TYPES = (SPLIT_TYPE, "gemma4_text", "llava")
+"""With two lists of blocks, with streams beside the hidden state, and with images among the tokens."""
 FROZEN = {"num_params": 10, "of_params": 1000, "parts": [{"layers": [0, 1]}]}
 ASKED = {"num_stages": 1, "num_microbatches": 1, "max_degrees": {"tp": 1}, "modes": {"zero": [3]}}
 
@@ -90,6 +92,14 @@ def whole() -> dict[str, Any]:
         "record": _record(model),
         "run": {"version": 1, "plan": "plan.json", "step_time_s": 0.5},
     }
+
+
+def real_split(model_type: str) -> dict[str, Any]:
+    """The plan of a small model of a type, as it splits, on one device: whole where torch is at hand, too."""
+    config = split_config(model_type)
+    split = chain_from_config(config, name="split").split.model_dump(mode="json", exclude_none=True)
+    plan = _on_one_device(len(split["layers"]), name="split", config=config, split=split)
+    return {**plan, "hardware": {**CLUSTER, "devices_per_node": 1}}
 
 
 def _on_one_device(num_layers: int, **model: Any) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """Every whole number of every file in turn, in whose place stands what no index may be; found by walking the files."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
+from random import Random
 from typing import Any
 
 from tests.damage.cases import COMMANDS, TARGETS, Case, file_name, file_text
 
 BEYOND = (-1, 2**63, 2**64)
 """What no number of a file may be."""
+WITHIN = (0, 1, 2, 3)
+"""What many may be."""
 
 Place = tuple[str | int, ...]
 
@@ -34,17 +37,20 @@ def changed(content: Any, place: Place, number: int) -> Any:
     return content
 
 
-def number_cases(whole: Mapping[str, Any]) -> Iterator[Case]:
-    """For every place cases with numbers out of place, each through another command that reads the file."""
+def number_cases(whole: Mapping[str, Any], others: Sequence[int] = BEYOND, within: Place = ()) -> Iterator[Case]:
+    """For every place, or those in a part, cases with others numbers, each through another command that reads them."""
     numbers = count()
     for sort, content in whole.items():
         commands = [command for often, command, read in COMMANDS if sort in read.split() and often > 1]  # no searches
         for place in places(content):
+            if place[: len(within)] != within:
+                continue
             found = content
             for key in place:
                 last, found = found, found[key]
-            for value in (*BEYOND, found + 1, len(last), 2**31):
+            for value in (*others, found + 1, len(last), 2**31):
                 seed = next(numbers)
-                arguments = commands[seed % len(commands)].replace("TARGET", TARGETS[seed % len(TARGETS)]).split(" ")
+                random = Random(seed)
+                arguments = random.choice(commands).replace("TARGET", random.choice(TARGETS)).split(" ")
                 files = {file_name(sort): file_text(sort, changed(content, place, value))}
                 yield Case(seed=seed, arguments=arguments, files=files)

@@ -2,7 +2,8 @@
 
 A case ends well with exit code 0 (done), 1 (nothing fits) or 2 (a mistake of the user, named in a short message).
 Anything else is a finding: another exception, a warning, more than `MOST_S` seconds of computing or `MOST_BYTES` of
-memory. A case that asks for torch or for another process has passed all that is read, and ends there.
+memory. A case that asks for another process, or for torch where that is not at hand, has passed all that is read, and
+ends there.
 """
 
 import contextlib
@@ -71,13 +72,14 @@ class _Escaping(CliRunner):
 class Runner:
     """Runs cases in a folder, which becomes that of the process: what damaged arguments write lands there."""
 
-    def __init__(self, folder: Path, whole: Mapping[str, bytes]) -> None:
+    def __init__(self, folder: Path, whole: Mapping[str, bytes], *, has_torch: bool = False) -> None:
         self._folder = folder
         os.chdir(folder)
         self._whole = whole
         self._damaged: set[str] = set(whole)
         self._command: Command = typer.main.get_command(app)
-        sys.meta_path.insert(0, _NoTorch())
+        if not has_torch:
+            sys.meta_path.insert(0, _NoTorch())
         subprocess.Popen.__init__ = _no_process  # type: ignore[method-assign, assignment]
 
     def run(self, case: Case) -> Outcome:

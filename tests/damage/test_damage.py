@@ -24,7 +24,7 @@ from steelyard.profiles.record import RunRecord
 from steelyard.search.problem import parse_problem
 from tests.damage.cases import make_case, whole_files
 from tests.damage.corpus import kept
-from tests.damage.documents import whole
+from tests.damage.documents import REAL_TYPES, SPLIT_TYPE, whole
 from tests.damage.numbers import BEYOND, changed, places
 
 CASES = 500
@@ -94,6 +94,19 @@ def test_no_generated_damage_ends_badly() -> None:
 @pytest.mark.slow
 def test_no_number_in_place_of_another_ends_badly() -> None:
     finished = run_damage("--numbers")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+@pytest.mark.slow
+def test_no_number_of_a_split_ends_badly_where_layers_are_traced() -> None:
+    finished = run_damage("--split", SPLIT_TYPE, "--every", 10)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", REAL_TYPES)
+def test_no_number_of_any_split_ends_badly_where_layers_are_traced(model_type: str) -> None:
+    finished = run_damage("--split", model_type)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 

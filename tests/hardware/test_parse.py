@@ -16,7 +16,7 @@ from steelyard.hardware import (
     parse_cluster,
     with_network,
 )
-from steelyard.hardware.parse import pools_from_yaml
+from steelyard.hardware.parse import parse_pools, pools_from_yaml
 
 FILE = {"version": 1, "num_nodes": 2, "devices_per_node": 8, "device": "a100-80gb"}
 OWN_DEVICE = {
@@ -269,3 +269,20 @@ def test_networks_of_published_runs_can_be_written(device, inter_link, bytes_per
     cluster = read(device=device, inter_link=inter_link)
     assert cluster.device == find_device(device)
     assert cluster.inter_link.bytes_per_s == pytest.approx(bytes_per_s)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("100Gbps", "ethernet-100"), ("25GB/s", "ethernet-200"), ("8x95 Gbit/s", "ethernet-100")]
+)
+def test_a_network_that_is_a_bandwidth_gets_the_names_of_the_nearest_links(text: str, name: str) -> None:
+    with pytest.raises(InvalidClusterError, match="a bandwidth") as caught:
+        with_network(parse_cluster("2x8xh100-80gb"), text)
+    assert f"--network {name}" in caught.value.hint
+    assert all(known in caught.value.hint for known in ("infiniband-edr", "ethernet-400"))
+
+
+def test_pools_of_two_vendors_are_refused_with_what_to_plan_instead() -> None:
+    with pytest.raises(InvalidClusterError, match="NCCL and RCCL do not talk to each other") as caught:
+        parse_pools("2x8xh100-80gb+1x8xmi300x")
+    assert caught.value.found == "2x8xh100-80gb of NVIDIA and 1x8xmi300x of AMD"
+    assert "--cluster 2x8xh100-80gb" in caught.value.hint

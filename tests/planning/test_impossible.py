@@ -84,3 +84,25 @@ def test_a_pin_that_no_strategy_has_is_refused_before_the_model_is_traced(
 def test_a_batch_that_is_searched_for_has_room_for_every_pin(requests: dict[str, PlanRequest]) -> None:
     asked = replace(requests["llama"], global_batch=None, decisions=Decisions(pins=("fsdp=8",)))
     refuse_impossible(asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"), [("pp", "stages=2"), ("pp4", "stages=4"), ("pp=4", "stages=4"), ("blocks: pp=2", "stages=2")]
+)
+@pytest.mark.parametrize("option", ["--pin", "--why-not"])
+def test_a_pin_of_the_pipeline_is_told_that_stages_are_asked_for(text: str, hint: str, option: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_pin(text, option=option, num_layers=4)
+    assert "pp is the pipeline" in caught.value.expected
+    assert f"write {option} {hint}, or stages=1 for no pipeline" in caught.value.hint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pin", "words"),
+    [("tp2", "tp2 is for 2 devices, and a stage has 8; write tp=2"), ("dp2-tp2", "a stage has 8; write dp=2, tp=2")],
+)
+def test_a_strategy_for_fewer_devices_than_a_stage_has_is_told_how_to_write_its_degrees(pin: str, words: str) -> None:
+    decisions = Decisions(num_stages=1, pins=(pin,))
+    with pytest.raises(UserError, match=words):
+        find_plan(FAMILY_CONFIGS["llama"], "1x8xh100-80gb", global_batch=16, seq_len=32, decisions=decisions)

@@ -12,14 +12,14 @@ from steelyard.model.chain import LayerRole
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan
-from steelyard.plan.prediction import Prediction, baseline_line
+from steelyard.plan.prediction import ONE_STRATEGY, Prediction, baseline_line
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning import complete as complete_requests
 from steelyard.planning.choose import plan_job
 from steelyard.planning.price import assemble_plan
 from steelyard.planning.problem import make_tables
-from steelyard.planning.variants import UNIFORM, Study, baselines
+from steelyard.planning.variants import Study, baselines
 from tests.cost.examples import cluster, job
 from tests.jobs import make_job, request_of
 from tests.schedules.examples import pipeline
@@ -98,7 +98,7 @@ def test_plain_n_d_is_the_fastest_of_all_strategies_that_all_blocks_share(share:
     of, options = tight(share, vocab_size=vocab_size), Decisions(num_stages=1)
     offered = {str(replace(each, remat=Remat.NONE)) for each in make_tables(of, options)[0].tables.strategies}
     _, found = compared(of, options)
-    mine = next(each for each in found if each.name == UNIFORM)
+    mine = next(each for each in found if each.name == ONE_STRATEGY)
     costs = []
     for text in sorted(offered):
         try:
@@ -134,7 +134,7 @@ def test_the_first_lines_name_the_best_plain_plan_and_what_is_gained(monkeypatch
 def test_a_vocabulary_that_tp_does_not_divide_leaves_plain_plans_with_tp() -> None:
     _, found = compared(job(cluster(), global_batch=8, vocab_size=257), Decisions(pins=("blocks: tp=4",)))
     last = found[-1]
-    assert (last.name, last.missing_bytes) == (UNIFORM, None)
+    assert (last.name, last.missing_bytes) == (ONE_STRATEGY, None)
     assert "tp4" in str(last.strategies)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.plan.decisions import FREE, Decisions
+from steelyard.plan.prediction import ONE_STRATEGY
 from steelyard.plan.strategy import Remat
 from steelyard.planning import complete as complete_requests
 from steelyard.planning.choose import PlanningResult, plan_request
@@ -227,7 +228,7 @@ def test_a_uniform_plan_is_the_baseline_of_that_name_and_has_fallbacks(monkeypat
     assert uniform is not None
     assert uniform.prediction is not None
     named = {each.name: each.step_time_s for each in free.prediction.baselines}
-    assert uniform.prediction.step_time_s == pytest.approx(named["plain n-D"])
+    assert uniform.prediction.step_time_s == pytest.approx(named[ONE_STRATEGY])
     blocks = uniform.strategies[1:-1]
     assert len(set(blocks)) == 1
     assert uniform.fallbacks

@@ -22,7 +22,7 @@ INTERLEAVED = [
     for num_stages in (2, 3, 4, 8)
     for num_chunks in (2, 3, 4)
     for num_microbatches in (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)
-]
+] + [(num_stages, num_chunks, 16) for num_stages in (2, 8) for num_chunks in (5, 12, 20)]
 
 
 def ours(stage: int, num_stages: int, num_microbatches: int, schedule: str, num_chunks: int = 1) -> Passes:

@@ -17,7 +17,7 @@ from steelyard.processes.failure import RankFailedError
 COMMANDS = {
     name: name
     for name in (
-        *("plan", "frontier", "solve", "explain", "diff", "report", "timeline", "profile", "check", "parity"),
+        *("plan", "price", "frontier", "solve", "explain", "diff", "report", "timeline", "profile", "check", "parity"),
         *("train", "measure", "export", "demo", "models"),
     )
 } | {"devices": "models", "links": "models", "schema": "schema"}

@@ -1,6 +1,7 @@
 """``steelyard check``: runs a plan's ranks on fake tensors and says whether it fits, beside what was predicted."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,8 @@ from steelyard.cost.predict import predict_memory
 from steelyard.hardware import Backend
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES
+from steelyard.model.own import Split
+from steelyard.modules.any_model import changed_split_refused, split_of
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.job import job_of
@@ -52,8 +55,12 @@ def check(
     budgets, backend = _expected(plan, given)
     from steelyard.runtime.dry_run import distinct_ranks, dry_run_all
 
-    groups = distinct_ranks(plan, builder)
-    with progress(f"running {format_plural(len(groups), 'rank')} on fake tensors", silent=as_json):
+    with (
+        progress("building the model", silent=as_json) as show,
+        changed_split_refused(plan.chain().split, partial(_own_split, plan, builder)),
+    ):
+        groups = distinct_ranks(plan, builder)
+        show(f"running {format_plural(len(groups), 'rank')} on fake tensors")
         found = list(
             dry_run_all(
                 plan,
@@ -86,6 +93,15 @@ def check(
             print(line)
     if not all(rank.fits for rank in checked):
         raise typer.Exit(1)
+
+
+def _own_split(plan: Plan, builder: str | None) -> Split | None:
+    """The split of the model of a plan, whatever the plan says of it."""
+    if builder is None:
+        return split_of(plan.chain().config)
+    from steelyard.modules.own_proof import build, own_model
+
+    return own_model(build(builder)).split
 
 
 def _expected(plan: Plan, given: Elsewhere) -> tuple[list[StageBudget], Backend]:

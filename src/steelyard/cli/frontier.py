@@ -25,9 +25,9 @@ from steelyard.cli.options import (
     SeqLen,
     TimeLimit,
     built_module,
-    check_choice,
     check_page,
     is_number,
+    parse_precision,
     print_json,
     progress,
     tried,
@@ -38,7 +38,6 @@ from steelyard.limits import MOST_DEVICES, MOST_PRICE
 from steelyard.output import write_file
 from steelyard.plan.choices import TradeOffs
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.plan import Precision
 from steelyard.planning.frontier import find_offers, find_trade_offs
 from steelyard.planning.job import job_of
 from steelyard.planning.request import PlanRequest, make_request
@@ -103,7 +102,7 @@ def frontier(
             memory=memory,
             profile=profile,
             own=built_module(model),
-            precision=check_choice("--precision", precision, Precision),
+            precision=parse_precision(precision),
             engine=engine,
             memory_margin=memory_margin,
             imbalance=imbalance,

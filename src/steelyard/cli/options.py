@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
@@ -31,6 +32,7 @@ from steelyard.limits import (
 from steelyard.model.own import BUILDER
 from steelyard.model.read import hub_names, model_names
 from steelyard.output import check_file, check_folder
+from steelyard.plan.plan import Precision
 from steelyard.schedules import SCHEDULES
 
 
@@ -124,14 +126,32 @@ def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[
     return tuple(known[name] for name in names)
 
 
-def check_choice(option: str, text: str, choices: Any) -> Any:
-    """``text`` if it is one of the literal ``choices``; raises `UserError` naming them for anything else."""
+def check_choice(option: str, text: str, choices: Any, *, instead: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """``text`` if it is one of the literal ``choices``; raises `UserError` naming them for anything else.
+
+    ``instead`` says what to do where one is asked for that is known and not offered.
+    """
     known = get_args(choices)
     if text not in known:
-        raise UserError(
-            field=option, found=repr(text), expected="one of " + ", ".join(known), hint=nearest(text, known)
-        )
+        hint = instead.get(text.lower()) or nearest(text, known)
+        raise UserError(field=option, found=repr(text), expected="one of " + ", ".join(known), hint=hint)
     return text
+
+
+_EIGHT_BITS = (
+    "plan with --precision bf16: linear layers in MX or 4-bit formats are neither priced nor run yet, so a run of an \
+engine that has them is faster than predicted"
+)
+_INSTEAD_OF_PRECISION = {
+    "fp16": "plan with --precision bf16, or fp32 on devices without it (V100, T4): fp16 needs loss scaling, which is "
+    "not run yet",
+    **dict.fromkeys(("mxfp8", "nvfp4", "fp4"), _EIGHT_BITS),
+}
+
+
+def parse_precision(text: str, choices: Any = Precision) -> Any:
+    """The precision of ``--precision``; raises `UserError` for another, with the reason where one is not run yet."""
+    return check_choice("--precision", text, choices, instead=_INSTEAD_OF_PRECISION)
 
 
 Model = Annotated[

@@ -45,6 +45,7 @@ from steelyard.cli.options import (
     check_choice,
     check_choices,
     parse_image_size,
+    parse_precision,
     parse_size,
     print_json,
     progress,
@@ -55,7 +56,7 @@ from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.output import command
 from steelyard.plan.decisions import Decisions, Partition, Space
 from steelyard.plan.file import write_plan
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import PlanningResult
 from steelyard.planning.complete import complete
@@ -151,7 +152,7 @@ def plan(
             own=own,
             freeze=freeze or (),
             engine=engine,
-            precision=check_choice("--precision", precision, Precision),
+            precision=parse_precision(precision),
             memory_margin=memory_margin,
             calibration=(*(calibrate_by or ()), *map(Path, context.args)),
             imbalance=imbalance,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, check_choice, print_json, tried
+from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, parse_precision, print_json, tried
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
@@ -68,7 +68,7 @@ def profile(
     traced = cached_trace(
         chain,
         seq_len=chain.known_seq_len(seq_len),
-        precision=check_choice("--precision", precision, LayerPrecision),
+        precision=parse_precision(precision, LayerPrecision),
         degrees=degrees,
     )
     measured = launch_profiler(

@@ -33,9 +33,11 @@ class PlanCost:
     stages: tuple[StagePrediction, ...]
     fits: bool
     tokens_per_s_per_device: float
+    model_flop_per_s: float | None
+    """Of a device, of the stages' mean."""
     mfu: float | None
     mfu_attention: str
-    """How `mfu` counts attention."""
+    """How these two count attention."""
 
 
 def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) -> PlanCost:
@@ -73,13 +75,15 @@ def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) 
     ]
     step_s = timeline.step_time_s + max(step_overhead_s(each.job) for each in configs)
     tokens_per_s = plan.global_batch * plan.seq_len / step_s / plan.num_devices
+    flop_per_s = model_flop_per_s(configs[0].job, tokens_per_s)
     return PlanCost(
         timeline=timeline,
         step_time_s=step_s,
         stages=tuple(stages),
         fits=all(stage.total_bytes <= config.job.budget_bytes for stage, config in zip(stages, configs, strict=True)),
         tokens_per_s_per_device=tokens_per_s,
-        mfu=_mean_utilisation(configs, tokens_per_s),
+        model_flop_per_s=flop_per_s,
+        mfu=_utilisation(configs, flop_per_s),
         mfu_attention=job.chain.attention_words(job.seq_len),
     )
 
@@ -144,19 +148,16 @@ def _layer_configs(plan: Plan, configs: Sequence[JobConfig]) -> list[JobConfig]:
     return [configs[index % plan.num_stages] for index, part in enumerate(plan.parts) for _ in part.layers]
 
 
-def _mean_utilisation(configs: Sequence[JobConfig], tokens_per_s_per_device: float) -> float | None:
-    """`model_flop_utilisation` by the mean peak of the devices of all stages."""
-    if all(config is configs[0] for config in configs):
-        return model_flop_utilisation(configs[0].job, tokens_per_s_per_device)
-    each = [model_flop_utilisation(config.job, tokens_per_s_per_device) for config in configs]
-    sizes = [config.devices_per_stage for config in configs]
-    if None in each:
+def _utilisation(configs: Sequence[JobConfig], flop_per_s: float | None) -> float | None:
+    """MFU: model FLOP over the mean peak FLOP of the devices of all stages; None where a device's peak is not known."""
+    if flop_per_s is None or any(config.job.cluster.device.needs_profile for config in configs):
         return None
-    return sum(sizes) / sum(size / share for size, share in zip(sizes, each, strict=True) if share)
+    peaks = sum(config.devices_per_stage * config.job.peak_flop_per_s for config in configs)
+    return flop_per_s * sum(config.devices_per_stage for config in configs) / peaks
 
 
-def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | None:
-    """Model FLOP over peak FLOP, recomputation not counted; None where the device's peak is not known.
+def model_flop_per_s(job: Job, tokens_per_s_per_device: float) -> float | None:
+    """Model FLOP/s of a device, recomputation not counted; None where the profile lacks a layer.
 
     Model FLOP of a token are three forward passes, fewer where a part is frozen, of attention the pairs of tokens that
     the model relates, whatever its kernels compute: half of the square where it is causal, a band in a window
@@ -166,7 +167,7 @@ def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | 
     chain, found = job.chain, []
     for number, layer_type in enumerate(chain.layer_types):
         layer = job.profile.layer(layer_type.name, {})
-        if layer is None or job.cluster.device.needs_profile:
+        if layer is None:
             return None
         forward, backward = (
             work.matmul_flop.per_sample + work.attention_flop.per_sample for work in (layer.forward, layer.backward)
@@ -177,7 +178,7 @@ def model_flop_utilisation(job: Job, tokens_per_s_per_device: float) -> float | 
             in_attention = layer.forward.attention_flop.per_sample or square
             forward = forward - in_attention + chain.attended_share(layer_type, job.seq_len) * square
         found.append(chain.layers.count(number) * (passes * forward))
-    return sum(found) / job.seq_len * tokens_per_s_per_device / job.peak_flop_per_s
+    return sum(found) / job.seq_len * tokens_per_s_per_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

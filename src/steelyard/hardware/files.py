@@ -355,6 +355,7 @@ def read_text(path: Path) -> str:
 
 
 RowT = TypeVar("RowT", bound=DeviceRow | LinkRow)
+_BANDWIDTH = re.compile(r"(?:[0-9]+\s*x\s*)?([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*(?:g|gb|gbps|gbit|gbit/s|gb/s|gbe)")
 _PORTS = re.compile(r"\s*([1-9][0-9]*)\s*x\s*", re.IGNORECASE)
 
 
@@ -403,10 +404,26 @@ def find_network(text: str, *, devices_per_node: int) -> Link:
     """
     rows = _link_rows()
     key, ports = text.strip().lower(), _PORTS.match(text)
+    if bandwidth := _BANDWIDTH.fullmatch(key):
+        raise _unnamed_network(text, float(bandwidth[1]) * (8 if "GB" in text else 1), rows)
     row = _look_up(text if ports is None or key in rows else text[ports.end() :], rows, field="network")
     if not row.is_network or key.endswith(" per gpu"):
         return row.to_link()
     return row.to_link().shared(num_ports=int(ports[1]) if ports else 1, num_devices=devices_per_node)
+
+
+def _unnamed_network(text: str, gigabits: float, rows: Mapping[str, LinkRow]) -> InvalidClusterError:
+    """The error for a network of which only a bandwidth is given, with the names of those that come nearest."""
+    rates = {row.name: 8 * row.bandwidth_GBps for row in rows.values() if row.is_network}
+    least = min(abs(rate - gigabits) for rate in rates.values())
+    names = [name for name, rate in rates.items() if abs(rate - gigabits) == least]
+    return InvalidClusterError(
+        field="network",
+        found=f"{text!r}, a bandwidth",
+        expected="the name of a link, which says its latency, too, and how many ports of it a node has",
+        hint=f"write --network {names[-1]}, or 8x{names[-1]} for eight ports ({rates[names[0]]:g} Gbit/s each: "
+        f"{', '.join(names)}; all: {', '.join(rates)})",
+    )
 
 
 def default_links(device_name: str, *, num_devices: int) -> tuple[Link, Link]:

@@ -115,7 +115,9 @@ class Device:
             field="dtype",
             found=f"{dtype!r} on device {self.name!r}, which has no matrix units for it or no known rate",
             expected="one of " + ", ".join(sorted(self.peak_flop_per_s)),
-            hint=f"choose one of these as the precision, or measure {dtype} with `steelyard profile`",
+            hint="plan with --precision fp32 (fp16 needs loss scaling, which is not run yet)"
+            if "fp32" in self.peak_flop_per_s
+            else f"measure {dtype} with `steelyard profile`",
         )
 
     def known_memory_bytes(self) -> int:
@@ -258,7 +260,8 @@ class Cluster:
     """One group of equal nodes, or several pools: groups of unlike devices, each by its own name.
 
     Ranks are node-major, those of a group after those of the group before it. Raises `InvalidClusterError` for more
-    than `MOST_DEVICES`, and for several groups of one name, of one with a plus in it, or without a link to the others.
+    than `MOST_DEVICES`, and for several groups of one name, of one with a plus in it, of GPUs of two vendors, or
+    without a link to the others.
     """
 
     groups: tuple[NodeGroup, ...]
@@ -280,6 +283,14 @@ class Cluster:
                     expected="a name of its own for each pool, without a plus",
                     hint="add name: to each of them",
                 )
+        vendors = {each.device.vendor: each.name for each in self.groups if each.device.vendor}
+        if len(vendors) > 1:
+            raise InvalidClusterError(
+                field="cluster",
+                found=" and ".join(f"{name} of {vendor.upper()}" for vendor, name in vendors.items()),
+                expected="GPUs of one vendor: ranks are one process group, and NCCL and RCCL do not talk to each other",
+                hint=f"plan for each alone, as in --cluster {next(iter(vendors.values()))}",
+            )
         if None in self.links:
             raise InvalidClusterError(
                 field="link",

@@ -4,16 +4,19 @@ Imports torch and transformers only where a model is not known yet.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from steelyard.errors import UserError, first_line
 from steelyard.installed import require_training
 from steelyard.model.family import wrong_size
+from steelyard.model.own import Split
 from steelyard.model.read import config_hash
 from steelyard.model.small import WIDTH_KEYS
-from steelyard.model.split import ModelSplit
+from steelyard.model.split import ModelSplit, wrong_split
 from steelyard.modules.kept_splits import keep_split, kept_split
 from steelyard.plan.file import default_folder
 
@@ -58,3 +61,37 @@ def found_once(content: str, folder: Path) -> ModelSplit | None:
     split = split_model(model_type, config, folder)
     keep_split(config_hash(config), split, folder)
     return split
+
+
+@contextmanager
+def changed_split_refused(split: Split, own: Callable[[], Split | None]) -> Iterator[None]:
+    """Turn any failure on a split that a plan file holds into `InvalidModelError`, if the model splits differently.
+
+    ``own`` finds the split of the model itself, only after a failure; the error names the first place that differs. A
+    failure on a split that is equal is not the user's, and stays as it is.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        of_model = own()
+        of_plan, found = (each and each.model_dump(mode="json", exclude={"text_alone"}) for each in (split, of_model))
+        if found is None or of_plan == found:
+            raise
+        place, value, expected = _first_difference(of_plan, found, "model.split")
+        failure = f"{type(error).__name__}: {first_line(error)[:160]}"
+        raise wrong_split(
+            place, f"{value!r}, on which layers fail ({failure})", f"{expected!r}, by the model"
+        ) from error
+
+
+def _first_difference(one: Any, other: Any, place: str) -> tuple[str, Any, Any]:
+    """The first place where two values of JSON differ, and what stands there."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        pairs = [(f"{place}.{key}", one.get(key), other.get(key)) for key in other | one]
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = [(f"{place}[{number}]", *pair) for number, pair in enumerate(zip(one, other, strict=True))]
+    else:
+        return place, one, other
+    return next(_first_difference(mine, theirs, where) for where, mine, theirs in pairs if mine != theirs)

@@ -76,6 +76,7 @@ class Plan(PlanPart):
     seq_len: Tokens
     global_batch: Samples
     num_microbatches: Microbatches
+    """Of a step, whose gradients are accumulated over so many."""
     precision: Precision
     schedule: ScheduleName = USUAL.name
     engine: str | None = None
@@ -241,6 +242,12 @@ class Plan(PlanPart):
     def microbatch_samples(self) -> int:
         """Samples of one microbatch over all ranks of a stage."""
         return self.global_batch // self.num_microbatches
+
+    @property
+    def rank_samples(self) -> tuple[int, ...]:
+        """Micro-batch size: samples of a microbatch on a rank, each size that a layer has; of parts where cp divides
+        their tokens."""
+        return tuple(sorted({self.microbatch_samples // each.sample_degree for each in self.strategies}))
 
     @property
     def batch(self) -> Batch:
@@ -430,6 +437,7 @@ def headline(plan: Plan) -> str:
         f"{plan.model.name} on {plan.cluster}: {stages}, {microbatches} of "
         f"{plan.microbatch_samples} × {plan.seq_len} tokens, {plan.precision}"
         + ("" if plan.engine is None else f", run by {plan.engine}")
+        + f"\n{accumulation(plan)}"
     )
     prediction, split = plan.prediction, plan.model.split
     if split is not None and split.features is not None:
@@ -443,19 +451,25 @@ def headline(plan: Plan) -> str:
     if prediction is None:
         return text
     compared = baseline_line(prediction)
-    counted = f" ({prediction.mfu_attention} attention)" if prediction.mfu_attention else ""
-    mfu = "" if prediction.mfu is None else f", MFU {prediction.mfu:.1%}{counted}"
+    utilisation = f", {prediction.utilisation}" if prediction.utilisation else ""
     fullest = prediction.fullest
     taken, budget = prediction.stages[fullest].total_bytes, prediction.stage_budgets()[fullest]
     return (
         f"{text}\n{format_seconds(prediction.step_time_s)} a step, "
-        f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{mfu}, "
+        f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{utilisation}, "
         f"{format_bytes(taken)} of {format_bytes(budget)} per device"
         + (f" ({prediction.margin_text})" if prediction.margin_text else "")
         + f"\n{prediction.accuracy}"
         + (f"\n{compared}" if compared else "")
         + (f"\n{plan.training}" if plan.training else "")
     )
+
+
+def accumulation(plan: Plan) -> str:
+    """Micro-batch size and steps of gradient accumulation, one for each microbatch, in words."""
+    samples = " or ".join(map(str, plan.rank_samples))
+    steps = format_plural(plan.num_microbatches, "gradient accumulation step")
+    return f"micro-batch per rank: {samples} {'sample' if samples == '1' else 'samples'}, {steps}"
 
 
 def part_name(plan: Plan, index: int) -> str:

@@ -12,11 +12,11 @@ from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Backend
-from steelyard.limits import MOST_DEVICES, MOST_PER_S, MOST_STEPS, Bytes, Count, PositiveSeconds, Seconds
+from steelyard.limits import MOST_DEVICES, MOST_PER_S, MOST_STEPS, Bytes, Count, PositiveSeconds, Samples, Seconds
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.part import PlanPart
 from steelyard.profiles.profile import ProfileIdentity
-from steelyard.units import format_bytes, format_seconds
+from steelyard.units import TERA, format_bytes, format_seconds
 
 
 class CatalogueRates(PlanPart):
@@ -275,6 +275,10 @@ class Prediction(PlanPart):
     """Model FLOP utilisation; absent where the device's peak is not known."""
     mfu_attention: str = ""
     """How attention is counted in it, as the model has it: ``causal``; empty in plans that were written before."""
+    model_flop_per_s: float | None = Field(default=None, ge=0, le=MOST_PER_S)
+    """Model FLOP/s of a device, counted as in `mfu`; absent where no layer says its work, and in older plans."""
+    rank_samples: tuple[Samples, ...] = ()
+    """Micro-batch size: samples of a microbatch on a rank, each size that a layer has; absent in older plans."""
     warnings: tuple[str, ...] = ()
     """What is allowed and should be known all the same: sequences longer than the model was made for."""
     budget_bytes: Bytes
@@ -284,6 +288,8 @@ class Prediction(PlanPart):
     stages: tuple[StagePrediction, ...]
     certificate: Certificate
     lower_bound_s: Seconds
+    not_searched: tuple[str, ...] = ()
+    """What could be run and was left out of the search, so that the certificate says nothing of it."""
     profile: CostSource
     """Where the costs came from."""
     backend: Backend | None = None
@@ -292,7 +298,7 @@ class Prediction(PlanPart):
     """Absent where no measured runs are like this one, and in plans that were written before it was said."""
     alternatives: tuple[Alternative, ...] = ()
     baselines: tuple[Baseline, ...] = ()
-    """The best plain plans; none where they were not searched."""
+    """The best plans of simple ways to train, `ONE_STRATEGY` the last; none where they were not searched."""
     pools: tuple[PoolUse, ...] | None = None
     """The pools at hand, those used first in the order of their ranks; absent where all devices are alike."""
 
@@ -341,6 +347,14 @@ class Prediction(PlanPart):
         return margin_text(self.budget_bytes, self.margin_bytes)
 
     @property
+    def utilisation(self) -> str:
+        """TFLOP/s of a device and MFU, with how attention is counted in both; empty where neither is known."""
+        tera = None if self.model_flop_per_s is None else f"{self.model_flop_per_s / TERA:,.0f} TFLOP/s per device"
+        found = [tera, None if self.mfu is None else f"MFU {self.mfu:.1%}"]
+        counted = f" ({self.mfu_attention} attention)" if self.mfu_attention else ""
+        return ", ".join(filter(None, found)) + counted if any(found) else ""
+
+    @property
     def accuracy(self) -> str:
         """How far a step typically turns out from its prediction."""
         return "predicted; no such runs to compare" if self.interval is None else str(self.interval)
@@ -357,23 +371,27 @@ class Prediction(PlanPart):
         return max(step_time_s, self.step_time_s) <= min(step_time_s, self.step_time_s) * (1 + self.interval.as_good)
 
 
+ONE_STRATEGY = "one strategy for all layers"
+"""The baseline that has all others in it: one recomputation choice for all blocks too, stages cut freely."""
 SAME_SHARE = 5e-4
 """Step times that differ by less than this share are called the same."""
 NO_STRATEGY = "has no legal strategy", "have no legal strategy"
 
 
 def baseline_line(prediction: Prediction) -> str:
-    """What is gained over the best of the plain plans, and what that is; empty where none was searched."""
+    """What is gained over the best of the baselines, and what that is; empty where none was searched."""
     if not prediction.baselines:
         return ""
     missing = " and ".join(misfits(prediction.baselines))
     fitting = [(each.step_time_s, each) for each in prediction.baselines if each.step_time_s is not None]
     if not fitting:
-        return f"{missing}: there is no plain plan"
+        return f"{missing}: there is no plan with {ONE_STRATEGY}"
     step_s, best = min(fitting, key=lambda pair: pair[0])
     gain = 1 - prediction.step_time_s / step_s
     words = against(gain, "as fast as")
-    text = f"{words} the best plain plan, {best.name} ({best.strategies}; {best.setting}: {format_seconds(step_s)})"
+    name = "" if best.name == ONE_STRATEGY else f", {best.name}"
+    what = f"{best.strategies}; {best.setting}: {format_seconds(step_s)}"
+    text = f"{words} the best plan with {ONE_STRATEGY}{name} ({what})"
     return f"{text}; {missing}" if missing else text
 
 
@@ -385,7 +403,7 @@ def against(gain: float, same: str) -> str:
 
 
 def misfits(baselines: Iterable[Baseline]) -> Iterator[str]:
-    """Which plain plans there are none of, and why: ``plain DDP and plain FSDP do not fit (2 GiB and 1 GiB short)``."""
+    """Which baselines there are none of, and why: ``plain DDP and plain FSDP do not fit (2 GiB and 1 GiB short)``."""
     none = [each for each in baselines if each.step_time_s is None]
     for is_legal, one, several in ((True, "does not fit", "do not fit"), (False, *NO_STRATEGY)):
         alike = [each for each in none if (each.missing_bytes is not None) == is_legal]

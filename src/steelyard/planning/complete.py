@@ -19,7 +19,7 @@ from steelyard.hardware import Cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Fallback, Plan, Precision
-from steelyard.plan.prediction import Baseline, Certificate
+from steelyard.plan.prediction import ONE_STRATEGY, Baseline, Certificate
 from steelyard.planning.choose import NothingFitsError, PlanningResult, accept, device_bytes, plan_request
 from steelyard.planning.job import job_of, time_factors
 from steelyard.planning.price import peak_bytes, prediction_of, with_cost
@@ -27,7 +27,14 @@ from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import GivenProfiles, PlanRequest, make_request
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
 from steelyard.planning.variants import Answer, Study, baselines, group_answers, within
-from steelyard.planning.why_not import pin_error, refuse_impossible, samples_not_measured, widened, widened_text
+from steelyard.planning.why_not import (
+    left_out,
+    pin_error,
+    refuse_impossible,
+    samples_not_measured,
+    widened,
+    widened_text,
+)
 from steelyard.units import format_bytes
 
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
@@ -240,7 +247,7 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
         progress("searching the best plans of other pipeline configurations")
         uniform = is_uniform(job, request.decisions)
         result = with_next_best(result, num_plans=request.num_next_best, uniform=uniform)
-    progress("searching the plain plans to compare with")
+    progress(f"searching the best plan with {ONE_STRATEGY}")
     assert result.plan is not None, "completed where there is a plan"
     solved = replace(request, cluster=job.cluster, global_batch=job.global_batch, seq_len=job.seq_len, objective="time")
     study = Study(solved, job, tables=result.bounded_tables)
@@ -248,6 +255,7 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
     best, *others = study.reconciled([found, *(study.answer(each) for each in baselines())])
     plan = _at_least_as_fast(result, best)
     plan = _with_baselines(plan, [each.beside(_step_s(plan)) for each in others])
+    plan = _with_prediction(plan, not_searched=left_out(job, request.decisions))
     if request.num_fallbacks:
         progress("searching plans of less memory")
         plan = with_fallbacks(plan, study, num_fallbacks=request.num_fallbacks)
@@ -298,6 +306,11 @@ def _at_least_as_fast(result: PlanningResult, best: Answer) -> Plan:
 
 def _with_baselines(plan: Plan, baselines: Sequence[ComparedBaseline]) -> Plan:
     """The plan with these baselines as the baselines of its prediction."""
-    assert plan.prediction is not None, "compared by its prediction"
     found = tuple(Baseline(**{name: getattr(each, name) for name in Baseline.model_fields}) for each in baselines)
-    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"baselines": found})})
+    return _with_prediction(plan, baselines=found)
+
+
+def _with_prediction(plan: Plan, **changes: object) -> Plan:
+    """The plan with these fields of its prediction changed."""
+    assert plan.prediction is not None, "what was searched is priced"
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update=changes)})

@@ -25,6 +25,7 @@ from steelyard.schedules import PipelineConfig
 SHOWN_CHOICES = 6
 """Values that a message lists before it ends in …"""
 _PLACE = re.compile(r"(layers?|blocks?)\s+(\d{1,6})(?:\s*[-–]\s*(\d{1,6}))?")
+_PIPELINE = re.compile(r"pp\s*=?\s*([0-9]{0,6})")
 _PIPELINE_KEYS = ("stages", "microbatches", "schedule")
 _ANY_DEGREE = "2 or more"
 
@@ -177,6 +178,13 @@ def _layers(place: str, option: str, num_layers: int) -> tuple[int, int]:
 
 
 def _requirement(part: str, option: str, keys: Sequence[str]) -> list[tuple[str, str]]:
+    if pipeline := _PIPELINE.fullmatch(part):
+        raise UserError(
+            field=option,
+            found=repr(part),
+            expected="the number of stages: pp is the pipeline, which all layers share",
+            hint=f"write {option} stages={pipeline[1] or 2}, or stages=1 for no pipeline",
+        )
     key, equals, value = (piece.strip() for piece in part.partition("="))
     if not equals:
         return [(part, _ANY_DEGREE)] if part in DIMENSIONS else _levels(part, option)

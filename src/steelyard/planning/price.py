@@ -157,6 +157,8 @@ def prediction_of(
         step_time_s=cost.step_time_s,
         tokens_per_s_per_device=cost.tokens_per_s_per_device,
         mfu=cost.mfu,
+        model_flop_per_s=cost.model_flop_per_s,
+        rank_samples=plan.rank_samples,
         mfu_attention=cost.mfu_attention,
         warnings=warnings_of(job, plan, cost.stages),
         budget_bytes=job.budget_bytes,

@@ -442,15 +442,7 @@ def _check_what_is_free(request: PlanRequest) -> None:
 
 def _check_engine(request: PlanRequest) -> None:
     """Raises `UserError` for a model that the engine cannot train, or for several pools, which only ours runs."""
-    if request.precision not in request.engine.precisions:
-        raise UserError(
-            field="--precision",
-            found=f"{request.precision} with the engine {request.engine.name}",
-            expected="one of " + ", ".join(request.engine.precisions),
-            hint="plan for an engine that computes in fp8: --engine megatron"
-            if request.precision == "fp8"
-            else "give another --precision",
-        )
+    check_precision(request.engine, request.precision)
     if request.engine == NATIVE:
         return
     if request.is_mixed:
@@ -460,6 +452,19 @@ def _check_engine(request: PlanRequest) -> None:
             request.engine.refuse(request.chain, request.seq_len)
         except UserError as error:
             raise UserError(**error.parts() | {"field": "--engine"}) from None
+
+
+def check_precision(engine: Engine, precision: Precision) -> None:
+    """Raise `UserError` for a precision that an engine does not compute in."""
+    if precision not in engine.precisions:
+        raise UserError(
+            field="--precision",
+            found=f"{precision} with the engine {engine.name}",
+            expected="one of " + ", ".join(engine.precisions),
+            hint="plan for an engine that computes in it, as in --engine megatron"
+            if precision == "fp8"
+            else "give another --precision",
+        )
 
 
 def _check_pools(request: PlanRequest) -> None:

@@ -45,6 +45,7 @@ from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, modes
 from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import ONE_STRATEGY
 from steelyard.plan.strategy import Remat, divisors
 from steelyard.planning.choose import (
     NUM_RESCORED,
@@ -68,8 +69,6 @@ from steelyard.units import format_plural, format_seconds
 
 ANY_PLAN = "any plan"
 """The name of the variant that changes nothing."""
-UNIFORM = "plain n-D"
-"""The name of the baseline that has all others in it: one strategy everywhere, cuts free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +94,7 @@ def baselines() -> tuple[Variant, ...]:
         if dimension.plain_name:
             others = (_without(each) for each in DIMENSIONS.values() if each is not dimension)
             found.append(deciding(dimension.plain_name, alone.with_also(*others)))
-    return (*found, deciding(UNIFORM, Decisions(uniform=True)))
+    return (*found, deciding(ONE_STRATEGY, Decisions(uniform=True)))
 
 
 def without_techniques(plan: Plan) -> tuple[Variant, ...]:

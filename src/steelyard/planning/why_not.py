@@ -4,6 +4,7 @@
 |-------------------------------------------------|--------------------------------------------------------------------|
 | `refuse_impossible`                             | what of a pin no strategy could have, before the model is traced   |
 | `configs_not_searched`, `strategies_not_searched` | what was not built into tables, each with its reason             |
+| `left_out`                                      | the same as far as it could be run, for the plan                   |
 | `widened`                                       | what a pin searches that the free search leaves out                |
 | `why_not`, `why_not_plan`                       | the best plan that does what is asked for, or why there is none    |
 | `pin_error`                                     | which of several pins cannot be met                                |
@@ -15,11 +16,13 @@ is tried alone, then all together, as the smallest strategy that has it.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import permutations
+from math import prod
 
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.errors import InvalidPlanError, UserError
-from steelyard.model.chain import LayerType
+from steelyard.limits import MOST_MICROBATCHES
+from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.choices import NotSearched, StrategyVerdict, WhyNot
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, dimension_named, level_dimensions, modes
@@ -198,6 +201,33 @@ def configs_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, .
     )
 
 
+def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
+    """What could be run and is not searched, each with its reason: strategies, schedules, chunks and microbatches.
+
+    Not what the user decided, nor what divides nothing.
+    """
+    limits = space_options(job, decisions)
+    whole = replace(limits, remats=(Remat.NONE,), insists=lambda _strategy: True)
+    configs = pipeline_configs(job, decisions)
+    batch = Batch(microbatch_samples=job.global_batch, seq_len=job.seq_len)
+    blocks = [layer for layer in job.chain.layer_types if layer.role is LayerRole.BLOCK]
+    found: dict[str, Strategy] = {}
+    for size in sorted({config.devices_per_stage for config in configs}):
+        for strategy in enumerate_strategies(size, whole):
+            reason = space_refusal(strategy, replace(limits, remats=tuple(Remat)))
+            if reason and reason not in found and any(illegal_reason(each, strategy, batch) is None for each in blocks):
+                found[reason] = strategy
+    said = [f"strategies such as {strategy}: {reason}" for reason, strategy in found.items()]
+    for schedule in SCHEDULES.values() if any(config.pipeline.num_stages > 1 for config in configs) else ():
+        if schedule.name in decisions.allowed_schedules:
+            said += [f"{schedule.name}: {schedule.why_not_everywhere}"] if schedule.why_not_everywhere else []
+            beyond = f"{schedule.name} in more than {max(schedule.chunk_counts)} chunks a stage"
+            said += [beyond] if schedule.takes_chunks else []
+    if job.global_batch > MOST_MICROBATCHES:
+        said.append(f"more than {MOST_MICROBATCHES} microbatches")
+    return tuple(said)
+
+
 def samples_not_measured(job: Job, decisions: Decisions) -> NotSearched | None:
     """The samples on a rank of strategies that were left out since the profile's times do not reach them, if any."""
     beyond: dict[float, str] = {}
@@ -355,13 +385,25 @@ def _forbidding(request: PlanRequest, job: Job, pin: Pin) -> tuple[str, ...]:
             if pin.allows(strategy):
                 against.append((strategy, frozenset({reason})))
     if not against:
-        return (f"no strategy of the tree for {job.cluster.num_devices} devices or fewer has it",)
+        return _of_other_size(pin, sorted({config.devices_per_stage for config in configs}))
     fewest = min(len(reasons) for _, reasons in against)
     stopped: dict[str, set[Strategy]] = {}
     for strategy, reasons in against:
         for reason in reasons if len(reasons) == fewest else ():
             stopped.setdefault(reason, set()).add(strategy)
     return tuple(sorted(stopped, key=lambda reason: -len(stopped[reason]))[:SHOWN_REASONS])
+
+
+def _of_other_size(pin: Pin, sizes: Sequence[int]) -> tuple[str, ...]:
+    """Why no strategy of a stage of these sizes has what a pin asks for, and what to write where the size alone is."""
+    stages = f"a stage has {' or '.join(map(str, sizes))}"
+    for key, value in pin.wanted:
+        levels = parse_parallel(value) if key == "parallel" else ()
+        count = prod(level.degree for level in levels)
+        if levels and count not in sizes:
+            asked = ", ".join(f"{level.dimension}={level.degree}" for level in levels)
+            return (f"{value} is for {count} devices, and {stages}; write {asked}",)
+    return (f"no strategy of {' or '.join(map(str, sizes))} devices has it all at once",)
 
 
 def _reasons(config: JobConfig, strategy: Strategy, layer_types: Collection[int]) -> set[str]:

@@ -62,8 +62,10 @@ def quiet_notices() -> None:
     """Leaves out notices of PyTorch that a user cannot act on.
 
     DTensor tells how it redistributes (by all-gather on gloo, or axis by axis); FSDP warns of a layer that returns a
-    view, which would matter if the next layer changed it in place, and none does.
+    view, which would matter if the next layer changed it in place, and none does. Fake tensors log the traceback of
+    an operation that fails before it raises.
     """
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     for name in ("_collective_utils", "_redistribute"):
         logging.getLogger(f"torch.distributed.tensor.{name}").addFilter(_is_not_about_redistribution)
     warnings.filterwarnings("ignore", message=".*returned a view tensor.*", category=UserWarning)

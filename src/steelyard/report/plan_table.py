@@ -42,6 +42,7 @@ def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> Rend
             term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
             *pool_lines(plan.prediction),
             Text(f"{plan.prediction.certificate}; costs {plan.prediction.costs}", style="dim"),
+            *(Text(f"not searched: {text}", style="dim") for text in plan.prediction.not_searched),
             *(Text(line, style="dim") for line in link_lines(plan, plan.prediction)),
         ]
         if plan.prediction.alternatives and num_alternatives > 0:
@@ -97,7 +98,7 @@ def _links(cluster: Cluster, source: CostSource | None) -> str:
 
 
 def gain_sentence(plan: Plan) -> str:
-    """What is gained over each plain plan, those that are equal once, with the days and money of a whole training.
+    """What is gained over each baseline, those that are equal once, with the days and money of a whole training.
 
     Empty where none was searched.
 

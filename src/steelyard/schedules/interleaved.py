@@ -25,8 +25,8 @@ class Interleaved1F1B(Schedule):
     torch_name = "ScheduleInterleaved1F1B"
     torchtitan_name = "Interleaved1F1B"
     megatron_name = "forward_backward_pipelining_with_interleaving"
-    chunk_counts = (2, 4)
-    """More of them send more and gain little."""
+    chunk_counts = tuple(range(2, 21))
+    """As many as public recipes have (NeMo: up to 20), where they divide the blocks of a stage."""
     keeps_sends = True
     why_nowhere = (
         f"no configuration has two stages or more, as many microbatches, {MOST_TRIED} at most, and blocks that divide "

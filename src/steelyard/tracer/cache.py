@@ -5,12 +5,14 @@ planner that finds its trace in either place needs no torch at all.
 """
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from steelyard.errors import InvalidProfileError
 from steelyard.installed import TRAINING, installed_version, require_training
 from steelyard.model.chain import ModelChain
+from steelyard.modules.any_model import changed_split_refused, split_of
 from steelyard.plan.file import default_folder, digest, keep, parse_file
 from steelyard.plan.plan import LayerPrecision
 from steelyard.profiles.profile import Profile
@@ -33,7 +35,7 @@ def cached_trace(
     ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
     written, or a file in it that cannot be read, costs time and nothing else. ``own`` is a user's own module, where
     the chain is of one (`steelyard.modules.own_pieces.OwnModel`). Raises `NotInstalledError` where the model has to be
-    traced and torch is not there.
+    traced and torch is not there, and `InvalidModelError` for a split from a plan file on which tracing fails.
     """
     path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees)}.json"
     if path.is_file():
@@ -59,7 +61,8 @@ def cached_trace(
     require_training(f"{what} is neither packaged nor kept from before" + (f" (packaged: {there})" if there else ""))
     from steelyard.tracer.trace import trace
 
-    profile = trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
+    with changed_split_refused(chain.split, partial(split_of, chain.config)):
+        profile = trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
     keep(path, profile.model_dump_json())
     return profile
 

@@ -39,6 +39,7 @@ from steelyard.modules.pieces import ShellPiece
 from steelyard.modules.updates import local_part
 from steelyard.plan.plan import LayerPrecision
 from steelyard.plan.strategy import Remat, Strategy
+from steelyard.processes.group import quiet_notices
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
 
 ALONE = "alone"
@@ -78,6 +79,7 @@ class Recomputed:
 @contextmanager
 def fake_world(size: int) -> Iterator[DeviceMesh]:
     """A one-axis mesh of ``size`` ranks in this process alone: collectives have shapes and no effect."""
+    quiet_notices()
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (size, 1), mesh_dim_names=("ranks", ALONE))["ranks"]

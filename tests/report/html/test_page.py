@@ -13,7 +13,7 @@ from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.predict import predict
 from steelyard.hardware import parse_cluster
 from steelyard.plan.choices import Explanation, PlanStudy
-from steelyard.plan.prediction import Baseline, baseline_line, layers_text
+from steelyard.plan.prediction import ONE_STRATEGY, Baseline, baseline_line, layers_text
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.planning.price import with_price
 from steelyard.report.explain_view import explain_view
@@ -285,7 +285,9 @@ def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
     faster = (baselines[1].model_copy(update={"step_time_s": step_s / 1.1}),)
     worse = planned.model_copy(update={"prediction": prediction.model_copy(update={"baselines": faster})})
     assert gain_sentence(worse) == "It takes 10.0% more time than plain FSDP"
-    assert baseline_line(worse.prediction).startswith("10.0% more time than the best plain plan, plain FSDP")
+    assert baseline_line(worse.prediction).startswith(
+        f"10.0% more time than the best plan with {ONE_STRATEGY}, plain FSDP (fsdp4 ×3; 1 stage: "
+    )
     none = (Baseline(name="plain DDP"), Baseline(name="plain FSDP"), *baselines[2:])
     other = planned.model_copy(update={"prediction": prediction.model_copy(update={"baselines": none})})
     assert gain_sentence(other).endswith("; plain DDP and plain FSDP have no legal strategy")

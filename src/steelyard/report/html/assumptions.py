@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.job import Job
 from steelyard.hardware import Cluster, Link
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, accumulation
 from steelyard.plan.prediction import CostSource
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, section, tag
@@ -70,12 +70,14 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
         "batch",
         f"{plan.global_batch:,} samples of {plan.seq_len:,} tokens, {format_count(plan.global_batch * plan.seq_len)} "
         f"tokens a step; {format_plural(plan.num_microbatches, 'microbatch', 'microbatches')} of "
-        f"{format_plural(plan.microbatch_samples, 'sample')}",
+        f"{format_plural(plan.microbatch_samples, 'sample')}; {accumulation(plan)}",
     )
     yield "precision", f"{plan.precision}: {PRECISIONS[plan.precision]}"
     bound = prediction.lower_bound_s
     proven = f"; no plan takes less than {format_seconds(bound)} by the search's closed form" if bound > 0 else ""
     yield "proof", f"{prediction.certificate}{proven}"
+    for text in prediction.not_searched:
+        yield "not searched", text
     if prediction.pools is None:
         yield "costs", _source(prediction.profile)
     for pool in prediction.pools or ():

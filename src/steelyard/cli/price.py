@@ -1,0 +1,119 @@
+"""``steelyard price``: what a plan takes that an engineer set, in the words of the framework that runs it."""
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from steelyard.cli.options import (
+    AsJson,
+    ClusterOption,
+    EngineOption,
+    GlobalBatch,
+    Imbalance,
+    Memory,
+    Model,
+    NetworkOption,
+    Output,
+    PrecisionOption,
+    SeqLen,
+    check_choices,
+    parse_precision,
+    print_json,
+    progress,
+)
+from steelyard.cost.job import ASSUMED_IMBALANCE, layer_precision
+from steelyard.cost.kernels import job_under
+from steelyard.engines import engine_of
+from steelyard.engines.native import NATIVE
+from steelyard.limits import MOST_DEVICES, MOST_LAYERS, MOST_SAMPLES
+from steelyard.plan.file import write_plan
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import Remat
+from steelyard.planning.job import job_of
+from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.request import check_precision, make_request
+from steelyard.planning.settings import Settings, plan_of_settings
+from steelyard.units import TERA, format_bytes, format_seconds
+
+
+def price(
+    model: Model,
+    cluster: ClusterOption,
+    global_batch: GlobalBatch,
+    seq_len: SeqLen = None,
+    engine: EngineOption = None,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel degree.", min=1, max=MOST_DEVICES)] = 1,
+    cp: Annotated[int, typer.Option(help="Context-parallel degree.", min=1, max=MOST_DEVICES)] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.", min=1, max=MOST_LAYERS)] = 1,
+    vpp: Annotated[int, typer.Option(help="Chunks of the model on a stage.", min=1, max=MOST_LAYERS)] = 1,
+    ep: Annotated[int, typer.Option(help="Ranks that experts are divided over.", min=1, max=MOST_DEVICES)] = 1,
+    micro_batch: Annotated[
+        int, typer.Option("--micro-batch", help="Samples of a microbatch on a data rank.", min=1, max=MOST_SAMPLES)
+    ] = 1,
+    zero: Annotated[
+        int,
+        typer.Option(help="What data ranks shard: 0 nothing, 1 optimizer, 2 gradients, 3 parameters.", min=0, max=3),
+    ] = 1,
+    sp: Annotated[bool, typer.Option("--sp/--no-sp", help="Sequence parallelism beside tp.")] = True,
+    remat: Annotated[str, typer.Option(help="Activation checkpointing of blocks: none, selective or full.")] = "none",
+    remat_blocks: Annotated[
+        int | None,
+        typer.Option("--remat-blocks", help="Full remat of so many blocks of every chunk.", min=0, max=MOST_LAYERS),
+    ] = None,
+    precision: PrecisionOption = "bf16",
+    network: NetworkOption = None,
+    memory: Memory = None,
+    imbalance: Imbalance = ASSUMED_IMBALANCE,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Price settings of your own: step time, memory and whether they fit, as the engine runs them.
+
+    Whether the engine can train the model is not asked.
+    """
+    chosen, runs_it = parse_precision(precision), engine_of(engine or NATIVE.name)
+    check_precision(runs_it, chosen)
+    with progress("counting the model's layers", silent=as_json):
+        request = make_request(
+            model,
+            cluster,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            network=network,
+            memory=memory,
+            memory_margin=0.0,
+            precision=layer_precision(chosen),
+            imbalance=imbalance,
+        )
+        job = replace(job_under(job_of(request), runs_it), precision=chosen)
+        settings = Settings(
+            tp=tp,
+            cp=cp,
+            pp=pp,
+            vpp=vpp,
+            ep=ep,
+            micro_batch=micro_batch,
+            zero=zero,
+            sp=sp,
+            remat=check_choices("--remat", remat, {each.value: each for each in Remat})[0],
+            remat_blocks=remat_blocks,
+        )
+        plan = with_price(plan_of_settings(job, settings), job)
+    if output is not None:
+        write_plan(plan, output)
+    if as_json:
+        print_json(plan)
+    else:
+        print(_line(plan, job.engine.name, job.budget_bytes))
+
+
+def _line(plan: Plan, engine: str, budget_bytes: int) -> str:
+    prediction, taken = plan.prediction, peak_bytes(plan)
+    assert prediction is not None, "just priced"
+    fits = "fits" if taken <= budget_bytes else f"does not fit, {format_bytes(taken - budget_bytes)} too much"
+    return (
+        f"{engine}: {format_seconds(prediction.step_time_s)} a step, "
+        f"{prediction.model_flop_per_s / TERA:.0f} TFLOP/s per device, "
+        f"{format_bytes(taken)} of {format_bytes(budget_bytes)} per device: {fits}"
+    )
