@@ -138,14 +138,15 @@ def check_choice(option: str, text: str, choices: Any, *, instead: Mapping[str, 
     return text
 
 
-_EIGHT_BITS = (
-    "plan with --precision bf16: linear layers in MX or 4-bit formats are neither priced nor run yet, so a run of an \
-engine that has them is faster than predicted"
+_FEWER_BITS = (
+    "plan with --precision bf16, or fp8: linear layers in MX or 4-bit formats are neither priced nor run yet, so a run "
+    "of an engine that has them is faster than predicted"
+)
 )
 _INSTEAD_OF_PRECISION = {
     "fp16": "plan with --precision bf16, or fp32 on devices without it (V100, T4): fp16 needs loss scaling, which is "
     "not run yet",
-    **dict.fromkeys(("mxfp8", "nvfp4", "fp4"), _EIGHT_BITS),
+    **dict.fromkeys(("mxfp8", "nvfp4", "fp4"), _FEWER_BITS),
 }
 
 

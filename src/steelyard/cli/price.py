@@ -53,7 +53,7 @@ def price(
     ] = 1,
     zero: Annotated[
         int,
-        typer.Option(help="What data ranks shard: 0 nothing, 1 optimizer, 2 gradients, 3 parameters.", min=0, max=3),
+        typer.Option(help="Data ranks shard: 0 nothing, 1 the optimizer, 2 gradients, 3 parameters.", min=0, max=3),
     ] = 1,
     sp: Annotated[bool, typer.Option("--sp/--no-sp", help="Sequence parallelism beside tp.")] = True,
     remat: Annotated[str, typer.Option(help="Activation checkpointing of blocks: none, selective or full.")] = "none",
@@ -114,6 +114,6 @@ def _line(plan: Plan, engine: str, budget_bytes: int) -> str:
     fits = "fits" if taken <= budget_bytes else f"does not fit, {format_bytes(taken - budget_bytes)} too much"
     return (
         f"{engine}: {format_seconds(prediction.step_time_s)} a step, "
-        f"{prediction.model_flop_per_s / TERA:.0f} TFLOP/s per device, "
+        f"{(prediction.model_flop_per_s or 0) / TERA:.0f} TFLOP/s per device, "
         f"{format_bytes(taken)} of {format_bytes(budget_bytes)} per device: {fits}"
     )

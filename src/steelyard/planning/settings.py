@@ -87,7 +87,7 @@ def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy
     levels = [f"{'fsdp' if is_sharded else 'dp'}{data}"] if data > 1 else []
     levels += [f"cp{settings.cp}"] if settings.cp > 1 else []
     levels += [f"tp{settings.tp}{'+sp' if settings.sp else ''}"] if settings.tp > 1 else []
-    words = ["-".join(levels) or "dp1"]
+    words = ["-".join(levels) or "single"]
     words += [f"zero{settings.zero}"] if is_sharded and settings.zero < 3 and data > 1 else []
     words += [f"ep{experts}"] if experts > 1 else []
     try:
