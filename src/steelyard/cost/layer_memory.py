@@ -10,7 +10,7 @@ tp, sharded $f$ ways, and $q$ bytes of one in compute:
 | gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
 | the same     | 4 N          | ZeRO-1, from the first backward to the last: in the type in which they are reduced |
 | optimizer    | 8 N / f      | always (two AdamW moments), with counts of steps and buffers that are not trained |
-| gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to backward, ZeRO-1 the last |
+| gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to the last backward |
 | activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | traced, with the parameters and new gradients of the layer | while the layer runs |
 
