@@ -4,6 +4,7 @@ from functools import partial
 
 from tests.runtime.cases import Case
 from tests.runtime.ep_cases import CONFIGS
+from tests.runtime.family_cases import CASES as FAMILY_CASES
 from tests.runtime.models import make_plan
 
 
@@ -30,6 +31,7 @@ def _case(
 
 
 _CONTROL = partial(_case, "llama-tied", ", ".join(["fsdp2 zero1"] * 4), num_devices=2, num_steps=1)
+_SWITCH = FAMILY_CASES["switch_transformers without a family, experts that no token of a rank chooses"].make
 
 CASES: dict[str, Case] = {
     "two processes": _case(
@@ -63,6 +65,15 @@ CASES: dict[str, Case] = {
     ),
     "experts": _case("mixtral", "fsdp4 zero1, fsdp4 zero1 ep2, fsdp4 zero1 ep4 remat=full, fsdp4 zero1"),
     "experts, bf16": _case("mixtral", "fsdp4 zero1, fsdp4 zero1, dp2-fsdp2 zero1 ep2, fsdp4 zero1", precision="bf16"),
+    "experts that no token of a rank chooses, bf16": Case(
+        make=partial(
+            _SWITCH.func,
+            _SWITCH.args[0],
+            "fsdp2 zero1, fsdp2 zero1, fsdp2 zero1 remat=full",
+            "dp2, fsdp2 zero1, fsdp2 zero1, fsdp2 zero1",
+            **_SWITCH.keywords | {"precision": "bf16"},
+        )
+    ),
     "experts, two stages": _case(
         "qwen3_moe", "fsdp2 zero1, fsdp2 zero1, fsdp2 zero1 ep2", "fsdp2 zero1 ep2, fsdp2 zero1", num_steps=1
     ),

@@ -33,7 +33,14 @@ from steelyard.modules.layers import (
     tensors_of,
 )
 from steelyard.modules.own_pieces import OwnBatch
-from steelyard.modules.replicated import Replica, Replicas, activation_dtype, replicate_over, shard_over
+from steelyard.modules.replicated import (
+    Replica,
+    Replicas,
+    activation_dtype,
+    complete_gradients,
+    replicate_over,
+    shard_over,
+)
 from steelyard.modules.router_loss import PartRouters, check_routers, router_loss_of
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Strategy
@@ -243,6 +250,9 @@ class StageModule(nn.Module):
         self._backwards_to_go -= 1
         if self._backwards_to_go == 0:
             self._expect_last_backward(True)
+            if self._forwards_done > 1:
+                for layer in self._kept_whole:
+                    complete_gradients(layer)
 
     def _expect_last_backward(self, is_last: bool) -> None:
         """Shards that are replicated are summed over their replicas once a step, in its last backward pass.
