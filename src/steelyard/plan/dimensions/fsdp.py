@@ -33,7 +33,7 @@ from steelyard.plan.dimensions.dimension import (
 ZERO = Mode(key="zero", texts={3: "", 2: "zero2", 1: "zero1"}, pin={"1": 1, "2": 2, "3": 3}, of_papers=(3,))
 """The ZeRO stage: 2 keeps parameters gathered between forward and backward, 1 from step to step's end with gradients.
 
-1 is listed behind 2, which it equals with one microbatch, so that the search then names it 2.
+With one microbatch the search leaves out 1, which is 2 there.
 """
 
 
