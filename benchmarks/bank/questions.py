@@ -57,6 +57,7 @@ CHOSEN: Mapping[str, Mapping[str, Any]] = {
     "8 microbatches": {"num_microbatches": 8},
     "without remat": {"remats": ("none",)},
     "full remat alone": {"remats": ("full",)},
+    "zero 1": {"modes": {"zero": (1,)}},
     "zero 2": {"modes": {"zero": (2,)}},
     "zero 3": {"modes": {"zero": (3,)}},
     "without tp": {"max_degrees": {"tp": 1}},

@@ -78,6 +78,46 @@ CASES = {
     "fsdp zero2": Case(stages=_all("fsdp2 zero2"), devices=2),
     "fsdp remat full": Case(stages=_all("fsdp4 remat=full"), devices=4),
     "fsdp selective": Case(stages=_all("fsdp4 remat=selective", edges="fsdp4"), devices=4),
+    "fsdp zero1": Case(stages=_all("fsdp4 zero1"), devices=4, microbatches=3),
+    "fsdp zero1, fp32, full remat": Case(
+        stages=_all("fsdp4 zero1 remat=full", edges="fsdp4 zero1"), devices=4, precision="fp32"
+    ),
+    "zero1, large vocabulary, few tokens": Case(stages=_all("fsdp4 zero1"), devices=4, seq_len=32, vocab=4096),
+    "zero1 beside tp, large vocabulary, tied": Case(
+        stages=_all("fsdp2-tp2+sp zero1", edges="tp2-fsdp2 zero1"), devices=4, seq_len=32, vocab=4096, tied=True
+    ),
+    "zero1 beside others": Case(
+        stages=("fsdp4 zero1, fsdp4, dp2-fsdp2 zero1, fsdp4 zero2, fsdp4 zero1 remat=full, dp4",), devices=4
+    ),
+    "zero1, two stages, 1f1b": Case(
+        stages=("fsdp4 zero1, fsdp4 zero1, fsdp2-cp2 zero1", "fsdp4 zero1, fsdp4 zero1, fsdp4 zero1"), devices=8
+    ),
+    "zero1, two stages, gpipe, few tokens": Case(
+        stages=(", ".join(["fsdp2 zero1"] * 3), ", ".join(["fsdp2 zero1"] * 3)),
+        devices=4,
+        seq_len=32,
+        schedule="gpipe",
+    ),
+    "zero1, three stages of many microbatches": Case(
+        stages=("fsdp2 zero1, fsdp2 zero1", "fsdp2 zero1, fsdp2 zero1", "fsdp2 zero1, fsdp2 zero1"),
+        devices=6,
+        microbatches=6,
+    ),
+    "zero1, interleaved": Case(
+        stages=("fsdp2 zero1, fsdp2 zero1", "fsdp2 zero1", "fsdp2 zero1", "fsdp2 zero1, fsdp2 zero1"),
+        devices=4,
+        schedule="interleaved-1f1b",
+        chunks=2,
+    ),
+    "zero1, interleaved, few tokens, fp32": Case(
+        stages=("fsdp2 zero1, fsdp2 zero1", "fsdp2 zero1", "fsdp2 zero1", "fsdp2 zero1, fsdp2"),
+        devices=4,
+        seq_len=32,
+        schedule="interleaved-1f1b",
+        chunks=2,
+        precision="fp32",
+        most=1.15,
+    ),
     "tp, fp32": Case(stages=_all("tp2"), devices=2, precision="fp32"),
     "tp sp, large vocabulary": Case(stages=_all("tp2+sp"), devices=2, vocab=4096),
     "fsdp tp selective, tied": Case(
@@ -196,6 +236,7 @@ CASES = {
         model="mixtral", stages=_all("fsdp4 ep2", edges="fsdp4"), devices=4, precision="fp32"
     ),
     "experts, zero2": Case(model="mixtral", stages=_all("fsdp4 zero2 ep4", edges="fsdp4"), devices=4),
+    "experts, zero1": Case(model="mixtral", stages=_all("fsdp4 zero1 ep2", edges="fsdp4 zero1"), devices=4),
     "experts of replicas": Case(model="mixtral", stages=_all("dp4 ep2", edges="dp4"), devices=4, precision="fp32"),
     "experts of hybrid sharding": Case(
         model="mixtral", stages=_all("dp2-fsdp2 ep4 remat=selective", edges="dp2-fsdp2"), devices=4
@@ -234,6 +275,7 @@ CASES = {
 
 
 NIGHTLY = {
+    *("zero1, two stages, gpipe, few tokens", "zero1, three stages of many microbatches", "zero1, interleaved"),
     *("fsdp", "fsdp zero2", "fsdp remat full", "fsdp selective", "tp, fp32", "interleaved", "hybrid"),
     *("cp", "cp inside fsdp", "ulysses", "experts of sharded layers"),
     *("hybrid, fp32", "hybrid zero2, large vocabulary, few tokens", "tied, few tokens, fp32"),

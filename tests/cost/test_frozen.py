@@ -38,6 +38,8 @@ STAGES = {
     "replicated": ("dp4, dp4, dp4, dp4, dp4, dp4",),
     "sharded": ("fsdp4, fsdp4, fsdp4, fsdp4, fsdp4, fsdp4",),
     "kept gathered": ("fsdp4 zero2, fsdp4 zero2, fsdp4 zero2, fsdp4 zero2, fsdp4 zero2, fsdp4 zero2",),
+    "kept whole": ("fsdp4 zero1, fsdp4 zero1, fsdp4 zero1, fsdp4 zero1, fsdp4 zero1, fsdp4 zero1",),
+    "kept whole, two stages": ("fsdp2 zero1, fsdp2 zero1, fsdp2 zero1", "fsdp2 zero1, fsdp2 zero1, fsdp2 zero1"),
     "full remat": ("fsdp4, dp4 remat=full, fsdp4 remat=full, fsdp4 remat=full, dp4 remat=full, fsdp4",),
     "selective remat": ("fsdp4, dp4 remat=selective, fsdp4 remat=selective, fsdp4 remat=selective, dp4, fsdp4",),
     "tensors": ("fsdp2-tp2, tp2-dp2, fsdp2-tp2+sp, dp2-tp2, fsdp2-tp2+sp, fsdp2-tp2",),

@@ -29,7 +29,7 @@ from tests.cost.examples import PARAMS, SEQ_LEN, cluster, collective_s, config, 
 from tests.cost.layer_bytes import LayerBytes, layer_bytes
 
 BLOCK = PARAMS["block"]
-STRATEGIES = ("dp8", "fsdp8", "fsdp8 zero2", "tp8", "tp8+sp", "fsdp4-tp2", "dp2-tp4+sp", "tp2-fsdp4")
+STRATEGIES = ("dp8", "fsdp8", "fsdp8 zero2", "fsdp8 zero1", "tp8", "tp8+sp", "fsdp4-tp2", "dp2-tp4+sp", "tp2-fsdp4")
 texts = st.sampled_from([text + remat for text in STRATEGIES for remat in ("", " remat=selective", " remat=full")])
 seconds = st.floats(0, 1e3)
 kappas = st.floats(1, 2)
@@ -69,7 +69,16 @@ def test_zero_2_keeps_a_copy_of_the_whole_layer_between_forward_and_backward() -
     assert extra == 2 * BLOCK
 
 
-@pytest.mark.parametrize(("text", "copies"), [("dp8", 0), ("fsdp8", 0), ("fsdp8 zero2", 4)])
+def test_zero_1_keeps_whole_gradients_in_the_type_that_reduces_and_divides_other_states() -> None:
+    assert held("fsdp8 zero1", config(num_microbatches=8)).static_bytes == {
+        "parameters": 4 * BLOCK // 8,
+        "gradients": 4 * BLOCK,
+        "optimizer": 8 * BLOCK // 8,
+        "gathered parameters": 2 * BLOCK,
+    }
+
+
+@pytest.mark.parametrize(("text", "copies"), [("dp8", 0), ("fsdp8", 0), ("fsdp8 zero2", 4), ("fsdp8 zero1", 4)])
 def test_a_replicated_layer_computes_on_its_own_parameters_in_fp32(text: str, copies: int) -> None:
     found = held(text, config(job(precision="fp32"))).static_bytes
     assert found.get("gathered parameters", 0) == copies * BLOCK
@@ -193,6 +202,31 @@ def test_fsdp_gathers_in_forward_and_again_in_backward_with_a_reduce_scatter() -
 
 def test_zero_2_does_not_gather_again() -> None:
     assert block("fsdp8 zero2").backward_s["fsdp"] < block("fsdp8").backward_s["fsdp"]
+
+
+def test_zero_1_sends_once_a_step_what_zero_2_sends_in_every_microbatch() -> None:
+    where = config(job(cluster(1, 8)), num_microbatches=4)
+    whole, kept = block("fsdp8 zero1", where), block("fsdp8 zero2", where)
+    assert whole.microbatch_s < kept.microbatch_s
+    assert whole.once_s["fsdp"] == pytest.approx(kept.forward_s["fsdp"] + kept.backward_s["fsdp"])
+    assert "fsdp" not in kept.once_s
+
+
+@pytest.mark.parametrize("text", ["fsdp8", "dp2-fsdp4", "fsdp4-tp2"])
+def test_zero_1_is_zero_2_with_one_microbatch(text: str) -> None:
+    where = config(job(cluster(1, 8)), num_microbatches=1)
+    assert held(f"{text} zero1", where) == held(f"{text} zero2", where)
+    whole, kept = block(f"{text} zero1", where), block(f"{text} zero2", where)
+    of_step = (each.microbatch_s + sum(each.once_s.values()) for each in (whole, kept))
+    assert next(of_step) == pytest.approx(next(of_step))
+
+
+def test_zero_1_moves_fewer_bytes_than_replicas_that_sum_fp32_gradients() -> None:
+    """Two thirds of them: it gathers new parameters in compute precision, and steps an eighth of them on each rank."""
+    where = config(job(cluster(1, 8)), num_microbatches=8)
+    whole, replicated = block("fsdp8 zero1", where).once_s, block("dp8", where).once_s
+    assert whole["optimizer"] == pytest.approx(replicated["optimizer"] / 8)
+    assert sum(whole.values()) < sum(replicated.values())
 
 
 def test_full_remat_runs_the_forward_pass_again_and_one_of_its_two_reductions() -> None:

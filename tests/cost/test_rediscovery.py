@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 MODEL, SEQ_LEN = "llama3.2-1b", 1024
 OPTIONS = Decisions(num_stages=1, num_microbatches=8)
-"""Eight microbatches: sharded parameters are gathered in each, replicated gradients are reduced once."""
+"""Eight microbatches: sharded parameters are gathered in each, whole ones and their gradients are sent once."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,14 @@ def blocks(plan: Plan) -> tuple[Strategy, ...]:
     return plan.strategies[1:-1]
 
 
-def test_roomy_memory_gives_plain_data_parallel(job: Job) -> None:
-    assert set(blocks(planned(job, 70))) == {parse_strategy("dp8")}
+def test_roomy_memory_shards_nothing_but_the_states_of_the_optimizer(job: Job) -> None:
+    assert set(blocks(planned(job, 70))) == {parse_strategy("fsdp8 zero1")}
+
+
+def test_roomy_memory_gives_plain_data_parallel_where_layers_are_sharded_for_good_or_not_at_all(job: Job) -> None:
+    found = plan_job(job, OPTIONS.with_also(Decisions(modes={"zero": (3,)}))).plan
+    assert found is not None
+    assert set(blocks(found)) == {parse_strategy("dp8")}
 
 
 def test_less_memory_shards_the_states_of_every_block(job: Job) -> None:

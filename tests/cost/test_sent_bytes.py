@@ -79,7 +79,9 @@ def predicted(text: str, config: JobConfig) -> Sent:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["fsdp8", "dp2-fsdp4", "dp4-fsdp2", "dp2-fsdp4 zero2"])
+@pytest.mark.parametrize(
+    "text", ["fsdp8", "dp2-fsdp4", "dp4-fsdp2", "dp2-fsdp4 zero2", "fsdp8 zero1", "dp2-fsdp4 zero1"]
+)
 def test_states_are_sent_as_often_as_priced_in_bytes_and_over_ranks_that_are_priced(text: str) -> None:
     """But for the head, which FSDP gathers ahead once more as the step ends (`steelyard.cost.stage_memory`)."""
     of = job(cluster(), global_batch=NUM_DEVICES * MICROBATCHES)

@@ -62,9 +62,12 @@ CASES: dict[str, Callable[[], Plan]] = {
     ),
     "microbatches": _plan(_LLAMA, "dp4, fsdp4 zero2, dp2-tp2, tp2-dp2 remat=selective, fsdp4, tp4", num_microbatches=2),
     "hybrid sharding": _plan(
-        _LLAMA, "dp2-fsdp2, dp2-fsdp2 remat=full, dp2-fsdp2 zero2, fsdp4, dp2-fsdp2 remat=selective, dp2-fsdp2"
+        _LLAMA,
+        "dp2-fsdp2, dp2-fsdp2 remat=full, dp2-fsdp2 zero2, fsdp4 zero1, dp2-fsdp2 zero1 remat=selective, dp2-fsdp2",
     ),
-    "1f1b": _plan(_LLAMA, "fsdp2, tp2+sp, dp2 remat=full", "dp2, tp2 remat=selective, tp2+sp", num_microbatches=4),
+    "1f1b": _plan(
+        _LLAMA, "fsdp2 zero1, tp2+sp, dp2 remat=full", "dp2, tp2 remat=selective, tp2+sp", num_microbatches=4
+    ),
     "gpipe": _plan(_LLAMA, "single", "single, single", "single, single", "single", schedule="gpipe"),
     "interleaved": _plan(
         _TIED, "fsdp2", "tp2+sp", "dp2", "fsdp2", num_chunks=2, schedule="interleaved-1f1b", num_microbatches=4

@@ -56,6 +56,15 @@ CASES: dict[str, Case] = {
         "fsdp4 zero2, fsdp4, fsdp4 zero2, fsdp4, fsdp4, fsdp4 zero2 remat=full, fsdp4, fsdp4",
         num_steps=2,
     ),
+    "llama, kept whole": _case(
+        "llama",
+        MIXED,
+        "fsdp4 zero1, fsdp4 zero1, fsdp4 zero1 remat=full, fsdp4 zero1, fsdp4, fsdp4 zero1, dp2-fsdp2 zero1, fsdp4",
+        num_steps=2,
+    ),
+    "llama, kept whole, a stage without a backward pass": _case(
+        "llama", MIXED, "fsdp2 zero1, fsdp2 zero1", ", ".join(["fsdp2 zero1"] * 6), num_steps=2
+    ),
     "llama, hybrid and tensors": _case(
         "llama", MIXED, "dp2-fsdp2, fsdp2-tp2+sp, tp4, dp2-tp2 remat=full, tp2-fsdp2, fsdp2-tp2+sp, dp2-fsdp2, tp4"
     ),

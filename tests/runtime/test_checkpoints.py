@@ -48,15 +48,15 @@ PLANS: dict[str, Callable[[], Plan]] = {
     name: _plan(config, *stages, num_microbatches=m, num_devices=n, num_chunks=v, schedule=schedule)
     for name, config, stages, m, n, v, schedule in (
         ("mixed", UNEVEN, ["fsdp4, dp4, tp2-fsdp2+sp, fsdp4 zero2"], 2, 4, 1, "1f1b"),
-        ("interleaved", UNEVEN, ["fsdp2", "tp2", "dp2", "fsdp2"], 4, 4, 2, "interleaved-1f1b"),
+        ("interleaved", UNEVEN, ["fsdp2 zero1", "tp2", "dp2", "fsdp2 zero1"], 4, 4, 2, "interleaved-1f1b"),
         ("other orders", UNEVEN, ["fsdp2-tp2, fsdp2-tp2, tp4, tp2-dp2"], 1, 4, 1, "1f1b"),
-        ("hybrid", UNEVEN, ["dp2-fsdp2, fsdp4, dp2-fsdp2 zero2, dp4"], 2, 4, 1, "1f1b"),
+        ("hybrid", UNEVEN, ["dp2-fsdp2 zero1, fsdp4 zero1, dp2-fsdp2 zero2, dp4"], 2, 4, 1, "1f1b"),
         ("two processes", UNEVEN, ["single, single", "single, single"], 4, 2, 1, "gpipe"),
         ("context", UNEVEN, ["fsdp2-cp2, cp4, cp2-tp2+sp, fsdp2-cp2"], 2, 4, 1, "1f1b"),
         ("tied, two stages", TIED, ["fsdp2, tp2", "dp2, tp2"], 4, 4, 1, "1f1b"),
         ("tied, one stage", TIED, ["tp2-fsdp2, dp4, dp4, fsdp4"], 1, 4, 1, "1f1b"),
         ("experts", EXPERTS, ["fsdp4, dp4, fsdp4 ep4, fsdp4 ep2, fsdp4"], 2, 4, 1, "1f1b"),
-        ("other experts", EXPERTS, ["dp2, fsdp2, dp2 ep2", "fsdp2 zero2 ep2 remat=full, dp2"], 2, 4, 1, "1f1b"),
+        ("other experts", EXPERTS, ["dp2, fsdp2, dp2 ep2", "fsdp2 zero1 ep2 remat=full, dp2"], 2, 4, 1, "1f1b"),
         ("whole experts", EXPERTS, ["dp2, fsdp2, fsdp2, dp2, fsdp2"], 1, 2, 1, "1f1b"),
     )
 }

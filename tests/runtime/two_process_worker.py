@@ -121,7 +121,7 @@ def everything() -> dict[str, Any]:
         **{f"dropout {strategy}": (lambda s=strategy: dropout_losses(s)) for strategy in ("dp2", "tp2", "tp2+sp")},
         **{
             f"collectives {strategy} {count}": (lambda s=strategy, c=count: num_collectives(s, c))
-            for strategy in ("dp2", "fsdp2", "fsdp2 zero2")
+            for strategy in ("dp2", "fsdp2", "fsdp2 zero2", "fsdp2 zero1")
             for count in (1, 4)
         },
         **{f"precision {strategy}": (lambda s=strategy: precision_of(s)) for strategy in ("dp2", "fsdp2", "tp2")},

@@ -81,6 +81,7 @@ def planted(fault: str | None) -> Iterator[None]:
         "no dp sum": lambda: mock.patch.object(replicated, "Replica", replicate_alone),
         "mean": lambda: mock.patch.object(replicated, "dist", SimpleNamespace(all_reduce=mean, Work=dist.Work)),
         "same samples": lambda: mock.patch.object(parallel_model, "data_index", return_value=0),
+        "no last backward pass": lambda: mock.patch.object(stages.StageModule, "_backward_begins", return_value=None),
         "no replica sum": lambda: mock.patch.object(stages, "_state_mesh", nothing_to_replicate),
         "routers alone": lambda: mock.patch.object(
             router_loss, "dist", SimpleNamespace(all_reduce=lambda *_, **__: None)

@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
+from steelyard.cost.build import build_tables
+from steelyard.plan.strategy import parse_strategy
 from steelyard.search import search
 from steelyard.search.bounds import stage_bounds
 from steelyard.search.layers import chain_frontier, option_table
+from tests.cost.examples import config, job
 from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
 
@@ -25,6 +28,28 @@ def test_the_search_finds_the_fastest_plan_of_all_that_fit(block: int) -> None:
         assert found.status == "optimal", seed
         assert found.best.solution.step_s == pytest.approx(expected, rel=1e-9, abs=1e-12), seed
         assert found.best.solution.peak_bytes <= budget, seed
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches"), [(1, 4), (1, 1), (2, 4)], ids=["accumulates", "one microbatch", "two stages"]
+)
+def test_every_zero_stage_beside_replicas_is_searched_to_the_optimum(num_stages: int, num_microbatches: int) -> None:
+    degree = 8 // num_stages
+    texts = (f"dp{degree}", f"fsdp{degree}", f"fsdp{degree} zero2", f"fsdp{degree} zero1")
+    of = job(global_batch=32, num_hidden_layers=3)
+    where = config(of, num_stages=num_stages, num_microbatches=num_microbatches)
+    tables = build_tables(where, tuple(map(parse_strategy, texts)))
+    plans = list(exhaustive.all_plans(tables))
+    sizes = sorted(size for _, size in plans)
+    used = set[str]()
+    for budget in (sizes[0] - 1, *sizes[:: len(sizes) // 24], sizes[-1]):
+        expected, found = exhaustive.fastest(plans, budget), search([tables], budget, num_alternatives=0)
+        assert (found.best is None) == (expected is None)
+        if found.best is not None:
+            assert found.status == "optimal"
+            assert found.best.solution.step_s == pytest.approx(expected, rel=1e-9)
+            used |= {texts[each] for each in found.best.solution.strategies}
+    assert (texts[3] in used) == (num_microbatches > 1)
 
 
 @pytest.mark.parametrize("block", range(0, 80, 40))

@@ -71,6 +71,7 @@ def test_one_device_has_only_the_choice_of_remat() -> None:
 def test_modes_multiply_the_leaves_that_have_them() -> None:
     assert len(enumerate_strategies(2, SpaceOptions())) == 3 * (1 + 1 + 2)
     assert len(enumerate_strategies(2, SpaceOptions(modes={"zero": (2, 3)}))) == 3 * (1 + 2 + 2)
+    assert len(enumerate_strategies(2, SpaceOptions(modes={}))) == 3 * (1 + 3 + 2)
 
 
 def test_max_tp_bounds_the_degree() -> None:

@@ -353,7 +353,7 @@ Remats = Annotated[
 Schedules = Annotated[
     str | None, typer.Option("--schedule", help=f"Pipeline schedules to search, as in {','.join(SCHEDULES)}.")
 ]
-ZeroStages = Annotated[str | None, typer.Option("--zero", help="ZeRO stages that fsdp may use, as in 2,3.")]
+ZeroStages = Annotated[str | None, typer.Option("--zero", help="ZeRO stages that fsdp may use, as in 1,2,3.")]
 WhichSpace = Annotated[
     str, typer.Option("--space", help="full: all parallelism dimensions; paper: those of Galvatron, never mixed.")
 ]

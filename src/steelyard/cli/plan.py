@@ -55,6 +55,7 @@ from steelyard.errors import UserError
 from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.output import command
 from steelyard.plan.decisions import Decisions, Partition, Space
+from steelyard.plan.dimensions import modes
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
@@ -130,7 +131,7 @@ def plan(
         num_microbatches=microbatches,
         schedules=None if schedule is None else check_choices("--schedule", schedule, schedules),
         remats=None if remat is None else check_choices("--remat", remat, remats),
-        modes=None if zero is None else {"zero": check_choices("--zero", zero, {"2": 2, "3": 3})},
+        modes=None if zero is None else {"zero": check_choices("--zero", zero, modes()["zero"][1].pin)},
         max_degrees=None if max_tp is None else {"tp": max_tp},
         uniform=True if uniform else None,
         space=None if chosen_space == "full" else chosen_space,

@@ -324,11 +324,14 @@ def _once_time(
         own = sent.by[dimension]
         for each in own.once:
             group = traffic_group(each.over, dimension, strategy, config.devices_per_stage)
-            shards = execution.optimizer_shards(group.size) if group.size > 1 else 1
+            is_whole = each.collective == "all_reduce" and group.size > 1
+            shards = execution.optimizer_shards(group.size) if is_whole else 1
             if shards == 1:
-                reduce_s += each.num_calls * job.collective_s(
-                    each.collective, each.tensor_bytes / each.num_calls, group
-                )
+                seconds = each.num_calls * job.collective_s(each.collective, each.tensor_bytes / each.num_calls, group)
+                if each.collective == "all_gather":
+                    gather_s += seconds
+                else:
+                    reduce_s += seconds
             else:
                 owners = group._replace(size=min(shards, group.size))
                 reduction: Collective = "reduce_scatter" if owners.size == group.size else "all_reduce"

@@ -75,18 +75,24 @@ def layer_profile(
 
 
 def refusal(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> str | None:
-    """Why no plan of this configuration may run a layer of this type so: forbidden, or beyond what the profile
-    measured."""
+    """Why no plan of this configuration may run a layer of this type so: forbidden, beyond what the profile measured,
+    or the same as under another strategy."""
+    if strategy.keeps_whole and not config.has_several:
+        return "what stays whole from one microbatch to the next is as any other, since there is one"
     return illegal_reason(layer_type, strategy, config.batch) or unmeasured_reason(layer_type, strategy, config)
 
 
 def legal_counts(layer_type: LayerType, strategies: Sequence[Strategy], config: JobConfig) -> NDArray[np.bool_]:
     """[S, M] in which of the configurations nothing refuses a strategy (`refusal`).
 
-    The samples of a microbatch must divide, and no other rule asks for them.
+    The samples of a microbatch must divide, and be fewer than all where a strategy is for several microbatches; no
+    other rule asks for them.
     """
     degrees = np.array([strategy.sample_degree for strategy in strategies], dtype=np.int64)
-    legal: NDArray[np.bool_] = config.samples % degrees[:, None] == 0
+    one_alone = np.array([strategy.keeps_whole for strategy in strategies])[:, None] & (
+        config.samples == config.job.global_batch
+    )
+    legal: NDArray[np.bool_] = (config.samples % degrees[:, None] == 0) & ~one_alone
     for s, strategy in enumerate(strategies):
         one_each = Batch(microbatch_samples=strategy.sample_degree, seq_len=config.job.seq_len)
         if illegal_reason(layer_type, strategy, one_each) is not None:

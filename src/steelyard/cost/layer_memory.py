@@ -8,8 +8,9 @@ tp, sharded $f$ ways, and $q$ bytes of one in compute:
 |--------------|--------------|------------------------------------------------------------|
 | parameters   | 4 N / f      | always (fp32 master)                                       |
 | gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
+| the same     | 4 N          | ZeRO-1, from the first backward to the last: in the type in which they are reduced |
 | optimizer    | 8 N / f      | always (two AdamW moments), with counts of steps and buffers that are not trained |
-| gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to backward |
+| gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to the last backward |
 | activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | traced, with the parameters and new gradients of the layer | while the layer runs |
 
@@ -53,6 +54,8 @@ class LayerStates:
     copy: int
     """All parameters as the layer computes on them; 0 where those are the ones that are trained."""
     keeps_copy: bool
+    keeps_whole: bool = False
+    """Whether the copy and whole gradients stay from the first of several microbatches to the last."""
     kept_gradients: int
     """What is kept from one microbatch to the next."""
     made_gradients: int
@@ -74,6 +77,10 @@ class LayerStates:
 
     def reduced_states(self, *, is_first: bool) -> int:
         """Gradients and their buffers as they are reduced, in the first backward pass of a step or later."""
+        if self.keeps_whole:
+            if is_first:
+                return self.made_gradients + self.kept_gradients
+            return self.reduced + self.holds_new * self.made_gradients + self.cut_gradients + self.trained_shard
         if self.shards > 1:
             made, scratch = self.made_gradients, self.scratch
             return self.reduced + (made + scratch if self.holds_new else max(made, scratch)) + self.trained_shard
@@ -81,12 +88,12 @@ class LayerStates:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The rank's parameters, gradients and optimizer states kept, the copy and whether it stays, the shards, what a
-        backward pass makes and reduces, gradients in the first reduction and later ones; whether it trains, frees and
-        works backwards."""
+        """The rank's parameters, gradients and optimizer states kept, the copy, whether it stays, and for the whole
+        step, the shards, what a backward pass makes and reduces, gradients in the first reduction and later ones;
+        whether it trains, frees and works backwards."""
         first, later = (self.reduced_states(is_first=each) for each in (True, False))
         optimizer = 2 * self.trained_shard + self.buffers
-        kept = self.shard, self.kept_gradients, optimizer, self.copy, self.keeps_copy, self.shards
+        kept = self.shard, self.kept_gradients, optimizer, self.copy, self.keeps_copy, self.keeps_whole, self.shards
         trains, frees_saved = self.params > 0 and self.has_backward, self.holds_new and self.shards > 1
         return (*kept, self.made_gradients, self.reduced, first, later, trains, frees_saved, self.has_backward)
 
@@ -109,18 +116,24 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     params, shards = held_params(layer.trained, strategy), strategy.state_shards
     computed, made = job.compute_bytes * held_params(layer, strategy), job.compute_bytes * params
     trained_shard = MASTER_BYTES * sharded_params(layer.trained, strategy)
-    keeps_whole = config.has_several and job.execution.keeps_whole_gradients(strategy)
     made_whole = (
         strategy.tensor_degree if layer_type.role is LayerRole.EMBEDDING else 1
     )  # DTensor makes a tp embedding's so
+    keeps_whole = config.has_several and strategy.keeps_whole
+    kept_gradients = trained_shard
+    if keeps_whole:
+        kept_gradients = MASTER_BYTES * params * made_whole
+    elif config.has_several and job.execution.keeps_whole_gradients(strategy):
+        kept_gradients += made
     return LayerStates(
         params=params,
         shards=shards,
         shard=MASTER_BYTES * sharded_params(layer, strategy),
         trained_shard=trained_shard,
         copy=0 if shards == 1 and job.compute_bytes == MASTER_BYTES else computed,
-        keeps_copy=strategy.keeps_gathered and (shards == 1 or layer.has_backward),
-        kept_gradients=trained_shard + (made if keeps_whole else 0),
+        keeps_copy=strategy.keeps_gathered and (shards == 1 or layer.has_backward or keeps_whole),
+        keeps_whole=keeps_whole,
+        kept_gradients=kept_gradients,
         made_gradients=made * made_whole,
         cut_gradients=made if made_whole > 1 else 0,
         scratch=MASTER_BYTES * params if shards > 1 and job.cluster.device.backend.copies_what_it_scatters else 0,
@@ -165,7 +178,7 @@ class LayerRow:
     chosen: Sequence[Strategy]
     numbers: Strategies
     states: IntTable
-    """[13, S] as `LayerStates.numbers` has them."""
+    """[14, S] as `LayerStates.numbers` has them."""
     lines: NDArray[np.float64]
     """[2, 4, S] bytes that a layer saves, of its input, and that its forward and backward work take: of no samples, and
     of each."""

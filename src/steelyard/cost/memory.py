@@ -17,7 +17,7 @@ Where neighbours are alike, as most are, this is exact, and else from above.
 
 | symbol    | bytes of a rank | what                                                                           |
 |-----------|-----------------|--------------------------------------------------------------------------------|
-| $p, s, g$ | `LayerStates`   | parameters, optimizer states and samples; gradients that are kept              |
+| $p, s, g$ | `LayerStates`   | parameters, optimizer states and samples; gradients that are kept, or whole    |
 | $c$       | `LayerStates`   | the copy that computes, of layers that keep one; $c'$ of sharded ones alone    |
 | $b$       | traced          | saved by one microbatch                                                        |
 | $u$       | `_rows`         | the most of forward, backward and reduction, with the copy and new gradients   |
@@ -29,6 +29,9 @@ Before its first backward pass a stage has no gradients. With one microbatch $h$
 stage that holds all microbatches in flight has of a layer either those or what the last one saved, and $f$ is what the
 latter is more. The last layer of a stage has rows of its own with what it sends. A stage of several chunks holds what
 its passes in flight saved, the states of all chunks, and a buffer for each that pauses.
+
+Layers kept whole (ZeRO-1, with several microbatches) free and reduce in the last backward pass alone, with one
+microbatch in flight: $f = b$ and $r = 0$, since what one of them reduces it has freed before, whole gradients and $c$.
 
 A framework with states of its own (`Execution.keeps_own_buffers`) frees nothing earlier and leaves no buffers.
 """
@@ -103,14 +106,18 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     """[15, S] the fields of `LayerRows`."""
     job, row = config.job, LayerRow.of(layer_type, chosen, config)
     saved, entered, reducing, forward, backward, read = row.work(config)
-    shard, gradients, optimizer, copy, keeps, shards, made, reduced, first, later, trains, drops, moves = row.states
+    shard, gradients, optimizer, copy, keeps, whole, shards, made, reduced, first, later, trains, drops, moves = (
+        row.states
+    )
     is_sharded, one = shards > 1, config.pipeline.num_microbatches == 1
-    kept, own, gathered = keeps * copy, (1 - keeps) * copy, is_sharded * copy
+    is_moved = is_sharded & (whole == 0)
+    kept, own, gathered = keeps * copy, (1 - keeps) * copy, is_moved * copy
     is_awaited = job.chain.freeze is not None and layer_type.role is LayerRole.EMBEDDING
-    left = is_sharded * (reduced + trains * (made + copy) * is_awaited)
-    freed = saved + np.where(is_sharded | one, kept, 0) - (gradients if one else 0)
+    left = is_moved * (reduced + trains * (made + copy) * is_awaited)
+    freed = saved + np.where(is_moved | one, kept, 0) - (gradients if one else 0)
     before = 0 if layer_type.role is LayerRole.EMBEDDING else np.maximum(0, copy - forward)
-    forward = forward + own + np.where(is_sharded, copy + before, 0)
+    gathering = np.maximum(0, copy + before - whole * gradients)  # ahead of all gradients where it stays for the step
+    forward = forward + own + np.where(is_sharded, gathering, 0)
     waiting, flowing, handed = _entries(layer_type, config)
     sample_degree, _, sequence_degree = row.numbers
     share = config.microbatch_samples // sample_degree * job.compute_bytes

@@ -322,6 +322,18 @@ def shard_over(
     return module
 
 
+@torch.no_grad()
+def complete_gradients(layer: FSDPModule) -> None:
+    """Gives parameters that no microbatch of the step has used so far whole gradients of zero, before the last one.
+
+    Whole gradients are kept in the type that reduces, a new one is not, and FSDP reduces those of one type together.
+    """
+    for group in layer._get_fsdp_state()._fsdp_param_groups:
+        for each in group.fsdp_params if group.reduce_scatter_unused_params else ():
+            if each.reduce_dtype and each.sharded_param.requires_grad and each.unsharded_accumulated_grad is None:
+                each.unsharded_accumulated_grad = torch.zeros_like(each.unsharded_param, dtype=each.reduce_dtype)
+
+
 def replicate_over(
     layer: ChainLayer, mesh: DeviceMesh, precision: Precision, *, expert_mesh: DeviceMesh | None = None
 ) -> Replica:

@@ -93,6 +93,8 @@ class Strategy:
     """How the layer's input and output activations lie on the stage mesh; equal placements switch at no cost."""
     keeps_gathered: bool = field(init=False, repr=False, compare=False)
     """Whether all parameters stay between forward and backward: not sharded, or gathered once (ZeRO-2)."""
+    keeps_whole: bool = field(init=False, repr=False, compare=False)
+    """Whether shards stay gathered throughout a step, and gradients whole until they are reduced once (ZeRO-1)."""
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __hash__(self) -> int:
@@ -177,6 +179,7 @@ class Strategy:
         object.__setattr__(self, "shape", shape)
         gathered = self.state_shards == 1 or any(dimension.keeps_gathered(self) for dimension in self.dimensions)
         object.__setattr__(self, "keeps_gathered", gathered)
+        object.__setattr__(self, "keeps_whole", any(dimension.keeps_whole(self) for dimension in self.dimensions))
         object.__setattr__(
             self, "hidden", HiddenPlacement.of((level.dimension.placement(self), level.degree) for level in levels)
         )

@@ -27,7 +27,7 @@ from steelyard.cost.build import (
 )
 from steelyard.cost.fold import why_not_folded
 from steelyard.cost.job import Job, JobConfig
-from steelyard.cost.memory import context_bytes
+from steelyard.cost.memory import TERMS, context_bytes
 from steelyard.cost.placement import Placement, pooled_tables
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
@@ -477,7 +477,8 @@ class _StageLayers:
         key = in_flight, has_gradients
         if key not in self._within:
             costs = self._costs
-            terms = costs.rows.terms
-            num_bytes = terms[[0, 2, 3, 4]].sum(axis=0) + in_flight * terms[5] + has_gradients * terms[1]
+            held = dict(zip(TERMS, costs.rows.terms, strict=True))
+            saved, gradients = held.pop("activations"), held.pop("gradients")
+            num_bytes = sum(held.values()) + in_flight * saved + has_gradients * gradients
             self._within[key] = priced_layers(costs.legal, self._time_s, num_bytes, counts)
         return self._within[key]

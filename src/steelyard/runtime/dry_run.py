@@ -336,8 +336,8 @@ def _unsharded_gradients(model: ParallelModel) -> Iterator[Tensor]:
             yield group._partial_reduce_output
         for parameter in group.fsdp_params:
             unsharded = getattr(parameter, "_unsharded_param", None)
-            if unsharded is not None and unsharded.grad is not None:
-                yield unsharded.grad
+            whole = parameter.unsharded_accumulated_grad, None if unsharded is None else unsharded.grad
+            yield from (each for each in whole if each is not None)
 
 
 def _gathered(model: ParallelModel) -> Iterator[tuple[str, list[Tensor]]]:

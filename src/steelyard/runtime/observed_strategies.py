@@ -2,11 +2,12 @@
 
 A plan that is dropped in silence is the worst error that a runtime can make. So the strategies in a run record do not
 repeat the plan: the axes come from the meshes that the parameters lie on, ``sp`` and the data degree from the shape of
-the hidden state that passed through the layer, ZeRO and remat from the state of the module.
+the hidden state that passed through the layer, ZeRO and remat from the state of the module as it ran.
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,31 +22,45 @@ from steelyard.plan.strategy import Level, Strategy
 from steelyard.runtime.parallel_model import ParallelModel
 
 
+class Passed(NamedTuple):
+    """What a layer was as a microbatch passed through it forward."""
+
+    shape: torch.Size
+    """[B, s, H] of the hidden state."""
+    is_kept_whole: bool
+    """Whether its backward pass was to leave parameters gathered and gradients whole."""
+
+
 @contextmanager
-def observe_layers(model: ParallelModel) -> Iterator[dict[int, torch.Size]]:
-    """Collects the shape [B, s, H] of the hidden state at each layer of this rank, while a step runs in the context."""
-    shapes: dict[int, torch.Size] = {}
+def observe_layers(model: ParallelModel) -> Iterator[dict[int, Passed]]:
+    """Collects what each layer of this rank was as the first microbatch passed, while a step runs in the context."""
+    found: dict[int, Passed] = {}
 
     def keep(layer: int, is_embedding: bool) -> object:
-        def hook(_module: nn.Module, inputs: tuple[Flow, ...], output: Flow) -> None:
-            shapes[layer] = tensors_of(output if is_embedding else inputs[0])[0].shape
+        def hook(module: nn.Module, inputs: tuple[Flow, ...], output: Flow) -> None:
+            groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
+            is_kept_whole = bool(groups) and not any(
+                each.reduce_grads or each.reshard_after_backward for each in groups
+            )
+            shape = tensors_of(output if is_embedding else inputs[0])[0].shape
+            found.setdefault(layer, Passed(shape, is_kept_whole))
 
         return hook
 
     with ExitStack() as hooks:
         for name, layer in model.layers.items():
             hooks.enter_context(layer.register_forward_hook(keep(int(name), isinstance(layer, EmbeddingLayer))))
-        yield shapes
+        yield found
 
 
-def gather_strategies(model: ParallelModel, shapes: dict[int, torch.Size]) -> tuple[str, ...]:
+def gather_strategies(model: ParallelModel, passed: dict[int, Passed]) -> tuple[str, ...]:
     """The applied strategy of every layer of the model, written as in plans; a collective call.
 
     Raises `RuntimeError` if the ranks of a stage report different strategies.
     """
     lengths = {name: model.chain.hidden_shape(int(name), model.plan.seq_len)[0] for name in model.layers}
     mine = {
-        int(name): str(observed_strategy(layer, shapes[int(name)], seq_len=lengths[name]))
+        int(name): str(observed_strategy(layer, passed[int(name)], seq_len=lengths[name]))
         for name, layer in model.layers.items()
     }
     reports: list[dict[int, str]] = [{} for _ in range(dist.get_world_size())]
@@ -60,8 +75,11 @@ def gather_strategies(model: ParallelModel, shapes: dict[int, torch.Size]) -> tu
     return tuple(strategies.pop() for _, strategies in sorted(found.items()))
 
 
-def observed_strategy(layer: ChainLayer, hidden_shape: torch.Size, *, seq_len: int) -> Strategy:
-    """The strategy that this rank's ``layer`` runs under, given the hidden state [B, s, H] that passed through it."""
+def observed_strategy(layer: ChainLayer, passed: Passed, *, seq_len: int) -> Strategy:
+    """The strategy that this rank's ``layer`` runs under, given what it was as a microbatch passed through it.
+
+    Of one microbatch in a step, that which it ends is written as that which waits for it: zero2.
+    """
     replicated, sharded, reshards = _data_parallelism(layer)
     tensor = _tensor_parallelism(layer, {replicated[0], sharded[0]})
     tokens, method = layer.divided_tokens or (1, None)
@@ -79,8 +97,8 @@ def observed_strategy(layer: ChainLayer, hidden_shape: torch.Size, *, seq_len: i
     return Strategy.of(
         levels=tuple(level for _, level in sorted(levels, key=lambda pair: pair[0])),
         remat=layer.remat,
-        sp=tensor[1] > 1 and hidden_shape[1] * tensor[1] * tokens == seq_len,
-        zero=3 if reshards else 2,
+        sp=tensor[1] > 1 and passed.shape[1] * tensor[1] * tokens == seq_len,
+        zero=3 if reshards else 1 if passed.is_kept_whole else 2,
         cp_method=str(method or "gather"),
         ep=expert_degree(layer),
     )

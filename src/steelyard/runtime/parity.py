@@ -197,7 +197,7 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
     optimizer = _LocalSGD(list(model.parameters()))
     found, places = Comparison(), _Places(names=reference.names)
     for step in range(num_steps):
-        with observe_layers(model) as shapes:
+        with observe_layers(model) as passed:
             found.losses.append(model.train_step(_reader(model, step)).item())
         if model.router_loss is not None:
             found.router_losses.append(model.router_loss.item())
@@ -208,7 +208,7 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
         optimizer.step()
     if num_steps == len(reference.losses):
         found.weight_error, _ = _largest_difference(model, places, reference.weights, lambda p: p)
-    found.strategies = gather_strategies(model, shapes)
+    found.strategies = gather_strategies(model, passed)
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, found)
     worst: Comparison = max(reports, key=lambda report: report.gradient_error)

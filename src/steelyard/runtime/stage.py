@@ -6,7 +6,7 @@ replicates its states.
 Legend of shape suffixes: B samples of this rank in a microbatch, S sequence length, s sequence of this rank, H hidden.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,14 @@ from steelyard.modules.layers import (
     tensors_of,
 )
 from steelyard.modules.own_pieces import OwnBatch
-from steelyard.modules.replicated import Replica, Replicas, activation_dtype, replicate_over, shard_over
+from steelyard.modules.replicated import (
+    Replica,
+    Replicas,
+    activation_dtype,
+    complete_gradients,
+    replicate_over,
+    shard_over,
+)
 from steelyard.modules.router_loss import PartRouters, check_routers, router_loss_of
 from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Strategy
@@ -52,7 +59,7 @@ def shard_layer(
 ) -> FSDPModule | Replica:
     """The layer with its parameters sharded as ``strategy`` says, in place, or its replica where it is not sharded.
 
-    Without a backward pass nothing is kept gathered for it.
+    Without a backward pass nothing is kept gathered for it, but for what is throughout a step.
     Raises `InvalidPlanError` for a dimension that no twin carries out.
     """
     used = {dimension.name: dimension for dimension in strategy.dimensions}
@@ -75,7 +82,7 @@ def shard_layer(
             layer,
             _state_mesh(replicas, shards),
             precision,
-            reshard_after_forward=not (strategy.keeps_gathered and has_backward),
+            reshard_after_forward=not (strategy.keeps_gathered and (has_backward or strategy.keeps_whole)),
             expert_mesh=_state_mesh(outer_replicas, outer_shards) if divides_experts else None,
         )
     return replicate_over(layer, replicas, precision, expert_mesh=outer_replicas if divides_experts else None)
@@ -161,9 +168,9 @@ class StageModule(nn.Module):
     """The layers of one part. Takes token ids [B, S] in the first part and the hidden state [B, s, H] elsewhere.
 
     The hidden state arrives as `steelyard.runtime.pipeline_part` says, so the receiver redistributes. A step has
-    ``num_microbatches`` backward passes: replicated layers reduce their gradients in the last of them, sharded layers
-    in each (which keeps their gradients sharded in between). Where ``routers`` are trained, their statistics arrive and
-    leave behind all else.
+    ``num_microbatches`` backward passes: replicated layers and those ``kept_whole`` reduce their gradients in the last
+    of them, other sharded layers in each (which keeps their gradients sharded in between). Where ``routers`` are
+    trained, their statistics arrive and leave behind all else.
     """
 
     def __init__(
@@ -171,6 +178,7 @@ class StageModule(nn.Module):
         loop: LayerLoop,
         *,
         replicas: Replicas,
+        kept_whole: Sequence[FSDPModule],
         side: SharedInputSource,
         seq_len: int,
         dtype: torch.dtype,
@@ -181,6 +189,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.loop, self.routers, self._has_backward, self.side = loop, routers, has_backward, side
         self.replicas, self._seq_len, self.dtype = replicas, seq_len, dtype
+        self._kept_whole = kept_whole
         self.num_targets: int | Tensor = num_tokens
         """Targets of a global batch; set it before a step where their number differs between batches."""
         self._backwards_to_go = 0
@@ -241,11 +250,20 @@ class StageModule(nn.Module):
         self._backwards_to_go -= 1
         if self._backwards_to_go == 0:
             self._expect_last_backward(True)
+            if self._forwards_done > 1:
+                for layer in self._kept_whole:
+                    complete_gradients(layer)
 
     def _expect_last_backward(self, is_last: bool) -> None:
-        """Shards that are replicated are summed over their replicas once a step, in its last backward pass."""
+        """Shards that are replicated are summed over their replicas once a step, in its last backward pass.
+
+        So are layers kept whole freed, and their gradients reduced.
+        """
         self.loop.set_is_last_backward(is_last)
         self.loop.set_requires_all_reduce(is_last)
+        for layer in self._kept_whole:
+            layer.set_requires_gradient_sync(is_last, recurse=False)
+            layer.set_reshard_after_backward(is_last, recurse=False)
 
 
 def redistribute(local: Tensor, mesh: DeviceMesh, current: HiddenPlacement, wanted: HiddenPlacement) -> Tensor:
@@ -302,6 +320,7 @@ def _build_chunk(
     strategies = part.strategies
     layers: dict[str, ChainLayer] = {}
     replicas: list[Replica] = []
+    kept_whole: list[FSDPModule] = []
     for number, strategy in enumerate(strategies, start=part.first_layer):
         materialize_layer(model, chain, number, seed=seed, device=device)
         layer = build_layer(model, chain, number, strategy.remat)
@@ -309,6 +328,8 @@ def _build_chunk(
         sharded = shard_layer(layer, chain, strategy, mesh, plan.precision, has_backward=has_backward)
         if isinstance(sharded, Replica):
             replicas.append(sharded)
+        elif strategy.keeps_whole:
+            kept_whole.append(sharded)
         layers[str(number)] = layer
         if layer.router_loss is not None:
             check_routers(layer, strategy)
@@ -331,6 +352,7 @@ def _build_chunk(
     return StageModule(
         loop,
         replicas=Replicas(replicas),
+        kept_whole=kept_whole,
         side=shared_inputs_of(layers.values(), model, chain, device),
         seq_len=plan.seq_len,
         dtype=activation_dtype(plan.precision),

@@ -264,12 +264,12 @@ class _Trainer:
 
     def _measured_step(self, step: int) -> tuple[Tensor, Tensor]:
         with ExitStack() as stack:
-            shapes = stack.enter_context(observe_layers(self.model))
+            passed = stack.enter_context(observe_layers(self.model))
             meter = stack.enter_context(measure_peak(self._state_tensors(), self.model.device))
             result = self._step(step)
         self.peak_bytes = meter.peak_bytes
         self._memory_limit.check(self.peak_bytes)
-        self.strategies = gather_strategies(self.model, shapes)
+        self.strategies = gather_strategies(self.model, passed)
         return result
 
     def _state_tensors(self) -> Iterator[Tensor]:

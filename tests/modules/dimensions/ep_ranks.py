@@ -181,6 +181,7 @@ def build_stage(chain: ModelChain, division: Division, meshes: Meshes, seed: int
         fully_shard(loop, mesh=meshes.data)
     return StageModule(
         loop,
+        kept_whole=(),
         replicas=Replicas(replicas),
         side=shared_inputs_of(layers.values(), model, chain, torch.device("cpu")),
         seq_len=SEQ_LEN,

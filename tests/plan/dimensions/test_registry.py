@@ -18,7 +18,7 @@ from tests.runtime.models import FAMILY_CONFIGS
 
 EXAMPLES = {
     "dp": ("dp4", "dp2-fsdp2", "dp2-tp2"),
-    "fsdp": ("fsdp4", "fsdp4 zero2", "fsdp2-tp2"),
+    "fsdp": ("fsdp4", "fsdp4 zero2", "fsdp2-tp2", "dp2-fsdp2 zero1"),
     "tp": ("tp4", "tp4+sp", "tp2-dp2"),
     "cp": ("cp4", "fsdp2-cp2", "cp2-tp2+ulysses"),
     "ep": ("dp4 ep4", "fsdp4 ep2", "dp2-cp2-tp2 ep2"),

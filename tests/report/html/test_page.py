@@ -339,7 +339,11 @@ def test_strategies_that_differ_in_remat_alone_share_the_hue_and_not_the_pattern
     [
         ("single", "on a single device; keeps all activations"),
         ("fsdp4", "parameters and samples over 4 ranks; keeps"),
-        ("fsdp4 zero2", "ZeRO-2"),
+        ("fsdp4 zero2", "parameters and samples over 4 ranks, gathered once and kept until the backward pass (ZeRO-2)"),
+        (
+            "fsdp4 zero1",
+            "optimizer states and samples over 4 ranks, parameters and gradients whole throughout the step",
+        ),
         ("tp2-dp4", "every matrix over 2 strided ranks"),
         (
             "dp4-tp2+sp remat=selective",

@@ -70,7 +70,7 @@ class Strategy:
 
     levels: tuple[tuple[str, int], ...]
     sp: bool = False  # whether tp ranks divide the sequence between attention and feed-forward part
-    zero: int = 3  # 3 frees gathered parameters between forward and backward, 2 keeps them
+    zero: int = 3  # 3 frees gathered parameters between forward and backward, 2 keeps them, 1 throughout a step
     remat: str = "none"  # what is computed again in backward: none, selective or full
 
     def degree(self, *dimensions: str) -> int:
@@ -245,7 +245,7 @@ class Layer(nn.Module):
         entry = plan.chain["layers"][number]
         self.plan, self.number, self.type_name = plan, number, entry["kind"]
         self.layer_type = plan.chain["kinds"][self.type_name]
-        self.remat = plan.strategies[number].remat
+        self.remat, self.is_kept_whole = plan.strategies[number].remat, plan.strategies[number].zero == 1
         for name, path in entry["modules"].items():
             self.add_module(name, model.get_submodule(path))
         self.outline = None if self.layer_type["role"] == "block" else Outline(plan, bare, number, self)
@@ -484,12 +484,18 @@ class Part(nn.Module):
         return output
 
     def backward_begins(self, _gradient: Tensor) -> None:
-        """Gradients are divided over shards in every backward pass, and added over replicas in the last of a step."""
+        """Gradients are divided over shards in every backward pass, and added over replicas in the last of a step.
+
+        Of a layer kept whole they are divided in the last one, too, and its parameters freed only then.
+        """
         self.num_backwards += 1
         is_last = self.num_backwards % self.num_microbatches == 0
         self.loop.set_is_last_backward(is_last)
         for layer in self.loop.layers.values():
             layer.set_requires_all_reduce(is_last)
+            if layer.is_kept_whole:
+                layer.set_requires_gradient_sync(is_last)
+                layer.set_reshard_after_backward(is_last)
 
 
 def build_parts(plan: Plan, meshes: dict[tuple, DeviceMesh], device: torch.device, seed: int) -> dict[int, Part]:

@@ -166,6 +166,8 @@ class StrategyView(Protocol):
     @property
     def keeps_gathered(self) -> bool: ...
     @property
+    def keeps_whole(self) -> bool: ...
+    @property
     def num_devices(self) -> int: ...
     @property
     def tensor_degree(self) -> int: ...
@@ -274,6 +276,8 @@ class Dimension:
     """Ways in which it divides the heads of attention."""
     keeps_gathered: Callable[["StrategyView"], bool] = lambda _strategy: False
     """Whether shards that were gathered for the forward pass stay so until the backward pass."""
+    keeps_whole: Callable[["StrategyView"], bool] = lambda _strategy: False
+    """Whether they stay so throughout a step, and gradients are reduced when it ends."""
     stays_in_node: bool = False
     """Whether its groups are kept inside a node, since they communicate inside every layer."""
     is_of_papers: bool = False

@@ -1,12 +1,21 @@
 """Sharded data parallelism: samples of its own, and a part of parameters, gradients and optimizer states, on each rank.
 
-Parameters are gathered before the forward pass and again before the backward pass (ZeRO-3), or kept in between
-(ZeRO-2); gradients are reduced and scattered in every backward pass.
+| mode  | parameters are whole                    | gradients are whole       | gathered, reduced    |
+|-------|-----------------------------------------|---------------------------|----------------------|
+| zero3 | in the forward and in the backward pass | in the backward pass      | twice, once a microbatch |
+| zero2 | from the forward to the backward pass   | in the backward pass      | once, once a microbatch |
+| zero1 | from first forward to last backward     | from first backward to last | once, once a step |
+
+Optimizer states and fp32 parameters are sharded in all three, and between steps so is all else. With one microbatch
+zero1 is zero2. zero1 is what torch's pipeline stages make of layers that are not resharded after forward (torchtitan's
+default there), and accumulation within FSDP2's `set_requires_gradient_sync(False)` without a pipeline: a mode of its
+own for either would be the same.
 
 Source: Rajbhandari et al. 2020 (ZeRO); `torch.distributed.fsdp.fully_shard`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from steelyard.plan.dimensions.dimension import (
     Dimension,
@@ -21,8 +30,11 @@ from steelyard.plan.dimensions.dimension import (
     indivisible_samples,
 )
 
-ZERO = Mode(key="zero", texts={3: "", 2: "zero2"}, pin={"2": 2, "3": 3}, of_papers=(3,))
-"""The ZeRO stage: 2 keeps parameters gathered between forward and backward."""
+ZERO = Mode(key="zero", texts={3: "", 2: "zero2", 1: "zero1"}, pin={"1": 1, "2": 2, "3": 3}, of_papers=(3,))
+"""The ZeRO stage: 2 keeps parameters gathered between forward and backward, 1 from step to step's end with gradients.
+
+With one microbatch the search leaves out 1, which is 2 there.
+"""
 
 
 def _traffic(load: Load) -> Iterator[Traffic]:
@@ -32,16 +44,19 @@ def _traffic(load: Load) -> Iterator[Traffic]:
 
 
 def _of_states(over: Over, gathered: float, reduced: float, load: Load) -> Iterator[Traffic]:
-    yield Traffic(phase="forward", collective="all_gather", tensor_bytes=gathered, over=over, beside_compute=True)
+    sent: Callable[..., Traffic] = partial(Traffic, over=over, beside_compute=True)
+    whole = load.strategy.keeps_whole
+    yield sent(phase="step" if whole else "forward", collective="all_gather", tensor_bytes=gathered)
     if not load.strategy.keeps_gathered:
-        yield Traffic(phase="backward", collective="all_gather", tensor_bytes=gathered, over=over, beside_compute=True)
-    yield Traffic(phase="backward", collective="reduce_scatter", tensor_bytes=reduced, over=over, beside_compute=True)
+        yield sent(phase="backward", collective="all_gather", tensor_bytes=gathered)
+    yield sent(phase="step" if whole else "backward", collective="reduce_scatter", tensor_bytes=reduced)
 
 
 def _words(strategy: StrategyView) -> str:
-    keeps = strategy.keeps_gathered
-    kept = ", gathered once and kept until the backward pass (ZeRO-2)" if keeps else ""
-    return f"parameters and samples over {strategy.degree(FSDP)} ranks{kept}"
+    kept = ", gathered once and kept until the backward pass (ZeRO-2)" if strategy.keeps_gathered else ""
+    what = "optimizer states" if strategy.keeps_whole else "parameters"
+    kept = ", parameters and gradients whole throughout the step (ZeRO-1)" if strategy.keeps_whole else kept
+    return f"{what} and samples over {strategy.degree(FSDP)} ranks{kept}"
 
 
 FSDP = Dimension(
@@ -55,7 +70,8 @@ FSDP = Dimension(
     term="gathering parameters and scattering gradients, what compute does not hide",
     hue="vermilion",
     modes=(ZERO,),
-    keeps_gathered=lambda strategy: strategy.mode("zero") == 2,
+    keeps_gathered=lambda strategy: strategy.mode("zero") != 3,
+    keeps_whole=lambda strategy: strategy.mode("zero") == 1,
     is_of_papers=True,
     plain_name="plain FSDP",
 )
