@@ -142,7 +142,6 @@ _FEWER_BITS = (
     "plan with --precision bf16, or fp8: linear layers in MX or 4-bit formats are neither priced nor run yet, so a run "
     "of an engine that has them is faster than predicted"
 )
-)
 _INSTEAD_OF_PRECISION = {
     "fp16": "plan with --precision bf16, or fp32 on devices without it (V100, T4): fp16 needs loss scaling, which is "
     "not run yet",
