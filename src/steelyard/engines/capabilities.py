@@ -12,7 +12,7 @@ from typing import Literal
 
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.dimensions import Value, dimension_named, modes
-from steelyard.plan.dimensions.dimension import Dimension, Divides
+from steelyard.plan.dimensions.dimension import Dimension, Divides, Mode
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, Strategy
 
@@ -44,6 +44,8 @@ class Capabilities:
     """What each mode of these dimensions may be; a mode that is not named only its default."""
     modes_beside: Mapping[str, Allowed] = field(default_factory=dict)
     """What takes the place of some of these where a layer uses another dimension as well, by the name of that one."""
+    modes_piped: Allowed = field(default_factory=dict)
+    """What takes the place of some of these where there are several stages."""
     experts_within_shards: bool = False
     """Whether experts are divided over ranks that share the states of the rest of a layer, and no others."""
     why_not: Mapping[str, str] = field(default_factory=dict)
@@ -60,8 +62,13 @@ class Capabilities:
         """Return whether stages may run this schedule."""
         return self.mixes_layers or schedule in self.schedules
 
-    def refusal(self, strategy: Strategy) -> str | None:
-        """Why the framework cannot give a layer this strategy, or None where it can."""
+    def allowed(self, mode: Mode, *, is_piped: bool) -> frozenset[Value]:
+        """Return what a mode may be in a layer with no other dimension that changes it."""
+        usual = self.modes.get(mode.key, frozenset({mode.default}))
+        return self.modes_piped.get(mode.key, usual) if is_piped else usual
+
+    def refusal(self, strategy: Strategy, *, is_piped: bool = False) -> str | None:
+        """Why the framework cannot give a layer of one or several stages this strategy, or None where it can."""
         if self.mixes_layers:
             return None
         dimensions = frozenset(strategy.dimensions)
@@ -80,14 +87,16 @@ class Capabilities:
         for dimension in strategy.dimensions:
             for mode in dimension.modes:
                 value, beside = strategy.mode(mode.key), self._beside(mode.key, dimensions)
-                allowed = beside[1] if beside else self.modes.get(mode.key, frozenset({mode.default}))
+                is_other = is_piped and mode.key in self.modes_piped
+                allowed = beside[1] if beside and not is_other else self.allowed(mode, is_piped=is_piped)
                 if value not in allowed:
-                    return mode.written(dimension, value) + (f" beside {beside[0]}" if beside else "")
+                    where = " in a pipeline" if is_other else f" beside {beside[0]}" if beside else ""
+                    return mode.written(dimension, value) + where
         return None if strategy.remat in self.remats else f"{strategy.remat} remat"
 
     def offers(self, key: str, value: Value) -> bool:
         """Whether a mode may have this value in some layer."""
-        allowed = (self.modes, *self.modes_beside.values())
+        allowed = (self.modes, self.modes_piped, *self.modes_beside.values())
         return value == modes()[key][1].default or any(value in each.get(key, frozenset()) for each in allowed)
 
     def _misplaced(self, strategy: Strategy) -> str | None:
@@ -115,7 +124,9 @@ def unsupported(plan: Plan, capabilities: Capabilities) -> tuple[str, ...]:
         *_recomputed_ends(plan, chain),
         *_mixed_remat(plan, chain, capabilities),
         *dict.fromkeys(
-            reason for strategy in plan.strategies if (reason := capabilities.refusal(strategy)) is not None
+            reason
+            for strategy in plan.strategies
+            if (reason := capabilities.refusal(strategy, is_piped=plan.num_stages > 1)) is not None
         ),
     ]
     sizes = plan.stage_sizes

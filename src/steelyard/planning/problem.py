@@ -216,7 +216,9 @@ def stage_strategies(job: Job, devices_per_stage: int, decisions: Decisions) -> 
     """The leaves of the decision tree for a stage, as far as the profile has their shapes."""
     shapes = job.profile.shapes
     offered, means = enumerate_strategies(devices_per_stage, space_options(job, decisions)), job.engine.capabilities
-    return tuple(each for each in offered if frozenset(each.shape.items()) in shapes and means.refusal(each) is None)
+    is_piped = devices_per_stage < job.cluster.num_devices
+    known = (each for each in offered if frozenset(each.shape.items()) in shapes)
+    return tuple(each for each in known if means.refusal(each, is_piped=is_piped) is None)
 
 
 def space_options(job: Job, decisions: Decisions) -> SpaceOptions:

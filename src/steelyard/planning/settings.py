@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from steelyard.cost.job import Job
 from steelyard.engines.capabilities import block_layers, unsupported
 from steelyard.errors import InvalidPlanError, UserError
+from steelyard.plan.dimensions.fsdp import ZERO
 from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
@@ -87,8 +88,11 @@ def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy
     levels = [f"{'fsdp' if is_sharded else 'dp'}{data}"] if data > 1 else []
     levels += [f"cp{settings.cp}"] if settings.cp > 1 else []
     levels += [f"tp{settings.tp}{'+sp' if settings.sp else ''}"] if settings.tp > 1 else []
+    stages = job.engine.capabilities.allowed(ZERO, is_piped=settings.pp > 1)
+    is_one = len(stages) == 1 and is_sharded and not job.engine.capabilities.mixes_layers
+    zero = max(stages) if is_one else settings.zero  # all that FSDP does in this engine
     words = ["-".join(levels) or "single"]
-    words += [f"zero{settings.zero}"] if is_sharded and settings.zero < 3 and data > 1 else []
+    words += [f"zero{zero}"] if is_sharded and zero != 3 and data > 1 else []
     words += [f"ep{experts}"] if experts > 1 else []
     try:
         found = parse_strategy(" ".join(words))

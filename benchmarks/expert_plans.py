@@ -1,0 +1,153 @@
+"""Plans that experts ran, priced by the engine that ran them, beside what they measured and what we would plan.
+
+    python benchmarks/expert_plans.py [JOBS.csv] [--predictions OUT.csv] [--free]
+
+JOBS.csv has a row for each job with its model, devices, batch, the experts' settings and the measured step. Each plan
+is priced as ``steelyard price`` prices it, with its engine; with ``--free`` the job is also planned for that engine,
+as ``steelyard plan --engine`` does. OUT.csv has a row a job: name, priced_s, priced_gib, fits, free_s, free_gib,
+free_plan, skipped (with its reason).
+"""
+
+import argparse
+import csv
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from steelyard.cost.job import layer_precision
+from steelyard.cost.kernels import job_under
+from steelyard.engines import engine_of
+from steelyard.errors import UserError
+from steelyard.plan.plan import Plan
+from steelyard.plan.strategy import Remat
+from steelyard.planning.choose import plan_job
+from steelyard.planning.job import job_of
+from steelyard.planning.price import describe, peak_bytes, summarise, with_price
+from steelyard.planning.request import make_request
+from steelyard.planning.settings import Settings, plan_of_settings
+from steelyard.units import GIB
+
+DATA = Path(__file__).parent / "data" / "expert_plans"
+ENGINES: Mapping[str, str] = {
+    "megatron": "megatron",
+    "megatron-classic": "megatron",
+    "megatron-deep": "megatron",
+    "nanotron": "megatron",
+    "torchtitan": "torchtitan",
+    "fsdp": "native",
+    "fsdp-deep": "native",
+}
+"""The engine that prices what each framework of the table ran."""
+COLUMNS = ("name", "priced_s", "priced_gib", "fits", "free_s", "free_gib", "free_plan", "skipped")
+
+
+def model_of(name: str, folder: Path) -> Any:
+    """A packaged model's name, or the config at a path beside the table or here."""
+    if not name.endswith(".json"):
+        return name
+    found = next((path for path in (folder / name, DATA / name) if path.is_file()), None)
+    if found is None:
+        raise UserError(field="model", found=name, expected="a config beside the table", hint="add it")
+    return json.loads(found.read_text())
+
+
+def settings_of(row: Mapping[str, str]) -> Settings:
+    """The experts' settings in a row of the table."""
+    number = {key: int(row[key] or 1) for key in ("tp", "pp", "vpp", "cp", "ep", "mbs")}
+    return Settings(
+        tp=number["tp"],
+        pp=number["pp"],
+        vpp=number["vpp"] if number["pp"] > 1 else 1,
+        cp=number["cp"],
+        ep=number["ep"],
+        micro_batch=number["mbs"],
+        zero=int(row["zero"] or 1),
+        remat=Remat(row["remat"] or "none"),
+    )
+
+
+def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> dict[str, Any]:
+    """A row of OUT.csv for a job, and the plans behind it under ``plans``."""
+    found: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"name": row["name"]}
+    nodes = max(1, int(row["gpus"]) // int(row["gpus_per_node"]))
+    per_node = min(int(row["gpus"]), int(row["gpus_per_node"]))
+    try:
+        engine = engine_of(ENGINES[row["framework"]])
+        request = make_request(
+            model_of(row["model"], folder),
+            f"{nodes}x{per_node}x{row['device']}",
+            global_batch=int(row["global_batch"]),
+            seq_len=int(row["seq"]),
+            precision=layer_precision(row["precision"]),  # type: ignore[arg-type]
+        )
+        job = replace(job_under(job_of(request), engine), precision=row["precision"])  # type: ignore[arg-type]
+        plan = with_price(plan_of_settings(job, settings_of(row)), job)
+        found |= {
+            "priced_s": _step_s(plan),
+            "priced_gib": peak_bytes(plan) / GIB,
+            "fits": int(peak_bytes(plan) <= job.budget_bytes + job.margin_bytes),
+        }
+        if plans_freely:
+            free = plan_job(job, top=1).plan
+            if free is not None:
+                found |= {"free_s": _step_s(free), "free_gib": peak_bytes(free) / GIB}
+                found["free_plan"] = f"{describe(free.pipeline)}: {summarise(free)}"
+    except UserError as error:
+        found["skipped"] = f"{error.field}: found {error.found}; expected {error.expected}"
+    except KeyError as error:
+        found["skipped"] = f"framework {error} has no engine"
+    return found
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None, "just priced"
+    return plan.prediction.step_time_s
+
+
+def main() -> None:
+    """Prints each job's price beside what was measured, and errors by class."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", nargs="?", type=Path, default=DATA / "jobs.csv")
+    parser.add_argument("--predictions", type=Path)
+    parser.add_argument("--free", action="store_true", help="also plan each job for its engine")
+    options = parser.parse_args()
+    with options.jobs.open() as file:
+        rows = list(csv.DictReader(file))
+    found, errors = [], dict[str, list[float]]()
+    for row in rows:
+        started = time.process_time()
+        one = predicted(row, options.jobs.parent, plans_freely=options.free or options.predictions is not None)
+        found.append(one)
+        measured = float(row["measured_s"]) if row.get("measured_s") else None
+        text = one["skipped"] or f"{one['priced_s']:8.2f} s, {one['priced_gib']:6.1f} GiB"
+        if measured and not one["skipped"]:
+            error = one["priced_s"] / measured - 1
+            errors.setdefault(_class_of(row), []).append(error)
+            memory = f" of {row['measured_mem_gib']}" if row.get("measured_mem_gib") else ""
+            text += f"{memory}, measured {measured:8.2f} s: {error:+.0%}"
+        if one["free_s"]:
+            text += f"; free {one['free_s']:.2f} s, {one['free_gib']:.1f} GiB: {one['free_plan']}"
+        print(f"{row['name']:48} {text} ({time.process_time() - started:.1f} CPU s)", flush=True)
+    for name, each in errors.items():
+        print(f"{name}: median error {median(map(abs, each)):.1%} of {len(each)}")
+    if options.predictions is not None:
+        with options.predictions.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(found)
+
+
+def _class_of(row: Mapping[str, str]) -> str:
+    if row["precision"] != "bf16":
+        return row["precision"]
+    if int(row["ep"] or 1) > 1 or "moe" in row["model"] or "a3b" in row["model"] or "mixtral" in row["model"]:
+        return "experts"
+    return "context" if int(row["cp"] or 1) > 1 else "dense"
+
+
+if __name__ == "__main__":
+    main()
