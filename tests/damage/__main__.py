@@ -2,6 +2,7 @@
 
 import argparse
 import collections
+import itertools
 import multiprocessing
 import sys
 import tempfile
@@ -23,17 +24,18 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
     parser.add_argument("--keep", type=Path, help="a folder for the cases that end badly")
-    parser.add_argument("--kept", action="store_true", help="try what ended badly once, and nothing new")
-    parser.add_argument("--numbers", action="store_true", help="every whole number of every file, and nothing else")
+    parser.add_argument("--kept", action="store_true", help="try what ended badly once, too")
+    parser.add_argument("--numbers", type=int, default=0, help="try so many values for every number of a file, too")
     options = parser.parse_args()
     with multiprocessing.get_context("fork").Pool(1) as other:  # which imports torch where the split is not known yet
         documents = other.apply(whole)
     seeds = range(options.seed, options.seed + options.cases)
-    if options.kept or options.numbers:
-        cases, words = (kept(), "cases that are kept") if options.kept else (number_cases(documents), "every number")
-    else:
-        cases, words = (make_case(seed, documents) for seed in seeds), f"seeds {seeds.start} to {seeds.stop - 1}"
-    print(words, flush=True)
+    cases = itertools.chain(
+        kept() if options.kept else (),
+        number_cases(documents, options.numbers),
+        (make_case(seed, documents) for seed in seeds),
+    )
+    print(f"seeds {seeds.start} to {seeds.stop - 1}", flush=True)
     outcomes: collections.Counter[str] = collections.Counter()
     found: collections.Counter[str] = collections.Counter()
     started_s = time.perf_counter()

@@ -34,16 +34,18 @@ def changed(content: Any, place: Place, number: int) -> Any:
     return content
 
 
-def number_cases(whole: Mapping[str, Any]) -> Iterator[Case]:
-    """For every place cases with numbers out of place, each through another command that reads the file."""
-    numbers = count()
+def number_cases(whole: Mapping[str, Any], values: int) -> Iterator[Case]:
+    """For every place as many cases with numbers out of place, in turn, each through another command that reads the
+    file."""
+    numbers, turn = count(), count()
     for sort, content in whole.items():
         commands = [command for often, command, read in COMMANDS if sort in read.split() and often > 1]  # no searches
         for place in places(content):
             found = content
             for key in place:
                 last, found = found, found[key]
-            for value in (*BEYOND, found + 1, len(last), 2**31):
+            wrong = (found + 1, len(last), 2**31, *BEYOND)[: max(values, 3)]
+            for value in (wrong[next(turn) % len(wrong)] for _ in range(values)):
                 seed = next(numbers)
                 arguments = commands[seed % len(commands)].replace("TARGET", TARGETS[seed % len(TARGETS)]).split(" ")
                 files = {file_name(sort): file_text(sort, changed(content, place, value))}
