@@ -38,6 +38,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return result.output, folder / "plan.json"
 
 
+@pytest.mark.slow
 def test_plan_is_written_and_reads_back(planned: tuple[str, Path]) -> None:
     plan = read_plan(planned[1])
     assert plan.prediction is not None
@@ -112,6 +113,7 @@ def test_a_whole_process_plans_without_gpu_and_without_torch_once_traced(run: Ru
     assert finished.returncode == 0, finished.stderr
 
 
+@pytest.mark.slow
 def test_nothing_fits_exits_1_and_names_the_miss_in_bytes(run: Run) -> None:
     result = run("plan", *SMALL, "--memory", "2GiB")
     assert result.exit_code == 1
@@ -212,6 +214,7 @@ def test_a_model_of_images_of_one_size_needs_no_length(run: Run, tmp_path: Path)
     assert find_plan("vit-base", "1x8xa100-80gb", global_batch=64).seq_len == 197
 
 
+@pytest.mark.slow
 def test_a_mistake_is_printed_without_a_traceback() -> None:
     arguments = [sys.executable, "-c", "from steelyard.cli import main; main()", "plan", "lama3-8b", *map(str, JOB)]
     finished = subprocess.run(arguments, capture_output=True, text=True)
@@ -269,6 +272,7 @@ def test_a_searched_plan_is_no_slower_than_one_by_hand_for_the_same_job(
     assert best.prediction.step_time_s <= priced.step_time_s
 
 
+@pytest.mark.slow
 def test_models_and_devices_are_listed_with_sources(run: Run) -> None:
     for name in ("models", "devices", "links"):
         known = json.loads(run(name, "--json").output)
