@@ -123,17 +123,18 @@ def test_nothing_fits_exits_1_and_names_the_miss_in_bytes(run: Run) -> None:
 
 @pytest.mark.slow
 def test_what_the_nearest_miss_asks_for_is_enough_and_no_more_than_needed(run: Run) -> None:
-    miss = json.loads(run("plan", *SMALL, "--memory", "2GiB", "--json").output)
+    job = ("llama3.2-1b", "--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
+    miss = json.loads(run("plan", *job, "--memory", "2GiB", "--json").output)
     needed = miss["budget_bytes"] + int(miss["nearest_miss"].split("(")[1].split(" bytes")[0])
-    assert run("plan", *SMALL, "--memory", f"{needed + 2}B").exit_code == 0
-    assert run("plan", *SMALL, "--memory", f"{needed - 1024}B").exit_code == 1
+    assert run("plan", *job, "--memory", f"{needed + 2}B").exit_code == 0
+    assert run("plan", *job, "--memory", f"{needed - 1024}B").exit_code == 1
 
 
 @pytest.mark.slow
 def test_a_plan_of_a_cluster_file_needs_the_file_no_more(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "lab.yaml"
     file.write_text("{version: 1, num_nodes: 2, devices_per_node: 2, device: a100-80gb, inter_link: ethernet-25}")
-    job = ("smollm2-135m", "--cluster", file, "--seq-len", 2048, "--global-batch", 8)
+    job = ("llama-demo", "--cluster", file, "--seq-len", 512, "--global-batch", 8)
     planned = run("plan", *job, "-o", tmp_path / "plan.json")
     file.unlink()
     explained = run("explain", tmp_path / "plan.json")

@@ -74,7 +74,14 @@ def test_what_is_left_trains_the_same_batch_and_length_in_the_same_memory(plan: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [(7, 8, 8, 8), (8, 7, 8, 8), (8, 8, 1), (3, 8), (5,)])
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        (8, 7, 8, 8),
+        (3, 8),
+        *(pytest.param(hosts, marks=pytest.mark.nightly) for hosts in ((7, 8, 8, 8), (8, 8, 1), (5,))),
+    ],
+)
 def test_as_many_devices_take_part_as_the_plan_has(plan: Plan, hosts: Sequence[int]) -> None:
     found = replan(plan, hosts, HERE)
     assert sum(found.taken) == found.plan.num_devices
@@ -113,7 +120,9 @@ def test_where_processes_share_cores_nothing_shows_without_a_search(job: Job) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_devices", "pinned"), [(5, None), (6, None), (7, 4)])
+@pytest.mark.parametrize(
+    ("num_devices", "pinned"), [pytest.param(5, None, marks=pytest.mark.nightly), (6, None), (7, 4)]
+)
 def test_no_part_of_the_devices_that_was_not_searched_has_a_faster_plan(num_devices: int, pinned: int | None) -> None:
     job = replace(job_on("1x8xh100-80gb"), global_batch=16)
     request = request_of(job, Decisions(num_microbatches=pinned))
