@@ -75,7 +75,10 @@ class Training:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops the training, which else takes the processors from what it waits for, and lets it go on."""
+        """Stops the training, which else takes the processors from what it waits for, and lets it go on.
+
+        A signal that comes at once then may reach another thread of the command than the one that waits.
+        """
         stopped = self.processes()
         for process in stopped:
             os.kill(process, signal.SIGSTOP)
