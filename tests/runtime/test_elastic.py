@@ -60,7 +60,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainOptions:
         device="cpu",
         elastic=True,
         checkpoint_dir=tmp_path / "checkpoints",
-        checkpoint_every=4,
+        checkpoint_every=2,
         metrics=tmp_path / "metrics.jsonl",
         record=tmp_path / "record.json",
     )
@@ -183,7 +183,7 @@ def test_a_device_is_given_up_only_when_its_restarts_are_used_up(
 
 def test_an_error_of_the_program_is_no_lost_device(plan_path: Path, options: TrainOptions) -> None:
     with pytest.raises(RankFailedError, match="CUDA out of memory"):
-        train(plan_path, options, "0:memory:5")
+        train(plan_path, options, "0:memory:3")
     assert complete_checkpoints(options.checkpoint_dir) != []  # type: ignore[arg-type]
 
 
