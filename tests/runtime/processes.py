@@ -1,7 +1,8 @@
 """Runs functions as the ranks of a world of a few gloo processes, or of this process alone.
 
 ``python -m tests.runtime.processes MODULE:FUNCTION NUM RESULT.json`` runs a function of no arguments on every rank of a
-world of forks; what rank 0 returns is written as JSON.
+world of forks; what rank 0 returns is written as JSON. ``MODULE:before_ranks`` runs before, where there is one: what it
+imports the forks find imported.
 """
 
 import datetime
@@ -131,6 +132,7 @@ def main(function: str, num_processes: int, result: Path) -> None:
     torch.set_num_threads(1)
     module, name = function.split(":")
     work = getattr(import_module(module), name)
+    getattr(import_module(module), "before_ranks", lambda: None)()
 
     def run_rank(rank: int) -> None:
         found = work()

@@ -196,6 +196,12 @@ def _refusal(case: Case) -> str:
     return "nothing"
 
 
+def before_ranks() -> None:
+    """Builds every model once, which imports it."""
+    for config in {case.config for case in CASES.values()}:
+        build_model(chain_from_config(CONFIGS[config], name=config), seed=1)
+
+
 def compare() -> dict[str, Any]:
     """What all cases find, the same on every rank."""
     expected = {

@@ -325,6 +325,12 @@ def _copies(parameter: nn.Parameter) -> int:
     return dist.get_world_size() // shards
 
 
+def before_ranks() -> None:
+    """Builds every model once, which imports it."""
+    for config in CONFIGS.values():
+        build_model(chain_from_config(config, name="test"), seed=SEED)
+
+
 def of_four() -> dict[str, Any]:
     """All cases of four ranks."""
     return {
