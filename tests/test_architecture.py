@@ -71,6 +71,7 @@ def texts_of(*folders):
     ]
 
 
+@pytest.mark.slow
 def test_no_modules_import_one_another_in_a_circle():
     modules = {module_name(path): path for path in MODULES if COPIED not in path.parents}
     graph = {name: imports_of(path, set(modules)) for name, path in modules.items()}

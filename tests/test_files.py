@@ -60,6 +60,7 @@ def test_a_key_of_many_that_is_there_twice_is_named():
         parse_json(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

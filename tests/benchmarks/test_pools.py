@@ -14,6 +14,7 @@ def test_a_row_with_the_numbers_of_another_is_left_out(rows):
     assert "n-0405" in rows
 
 
+@pytest.mark.slow
 def test_a_stage_over_several_kinds_of_cards_is_priced_on_the_slowest_of_them(rows):
     plan, cluster = measured_plan(rows["n-0407"])
     assert [pool.device.name for pool in cluster.pools] == ["rtx-2080", "rtx-2080"]

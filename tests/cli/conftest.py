@@ -8,7 +8,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from steelyard.cli import explain
+from steelyard.cli import explain, plan
 from steelyard.cli.app import app
 from steelyard.errors import UserError
 from steelyard.planning import explain as explaining
@@ -28,8 +28,9 @@ def run() -> Run:
 
 @pytest.fixture(scope="module", autouse=True)
 def _searched_once() -> Iterator[None]:
-    """Searches the baselines of a plan once in a module, however often they are shown: as text, as JSON, on a page."""
+    """Searches a plan and its baselines once in a module, however often they are shown: as text, as JSON, on a page."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "complete", _once(plan.complete, lambda request, progress: request))
         searched = _once(
             explaining.what_was_searched,
             lambda study, plan, deadline=math.inf: (study.request, plan, deadline),
@@ -44,11 +45,11 @@ def _once(function: Callable[..., Any], key: Callable[..., object]) -> Callable[
     """The function, which answers from what it has found where the key is equal; errors are found again."""
     known: list[tuple[object, Any]] = []
 
-    def answer(*given: Any) -> Any:
-        asked = key(*given)
+    def answer(*given: Any, **named: Any) -> Any:
+        asked = key(*given, **named)
         found = [result for other, result in known if other == asked]
         if not found:
-            found = [function(*given)]
+            found = [function(*given, **named)]
             known.append((asked, found[0]))
         return found[0]
 

@@ -116,6 +116,7 @@ def test_a_slower_plan_by_hand_has_the_best_plan_as_its_baseline(run: Run, plan_
     assert found["any plan"].slowdown < 0
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_measured_profile_asks_for_it_and_shows_the_rest(
     run: Run, plan_path: Path, tmp_path: Path
 ) -> None:

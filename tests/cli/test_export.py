@@ -170,6 +170,7 @@ def test_what_runs_any_plan_needs_no_search(run: Run, folder: Path, target: str)
     assert f"the plan as it is in {target}" in result.stderr
 
 
+@pytest.mark.slow
 def test_what_the_user_asked_of_a_plan_is_kept_by_an_export(run: Run, tmp_path: Path) -> None:
     job = ("llama-demo", "--cluster", "1x4xa100-80gb", "--seq-len", 256, "--global-batch", 16)
     run("plan", *job, "--stages", 2, "--pin", "blocks 0-3: tp=2", "-o", tmp_path / "plan.json")

@@ -79,6 +79,7 @@ def test_the_page_has_axes_with_units_the_budget_and_the_plan(found: tuple[Trade
     assert ">budget 16.0 GiB<" in text
 
 
+@pytest.mark.slow
 def test_the_html_figure_loads_nothing_from_elsewhere_and_is_small(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "frontier.html"
     result = run("frontier", *JOB, "--points", 3, "--devices", 4, "-o", path)
@@ -90,6 +91,7 @@ def test_the_html_figure_loads_nothing_from_elsewhere_and_is_small(run: Run, tmp
     assert "this plan" in text
 
 
+@pytest.mark.slow
 def test_the_table_marks_the_plan_and_says_what_is_missing(run: Run) -> None:
     output = run("frontier", *JOB, "--points", 3, "--devices", "2,4").stdout
     assert "▶" in output
@@ -179,6 +181,7 @@ def test_the_choices_of_remat_and_zero_are_obeyed(run: Run) -> None:
     assert {run.get("zero", 3) for run in runs} == {3}
 
 
+@pytest.mark.slow
 def test_top_sets_how_many_losers_are_shown(run: Run) -> None:
     assert "What lost (best 2 of" in run("plan", *JOB, "--top", 2).stdout
     assert "What lost" not in run("plan", *JOB, "--top", 0).stdout

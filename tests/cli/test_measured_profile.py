@@ -33,6 +33,7 @@ def explained(run: Run, path: str | Path) -> str:
     return " ".join(result.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_the_path_and_the_hash_of_its_profile(folder: Path) -> None:
     prediction = read_plan(folder / "plan.json").prediction
     assert prediction is not None
@@ -65,6 +66,7 @@ def test_report_and_timeline_find_it_too(run: Run, folder: Path, option: str, pa
     assert "left out" not in text
 
 
+@pytest.mark.slow
 def test_a_profile_that_is_gone_is_said_to_be(run: Run, folder: Path) -> None:
     (folder / "profile.json").rename(folder / "old.json")
     text = explained(run, "plan.json")
@@ -83,6 +85,7 @@ def test_a_changed_profile_that_is_given_is_taken(run: Run, folder: Path) -> Non
     assert "Best plan instead" in run("explain", "plan.json", "--profile", "profile.json").stdout
 
 
+@pytest.mark.slow
 def test_a_timeline_cannot_do_without_its_profile(run: Run, folder: Path) -> None:
     (folder / "profile.json").unlink()
     error = user_error(run("timeline", "plan.json", "-o", "out.json"))

@@ -27,6 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_a_plan_over_pools_says_which_stage_lies_where(run: Run, path: Path) -> None:
     shown = " ".join(run("plan", "tinyllama-1.1b", "--cluster", POOLS, *ASKED, "--stages", 2).output.split())
     assert "Pool 1x2xh100-80gb: 1 stage on 2 devices of 75.1 GiB (5% of 79.1 GiB left free)" in shown
@@ -34,6 +35,7 @@ def test_a_plan_over_pools_says_which_stage_lies_where(run: Run, path: Path) -> 
     assert {pool.name for pool in read_plan(path).stage_pools()} == set(POOLS.split("+"))
 
 
+@pytest.mark.slow
 def test_every_pool_says_by_which_rates_and_links_it_is_priced(run: Run, path: Path) -> None:
     for command in ("explain", path), ("plan", "tinyllama-1.1b", "--cluster", POOLS, *ASKED, "--stages", 2):
         shown = " ".join(run(*command).output.split())
@@ -45,6 +47,7 @@ def test_every_pool_says_by_which_rates_and_links_it_is_priced(run: Run, path: P
         assert "In 1x2xa100-80gb: nvlink-3 inside a node, 300 GB/s" in shown
 
 
+@pytest.mark.slow
 def test_explain_compares_with_each_pool_alone_and_even_cuts(run: Run, path: Path) -> None:
     shown = run("explain", path).output
     assert all(words in shown for words in ("1x2xh100-80gb alone", "1x2xa100-80gb alone", "even cuts over all pools"))
@@ -86,6 +89,7 @@ def test_a_report_has_no_frontier_where_none_was_searched_over_pools(page: str) 
     assert "Time against memory" not in page
 
 
+@pytest.mark.slow
 def test_a_report_names_the_pool_and_the_budget_of_each_stage(run: Run, tmp_path: Path) -> None:
     pools, plan = "1x2xh100-80gb+1x2xa100-40gb", tmp_path / "plan.json"
     longer = ("--seq-len", 1024, "--global-batch", 8, "--stages", 2)

@@ -106,12 +106,14 @@ def test_a_group_of_one_rank_communicates_nothing() -> None:
     assert _seconds("all_reduce", 1e9, Group(size=1, stride=1, span=8)) == 0
 
 
+@pytest.mark.slow
 @given(collectives, groups, num_bytes, num_bytes)
 def test_more_bytes_are_never_cheaper(collective: Collective, group: Group, one: int, other: int) -> None:
     fewer, more = sorted((one, other))
     assert _seconds(collective, fewer, group) <= _seconds(collective, more, group)
 
 
+@pytest.mark.slow
 @given(collectives, groups, num_bytes, st.floats(1e6, 1e12), st.floats(1, 100))
 def test_a_faster_link_is_never_slower(
     collective: Collective, group: Group, size: int, bytes_per_s: float, factor: float
@@ -140,6 +142,7 @@ def _on(link: str, collective: Collective, size: float, ranks: int, *, num_nodes
     return collective_s(collective, size, group, machines, job(machines).profile)
 
 
+@pytest.mark.slow
 @given(
     collectives, st.sampled_from(["nvlink-3", "nvlink-4", "nvlink-5", "pcie-4-host", "pcie-5"]), num_bytes, num_bytes
 )
@@ -188,6 +191,7 @@ def test_fewer_ports_than_devices_are_shared_evenly() -> None:
     assert together == pytest.approx(4 * alone, rel=1e-3)
 
 
+@pytest.mark.slow
 @given(collectives, num_bytes, st.sampled_from([2, 4]))
 def test_a_group_over_nodes_is_never_faster_than_one_inside(collective: Collective, size: int, degree: int) -> None:
     inside, across = (Group(size=degree, stride=stride, span=16) for stride in (1, 16 // degree))

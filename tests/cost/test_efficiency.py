@@ -104,6 +104,7 @@ def test_a_generation_without_measured_kernels_takes_no_others_shape(device: str
     assert efficiency_of(device, "").attention_shape == SAME_FOR_EVERY_SHAPE
 
 
+@pytest.mark.slow
 @generations
 @given(
     samples=st.floats(min_value=1 / 64, max_value=512),

@@ -114,6 +114,7 @@ def test_a_rank_gathers_its_part_of_the_experts_and_trains_its_shard(
     assert sharded_params(layer, strategy) == -(-dense // strategy.state_shards) + shard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", Remat)
 def test_products_read_the_weights_of_a_ranks_own_experts_alone(config: JobConfig, remat: Remat) -> None:
     """Forward once, backward once beside their gradients, and once more where they are computed again."""

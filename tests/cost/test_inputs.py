@@ -44,6 +44,7 @@ def test_text_is_read_with_one_token_more_than_a_sequence(role: LayerRole) -> No
     assert read_bytes(family("llama"), role) == 8 * 8 * (SEQ_LEN + 1)
 
 
+@pytest.mark.slow
 def test_images_are_read_in_fp32_by_the_first_layer_and_classes_by_the_head() -> None:
     of = family("swin")
     assert read_bytes(of, LayerRole.EMBEDDING) == 8 * 4 * 3 * 16 * 16
@@ -78,6 +79,7 @@ def test_layers_without_attention_share_positions_alone() -> None:
     assert side_bytes(layer_types(of, LayerRole.EMBEDDING, LayerRole.HEAD), config(of)) == 8 * SEQ_LEN
 
 
+@pytest.mark.slow
 def test_a_sliding_window_takes_a_mask_where_the_sequence_is_longer() -> None:
     short, long = (family("mistral", length) for length in (8, 32))
     of_llama = [family("llama", length) for length in (8, 32)]

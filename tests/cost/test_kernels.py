@@ -121,6 +121,7 @@ def test_torchtitan_keeps_as_much_less(traced: Job) -> None:
     assert kept[1].saved_bytes.at(1) == pytest.approx(SEQ_LEN * (4 * 512 + 4 * 512 + 2 * 256 + 2 * 1536), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_framework_that_repeats_whole_blocks_repeats_all_that_forward_does(traced: Job) -> None:
     block = layer_of(job_under(traced, TORCHTITAN), "block", 2, False)
     again = block.recomputation("full")  # type: ignore[arg-type]

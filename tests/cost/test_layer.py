@@ -275,6 +275,7 @@ def test_overlap_takes_at_least_the_longer_and_at_most_both_slowed_down(c: float
     assert exposed >= -1e-9
 
 
+@pytest.mark.slow
 @given(texts, st.floats(1, 100))
 def test_a_faster_link_never_slows_a_layer_down(text: str, factor: float) -> None:
     slow = block(text, config(job(cluster(intra_bytes_per_s=1e9))))

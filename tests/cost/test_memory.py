@@ -109,6 +109,7 @@ def tensor_bytes(plan: Plan, of: Job) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_plan_takes_what_the_search_adds_up(config: tuple[int, int, str, int], precision: Precision) -> None:
@@ -120,6 +121,7 @@ def test_a_plan_takes_what_the_search_adds_up(config: tuple[int, int, str, int],
         assert [each.total_bytes for each in found] == tensor_bytes(drawn.plan, of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [TORCHTITAN, ACCELERATE, MEGATRON], ids=["torch", "whole", "own"])
 @pytest.mark.parametrize("config", [(1, 4, "1f1b", 1), (2, 8, "1f1b", 1), (4, 2, "gpipe", 1)], ids=str)
 def test_a_plan_of_a_framework_takes_what_the_search_adds_up(config: tuple[int, int, str, int], engine: Engine) -> None:

@@ -55,6 +55,7 @@ def test_less_is_kept_the_more_is_computed_again(text: str) -> None:
     assert whole.static_bytes == some.static_bytes == least.static_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b"])
 def test_costs_of_choices_made_together_are_those_of_each_alone(model: str) -> None:
     of = make_job(model, "2x8xh100-80gb", global_batch=16, seq_len=4096, precision="bf16", memory=None, profile=None)

@@ -227,6 +227,7 @@ def test_the_work_and_the_bubbles_of_a_stage_fill_the_step(
         assert sum(end - start for start, end in spans) == pytest.approx(timeline.step_time_s)
 
 
+@pytest.mark.slow
 @given(interleaved())
 def test_overlap_of_sends_never_costs_time(pipeline: tuple[list[StageTimes], int, int]) -> None:
     parts, num_microbatches, num_chunks = pipeline

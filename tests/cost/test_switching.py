@@ -126,6 +126,7 @@ def test_a_larger_microbatch_never_switches_faster() -> None:
     assert (switch_table(strategies, config(job(), num_microbatches=1)) >= small).all()
 
 
+@pytest.mark.slow
 def test_every_switch_of_t5_moves_the_tensors_that_cross_it() -> None:
     """Between encoder blocks and into the decoder's embedding one hidden state, behind it the encoder's output too."""
     t5 = chain_from_config(FAMILY_CONFIGS["t5"], name="t5")

@@ -24,9 +24,9 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
     parser.add_argument("--keep", type=Path, help="a folder for the cases that end badly")
-    parser.add_argument("--kept", action="store_true", help="try what ended badly once, and nothing new")
-    parser.add_argument("--numbers", action="store_true", help="every whole number of every file, and nothing else")
-    parser.add_argument("--split", choices=REAL_TYPES, help="numbers of a model's split, with torch at hand")
+    parser.add_argument("--kept", action="store_true", help="try what ended badly once, too")
+    parser.add_argument("--numbers", type=int, default=0, help="try so many values for every number of a file, too")
+    parser.add_argument("--split", choices=REAL_TYPES, help="numbers of a model's split alone, with torch at hand")
     parser.add_argument("--every", type=int, default=1, help="of the cases of --split one in so many")
     options = parser.parse_args()
     seeds = range(options.seed, options.seed + options.cases)
@@ -34,16 +34,18 @@ def main() -> int:
         import steelyard.runtime.dry_run  # noqa: F401  whose import takes longer than a case may
 
         documents = {"split": real_split(options.split)}
-        cases = itertools.islice(number_cases(documents, WITHIN, ("model", "split")), 0, None, options.every)
-        words = f"numbers of the split of {options.split}"
+        every = number_cases(documents, len(WITHIN) + 3, WITHIN, ("model", "split"))
+        cases = itertools.islice(every, 0, None, options.every)
+        print(f"numbers of the split of {options.split}", flush=True)
     else:
         with multiprocessing.get_context("fork").Pool(1) as other:  # which imports torch where a split is not known yet
             documents = other.apply(whole)
-        if options.kept or options.numbers:
-            cases, words = (kept(), "cases kept") if options.kept else (number_cases(documents), "every number")
-        else:
-            cases, words = (make_case(seed, documents) for seed in seeds), f"seeds {seeds.start} to {seeds.stop - 1}"
-    print(words, flush=True)
+        cases = itertools.chain(
+            kept() if options.kept else (),
+            number_cases(documents, options.numbers),
+            (make_case(seed, documents) for seed in seeds),
+        )
+        print(f"seeds {seeds.start} to {seeds.stop - 1}", flush=True)
     outcomes: collections.Counter[str] = collections.Counter()
     found: collections.Counter[str] = collections.Counter()
     started_s = time.perf_counter()

@@ -37,9 +37,12 @@ def changed(content: Any, place: Place, number: int) -> Any:
     return content
 
 
-def number_cases(whole: Mapping[str, Any], others: Sequence[int] = BEYOND, within: Place = ()) -> Iterator[Case]:
-    """For every place, or those in a part, cases with others numbers, each through another command that reads them."""
-    numbers = count()
+def number_cases(
+    whole: Mapping[str, Any], values: int, others: Sequence[int] = BEYOND, within: Place = ()
+) -> Iterator[Case]:
+    """For every place, or those in a part, as many cases with numbers out of place, in turn, each through another
+    command that reads the file."""
+    numbers, turn = count(), count()
     for sort, content in whole.items():
         commands = [command for often, command, read in COMMANDS if sort in read.split() and often > 1]  # no searches
         for place in places(content):
@@ -48,7 +51,8 @@ def number_cases(whole: Mapping[str, Any], others: Sequence[int] = BEYOND, withi
             found = content
             for key in place:
                 last, found = found, found[key]
-            for value in (*others, found + 1, len(last), 2**31):
+            wrong = (found + 1, len(last), 2**31, *others)[: max(values, 3)]
+            for value in (wrong[next(turn) % len(wrong)] for _ in range(values)):
                 seed = next(numbers)
                 random = Random(seed)
                 arguments = random.choice(commands).replace("TARGET", random.choice(TARGETS)).split(" ")

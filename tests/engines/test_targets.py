@@ -256,6 +256,7 @@ def test_megatron_shards_the_optimizer_of_replicas() -> None:
     assert set(flags) <= known_names("megatron-core-0.19.2.txt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "expected"), [({}, ("0", "0")), ({"attention_dropout": 0.1}, ("0.1", "0"))])
 def test_megatron_drops_out_what_the_model_does(given: dict[str, float], expected: tuple[str, str]) -> None:
     config = dict(load_model("llama3-8b").config) | given

@@ -80,7 +80,7 @@ def test_a_tied_embedding_is_found() -> None:
     assert split.layout().shared[0].copies == ((0, "model__embed_tokens.weight"), (3, "lm_head.weight"))
 
 
-@pytest.mark.parametrize("model_type", SPLITS)
+@pytest.mark.parametrize("model_type", sampled(SPLITS, {*SPLITS} - {"hy_v4", "switch_transformers", "zamba2", "bart"}))
 def test_the_splits_of_the_parity_tests_are_what_is_found(model_type: str) -> None:
     assert split_of(model_type) == SPLITS[model_type]
 

@@ -48,6 +48,7 @@ def test_a_null_in_the_config_survives_writing(tmp_path):
     assert read_plan(tmp_path / "plan.json").chain() == chain
 
 
+@pytest.mark.slow
 def test_writing_twice_gives_the_same_bytes(tmp_path):
     write_plan(read(CONTENT), tmp_path / "one.json")
     write_plan(read_plan(tmp_path / "one.json"), tmp_path / "two.json")

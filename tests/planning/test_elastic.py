@@ -43,6 +43,7 @@ def plan(job: Job) -> Plan:
     return plan_of(job)
 
 
+@pytest.mark.slow
 def test_all_devices_keep_the_plan(plan: Plan) -> None:
     found = replan(plan, (8, 8, 8, 8), HERE)
     assert found.plan is plan
@@ -63,6 +64,7 @@ def step_s(plan: Plan) -> float:
     return plan.prediction.step_time_s
 
 
+@pytest.mark.slow
 def test_what_is_left_trains_the_same_batch_and_length_in_the_same_memory(plan: Plan) -> None:
     found = replan(plan, (8, 8), HERE).plan
     assert (found.global_batch, found.seq_len, found.precision) == (plan.global_batch, plan.seq_len, plan.precision)
@@ -72,7 +74,14 @@ def test_what_is_left_trains_the_same_batch_and_length_in_the_same_memory(plan: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hosts", [(7, 8, 8, 8), (8, 7, 8, 8), (8, 8, 1), (3, 8), (5,)])
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        (8, 7, 8, 8),
+        (3, 8),
+        *(pytest.param(hosts, marks=pytest.mark.nightly) for hosts in ((7, 8, 8, 8), (8, 8, 1), (5,))),
+    ],
+)
 def test_as_many_devices_take_part_as_the_plan_has(plan: Plan, hosts: Sequence[int]) -> None:
     found = replan(plan, hosts, HERE)
     assert sum(found.taken) == found.plan.num_devices
@@ -89,6 +98,7 @@ def test_more_devices_left_never_cost_time(job: Job) -> None:
     assert steps == sorted(steps, reverse=True)
 
 
+@pytest.mark.slow
 def test_fewer_devices_that_cannot_be_faster_are_not_searched(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[int] = []
 
@@ -110,7 +120,9 @@ def test_where_processes_share_cores_nothing_shows_without_a_search(job: Job) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_devices", "pinned"), [(5, None), (6, None), (7, 4)])
+@pytest.mark.parametrize(
+    ("num_devices", "pinned"), [pytest.param(5, None, marks=pytest.mark.nightly), (6, None), (7, 4)]
+)
 def test_no_part_of_the_devices_that_was_not_searched_has_a_faster_plan(num_devices: int, pinned: int | None) -> None:
     job = replace(job_on("1x8xh100-80gb"), global_batch=16)
     request = request_of(job, Decisions(num_microbatches=pinned))
@@ -141,6 +153,7 @@ def test_what_was_asked_is_kept_where_what_is_left_can_have_it(job: Job) -> None
     assert "given up" not in found.notice
 
 
+@pytest.mark.slow
 def test_what_was_asked_is_given_up_where_nothing_that_is_left_can_have_it(job: Job) -> None:
     asked = plan_of(job, Decisions(num_stages=32))
     assert asked.asked == Decisions(num_stages=32)
@@ -184,6 +197,7 @@ def pooled() -> Plan:
     return plan
 
 
+@pytest.mark.slow
 def test_hosts_of_all_pools_keep_the_plan_and_come_in_its_order(pooled: Plan) -> None:
     first, second = pooled.cluster.split("+")
     found = replan(pooled, (4, 4, 4, 4), HERE, (second, first, second, first))
@@ -203,6 +217,7 @@ def test_a_lost_node_of_a_pool_gives_nearly_the_plan_of_the_whole_search_over_wh
     assert list(dict.fromkeys(places)) == found.plan.cluster.split("+")
 
 
+@pytest.mark.slow
 def test_a_pool_without_hosts_leaves_a_plan_on_the_other(pooled: Plan) -> None:
     found = replan(pooled, (4, 4), HERE, (POOLS[0], POOLS[0]))
     assert found.plan.cluster == POOLS[0]

@@ -97,6 +97,7 @@ def test_the_slowdown_is_relative_to_the_wanted_plan() -> None:
     assert fitted.slowdown >= -1e-9
 
 
+@pytest.mark.slow
 def test_embedding_and_head_are_never_recomputed() -> None:
     job = small_job(budget_bytes=1 << 31)
     theirs = replace(job, engine=ENGINES["torchtitan"])
@@ -176,6 +177,7 @@ def best(job: Job, **asked: object) -> Plan:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torchtitan", "megatron", "megatron-fsdp"])
 def test_stages_microbatches_and_pins_of_the_user_are_kept(name: str) -> None:
     job = small_job()
@@ -195,6 +197,7 @@ def test_remat_that_the_user_asked_for_is_kept(remat: Remat) -> None:
     assert fitted.given_up == ()
 
 
+@pytest.mark.slow
 def test_pinned_remat_of_some_blocks_is_that_of_the_first_ones() -> None:
     job = small_job()
     fitted = fit(best(job, num_stages=1, pins=("blocks 0-1: remat=full", "blocks 2-3: remat=none")), job, "megatron")
@@ -202,6 +205,7 @@ def test_pinned_remat_of_some_blocks_is_that_of_the_first_ones() -> None:
     assert fitted.given_up == ()
 
 
+@pytest.mark.slow
 def test_a_pin_of_all_layers_asks_for_no_remat_of_the_ends() -> None:
     job = small_job()
     fitted = fit(best(job, pins=("remat=full",)), job, "torchtitan")
@@ -255,6 +259,7 @@ def test_demands_that_no_strategy_of_all_layers_meets_together_give_one_up() -> 
 # as the framework runs it
 
 
+@pytest.mark.slow
 def test_a_plan_that_a_framework_runs_otherwise_is_searched_again() -> None:
     job = small_job()
     wanted = with_price(one_stage(job, "dp8", "dp8 remat=full", "dp8"), job)

@@ -70,6 +70,7 @@ def test_the_space_of_the_papers_divides_no_experts(job: Job) -> None:
     assert {each.expert_degree for each in stage_strategies(job, 8, Decisions(space="paper"))} == {1}
 
 
+@pytest.mark.slow
 def test_a_plan_says_the_imbalance_it_assumes(job: Job) -> None:
     found = plan_job(replace(job, imbalance=1.5), Decisions()).plan
     assert found is not None

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from steelyard.cost.predict import predict
 from steelyard.plan.decisions import Decisions
 from steelyard.planning.choose import plan_job
@@ -48,6 +50,7 @@ def test_an_explanation_says_where_a_plan_of_the_models_makers_is_not_read() -> 
     assert found.explanation.notes == expected
 
 
+@pytest.mark.slow
 def test_where_processes_share_cores_the_simulator_ranks_baselines_as_it_ranks_plans() -> None:
     of = job_on_shared_cores()
     by_hand, best = plan(of, "tp2, tp2, tp2, tp2, tp2, tp2", num_microbatches=4), plan_job(of, Decisions()).cost

@@ -135,6 +135,7 @@ def test_other_frameworks_are_refused_by_name(target: Any, plan: Plan) -> None:
         check_model(target, plan)
 
 
+@pytest.mark.slow
 def test_layers_that_the_model_does_not_have_are_an_error(plan: Plan) -> None:
     content = plan.model_dump(mode="json", exclude={"prediction", "fallbacks", "next_best"})
     content["model"]["frozen"]["parts"][0]["layers"] = [0, 9]

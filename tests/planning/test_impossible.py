@@ -71,6 +71,7 @@ def test_dp_inside_fsdp_is_an_error_that_says_how_to_write_both() -> None:
         parse_pin("fsdp4-dp2", option="--pin", num_layers=4)
 
 
+@pytest.mark.slow
 def test_a_pin_that_no_strategy_has_is_refused_before_the_model_is_traced(
     requests: dict[str, PlanRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def test_pools_have_parts_with_and_without_each():
     assert names == {h100, *a100, *(f"{h100}+{each}" for each in a100)}
 
 
+@pytest.mark.slow
 def test_an_offer_costs_what_its_devices_cost_for_as_long_as_the_tokens_take(offers):
     offer = next(each for each in offers if each.cluster == MIXED)
     assert offer.price_per_hour == pytest.approx(2 * 2.5 + 4 * 1.1)

@@ -83,6 +83,7 @@ def test_configs_of_the_pipeline_are_pinned() -> None:
     assert not pin("stages=4").takes(pipeline(2, 8))
 
 
+@pytest.mark.slow
 def test_a_pinned_search_finds_the_best_of_all_plans_that_obey_the_pin() -> None:
     for seed in range(60):
         rng = np.random.default_rng(seed)

@@ -116,6 +116,7 @@ def test_a_search_without_time_ends_with_the_gap_that_it_leaves():
     assert found.search.lower_bound_s <= best.ranked[0].outcome.score_s <= found.ranked[0].outcome.score_s
 
 
+@pytest.mark.slow
 def test_the_simulator_ranks_the_best_plans_of_the_best_configs():
     job = pooled("1x2xh100-80gb+1x2xl4+1x1xa100-80gb", memory="10GiB")
     plan = plan_job(job, OPTIONS).plan
@@ -126,6 +127,7 @@ def test_the_simulator_ranks_the_best_plans_of_the_best_configs():
     assert all(each.step_time_s >= plan.prediction.step_time_s for each in others)
 
 
+@pytest.mark.slow
 def test_bytes_of_the_search_are_those_of_the_prediction():
     job = pooled("1x2xh100-80gb+1x4xa100-40gb")
     space = GroupSpace(job, narrower(num_microbatches=4))
@@ -176,6 +178,7 @@ def test_a_pool_that_slows_the_rest_is_left_out_and_the_plan_says_so():
     assert plan.stages == plan_job(job.by_group[0], OPTIONS).plan.stages
 
 
+@pytest.mark.slow
 def test_unlike_budgets_are_kept_by_every_stage():
     job = pooled("1x2xh100-80gb+1x2xa100-40gb", memory=None, batch=64)
     small = job.by_group[0].on(budget_bytes=9 * GIB)
@@ -213,6 +216,7 @@ def test_a_slower_link_between_pools_never_makes_the_plan_faster():
     assert steps[0] < steps[1]
 
 
+@pytest.mark.slow
 def test_a_plan_over_pools_is_compared_with_each_of_them_and_with_even_cuts():
     job = pooled("1x2xh100-80gb+1x2xa100-80gb", batch=32)
     plan = plan_job(job, OPTIONS).plan
@@ -235,6 +239,7 @@ MIXED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("time_limit_s", [0.0, 300.0])
 def test_no_group_alone_and_no_even_cut_is_faster_than_the_plan(name, time_limit_s):
@@ -257,6 +262,7 @@ def test_a_group_alone_that_may_have_other_stages_than_decided_says_so():
     assert plan.num_stages == 2
 
 
+@pytest.mark.slow
 def test_a_group_alone_costs_among_all_groups_what_it_costs_by_itself():
     """Copies of a tied matrix that are divided alike exchange less, which tables over two groups cannot say."""
     job = pooled("1x2xh100-80gb+1x4xa100-40gb", model={**GPT2, "n_layer": 10})

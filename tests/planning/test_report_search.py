@@ -91,6 +91,7 @@ def test_a_slow_plan_by_hand_has_a_faster_one_in_its_own_config() -> None:
     assert best.slowdown < 0
 
 
+@pytest.mark.slow
 def test_where_processes_share_cores_the_frontier_has_the_plan_that_the_planner_finds() -> None:
     of = job_on_shared_cores()
     by_hand, best = plan(of, "tp2, tp2, tp2, tp2, tp2, tp2", num_microbatches=4), plan_job(of, Decisions()).cost

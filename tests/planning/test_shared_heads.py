@@ -23,6 +23,7 @@ def pinned(degree: int) -> Plan:
     return find_plan(MODEL, "1x8xa100-80gb", global_batch=16, seq_len=SEQ_LEN, decisions=decisions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("degree", "says"), [(2, False), (4, True)])
 def test_a_plan_says_where_ranks_hold_the_same_heads(degree: int, says: bool) -> None:
     plan = pinned(degree)

@@ -117,6 +117,7 @@ def test_no_plain_plan_is_faster_than_the_plan(share: float) -> None:
     assert min(times(found)) >= prediction.step_time_s * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_the_first_lines_name_the_best_plain_plan_and_what_is_gained(monkeypatch: pytest.MonkeyPatch) -> None:
     of = tight(0.1)
     monkeypatch.setattr(complete_requests, "job_of", lambda _: of)
@@ -138,6 +139,7 @@ def test_a_vocabulary_that_tp_does_not_divide_leaves_plain_plans_with_tp() -> No
     assert "tp4" in str(last.strategies)
 
 
+@pytest.mark.slow
 def test_plain_plans_that_do_not_fit_say_what_they_lack() -> None:
     _, found = compared(tight(0.0))
     assert all((each.step_time_s is None) == (each.missing_bytes is not None) for each in found)
@@ -152,6 +154,7 @@ def test_a_comparison_without_time_names_the_first_that_fits_of_each_type() -> N
         assert best.step_time_s is None or best.step_time_s <= (first.step_time_s or 0) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 8), (2, 4)])
 def test_no_plain_plan_of_a_model_with_tied_embeddings_is_faster(shape: tuple[int, int]) -> None:
     of = job(cluster(*shape), global_batch=64, tie_word_embeddings=True, vocab_size=131072)

@@ -71,6 +71,7 @@ def restricting(study: Study, free: Answer) -> list[Variant]:
     return [*baselines(), *without_techniques(free.plan), *other_pipelines(free.plan, study.tables), *less]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_no_named_variant_that_restricts_is_faster(name: str, bank: Bank) -> None:
     study, free = bank.of(name)
@@ -97,6 +98,7 @@ CHOICES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tight", "slow links"])
 def test_no_variant_at_random_that_restricts_is_faster(name: str, bank: Bank) -> None:
     study, free = bank.of(name)
@@ -178,6 +180,7 @@ def complete_with(monkeypatch: pytest.MonkeyPatch, of: Job, **asked: Any) -> Pla
     return complete_requests.complete(request_of(of, num_next_best=0, num_fallbacks=0, **asked))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("time_limit_s", [0.0, None])
 def test_no_baseline_is_faster_than_the_plan_that_is_chosen(

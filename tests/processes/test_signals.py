@@ -75,7 +75,10 @@ class Training:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops the training, which else takes the processors from what it waits for, and lets it go on."""
+        """Stops the training, which else takes the processors from what it waits for, and lets it go on.
+
+        A signal that comes at once then may reach another thread of the command than the one that waits.
+        """
         stopped = self.processes()
         for process in stopped:
             os.kill(process, signal.SIGSTOP)
@@ -100,18 +103,23 @@ class Training:
 
 @pytest.fixture(scope="module")
 def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Training]]:
-    """Two trainings by the signal that ended them when both had trained, the first beside the other, and one into a
-    folder that was in use."""
+    """Two trainings by the signal that ended them when both had trained, one beside the other, and one into a folder
+    that was in use."""
     folder = tmp_path_factory.mktemp("trainings")
-    found = {name: Training(folder / name, checkpoints=folder / name / "checkpoints") for name in ENDS}
-    try:
+    found: dict[str, Training] = {}
+
+    def start(name: str) -> Training:
+        found[name] = Training(folder / name, checkpoints=folder / name / "checkpoints")
         limit_s = time.monotonic() + HANG_LIMIT_S
-        while not all(training.num_steps() >= 2 for training in found.values()):
-            assert all(training.process.poll() is None for training in found.values()), "a training has ended"
+        while found[name].num_steps() < 2:
+            assert found[name].process.poll() is None, "the training has ended"
             assert time.monotonic() < limit_s
             time.sleep(0.1)
-        found["SIGHUP"].end(signal.SIGHUP)
-        with found["SIGTERM"].paused():
+        return found[name]
+
+    try:
+        with start("SIGTERM").paused():
+            start("SIGHUP").end(signal.SIGHUP)
             second = found["second"] = Training(folder / "second", checkpoints=folder / "SIGTERM" / "checkpoints")
             _, second.said = second.process.communicate(timeout=HANG_LIMIT_S)
         found["SIGTERM"].end(signal.SIGTERM)

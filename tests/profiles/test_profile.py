@@ -162,6 +162,7 @@ def test_the_line_through_the_first_two_sizes_goes_down_to_half_the_smallest():
     assert layer_with({4: 2.0, 8: 3.0}).time_s(2).forward_s == pytest.approx(1.5)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.integers(1, 2), seconds, min_size=1), st.sampled_from([1 / 16, 0.25, 0.5, 0.75]))
 def test_a_part_of_a_sample_never_takes_less_than_its_part_of_the_smallest_size(times, part):
     smallest_s = times[min(times)] / min(times)

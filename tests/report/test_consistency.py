@@ -49,6 +49,7 @@ def priced(draw: st.DrawFn) -> tuple[Plan, Job]:
     return with_price(made, of), of
 
 
+@pytest.mark.slow
 @given(priced())
 @settings(max_examples=60, deadline=None)
 def test_no_stage_works_longer_than_the_step_takes(found: tuple[Plan, Job]) -> None:

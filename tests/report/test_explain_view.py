@@ -11,6 +11,7 @@ UNLIKE = "tp2, dp2, fsdp2, tp2, dp2, fsdp2"
 """Six layers of which no neighbours share a strategy; of four parts more rows than are shown."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "devices", "words"),
     [

@@ -6,6 +6,7 @@ each other, embeddings are tied, layers have biases or compute in bf16, and stag
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 from steelyard.plan.plan import Plan
 from tests.runtime.models import make_plan
@@ -32,13 +33,13 @@ class Case:
         return str(self.make.keywords.get("precision", "fp32"))
 
 
-_CONTROL = partial(make_plan, "llama-tied", "fsdp8, dp8, tp2-fsdp4, dp4-tp2", global_batch=16, num_microbatches=2)
+_FOUR = {"num_devices": 4, "num_microbatches": 2, "global_batch": 16}
+_CONTROL = partial(make_plan, "llama-tied", "fsdp4, dp4, tp2-fsdp2, dp2-tp2", **_FOUR)
 
 
-def _brief(config: str, *stages: str, schedule: str = "1f1b", precision: str = "fp32", num_steps: int = 1) -> Case:
-    """A step of two microbatches, which no step follows that could find something else."""
-    options = {"num_microbatches": 2, "global_batch": 16, "schedule": schedule, "precision": precision}
-    return Case(make=partial(make_plan, config, *stages, **options), num_steps=num_steps)
+def _brief(config: str, *stages: str, num_steps: int = 1, **options: Any) -> Case:
+    """A step of two microbatches on four devices, which no step follows that could find something else."""
+    return Case(make=partial(make_plan, config, *stages, **_FOUR | options), num_steps=num_steps)
 
 
 CASES: dict[str, Case] = {
@@ -46,14 +47,12 @@ CASES: dict[str, Case] = {
         make=partial(
             make_plan,
             "llama",
-            "fsdp8, dp8 remat=selective, fsdp4-tp2+sp, tp2-fsdp4 remat=selective, dp4-tp2 remat=full, "
-            "fsdp2-tp4+sp remat=full, tp8, fsdp8 zero2",
-            num_microbatches=2,
+            "fsdp4, dp4 remat=selective, fsdp2-tp2+sp, tp2-fsdp2 remat=selective, dp2-tp2 remat=full, "
+            "fsdp2-tp2+sp remat=full, tp4, fsdp4 zero2",
+            **_FOUR,
         )
     ),
-    "one stage, one microbatch": Case(
-        make=partial(make_plan, "qwen2", "dp8, fsdp8 zero2, dp2-tp4+sp, dp8", num_microbatches=1)
-    ),
+    "one stage, one microbatch": _brief("qwen2", "dp4, fsdp4 zero2, dp2-tp2+sp, dp4", num_microbatches=1, num_steps=2),
     "two stages, 1f1b": Case(
         make=partial(
             make_plan,
@@ -77,29 +76,27 @@ CASES: dict[str, Case] = {
             make_plan, "llama", "dp2, fsdp2 remat=full, tp2", "dp2, tp2+sp", "tp2", "fsdp2, dp2", schedule="gpipe"
         )
     ),
-    "tied, two stages of two chunks": Case(
-        make=partial(
-            make_plan,
-            "llama-tied",
-            "tp2-fsdp2",
-            "dp4",
-            "fsdp4",
-            "tp2-fsdp2+sp",
-            num_chunks=2,
-            schedule="interleaved-1f1b",
-        )
+    "tied, two stages of two chunks": _brief(
+        "llama-tied",
+        *("tp2", "dp2", "fsdp2", "tp2+sp"),
+        num_chunks=2,
+        schedule="interleaved-1f1b",
+        num_microbatches=4,
+        num_steps=2,
     ),
-    "tied, one stage": Case(make=partial(make_plan, "llama-tied", "fsdp8, dp8, fsdp4-tp2, tp2-dp4+sp")),
-    "tied, one stage, both orders": _brief("llama-tied", "tp2-fsdp4+sp, dp8, fsdp8, fsdp4-tp2+sp"),
-    "tied, two stages, alike": _brief("llama-tied", "fsdp2-tp2+sp, dp4", "fsdp4, fsdp2-tp2"),
-    "tied, two stages, replicated": _brief("llama-tied", "dp4, fsdp4", "tp2-fsdp2, dp4"),
-    "tied, two stages": Case(make=partial(make_plan, "llama-tied", "fsdp2-tp2+sp, dp4", "fsdp4, tp2-fsdp2")),
+    "tied, one stage": _brief("llama-tied", "fsdp4, dp4, fsdp2-tp2, tp2-dp2+sp", num_steps=2),
+    "tied, one stage, both orders": _brief("llama-tied", "tp2-fsdp2+sp, dp4, fsdp4, fsdp2-tp2+sp"),
+    "tied, two stages, alike": _brief("llama-tied", "fsdp2-tp2+sp, dp4", "fsdp4, fsdp2-tp2", num_devices=8),
+    "tied, two stages, replicated": _brief("llama-tied", "dp2, fsdp2", "tp2, dp2"),
+    "tied, two stages": _brief("llama-tied", "fsdp2-tp2+sp, dp4", "fsdp4, tp2-fsdp2", num_devices=8, num_steps=2),
     "tied, four stages": Case(make=partial(make_plan, "llama-tied", "dp2", "fsdp2", "tp2", "fsdp2", schedule="gpipe")),
-    "tied, four stages, tensor parallel": _brief("llama-tied", "tp2+sp", "dp2", "tp2", "dp2", schedule="gpipe"),
+    "tied, four stages, tensor parallel": _brief(
+        "llama-tied", "tp2+sp", "dp2", "tp2", "dp2", schedule="gpipe", num_devices=8
+    ),
     "bf16": _brief(
         "llama",
-        "fsdp4, dp4, fsdp2-tp2+sp remat=selective, tp2-fsdp2",
-        "dp4, tp4+sp, fsdp4, tp4",
+        "fsdp2, dp2, tp2+sp remat=selective, tp2",
+        "dp2, tp2+sp, fsdp2, tp2",
         precision="bf16",
         num_steps=2,
     ),
@@ -109,5 +106,9 @@ CASES: dict[str, Case] = {
     "control: ranks read the same samples": Case(make=_CONTROL, num_steps=1, fault="same samples"),
     "control: tied gradients not summed": Case(make=_CONTROL, num_steps=1, fault="untied"),
 }
-NIGHTLY = {"two stages, 1f1b", "four stages, gpipe"}
-"""One step of both schedules is in `tests.runtime.leaf_cases`, further ones in four stages under 1f1b."""
+NIGHTLY = {
+    *("two stages, 1f1b", "four stages, gpipe"),
+    *("tied, one stage", "tied, two stages, alike", "tied, four stages"),
+}
+"""One step of both schedules is in `tests.runtime.leaf_cases`, further ones in four stages under 1f1b. Tied tables stay
+in one stage (both orders, and the control, of one whole and one sharded), alike in two (replicated), and unlike."""

@@ -80,11 +80,14 @@ CASES: dict[str, Case] = {
     ),
     "bf16": _case(
         "llama",
-        "dp2-fsdp4, dp4-fsdp2 zero2, dp2-fsdp2-tp2+sp, fsdp8, dp8, dp2-fsdp4 remat=full, fsdp8, dp2-fsdp4",
+        "dp2-fsdp2, dp2-fsdp2 zero2, fsdp2-tp2+sp, fsdp4, dp4, dp2-fsdp2 remat=full, fsdp4, dp2-fsdp2",
         precision="bf16",
+        num_devices=4,
         num_steps=2,
     ),
 }
-NIGHTLY = {"one microbatch", "two stages, gpipe", "tied, two stages, alike"}
-"""One microbatch stays on four processes, two stages under other schedules, and tied beside tensor parallelism."""
+NIGHTLY = {
+    *("one microbatch", "two stages, gpipe", "tied, two stages, alike", "tied, one stage, alike", "two stages, 1f1b"),
+}
+"""One microbatch stays on four processes, as tied alike do, two stages interleaved, tied beside tensor parallelism."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]

@@ -1,7 +1,8 @@
 """Runs functions as the ranks of a world of a few gloo processes, or of this process alone.
 
 ``python -m tests.runtime.processes MODULE:FUNCTION NUM RESULT.json`` runs a function of no arguments on every rank of a
-world of forks; what rank 0 returns is written as JSON.
+world of forks; what rank 0 returns is written as JSON. ``MODULE:before_ranks`` runs before, where there is one: what it
+imports the forks find imported.
 """
 
 import datetime
@@ -11,20 +12,25 @@ import os
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from steelyard.processes.group import quiet_notices
 from steelyard.processes.rank import end_process, end_with_parent
 from tests.processes.warm import HANG_LIMIT_S, run_warm
 
 _SHOWN_CHARACTERS = 6000
+_groups: dict[Any, Any] = {}
+"""Of this process: the process groups of its cases, by ranks, options and how many like it one case asked for."""
 
 
 def run_ranks(function: str, num_processes: int, folder: Path) -> Any:
@@ -56,13 +62,13 @@ def one_process() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run_world(num_processes: int, work: Callable[[int], None], *, timeout_s: float = 300.0) -> None:
+def run_world(num_processes: int, work: Callable[[int], None]) -> None:
     """Does ``work`` of a rank on every rank of a world of forks; exits if one of them failed."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
 
         def run_rank(rank: int) -> None:
-            with joined(rank, num_processes, f"{folder}/store", timeout_s):
+            with joined(rank, num_processes, f"{folder}/store"):
                 work(rank)
 
         ranks = [fork(run_rank, rank) for rank in range(num_processes)]
@@ -72,10 +78,30 @@ def run_world(num_processes: int, work: Callable[[int], None], *, timeout_s: flo
 
 
 @contextmanager
-def joined(rank: int, num_processes: int, store: str, timeout_s: float = 300.0) -> Iterator[None]:
+def one_of_many_cases() -> Iterator[None]:
+    """Gives a case the process groups that earlier cases made, as many of the same ranks as it asks for.
+
+    Else they pile up, each with its threads. What DTensor works out for a mesh, it finds again under an equal one.
+    """
+    asked: Counter[Any] = Counter()
+    make = distributed_c10d._new_group_with_tag
+
+    def group_of(ranks: Any = None, *options: Any, **more: Any) -> Any:
+        like = (ranks and tuple(ranks), options, tuple(sorted(more.items())))
+        asked[like] += 1
+        if (like, asked[like]) not in _groups:
+            _groups[like, asked[like]] = make(ranks, *options, **more)
+        return _groups[like, asked[like]]
+
+    with mock.patch.object(distributed_c10d, "_new_group_with_tag", group_of):
+        yield
+
+
+@contextmanager
+def joined(rank: int, num_processes: int, store: str) -> Iterator[None]:
     """A world of gloo processes that meet in a file, of which this process is a rank."""
     quiet_notices()
-    meeting, timeout = dist.FileStore(store, num_processes), datetime.timedelta(seconds=timeout_s)
+    meeting, timeout = dist.FileStore(store, num_processes), datetime.timedelta(seconds=HANG_LIMIT_S)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=num_processes, timeout=timeout)
     yield
     dist.barrier()
@@ -106,6 +132,7 @@ def main(function: str, num_processes: int, result: Path) -> None:
     torch.set_num_threads(1)
     module, name = function.split(":")
     work = getattr(import_module(module), name)
+    getattr(import_module(module), "before_ranks", lambda: None)()
 
     def run_rank(rank: int) -> None:
         found = work()

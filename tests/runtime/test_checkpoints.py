@@ -50,9 +50,8 @@ PLANS: dict[str, Callable[[], Plan]] = {
         ("mixed", UNEVEN, ["fsdp4, dp4, tp2-fsdp2+sp, fsdp4 zero2"], 2, 4, 1, "1f1b"),
         ("interleaved", UNEVEN, ["fsdp2 zero1", "tp2", "dp2", "fsdp2 zero1"], 4, 4, 2, "interleaved-1f1b"),
         ("other orders", UNEVEN, ["fsdp2-tp2, fsdp2-tp2, tp4, tp2-dp2"], 1, 4, 1, "1f1b"),
-        ("hybrid", UNEVEN, ["dp2-fsdp2 zero1, fsdp4 zero1, dp2-fsdp2 zero2, dp4"], 2, 4, 1, "1f1b"),
         ("two processes", UNEVEN, ["single, single", "single, single"], 4, 2, 1, "gpipe"),
-        ("context", UNEVEN, ["fsdp2-cp2, cp4, cp2-tp2+sp, fsdp2-cp2"], 2, 4, 1, "1f1b"),
+        ("hybrid and context", UNEVEN, ["dp2-fsdp2 zero1, fsdp2-cp2, cp2-tp2+sp, dp2-fsdp2 zero2"], 2, 4, 1, "1f1b"),
         ("tied, two stages", TIED, ["fsdp2, tp2", "dp2, tp2"], 4, 4, 1, "1f1b"),
         ("tied, one stage", TIED, ["tp2-fsdp2, dp4, dp4, fsdp4"], 1, 4, 1, "1f1b"),
         ("experts", EXPERTS, ["fsdp4, dp4, fsdp4 ep4, fsdp4 ep2, fsdp4"], 2, 4, 1, "1f1b"),
@@ -65,9 +64,8 @@ PLANS["tied, unlike stages"] = _plan(TIED, "single", "tp2, dp2, fsdp2", sizes=(1
 RESUMED = {
     "mixed": ("mixed", "interleaved", "two processes"),
     "unlike stages": ("unlike stages", "mixed"),
-    "hybrid": ("hybrid", "mixed"),
-    "context": ("context", "mixed"),
-    "tied, two stages": ("tied, two stages", "tied, one stage", "tied, unlike stages"),
+    "hybrid and context": ("hybrid and context", "mixed"),
+    "tied, two stages": ("tied, two stages", "tied, unlike stages"),
     "experts": ("experts", "other experts", "whole experts"),
 }
 INITIALISED = [("mixed", "other orders"), ("tied, two stages", "tied, one stage"), ("experts", "other experts")]

@@ -61,6 +61,7 @@ def test_microbatches_that_repeat_others_need_not_run(stages: tuple[str, ...]) -
         assert few.total_bytes == pytest.approx(all_of_them.total_bytes, abs=UNSEEN_BYTES)
 
 
+@pytest.mark.slow
 def test_terms_of_states_are_16_bytes_a_parameter_over_the_shards() -> None:
     plan = small_plan("fsdp2, fsdp2, fsdp2, fsdp2", num_microbatches=1)
     terms = on_host(plan, 0).later_steps.terms

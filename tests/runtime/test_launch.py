@@ -171,7 +171,10 @@ def test_a_wrong_world_size_is_one_message_and_exit_code_2(
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_error_on_one_rank_ends_all_and_is_the_one_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_on_one_rank_ends_all_and_is_the_one_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_ranks(monkeypatch)
     started_s = time.monotonic()
     with pytest.raises(RankFailedError) as raised:
         run_processes("tests.runtime.faulty", ["raise", str(tmp_path)], num_processes=2)
@@ -182,7 +185,8 @@ def test_an_error_on_one_rank_ends_all_and_is_the_one_shown(tmp_path: Path, capf
     assert_gone(tmp_path)
 
 
-def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ranks(monkeypatch)
     with pytest.raises(RankFailedError, match="rank 1 was ended by SIGKILL"):
         run_processes("tests.runtime.faulty", ["kill", str(tmp_path)], num_processes=2)
     assert_gone(tmp_path)

@@ -1,4 +1,4 @@
-"""Any plan trains as one process does: losses, gradients, norms and weights of eight processes against one."""
+"""Any plan trains as one process does: losses, gradients, norms and weights of four and eight processes against one."""
 
 from typing import Any
 

@@ -15,6 +15,7 @@ def chain_of(name: str) -> ModelChain:
     return chain_from_config(ALL[name], name=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_the_layers_hold_exactly_what_the_model_saves(name: str) -> None:
     chain = chain_of(name)

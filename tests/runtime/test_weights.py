@@ -99,6 +99,7 @@ def load(path: Path, name: str = "llama") -> tuple[WholeState, list[str]]:
     return state, load_weights(path, state, chain_of(name))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "name"), [("one", "llama"), ("several", "llama"), ("tied", "llama-tied")])
 def test_every_parameter_is_read(saved: Path, path: str, name: str) -> None:
     state, notices = load(saved / path, name)
@@ -119,6 +120,7 @@ def test_transformers_own_files_are_read_for_every_family(tmp_path: Path, name: 
     assert all(torch.equal(value.view_as(expected[key]), expected[key]) for key, value in state.weights().items())
 
 
+@pytest.mark.slow
 def test_a_buffer_that_decides_which_experts_are_chosen_is_read(tmp_path: Path) -> None:
     chain = chain_from_config(FAMILY_CONFIGS["deepseek_v3"], name="deepseek_v3")
     model, name = build_model(chain, seed=1), "model.layers.1.mlp.gate.e_score_correction_bias"

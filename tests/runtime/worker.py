@@ -5,7 +5,6 @@ all. One process trains the unmodified model without a plan first; the others co
 """
 
 import importlib
-import itertools
 import json
 import os
 import sys
@@ -30,10 +29,9 @@ from steelyard.runtime import parallel_model
 from steelyard.runtime import stage as stages
 from steelyard.runtime.parity import Reference, compare, train_alone
 from tests.runtime.cases import Case
-from tests.runtime.processes import fork, run_world
+from tests.runtime.processes import fork, one_of_many_cases, run_world
 
 SEED = 1
-CASES_OF_A_PROCESS = 4
 
 Cases = Mapping[str, Case]
 
@@ -75,7 +73,7 @@ def planted(fault: str | None) -> Iterator[None]:
         return shards
 
     def mean(tensor: torch.Tensor, **arguments: Any) -> Any:
-        return dist.all_reduce(tensor.div_(8), **arguments)
+        return dist.all_reduce(tensor.div_(dist.get_world_size()), **arguments)
 
     patches = {
         "no dp sum": lambda: mock.patch.object(replicated, "Replica", replicate_alone),
@@ -97,7 +95,8 @@ def run_rank(rank: int, folder: Path, cases: Cases) -> None:
     for name, case in cases.items():
         reference = torch.load(folder / reference_file(case), weights_only=False)
         started_s = time.perf_counter()
-        found = run_case(case, reference)
+        with one_of_many_cases():
+            found = run_case(case, reference)
         if rank == 0:
             (folder / f"{name}.json").write_text(json.dumps(found))
             print(f"{name}: {time.perf_counter() - started_s:.1f} s", file=sys.stderr, flush=True)
@@ -115,9 +114,10 @@ def main(module: str, names: Sequence[str], result: Path) -> None:
         import_models(cases)
         if os.waitpid(fork(write_references, folder, cases), 0)[1]:
             sys.exit("the single process failed")
-        for batch in _batches(cases):
-            world_size = next(iter(batch.values())).plan.num_devices
-            run_world(world_size, partial(run_rank, folder=folder, cases=batch))
+        sizes = {case.plan.num_devices: None for case in cases.values()}
+        for size in sizes:
+            alike = {name: case for name, case in cases.items() if case.plan.num_devices == size}
+            run_world(size, partial(run_rank, folder=folder, cases=alike))
         result.write_text(json.dumps({name: json.loads((folder / f"{name}.json").read_text()) for name in cases}))
 
 
@@ -125,14 +125,6 @@ def import_models(cases: Cases) -> None:
     """Builds every model once, so that the forks find imported what that takes."""
     for chain in {case.plan.chain().config_hash: case.plan.chain() for case in cases.values()}.values():
         build_model(chain, seed=0)
-
-
-def _batches(cases: Cases) -> Iterator[Cases]:
-    """A few cases at a time: process groups pile up in a process, each with its threads, and slow the later cases."""
-    for _, alike in itertools.groupby(cases.items(), key=lambda item: item[1].plan.num_devices):
-        items = list(alike)
-        for first in range(0, len(items), CASES_OF_A_PROCESS):
-            yield dict(items[first : first + CASES_OF_A_PROCESS])
 
 
 if __name__ == "__main__":

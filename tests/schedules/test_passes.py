@@ -77,6 +77,7 @@ def test_passes_are_done_in_the_order_in_which_torch_does_them(
         assert ours(stage, num_stages, num_microbatches, schedule) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_stages", "num_chunks", "num_microbatches"), INTERLEAVED)
 def test_interleaved_passes_are_in_the_order_that_torch_plans_or_both_refuse(
     num_stages: int, num_chunks: int, num_microbatches: int
@@ -97,6 +98,7 @@ def test_interleaved_passes_are_in_the_order_that_torch_plans_or_both_refuse(
         assert ours(stage, num_stages, num_microbatches, "interleaved-1f1b", num_chunks) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_stages", "num_chunks", "num_microbatches"), INTERLEAVED)
 def test_no_more_is_received_ahead_than_the_schedule_says(
     num_stages: int, num_chunks: int, num_microbatches: int

@@ -40,6 +40,7 @@ def test_exact_is_never_worse(method: Partition) -> None:
             assert exact.step_s <= other.step_s * (1 + 1e-12), seed
 
 
+@pytest.mark.slow
 def test_strategies_are_exact_for_the_even_cuts() -> None:
     for seed in range(60):
         rng = np.random.default_rng(seed)

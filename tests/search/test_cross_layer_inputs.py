@@ -82,6 +82,7 @@ def test_last_layers_of_a_stage_pay_for_cross_layer_inputs_like_any_other() -> N
                 assert result.lower_bound_s == pytest.approx(expected, rel=1e-12, abs=1e-12), seed
 
 
+@pytest.mark.slow
 def test_configs_with_and_without_cross_layer_inputs_compete() -> None:
     for seed in range(15):
         problems = [random_problem(4 * seed + index, max_plans=60) for index in range(4)]
@@ -225,6 +226,7 @@ def test_a_unet_of_eight_skips_in_ample_memory_is_planned_optimally() -> None:
     assert found.best.score_s == pytest.approx(least_of_unet(tables), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_skips_of_a_small_unet_in_tight_memory_agree_with_exhaustive_search() -> None:
     tables = unet(3, 3)
     plans = list(exhaustive.all_plans(tables))

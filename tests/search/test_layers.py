@@ -35,6 +35,7 @@ def test_one_pass_gives_the_whole_frontier_of_a_chain(block: int) -> None:
         assert sizes.min() == exhaustive.least_budget(plans), seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(5))
 def test_pruning_by_budget_and_time_loses_no_optimum(block: int) -> None:
     for seed in range(block * 60, block * 60 + 60):

@@ -13,6 +13,7 @@ from tests.oracles import exhaustive
 from tests.problems.random_tables import random_budget, random_tables
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(0, 120, 30))
 def test_the_search_finds_the_fastest_plan_of_all_that_fit(block: int) -> None:
     for seed in range(block, block + 30):

@@ -115,6 +115,7 @@ def sharpened(tables: Sequence[CostTables]) -> OnDemand:
     return made(0)
 
 
+@pytest.mark.slow
 def test_a_config_whose_bound_is_sharpened_becomes_several_of_which_the_best_is_found() -> None:
     for seed in range(30):
         rng = np.random.default_rng(seed)
@@ -128,6 +129,7 @@ def test_a_config_whose_bound_is_sharpened_becomes_several_of_which_the_best_is_
             assert lazy.best.score_s == whole.best.score_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_where_nothing_fits_the_nearest_miss_of_refused_configs_is_found(share: float) -> None:
     for seed in range(30):

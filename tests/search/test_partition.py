@@ -69,6 +69,7 @@ def test_a_run_that_held_too_many_states_is_not_solved_within_the_same_time_agai
     assert len(tries) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks(1, 4))
 def test_agrees_with_exhaustive_search_where_chunks_are_interleaved(block: int) -> None:
     for seed in range(block * 60, block * 60 + 60):

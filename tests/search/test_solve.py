@@ -22,6 +22,7 @@ def configs_and_plans(seed: int) -> tuple[list[CostTables], list[list[tuple[floa
     return configs, [list(exhaustive.all_plans(tables)) for tables in configs]
 
 
+@pytest.mark.slow
 def test_the_best_plan_over_configs_is_the_exhaustive_one() -> None:
     for seed in range(80):
         configs, plans = configs_and_plans(seed)
@@ -52,6 +53,7 @@ def test_a_config_with_a_layer_without_a_legal_strategy_is_infeasible_within_any
     assert both.result == alone.result
 
 
+@pytest.mark.slow
 def test_the_ranked_configs_are_exact_as_far_as_asked_for() -> None:
     for seed in range(60):
         configs, plans = configs_and_plans(seed)
@@ -61,6 +63,7 @@ def test_the_ranked_configs_are_exact_as_far_as_asked_for() -> None:
         assert found == pytest.approx(fastest[:3], rel=1e-12, abs=1e-12), seed
 
 
+@pytest.mark.slow
 def test_lower_bounds_hold_for_every_config() -> None:
     for seed in range(60):
         configs, plans = configs_and_plans(seed)
@@ -90,6 +93,7 @@ def test_a_larger_space_never_costs_time() -> None:
             assert more.score_s <= few.score_s * (1 + 1e-12), seed
 
 
+@pytest.mark.slow
 def test_a_faster_link_never_slows_the_plan() -> None:
     for seed in range(40):
         tables = random_tables(np.random.default_rng(seed), num_stages=2, max_plans=400)

@@ -41,6 +41,7 @@ def _trace(folder: Path, **changes):
     return cached_trace(llama(), folder=folder, **arguments)
 
 
+@pytest.mark.slow
 def test_a_second_call_reads_the_file_without_importing_torch(tmp_path: Path) -> None:
     first = _trace(tmp_path)
     code = (

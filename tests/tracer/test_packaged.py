@@ -34,8 +34,11 @@ def one_of_each_structure() -> list[str]:
     return list({packaged_structure(load_model(name).config_hash): name for name in model_names()}.values())
 
 
-LIKE_OTHERS = ("cohere", "gemma", "gemma2", "mistral", "olmoe", "qwen2", "qwen3")
-"""Types whose layers do what those of cohere2, gemma3, llama, mixtral and qwen3_moe do."""
+LIKE_OTHERS = (
+    *("cohere", "gemma", "gemma2", "mistral", "olmoe", "qwen2", "qwen3", "deepseek_v2", "glm4", "granite", "olmo2"),
+    *("phi3", "smollm3", "starcoder2"),
+)
+"""Types whose layers do what those of cohere2, deepseek_v3, gemma3, llama, mixtral and qwen3_moe do, or nearly."""
 
 
 def sample_of_structures() -> list[str]:

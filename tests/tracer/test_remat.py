@@ -65,6 +65,7 @@ def test_selective_gathers_again_and_reduces_nothing_again() -> None:
     assert calls(under("selective", "llama", 2, True)) == {"all_gather": 2}
 
 
+@pytest.mark.slow
 def test_full_repeats_all_collectives_but_the_last_reduction() -> None:
     assert calls(under("full", "llama", 2)) == {"all_reduce": 1}
     assert calls(under("full", "llama", 2, True)) == {"all_gather": 2, "reduce_scatter": 1}

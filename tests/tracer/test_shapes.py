@@ -61,6 +61,7 @@ def test_attention_is_kept_by_heads_and_direction() -> None:
     assert layer.backward.attention == (forward.model_copy(update={"backward": True}),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("samples", [1, 5])
 def test_shapes_account_for_all_flop(family: str, samples: int) -> None:

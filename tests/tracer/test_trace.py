@@ -223,6 +223,7 @@ def test_a_trace_leaves_no_process_group_behind() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_degree_that_does_not_divide_is_left_out() -> None:
     odd = trace(llama(intermediate_size=90), seq_len=SEQ_LEN, precision="fp32", degrees=[4])
     assert odd.layer("block", tp_shape(4, False)) is None
@@ -268,6 +269,7 @@ def test_full_remat_keeps_the_hidden_state_alone() -> None:
     assert layer("llama", "block", 4, sp=True).input_bytes.at(1) == SEQ_LEN * HIDDEN * 2 / 4
 
 
+@pytest.mark.slow
 @families
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_saved_bytes_are_the_storages_that_a_real_layer_packs(family: str, precision: Precision) -> None:

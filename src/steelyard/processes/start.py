@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,7 +116,10 @@ def run_processes(
         with subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout) as agent:
             try:
                 with _passing_on(agent, is_wanted=elastic is not None):
-                    exit_code = agent.wait()
+                    exit_code = None
+                    while exit_code is None:  # wakes by itself: no signal that another thread took wakes it
+                        with suppress(subprocess.TimeoutExpired):
+                            exit_code = agent.wait(timeout=1)
             except BaseException:
                 _end(agent)
                 raise

@@ -100,6 +100,7 @@ def test_rows_of_every_published_source_become_cases_but_where_sizes_or_precisio
     assert skipped == {"zero_bubble", "sailor_validation"}
 
 
+@pytest.mark.slow
 def test_every_row_has_a_prediction_or_a_reason() -> None:
     ids = Counter(outcome.run.id for outcome in outcomes())
     assert ids == Counter(run.id for run in sample())

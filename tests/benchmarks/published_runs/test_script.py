@@ -28,6 +28,7 @@ def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     return call
 
 
+@pytest.mark.slow
 def test_tables_and_targets_are_printed_and_predictions_written(script: Script, tmp_path: Path) -> None:
     output = script(FOLDER, "--predictions", tmp_path / "out.csv")
     for expected in ("time: predicted over measured", "memory: predicted over measured", "skipped", "targets"):
@@ -37,6 +38,7 @@ def test_tables_and_targets_are_printed_and_predictions_written(script: Script, 
         assert len(list(csv.DictReader(file))) == len(sample())
 
 
+@pytest.mark.slow
 def test_json_has_every_source_and_target(script: Script) -> None:
     found = json.loads(script(FOLDER, "--json"))
     assert {score["source"] for score in found["time"]} >= {"vtrain", "ultrascale_playbook"}

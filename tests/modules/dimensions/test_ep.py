@@ -179,6 +179,7 @@ def test_selective_remat_holds_less_than_none() -> None:
     assert observe(ep=2, remat=Remat.SELECTIVE).saved_bytes < observe(ep=2).saved_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ep", [2, 4])
 def test_even_routing_gives_every_rank_the_work_of_as_many_pairs_as_it_sends(ep: int) -> None:
     alone, one_of_several = observe(ep=1), observe(ep=ep)

@@ -3,6 +3,7 @@
 import html
 from html.parser import HTMLParser
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,7 @@ def read(markup: str) -> Reader:
 VISIBLE = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), max_size=30)
 
 
+@pytest.mark.slow
 @given(text=VISIBLE, value=VISIBLE)
 def test_whatever_the_text_it_is_read_back_and_makes_no_element(text: str, value: str) -> None:
     found = read(tag("p", text, title=value))

@@ -414,6 +414,7 @@ def test_every_pass_is_there_and_bubbles_have_names() -> None:
     assert any(name.startswith("bubble: ") for name in names)
 
 
+@pytest.mark.slow
 def test_a_very_long_step_is_drawn_in_part_and_says_so() -> None:
     of = job(cluster(1, 2), global_batch=4096)
     planned = with_price(plan(of, "single, single, single", "single, single, single", num_microbatches=4096), of)
