@@ -44,6 +44,7 @@ MAY_HOLD = {
     "modules/split_layer_types.py": DATA,
     "modules/split_proof.py": DATA,
     "modules/split_tp.py": THEIRS,
+    "modules/replicated.py": THEIRS,
     "plan/plan.py": DATA,
     "plan/shrink.py": DATA,
     "runtime/dry_run.py": THEIRS,
