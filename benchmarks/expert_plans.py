@@ -22,6 +22,7 @@ from steelyard.cost.job import layer_precision
 from steelyard.cost.kernels import job_under
 from steelyard.engines import engine_of
 from steelyard.errors import UserError
+from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import plan_job
@@ -33,9 +34,9 @@ from steelyard.units import GIB
 
 DATA = Path(__file__).parent / "data" / "expert_plans"
 ENGINES: Mapping[str, str] = {
-    "megatron": "megatron",
+    "megatron": "megatron-bridge",
     "megatron-classic": "megatron",
-    "megatron-deep": "megatron",
+    "megatron-deep": "megatron-bridge",
     "nanotron": "megatron",
     "torchtitan": "torchtitan",
     "fsdp": "native",
@@ -45,18 +46,32 @@ ENGINES: Mapping[str, str] = {
 COLUMNS = ("name", "priced_s", "priced_gib", "fits", "free_s", "free_gib", "free_plan", "skipped")
 
 
-def model_of(name: str, folder: Path) -> Any:
-    """A packaged model's name, or the config at a path beside the table or here."""
+VOCABULARY_UNIT = 128
+"""Megatron makes the vocabulary a multiple of this for each tensor-parallel rank."""
+
+
+def _padded(config: Mapping[str, Any], tp: int) -> Mapping[str, Any]:
+    """The config with the vocabulary that Megatron trains where tp does not divide its own."""
+    size = config["vocab_size"]
+    return (
+        config
+        if size % tp == 0
+        else {**config, "vocab_size": -(-size // (VOCABULARY_UNIT * tp)) * VOCABULARY_UNIT * tp}
+    )
+
+
+def load_config(name: str, folder: Path) -> Mapping[str, Any]:
+    """The config of a packaged model by its name, or at a path beside the table or here."""
     if not name.endswith(".json"):
-        return name
+        return dict(load_model(name).config)
     found = next((path for path in (folder / name, DATA / name) if path.is_file()), None)
     if found is None:
         raise UserError(field="model", found=name, expected="a config beside the table", hint="add it")
     return json.loads(found.read_text())
 
 
-def settings_of(row: Mapping[str, str]) -> Settings:
-    """The experts' settings in a row of the table."""
+def settings_of(row: Mapping[str, str], *, has_positions: bool) -> Settings:
+    """The experts' settings in a row of the table; sp is left out where positions are added to whole sequences."""
     number = {key: int(row[key] or 1) for key in ("tp", "pp", "vpp", "cp", "ep", "mbs")}
     return Settings(
         tp=number["tp"],
@@ -66,6 +81,7 @@ def settings_of(row: Mapping[str, str]) -> Settings:
         ep=number["ep"],
         micro_batch=number["mbs"],
         zero=int(row["zero"] or 1),
+        sp=not has_positions,
         remat=Remat(row["remat"] or "none"),
     )
 
@@ -78,14 +94,16 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
     try:
         engine = engine_of(ENGINES[row["framework"]])
         request = make_request(
-            model_of(row["model"], folder),
+            _padded(load_config(row["model"], folder), int(row["tp"]) if "megatron" in engine.name else 1),
             f"{nodes}x{per_node}x{row['device']}",
             global_batch=int(row["global_batch"]),
             seq_len=int(row["seq"]),
             precision=layer_precision(row["precision"]),  # type: ignore[arg-type]
         )
         job = replace(job_under(job_of(request), engine), precision=row["precision"])  # type: ignore[arg-type]
-        plan = with_price(plan_of_settings(job, settings_of(row)), job)
+        plan = with_price(
+            plan_of_settings(job, settings_of(row, has_positions=job.chain.family.model_type == "gpt2")), job
+        )
         found |= {
             "priced_s": _step_s(plan),
             "priced_gib": peak_bytes(plan) / GIB,

@@ -288,10 +288,10 @@ class Job:
     @cached_property
     def linear_speedup(self) -> float:
         """How much faster linear layers run than at the reached rate of that peak."""
-        if self.precision != "fp8":
-            return self.execution.linear_speedup
-        ratio = self.cluster.device.peak("fp8") / self.cluster.device.peak("bf16")
-        return self.execution.linear_speedup * ratio * FP8_SPEEDUP
+        device, found = self.cluster.device, self.execution.linear_speedup
+        if "fp8" in device.peak_flop_per_s:
+            found *= self.execution.tuned_linear_speedup
+        return found * device.peak("fp8") / device.peak("bf16") * FP8_SPEEDUP if self.precision == "fp8" else found
 
     @property
     def compute_bytes(self) -> int:

@@ -26,6 +26,7 @@ ENGINES: dict[str, Engine] = {
         torchtitan.TORCHTITAN,
         megatron.MEGATRON,
         megatron.MEGATRON_FSDP,
+        megatron.MEGATRON_BRIDGE,
         accelerate.ACCELERATE,
         transformers.TRANSFORMERS,
         deepspeed.DEEPSPEED,

@@ -77,6 +77,8 @@ class Execution:
     """Type that matmuls compute in where it is not the job's precision (fp16, fp8)."""
     linear_speedup: float = 1.0
     """How much faster linear layers run than at ``matmul_dtype``'s reached rate (fp8 beside bf16 attention)."""
+    tuned_linear_speedup: float = 1.0
+    """How much faster they run on devices that compute in fp8, for which the engine's kernels are tuned."""
     states: StateBytes | Fsdp2States = FSDP2_STATES
     """Who keeps parameters, gradients and optimizer states between steps."""
     reduce_bytes: int = 4

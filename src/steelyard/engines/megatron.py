@@ -365,6 +365,25 @@ MEGATRON = Engine(
 )
 """Its distributed optimizer reduces gradients and gathers parameters beside compute (--use-distributed-optimizer,
 --overlap-grad-reduce, --overlap-param-gather). The matmul that makes a gradient adds it to the fp32 one."""
+TE_SPEEDUP = 1.25
+"""Rate of Transformer Engine's linear layers since Hopper over that of torch's in the same training loop. Found on
+dgxc_benchmarking, whose 85 runs without it are all predicted 12 to 36 % too slow; runs of megatron_bridge and
+mlperf_training, which nothing was fitted to, are so as well."""
+MEGATRON_BRIDGE = replace(
+    MEGATRON,
+    name="megatron-bridge",
+    software="Megatron-Bridge and NeMo, as their performance recipes set Megatron-Core",
+    execution=replace(
+        MEGATRON.execution,
+        states=StateBytes(parameters=2, gradients=2, optimizer=12, zero=1),
+        reduce_bytes=2,
+        tuned_linear_speedup=TE_SPEEDUP,
+        sends_once=True,
+    ),
+    targets=(),
+)
+"""Recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), compute by Transformer Engine and
+send tokens by DeepEP or HybridEP. No file is written for them yet."""
 MEGATRON_FSDP = replace(
     MEGATRON,
     name="megatron-fsdp",
