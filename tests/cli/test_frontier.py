@@ -165,7 +165,7 @@ def test_an_unknown_objective_names_the_nearest(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "suggestion"),
-    [("--remat", "none,ful", "full"), ("--zero", "1", "2, 3"), ("--global-batch", "maximum", "max")],
+    [("--remat", "none,ful", "full"), ("--zero", "0", "1, 2, 3"), ("--global-batch", "maximum", "max")],
 )
 def test_a_wrong_choice_names_the_choices(run: Run, option: str, value: str, suggestion: str) -> None:
     arguments = SMALL if option == "--global-batch" else JOB
