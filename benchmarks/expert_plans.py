@@ -52,12 +52,8 @@ VOCABULARY_UNIT = 128
 
 def _padded(config: Mapping[str, Any], tp: int) -> Mapping[str, Any]:
     """The config with the vocabulary that Megatron trains where tp does not divide its own."""
-    size = config["vocab_size"]
-    return (
-        config
-        if size % tp == 0
-        else {**config, "vocab_size": -(-size // (VOCABULARY_UNIT * tp)) * VOCABULARY_UNIT * tp}
-    )
+    size, unit = config["vocab_size"], VOCABULARY_UNIT * tp
+    return config if size % tp == 0 else {**config, "vocab_size": -(-size // unit) * unit}
 
 
 def load_config(name: str, folder: Path) -> Mapping[str, Any]:
@@ -101,9 +97,8 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
             precision=layer_precision(row["precision"]),  # type: ignore[arg-type]
         )
         job = replace(job_under(job_of(request), engine), precision=row["precision"])  # type: ignore[arg-type]
-        plan = with_price(
-            plan_of_settings(job, settings_of(row, has_positions=job.chain.family.model_type == "gpt2")), job
-        )
+        settings = settings_of(row, has_positions=job.chain.family.model_type == "gpt2")
+        plan = with_price(plan_of_settings(job, settings), job)
         found |= {
             "priced_s": _step_s(plan),
             "priced_gib": peak_bytes(plan) / GIB,

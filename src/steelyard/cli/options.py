@@ -212,6 +212,7 @@ EngineOption = Annotated[
         metavar="NAME",
     ),
 ]
+AllEngines = Annotated[bool, typer.Option("--engines", help="Also plan for every other engine: what each would take.")]
 Memory = Annotated[
     str | None, typer.Option("--memory", help="What one device may hold, as in 20GiB; default: all it has.")
 ]

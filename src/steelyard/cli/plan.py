@@ -9,6 +9,7 @@ from rich.console import Console
 
 from steelyard.cli.options import (
     Aim,
+    AllEngines,
     AsJson,
     Batch,
     CalibrateBy,
@@ -60,7 +61,7 @@ from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import PlanningResult
-from steelyard.planning.complete import complete
+from steelyard.planning.complete import complete, engine_answers
 from steelyard.planning.problem import problem_of
 from steelyard.planning.request import (
     NUM_ALTERNATIVES,
@@ -69,7 +70,7 @@ from steelyard.planning.request import (
     make_request,
     not_with_pools,
 )
-from steelyard.report.plan_table import plan_view
+from steelyard.report.plan_table import engine_line, plan_view
 from steelyard.schedules import SCHEDULES
 from steelyard.search import TIME_LIMIT_S
 from steelyard.units import format_bytes, parse_count
@@ -91,6 +92,7 @@ def plan(
     memory_margin: MemoryMargin = None,
     precision: PrecisionOption = "bf16",
     engine: EngineOption = None,
+    engines: AllEngines = False,
     profile: ProfileOption = None,
     calibrate_by: CalibrateBy = None,
     imbalance: Imbalance = ASSUMED_IMBALANCE,
@@ -169,6 +171,7 @@ def plan(
         if request.is_mixed:
             not_with_pools({"--save-problem": problem})
         result = complete(request, progress=show)
+        others = engine_answers(request, result, progress=show) if engines else ()
         if problem is not None:
             from steelyard.search.problem import save_problem
 
@@ -182,9 +185,11 @@ def plan(
     if output is not None:
         write_plan(result.plan, output)
     if as_json:
-        print_json(result.plan)
+        print_json({"plan": result.plan, "engines": others} if engines else result.plan)
     else:
         _print_plan(result.plan, output, top, builder=("--builder", model) if own else ())
+        for other in others:
+            print(engine_line(other))
 
 
 def _print_plan(found: Plan, output: Path | None, top: int, *, builder: Sequence[str]) -> None:

@@ -123,6 +123,8 @@ class ComparedBaseline(PlanPart):
     """Bytes per device that the nearest plan lacks; absent where one fits, or no memory would help."""
     setting: str = ""
     strategies: str = ""
+    reason: str = ""
+    """Why nothing was searched; empty where it was."""
 
 
 class WhyNot(PlanPart):

@@ -15,6 +15,7 @@ from typing import Any
 
 from steelyard.cost.job import ASSUMED_IMBALANCE, Job
 from steelyard.cost.predict import predict
+from steelyard.engines import ENGINES
 from steelyard.hardware import Cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
@@ -26,7 +27,7 @@ from steelyard.planning.price import peak_bytes, prediction_of, with_cost
 from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import GivenProfiles, PlanRequest, make_request
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
-from steelyard.planning.variants import Answer, Study, baselines, group_answers, within
+from steelyard.planning.variants import Answer, Study, baselines, group_answers, run_by, within
 from steelyard.planning.why_not import (
     left_out,
     pin_error,
@@ -209,6 +210,22 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
     if request.tokens is not None:
         result = replace(result, plan=result.plan.with_training(request.tokens, price=request.price))
     return result
+
+
+def engine_answers(
+    request: PlanRequest, result: PlanningResult, *, progress: Progress = lambda _: None
+) -> tuple[ComparedBaseline, ...]:
+    """Return the best plan of every other engine beside the plan of a result, the fastest first."""
+    if result.plan is None or result.job.is_mixed:
+        return ()
+    job = result.job
+    study, found = Study(replace(request, global_batch=job.global_batch, seq_len=job.seq_len), job), []
+    for engine in ENGINES.values():
+        if engine != request.engine:
+            progress(f"searching the best plan for {engine.name}")
+            found.append(study.answer(run_by(engine)))
+    step_s = _step_s(result.plan)
+    return tuple(each.beside(step_s) for each in sorted(found, key=lambda each: each.step_s))
 
 
 def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:

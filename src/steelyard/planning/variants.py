@@ -242,11 +242,13 @@ class Answer:
     step_s: float = math.inf
     missing_bytes: int | None = None
     """Of a device, None where a plan fits, or no memory would help."""
+    reason: str = ""
+    """Why nothing was searched."""
 
     def beside(self, step_s: float) -> ComparedBaseline:
         """Return the answer next to a plan whose step takes ``step_s``."""
         if self.plan is None:
-            return ComparedBaseline(name=self.name, missing_bytes=self.missing_bytes)
+            return ComparedBaseline(name=self.name, missing_bytes=self.missing_bytes, reason=self.reason)
         return ComparedBaseline(
             name=self.name,
             step_time_s=self.step_s,
@@ -339,8 +341,8 @@ class Study:
             request = variant.change(self.request)
             job = self._job_of(request)
             tables = self._tables_of(request, job)
-        except UserError:  # it contradicts what was decided, or no pipeline is so
-            return Answer(name=variant.name)
+        except UserError as error:  # it contradicts what was decided, or no pipeline is so
+            return Answer(name=variant.name, reason=error.found)
         answer = Answer(name=variant.name, request=request, budget_bytes=job.budget_bytes)
         if not tables:
             return answer
@@ -354,8 +356,8 @@ class Study:
                 time_limit_s=request.time_limit_s,
                 uniform=is_uniform(job, request.decisions),
             )
-        except NoUniformPlanError:
-            return answer
+        except NoUniformPlanError as error:
+            return replace(answer, reason=error.found)
         self._keep(request, job, found.bounded)
         if not found.ranked:
             miss = found.search.nearest_miss
