@@ -20,7 +20,8 @@ from typing import Any
 
 from steelyard.cost.job import layer_precision
 from steelyard.cost.kernels import job_under
-from steelyard.engines import engine_of
+from steelyard.engines import Engine, engine_of
+from steelyard.engines.execution import StateBytes
 from steelyard.errors import UserError
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
@@ -56,6 +57,14 @@ def _padded(config: Mapping[str, Any], tp: int) -> Mapping[str, Any]:
     return config if size % tp == 0 else {**config, "vocab_size": -(-size // unit) * unit}
 
 
+def _sharding(engine: Engine, zero: int) -> Engine:
+    """The engine with states of its own replicated, where the experts did not shard them."""
+    states = engine.execution.states
+    if zero or not isinstance(states, StateBytes):
+        return engine
+    return replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))
+
+
 def load_config(name: str, folder: Path) -> Mapping[str, Any]:
     """The config of a packaged model by its name, or at a path beside the table or here."""
     if not name.endswith(".json"):
@@ -88,7 +97,7 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
     nodes = max(1, int(row["gpus"]) // int(row["gpus_per_node"]))
     per_node = min(int(row["gpus"]), int(row["gpus_per_node"]))
     try:
-        engine = engine_of(ENGINES[row["framework"]])
+        engine = _sharding(engine_of(ENGINES[row["framework"]]), int(row["zero"] or 1))
         request = make_request(
             _padded(load_config(row["model"], folder), int(row["tp"]) if "megatron" in engine.name else 1),
             f"{nodes}x{per_node}x{row['device']}",

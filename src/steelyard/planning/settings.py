@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from steelyard.cost.job import Job
 from steelyard.engines.capabilities import block_layers, unsupported
+from steelyard.engines.execution import StateBytes
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.plan.dimensions.fsdp import ZERO
 from steelyard.plan.plan import Plan
@@ -84,6 +85,13 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
 def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy:
     """The strategy of a block; an engine with buffers of its own shards optimizer states of replicated parameters."""
     shards_itself = job.execution.keeps_own_buffers
+    if isinstance(states := job.execution.states, StateBytes) and settings.zero < states.zero:
+        raise UserError(
+            field="--zero",
+            found=f"{settings.zero} for {job.engine.name}",
+            expected=f"{states.zero}: it is priced as it always shards states",
+            hint="leave --zero out",
+        )
     is_sharded = settings.zero >= (2 if shards_itself else 1)
     levels = [f"{'fsdp' if is_sharded else 'dp'}{data}"] if data > 1 else []
     levels += [f"cp{settings.cp}"] if settings.cp > 1 else []

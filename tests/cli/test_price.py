@@ -1,0 +1,57 @@
+"""``steelyard price``, and ``--engine`` of the other commands."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run, user_error
+
+JOB = ("llama3-8b", "--cluster", "1x8xa100-80gb", "--seq-len", 4096, "--global-batch", 32)
+
+
+def test_settings_are_priced_in_one_line_by_the_engine(run: Run) -> None:
+    result = run("price", *JOB, "--engine", "megatron", "--tp", 2, "--remat", "full")
+    assert result.exit_code == 0, result.output
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("megatron: ")
+    assert "TFLOP/s per device" in line
+    assert line.endswith("fits")
+
+
+def test_a_plan_of_settings_is_written_and_explained(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    priced = json.loads(run("price", *JOB, "--engine", "torchtitan", "--zero", 3, "-o", path, "--json").stdout)
+    explained = json.loads(run("explain", path, "--json").stdout)
+    assert priced["engine"] == explained["plan"]["engine"] == "torchtitan"
+    step_s = priced["prediction"]["step_time_s"]
+    assert explained["plan"]["prediction"]["step_time_s"] == pytest.approx(step_s)
+
+
+def test_settings_that_do_not_fit_say_by_how_much(run: Run) -> None:
+    result = run("price", *JOB, "--engine", "megatron", "--memory", "20GiB")
+    assert "does not fit" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (("--engine", "megatorn"), "--engine"),
+        (("--precision", "fp8"), "--precision"),
+        (("--engine", "megatron", "--tp", 3), "--tp, --cp and --pp"),
+        (("--engine", "megatron", "--remat", "some"), "--remat"),
+    ],
+)
+def test_a_mistake_names_its_option(run: Run, options: tuple[object, ...], field: str) -> None:
+    assert user_error(run("price", *JOB, *options)).field == field
+
+
+def test_plan_takes_an_engine_and_names_the_others(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    result = run("plan", *JOB, "--engine", "megatron", "--engines", "-o", path)
+    assert result.exit_code == 0, result.output
+    assert "run by megatron" in " ".join(result.stdout.split())
+    assert "  torchtitan: " in result.stdout
+    assert "  native: " in result.stdout
+    refused = run("train", path, "--data", "synthetic")
+    assert user_error(refused).field == "engine"

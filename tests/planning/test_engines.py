@@ -1,0 +1,173 @@
+"""Planning for an engine: any value is one, settings of one's own are never faster, plans name their engine."""
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from steelyard.cost.job import Job
+from steelyard.cost.kernels import job_under
+from steelyard.engines import ENGINE_OF_TARGET, ENGINES, TARGETS, engine_of
+from steelyard.engines.capabilities import Capabilities, dimensions_of, unsupported
+from steelyard.engines.engine import Engine
+from steelyard.engines.native import NATIVE
+from steelyard.errors import UserError
+from steelyard.plan.decisions import Decisions
+from steelyard.plan.file import read_plan, write_plan
+from steelyard.plan.plan import InvalidPlanError
+from steelyard.plan.strategy import Remat
+from steelyard.planning.choose import plan_job
+from steelyard.planning.complete import complete, engine_answers
+from steelyard.planning.job import job_of
+from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.request import make_request, request_of_plan
+from steelyard.planning.settings import Settings, plan_of_settings
+from steelyard.runtime.checks import check_engine
+
+TOY = Engine(
+    name="toy",
+    software="a toy",
+    capabilities=Capabilities(
+        mixes_layers=False,
+        dimensions=dimensions_of("dp", "dp+tp"),
+        remats=frozenset({Remat.NONE, Remat.FULL}),
+        remats_first_blocks=True,
+    ),
+    execution=replace(NATIVE.execution, linear_speedup=2.0),
+)
+UNIFORM = [engine for engine in ENGINES.values() if not engine.capabilities.mixes_layers]
+
+
+def llama(**asked: object) -> Job:
+    """Llama-3-8B on 8 A100, priced from packaged traces."""
+    request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096)
+    return job_of(replace(request, **asked))  # type: ignore[arg-type]
+
+
+def step_s(plan: object) -> float:
+    return plan.prediction.step_time_s  # type: ignore[attr-defined,no-any-return]
+
+
+def test_an_engine_is_one_value() -> None:
+    job = llama()
+    found = plan_job(replace(job, engine=TOY)).plan
+    slower = plan_job(replace(job, engine=replace(TOY, execution=NATIVE.execution))).plan
+    assert found is not None
+    assert slower is not None
+    assert found.engine == "toy"
+    assert unsupported(found, TOY.capabilities) == ()
+    assert step_s(found) < 0.8 * step_s(slower)
+
+
+def test_every_engine_and_target_has_a_name_of_its_own() -> None:
+    targets = [target.name for engine in ENGINES.values() for target in engine.targets]
+    assert sorted(targets) == sorted(TARGETS) == sorted(ENGINE_OF_TARGET)
+    with pytest.raises(UserError, match="torchtitan"):
+        engine_of("torchtian")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", UNIFORM, ids=lambda engine: engine.name)
+def test_no_settings_that_fit_are_faster_than_the_plan_for_an_engine(engine: Engine) -> None:
+    job = job_under(llama(), engine)
+    free = plan_job(job).plan
+    assert free is not None
+    num_tried = 0
+    for tp, cp, pp, zero, remat in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2, 3), Remat):
+        settings = Settings(tp=tp, cp=cp, pp=pp, zero=zero, remat=remat, sp="sp" in engine.capabilities.modes)
+        try:
+            plan = with_price(plan_of_settings(job, settings), job)
+        except UserError:
+            continue
+        num_tried += 1
+        assert peak_bytes(plan) > job.budget_bytes or step_s(free) <= step_s(plan) * 1.001, str(settings)
+    assert num_tried > 3
+
+
+def test_settings_cut_the_blocks_evenly() -> None:
+    job = job_under(llama(), ENGINES["megatron"])
+    plan = plan_of_settings(job, Settings(tp=2, pp=2, vpp=3))
+    sizes = [len(part.layers) for part in plan.parts]
+    assert sizes == [6, 5, 6, 6, 5, 6][: len(sizes)] or max(sizes) - min(sizes) <= 2
+    assert sum(sizes) == job.chain.num_layers
+    assert (plan.num_stages, plan.num_chunks, plan.num_microbatches) == (2, 3, 16)
+    assert plan.engine == "megatron"
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings", "words"),
+    [
+        ("megatron", Settings(tp=3), "3 for 8 devices"),
+        ("megatron", Settings(micro_batch=3), "samples of the global batch"),
+        ("megatron", Settings(pp=8, vpp=8), "64 parts of the pipeline for 32 blocks"),
+        ("megatron", Settings(tp=2, ep=3), "ranks of experts"),
+        ("megatron", Settings(zero=3), "Megatron-FSDP"),
+        ("megatron", Settings(zero=0), "always shards"),
+        ("accelerate", Settings(pp=2, zero=3), "a pipeline"),
+        ("torchtitan", Settings(cp=2, tp=4), "torchtitan for cp"),
+    ],
+)
+def test_settings_that_cannot_be_say_why(engine: str, settings: Settings, words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        plan_of_settings(job_under(llama(), ENGINES[engine]), settings)
+
+
+def test_a_plan_names_its_engine_and_is_priced_by_it_again(tmp_path: Path) -> None:
+    request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096, engine="megatron")
+    plan = complete(replace(request, num_fallbacks=1, num_next_best=1)).plan
+    assert plan is not None
+    write_plan(plan, tmp_path / "plan.json")
+    read = read_plan(tmp_path / "plan.json")
+    assert read.engine == "megatron"
+    assert read.fallback_plan(0).engine == "megatron"
+    again = with_price(read, job_of(request_of_plan(read)))
+    assert step_s(again) == pytest.approx(step_s(plan))
+    assert step_s(with_price(read, job_of(request_of_plan(read, engine="native")))) > step_s(plan)
+    with pytest.raises(InvalidPlanError, match="export"):
+        check_engine(read)
+
+
+def test_a_plan_that_an_engine_cannot_run_is_not_priced_by_it() -> None:
+    request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096)
+    mixed = complete(replace(request, decisions=Decisions(pins=("blocks 0-3: fsdp8", "blocks 4-7: dp=8")))).plan
+    assert mixed is not None
+    with pytest.raises(UserError, match="differ between layers"):
+        request_of_plan(mixed, engine="torchtitan")
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "words"),
+    [("bert-base", "megatron", "a model of"), ("llama2-13b", "torchtitan", "a model that torchtitan defines")],
+)
+def test_a_model_that_an_engine_does_not_have_is_refused_before_any_search(model: str, engine: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        make_request(model, "1x8xa100-80gb", global_batch=32, seq_len=512, engine=engine)
+    assert error.value.field == "--engine"
+
+
+def test_fp8_is_priced_where_an_engine_has_it_and_faster() -> None:
+    asked = {"global_batch": 32, "seq_len": 4096}
+    with pytest.raises(UserError, match="native"):
+        make_request("llama3-8b", "1x8xh100-80gb", precision="fp8", **asked)
+    plans = [
+        plan_job(job_of(make_request("llama3-8b", "1x8xh100-80gb", engine="megatron", precision=each, **asked))).plan
+        for each in ("bf16", "fp8")
+    ]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert step_s(plans[0]) / 2 < step_s(plans[1]) < step_s(plans[0])
+
+
+@pytest.mark.slow
+def test_other_engines_stand_beside_a_plan_the_fastest_first() -> None:
+    request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096)
+    result = complete(replace(request, num_fallbacks=0, num_next_best=0))
+    found = engine_answers(request, result)
+    assert {each.name for each in found} == {*ENGINES} - {"native"}
+    times = [each.step_time_s for each in found if each.step_time_s is not None]
+    assert times == sorted(times)
+    alone = plan_job(job_under(result.job, ENGINES["megatron"])).plan
+    assert alone is not None
+    assert next(each.step_time_s for each in found if each.name == "megatron") == pytest.approx(step_s(alone), rel=1e-3)
