@@ -212,6 +212,15 @@ EngineOption = Annotated[
         metavar="NAME",
     ),
 ]
+Simplify = Annotated[
+    float,
+    typer.Option(
+        "--simplify",
+        help="Take the plan of the fewest groups of layers that takes at most this much longer, as in 0.01.",
+        min=0,
+        max=0.5,
+    ),
+]
 AllEngines = Annotated[bool, typer.Option("--engines", help="Also plan for every other engine: what each would take.")]
 Memory = Annotated[
     str | None, typer.Option("--memory", help="What one device may hold, as in 20GiB; default: all it has.")

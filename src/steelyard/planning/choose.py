@@ -98,11 +98,14 @@ def accept(
     partition: Partition = "exact",
     time_limit_s: float | None = None,
     uniform: bool = False,
+    remat_runs: bool = False,
+    cutoff_s: float = math.inf,
 ) -> Acceptance:
     """The fastest plans of a job that fit, of all configurations whose cost tables are given; arguments as of
     `search`.
 
-    ``uniform`` searches those of one strategy alone, and raises `NoUniformPlanError` where none is legal.
+    ``uniform`` searches those of one strategy alone, with ``remat_runs`` also those in which the first blocks of each
+    stage recompute more than the others, and raises `NoUniformPlanError` where none is legal.
     """
     room_bytes = usable_bytes(job)
     found = search(
@@ -112,11 +115,12 @@ def accept(
         num_alternatives=num_alternatives,
         partition=partition,
         time_limit_s=time_limit_s,
-        choices=partial(uniform_choices, job) if uniform else None,
+        choices=partial(uniform_choices, job, remat_runs=remat_runs) if uniform else None,
+        cutoff_s=cutoff_s,
     )
     made = [] if found.ranked else [each.tables for each in found.configs if each.given.is_made]
     least = [nearest_miss(each, 0) for each in made]
-    if uniform and not found.ranked and found.nearest_miss is None:
+    if uniform and not found.ranked and found.nearest_miss is None and cutoff_s == math.inf:
         raise _no_uniform_plan(job)
     group = (lambda _, solution: solution) if uniform else partial(group_equal_strategies, room_bytes=room_bytes)
     return Acceptance(

@@ -20,10 +20,17 @@ from steelyard.hardware import Cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Fallback, Plan, Precision
-from steelyard.plan.prediction import ONE_STRATEGY, Baseline, Certificate
-from steelyard.planning.choose import NothingFitsError, PlanningResult, accept, device_bytes, plan_request
+from steelyard.plan.prediction import ONE_STRATEGY, Alternative, Baseline, Certificate
+from steelyard.planning.choose import (
+    NothingFitsError,
+    NoUniformPlanError,
+    PlanningResult,
+    accept,
+    device_bytes,
+    plan_request,
+)
 from steelyard.planning.job import job_of, time_factors
-from steelyard.planning.price import peak_bytes, prediction_of, with_cost
+from steelyard.planning.price import describe, peak_bytes, prediction_of, summarise, with_cost
 from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import GivenProfiles, PlanRequest, make_request
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
@@ -36,7 +43,7 @@ from steelyard.planning.why_not import (
     widened,
     widened_text,
 )
-from steelyard.units import format_bytes
+from steelyard.units import format_bytes, format_plural
 
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
 """Of the predicted memory of the plan: what each fallback may take at most."""
@@ -271,12 +278,58 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
     found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
     best, *others = study.reconciled([found, *(study.answer(each) for each in baselines())])
     plan = _at_least_as_fast(result, best)
+    if request.simplify and not is_uniform(job, request.decisions):
+        progress("searching simpler plans")
+        plan = _simplest(plan, result, others, share=request.simplify)
     plan = _with_baselines(plan, [each.beside(_step_s(plan)) for each in others])
     plan = _with_prediction(plan, not_searched=left_out(job, request.decisions))
     if request.num_fallbacks:
         progress("searching plans of less memory")
         plan = with_fallbacks(plan, study, num_fallbacks=request.num_fallbacks)
     return replace(result, plan=plan)
+
+
+def _simplest(plan: Plan, result: PlanningResult, others: Sequence[Answer], *, share: float) -> Plan:
+    """The plan of the fewest groups of layers among those that take at most ``share`` longer than the best.
+
+    Looked for among the baselines and the plans of one strategy in which the first blocks of each stage may recompute
+    more than the others. What it is simpler than stands first among its alternatives.
+    """
+    job, best_s = result.job, _step_s(plan)
+    most_s = best_s * (1 + share)
+    try:
+        found = accept(
+            job, result.bounded_tables, num_alternatives=0, uniform=True, remat_runs=True, cutoff_s=most_s
+        ).ranked[:1]
+    except NoUniformPlanError:
+        found = ()
+    candidates = [(predict(each.plan, job).step_time_s, each.plan) for each in found]
+    candidates += [(each.step_s, each.plan) for each in others if each.plan is not None]
+    allowed = [(_groups(each), step_s, each) for step_s, each in candidates if step_s <= most_s]
+    groups, step_s, simplest = min(allowed, key=lambda each: each[:2], default=(_groups(plan), best_s, plan))
+    if groups >= _groups(plan) or plan.prediction is None:
+        return plan
+    bound_s = min(plan.prediction.lower_bound_s, step_s)
+    mix = Alternative(
+        description=f"{format_plural(_groups(plan), 'group')} of layers, {describe(plan.pipeline)}",
+        step_time_s=best_s,
+        memory_bytes=peak_bytes(plan),
+        reason=f"{step_s / best_s - 1:.1%} faster than {format_plural(groups, 'group')}: {summarise(plan)}",
+    )
+    prediction = prediction_of(
+        job,
+        simplest,
+        predict(simplest, job),
+        Certificate(status="gap", gap=1 - bound_s / step_s),
+        lower_bound_s=bound_s,
+        alternatives=(mix, *plan.prediction.alternatives),
+    )
+    return simplest.model_copy(update={"asked": plan.asked, "next_best": plan.next_best, "prediction": prediction})
+
+
+def _groups(plan: Plan) -> int:
+    """How many groups of neighbouring layers of one strategy a plan has, over all its stages."""
+    return sum(len(part.runs) for part in plan.parts)
 
 
 def _step_s(plan: Plan) -> float:

@@ -97,6 +97,7 @@ are searched within `MARGIN` less than a GPU has, and within all of it where non
 nothing.
 """
 MOST_MARGIN = 0.9
+MOST_SIMPLIFY = 0.5
 NUM_ALTERNATIVES = 5
 NUM_FALLBACKS = 2
 
@@ -149,6 +150,8 @@ class PlanRequest:
     """Load of the busiest expert rank relative to the mean."""
     decisions: Decisions = FREE
     objective: Objective = "time"
+    simplify: float = 0.0
+    """How much longer than the fastest plan a simpler one may take, as a fraction of its step."""
     time_limit_s: float | None = TIME_LIMIT_S
     """Of every search with the tables that it makes; None for no limit."""
     num_alternatives: int = NUM_ALTERNATIVES
@@ -171,6 +174,13 @@ class PlanRequest:
                 found=f"{self.memory_margin:g}",
                 expected=f"a share of the memory from 0 to {MOST_MARGIN:g}",
                 hint=f"give for example --memory-margin {MARGIN:g}, or leave it out",
+            )
+        if not 0 <= self.simplify <= MOST_SIMPLIFY:
+            raise UserError(
+                field="--simplify",
+                found=f"{self.simplify:g}",
+                expected=f"a fraction of a step from 0 to {MOST_SIMPLIFY:g}",
+                hint="give for example --simplify 0.01",
             )
         _check_what_is_free(self)
         _check_pools(self)
@@ -478,6 +488,7 @@ def _check_pools(request: PlanRequest) -> None:
                 "--calibrate": request.calibration,
                 "--partition": request.decisions.stage_partition != "exact",
                 "--uniform": request.decisions.uniform,
+                "--simplify": request.simplify,
             }
         )
 

@@ -10,6 +10,7 @@ Source: what users of `torch.nn.parallel.DistributedDataParallel`, `fully_shard`
 "5D") set.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -25,15 +26,18 @@ from steelyard.plan.strategy import Remat, Strategy
 from steelyard.search.cuts import Choice, Leading
 from steelyard.search.layers import ROUNDING
 
+REMATS = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
+"""By what they recompute, the least first."""
 HALVINGS = 24
 """Of the interval in which the least time of the slowest stage lies."""
 
 
-def uniform_choices(job: Job, tables: CostTables) -> list[Choice]:
+def uniform_choices(job: Job, tables: CostTables, *, remat_runs: bool = False) -> list[Choice]:
     """Return the uniform plans of a pipeline configuration, up to their cuts, that are legal for every layer.
 
     That is one for each strategy and remat choice, and where the engine can recompute the first n blocks of every
-    stage, one for each strategy with all n.
+    stage, one for each strategy with all n. With ``remat_runs`` also one for each strategy and pair of remat choices of
+    which the first blocks of each stage, as many as each needs, have the one and the others the other.
     """
     pipeline = tables.pipeline
     roles = {each.name: each.role for each in job.chain.layer_types}
@@ -52,7 +56,7 @@ def uniform_choices(job: Job, tables: CostTables) -> list[Choice]:
     is_used, is_some = counts > 0, np.any(columns == blocks, axis=0)
     slowest = _SlowestStage(tables, usable_bytes(job), int(np.argmax(np.where(is_block[:, 0], counts, -1))))
     found = []
-    for pairs, leading in _remat_pairs(tables.strategies, blocks, job.engine.capabilities.remats_first_blocks):
+    for pairs, leading in _remat_pairs(tables.strategies, blocks, job, remat_runs):
         legal = is_legal[:, pairs]
         work_s = counts[is_used] @ np.where(legal, time_s[:, pairs], np.inf).min(axis=2)[is_used]
         held = counts[is_used] @ np.where(legal, num_bytes[:, pairs], np.inf).min(axis=2)[is_used]
@@ -114,19 +118,20 @@ class _SlowestStage:
 
 
 def _remat_pairs(
-    strategies: Sequence[Strategy], blocks: NDArray[np.int64], recomputes_first: bool
+    strategies: Sequence[Strategy], blocks: NDArray[np.int64], job: Job, remat_runs: bool
 ) -> Iterator[tuple[NDArray[np.int64], Leading]]:
     """[M, 2] strategies of blocks, by their places among ``blocks``: each alone, and each with itself recomputed."""
     every = np.arange(len(blocks))
     yield np.stack([every, every], axis=1), Leading.NONE
-    if recomputes_first:
+    of_engine = ((Remat.NONE, Remat.FULL),) if job.engine.capabilities.remats_first_blocks else ()
+    for less, more in tuple(itertools.combinations(REMATS, 2)) if remat_runs else of_engine:
         places = {strategies[index]: place for place, index in enumerate(blocks.tolist())}
         pairs = [
-            (place, places[full])
+            (place, places[other])
             for strategy, place in places.items()
-            if strategy.remat is Remat.NONE and (full := replace(strategy, remat=Remat.FULL)) in places
+            if strategy.remat is less and (other := replace(strategy, remat=more)) in places
         ]
-        yield np.array(pairs, dtype=np.int64).reshape(-1, 2), Leading.SAME
+        yield np.array(pairs, dtype=np.int64).reshape(-1, 2), Leading.FREE if remat_runs else Leading.SAME
 
 
 @lru_cache(maxsize=64)

@@ -183,6 +183,7 @@ def search(
     time_limit_s: float | None = None,
     partition: Partition = "exact",
     choices: Callable[[CostTables], Sequence[Choice]] | None = None,
+    cutoff_s: float = np.inf,
 ) -> SearchResult:
     """The fastest plan over these configurations within the budget per device.
 
@@ -190,7 +191,8 @@ def search(
     beaten. The most promising ``num_alternatives`` of the beaten ones still get a good plan, not proven best of its
     configuration. With another ``partition`` than exact every configuration is cut that way, for comparison, and
     nothing is proven. When the time is up, all others are beaten once there is a plan, and without one those that have
-    no tables yet. Of ``choices``, where given, a configuration has those plans alone.
+    no tables yet. Of ``choices``, where given, a configuration has those plans alone. Plans
+    above ``cutoff_s`` are not looked for.
 
     Raises `InvalidProblemError` if there are no configurations, or not one entry of ``samples`` for each.
     """
@@ -208,8 +210,8 @@ def search(
         results = [partition_with(partition, each.tables, budget_bytes) for each in given]
         return _summary(given, weights, results, budget_bytes)
     wanted = max(1, num_exact), num_alternatives
-    results = _solve_in_order(given, weights, budget_bytes, wanted, deadline, choices)
-    if all(each.solution is None for each in results):
+    results = _solve_in_order(given, weights, budget_bytes, wanted, deadline, choices, cutoff_s)
+    if cutoff_s == np.inf and all(each.solution is None for each in results):
         if choices is None:
             _find_nearest(given, results, budget_bytes)
         else:
@@ -224,6 +226,7 @@ def _solve_in_order(
     wanted: tuple[int, int],
     deadline: float | None,
     choices: Callable[[CostTables], Sequence[Choice]] | None,
+    cutoff_s: float,
 ) -> list[ConfigResult]:
     """A result for each configuration: always the one of least bound next, first to sharpen its bound, then to solve
     it.
@@ -243,7 +246,7 @@ def _solve_in_order(
     num_begun = 0
     while waiting:
         bound, index, known = heapq.heappop(waiting)
-        cutoff = -best[0] if len(best) == num_exact else np.inf
+        cutoff = min(cutoff_s, -best[0] if len(best) == num_exact else np.inf)
         may_end = bool(best) or (num_begun > 0 and not given[index].is_made)
         is_late = may_end and deadline is not None and time.monotonic() > deadline
         if is_late or (bound > cutoff and num_alternatives <= 0):
