@@ -713,3 +713,10 @@ def test_frameworks_without_hybrid_sharding_say_so(name: str) -> None:
 def test_megatron_takes_no_zero_2_inside_replicas() -> None:
     plan = uniform("dp2-fsdp4", devices=8, zero=2)
     assert "zero 2 beside dp" in unsupported(plan, ENGINES["megatron-fsdp"].capabilities)
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_hugging_face_trainers_divide_no_head(name: str) -> None:
+    plan = uniform("fsdp2-tp16", devices=32, model="llama3-8b")
+    assert "tp 16 over 8 key-value heads" in unsupported(plan, ENGINES[name].capabilities)
+    assert not any("heads" in reason for reason in unsupported(plan, ENGINES["megatron"].capabilities))

@@ -28,6 +28,7 @@ CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "fsdp", "dp+fsdp", "fsdp+tp", "dp+fsdp+tp"),
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False})},
+    shares_heads=False,  # reshaping a part of a head fails in their tp plans
     remats=frozenset({Remat.NONE, Remat.FULL}),
 )
 

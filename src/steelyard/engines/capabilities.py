@@ -46,6 +46,8 @@ class Capabilities:
     """What takes the place of some of these where a layer uses another dimension as well, by the name of that one."""
     modes_piped: Allowed = field(default_factory=dict)
     """What takes the place of some of these where there are several stages."""
+    shares_heads: bool = True
+    """Whether tp may have more ranks than there are key-value heads, of which several hold one alike."""
     experts_within_shards: bool = False
     """Whether experts are divided over ranks that share the states of the rest of a layer, and no others."""
     why_not: Mapping[str, str] = field(default_factory=dict)
@@ -129,6 +131,8 @@ def unsupported(plan: Plan, capabilities: Capabilities) -> tuple[str, ...]:
             if (reason := capabilities.refusal(strategy, is_piped=plan.num_stages > 1)) is not None
         ),
     ]
+    if not capabilities.shares_heads and (shared := plan.shared_heads(chain)) is not None:
+        reasons.append(f"tp {shared[0]} over {shared[2]} {shared[1]}")
     sizes = plan.stage_sizes
     if len(set(sizes)) > 1:
         reasons.append(f"stages of unlike numbers of devices ({', '.join(map(str, sizes))})")

@@ -19,6 +19,7 @@ CAPABILITIES = Capabilities(
     dimensions=dimensions_of("dp", "fsdp", "tp", "fsdp+tp"),
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False})},
     modes_beside={"tp": {"zero": frozenset({3})}},
+    shares_heads=False,  # reshaping a part of a head fails in their tp plans
     remats=frozenset({Remat.NONE, Remat.FULL}),
 )
 """With tp the model shards itself (`DistributedConfig`), which frees the parameters of every block after forward."""

@@ -139,10 +139,8 @@ class Plan(PlanPart):
     def shared_heads(self, chain: ModelChain) -> tuple[int, str, int] | None:
         """A tp degree, and the name and number of what its ranks, being more, hold alike; None where nothing is so."""
         for layer, strategy in enumerate(self.strategies):
-            layer_type = chain.type_of(layer)
-            for name, size in layer_type.tp_divides:
-                if name in layer_type.tp_shares and size % strategy.tensor_degree:
-                    return strategy.tensor_degree, name, size
+            if (shared := chain.type_of(layer).shared_by(strategy.tensor_degree)) is not None:
+                return strategy.tensor_degree, *shared
         return None
 
     def machines(self) -> Cluster:

@@ -218,6 +218,9 @@ def stage_strategies(job: Job, devices_per_stage: int, decisions: Decisions) -> 
     offered, means = enumerate_strategies(devices_per_stage, space_options(job, decisions)), job.engine.capabilities
     is_piped = devices_per_stage < job.cluster.num_devices
     known = (each for each in offered if frozenset(each.shape.items()) in shapes)
+    if not means.shares_heads:
+        types = job.chain.layer_types
+        known = (each for each in known if all(layer.shared_by(each.tensor_degree) is None for layer in types))
     return tuple(each for each in known if means.refusal(each, is_piped=is_piped) is None)
 
 

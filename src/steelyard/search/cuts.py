@@ -54,7 +54,7 @@ class Choice:
     least_s: float
     """What no plan of it is faster than."""
     least_bytes: float
-    """What the fullest device of any plan of it holds at least, about."""
+    """What the fullest device of any plan of it holds at least."""
 
     def of(self, tables: CostTables) -> CostTables:
         """Return the cost tables of the plans of least memory of this choice alone, without cross-layer inputs."""
@@ -123,6 +123,8 @@ def best_cuts(tables: CostTables, choice: Choice, budget_bytes: int, *, cutoff_s
         found = runs.best(count, cutoff_s)
         if found is not None:
             best, cutoff_s = found, min(cutoff_s, found.step_s)
+            if runs.are_all_recomputed(found):
+                break
         count += 1
     return best
 
@@ -186,6 +188,10 @@ class _Runs:
         """Whether some block may only be recomputed, or never."""
         legal, rows = self.tables.legal, self.rows[self.is_block]
         return not (legal[rows, self.plain[self.is_block]] & legal[rows, self._recomputed[self.is_block]]).all()
+
+    def are_all_recomputed(self, plan: Solution) -> bool:
+        """Whether more of the plan's blocks cannot be recomputed."""
+        return bool((np.array(plan.strategies) == self._recomputed)[self.is_block].all())
 
     def bound_s(self, count: int) -> float:
         """What no plan in which every stage recomputes so many blocks, or all it has, is faster than."""
