@@ -55,3 +55,12 @@ def test_plan_takes_an_engine_and_names_the_others(run: Run, tmp_path: Path) -> 
     assert "  native: " in result.stdout
     refused = run("train", path, "--data", "synthetic")
     assert user_error(refused).field == "engine"
+
+
+def test_a_plan_for_an_engine_is_written_for_it_and_for_nothing_that_starts_steelyard(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    shown = run("plan", *JOB, "--engine", "megatron", "-o", path).stdout
+    assert "--to megatron" in " ".join(shown.split())
+    assert "steelyard train" not in shown
+    assert run("export", path, "--to", "megatron").exit_code == 0
+    assert "without --engine" in user_error(run("export", path, "--to", "slurm")).hint

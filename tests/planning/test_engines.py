@@ -20,10 +20,12 @@ from steelyard.plan.plan import InvalidPlanError
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import complete, engine_answers
+from steelyard.planning.frontier import memory_points
 from steelyard.planning.job import job_of
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.request import make_request, request_of_plan
 from steelyard.planning.settings import Settings, plan_of_settings
+from steelyard.planning.variants import Study
 from steelyard.runtime.checks import check_engine
 
 TOY = Engine(
@@ -171,3 +173,13 @@ def test_other_engines_stand_beside_a_plan_the_fastest_first() -> None:
     alone = plan_job(job_under(result.job, ENGINES["megatron"])).plan
     assert alone is not None
     assert next(each.step_time_s for each in found if each.name == "megatron") == pytest.approx(step_s(alone), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_frontier_for_an_engine_has_its_plans_alone() -> None:
+    request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096, engine="megatron")
+    points, _ = memory_points(Study(request), max_searches=6)
+    assert len(points) > 2
+    for point in points:
+        shardings = {each.split(" ×")[0].partition(" remat")[0] for each in point.strategies.split(", ")}
+        assert len(shardings) == 1, point.strategies

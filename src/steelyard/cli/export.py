@@ -80,6 +80,13 @@ def export(
     if path is None:
         raise UserError(field="PLAN", found="nothing", expected="a plan file", hint="write one with `steelyard plan`")
     plan, engine = read_plan(path), ENGINE_OF_TARGET[target.name]
+    if target.starts_steelyard and plan.engine is not None:
+        raise UserError(
+            field="--to",
+            found=f"{target.name}, which starts steelyard, for a plan that {plan.engine} runs",
+            expected="a plan for steelyard's own runtime",
+            hint=f"plan without --engine, or export --to {plan.engine}",
+        )
     engine.refuse(plan.chain(), plan.seq_len)
     with progress(f"fitting the plan into {target.name}", silent=as_json):
         given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}

@@ -202,6 +202,9 @@ def _print_plan(found: Plan, output: Path | None, top: int, *, builder: Sequence
         print(f"written to {output}")
         print(f"  why this plan: {command('explain', output)}")
         print(f"  see it: {command('report', output, '-o', output.with_suffix('.html'))}")
+        if found.engine is not None:
+            print(f"  write it: {command('export', output, '--to', found.engine)}")
+            return
         print(f"  run it: {command('train', output, *builder, '--data', 'PATH')}")
         if found.next_best:
             count = len(found.next_best) + 1

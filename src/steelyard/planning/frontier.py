@@ -8,6 +8,7 @@ at least as fast for no more money a token.
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.job import Job
@@ -16,8 +17,11 @@ from steelyard.hardware import Cluster, joined_pools
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.plan.training import SECONDS_PER_HOUR
-from steelyard.planning.price import describe, grouped_plan, peak_bytes, summarise, with_price
+from steelyard.planning.choose import device_bytes
+from steelyard.planning.price import bare_plan, describe, grouped_plan, peak_bytes, summarise, with_price
+from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import PlanRequest
+from steelyard.planning.uniform import uniform_choices
 from steelyard.planning.variants import Study, Variant, on_cluster, on_devices, with_shape
 from steelyard.search.tradeoff import sampled_frontier
 from steelyard.units import format_plural
@@ -91,6 +95,7 @@ def memory_points(
     progress("building cost tables")
     job, budget = study.job, usable_bytes(study.job)
     tables = [each.tables for each in study.tables]
+    is_one, roomy = is_uniform(job, study.request.decisions), job.within(device_bytes(job, SHOWN_BUDGETS * budget))
     progress(f"searching {max_searches} memory budgets")
     frontier = sampled_frontier(
         tables,
@@ -98,8 +103,11 @@ def memory_points(
         budgets=(budget,),
         max_searches=max_searches,
         time_limit_s=study.request.time_limit_s,
+        choices=partial(uniform_choices, roomy) if is_one else None,
     )
-    points = [frontier_point(job, grouped_plan(job, step.outcome)) for step in frontier.steps]
+    outcomes = [step.outcome for step in frontier.steps]
+    plans = [bare_plan(job, each.tables, each.solution) if is_one else grouped_plan(job, each) for each in outcomes]
+    points = [frontier_point(job, plan) for plan in plans]
     chosen = study.plan()
     if not isinstance(chosen, str) and chosen.plan is not None:
         points.append(frontier_point(job, chosen.plan, is_chosen=True))

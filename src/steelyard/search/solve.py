@@ -91,6 +91,8 @@ class OnDemand:
         return OnDemand(self.pipeline, self.least_s, lambda: narrow(self.tables))
 
 
+Choices = Callable[[CostTables], Sequence[Choice]]
+"""The plans of a configuration that count, where not all do."""
 TIME_LIMIT_S = 300.0
 """What a search takes at most where nobody says otherwise. Most take seconds."""
 MOST_MISSES = 16
@@ -182,7 +184,7 @@ def search(
     samples: Sequence[int] | None = None,
     time_limit_s: float | None = None,
     partition: Partition = "exact",
-    choices: Callable[[CostTables], Sequence[Choice]] | None = None,
+    choices: Choices | None = None,
     cutoff_s: float = np.inf,
 ) -> SearchResult:
     """The fastest plan over these configurations within the budget per device.
@@ -225,7 +227,7 @@ def _solve_in_order(
     budget_bytes: int,
     wanted: tuple[int, int],
     deadline: float | None,
-    choices: Callable[[CostTables], Sequence[Choice]] | None,
+    choices: Choices | None,
     cutoff_s: float,
 ) -> list[ConfigResult]:
     """A result for each configuration: always the one of least bound next, first to sharpen its bound, then to solve
@@ -318,7 +320,7 @@ def _find_nearest_choice(
     given: Sequence[OnDemand],
     results: list[ConfigResult],
     budget_bytes: int,
-    choices: Callable[[CostTables], Sequence[Choice]],
+    choices: Choices,
 ) -> None:
     """Replaces the results of the configurations whose choices may take the least memory."""
     prospects = []
