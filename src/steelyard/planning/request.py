@@ -254,7 +254,7 @@ def make_request(
         read_chain,
         partial(_num_bytes, memory),
         partial(_read_if_one, profile, cluster),
-        partial(engine_of, engine or NATIVE.name),
+        lambda: NATIVE if engine is None else engine_of(engine),
     )
     profiles = _profiles(given, machines)
     if chain.freeze is None and (own is not None or freeze):
