@@ -13,9 +13,9 @@ import steelyard
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "steelyard"
 MODULES = sorted(SOURCE.rglob("*.py"))
-PLANNER = ("cli", "cost", "export", "hardware", "model", "plan", "profiles", "report", "schedules", "search")
+PLANNER = ("cli", "cost", "engines", "hardware", "model", "plan", "profiles", "report", "schedules", "search")
 TORCH_FREE = ("steelyard.installed", "steelyard.units", "steelyard.planning", "steelyard.tracer.cache")
-COPIED = SOURCE / "export" / "scripts"
+COPIED = SOURCE / "engines" / "scripts"
 """What an export copies as it is, and nobody imports."""
 FILES_OF_ONE_MACHINE = re.compile(r"(?<![\w.~-])/(?:work|root|tmp)/")
 

@@ -21,6 +21,8 @@ PLANNED = {
         *("--save-problem", "problem.json"),
     ],
     "plan of a model without a family": ["plan", "phi-4", *JOB, "-o", "phi.json"],
+    "plan for an engine": ["plan", "llama3-8b", *JOB, "--engine", "megatron", "--engines"],
+    "price": ["price", "llama3-8b", *JOB, "--engine", "torchtitan", "--zero", "3"],
     "explain": ["explain", "plan.json"],
     "explain of a model without a family": ["explain", "phi.json"],
     "report": ["report", "plan.json", "-o", "plan.html", "--time-limit", "3"],

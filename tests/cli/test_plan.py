@@ -439,6 +439,6 @@ def test_planning_imports_nothing_that_only_other_commands_and_options_need(tmp_
 )
 def test_a_precision_that_is_not_run_says_why_and_what_to_take(run: Run, precision: str, words: str) -> None:
     error = user_error(run("plan", *SMALL, "--precision", precision))
-    assert (error.field, error.expected) == ("--precision", "one of fp32, bf16")
+    assert (error.field, error.expected) == ("--precision", "one of fp32, bf16, fp8")
     assert words in error.hint
     assert "bf16" in error.hint

@@ -50,7 +50,7 @@ EAGER = Kernels(norm=False, rotary=False, activation=False, loss=False, attentio
 FUSED = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="flash")
 SHAPES = [(1, False), (2, False), (4, True)]
 
-FUSED = replace(NATIVE, execution=Execution(fused_kernels=True))
+FUSING = replace(NATIVE, execution=Execution(fused_kernels=True))
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_kernels_are_fused_where_ranks_divide_experts_too() -> None:
         precision="bf16",
     )
     layer_type = next(layer_type.name for layer_type in chain.layer_types if layer_type.num_experts)
-    fused = job_under(job, FUSED)
+    fused = job_under(job, FUSING)
     eager_layer, fused_layer = (each.layer(layer_type, {}, expert_degree=2) for each in (job, fused))
     assert eager_layer is not None
     assert fused_layer is not None
@@ -197,7 +197,7 @@ def test_one_kernel_for_the_activation_of_experts_keeps_less_for_every_pair() ->
     )
     layer_type = next(layer_type.name for layer_type in chain.layer_types if layer_type.num_experts)
     saved = []
-    for each in (job, job_under(job, FUSED)):
+    for each in (job, job_under(job, FUSING)):
         layer = each.profile.layer(layer_type, {})
         assert layer is not None
         assert layer.divided_experts is not None

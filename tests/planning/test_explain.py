@@ -56,4 +56,7 @@ def test_where_processes_share_cores_the_simulator_ranks_baselines_as_it_ranks_p
     by_hand, best = plan(of, "tp2, tp2, tp2, tp2, tp2, tp2", num_microbatches=4), plan_job(of, Decisions()).cost
     baselines = {baseline.name: baseline for baseline in explain_plan(by_hand, Study(request_of(of), of)).rivals}
     assert best is not None
-    assert baselines["any plan"].step_time_s == best.step_time_s
+    any_plan_s = baselines["any plan"].step_time_s
+    assert any_plan_s is not None
+    assert any_plan_s == pytest.approx(best.step_time_s, rel=1e-3)
+    assert any_plan_s <= best.step_time_s  # a baseline may be faster in simulation, which any plan then is

@@ -8,8 +8,7 @@ import torch
 from rich.console import Console
 
 import steelyard
-from steelyard.engines import TARGETS
-from steelyard.engines.writing import check_model
+from steelyard.engines import ENGINES
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
@@ -126,13 +125,13 @@ def test_a_measured_profile_is_of_a_model_that_is_trained_whole() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_other_frameworks_are_refused_by_name(target: Any, plan: Plan) -> None:
-    if target.starts_steelyard:
-        check_model(target, plan)
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_other_engines_are_refused_by_name(engine: Any, plan: Plan) -> None:
+    if engine.name == "native":
+        engine.refuse(plan.chain(), plan.seq_len)
         return
-    with pytest.raises(UserError, match=f"{target.name} for a plan that freezes model.embed_tokens"):
-        check_model(target, plan)
+    with pytest.raises(UserError, match=r"for a plan that freezes model\.embed_tokens"):
+        engine.refuse(plan.chain(), plan.seq_len)
 
 
 @pytest.mark.slow

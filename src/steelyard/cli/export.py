@@ -80,6 +80,8 @@ def export(
     if path is None:
         raise UserError(field="PLAN", found="nothing", expected="a plan file", hint="write one with `steelyard plan`")
     plan, engine = read_plan(path), ENGINE_OF_TARGET[target.name]
+    if plan.is_mixed:
+        plan.machines()  # raises: what an export is for knows one device type and stages of one size
     if target.starts_steelyard and plan.engine is not None:
         raise UserError(
             field="--to",
@@ -116,8 +118,6 @@ def _fitted(plan: Plan, folder: Path, engine: Engine, given: Elsewhere) -> Fitte
 
     That is where the engine can run it, and it was written by hand or found for this engine or one that works alike.
     """
-    if plan.is_mixed:
-        plan.machines()  # raises: what an export is for knows one device type and stages of one size
     is_for_it = plan.prediction is None or engine_of(plan.engine or NATIVE.name).execution == engine.execution
     if is_for_it and not unsupported(plan, engine.capabilities):
         kept = tuple(plan.asked.one_by_one()) if plan.asked else ()

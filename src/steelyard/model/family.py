@@ -177,9 +177,9 @@ class LayerType:
     needs_gradient: tuple[bool, ...] = ()
     """For each tensor that flows in whether it depends on what is trained; empty where all of them do."""
 
-    def shared_by(self, tp: int) -> tuple[str, int] | None:
+    def shared_by(self, degree: int) -> tuple[str, int] | None:
         """Return name and number of what tensor-parallel ranks, being more, hold alike; None where nothing is so."""
-        return next((each for each in self.tp_divides if each[0] in self.tp_shares and each[1] % tp), None)
+        return next((each for each in self.tp_divides if each[0] in self.tp_shares and each[1] % degree), None)
 
     @property
     def plain_name(self) -> str:

@@ -13,8 +13,6 @@ from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 from steelyard.planning.price import assemble_plan
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
 
-INTERLEAVED = "interleaved-1f1b"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -49,7 +47,7 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
     count = _divided("--micro-batch", job.global_batch, data * settings.micro_batch, "samples of the global batch")
     experts = _divided("--ep", settings.ep, settings.tp, "ranks of experts by tp") if settings.ep > 1 else 1
     strategy = _strategy(job, settings, data, experts)
-    schedule = SCHEDULES[INTERLEAVED] if settings.vpp > 1 else USUAL
+    schedule = next(each for each in SCHEDULES.values() if each.takes_chunks) if settings.vpp > 1 else USUAL
     pipeline = PipelineConfig(
         num_stages=settings.pp, num_chunks=settings.vpp, num_microbatches=count, schedule=schedule
     )
