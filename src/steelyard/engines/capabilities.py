@@ -1,9 +1,9 @@
-"""What a framework can express of a plan, as data, and what of a given plan goes beyond it.
+"""What an engine can express of a plan, as data, and what of a given plan goes beyond it.
 
-A framework with ``mixes_layers`` runs every plan. Any other takes one strategy for the whole model: the same levels, sp
+An engine with ``mixes_layers`` runs every plan. Any other takes one strategy for the whole model: the same levels, sp
 and ZeRO stage on every layer, experts divided alike in all layers that have some, one remat choice for all blocks, and
-none for the embedding and the head, which no framework recomputes. `steelyard.planning.plan_for_framework` searches the
-best plan of that form.
+none for the embedding and the head, which no framework recomputes. `steelyard.planning.uniform` searches plans of that
+form.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ def dimensions_of(*names: str) -> frozenset[Dimensions]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a framework can express. The first field decides: the rest is for frameworks of one strategy."""
+    """What an engine can express. The first field decides: the rest is for engines of one strategy."""
 
     mixes_layers: bool
     """Whether each layer may have a strategy of its own."""
