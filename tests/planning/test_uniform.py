@@ -171,3 +171,16 @@ def test_no_plain_plan_of_a_packaged_model_of_short_sequences_is_faster(model: s
     prediction, found = compared(of)
     assert times(found)
     assert prediction.step_time_s <= min(times(found)) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("partition", ["even", "memory-balanced", "bmw"])
+def test_other_cuts_of_uniform_plans_are_uniform_too_and_no_faster(partition: str) -> None:
+    of = job(cluster(1, 8), global_batch=64)
+    plans = [
+        plan_job(of, Decisions.model_validate({"uniform": True, "num_stages": 2, "partition": each})).plan
+        for each in ("exact", partition)
+    ]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert len({strategy.without_remat() for strategy in plans[1].strategies[1:-1]}) == 1
+    assert predict(plans[0], of).step_time_s <= predict(plans[1], of).step_time_s * 1.01

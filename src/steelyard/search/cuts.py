@@ -57,10 +57,10 @@ class Choice:
     """What the fullest device of any plan of it holds at least."""
 
     def of(self, tables: CostTables) -> CostTables:
-        """Return the cost tables of the plans of least memory of this choice alone, without cross-layer inputs."""
+        """Return the cost tables with this choice alone, all blocks recomputed that may be."""
         legal = np.zeros_like(tables.legal)
         legal[np.arange(len(legal)), self.recomputed] = True
-        return replace(tables, legal=legal, cross_layer_inputs=())
+        return replace(tables, legal=legal & tables.legal)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,7 +103,7 @@ class ChoiceProspect:
     def with_miss(self) -> ConfigResult:
         """Return by how much the choice of least memory misses."""
         least = min(self.choices, key=lambda each: each.least_bytes)
-        miss = assess_chain(least.of(self.tables), self.budget_bytes).miss
+        miss = assess_chain(replace(least.of(self.tables), cross_layer_inputs=()), self.budget_bytes).miss
         return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
 
 

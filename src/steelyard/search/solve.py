@@ -31,7 +31,7 @@ from steelyard.search.cross_layer_inputs import (
     settle,
     sketch,
 )
-from steelyard.search.cuts import Choice, ChoiceProspect
+from steelyard.search.cuts import Choice, ChoiceProspect, Leading
 from steelyard.search.evaluate import Solution
 from steelyard.search.partition import ConfigResult, Prospect, quick_bound_s
 from steelyard.units import format_bytes, format_seconds
@@ -209,7 +209,7 @@ def search(
     budget_bytes = min(budget_bytes, IMPOSSIBLE - 1)  # a layer without a legal strategy fits into no budget
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     if partition != "exact":
-        results = [partition_with(partition, each.tables, budget_bytes) for each in given]
+        results = [_cut_by(partition, each.tables, budget_bytes, choices) for each in given]
         return _summary(given, weights, results, budget_bytes)
     wanted = max(1, num_exact), num_alternatives
     results = _solve_in_order(given, weights, budget_bytes, wanted, deadline, choices, cutoff_s)
@@ -277,6 +277,21 @@ def _solve_in_order(
                 if len(best) > num_exact:
                     heapq.heappop(best)
     return [results.get(index, REFUSED) for index in range(len(given))]
+
+
+def _cut_by(partition: Partition, tables: CostTables, budget_bytes: int, choices: Choices | None) -> ConfigResult:
+    """The plan of a configuration, or the fastest one of its choices without runs of remat, cut this way."""
+    if choices is None:
+        return partition_with(partition, tables, budget_bytes)
+    best = REFUSED
+    for choice in sorted(choices(tables), key=lambda each: each.least_s):
+        if best.solution is not None and choice.least_s >= best.solution.step_s:
+            break
+        if choice.leading is Leading.NONE and choice.least_bytes <= budget_bytes:
+            found = partition_with(partition, choice.of(tables), budget_bytes)
+            known_s = np.inf if best.solution is None else best.solution.step_s
+            best = found if found.solution is not None and found.solution.step_s < known_s else best
+    return best
 
 
 def _chosen(tables: CostTables, choices: Sequence[Choice], budget_bytes: int) -> ChoiceProspect | ConfigResult:
