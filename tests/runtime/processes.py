@@ -9,6 +9,7 @@ import datetime
 import gc
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -63,18 +64,25 @@ def one_process() -> Iterator[None]:
 
 
 def run_world(num_processes: int, work: Callable[[int], None]) -> None:
-    """Does ``work`` of a rank on every rank of a world of forks; exits if one of them failed."""
+    """Does ``work`` of a rank on every rank of a world of forks; exits if one of them failed.
+
+    A world of which a rank ended by SIGSEGV begins again, once: gloo's own thread was seen to end so (docs/log.md).
+    """
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
+    for is_last in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
 
-        def run_rank(rank: int) -> None:
-            with joined(rank, num_processes, f"{folder}/store"):
-                work(rank)
+            def run_rank(rank: int, store: str = f"{folder}/store") -> None:
+                with joined(rank, num_processes, store):
+                    work(rank)
 
-        ranks = [fork(run_rank, rank) for rank in range(num_processes)]
-        failed = [rank for rank, process in enumerate(ranks) if os.waitpid(process, 0)[1]]
-    if failed:
-        sys.exit(f"ranks {failed} failed")
+            ranks = [fork(run_rank, rank) for rank in range(num_processes)]
+            codes = {rank: os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for rank, process in enumerate(ranks)}
+        if -signal.SIGSEGV not in codes.values() or is_last:
+            break
+        print(f"ranks ended so: {codes}; the world begins again", file=sys.stderr, flush=True)
+    if failed := [rank for rank, code in codes.items() if code]:
+        sys.exit(f"ranks {failed} failed: {codes}")
 
 
 @contextmanager
