@@ -14,8 +14,9 @@ from typing import Literal
 from published_runs.experts import Dispatcher
 from published_runs.rows import PublishedRun
 from published_runs.shapes import Kernels
-from steelyard.cost.job import ASSUMED_IMBALANCE
+from steelyard.cost.job import ASSUMED_IMBALANCE, FP8_SPEEDUP
 from steelyard.engines.execution import FSDP2_STATES, Execution, StateBytes
+from steelyard.engines.megatron import TE_SPEEDUP
 from steelyard.plan.strategy import Remat
 
 MIXED_16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=0)
@@ -25,11 +26,6 @@ MIXED_18 = StateBytes(parameters=2, gradients=4, optimizer=12, zero=0)
 KEPT_18 = StateBytes(parameters=2, gradients=6, optimizer=12, zero=0)
 """Gradients accumulated in fp32, those of a microbatch kept in buffers of their own (DeepSpeed's BF16Optimizer)."""
 MIB = 2**20
-TE_SPEEDUP = 1.25
-"""Rate of Transformer Engine's linear layers since Hopper over that of torch's in the same training loop. Found on
-dgxc_benchmarking, whose 85 runs without it are all predicted 12 to 36 % too slow; runs of megatron_bridge and
-mlperf_training, which nothing was fitted to, are so as well. On A100 Megatron-Core's are not. Experts' matmuls are not
-either: with it the 18 runs of Grok in dgxc_benchmarking are 19 % too fast, without it 10 %."""
 FIXED_SEGMENTS_RESERVE = 0.14
 """What an allocator short of memory holds in reserve where its segments do not expand, torch's default. Chosen on the
 open rows, nearly all of one source: with jobs left out in turn it is the best value 26 of 29 times."""
@@ -37,10 +33,6 @@ Reports = Literal["first", "last", "fullest"]
 SMALL_BYTES = 32 * MIB
 """Masks, labels, statistics and what rounding takes, which no term counts: the residual of Megatron-Core's runs of
 dense models of 60 million parameters is 0 to 30 MiB."""
-FP8_LINEAR_SPEEDUP = 0.85
-"""Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks: scaling and casts. Of
-fp4 the same, with twice that ratio. Between the pairs of dgxc_benchmarking that differ in precision alone 0.80 to
-1.05."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,9 +285,10 @@ def _peak_ratio(run: PublishedRun) -> float:
 
 
 def _linear_speedup(run: PublishedRun) -> float:
-    """How much faster linear layers run than torch's at the reached rate of 16 bits."""
+    """How much faster linear layers run than torch's at the reached rate of 16 bits; of fp4 as of fp8, with twice that
+    ratio."""
     ratio = _peak_ratio(run)
-    return (ratio * FP8_LINEAR_SPEEDUP if ratio > 1 else 1.0) * te_speedup(run)
+    return (ratio * FP8_SPEEDUP if ratio > 1 else 1.0) * te_speedup(run)
 
 
 def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:

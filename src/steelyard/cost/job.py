@@ -152,7 +152,7 @@ class Job:
 
     @property
     def execution(self) -> Execution:
-        """How the engine works."""
+        """The way in which the engine runs plans."""
         return self.engine.execution
 
     @property
@@ -287,7 +287,7 @@ class Job:
 
     @cached_property
     def linear_speedup(self) -> float:
-        """How much faster linear layers run than at the reached rate of that peak."""
+        """The rate of linear layers over that which is reached of this peak."""
         device, found = self.cluster.device, self.execution.linear_speedup
         if "fp8" in device.peak_flop_per_s:
             found *= self.execution.tuned_linear_speedup

@@ -1,4 +1,4 @@
-r"""What an engine's kernels and remat make of a traced profile, where they are not those of transformers and torch.
+r"""Changes of a traced profile for an engine whose kernels and remat are not those of transformers and torch.
 
 Per token of a block, with hidden size $h$, query and key-value widths $q$ and $k$ and feed-forward width $f$ of a rank
 (of routed experts that of all whose rows it computes), and $\sigma = 1/\text{tp}$ with sequence parallelism, else 1.

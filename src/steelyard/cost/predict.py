@@ -193,7 +193,7 @@ class _PartCost:
 
 
 def _part_costs(plan: Plan, stage_configs: Sequence[JobConfig], slowed: Mapping[int, float]) -> list[_PartCost]:
-    """Of every part of the pipeline; stages in ``slowed`` compute so many times as long."""
+    """The cost of every part of the pipeline; stages in ``slowed`` compute so many times as long."""
     strategies, configs = plan.strategies, _layer_configs(plan, stage_configs)
     switches = _switches_s(strategies, configs)
     costs = _layer_costs(plan, configs)
@@ -251,7 +251,7 @@ def _switches_s(strategies: Sequence[Strategy], configs: Sequence[JobConfig]) ->
 
 
 def _layer_costs(plan: Plan, configs: Sequence[JobConfig]) -> list[LayerCost[float]]:
-    """Of each layer; where the plan has all copies of a tied matrix divided alike, they are not gathered."""
+    """The cost of each layer; where the plan has all copies of a tied matrix divided alike, they are not gathered."""
     known: dict[tuple[int, Strategy, JobConfig], LayerCost[float]] = {}
     chain = configs[0].job.chain
     alike = bool(chain.sums_tied) and num_slices(chain.shared[0], plan.strategies, chain) is None

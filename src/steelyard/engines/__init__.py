@@ -32,9 +32,7 @@ ENGINES: dict[str, Engine] = {
         deepspeed.DEEPSPEED,
     )
 }
-ENGINE_OF_TARGET: dict[str, Engine] = {
-    target.name: engine for engine in (*list(ENGINES.values())[1:], native.NATIVE) for target in engine.targets
-}
+ENGINE_OF_TARGET: dict[str, Engine] = {target.name: engine for engine in ENGINES.values() for target in engine.targets}
 """By the name of a target, the engine that reads it."""
 TARGETS: dict[str, Target] = {target.name: target for each in ENGINES.values() for target in each.targets}
 

@@ -70,7 +70,7 @@ def _write(request: Request) -> Draft:
 
 
 def kept_gathered(request: Request) -> list[str]:
-    """What accelerate gathers once a microbatch whatever the ZeRO stage (``utils/fsdp_utils.py``)."""
+    """Return what accelerate gathers once a microbatch whatever the ZeRO stage (``utils/fsdp_utils.py``)."""
     if request.plan.chain().tied_embeddings:
         return [_TIED]
     return [GATHERED_TAIL] if UniformPlan.of(request.plan).zero == 3 else []

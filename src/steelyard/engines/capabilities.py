@@ -1,4 +1,4 @@
-"""What an engine can express of a plan, as data, and what of a given plan goes beyond it.
+"""The plans that an engine can express, as data, and the parts of a given plan that go beyond them.
 
 An engine with ``mixes_layers`` runs every plan. Any other takes one strategy for the whole model: the same levels, sp
 and ZeRO stage on every layer, experts divided alike in all layers that have some, one remat choice for all blocks, and
@@ -34,7 +34,7 @@ def dimensions_of(*names: str) -> frozenset[Dimensions]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can express. The first field decides: the rest is for engines of one strategy."""
+    """The plans that an engine can express. The first field decides: the rest is for engines of one strategy."""
 
     mixes_layers: bool
     """Whether each layer may have a strategy of its own."""

@@ -368,7 +368,8 @@ MEGATRON = Engine(
 TE_SPEEDUP = 1.25
 """Rate of Transformer Engine's linear layers since Hopper over that of torch's in the same training loop. Found on
 dgxc_benchmarking, whose 85 runs without it are all predicted 12 to 36 % too slow; runs of megatron_bridge and
-mlperf_training, which nothing was fitted to, are so as well."""
+mlperf_training, which nothing was fitted to, are so as well. On A100 Megatron-Core's are not. Experts' matmuls are not
+either: with it the 18 runs of Grok in dgxc_benchmarking are 19 % too fast, without it 10 %."""
 MEGATRON_BRIDGE = replace(
     MEGATRON,
     name="megatron-bridge",
