@@ -20,8 +20,11 @@ from typing import Any
 
 from steelyard.cost.job import layer_precision
 from steelyard.cost.kernels import job_under
-from steelyard.engines import Engine, engine_of
+from steelyard.engines import Engine
 from steelyard.engines.execution import StateBytes
+from steelyard.engines.megatron import MEGATRON, MEGATRON_BRIDGE
+from steelyard.engines.native import NATIVE
+from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.errors import UserError
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
@@ -34,16 +37,16 @@ from steelyard.planning.settings import Settings, plan_of_settings
 from steelyard.units import GIB
 
 DATA = Path(__file__).parent / "data" / "expert_plans"
-ENGINES: Mapping[str, str] = {
-    "megatron": "megatron-bridge",
-    "megatron-classic": "megatron",
-    "megatron-deep": "megatron-bridge",
-    "nanotron": "megatron",
-    "torchtitan": "torchtitan",
-    "fsdp": "native",
-    "fsdp-deep": "native",
+ENGINES: Mapping[str, Engine] = {
+    "megatron": MEGATRON_BRIDGE,
+    "megatron-classic": MEGATRON,
+    "megatron-deep": MEGATRON_BRIDGE,
+    "nanotron": MEGATRON,
+    "torchtitan": TORCHTITAN,
+    "fsdp": NATIVE,
+    "fsdp-deep": NATIVE,
 }
-"""The engine that prices what each framework of the table ran."""
+"""The engine that prices what each framework of the table ran, the nearest where it is none of the product's."""
 COLUMNS = ("name", "priced_s", "priced_gib", "fits", "free_s", "free_gib", "free_plan", "skipped")
 
 
@@ -60,9 +63,9 @@ def _padded(config: Mapping[str, Any], tp: int) -> Mapping[str, Any]:
 def _sharding(engine: Engine, zero: int) -> Engine:
     """The engine with states of its own replicated, where the experts did not shard them."""
     states = engine.execution.states
-    if zero or not isinstance(states, StateBytes):
+    if not isinstance(states, StateBytes):
         return engine
-    return replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))
+    return replace(engine, execution=replace(engine.execution, states=replace(states, zero=min(zero, 1))))
 
 
 def load_config(name: str, folder: Path) -> Mapping[str, Any]:
@@ -97,7 +100,7 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
     nodes = max(1, int(row["gpus"]) // int(row["gpus_per_node"]))
     per_node = min(int(row["gpus"]), int(row["gpus_per_node"]))
     try:
-        engine = _sharding(engine_of(ENGINES[row["framework"]]), int(row["zero"] or 1))
+        engine = _sharding(ENGINES[row["framework"]], int(row["zero"] or 1))
         request = make_request(
             _padded(load_config(row["model"], folder), int(row["tp"]) if "megatron" in engine.name else 1),
             f"{nodes}x{per_node}x{row['device']}",

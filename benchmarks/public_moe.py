@@ -44,6 +44,7 @@ from published_runs.frameworks import MIXED_18
 from steelyard.cost.job import ASSUMED_IMBALANCE, DeviceGroup, Job
 from steelyard.cost.kernels import job_under
 from steelyard.engines.execution import OURS, Execution
+from steelyard.engines.kernels import FUSED
 from steelyard.engines.megatron import TE_SPEEDUP
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import TORCHTITAN as TORCHTITAN_ENGINE
@@ -140,9 +141,9 @@ class PublicRun:
         return with_price(assemble_plan(job, pipeline, tuple(parts)), job)
 
 
-_COMPILED = Execution(fused_kernels=True)
+_COMPILED = Execution(kernels=FUSED)
 TORCHTITAN = TORCHTITAN_ENGINE.execution
-_DEEPEP = replace(TORCHTITAN, sends_once=True)
+_DEEPEP = replace(TORCHTITAN, dispatcher="deep")
 _B200 = {"model": "qwen3-30b-a3b", "cluster": "1x8xb200-180gb", "seq_len": 8192, "global_batch": 64}
 _H100 = {"model": "qwen3-30b-a3b", "cluster": "8x8xh100-80gb", "seq_len": 4096, "global_batch": 1024}
 _OF_64 = {
@@ -162,7 +163,7 @@ _MIXTRAL = {
     "num_stages": 8,
     "sparse": "dp8-tp2+sp ep4",
     "others": "dp8-tp2+sp",
-    "execution": Execution(states=replace(MIXED_18, zero=1), fused_kernels=True, linear_speedup=TE_SPEEDUP),
+    "execution": Execution(states=replace(MIXED_18, zero=1), kernels=FUSED, linear_speedup=TE_SPEEDUP),
 }
 _MIXTRAL_FLOP = 12 * 56 * 6144**2 * (1 + 8 / 48 + 4096 / 6144 + 3 * 16384 / 6144 + 32000 / (2 * 56 * 6144))
 """FLOP of a token as Megatron-LM counts them (`num_floating_point_operations`), the whole square of attention."""
@@ -186,7 +187,7 @@ RUNS = {
         num_microbatches=2,
         sparse="fsdp8 remat=selective",
         others="fsdp8",
-        execution=replace(TORCHTITAN, fused_kernels=True),
+        execution=replace(TORCHTITAN, kernels=FUSED),
         tokens_per_s=19520,
         memory_gib=141.79,
     ),
@@ -299,7 +300,7 @@ def show_found(run: PublicRun) -> None:
 
 
 def _sending(run: PublicRun) -> Execution:
-    return replace(OURS, sends_once=run.execution.sends_once)
+    return replace(OURS, dispatcher=run.execution.dispatcher)
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ class Written(NamedTuple):
 
 EXECUTIONS: Mapping[str, Execution] = {
     "states of its own": Execution(
-        states=StateBytes(parameters=2, gradients=4, optimizer=12, zero=1), accumulates_apart=True, overlaps_data=False
+        states=StateBytes(parameters=2, gradients=4, optimizer=12, zero=1), overlaps_data=False
     ),
     "states of its own, sharded": Execution(
         states=StateBytes(parameters=2, gradients=2, optimizer=12, zero=3),
@@ -95,7 +95,7 @@ EXECUTIONS: Mapping[str, Execution] = {
         step_shard_bytes=6,
         gathered_bytes=2,
     ),
-    "tensor parallelism hidden": Execution(hidden_collectives=0.5, overlaps_transfers=False, reduce_bytes=2),
+    "tensor parallelism hidden": Execution(hidden_collectives=0.5, overlaps_transfers="never", reduce_bytes=2),
 }
 """Frameworks that work otherwise than this project's runtime."""
 

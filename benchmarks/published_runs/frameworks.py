@@ -1,4 +1,4 @@
-"""What each framework that others published runs of does otherwise than this project's runtime.
+"""What each framework that others published runs of is as an engine: those of the product, and values of the same kind.
 
 What runs beside what, which kernels are fused and how states are kept follows each framework's code, papers or
 defaults, as far as known; versions may differ from those that ran. These numbers were chosen on open rows instead:
@@ -11,18 +11,22 @@ row.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from published_runs.experts import Dispatcher
 from published_runs.rows import PublishedRun
-from published_runs.shapes import Kernels
-from steelyard.cost.job import ASSUMED_IMBALANCE, FP8_SPEEDUP
-from steelyard.engines.execution import FSDP2_STATES, Execution, StateBytes
-from steelyard.engines.megatron import TE_SPEEDUP
+from steelyard.cost.job import ASSUMED_IMBALANCE
+from steelyard.engines.deepspeed import DEEPSPEED
+from steelyard.engines.execution import FSDP2_STATES, Dispatcher, Execution, StateBytes
+from steelyard.engines.kernels import EAGER, FUSED, Kernels
+from steelyard.engines.megatron import MEGATRON, MEGATRON_BRIDGE, TE_SPEEDUP
+from steelyard.engines.torchtitan import TORCHTITAN
+from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
 
 MIXED_16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=0)
 """Half-precision parameters and gradients, fp32 master and moments (DeepSpeed, fp16)."""
 MIXED_18 = StateBytes(parameters=2, gradients=4, optimizer=12, zero=0)
 """Gradients accumulated in fp32, those of a microbatch freed at once (Megatron-LM, nanotron)."""
+ADDED_APART = 10
+"""Bytes that moves where a kernel of its own adds 2-byte gradients to 4-byte ones."""
 KEPT_18 = StateBytes(parameters=2, gradients=6, optimizer=12, zero=0)
 """Gradients accumulated in fp32, those of a microbatch kept in buffers of their own (DeepSpeed's BF16Optimizer)."""
 MIB = 2**20
@@ -37,10 +41,10 @@ dense models of 60 million parameters is 0 to 30 MiB."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """How a framework computes, runs a plan, and cuts a model into stages."""
+    """How a framework runs a plan, and what it does where a row says nothing."""
 
-    kernels: Kernels
     execution: Execution
+    """With kernels of its own: rows have sizes, and no modules that could be traced."""
     balances_by_flop: bool = False
     """Whether stages get equal FLOP, head included, instead of equal numbers of blocks."""
     default_remat: Remat = Remat.NONE
@@ -55,11 +59,6 @@ class Framework:
     """Whether kernels of Transformer Engine run beside torch's, with a workspace of their own."""
     expands_segments: bool = False
     """Whether it sets torch's allocator so, as this project does."""
-    experts_by_te: bool = False
-    """Whether Transformer Engine computes experts: a matmul of each on one of four streams, its input cast in a kernel
-    of its own in fp8 (gemm.cpp, te_general_grouped_gemm; cast.cpp, split_quantize)."""
-    dispatcher: Dispatcher = "all-to-all"
-    """How tokens reach their experts where a row does not say."""
     reports: Reports = "fullest"
     """The rank that the memory which it reports is of (nanotron's benchmark file: helpers.py, log_throughput)."""
     pads_vocab: bool = True
@@ -75,36 +74,26 @@ class Framework:
         return self.default_zero if stated is None else stated
 
 
-_FUSED = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="flash")
-_MEGATRON_CLASSIC = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="fused softmax", dropout=True)
-_FSDP_EAGER = Kernels(
-    norm=True, rotary=False, activation=False, loss=False, attention="flash", full="until last needed"
-)
-_MPT = replace(_FSDP_EAGER, full="block", loss=True, loss_bytes=(4, 2))
+_CLASSIC = replace(FUSED, attention="fused softmax", dropout=True)
+"""Megatron-LM's before flash attention."""
+_FSDP_EAGER = replace(EAGER, full="until last needed")
+_MPT = replace(EAGER, loss=True, loss_bytes=(4, 2))
 """flash-attn's cross entropy keeps the logits in half precision; FSDP1 with reentrant checkpoints."""
-_AA_SCALING = replace(
-    _FSDP_EAGER, full="block", norm_bytes=20, loss_bytes=(22, 4), gathers_logits=True, keeps_gathered=True
-)
+_AA_SCALING = replace(EAGER, norm_bytes=20, loss_bytes=(22, 4), gathers_logits=True, keeps_gathered=True)
 """The last stage gathers the logits and computes the loss in fp32; norms keep their input and result in fp32. With
 sequence parallelism linear layers keep the gathered input (core/nn/linear/column_parallel_linear.py)."""
-_NANOTRON_KERNELS = Kernels(
-    norm=True,
-    rotary=True,
-    activation=False,
-    loss=True,
-    attention="flash",
-    copies=12,
-    keeps_gathered=True,
-    loss_outlives=True,
+_NANOTRON_KERNELS = replace(
+    EAGER, norm=True, rotary=True, loss=True, copies=12, keeps_gathered=True, loss_outlives=True
 )
 """Of each block's launches 12 are copies of q, k and v and sums of the mask. The loss makes two fp32 copies of the
 logits while those of the microbatch before are still alive (models/llama.py, tensor_parallel/functional.py, 2025)."""
 
 _DEEPSPEED = Execution(
+    kernels=_CLASSIC,
     states=MIXED_16,
     reduce_bytes=2,
     overlaps_data=False,
-    overlaps_transfers=False,
+    overlaps_transfers="never",
     transfer="whole",
     kept_transfers=2,
     bucket_bytes=2 * 2 * 500_000_000,
@@ -116,84 +105,69 @@ _INTERNEVO_BROADCAST_S = 0.0026
 runs on 16 to 1,024 ranks, in proportion to them: 1.3 s of 5.5 at 512."""
 _UNSHARDED_STEP = 4 + 4
 """DeepSpeed without ZeRO converts each fp16 gradient to fp32 and then copies all into one (fp16/fused_optimizer.py)."""
-_AA_EXECUTION = replace(_DEEPSPEED, reduce_bytes=4, bucket_bytes=0, step_shard_bytes=4)
+_AA_EXECUTION = replace(_DEEPSPEED, kernels=_AA_SCALING, reduce_bytes=4, bucket_bytes=0, step_shard_bytes=4)
 """Its ZeRO 1 steps on an fp32 copy of the gradients of its own part (core/optimizer/parameter_group.py)."""
 _ONEFLOW = replace(_DEEPSPEED, kept_transfers=0, bucket_bytes=0, step_shard_bytes=0)
-_MEGATRON_LM = Execution(states=MIXED_18, accumulates_apart=True, overlaps_data=False, overlaps_transfers=False)
-_MEGATRON_CORE = Execution(states=MIXED_18)
-"""The matmul that makes a gradient adds it to the fp32 one."""
-_CORE = Framework(kernels=replace(_FUSED, loss_bytes=(6, 4)), execution=_MEGATRON_CORE, has_te=True, experts_by_te=True)
-"""Its loss makes one fp32 copy of the logits, works in place and keeps the softmax
-(tensor_parallel/cross_entropy.py)."""
-_NEMO = Framework(
-    kernels=_FUSED,
-    execution=replace(_MEGATRON_CORE, states=MIXED_16, reduce_bytes=2),
-    default_sp=True,
-    default_zero=1,
-    dispatcher="deep",
-    imbalance=1.0,
-    experts_by_te=True,
-)
-"""Its performance recipes send tokens by DeepEP or HybridEP and force routing to be even. They keep and reduce
-gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), have sp on and a
-distributed optimizer (distributed_fused_adam_with_cosine_annealing)."""
-_NANOTRON = Execution(
+_MEGATRON_LM = Execution(
+    kernels=replace(_CLASSIC, accumulation_bytes=ADDED_APART),
     states=MIXED_18,
-    accumulates_apart=True,
+    overlaps_data=False,
+    overlaps_transfers="never",
+)
+_CORE = Framework(execution=MEGATRON.execution, has_te=True)
+_NEMO = Framework(execution=MEGATRON_BRIDGE.execution, default_sp=True, default_zero=1, imbalance=1.0)
+"""Its performance recipes force routing to be even, have sp on and a distributed optimizer
+(distributed_fused_adam_with_cosine_annealing)."""
+_NANOTRON = Execution(
+    kernels=replace(_NANOTRON_KERNELS, accumulation_bytes=ADDED_APART),
+    states=MIXED_18,
     accumulates_late=True,
     overlaps_data=False,
-    overlaps_transfers=False,
+    overlaps_transfers="never",
     pipelined_collective_s=270e-6,
     shard_pieces=6,
     gathered_bytes=2,
 )
 """ZeRO 1 gathers all new parameters in one tensor and copies them from there (distributed.py, all_gather_coalesced)."""
 
-_FAST_LINEAR = ("NeMo", "Megatron-Bridge")
-"""Frameworks whose linear layers are all Transformer Engine's, as tuned in NVIDIA's recipes."""
 _BEFORE_HOPPER = ("A100", "A800", "V100")
 _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
-    ("aa-scaling", Framework(kernels=_AA_SCALING, execution=_AA_EXECUTION)),
-    ("megatron-deepspeed", Framework(kernels=_MEGATRON_CLASSIC, execution=_DEEPSPEED)),
-    ("deepspeed zero-3", Framework(kernels=_MEGATRON_CLASSIC, execution=Execution(reduce_bytes=2))),
+    ("aa-scaling", Framework(execution=_AA_EXECUTION)),
+    ("megatron-deepspeed", Framework(execution=_DEEPSPEED)),
+    ("deepspeed zero-3", Framework(execution=replace(DEEPSPEED.execution, kernels=_CLASSIC))),
     ("megatron-lm 23e00ed0", _CORE),
-    ("megatron-lm", Framework(kernels=_MEGATRON_CLASSIC, execution=_MEGATRON_LM)),
+    ("megatron-lm", Framework(execution=_MEGATRON_LM)),
     ("megatron-core", _CORE),
     ("megatron-bridge", _NEMO),
-    ("nemo automodel", Framework(kernels=replace(_FUSED, full="until last needed"), execution=Execution())),
-    ("nemo", _NEMO),
     (
-        "maxtext",
-        Framework(kernels=_FUSED, execution=Execution(eager_launch=False), default_remat=Remat.FULL),
-    ),
-    ("llm-foundry", Framework(kernels=_MPT, execution=Execution())),
-    (
-        "torchtitan",
+        "nemo automodel",
         Framework(
-            kernels=_FSDP_EAGER,
-            execution=Execution(buffers_every_microbatch=True),
-            default_sp=True,
-            expands_segments=True,  # run_train.sh
+            execution=Execution(kernels=replace(FUSED, full="until last needed"), tuned_linear_speedup=TE_SPEEDUP)
         ),
     ),
+    ("nemo", _NEMO),
+    ("maxtext", Framework(execution=Execution(kernels=FUSED, eager_launch=False), default_remat=Remat.FULL)),
+    ("llm-foundry", Framework(execution=Execution(kernels=_MPT))),
     (
-        "nanotron",
-        Framework(kernels=_NANOTRON_KERNELS, execution=_NANOTRON, balances_by_flop=True, reports="first"),
+        "torchtitan",
+        Framework(execution=TORCHTITAN.execution, default_sp=True, expands_segments=True),  # run_train.sh
     ),
-    ("ibm fms-fsdp", Framework(kernels=_FSDP_EAGER, execution=Execution(reduce_bytes=2))),
+    ("nanotron", Framework(execution=_NANOTRON, balances_by_flop=True, reports="first")),
+    ("ibm fms-fsdp", Framework(execution=Execution(kernels=_FSDP_EAGER, reduce_bytes=2))),
     (
         "internevo",
         Framework(
-            kernels=_FUSED, execution=replace(_DEEPSPEED, overlaps_data=True), shard_broadcast_s=_INTERNEVO_BROADCAST_S
+            execution=replace(_DEEPSPEED, kernels=FUSED, overlaps_data=True),
+            shard_broadcast_s=_INTERNEVO_BROADCAST_S,
         ),
     ),
-    ("kempnerforge", Framework(kernels=_FSDP_EAGER, execution=Execution(), default_sp=True)),
-    ("pytorch fsdp", Framework(kernels=replace(_FSDP_EAGER, full="block"), execution=Execution(reduce_bytes=2))),
+    ("kempnerforge", Framework(execution=Execution(kernels=_FSDP_EAGER), default_sp=True)),
+    ("pytorch fsdp", Framework(execution=Execution(kernels=EAGER, reduce_bytes=2))),
     (
         "colossal-ai",
-        Framework(kernels=_FSDP_EAGER, execution=replace(_DEEPSPEED, overlaps_data=True, bucket_bytes=0)),
+        Framework(execution=replace(_DEEPSPEED, kernels=_FSDP_EAGER, overlaps_data=True, bucket_bytes=0)),
     ),
-    ("oneflow", Framework(kernels=_MEGATRON_CLASSIC, execution=_ONEFLOW)),
+    ("oneflow", Framework(execution=_ONEFLOW)),
 )
 """The beginning of a framework's name, the longer before the shorter one."""
 
@@ -217,15 +191,12 @@ def framework_of(run: PublishedRun) -> Framework | None:
     if not found.expands_segments:
         execution = replace(execution, reserve=FIXED_SEGMENTS_RESERVE)
     reports: Reports = "last" if "of the last rank" in run.text("mem_kind") else found.reports
-    has_te = found.has_te and "local (mcore)" not in name
-    return replace(
-        found,
-        kernels=_kernels(run, found.kernels),
-        execution=execution,
-        reports=reports,
-        has_te=has_te,
-        experts_by_te=found.experts_by_te and "local (mcore)" not in name,
-    )
+    return replace(found, execution=execution, reports=reports, has_te=found.has_te and not _is_local(run))
+
+
+def _is_local(run: PublishedRun) -> bool:
+    """Whether Megatron-Core computes by torch's kernels alone, without Transformer Engine's."""
+    return "local (mcore)" in run.text("framework").lower()
 
 
 def workspace_bytes(run: PublishedRun, framework: Framework) -> int:
@@ -235,7 +206,8 @@ def workspace_bytes(run: PublishedRun, framework: Framework) -> int:
     and under deterministic algorithms (``:4096:8``), 8 MiB before. Transformer Engine adds 32 MiB since Hopper, 4 MiB
     before.
     """
-    if not framework.has_te and not framework.kernels.mask_bytes > 1:
+    kernels = framework.execution.kernels
+    if not framework.has_te and not (kernels and kernels.mask_bytes > 1):
         return 0
     is_old = run.text("gpu") in _BEFORE_HOPPER
     of_torch = 8 * MIB if is_old and "deterministic" not in run.text("attention") else 32 * MIB
@@ -262,33 +234,14 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     if run.text("act_ckpt") == "selective":
         by_op = "op" in detail and "torchtitan" in run.text("framework")
         kernels = replace(kernels, selective="half of the matmuls" if by_op else "attention core")
-    return kernels
-
-
-def kernels_of_each_expert(run: PublishedRun, framework: Framework) -> int:
-    """Kernels of the forward pass that each local expert has of its own: none where one grouped matmul does all."""
     if "sequential" in run.text("moe_dispatcher"):
-        return 4  # Two products, an activation, a slice.
-    return (2 if _peak_ratio(run) == 1.0 else 4) if framework.experts_by_te else 0
+        return replace(kernels, of_each_expert=4)  # two products, an activation, a slice
+    return replace(kernels, of_each_expert=0) if _is_local(run) else kernels
 
 
-def te_speedup(run: PublishedRun) -> float:
-    """How much faster dense linear layers run than torch's in the same precision."""
-    is_tuned = run.text("gpu") not in _BEFORE_HOPPER and run.text("framework").startswith(_FAST_LINEAR)
-    return TE_SPEEDUP if is_tuned else 1.0
-
-
-def _peak_ratio(run: PublishedRun) -> float:
-    """Peak of the type that linear layers compute in over that of 16 bits."""
-    precision = run.text("precision").lower()
-    return 4.0 if "fp4" in precision else 2.0 if "fp8" in precision else 1.0
-
-
-def _linear_speedup(run: PublishedRun) -> float:
-    """How much faster linear layers run than torch's at the reached rate of 16 bits; of fp4 as of fp8, with twice that
-    ratio."""
-    ratio = _peak_ratio(run)
-    return (ratio * FP8_SPEEDUP if ratio > 1 else 1.0) * te_speedup(run)
+def precision_of(run: PublishedRun) -> Precision:
+    """The precision of linear layers; fp16 is a matter of the engine's rates alone."""
+    return "fp8" if any(name in run.text("precision").lower() for name in ("fp8", "fp4")) else "bf16"
 
 
 def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
@@ -306,17 +259,15 @@ def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
 
 def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     precision, overlap = run.text("precision").lower(), run.text("overlap").lower()
-    if (
-        execution.keeps_own_buffers
-        and "interleaved" not in run.text("schedule").lower()
-        and run.count("vpp") in (None, 1)
-    ):
-        execution = replace(execution, overlaps_transfers=False)
     if isinstance(execution.states, StateBytes) and zero < 3:
         execution = replace(execution, states=replace(execution.states, zero=zero))
     else:
         execution = replace(execution, states=FSDP2_STATES)
-    execution = replace(execution, linear_speedup=_linear_speedup(run))
+    assert execution.kernels is not None, "rows have no modules that could be traced"
+    kernels = _kernels(run, execution.kernels)
+    execution = replace(execution, kernels=kernels, dispatcher=_dispatcher(run, execution))
+    if "fp4" in precision:
+        execution = replace(execution, linear_speedup=2.0)  # of fp4 as of fp8, with twice the ratio
     if precision.startswith("fp16") or "v100" in run.text("gpu").lower():
         execution = replace(execution, matmul_dtype="fp16")
     if "pure" in precision:
@@ -324,9 +275,9 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     if "bf16optimizer" in precision:
         execution = replace(
             execution,
+            kernels=replace(kernels, accumulation_bytes=ADDED_APART),
             states=replace(KEPT_18, zero=zero),
             reduce_bytes=4,
-            accumulates_apart=True,
             step_shard_bytes=0,
         )
     elif run.text("framework").lower().startswith("megatron-deepspeed") and zero == 0:
@@ -338,3 +289,11 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     if "grad" in overlap:
         execution = replace(execution, overlaps_data=True)
     return execution
+
+
+def _dispatcher(run: PublishedRun, execution: Execution) -> Dispatcher:
+    text = run.text("moe_dispatcher").lower()
+    if not text:
+        return execution.dispatcher
+    deep = any(word in text for word in ("deepep", "hybridep"))
+    return "deep" if deep else "all-gather" if text.startswith("allgather") else "all-to-all"

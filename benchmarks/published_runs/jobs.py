@@ -10,21 +10,16 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
-from published_runs.experts import Dispatcher, Experts
-from published_runs.frameworks import (
-    Framework,
-    Reports,
-    framework_of,
-    kernels_of_each_expert,
-    te_speedup,
-    workspace_bytes,
-)
+from published_runs.frameworks import Framework, Reports, framework_of, precision_of, workspace_bytes
 from published_runs.rows import PublishedRun
-from published_runs.shapes import Kernels, Latent, ModelShape, layer_profiles
+from steelyard.cost.decoder import DecoderShape, Latent, decoder_layer
+from steelyard.cost.decoder_experts import Experts
 from steelyard.cost.efficiency import Efficiency
 from steelyard.cost.job import DeviceGroup, Job
+from steelyard.cost.kernels import kernels_of, tuned_over_experts
+from steelyard.engines.kernels import Kernels
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, Link, NodeGroup, find_device, find_link
@@ -46,6 +41,8 @@ from steelyard.schedules.one_f_one_b import ONE_F_ONE_B
 from steelyard.units import GB
 
 _GATED = {"swiglu": True, "geglu": True, "gelu": False, "squared_relu": False}
+_DENSE, _SPARSE = "dense block", "sparse block"
+"""The block types where some have experts and some do not."""
 _ENDS = (LayerRole.EMBEDDING, LayerRole.HEAD)
 _VOCAB_MULTIPLE = 128
 """Frameworks pad the vocabulary so that each tensor-parallel rank has a multiple of this."""
@@ -100,33 +97,24 @@ def _case(run: PublishedRun) -> Case:
     degrees = _degrees(run)
     shape = _shape(run, degrees, framework)
     cluster = _cluster(run)
-    chain = _chain(shape, degrees.etp)
+    chain = _chain(shape)
     strategy, framework = _strategy(run, framework, degrees, shape)
+    precision = precision_of(run)
+    engine = replace(NATIVE, name=run.text("framework"), execution=framework.execution, precisions=(precision,))
+    imbalance = _imbalance(run, framework)
+    kernels, slowdown = kernels_of(engine, precision), tuned_over_experts(engine, cluster.device)
+    assert kernels is not None, "of every framework here"
+    profile = _profile(shape, kernels, degrees.tp, bool(strategy.mode("sp")), imbalance, slowdown)
     job = Job(
         chain=chain,
-        groups=(
-            DeviceGroup(
-                profile=_profile(
-                    shape,
-                    framework.kernels,
-                    degrees.tp,
-                    bool(strategy.mode("sp")),
-                    degrees.ep,
-                    degrees.etp,
-                    cluster.devices_per_node,
-                    _imbalance(run, framework),
-                ),
-                cluster=cluster,
-                budget_bytes=cluster.device.known_memory_bytes(),
-            ),
-        ),
-        seq_len=shape.seq_len,
+        groups=(DeviceGroup(profile=profile, cluster=cluster, budget_bytes=cluster.device.known_memory_bytes()),),
+        seq_len=shape.decoder.seq_len,
         global_batch=degrees.global_batch,
-        precision="bf16",
-        engine=replace(NATIVE, execution=framework.execution),
-        imbalance=_imbalance(run, framework),
+        precision=precision,
+        engine=engine,
+        imbalance=imbalance,
     )
-    plan = _plan(chain, cluster, degrees, strategy, shape, framework, _is_alternating(run))
+    plan = _plan(job, degrees, strategy, shape, framework, _is_alternating(run))
     case = Case(
         run=run,
         job=job,
@@ -194,15 +182,25 @@ def _degrees(run: PublishedRun) -> _Degrees:
     )
 
 
-def _shape(run: PublishedRun, degrees: _Degrees, framework: Framework) -> ModelShape:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """A decoder with its number of blocks, and where some have experts, of those before them that have none."""
+
+    decoder: DecoderShape
+    num_layers: int
+    dense_blocks: int
+    tied: Literal["no", "on one rank", "across stages"]
+
+
+def _shape(run: PublishedRun, degrees: _Degrees, framework: Framework) -> _Shape:
     if run.text("mlp_type") not in _GATED:
         raise _SkipError("mlp_type missing" if not run.text("mlp_type") else f"mlp_type {run.text('mlp_type')}")
     hidden, heads, vocab = (_needed(run, column) for column in ("hidden", "heads", "vocab"))
     padded = -(-vocab // (_VOCAB_MULTIPLE * degrees.tp)) * _VOCAB_MULTIPLE * degrees.tp
-    experts = _experts(run, framework) if run.text("moe_experts") else None
+    experts = _experts(run, degrees) if run.text("moe_experts") else None
     dense_blocks = _needed(run, "moe_dense_layers") if experts else 0
-    return ModelShape(
-        num_layers=_needed(run, "layers") + (run.count("mtp_layers") or 0),
+    is_tied = run.text("tied_emb") == "True"
+    decoder = DecoderShape(
         hidden=hidden,
         heads=heads,
         kv_heads=run.count("kv_heads") or heads,
@@ -211,27 +209,28 @@ def _shape(run: PublishedRun, degrees: _Degrees, framework: Framework) -> ModelS
         gated=_GATED[run.text("mlp_type")],
         vocab=run.count("vocab_padded") or (padded if framework.pads_vocab else vocab // degrees.tp * degrees.tp),
         seq_len=_needed(run, "seq_len"),
-        tied="no" if run.text("tied_emb") != "True" else "on one rank" if degrees.pp == 1 else "across stages",
         rotary=run.text("pos_emb") in {"rope", ""} and _GATED[run.text("mlp_type")],
+        own_head=not is_tied or degrees.pp > 1,
         latent=_latent(run),
         experts=experts,
         shared_ffn=(run.count("moe_shared_ffn") or _shared_ffn(run)) if experts else 0,
+    )
+    return _Shape(
+        decoder=decoder,
+        num_layers=_needed(run, "layers") + (run.count("mtp_layers") or 0),
         dense_blocks=dense_blocks,
+        tied="no" if not is_tied else "on one rank" if degrees.pp == 1 else "across stages",
     )
 
 
-def _experts(run: PublishedRun, framework: Framework) -> Experts:
-    text = run.text("moe_dispatcher")
-    deep = any(word in text.lower() for word in ("deepep", "hybridep"))
-    stated: Dispatcher = "deep" if deep else "all-gather" if text.startswith("allgather") else "all-to-all"
-    dispatcher = stated if text else framework.dispatcher
+def _experts(run: PublishedRun, degrees: _Degrees) -> Experts:
+    if degrees.ep * degrees.etp < degrees.tp and degrees.ep > 1:
+        raise _SkipError(f"experts over {degrees.ep * degrees.etp} ranks beside tp {degrees.tp}")
     return Experts(
         count=_needed(run, "moe_experts"),
         top_k=_needed(run, "moe_topk"),
         ffn=_needed(run, "moe_ffn"),
-        dispatcher=dispatcher,
-        kernels_of_each=kernels_of_each_expert(run, framework),
-        slowdown=te_speedup(run),
+        etp=degrees.etp,
     )
 
 
@@ -262,45 +261,47 @@ def _imbalance(run: PublishedRun, framework: Framework) -> float:
 
 
 @cache
-def _chain(shape: ModelShape, etp: int) -> ModelChain:
+def _chain(shape: _Shape) -> ModelChain:
     """The model as a config that divides alike; a part of an expert's width counts as an expert of its own."""
+    decoder = shape.decoder
     config: dict[str, object] = {
-        "model_type": "llama" if shape.gated else "gpt_neox",
-        "hidden_size": shape.hidden,
+        "model_type": "llama" if decoder.gated else "gpt_neox",
+        "hidden_size": decoder.hidden,
         "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn or shape.hidden,
-        "vocab_size": shape.vocab,
-        "max_position_embeddings": shape.seq_len,
+        "num_attention_heads": decoder.heads,
+        "head_dim": decoder.head_dim,
+        "intermediate_size": decoder.ffn or decoder.hidden,
+        "vocab_size": decoder.vocab,
+        "max_position_embeddings": decoder.seq_len,
         "tie_word_embeddings": shape.tied == "across stages",
     }
-    if shape.experts is not None:
+    if decoder.experts is not None:
         config |= {
             "model_type": "qwen3_moe",
-            "num_key_value_heads": shape.heads,
-            "num_experts": shape.experts.count * etp,
-            "num_experts_per_tok": shape.experts.top_k,
-            "moe_intermediate_size": shape.experts.ffn,
+            "num_key_value_heads": decoder.heads,
+            "num_experts": decoder.experts.count * decoder.experts.etp,
+            "num_experts_per_tok": decoder.experts.top_k,
+            "moe_intermediate_size": decoder.experts.ffn,
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(range(shape.dense_blocks)),
         }
-    return chain_from_config(config, name="published", split=_split(shape, etp))
+    return chain_from_config(config, name="published", split=_split(shape))
 
 
-def _split(shape: ModelShape, etp: int) -> ModelSplit:
+def _split(shape: _Shape) -> ModelSplit:
     """How such a model splits: embedding, blocks (dense ones first where others have experts), norm and projection."""
-    heads, width = ((name, shape.heads) for name in ("attention heads", KV_HEADS)), shape.ffn or shape.hidden
+    decoder = shape.decoder
+    heads, width = ((name, decoder.heads) for name in ("attention heads", KV_HEADS)), decoder.ffn or decoder.hidden
     divides = (*heads, ("feed-forward width", width))
     block = SplitLayerType(name="block", role=LayerRole.BLOCK, tp_divides=divides)
-    ends = [SplitLayerType(name=each.value, role=each, tp_divides=(("vocabulary", shape.vocab),)) for each in _ENDS]
+    ends = [SplitLayerType(name=each.value, role=each, tp_divides=(("vocabulary", decoder.vocab),)) for each in _ENDS]
     blocks, places = [block], [1] * shape.num_layers
-    if shape.experts is not None:
-        experts = shape.experts.count * etp
+    if decoder.experts is not None:
+        experts = decoder.experts.count * decoder.experts.etp
         sparse = block.model_copy(update={"tp_divides": (*divides[:2], ("experts", experts)), "num_experts": experts})
         blocks = [sparse]
         if shape.dense_blocks:
-            named = {"dense block": block, "sparse block": sparse}
+            named = {_DENSE: block, _SPARSE: sparse}
             blocks = [layer_type.model_copy(update={"name": name}) for name, layer_type in named.items()]
             places = [1] * shape.dense_blocks + [2] * (shape.num_layers - shape.dense_blocks)
     last = len(blocks) + 1
@@ -314,11 +315,11 @@ def _split(shape: ModelShape, etp: int) -> ModelSplit:
         kinds=(ends[0], *blocks, ends[1]),
         layers=(0, *places, last),
         call=BlockCall(),
-        hidden_size=shape.hidden,
-        vocab_size=shape.vocab,
-        max_seq_len=shape.seq_len,
+        hidden_size=decoder.hidden,
+        vocab_size=decoder.vocab,
+        max_seq_len=decoder.seq_len,
         learned_positions=False,
-        rotary_size=shape.head_dim,
+        rotary_size=decoder.head_dim,
         rotary_by_attention=False,
         fused_attention=True,
         shared=(tied,) if shape.tied == "across stages" else (),
@@ -326,14 +327,13 @@ def _split(shape: ModelShape, etp: int) -> ModelSplit:
 
 
 @cache
-def _profile(
-    shape: ModelShape, kernels: Kernels, tp: int, sp: bool, ep: int, etp: int, node_ranks: int, imbalance: float
-) -> Profile:
+def _profile(shape: _Shape, kernels: Kernels, tp: int, sp: bool, imbalance: float, slowdown: float) -> Profile:
+    chain = _chain(shape)
     identity = ProfileIdentity(
         method="traced",
         model_name="published",
-        config_hash=_chain(shape, etp).config_hash,
-        seq_len=shape.seq_len,
+        config_hash=chain.config_hash,
+        seq_len=shape.decoder.seq_len,
         precision="bf16",
         device="any",
         num_devices=1,
@@ -341,15 +341,14 @@ def _profile(
         transformers="none: closed form",
         created="",
     )
-    return Profile(
-        identity=identity,
-        layers=layer_profiles(shape, kernels, tp=tp, sp=sp, ep=ep, etp=etp, node_ranks=node_ranks, imbalance=imbalance),
+    layers = (
+        decoder_layer(shape.decoder, kernels, each, tp=tp, sp=sp, imbalance=imbalance, slowdown=slowdown)
+        for each in chain.layer_types
     )
+    return Profile(identity=identity, layers=tuple(layers))
 
 
-def _strategy(
-    run: PublishedRun, framework: Framework, degrees: _Degrees, shape: ModelShape
-) -> tuple[Strategy, Framework]:
+def _strategy(run: PublishedRun, framework: Framework, degrees: _Degrees, shape: _Shape) -> tuple[Strategy, Framework]:
     zero = framework.zero_stage(run)
     shards = run.count("dp_shard")
     execution = framework.execution
@@ -380,7 +379,7 @@ def _strategy(
         sp=degrees.tp > 1 and has_sp,
         zero=2 if zero == 2 and fsdp else 3,
         cp_method="ulysses" if run.text("cp_method") == "a2a" else "gather",
-        ep=_outside_tp(degrees) if shape.experts else 1,
+        ep=_outside_tp(degrees) if shape.decoder.experts else 1,
     )
     return strategy, replace(framework, execution=execution)
 
@@ -412,15 +411,14 @@ def _is_alternating(run: PublishedRun) -> bool:
 
 
 def _plan(
-    chain: ModelChain,
-    cluster: Cluster,
+    job: Job,
     degrees: _Degrees,
     strategy: Strategy,
-    shape: ModelShape,
+    shape: _Shape,
     framework: Framework,
     alternating: bool,
 ) -> Plan:
-    size = degrees.devices // degrees.pp
+    chain, size = job.chain, degrees.devices // degrees.pp
     bounds = _stage_bounds(shape, degrees.pp * degrees.chunks, by_flop=framework.balances_by_flop)
     edge = replace(strategy, remat=Remat.NONE)
     stages = []
@@ -434,11 +432,12 @@ def _plan(
         stages.append(StagePart(ranks=(start, start + size - 1), runs=fold_runs(first, strategies)))
     return Plan(
         model=PlanModel(name=chain.name, config=dict(chain.config), config_hash=chain.config_hash, split=chain.split),
-        cluster=cluster.name,
-        seq_len=shape.seq_len,
-        global_batch=degrees.global_batch,
+        cluster=job.cluster.name,
+        seq_len=job.seq_len,
+        global_batch=job.global_batch,
         num_microbatches=degrees.microbatches,
-        precision="bf16",
+        precision=job.precision,
+        engine=job.engine.name,
         schedule=_schedule(degrees).name,
         stages=stages_of(stages),
     )
@@ -455,7 +454,7 @@ def _schedule(degrees: _Degrees) -> Schedule:
     return ONE_F_ONE_B if degrees.microbatches >= degrees.pp else GPIPE
 
 
-def _stage_bounds(shape: ModelShape, num_stages: int, *, by_flop: bool) -> tuple[int, ...]:
+def _stage_bounds(shape: _Shape, num_stages: int, *, by_flop: bool) -> tuple[int, ...]:
     """First layer of each stage and the end: blocks divided evenly, or layers by their FLOP."""
     num_layers = shape.num_layers + 2
     if num_stages > num_layers:
@@ -469,10 +468,11 @@ def _stage_bounds(shape: ModelShape, num_stages: int, *, by_flop: bool) -> tuple
     return (*bounds, num_layers)
 
 
-def _bounds_by_flop(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
+def _bounds_by_flop(shape: _Shape, num_stages: int) -> tuple[int, ...]:
     """Cuts after the layer at which the FLOP so far reach the stage's equal share; every stage has a layer."""
-    block = shape.hidden * (shape.hidden * 4 + shape.ffn * (3 if shape.gated else 2))
-    costs = [0.0, *([float(block)] * shape.num_layers), float(shape.hidden * shape.vocab)]
+    decoder = shape.decoder
+    block = decoder.hidden * (decoder.hidden * 4 + decoder.ffn * (3 if decoder.gated else 2))
+    costs = [0.0, *([float(block)] * shape.num_layers), float(decoder.hidden * decoder.vocab)]
     share, bounds, spent = sum(costs) / num_stages, [0], 0.0
     for layer, cost in enumerate(costs):
         spent += cost

@@ -247,7 +247,7 @@ def test_a_dispatcher_that_sends_once_sends_to_each_rank_of_a_node_or_each_node(
     config: JobConfig, degree: int, places: int
 ) -> None:
     """Two experts of a token are on 2 - 1/r of r places; four ranks are a node here."""
-    job = replace(config.job, engine=replace(NATIVE, execution=Execution(sends_once=True)))
+    job = replace(config.job, engine=replace(NATIVE, execution=Execution(dispatcher="deep")))
     strategy = f"fsdp8 ep{degree}"
     each, once = (sent(strategy, given)["backward", "experts"] for given in (config, replace(config, job=job)))
     assert once == pytest.approx(each * (2 - 1 / places) / 2)

@@ -36,8 +36,6 @@ from steelyard.units import Amount, at_each, hashable
 
 OPTIMIZER_BYTES = 28
 """What an AdamW step moves per parameter of a rank: it reads 16 bytes and writes 12."""
-ACCUMULATION_BYTES = 10
-"""What adding a 2-byte gradient to a 4-byte one moves: 6 bytes read, 4 written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +70,9 @@ def _compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime
             backward_s=at_each(samples, lambda each: measured(each).backward_s),
             includes_shape=True,
         )
-    added = layer.trained.num_params * ACCUMULATION_BYTES if job.execution.accumulates_apart else 0
     return ComputeTime(
         forward_s=work_s(layer.forward, samples, job),
-        backward_s=work_s(layer.backward, samples, job) + (_moving_s(added, job) if added else 0.0),
+        backward_s=work_s(layer.backward, samples, job),
         includes_shape=False,
         forward_launch_s=launch_s(layer.forward, layer.forward_collectives, job),
         backward_launch_s=launch_s(layer.backward, layer.backward_collectives, job),

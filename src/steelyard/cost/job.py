@@ -39,9 +39,6 @@ COMPUTE_BYTES = {"fp8": 2, "bf16": 2, "fp32": 4}
 """Bytes of a parameter while a layer computes, and of an activation between layers."""
 MASTER_BYTES = 4
 """Bytes of a parameter as the optimizer keeps it, and of a gradient as it is reduced."""
-FP8_SPEEDUP = 0.85
-"""Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks: scaling and casts.
-Between the pairs of dgxc_benchmarking that differ in precision alone 0.80 to 1.05."""
 Made = TypeVar("Made")
 
 ASSUMED_IMBALANCE = 1.2
@@ -291,7 +288,9 @@ class Job:
         device, found = self.cluster.device, self.execution.linear_speedup
         if "fp8" in device.peak_flop_per_s:
             found *= self.execution.tuned_linear_speedup
-        return found * device.peak("fp8") / device.peak("bf16") * FP8_SPEEDUP if self.precision == "fp8" else found
+        if self.precision == "fp8":
+            found *= device.peak("fp8") / device.peak("bf16") * self.execution.fp8_share
+        return found
 
     @property
     def compute_bytes(self) -> int:

@@ -172,11 +172,13 @@ def layer_load(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Lo
 
 def _part_sent(strategy: Strategy, config: JobConfig) -> float:
     """Of the tokens that are exchanged, one for each expert, the part that is sent."""
-    if strategy.expert_degree == 1 or not config.job.execution.sends_once:
+    dispatcher = config.job.execution.dispatcher
+    if strategy.expert_degree == 1 or dispatcher == "all-to-all":
         return 1.0
     group = group_of_experts("experts", strategy, config.devices_per_stage)
     routing = Routing.of(config.job.chain.config)
-    return routing.places(num_places(group, config.job.cluster)) / routing.top_k
+    places = group.size if dispatcher == "all-gather" else routing.places(num_places(group, config.job.cluster))
+    return places / routing.top_k
 
 
 def _held_apart(layer: LayerProfile, strategy: Strategy) -> tuple[int, int]:

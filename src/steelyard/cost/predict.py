@@ -59,10 +59,11 @@ def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) 
     ]
     jobs = [each.job for each in configs]
     speeds = [each.profile.stage_speeds(jobs.count(each)) for each in jobs]
+    overlaps = job.execution.overlaps_transfers
     timeline = simulate(
         times,
         configs[0].pipeline,
-        overlap_sends=job.execution.overlaps_transfers,
+        overlap_sends=overlaps == "always" or (overlaps == "with chunks" and plan.num_chunks > 1),
         speeds=list(zip(map(jobs.index, jobs), speeds, strict=True)) if any(speeds) else [],
     )
     memories = memory_terms([part.layers for part in plan.parts], plan.strategies, configs)

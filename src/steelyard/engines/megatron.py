@@ -19,6 +19,7 @@ from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution, StateBytes
+from steelyard.engines.kernels import FUSED
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
@@ -39,7 +40,7 @@ CAPABILITIES = Capabilities(
         "ep": frozenset(DEGREE.texts),
     },
     why_not={"fsdp": "which is Megatron-FSDP's: export --to megatron-fsdp"},
-    remats=frozenset({Remat.NONE, Remat.FULL}),
+    remats=frozenset(Remat),
     remats_first_blocks=True,
     pipeline="any cuts",
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.megatron_name is not None),
@@ -196,6 +197,8 @@ def layout(parts: tuple[PipelinePart, ...]) -> str:
 def _remat_flags(view: UniformPlan) -> Flags:
     if view.remat is Remat.NONE:
         return []
+    if view.remat is Remat.SELECTIVE:
+        return ["--recompute-granularity selective", "--recompute-modules core_attn"]
     method, count = ("uniform", 1) if view.remat_blocks is None else ("block", view.remat_blocks)
     return ["--recompute-granularity full", f"--recompute-method {method}", f"--recompute-num-layers {count}"]
 
@@ -339,15 +342,19 @@ _FAMILIES: Mapping[str, tuple[Known, Callable[[Mapping[str, Any]], Flags]]] = {
 }
 """By model type: entries carried in addition to the common ones, and the function that writes them."""
 
+KERNELS = replace(FUSED, loss_bytes=(6, 4), of_each_expert=2, accumulation_bytes=6)
+"""The product that makes a gradient adds it to the fp32 one. The loss makes one fp32 copy of the logits, works in place
+and keeps the softmax (tensor_parallel/cross_entropy.py). Transformer Engine computes experts with a matmul of each on
+one of four streams (gemm.cpp, te_general_grouped_gemm)."""
+
 MEGATRON = Engine(
     name="megatron",
     software="Megatron-LM (megatron-core 0.19.2)",
     capabilities=CAPABILITIES,
     execution=Execution(
         states=StateBytes(parameters=2, gradients=4, optimizer=12, zero=1),
-        overlaps_transfers=False,
-        fused_kernels=True,
-        repeats_whole_blocks=True,
+        overlaps_transfers="with chunks",
+        kernels=KERNELS,
     ),
     precisions=("bf16", "fp32", "fp8"),
     refuse=_refuse,
@@ -364,7 +371,7 @@ MEGATRON = Engine(
     ),
 )
 """Its distributed optimizer reduces gradients and gathers parameters beside compute (--use-distributed-optimizer,
---overlap-grad-reduce, --overlap-param-gather). The matmul that makes a gradient adds it to the fp32 one."""
+--overlap-grad-reduce, --overlap-param-gather)."""
 TE_SPEEDUP = 1.25
 """Rate of Transformer Engine's linear layers since Hopper over that of torch's in the same training loop. Found on
 dgxc_benchmarking, whose 85 runs without it are all predicted 12 to 36 % too slow; runs of megatron_bridge and
@@ -378,18 +385,21 @@ MEGATRON_BRIDGE = replace(
         MEGATRON.execution,
         states=StateBytes(parameters=2, gradients=2, optimizer=12, zero=1),
         reduce_bytes=2,
+        hidden_collectives=0.5,
+        kernels=replace(KERNELS, accumulation_bytes=2),
         tuned_linear_speedup=TE_SPEEDUP,
-        sends_once=True,
+        dispatcher="deep",
     ),
     targets=(),
 )
-"""Recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), compute by Transformer Engine and
-send tokens by DeepEP or HybridEP. No file is written for them yet."""
+"""Recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), compute by Transformer Engine, its
+user buffers hide half of what tensor parallelism sends (tp_comm_overlap; found on dgxc_benchmarking), and send tokens
+by DeepEP or HybridEP. No file is written for them yet."""
 MEGATRON_FSDP = replace(
     MEGATRON,
     name="megatron-fsdp",
     capabilities=FSDP_CAPABILITIES,
-    execution=Execution(fused_kernels=True, repeats_whole_blocks=True),
+    execution=Execution(kernels=KERNELS),
     targets=tuple(
         replace(
             target,

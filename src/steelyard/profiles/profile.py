@@ -41,7 +41,8 @@ class Work(ProfilePart):
 
     ``matmul_flop`` and ``attention_flop`` run on the matrix units; ``matmul_bytes`` is what the former read and write,
     ``memory_bytes`` what all other operations do; ``num_kernels`` counts operations that launch a kernel.
-    ``expert_weight_bytes`` are those of ``matmul_bytes`` that are weights of routed experts, or their gradients.
+    ``expert_weight_bytes`` are those of ``matmul_bytes`` that are weights of routed experts, or their gradients;
+    ``expert_kernels`` those of ``num_kernels`` that each of a rank's experts has of its own.
     ``products`` and ``attention`` are the shapes of these kernels: convolutions have none, nor have counts that were
     made before shapes were kept.
     """
@@ -52,6 +53,7 @@ class Work(ProfilePart):
     expert_weight_bytes: float = 0.0
     memory_bytes: Affine
     num_kernels: Count
+    expert_kernels: Annotated[Count, Field(exclude_if=lambda count: count == 0)] = 0
     products: tuple[Product, ...] = ()
     attention: tuple[AttentionCall, ...] = ()
 
@@ -59,8 +61,11 @@ class Work(ProfilePart):
         """The same where a rank reads the weights of one in ``degree`` of the experts alone."""
         left = self.expert_weight_bytes / degree
         fewer = self.matmul_bytes.constant - (self.expert_weight_bytes - left)
+        own_kernels = self.expert_kernels // degree
         return self.model_copy(
             update={
+                "num_kernels": self.num_kernels - (self.expert_kernels - own_kernels),
+                "expert_kernels": own_kernels,
                 "matmul_bytes": self.matmul_bytes.model_copy(update={"constant": fewer}),
                 "expert_weight_bytes": left,
                 "products": tuple(each.with_experts_over(degree) for each in self.products),

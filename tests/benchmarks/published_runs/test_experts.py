@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from published_runs.experts import ExpertRank, Experts
 from published_runs.forecast import Forecast, forecast
 from published_runs.rows import PublishedRun
-from published_runs.shapes import SPARSE
 
 from steelyard.cost.predict import predict
+from steelyard.engines.megatron import MEGATRON, TE_SPEEDUP
 from steelyard.plan.dimensions import CP
 from steelyard.plan.strategy import Strategy
 from tests.benchmarks.published_runs.examples import case
@@ -33,12 +32,6 @@ SPARSE_ROW = {
 }
 
 
-def rank(**changed: int) -> ExpertRank:
-    sizes = {"tokens": 64, "hidden": 16, "tp": 1, "ep": 1, "etp": 1, "node_ranks": 8} | changed
-    experts = Experts(count=8, top_k=2, ffn=32)
-    return ExpertRank(experts=experts, gated=True, imbalance=1.0, **sizes)  # type: ignore[arg-type]
-
-
 def block_strategy(**cells: str) -> Strategy:
     return case(TITAN, **SPARSE_ROW | cells).plan.strategies[1]
 
@@ -53,31 +46,27 @@ def test_ranks_that_divide_experts_and_tensors_alike_count_as_tp() -> None:
     assert (found.tensor_degree, found.expert_degree) == (2, 4)
 
 
-def test_a_rank_holds_its_share_of_all_experts_however_they_are_divided() -> None:
-    whole = rank().params
-    assert whole == 8 * 3 * 16 * 32
-    for degrees in ({"ep": 8, "tp": 2}, {"ep": 4, "tp": 2, "etp": 2}, {"ep": 8}, {"ep": 2, "tp": 2}):
-        found = rank(**degrees)
-        assert found.params // found.outside_tp == whole // (degrees["ep"] * degrees.get("etp", 1))
-
-
 def test_dense_blocks_come_first_and_have_no_experts() -> None:
     found = case(TITAN, **SPARSE_ROW | {"moe_dense_layers": "3"})
     chain, strategies = found.job.chain, found.plan.strategies
-    layer_types = [chain.type_of(layer).name == SPARSE for layer in range(1, chain.num_layers - 1)]
+    layer_types = [chain.type_of(layer).num_experts > 0 for layer in range(1, chain.num_layers - 1)]
     assert layer_types == [False] * 3 + [True] * (len(layer_types) - 3)
     assert [each.expert_degree > 1 for each in strategies[1:-1]] == layer_types
 
 
 @pytest.mark.parametrize(
-    ("dispatcher", "copies"), [("alltoall", 2.0), ("flex deepep", 4 * (1 - (3 / 4) ** 2)), ("allgather", 4.0)]
+    ("text", "dispatcher"),
+    [("alltoall", "all-to-all"), ("flex deepep", "deep"), ("allgather, sequential", "all-gather")],
 )
-def test_a_dispatcher_sends_as_many_copies_of_a_token_as_it_is_said_to(dispatcher: str, copies: float) -> None:
-    found = case(TITAN, **SPARSE_ROW | {"moe_dispatcher": dispatcher})
-    block = found.job.profile.layers[1]
-    (sent,) = [each for each in block.forward_collectives if each.kind == "all_to_all"]
-    one_copy = 2 * found.job.seq_len * found.job.chain.hidden_size
-    assert sent.tensor_bytes.per_sample / sent.count == pytest.approx(copies * one_copy)
+def test_a_row_says_how_tokens_are_sent(text: str, dispatcher: str) -> None:
+    assert case(TITAN, **SPARSE_ROW | {"moe_dispatcher": text}).job.execution.dispatcher == dispatcher
+
+
+def test_an_exchange_sends_a_token_to_each_of_its_experts() -> None:
+    found = case(TITAN, **SPARSE_ROW).job
+    assert found.profile.layers[1].divided_experts is not None
+    (sent,) = found.profile.layers[1].divided_experts[0].forward_collectives
+    assert sent.tensor_bytes.per_sample / sent.count == 2 * 2 * found.seq_len * found.chain.hidden_size
 
 
 def test_forced_routing_is_even_and_natural_routing_is_not() -> None:
@@ -112,7 +101,10 @@ def test_workspaces_of_kernels_and_the_last_rank_are_counted_for_megatron_core()
 
 
 def kernels_of(framework: str, **cells: str) -> int:
-    return case(TITAN, **SPARSE_ROW | {"framework": framework} | cells).job.profile.layers[1].forward.num_kernels
+    found = case(TITAN, **SPARSE_ROW | {"framework": framework} | cells).job
+    block = found.layer("block", {}, expert_degree=4)
+    assert block is not None
+    return block.forward.num_kernels
 
 
 def test_transformer_engine_computes_each_local_expert_by_two_matmuls_and_in_fp8_by_two_casts_beside() -> None:
@@ -125,15 +117,11 @@ def test_transformer_engine_computes_each_local_expert_by_two_matmuls_and_in_fp8
 def test_experts_do_not_gain_from_fast_linear_layers() -> None:
     """Their matmuls count as so many more FLOP as the linear layers' rate is higher."""
     alike = {"gpu": "H100", "gpu_mem_gb": "80", "compile": "True", "moe_dispatcher": "alltoall"}
-    dense = {"moe_experts": "", "ffn": "1024", "ep": "1"}
 
-    def matmuls_s(framework: str, **cells: str) -> float:
-        found = case(TITAN, **SPARSE_ROW | alike | {"framework": framework} | cells).job
-        return found.profile.layers[1].forward.matmul_flop.per_sample / found.execution.linear_speedup
+    def matmul_flop(framework: str, ffn: int) -> float:
+        found = case(TITAN, **SPARSE_ROW | alike | {"framework": framework, "moe_ffn": str(ffn)}).job
+        return found.profile.layers[1].forward.matmul_flop.per_sample
 
-    def of_experts_s(framework: str) -> float:
-        without = matmuls_s(framework, moe_ffn="1")
-        return matmuls_s(framework) - without
-
-    assert of_experts_s("NeMo 25.02") == pytest.approx(of_experts_s("Megatron-Core, TE"))
-    assert matmuls_s("NeMo 25.02", **dense) < matmuls_s("Megatron-Core, TE", **dense)
+    tuned, usual = (matmul_flop(each, 1024) - matmul_flop(each, 512) for each in ("NeMo 25.02", "Megatron-Core, TE"))
+    assert tuned == pytest.approx(TE_SPEEDUP * usual)
+    assert MEGATRON.execution.tuned_linear_speedup == 1.0

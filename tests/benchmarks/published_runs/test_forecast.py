@@ -14,27 +14,13 @@ from published_runs.forecast import (
     forecast_case,
     write_predictions,
 )
-from published_runs.frameworks import FIXED_SEGMENTS_RESERVE, framework_of
+from published_runs.frameworks import FIXED_SEGMENTS_RESERVE
 from published_runs.jobs import Case, case_of
-from published_runs.shapes import MISALIGNED_RATE, ModelShape, layer_profiles
 
 from steelyard.cost.predict import predict_memory
 from steelyard.engines.execution import OURS, StateBytes
 from tests.benchmarks.published_runs.examples import case, forecasts, outcomes, run_of, sample
 
-SHAPE = ModelShape(
-    num_layers=4,
-    hidden=64,
-    heads=4,
-    kv_heads=4,
-    head_dim=16,
-    ffn=256,
-    gated=True,
-    vocab=512,
-    seq_len=32,
-    tied="no",
-    rotary=True,
-)
 TABLES = ("ground_truth_multi.csv (measured)", "ground_truth_single.csv (sums)")
 TERMS = {"parameters": 100, "activations": 1000, "context": 10, "allocator slack": 80}
 
@@ -104,27 +90,6 @@ def test_the_allocator_holds_one_reserve_where_segments_expand_and_one_where_the
     held = {(each.run.text("framework").startswith("torchtitan"), each.job.execution.reserve) for each in found}
     assert held == {(True, OURS.reserve), (False, FIXED_SEGMENTS_RESERVE)}
     assert OURS.reserve < FIXED_SEGMENTS_RESERVE
-
-
-@pytest.mark.parametrize("source", ["aleph_alpha", "ultrascale_playbook"])
-def test_a_gathered_input_that_is_kept_takes_a_whole_sequence(source: str) -> None:
-    """The inputs of two matmuls of a block: a rank of two keeps all of them, not its own half."""
-    framework = framework_of(run_of(source, attention="flash_attention2 + RMS kernel"))
-    assert framework is not None
-    kept, part = (
-        layer_profiles(SHAPE, replace(framework.kernels, keeps_gathered=keeps), tp=2, sp=True)[1]
-        for keeps in (framework.kernels.keeps_gathered, False)
-    )
-    assert kept.saved_bytes.per_sample - part.saved_bytes.per_sample == 2 * 2 * SHAPE.hidden * SHAPE.seq_len / 2
-
-
-@pytest.mark.parametrize(("entries", "aligned"), [(512, True), (504, True), (508, False), (510, False), (511, False)])
-def test_a_head_whose_rows_begin_between_16_bytes_takes_longer(entries: int, aligned: bool) -> None:
-    framework = framework_of(run_of("vtrain"))
-    assert framework is not None
-    head = layer_profiles(replace(SHAPE, vocab=2 * entries), framework.kernels, tp=2, sp=False)[2]
-    flop = 2 * SHAPE.seq_len * SHAPE.hidden * entries
-    assert head.forward.matmul_flop.per_sample == pytest.approx(flop / (1 if aligned else MISALIGNED_RATE))
 
 
 def test_a_sum_of_kernels_holds_nothing_that_a_step_does_beside_its_layers() -> None:

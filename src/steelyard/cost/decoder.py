@@ -1,4 +1,4 @@
-r"""A layer's profile in closed form from the sizes that a publication states, where there is no module to trace.
+r"""A layer's profile in closed form, for engines that compute decoders with modules and kernels of their own.
 
 Same quantities as `steelyard.tracer` counts, per rank and sample, with hidden size $h$, query and key-value widths
 $q$ and $k$ of a rank, feed-forward width $f$ and vocabulary $V$ of a rank, heads $a$ of a rank, length $s$, and
@@ -8,6 +8,8 @@ $\sigma = 1/\text{tp}$ with sequence parallelism, else 1. Bytes per token:
 |-----------------------|-----------------------------------------------------|--------------------------------------|
 | norms, forward        | 72 σh                                               | 8 σh                                 |
 | norms, backward       | 184 σh + 18 h                                       | 12 σh                                |
+| of queries, keys, fwd | 36 (q + k)                                          | 4 (q + k)                            |
+| of queries, keys, bwd | 92 (q + k)                                          | 6 (q + k)                            |
 | residual, both        | 12 σh                                               | 12 σh                                |
 | rotary, forward       | 20 (q + k)                                          | 4 (q + k)                            |
 | rotary, backward      | 32 (q + k)                                          | 4 (q + k)                            |
@@ -24,15 +26,17 @@ Source: Korthikanti et al. 2022 (saved activations); Dao 2023 (flash attention).
 alignment, memory of kernels.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any
 
-from published_runs.experts import ExpertRank, Experts
+from steelyard.cost.decoder_experts import Experts, with_experts
+from steelyard.engines.kernels import Kernels
+from steelyard.model.chain import LayerRole, LayerType, ModelChain
+from steelyard.model.family import Routing
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Recomputation, Work
 from steelyard.profiles.shapes import Affine, AttentionCall
 
-DENSE, SPARSE = "dense block", "sparse block"
-"""The block types where some have experts and some do not."""
 HALF = 2
 """Bytes of an activation or a weight in bf16 or fp16."""
 ALIGNED_BYTES = 16
@@ -40,6 +44,10 @@ ALIGNED_BYTES = 16
 MISALIGNED_RATE = 0.4
 """Rate of a head whose part of the vocabulary is not so, over that of one that is: of vTrain's layers 200 TFLOP/s
 where a rank has 25,128 entries, 104 of 12,564, 74 of 6,282 and 76 of 50,257."""
+_PLAIN_ACTIVATIONS = ("gpt2", "gpt_neox", "nemotron", "opt", "bloom", "falcon", "phi", "starcoder2")
+"""Model types whose feed-forward part has two matrices and no gate."""
+_HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""Model types whose queries and keys have norms of their own, which no entry of a config says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +63,9 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
+class DecoderShape:
     """Sizes of a decoder-only Transformer; ``ffn`` of its blocks without experts."""
 
-    num_layers: int
     hidden: int
     heads: int
     kv_heads: int
@@ -67,91 +74,104 @@ class ModelShape:
     gated: bool
     vocab: int
     seq_len: int
-    tied: Literal["no", "on one rank", "across stages"]
-    """Whether the head works on the matrix of the embedding; on one rank it has none of its own then."""
     rotary: bool
+    head_norms: bool = False
+    """Whether queries and keys have norms of their own."""
+    own_head: bool = True
+    """Whether the head has a matrix of its own, and does not work on that of the embedding on the same rank."""
     latent: Latent | None = None
+    window: int = 0
+    """Tokens that a query of a block with a sliding window sees; 0 where it sees all before it."""
     experts: Experts | None = None
     shared_ffn: int = 0
     """Width of the experts that every token takes."""
-    dense_blocks: int = 0
-    """Blocks before the first one with experts."""
+
+    @classmethod
+    def of(cls, chain: ModelChain, seq_len: int) -> "DecoderShape":
+        """The sizes that a model's config says, for sequences of ``seq_len`` tokens."""
+        config = chain.config
+        heads = _first(config, "num_attention_heads", "n_head")
+        num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts", default=0)
+        width = _first(config, "moe_intermediate_size", "intermediate_size", default=0)
+        has_latent = bool(config.get("kv_lora_rank"))
+        return cls(
+            hidden=chain.hidden_size,
+            heads=heads,
+            kv_heads=_first(config, "num_key_value_heads", default=heads),
+            head_dim=_first(config, "head_dim", default=chain.hidden_size // heads),
+            ffn=_first(config, "intermediate_size", "n_inner", default=4 * chain.hidden_size),
+            gated=chain.family.model_type not in _PLAIN_ACTIVATIONS,
+            vocab=chain.vocab_size,
+            seq_len=seq_len,
+            rotary=bool(chain.rotary_size),
+            head_norms=chain.family.model_type in _HEAD_NORMS,
+            latent=Latent(
+                queries=config.get("q_lora_rank") or 0,
+                keys=config["kv_lora_rank"],
+                plain=config["qk_nope_head_dim"],
+                rotary=config["qk_rope_head_dim"],
+                values=config["v_head_dim"],
+            )
+            if has_latent
+            else None,
+            window=int(config.get("sliding_window") or 0),
+            experts=Experts(count=num_experts, top_k=Routing.of(config).top_k, ffn=width) if num_experts else None,
+            shared_ffn=config.get("shared_expert_intermediate_size") or width * (config.get("n_shared_experts") or 0),
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
-    """Which parts of a block a framework computes in one kernel, and what it keeps for the backward pass.
-
-    ``attention``: a flash kernel, matmuls around a fused softmax, or eager operations. ``selective``: what selective
-    remat computes again: the core of attention (Megatron), or all but attention and every second matmul (torchtitan).
-    ``full``: what full remat computes again: the whole block, or the block up to the last tensor that its backward
-    pass needs, where torch's non-reentrant checkpoint stops early (the last matmul is then not run again).
-    ``norm_bytes``: what two norms that are no kernel keep per entry of the hidden state, beside the results.
-    ``mask_bytes`` per entry of the masks of dropout behind attention and behind the feed-forward part.
-    ``copies``: kernels of a block that only copy or make masks. ``keeps_gathered``: whether sequence parallelism keeps
-    what it gathered until the backward pass, not its own part of it. ``loss_bytes``: what the loss holds at its peak,
-    and of that until the backward pass, per token and entry of the vocabulary on a rank, of all entries if
-    ``gathers_logits``; ``loss_outlives``: whether the latter is still there while the next microbatch's loss is made.
-    """
-
-    norm: bool
-    rotary: bool
-    activation: bool
-    loss: bool
-    attention: Literal["flash", "fused softmax", "eager"]
-    dropout: bool = False
-    mask_bytes: int = 1
-    selective: Literal["attention core", "half of the matmuls"] = "attention core"
-    full: Literal["block", "until last needed"] = "block"
-    norm_bytes: int = 14
-    copies: int = 0
-    keeps_gathered: bool = False
-    loss_bytes: tuple[int, int] = (12, 4)
-    gathers_logits: bool = False
-    loss_outlives: bool = False
+def _first(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """The first of these sizes that a config has; `KeyError` where it has none and there is no default."""
+    found = next((int(config[key]) for key in keys if config.get(key)), default)
+    if found is None:
+        raise KeyError(keys[0])
+    return found
 
 
-def layer_profiles(
-    shape: ModelShape,
+def decoder_layer(
+    shape: DecoderShape,
     kernels: Kernels,
+    layer_type: LayerType,
     *,
     tp: int,
     sp: bool,
-    ep: int = 1,
-    etp: int = 1,
-    node_ranks: int = 8,
     imbalance: float = 1.0,
-) -> tuple[LayerProfile, ...]:
-    """Profiles of the embedding, each block type and the head on one of ``tp`` ranks."""
-    local = _Local(shape=shape, kernels=kernels, tp=tp, sp=sp and tp > 1)
-    profiles = local.embedding(), local.block(), local.head()
-    if shape.experts is None:
-        return profiles
-    sparse = replace(local, shape=replace(shape, ffn=shape.shared_ffn)).block()
-    rank = ExpertRank(
-        experts=shape.experts,
+    slowdown: float = 1.0,
+) -> LayerProfile:
+    """The profile of a layer of this type on one of ``tp`` ranks.
+
+    ``imbalance``: how many times the mean of its pairs of a token and an expert the fullest of tensor-parallel ranks
+    computes; ``slowdown``: how many times as long matmuls of experts take as at the rate of other linear layers.
+    """
+    if not (shape.window and layer_type.attention == "sliding_attention"):
+        shape = replace(shape, window=0)
+    local = _Local(shape=shape, kernels=kernels, kind=layer_type.name, tp=tp, sp=sp and tp > 1)
+    if layer_type.role is LayerRole.EMBEDDING:
+        return local.embedding()
+    if layer_type.role is LayerRole.HEAD:
+        return local.head()
+    if not layer_type.num_experts or shape.experts is None:
+        return local.block()
+    return with_experts(
+        replace(local, shape=replace(shape, ffn=shape.shared_ffn)).block(),
+        shape.experts,
+        kernels,
         tokens=shape.seq_len,
         hidden=shape.hidden,
         gated=shape.gated,
         tp=tp,
-        ep=ep,
-        etp=etp,
-        node_ranks=node_ranks,
         imbalance=imbalance,
+        slowdown=slowdown,
     )
-    sparse = rank.added_to(sparse)
-    embedding, dense, head = profiles
-    if not shape.dense_blocks:
-        return embedding, sparse, head
-    return embedding, dense.model_copy(update={"kind": DENSE}), head, sparse.model_copy(update={"kind": SPARSE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Local:
     """One rank's share of the sizes. ``sigma``: its part of the sequence outside the tensor-parallel blocks."""
 
-    shape: ModelShape
+    shape: DecoderShape
     kernels: Kernels
+    kind: str
     tp: int
     sp: bool
 
@@ -167,6 +187,11 @@ class _Local:
     @property
     def tokens(self) -> int:
         return self.shape.seq_len
+
+    @property
+    def seen(self) -> int:
+        """Keys whose lower half a kernel works on: all, or twice as many as a window has."""
+        return min(self.tokens, 2 * self.shape.window or self.tokens)
 
     @property
     def heads(self) -> float:
@@ -231,12 +256,15 @@ class _Local:
             matmul_flop=Affine(per_sample=2 * forward.matmul_flop.per_sample),
             attention_flop=Affine(per_sample=2.5 * self._flash_flop()),
             matmul_bytes=Affine(constant=2 * HALF * weights, per_sample=2 * forward.matmul_bytes.per_sample),
-            memory_bytes=Affine(per_sample=self.tokens * self._elementwise_backward()),
+            memory_bytes=Affine(
+                constant=self.kernels.accumulation_bytes * weights,
+                per_sample=self.tokens * self._elementwise_backward(),
+            ),
             num_kernels=2 * forward.num_kernels,
             attention=self._flash_calls(backward=True),
         )
         return self._profile(
-            "block",
+            LayerRole.BLOCK,
             num_params=weights + 2 * self.shape.hidden,
             forward=forward,
             backward=backward,
@@ -254,15 +282,19 @@ class _Local:
         return 0.0 if self.kernels.attention == "flash" else 4.0 * self.tokens**2 * self.q
 
     def _flash_flop(self) -> float:
-        return 2.0 * self.tokens**2 * self.q if self.kernels.attention == "flash" else 0.0
+        return 2.0 * self.tokens * self.seen * self.q if self.kernels.attention == "flash" else 0.0
 
     def _flash_calls(self, *, backward: bool) -> tuple[AttentionCall, ...]:
         if self.kernels.attention != "flash":
             return ()
-        tokens, width = self.tokens, self.q / self.heads
         return (
             AttentionCall(
-                heads=self.heads, head_dim=width, queries=tokens, keys=tokens, is_causal=True, backward=backward
+                heads=self.heads,
+                head_dim=self.q / self.heads,
+                queries=self.tokens,
+                keys=self.seen,
+                is_causal=True,
+                backward=backward,
             ),
         )
 
@@ -278,6 +310,8 @@ class _Local:
         count += 2 if kernels.activation else 3
         if self.shape.rotary:
             count += 2 if kernels.rotary else 12
+        if self.shape.head_norms:
+            count += 2 if kernels.norm else 12
         return count + {"flash": 1, "fused softmax": 5, "eager": 9}[kernels.attention]
 
     def _elementwise_forward(self) -> float:
@@ -287,6 +321,8 @@ class _Local:
             total += (0 if kernels.norm else 16) * shape.hidden
         if shape.rotary:
             total += (4 if kernels.rotary else 20) * (self.q + self.k)
+        if shape.head_norms:
+            total += (4 if kernels.norm else 36) * (self.q + self.k)
         total += self.f * ((6 if kernels.activation else 10) if shape.gated else 4)
         return total + self._softmax_per_token(forward=True)
 
@@ -296,6 +332,8 @@ class _Local:
         total += shape.hidden * ((0 if kernels.norm else 18) + (16 if self.sp and not kernels.norm else 0))
         if shape.rotary:
             total += (4 if kernels.rotary else 32) * (self.q + self.k)
+        if shape.head_norms:
+            total += (6 if kernels.norm else 92) * (self.q + self.k)
         total += self.f * ((10 if kernels.activation else 18) if shape.gated else 6)
         return total + self._softmax_per_token(forward=False)
 
@@ -324,9 +362,9 @@ class _Local:
             attention=self._flash_calls(backward=False),
         )
 
-    def _fully_again(self, layer_type: str, forward: Work) -> Work:
+    def _fully_again(self, role: LayerRole, forward: Work) -> Work:
         """What the backward pass runs again of the forward pass under full remat."""
-        if layer_type != "block" or self.kernels.full == "block":
+        if role is not LayerRole.BLOCK or self.kernels.full == "block":
             return forward
         inputs, outputs = self._linears()[-1]
         operands = HALF * self.tokens * (inputs + outputs)
@@ -363,6 +401,8 @@ class _Local:
             * ((4 if kernels.norm else kernels.norm_bytes) + (2 * kernels.mask_bytes if kernels.dropout else 0))
         )
         attention = 4 * self.q + 4 * self.k + self._scores_saved_per_token()
+        if self.shape.head_norms:
+            attention += (2 if kernels.norm else 6) * (self.q + self.k)
         if self.shape.latent:
             attention += 4 * (self.shape.latent.queries + self.shape.latent.keys)
         gated = 6 if kernels.activation else 8
@@ -391,7 +431,8 @@ class _Local:
             attention_flop=Affine(),
             matmul_bytes=Affine(constant=2 * HALF * weights, per_sample=2 * operands),
             memory_bytes=Affine(
-                per_sample=self.tokens * (norm_backward * self.sigma * h + backward_logits * self.vocab)
+                constant=self.kernels.accumulation_bytes * weights,
+                per_sample=self.tokens * (norm_backward * self.sigma * h + backward_logits * self.vocab),
             ),
             num_kernels=37 if divided else 22,
         )
@@ -399,8 +440,8 @@ class _Local:
         entries = self.shape.vocab if self.kernels.gathers_logits else self.vocab
         peak_bytes, saved_bytes = (self.tokens * each * entries for each in self.kernels.loss_bytes)
         return self._profile(
-            "head",
-            num_params=h if self.shape.tied == "on one rank" else weights + h,
+            LayerRole.HEAD,
+            num_params=weights + h if self.shape.own_head else h,
             forward=forward,
             backward=backward,
             calls=1,
@@ -424,10 +465,10 @@ class _Local:
             )
 
         return self._profile(
-            "embedding",
+            LayerRole.EMBEDDING,
             num_params=weights,
             forward=work(0.0, 1 if self.tp == 1 else 8),
-            backward=work(HALF * weights, 2),
+            backward=work((HALF + self.kernels.accumulation_bytes) * weights, 2),
             calls=1,
             saved=8.0 * self.tokens,
             input_bytes=8.0 * self.tokens,
@@ -436,7 +477,7 @@ class _Local:
 
     def _profile(
         self,
-        layer_type: str,
+        role: LayerRole,
         *,
         num_params: float,
         forward: Work,
@@ -447,37 +488,38 @@ class _Local:
         transient: tuple[float, float],
     ) -> LayerProfile:
         passes = (Affine(per_sample=transient[0]), Affine(per_sample=transient[1]))
-        streams = HALF * self.tokens if layer_type == "block" else 0.0
-        there = self._collectives(calls, into=layer_type != "embedding", out=layer_type != "head")
-        back = self._collectives(calls, into=layer_type != "head", out=layer_type != "embedding")
+        streams = HALF * self.tokens if role is LayerRole.BLOCK else 0.0
+        there = self._collectives(calls, into=role is not LayerRole.EMBEDDING, out=role is not LayerRole.HEAD)
+        back = self._collectives(calls, into=role is not LayerRole.HEAD, out=role is not LayerRole.EMBEDDING)
         return LayerProfile(
-            kind=layer_type,
+            kind=self.kind,
             degrees=self.degrees,
             num_params=round(num_params),
             forward=forward,
             backward=backward,
             forward_collectives=there,
-            backward_collectives=() if layer_type == "embedding" and not self.sp else back,
+            backward_collectives=() if role is LayerRole.EMBEDDING and not self.sp else back,
             saved_bytes=Affine(per_sample=saved),
             input_bytes=Affine(per_sample=input_bytes),
             forward_transient_bytes=passes[0],
             backward_transient_bytes=passes[1],
             key_value_bytes=Affine(per_sample=2 * self.k * streams),
             attention_bytes=Affine(per_sample=2 * (self.q + self.k) * streams),
-            recomputations=self._recomputations(layer_type, forward, there, saved, input_bytes, transient),
+            square_flop=Affine(per_sample=4.0 * self.tokens**2 * self.q if streams else 0.0),
+            recomputations=self._recomputations(role, forward, there, saved, input_bytes, transient),
         )
 
     def _recomputations(
         self,
-        layer_type: str,
+        role: LayerRole,
         forward: Work,
         collectives: tuple[CollectiveCount, ...],
         saved: float,
         input_bytes: float,
         transient: tuple[float, float],
     ) -> tuple[Recomputation, ...]:
-        choices = [("full", self._fully_again(layer_type, forward), collectives, input_bytes)]
-        if layer_type == "block":
+        choices = [("full", self._fully_again(role, forward), collectives, input_bytes)]
+        if role is LayerRole.BLOCK:
             kept = self.tokens * self._selectively_saved_per_token()
             choices.append(("selective", self._selective_work(forward), (), kept))
         return tuple(

@@ -1,0 +1,147 @@
+r"""What routed experts add to the block of `steelyard.cost.decoder`, whose feed-forward part is the shared expert.
+
+Each of a rank's $\tau s$ tokens goes to $t$ experts of width $f$, so that a rank computes $p = \tau s t$ pairs, with
+$\tau = \text{etp}/\text{tp}$ of a sequence: tensor-parallel ranks that do not divide the experts divide the tokens.
+With $g$ matrices of an expert it keeps per pair: the input $2h$, first products $2(g-1)f$, their activation $2f$, and
+`Kernels.expert_copies` of $2h$. A token is sent once to each of its experts; dispatchers that send less are
+`Execution.dispatcher`'s matter.
+
+All tensor-parallel ranks divide the experts, by whole ones or by their width, and what data ranks divide is left of
+that. Not modelled: the bytes of the router, its losses.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from steelyard.engines.kernels import Kernels
+from steelyard.profiles.profile import CollectiveCount, LayerProfile, Recomputation, Work
+from steelyard.profiles.shapes import Affine
+
+HALF = 2
+_ROUTER_KERNELS = 14
+"""Scores, top-k, counts, permutation and its inverse."""
+_GROUPED_KERNELS = 4
+"""Of all experts of a rank together: two products, an activation, a slice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The routed experts of a block: how many, how many of them a token takes, and their width."""
+
+    count: int
+    top_k: int
+    ffn: int
+    etp: int = 1
+    """Tensor-parallel ranks that divide the width of each."""
+
+
+def with_experts(
+    block: LayerProfile,
+    experts: Experts,
+    kernels: Kernels,
+    *,
+    tokens: int,
+    hidden: int,
+    gated: bool,
+    tp: int,
+    imbalance: float,
+    slowdown: float,
+) -> LayerProfile:
+    """The block of a rank that has ``tokens`` tokens of a sample, with its experts; arguments as of `decoder_layer`."""
+    pairs = tokens * experts.top_k * experts.etp / tp
+    params = experts.count * (3 if gated else 2) * hidden * experts.ffn // tp
+
+    repeats = ("full", "selective") if kernels.selective == "half of the matmuls" else ("full",)
+
+    def of(pairs: float, calls: tuple[CollectiveCount, ...]) -> LayerProfile:
+        fc1, width = (2 if gated else 1) * experts.ffn / experts.etp, experts.ffn / experts.etp
+        kept = HALF * (hidden * (1 + kernels.expert_copies) + fc1 + width) * pairs
+        made = HALF * (2 * hidden + fc1) * pairs
+        own_kernels = kernels.of_each_expert * max(1, experts.count * experts.etp // tp)
+        forward, backward = (
+            Work(
+                matmul_flop=Affine(per_sample=times * 2 * pairs * hidden * (fc1 + width) * slowdown),
+                attention_flop=Affine(),
+                matmul_bytes=Affine(constant=weights, per_sample=times * HALF * pairs * (2 * hidden + fc1 + width)),
+                expert_weight_bytes=weights,
+                memory_bytes=Affine(per_sample=times * HALF * pairs * (4 * hidden + fc1 + width)),
+                num_kernels=times * (_ROUTER_KERNELS + _GROUPED_KERNELS + own_kernels),
+                expert_kernels=times * own_kernels,
+            )
+            for times, weights in ((1, params * HALF), (2, params * (2 * HALF + kernels.accumulation_bytes)))
+        )
+        return block.model_copy(
+            update={
+                "num_params": block.num_params + params + experts.count * hidden,
+                "expert_params": params,
+                "forward": _sum(block.forward, forward),
+                "backward": _sum(block.backward, backward),
+                "forward_collectives": (*block.forward_collectives, *calls),
+                "backward_collectives": (*block.backward_collectives, *calls),
+                "saved_bytes": _plus(block.saved_bytes, kept),
+                "forward_transient_bytes": _plus(block.forward_transient_bytes, made),
+                "backward_transient_bytes": _plus(block.backward_transient_bytes, made),
+                "recomputations": tuple(
+                    _again(each, forward, calls, kept, HALF * hidden * pairs, made, repeats=repeats)
+                    for each in block.recomputations
+                ),
+            }
+        )
+
+    sent = HALF * tokens * hidden * experts.top_k / tp
+    exchange = CollectiveCount(kind="all_to_all", count=2, tensor_bytes=Affine(per_sample=2 * sent))
+    over_width = tuple(_over_tensors(sent * experts.etp)) if experts.etp > 1 else ()
+    divided = (of(times * pairs, (exchange, *over_width)) for times in (1, 2))
+    uneven = imbalance if tp > experts.etp else 1.0
+    whole = of(uneven * pairs, tuple(_over_tensors(sent * experts.etp)) if tp > 1 else ())
+    return whole.model_copy(update={"divided_experts": tuple(divided)})
+
+
+def _over_tensors(num_bytes: float) -> Iterator[CollectiveCount]:
+    """Tokens to the experts of tensor-parallel ranks and back, whether they hold whole experts or parts of them."""
+    for collective in ("all_gather", "reduce_scatter"):
+        yield CollectiveCount(kind=collective, count=1, tensor_bytes=Affine(per_sample=num_bytes))
+
+
+def _again(
+    each: Recomputation,
+    forward: Work,
+    calls: tuple[CollectiveCount, ...],
+    kept: float,
+    received: float,
+    made: float,
+    *,
+    repeats: tuple[str, ...],
+) -> Recomputation:
+    """A remat choice with the experts, which some choices compute again: full remat exchanges tokens again as well,
+    selective remat keeps what a rank received, or all."""
+    if each.remat in repeats:
+        more: dict[str, object] = {"work": _sum(each.work, forward)}
+        if each.remat == "full":
+            more["collectives"] = (*each.collectives, *calls)
+        else:
+            more["saved_bytes"] = _plus(each.saved_bytes, received)
+        made += kept
+    else:
+        more = {"saved_bytes": _plus(each.saved_bytes, kept)}
+    passes = ("forward_transient_bytes", "backward_transient_bytes")
+    return each.model_copy(update=more | {name: _plus(getattr(each, name), made) for name in passes})
+
+
+def _plus(line: Affine, per_sample: float) -> Affine:
+    return Affine(constant=line.constant, per_sample=line.per_sample + per_sample)
+
+
+def _sum(one: Work, other: Work) -> Work:
+    lines = {
+        name: Affine(
+            constant=getattr(one, name).constant + getattr(other, name).constant,
+            per_sample=getattr(one, name).per_sample + getattr(other, name).per_sample,
+        )
+        for name in ("matmul_flop", "attention_flop", "matmul_bytes", "memory_bytes")
+    }
+    counts = {
+        name: getattr(one, name) + getattr(other, name)
+        for name in ("num_kernels", "expert_kernels", "expert_weight_bytes")
+    }
+    return one.model_copy(update=lines | counts)

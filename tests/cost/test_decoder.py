@@ -1,0 +1,161 @@
+"""Closed forms of decoders: without fused kernels against traces of transformers, with them against counts by hand."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from steelyard.cost.decoder import MISALIGNED_RATE, DecoderShape, decoder_layer
+from steelyard.cost.job import DeviceGroup, Job
+from steelyard.cost.kernels import job_under
+from steelyard.engines.accelerate import ACCELERATE
+from steelyard.engines.deepspeed import DEEPSPEED
+from steelyard.engines.engine import Engine
+from steelyard.engines.kernels import EAGER, FUSED, Kernels
+from steelyard.engines.megatron import KERNELS, MEGATRON
+from steelyard.engines.native import NATIVE
+from steelyard.engines.torchtitan import TORCHTITAN
+from steelyard.hardware import parse_cluster
+from steelyard.model.chain import LayerRole, LayerType
+from steelyard.model.read import load_model
+from steelyard.profiles.profile import LayerProfile, Profile
+from steelyard.tracer.packaged import packaged_trace
+
+SEQ_LEN = 2048
+TRACED = replace(EAGER, norm=False, full="until last needed")
+"""What transformers' Llama is on torch 2.13."""
+OF_LLAMAS_FORM = ("llama2-7b", "llama3-70b", "mistral-7b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen3-32b", "llama3-8b")
+OTHERS = ("mixtral-8x22b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "gpt-neox-20b", "starcoder2-3b", "phi-4")
+SHAPE = DecoderShape(
+    hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=256, gated=True, vocab=512, seq_len=32, rotary=True
+)
+BLOCK = LayerType(name="block", role=LayerRole.BLOCK)
+HEAD = LayerType(name="head", role=LayerRole.HEAD)
+
+
+@cache
+def traced(name: str) -> Profile:
+    found = packaged_trace(load_model(name), seq_len=SEQ_LEN, precision="bf16", degrees=(1, 2))
+    assert found is not None
+    return found
+
+
+def closed(name: str, layer: LayerProfile, kernels: Kernels = TRACED) -> LayerProfile:
+    chain = load_model(name)
+    layer_type = next(each for each in chain.layer_types if each.name == layer.kind)
+    tp, sp = layer.degrees.get("tp", 1), "sp" in layer.degrees
+    return decoder_layer(DecoderShape.of(chain, SEQ_LEN), kernels, layer_type, tp=tp, sp=sp)
+
+
+def block(kernels: Kernels, *, tp: int = 1, sp: bool = False, **changed: object) -> LayerProfile:
+    return decoder_layer(replace(SHAPE, **changed), kernels, BLOCK, tp=tp, sp=sp)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", OF_LLAMAS_FORM)
+def test_without_fused_kernels_a_block_is_as_it_was_traced(name: str) -> None:
+    blocks = [layer for layer in traced(name).layers if "block" in layer.kind]
+    assert len(blocks) > 1
+    for layer in blocks:
+        found = closed(name, layer)
+        for direction in ("forward", "backward"):
+            one, other = getattr(found, direction), getattr(layer, direction)
+            for quantity in ("matmul_flop", "attention_flop", "matmul_bytes", "memory_bytes"):
+                assert getattr(one, quantity).at(1) == pytest.approx(getattr(other, quantity).at(1), rel=0.02), quantity
+        assert found.num_params == pytest.approx(layer.num_params, rel=1e-3)
+        assert found.saved_bytes.at(1) == pytest.approx(layer.saved_bytes.at(1), rel=0.01)
+        again, expected = (each.recomputation("full") for each in (found, layer))
+        assert again.work.matmul_flop.at(1) == pytest.approx(expected.work.matmul_flop.at(1), rel=0.02)
+        assert again.saved_bytes.at(1) == pytest.approx(expected.saved_bytes.at(1), rel=0.02)
+        sent = [(each.kind, each.count, each.tensor_bytes) for each in found.forward_collectives]
+        assert sent == [(each.kind, each.count, each.tensor_bytes) for each in layer.forward_collectives]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_sizes_are_read_from_configs_of_every_form(name: str) -> None:
+    for layer in traced(name).layers:
+        found = closed(name, layer)
+        assert found.num_params == pytest.approx(layer.num_params, rel=0.01)
+        assert found.expert_params == pytest.approx(layer.expert_params, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("part", "forward", "backward", "kept"),
+    [
+        ("norm", 64 * 64, (172 + 18) * 64, 10 * 64),
+        ("rotary", 16 * 96, 28 * 96, 0),
+        ("activation", 4 * 256, 8 * 256, 512),
+    ],
+)
+def test_a_fused_part_moves_and_keeps_so_much_less(part: str, forward: int, backward: int, kept: int) -> None:
+    """Bytes of a token, of hidden size 64, 64 + 32 entries of queries and keys, feed-forward width 256."""
+    one, other = (block(replace(TRACED, **{part: fused})) for fused in (False, True))  # type: ignore[arg-type]
+    tokens = SHAPE.seq_len
+    assert one.forward.memory_bytes.at(1) - other.forward.memory_bytes.at(1) == tokens * forward
+    assert one.backward.memory_bytes.at(1) - other.backward.memory_bytes.at(1) == tokens * backward
+    assert one.saved_bytes.at(1) - other.saved_bytes.at(1) == tokens * kept
+
+
+def test_a_gathered_input_that_is_kept_takes_a_whole_sequence() -> None:
+    """The inputs of two matmuls of a block: a rank of two keeps all of them, not its own half."""
+    kept, part = (block(replace(FUSED, keeps_gathered=keeps), tp=2, sp=True) for keeps in (True, False))
+    assert kept.saved_bytes.at(1) - part.saved_bytes.at(1) == 2 * 2 * SHAPE.hidden * SHAPE.seq_len / 2
+
+
+@pytest.mark.parametrize(("entries", "aligned"), [(512, True), (504, True), (508, False), (510, False), (511, False)])
+def test_a_head_whose_rows_begin_between_16_bytes_takes_longer(entries: int, aligned: bool) -> None:
+    head = decoder_layer(replace(SHAPE, vocab=2 * entries), FUSED, HEAD, tp=2, sp=False)
+    flop = 2 * SHAPE.seq_len * SHAPE.hidden * entries
+    assert head.forward.matmul_flop.at(1) == pytest.approx(flop / (1 if aligned else MISALIGNED_RATE))
+
+
+def test_a_window_is_all_that_attention_computes() -> None:
+    slides = replace(BLOCK, attention="sliding_attention")
+    whole, window = (
+        decoder_layer(replace(SHAPE, window=each), FUSED, slides, tp=1, sp=False).forward for each in (0, 4)
+    )
+    assert window.attention_flop.at(1) == 4 * 32 * 4 * 64  # two products, for each query and key seen, of all heads
+    assert window.attention_flop.at(1) == sum(each.flop(1) for each in window.attention)
+    assert whole.attention_flop.at(1) == window.attention_flop.at(1) * (32 / 2) / 4
+
+
+def test_megatron_adds_to_fp32_gradients_in_the_product_that_makes_them() -> None:
+    apart, inside = (block(replace(KERNELS, accumulation_bytes=each)).backward.memory_bytes for each in (0, 6))
+    assert inside.constant - apart.constant == 6 * (block(KERNELS).num_params - 2 * SHAPE.hidden)
+
+
+def test_torchtitans_selective_remat_repeats_three_of_seven_products() -> None:
+    kernels = TORCHTITAN.execution.kernels
+    assert kernels is not None
+    again = block(kernels).recomputation("selective")
+    assert again.work.matmul_flop.at(1) == block(kernels).forward.matmul_flop.at(1) / 2
+    assert again.saved_bytes.at(1) < block(kernels).saved_bytes.at(1)
+
+
+def job(name: str) -> Job:
+    cluster = parse_cluster("1x8xh100-80gb")
+    return Job(
+        chain=load_model(name),
+        groups=(DeviceGroup(profile=traced(name), cluster=cluster, budget_bytes=2**36),),
+        seq_len=SEQ_LEN,
+        global_batch=8,
+        precision="bf16",
+    )
+
+
+def test_an_engine_with_its_own_modules_keeps_the_number_of_parameters() -> None:
+    before, after = job("qwen2.5-1.5b"), job_under(job("qwen2.5-1.5b"), MEGATRON)
+    for one, other in zip(before.profile.layers, after.profile.layers, strict=True):
+        assert (one.num_params, one.degrees) == (other.num_params, other.degrees)
+        if "block" in one.kind:
+            assert other.saved_bytes.at(1) < one.saved_bytes.at(1)
+
+
+@pytest.mark.parametrize("engine", [NATIVE, DEEPSPEED, ACCELERATE])
+def test_engines_that_run_transformers_are_priced_as_traced(engine: Engine) -> None:
+    assert job_under(job("llama2-7b"), engine).profile == traced("llama2-7b")
+
+
+def test_what_was_measured_stays_as_it_was() -> None:
+    identity = traced("llama2-7b").identity.model_copy(update={"method": "measured", "num_devices": 8})
+    measured = job("llama2-7b").on(profile=traced("llama2-7b").model_copy(update={"identity": identity}))
+    assert job_under(measured, MEGATRON).profile == measured.profile

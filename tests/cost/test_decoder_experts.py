@@ -1,0 +1,79 @@
+"""What routed experts add to a block, against counts worked out by hand."""
+
+import pytest
+
+from steelyard.cost.decoder import DecoderShape, decoder_layer
+from steelyard.cost.decoder_experts import Experts
+from steelyard.engines.kernels import FUSED
+from steelyard.engines.megatron import KERNELS
+from steelyard.engines.torchtitan import TORCHTITAN
+from steelyard.model.chain import LayerRole, LayerType
+from steelyard.profiles.profile import LayerProfile
+
+TOKENS, HIDDEN, WIDTH, COUNT, TOP_K = 64, 16, 32, 8, 2
+DENSE = LayerType(name="block", role=LayerRole.BLOCK)
+SPARSE = LayerType(name="block", role=LayerRole.BLOCK, num_experts=COUNT)
+
+
+def block(layer_type: LayerType = SPARSE, *, tp: int = 1, etp: int = 1, kernels=FUSED, **more: float) -> LayerProfile:  # type: ignore[no-untyped-def]
+    shape = DecoderShape(
+        hidden=HIDDEN,
+        heads=4,
+        kv_heads=4,
+        head_dim=4,
+        ffn=0,
+        gated=True,
+        vocab=128,
+        seq_len=TOKENS,
+        rotary=True,
+        experts=Experts(count=COUNT, top_k=TOP_K, ffn=WIDTH, etp=etp),
+    )
+    return decoder_layer(shape, kernels, layer_type, tp=tp, sp=tp > 1, **more)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_rank_holds_its_share_of_all_experts(tp: int, degree: int) -> None:
+    found = block(tp=tp)
+    assert found.expert_params == COUNT * 3 * HIDDEN * WIDTH // tp
+    work = found.forward.with_experts_over(degree)
+    assert work.expert_weight_bytes == 2 * found.expert_params / degree
+
+
+def test_a_rank_computes_as_many_pairs_as_its_tokens_have() -> None:
+    flop = 2 * TOKENS * TOP_K * 3 * HIDDEN * WIDTH
+    for tp, etp in ((1, 1), (2, 1), (2, 2)):
+        of_block, of_others = (block(each, tp=tp, etp=etp).forward.matmul_flop.at(1) for each in (SPARSE, DENSE))
+        assert of_block - of_others == pytest.approx(flop / tp)
+
+
+def test_tensor_parallel_ranks_that_hold_whole_experts_compute_unevenly() -> None:
+    others = block(DENSE, tp=2).forward.matmul_flop.at(1)
+    even, uneven, by_width = (
+        block(tp=2, etp=etp, imbalance=imbalance).forward.matmul_flop.at(1) - others
+        for etp, imbalance in ((1, 1.0), (1, 1.5), (2, 1.5))
+    )
+    assert uneven == pytest.approx(1.5 * even)
+    assert by_width == pytest.approx(even)
+
+
+def test_experts_that_ranks_divide_get_tokens_by_exchange() -> None:
+    found = block(tp=2)
+    assert found.divided_experts is not None
+    sent = [each for each in found.divided_experts[0].forward_collectives if each.kind == "all_to_all"]
+    assert [(each.count, each.tensor_bytes.at(1)) for each in sent] == [(2, 2 * 2 * TOKENS * HIDDEN * TOP_K / 2)]
+
+
+def test_kernels_of_each_expert_are_fewer_where_a_rank_has_fewer() -> None:
+    forward = block(kernels=KERNELS).forward
+    assert forward.num_kernels - forward.with_experts_over(4).num_kernels == 2 * (COUNT - COUNT // 4)
+
+
+def test_torchtitan_computes_experts_again_and_keeps_what_a_rank_received() -> None:
+    kernels = TORCHTITAN.execution.kernels
+    ours, theirs = (block(kernels=each).recomputation("selective") for each in (FUSED, kernels))
+    dense = block(DENSE, kernels=kernels).recomputation("selective")
+    pairs = TOKENS * TOP_K
+    assert theirs.saved_bytes.at(1) - dense.saved_bytes.at(1) == 2 * HIDDEN * pairs
+    assert theirs.work.matmul_flop.at(1) - dense.work.matmul_flop.at(1) == 2 * pairs * 3 * HIDDEN * WIDTH
+    assert ours.saved_bytes.at(1) > theirs.saved_bytes.at(1)
