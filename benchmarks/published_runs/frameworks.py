@@ -109,7 +109,8 @@ _AA_EXECUTION = replace(_DEEPSPEED, kernels=_AA_SCALING, reduce_bytes=4, bucket_
 """Its ZeRO 1 steps on an fp32 copy of the gradients of its own part (core/optimizer/parameter_group.py)."""
 _ONEFLOW = replace(_DEEPSPEED, kept_transfers=0, bucket_bytes=0, step_shard_bytes=0)
 _MEGATRON_LM = Execution(
-    kernels=replace(_CLASSIC, accumulation_bytes=ADDED_APART),
+    kernels=_CLASSIC,
+    accumulation_bytes=ADDED_APART,
     states=MIXED_18,
     overlaps_data=False,
     overlaps_transfers="never",
@@ -119,7 +120,8 @@ _NEMO = Framework(execution=MEGATRON_BRIDGE.execution, default_sp=True, default_
 """Its performance recipes force routing to be even, have sp on and a distributed optimizer
 (distributed_fused_adam_with_cosine_annealing)."""
 _NANOTRON = Execution(
-    kernels=replace(_NANOTRON_KERNELS, accumulation_bytes=ADDED_APART),
+    kernels=_NANOTRON_KERNELS,
+    accumulation_bytes=ADDED_APART,
     states=MIXED_18,
     accumulates_late=True,
     overlaps_data=False,
@@ -275,7 +277,7 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     if "bf16optimizer" in precision:
         execution = replace(
             execution,
-            kernels=replace(kernels, accumulation_bytes=ADDED_APART),
+            accumulation_bytes=ADDED_APART,
             states=replace(KEPT_18, zero=zero),
             reduce_bytes=4,
             step_shard_bytes=0,

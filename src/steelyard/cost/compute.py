@@ -83,7 +83,7 @@ def optimizer_s(num_params: float, job: Job) -> float:
     """Seconds of an AdamW step over ``num_params`` parameters of one rank."""
     if job.profile.optimizer_s_per_param is not None:
         return num_params * job.profile.optimizer_s_per_param
-    return _moving_s(num_params * OPTIMIZER_BYTES, job)
+    return moving_s(num_params * OPTIMIZER_BYTES, job)
 
 
 def step_overhead_s(job: Job) -> float:
@@ -94,7 +94,8 @@ def step_overhead_s(job: Job) -> float:
     return (fixed + job.execution.step_s) * job.time_factor
 
 
-def _moving_s(num_bytes: float, job: Job) -> float:
+def moving_s(num_bytes: float, job: Job) -> float:
+    """Seconds that a kernel takes which only reads and writes so many bytes of the device's memory."""
     return num_bytes / (job.efficiency.memory * job.cluster.device.known_memory_bytes_per_s())
 
 

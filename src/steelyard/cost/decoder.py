@@ -256,10 +256,7 @@ class _Local:
             matmul_flop=Affine(per_sample=2 * forward.matmul_flop.per_sample),
             attention_flop=Affine(per_sample=2.5 * self._flash_flop()),
             matmul_bytes=Affine(constant=2 * HALF * weights, per_sample=2 * forward.matmul_bytes.per_sample),
-            memory_bytes=Affine(
-                constant=self.kernels.accumulation_bytes * weights,
-                per_sample=self.tokens * self._elementwise_backward(),
-            ),
+            memory_bytes=Affine(per_sample=self.tokens * self._elementwise_backward()),
             num_kernels=2 * forward.num_kernels,
             attention=self._flash_calls(backward=True),
         )
@@ -431,8 +428,7 @@ class _Local:
             attention_flop=Affine(),
             matmul_bytes=Affine(constant=2 * HALF * weights, per_sample=2 * operands),
             memory_bytes=Affine(
-                constant=self.kernels.accumulation_bytes * weights,
-                per_sample=self.tokens * (norm_backward * self.sigma * h + backward_logits * self.vocab),
+                per_sample=self.tokens * (norm_backward * self.sigma * h + backward_logits * self.vocab)
             ),
             num_kernels=37 if divided else 22,
         )
@@ -468,7 +464,7 @@ class _Local:
             LayerRole.EMBEDDING,
             num_params=weights,
             forward=work(0.0, 1 if self.tp == 1 else 8),
-            backward=work((HALF + self.kernels.accumulation_bytes) * weights, 2),
+            backward=work(HALF * weights, 2),
             calls=1,
             saved=8.0 * self.tokens,
             input_bytes=8.0 * self.tokens,

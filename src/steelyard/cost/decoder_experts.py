@@ -62,13 +62,15 @@ def with_experts(
             Work(
                 matmul_flop=Affine(per_sample=times * 2 * pairs * hidden * (fc1 + width) * slowdown),
                 attention_flop=Affine(),
-                matmul_bytes=Affine(constant=weights, per_sample=times * HALF * pairs * (2 * hidden + fc1 + width)),
-                expert_weight_bytes=weights,
+                matmul_bytes=Affine(
+                    constant=times * params * HALF, per_sample=times * HALF * pairs * (2 * hidden + fc1 + width)
+                ),
+                expert_weight_bytes=times * params * HALF,
                 memory_bytes=Affine(per_sample=times * HALF * pairs * (4 * hidden + fc1 + width)),
                 num_kernels=times * (_ROUTER_KERNELS + _GROUPED_KERNELS + own_kernels),
                 expert_kernels=times * own_kernels,
             )
-            for times, weights in ((1, params * HALF), (2, params * (2 * HALF + kernels.accumulation_bytes)))
+            for times in (1, 2)
         )
         return block.model_copy(
             update={

@@ -24,9 +24,10 @@ from typing import Generic, NamedTuple, TypeVar, cast
 import numpy as np
 
 from steelyard.cost.communication import Group
-from steelyard.cost.compute import ComputeTime, compute_time, launch_s, optimizer_s, wait_s, work_s
+from steelyard.cost.compute import ComputeTime, compute_time, launch_s, moving_s, optimizer_s, wait_s, work_s
 from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
 from steelyard.cost.layer_load import (
+    held_params,
     layer_load,
     layer_profile,
     levels_group,
@@ -136,6 +137,9 @@ def _passes(
     sent = _Sent(layer, strategy, config)
     forward: Terms = {"compute": compute.forward_s}
     backward: Terms = {"compute": compute.backward_s}
+    if job.execution.accumulation_bytes and not layer.times:
+        added = held_params(layer.trained, strategy)
+        backward["compute"] = compute.backward_s + moving_s(added * job.execution.accumulation_bytes, job)
     lost_s = 0.0  # what the host loses per collective where it also serves a pipeline between nodes
     if config.is_piped and job.cluster.num_nodes > 1:
         lost_s = job.execution.pipelined_collective_s * strategy.tensor_degree

@@ -96,6 +96,10 @@ class Execution:
     whole_gradients: Literal["never", "without tp", "always"] = "never"
     """Where FSDP2 keeps a sharded layer's gradients whole, in compute precision, until the last backward pass of a step
     reduces them in that precision: everywhere, where the model is not divided by tp, or nowhere."""
+    accumulation_bytes: int = 0
+    """What adding a microbatch's gradients to those of a step moves per parameter, beside what makes them: 10 where
+    2-byte gradients are added to 4-byte ones in a kernel of its own (6 read, 4 written), 6 where the product that makes
+    them reads and writes the 4-byte ones, 2 where it does so with 2-byte ones."""
     accumulates_late: bool = False
     """Whether those of a whole backward pass are there at once, before any is added to the fp32 ones."""
     overlaps_data: bool = True

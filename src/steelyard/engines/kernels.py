@@ -22,9 +22,6 @@ class Kernels:
     together. ``expert_copies``: tensors of a pair of a token and an expert, as wide as the hidden state, that are kept
     beside what enters the expert: what comes out and what putting tokens in order leaves. Seen in Megatron-Core's
     allocated bytes, of models whose routing is not forced; found on published runs.
-    ``accumulation_bytes``: what adding a microbatch's gradients to those of a step moves per parameter, beside what
-    makes them: 10 where 2-byte gradients are added to 4-byte ones in a kernel of its own (6 read, 4 written), 6 where
-    the product that makes them reads and writes the 4-byte ones, 2 where it does so with 2-byte ones.
     """
 
     norm: bool
@@ -44,7 +41,6 @@ class Kernels:
     loss_outlives: bool = False
     of_each_expert: int = 0
     expert_copies: int = 4
-    accumulation_bytes: int = 0
 
 
 FUSED = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="flash")

@@ -342,8 +342,8 @@ _FAMILIES: Mapping[str, tuple[Known, Callable[[Mapping[str, Any]], Flags]]] = {
 }
 """By model type: entries carried in addition to the common ones, and the function that writes them."""
 
-KERNELS = replace(FUSED, loss_bytes=(6, 4), of_each_expert=2, accumulation_bytes=6)
-"""The product that makes a gradient adds it to the fp32 one. The loss makes one fp32 copy of the logits, works in place
+KERNELS = replace(FUSED, loss_bytes=(6, 4), of_each_expert=2)
+"""The loss makes one fp32 copy of the logits, works in place
 and keeps the softmax (tensor_parallel/cross_entropy.py). Transformer Engine computes experts with a matmul of each on
 one of four streams (gemm.cpp, te_general_grouped_gemm)."""
 
@@ -355,6 +355,7 @@ MEGATRON = Engine(
         states=StateBytes(parameters=2, gradients=4, optimizer=12, zero=1),
         overlaps_transfers="with chunks",
         kernels=KERNELS,
+        accumulation_bytes=6,  # in the product that makes a gradient
     ),
     precisions=("bf16", "fp32", "fp8"),
     refuse=_refuse,
@@ -386,7 +387,7 @@ MEGATRON_BRIDGE = replace(
         states=StateBytes(parameters=2, gradients=2, optimizer=12, zero=1),
         reduce_bytes=2,
         hidden_collectives=0.5,
-        kernels=replace(KERNELS, accumulation_bytes=2),
+        accumulation_bytes=2,
         tuned_linear_speedup=TE_SPEEDUP,
         dispatcher="deep",
     ),
