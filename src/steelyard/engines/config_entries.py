@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from steelyard.engines.pytorch import other_export
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
@@ -125,6 +126,5 @@ def refuse_entries(target: str, chain: ModelChain, config: Mapping[str, Any], kn
             expected=f"{key} = {wanted}, as {target}'s model has it"
             if wanted
             else f"a config without {key}, of which {target}'s model has nothing",
-            hint="export --to pytorch, which builds any of our models with transformers; or take the entry out of the "
-            "config if the model is the same without it",
+            hint=f"{other_export(chain)}; or take the entry out of the config if the model is the same without it",
         )

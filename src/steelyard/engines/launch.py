@@ -199,21 +199,32 @@ def _resources(cluster: Cluster) -> dict[str, Any]:
 
 
 def _cluster(request: Request, target: str) -> Cluster:
-    """The hosts of the plan; raises `UserError` where they are not known or not as many devices as the plan has."""
-    refuse_own_module(target, request.plan.chain())
+    """The hosts of the plan; raises `UserError` where they are not all alike, not known or not of as many devices."""
+    plan = request.plan
+    refuse_own_module(target, plan.chain())
+    if plan.is_mixed:
+        pools = plan.pools()
+        hosts = sum(pool.num_nodes for pool in pools)
+        raise UserError(
+            field="--to",
+            found=f"{target} for a plan over {len(pools)} pools of unlike devices ({plan.cluster})",
+            expected="a plan on one device type: the file starts as many processes on every host",
+            hint=f"on every host: steelyard train plan.json --data PATH --elastic --hosts {hosts}:{hosts} --rendezvous "
+            f"FIRST_HOST:{RENDEZVOUS_PORT} --pool NAME, its pool of {', '.join(pool.name for pool in pools)}",
+        )
     cluster = request.cluster
     if cluster is None:
         raise UserError(
             field="--cluster",
-            found=f"the plan's cluster {request.plan.cluster!r}, which is not known here",
+            found=f"the plan's cluster {plan.cluster!r}, which is not known here",
             expected=f"hosts and devices per host, which {target} starts processes by",
             hint="give --cluster with its name or file",
         )
-    if cluster.num_devices != request.plan.num_devices:
+    if cluster.num_devices != plan.num_devices:
         raise UserError(
             field="--cluster",
             found=f"{cluster.num_devices} devices",
-            expected=f"the {request.plan.num_devices} devices of the plan",
+            expected=f"the {plan.num_devices} devices of the plan",
             hint="give the cluster that the plan is for, or plan again",
         )
     return cluster

@@ -19,6 +19,7 @@ from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution, StateBytes
+from steelyard.engines.pytorch import other_export
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
@@ -208,7 +209,7 @@ def model_flags(chain: ModelChain, seq_len: int) -> Flags:
             field="--to",
             found=f"megatron for {chain.name} ({chain.family.model_type})",
             expected="a model of " + ", ".join(sorted(_FAMILIES)),
-            hint="export --to pytorch, which builds any of our models with transformers",
+            hint=other_export(chain),
         )
     known, special = family
     config = completed(chain, seq_len)
@@ -258,7 +259,7 @@ def _rope_flags(chain: ModelChain, config: Mapping[str, Any]) -> Flags:
         field="--to",
         found=f"megatron for {chain.name}, whose config says {ROPE} = {json.dumps(config[ROPE])}",
         expected=f"no scaling, linear by a whole factor, or {json.dumps(_LLAMA3_ROPE)} by any factor",
-        hint="export --to pytorch, which builds any of our models with transformers",
+        hint=other_export(chain),
     )
 
 

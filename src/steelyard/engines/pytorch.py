@@ -119,6 +119,13 @@ def _check(plan: Plan, chain: ModelChain) -> None:
         )
 
 
+def other_export(chain: ModelChain) -> str:
+    """Return the hint of a refusal by a framework that builds the model itself: what writes the plan as it is."""
+    if _why_not(chain):
+        return "run the plan with `steelyard train`, or export --to torchrun for a script that starts it"
+    return "export --to pytorch, which builds the model with transformers"
+
+
 def _why_not(chain: ModelChain) -> str:
     """What the script has no calls for in a model; empty where it runs all layers as the model does.
 

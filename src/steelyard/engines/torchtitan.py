@@ -19,6 +19,7 @@ from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
+from steelyard.engines.pytorch import other_export
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
@@ -220,7 +221,7 @@ def flavor_of(chain: ModelChain, seq_len: int) -> tuple[_Flavor, dict[str, Any]]
         f"{chain.hidden_size}, {chain.vocab_size} tokens)",
         expected="a model that torchtitan defines: "
         + ", ".join(f"{flavor.folder} {flavor.name}" for flavor in _FLAVORS),
-        hint="export --to pytorch, which builds any of our models with transformers",
+        hint=other_export(chain),
     )
 
 
