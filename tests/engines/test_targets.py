@@ -17,9 +17,11 @@ import yaml
 
 from steelyard.engines import ENGINES, TARGETS
 from steelyard.engines.capabilities import unsupported
+from steelyard.engines.deepspeed import PRESETS
 from steelyard.engines.writing import UniformPlan, describe_uniform
 from steelyard.errors import UserError
-from steelyard.model.read import load_model
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import load_model, model_names
 from steelyard.plan.file import parse_value
 from steelyard.plan.plan import InvalidPlanError, Plan, PlanModel
 from steelyard.plan.strategy import parse_strategy
@@ -430,6 +432,40 @@ def test_transformers_takes_the_training_arguments(plan: Plan, tmp_path: Path) -
 def test_transformers_takes_the_distributed_config() -> None:
     config = trainer_module(uniform("fsdp4-tp2", devices=8)).distributed_config
     assert (config.tp_size, config.fsdp_size, config.dp_size) == (2, 4, 4)
+    config = trainer_module(uniform("dp2-fsdp2-tp2", devices=8)).distributed_config
+    assert (config.tp_size, config.fsdp_size, config.dp_replicate_size, config.dp_size) == (2, 2, 2, 4)
+
+
+@pytest.mark.parametrize(("parallel", "ep", "ranks"), [("fsdp8", 8, 8), ("dp2-fsdp4", 4, 4), ("fsdp4-tp2", 2, 4)])
+def test_transformers_divides_experts(parallel: str, ep: int, ranks: int) -> None:
+    plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel)
+    assert unsupported(plan, ENGINES["transformers"].capabilities) == ()
+    config = trainer_module(plan).distributed_config
+    assert (config.ep_size, config.efsdp_size * config.ep_size * config.dp_replicate_size) == (ranks, 8)
+
+
+def test_transformers_divides_experts_of_types_that_it_has_a_plan_for() -> None:
+    from transformers import AutoConfig
+
+    types = {chain.family.model_type for chain in map(load_model, model_names()) if has_experts(chain)}
+    planned = {each for each in types if "ep_dispatch_experts" in (ep_plan(AutoConfig.for_model(each)) or {}).values()}
+    known = ENGINES["transformers"].capabilities.experts_of
+    assert known is not None
+    assert planned <= known
+    assert all("ep_dispatch_experts" in (ep_plan(AutoConfig.for_model(each)) or {}).values() for each in known)
+
+
+def ep_plan(config: Any) -> dict[str, str] | None:
+    return config.base_model_ep_plan
+
+
+def has_experts(chain: ModelChain) -> bool:
+    return any(layer_type.num_experts for layer_type in chain.layer_types)
+
+
+def test_hybrid_sharding_without_tp_is_accelerates_in_transformers() -> None:
+    sizes = trainer_module(HYBRID).training_arguments["parallelism_config"]
+    assert (sizes.dp_replicate_size, sizes.dp_shard_size, sizes.total_size) == (2, 4, 8)
 
 
 # DeepSpeed
@@ -454,6 +490,7 @@ def test_deepspeed_shards_as_far_as_zero_says(parallel: str, zero: int, stage: i
 
 def test_names_for_deepspeed_are_those_of_its_version() -> None:
     content = json.loads(text_of(uniform("fsdp4-tp2", devices=8, remat="full"), "deepspeed", ".json"))
+    content |= json.loads(text_of(divided_experts("mixtral-8x22b", ep=8, num_layers=56), "deepspeed", ".json"))
     del content["_comment"]
     nested = {f"{key}.{inner}" for key, value in content.items() if isinstance(value, dict) for inner in value}
     assert set(content) | nested <= known_names("deepspeed-0.19.8.txt")
@@ -465,16 +502,28 @@ import deepspeed.comm
 from deepspeed.runtime.config import DeepSpeedConfig
 deepspeed.comm.get_rank = lambda *_: 0
 deepspeed.comm.get_world_size = lambda *_: 8
+from deepspeed.module_inject.auto_ep_config import validate_autoep_config
+from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS
 for path in sys.argv[1:]:
     config = DeepSpeedConfig(json.load(open(path)))
+    tp = config.tensor_parallel_config.autotp_size
+    if config.expert_parallel_config.enabled:
+        validate_autoep_config(config.expert_parallel_config, 8, 1, tp, 1, zero_stage=config.zero_optimization_stage)
     print(config.zero_optimization_stage, config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu)
+print({each: name for name, preset in PRESET_MODELS.items() for each in preset.hf_model_types})
 """
 
 
 @pytest.mark.slow
 def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", exc_type=ImportError)
-    plans = {"fsdp": FSDP, "tp": uniform("fsdp4-tp2", devices=8)}
+    experts = {"model": "mixtral-8x22b", "num_layers": 56}
+    plans = {
+        "fsdp": FSDP,
+        "tp": uniform("fsdp4-tp2", devices=8),
+        "ep": divided_experts(**experts, ep=8),
+        "tp and ep": divided_experts(**experts, ep=4, parallel="fsdp4-tp2"),
+    }
     for name, plan in plans.items():
         (tmp_path / f"{name}.json").write_text(text_of(plan, "deepspeed", ".json"))
     finished = subprocess.run(
@@ -484,7 +533,9 @@ def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
         check=False,
         timeout=HANG_LIMIT_S,
     )
-    assert finished.stdout.splitlines()[-2:] == ["3 4 2", "3 4 4"], finished.stderr
+    *read, presets = finished.stdout.splitlines()[-5:]
+    assert read == ["3 4 2", "3 4 4", "3 4 2", "3 4 4"], finished.stderr
+    assert PRESETS.items() <= ast.literal_eval(presets).items()
 
 
 # launch files
@@ -644,17 +695,25 @@ def test_megatron_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: st
     assert "--num-experts 8\n" in text
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "accelerate", "transformers"])
-def test_other_frameworks_say_that_they_cannot_divide_experts(name: str) -> None:
+def test_accelerate_says_that_it_cannot_divide_experts() -> None:
     plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
-    assert any("ep" in reason for reason in unsupported(plan, ENGINES[name].capabilities))
+    assert any("ep" in reason for reason in unsupported(plan, ENGINES["accelerate"].capabilities))
 
 
-def test_deepspeed_says_whose_matter_it_is() -> None:
-    plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
-    assert any(
-        "a matter of the model's code" in reason for reason in unsupported(plan, ENGINES["deepspeed"].capabilities)
-    )
+@pytest.mark.parametrize(("parallel", "ep", "ranks"), [("fsdp8", 4, 4), ("fsdp4-tp2", 4, 8), ("fsdp4-tp2", 1, 2)])
+def test_deepspeed_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: str, ep: int, ranks: int) -> None:
+    plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel)
+    assert unsupported(plan, ENGINES["deepspeed"].capabilities) == ()
+    content = json.loads(text_of(plan, "deepspeed", ".json"))["expert_parallel"]
+    assert content == {"enabled": True, "autoep_size": ranks, "preset_model": "mixtral"}
+
+
+def test_deepspeed_divides_no_experts_that_it_has_no_preset_for() -> None:
+    plan = divided_experts("olmoe-1b-7b", ep=8, num_layers=16)
+    assert "ep in a model of type olmoe" in unsupported(plan, ENGINES["deepspeed"].capabilities)
+    whole = divided_experts("olmoe-1b-7b", ep=1, num_layers=16, parallel="fsdp4-tp2")
+    assert unsupported(whole, ENGINES["deepspeed"].capabilities) == ()
+    assert "expert_parallel" not in json.loads(text_of(whole, "deepspeed", ".json"))
 
 
 # hybrid sharding
@@ -705,9 +764,8 @@ def test_torchtitan_divides_experts_inside_the_shards_of_hybrid_sharding() -> No
     assert unsupported(across, means) == ("experts over 8 ranks where 4 share the states of the other layers",)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "transformers"])
-def test_frameworks_without_hybrid_sharding_say_so(name: str) -> None:
-    assert "dp with fsdp in one layer" in unsupported(HYBRID, ENGINES[name].capabilities)
+def test_deepspeed_says_that_it_has_no_hybrid_sharding() -> None:
+    assert "dp with fsdp in one layer" in unsupported(HYBRID, ENGINES["deepspeed"].capabilities)
 
 
 def test_megatron_takes_no_zero_2_inside_replicas() -> None:

@@ -104,7 +104,7 @@ def _content(request: Request, view: UniformPlan) -> dict[str, Any]:
             "parallelism_config_dp_replicate_size": view.dp,
             "parallelism_config_dp_shard_size": view.fsdp,
             "parallelism_config_tp_size": view.tp,
-            "parallelism_config_cp_size": 1,
+            "parallelism_config_cp_size": view.cp,
         }
     return content
 

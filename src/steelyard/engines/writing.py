@@ -92,8 +92,8 @@ class UniformPlan:
 
     @property
     def ranks_of_experts(self) -> int:
-        """Ranks over which experts are divided whole: tp divides them too, and no expert itself."""
-        return self.ep * self.tp
+        """Ranks over which experts are divided whole: tp divides them too, and no expert itself; 1 without experts."""
+        return self.ep * self.tp if self.has_experts else 1
 
     @property
     def degrees(self) -> str:
