@@ -62,6 +62,34 @@ def test_only_what_does_not_start_our_runtime_asks_to_set_the_allocator(name: st
     assert ("export PYTORCH_ALLOC_CONF=expandable_segments:True" in text) == (not TARGETS[name].starts_steelyard)
 
 
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_file_says_how_it_is_launched_and_weights_are_converted(name: str) -> None:
+    plan = uniform("fsdp16", devices=16, cluster="2x8xa100-80gb")
+    export = exported(plan, name)
+    for file, content in export.files[1:] if export.is_one else export.files:
+        lines = comment_lines(file, content)
+        usage = lines[lines.index("How to use it:") + 1 :]
+        where = "once" if TARGETS[name].starts_all_hosts else "on each of the 2 hosts"
+        assert usage[0].startswith(f"  {where}: ")
+        assert f"  weights: {TARGETS[name].weights}" in usage
+        assert any(line.startswith("  vocabulary: 128256 tokens, ") for line in usage)
+
+
+@pytest.mark.parametrize(
+    ("name", "padded"), [("torchtitan", "not padded"), ("megatron", "padded to 152064, a multiple")]
+)
+def test_the_vocabulary_is_padded_as_the_target_pads_it(name: str, padded: str) -> None:
+    plan = uniform("dp4-tp2", devices=8, model="qwen3-14b")
+    assert f"vocabulary: 151936 tokens, {padded}" in text_of(
+        plan, name, ".py" if name == "torchtitan" else ".sh"
+    ).replace("which are ", "")
+
+
+def test_a_model_of_images_has_no_vocabulary() -> None:
+    plan = uniform("fsdp8", devices=8, model="vit-base", seq_len=197)
+    assert "vocabulary" not in text_of(plan, "deepspeed", ".json")
+
+
 def test_a_cpu_has_no_allocator_to_set() -> None:
     assert "ALLOC_CONF" not in text_of(FSDP.model_copy(update={"cluster": "1x8xcpu"}), "deepspeed", ".json")
 
@@ -73,7 +101,8 @@ def test_the_statement_says_where_nothing_is_lost() -> None:
         name="x",
         software="x 1",
         summary="",
-        write=lambda _: Draft(files=(("a.txt", "body\n"),), carried=("all",)),
+        write=lambda _: Draft(files=(("a.txt", "body\n"),), carried=("all",), launch="start it"),
+        weights="as they are",
     )
     content = export_plan(target, Request(plan=FSDP, headline="h", unsupported=())).files[0][1]
     assert "Not carried over: nothing of the plan is lost." in content

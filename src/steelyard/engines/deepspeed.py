@@ -46,13 +46,16 @@ def _write(request: Request) -> Draft:
     if view.tp > 1:
         left_out.append("which matrices are cut: DeepSpeed's AutoTP decides, not the model's own tp plan")
         left_out.append(f"which rank reads what: the {view.tp} ranks of a tp group have to be given the same samples")
-    usage = ["deepspeed.initialize(model=model, config='ds_config.json'), or TrainingArguments(deepspeed=...)"]
+    usage = [
+        "in train.py: deepspeed.initialize(model=model, config='ds_config.json'), or TrainingArguments(deepspeed=...)"
+    ]
     if view.remat is Remat.FULL:
-        usage.insert(0, "model.gradient_checkpointing_enable() in the script: the JSON alone recomputes nothing")
+        usage.append("in train.py: model.gradient_checkpointing_enable(): the JSON alone recomputes nothing")
     return Draft(
         files=(("ds_config.json", json.dumps(_content(view, PRESETS.get(request.plan.chain().family.model_type)))),),
         carried=view.carried,
         left_out=tuple(left_out),
+        launch=f"{request.torchrun} train.py",
         usage=tuple(usage),
     )
 
@@ -100,6 +103,8 @@ DEEPSPEED = Engine(
             software="DeepSpeed 0.19.8",
             summary="ds_config.json: ZeRO stage, AutoTP, AutoEP, batch sizes, activation checkpointing",
             write=_write,
+            weights="from_pretrained reads those of Hugging Face; zero_to_fp32.py in a checkpoint's folder makes fp32 "
+            "weights of it, with divided experts deepspeed/checkpoint/ds_to_universal.py a universal checkpoint",
             routers=ROUTERS_BY_RANK,
         ),
     ),

@@ -56,12 +56,12 @@ def _write_torchrun(request: Request) -> Draft:
         f"    --nproc-per-node {cluster.devices_per_node} \\",
         _TRAIN,
     ]
-    where = "on every host, with the same RDZV_HOST" if several else "on the host"
+    where = "RDZV_HOST=FIRST_HOST " if several else ""
     return Draft(
         files=(("train.sh", "\n".join(lines) + "\n"),),
         carried=(_processes(request.plan, cluster), _EVERYTHING),
         left_out=(_OPTIONS,),
-        usage=(f"{where}: PLAN=plan.json DATA=PATH bash train.sh --steps 100",),
+        launch=f"{where}PLAN=plan.json DATA=PATH bash train.sh --steps 100",
     )
 
 
@@ -89,7 +89,7 @@ def _write_slurm(request: Request) -> Draft:
         files=(("train.sbatch", "\n".join(lines) + "\n"),),
         carried=(_processes(request.plan, cluster), _EVERYTHING),
         left_out=("partition, account and time limit: give them to sbatch", _OPTIONS),
-        usage=("PLAN=plan.json DATA=PATH sbatch --partition NAME --time 8:00:00 train.sbatch --steps 100",),
+        launch="PLAN=plan.json DATA=PATH sbatch --partition NAME --time 8:00:00 train.sbatch --steps 100",
     )
 
 
@@ -122,7 +122,7 @@ def _write_kubeflow(request: Request) -> Draft:
             "the data: a PersistentVolumeClaim named training-data must hold it, at most one file or folder named data",
             "training options (--lr, --record, …): add them to the command",
         ),
-        usage=("kubectl apply -f pytorchjob.yaml",),
+        launch="kubectl apply -f pytorchjob.yaml",
     )
 
 
@@ -199,10 +199,11 @@ def _resources(cluster: Cluster) -> dict[str, Any]:
 
 
 def _cluster(request: Request, target: str) -> Cluster:
-    """The hosts of the plan; raises `UserError` where they are not all alike, not known or not of as many devices."""
+    """The hosts of the plan; raises `UserError` where they are unlike, not known, or have not the plan's devices."""
     plan = request.plan
     refuse_own_module(target, plan.chain())
-    if plan.is_mixed:
+    cluster = request.cluster
+    if cluster is None and plan.is_mixed:
         pools = plan.pools()
         hosts = sum(pool.num_nodes for pool in pools)
         raise UserError(
@@ -212,7 +213,6 @@ def _cluster(request: Request, target: str) -> Cluster:
             hint=f"on every host: steelyard train plan.json --data PATH --elastic --hosts {hosts}:{hosts} --rendezvous "
             f"FIRST_HOST:{RENDEZVOUS_PORT} --pool NAME, its pool of {', '.join(pool.name for pool in pools)}",
         )
-    cluster = request.cluster
     if cluster is None:
         raise UserError(
             field="--cluster",
@@ -245,11 +245,13 @@ TORCHRUN = Target(
     software="torchrun of torch 2.13",
     summary="train.sh: starts the plan on each host",
     write=_write_torchrun,
+    weights="steelyard's --init reads a folder of Hugging Face, --export-hf writes one",
     starts_steelyard=True,
 )
 SLURM = replace(
     TORCHRUN,
     name="slurm",
+    starts_all_hosts=True,
     software="Slurm's sbatch",
     summary="train.sbatch: starts the plan on the nodes of a job",
     write=_write_slurm,
@@ -257,6 +259,7 @@ SLURM = replace(
 KUBEFLOW = replace(
     TORCHRUN,
     name="kubeflow",
+    starts_all_hosts=True,
     software="Kubeflow's training operator v1 (PyTorchJob)",
     summary="pytorchjob.yaml: the plan as a ConfigMap and a job that runs it (needs --image)",
     write=_write_kubeflow,

@@ -57,8 +57,6 @@ FSDP_CAPABILITIES = replace(
     why_not={},
 )
 
-_VOCAB_UNIT = 128
-"""Megatron's own ``--make-vocab-size-divisible-by``."""
 Flags = list[str]
 """Each an option, and behind a space its value, which the script quotes."""
 
@@ -86,34 +84,28 @@ def _write(request: Request) -> Draft:
     left_out = [
         "tokenizer, data, learning rate and first weights: give them as arguments of the script",
         "kernels to the letter: the price counts Megatron's fused ones in closed form, not as measured",
+        f"the vocabulary of {chain.vocab_size} tokens: Megatron takes that of the tokenizer; "
+        "--make-vocab-size-divisible-by says to what it is padded",
     ]
-    unit = _VOCAB_UNIT * view.tp
-    left_out.append(
-        f"the vocabulary of {chain.vocab_size} tokens: Megatron takes that of the tokenizer and pads it to a multiple "
-        f"of {unit} (here {-(-chain.vocab_size // unit) * unit}); --make-vocab-size-divisible-by changes this"
-    )
     if view.fsdp > 1:
         left_out.append("FSDP2 itself: Megatron-FSDP shards the same states, with buckets and prefetching of its own")
     return Draft(
         files=(("megatron.sh", _script(groups, view, request)),),
         carried=view.carried,
         left_out=tuple(left_out),
-        usage=(
-            "MEGATRON=/path/to/Megatron-LM bash megatron.sh --tokenizer-type HuggingFaceTokenizer "
-            "--tokenizer-model NAME --data-path PREFIX --train-iters 1000 --lr 3e-4",
-            *_where(request),
-        ),
+        launch=_launch(request),
     )
 
 
-def _where(request: Request) -> tuple[str, ...]:
+def _launch(request: Request) -> str:
+    """The script with what it asks for: the checkout, and of several hosts the number and the first."""
     cluster = request.cluster
-    if cluster is None:
-        return ("set NPROC_PER_NODE, NNODES, NODE_RANK and MASTER_ADDR: the cluster of the plan is not known here",)
-    if cluster.num_nodes == 1:
-        return ()
-    last = cluster.num_nodes - 1
-    return (f"on every host, with NODE_RANK from 0 to {last} and MASTER_ADDR the first host, which all of them reach",)
+    where = "" if cluster and cluster.num_nodes == 1 else "NODE_RANK=RANK MASTER_ADDR=FIRST_HOST "
+    sizes = "" if cluster else "NNODES=HOSTS NPROC_PER_NODE=DEVICES "
+    return (
+        f"{sizes}{where}MEGATRON=/path/to/Megatron-LM bash megatron.sh --tokenizer-type HuggingFaceTokenizer "
+        "--tokenizer-model NAME --data-path PREFIX --train-iters 1000 --lr 3e-4"
+    )
 
 
 def _script(groups: Mapping[str, Flags], view: UniformPlan, request: Request) -> str:
@@ -358,6 +350,8 @@ MEGATRON = Engine(
             software="Megatron-LM (megatron-core 0.19.2)",
             summary="a script with the arguments of pretrain_gpt.py: sizes, layout of uneven stages, recompute, batch",
             write=_write,
+            weights="Megatron-Bridge's examples/conversion/convert_checkpoints.py import and export",
+            vocabulary_unit=128,
             routers="the auxiliary loss of routers over all layers and data ranks: Megatron takes each layer and each "
             "data rank's samples by themselves (the coefficient is the model's times the experts of a token over the "
             "layers)",

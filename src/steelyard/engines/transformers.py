@@ -44,10 +44,10 @@ def _write(request: Request) -> Draft:
         files=(("steelyard_trainer.py", _trainer(view, CAPABILITIES.divides_experts(request.plan.chain()))),),
         carried=view.carried,
         left_out=tuple(left_out),
+        launch=f"{request.torchrun} train.py",
         usage=(
-            f"model = AutoModelForCausalLM.from_pretrained(NAME, {model}); "
+            f"in train.py: model = AutoModelForCausalLM.from_pretrained(NAME, {model}); "
             "Trainer(model=model, args=TrainingArguments(output_dir, **training_arguments), ...)",
-            f"on every host: {request.torchrun} train.py, {request.plan.num_devices} processes in all",
         ),
     )
 
@@ -119,6 +119,8 @@ TRANSFORMERS = Engine(
             software="transformers 5.23.0",
             summary="arguments of TrainingArguments, and a DistributedConfig where there is tp or ep",
             write=_write,
+            weights="from_pretrained reads those of Hugging Face and save_pretrained writes them; accelerate "
+            "merge-weights CHECKPOINT OUT makes them of a sharded checkpoint",
             routers=ROUTERS_BY_RANK,
         ),
     ),
