@@ -25,10 +25,10 @@ from steelyard.model.read import load_model, model_names
 from steelyard.plan.file import parse_value
 from steelyard.plan.plan import InvalidPlanError, Plan, PlanModel
 from steelyard.plan.strategy import parse_strategy
-from tests.engines.examples import divided_experts, exported, mixed, text_of, uneven_pipeline, uniform
+from tests.engines.examples import container_of, divided_experts, exported, mixed, text_of, uneven_pipeline, uniform
+from tests.engines.known import known_names
 from tests.processes.warm import HANG_LIMIT_S
 
-KNOWN = Path(__file__).parent / "known"
 FSDP = uniform("fsdp8", devices=8, remat="full")
 """Four microbatches of 16 samples: two on each of 8 ranks."""
 
@@ -38,10 +38,6 @@ def comment_lines(name: str, content: str) -> list[str]:
         return json.loads(content)["_comment"]
     lines = [line for line in content.splitlines() if re.match("#($| )", line) and "-*-" not in line]
     return [line.removeprefix("#").removeprefix(" ") for line in lines]
-
-
-def known_names(file: str) -> set[str]:
-    return {line for line in (KNOWN / file).read_text().splitlines() if line and not line.startswith("# ")}
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -645,8 +641,8 @@ def test_a_scheduler_is_asked_for_gpus_whether_or_not_their_rates_are_known(
     path.write_text(OWN_DEVICE.replace("KIND", device_type))
     plan = uniform("fsdp4", devices=4, cluster=str(path))
     assert ("--gpus-per-node=4" in text_of(plan, "slurm", ".sbatch")) is (device_type != "cpu")
-    container = kubeflow(plan)[1]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
-    assert container["resources"] == asked
+    for target in ("kubeflow", "kubeflow-v1"):
+        assert container_of(text_of(plan, target, ".yaml"))["resources"] == asked
 
 
 def test_kubeflow_asks_whose_gpus_those_of_no_catalogue_are(tmp_path: Path) -> None:
@@ -662,19 +658,36 @@ def test_slurm_reads_its_options_before_the_first_command() -> None:
     assert max(index for index, line in enumerate(lines) if line.startswith("#SBATCH")) < first_command
 
 
-def kubeflow(plan: Plan) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(text_of(plan, "kubeflow", ".yaml")))
+def kubeflow(plan: Plan, target: str = "kubeflow") -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(text_of(plan, target, ".yaml")))
 
 
-def test_kubeflow_carries_the_plan() -> None:
-    content = json.loads(kubeflow(FSDP)[0]["data"]["plan.json"])
+@pytest.mark.parametrize("target", ["kubeflow", "kubeflow-v1"])
+def test_kubeflow_carries_the_plan(target: str) -> None:
+    content = json.loads(kubeflow(FSDP, target)[0]["data"]["plan.json"])
     assert parse_value(content, Plan, InvalidPlanError, what="plan") == FSDP
 
 
-def test_kubeflow_gets_a_master_and_workers() -> None:
-    specs = kubeflow(uniform("fsdp24", devices=24, cluster="3x8xa100-80gb", global_batch=96))[1]["spec"][
-        "pytorchReplicaSpecs"
-    ]
+THREE_HOSTS = uniform("fsdp24", devices=24, cluster="3x8xa100-80gb", global_batch=96)
+
+
+def test_kubeflow_gets_a_runtime_and_a_job_that_names_it() -> None:
+    runtime, job = kubeflow(THREE_HOSTS)[1:]
+    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
+    assert {runtime["apiVersion"], job["apiVersion"]} == {"trainer.kubeflow.org/v1alpha1"}
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 3, "torch": {"numProcPerNode": 8}}
+    assert job["spec"]["runtimeRef"]["kind"] == "TrainingRuntime"
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["spec"]["trainer"]["numNodes"] == 3
+    node = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
+    assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    container = container_of(text_of(THREE_HOSTS, "kubeflow", ".yaml"))
+    assert (node["name"], container["name"]) == ("node", "node")
+    assert '--nnodes 3 --nproc-per-node 8 --node-rank "$PET_NODE_RANK"' in container["command"][-1]
+
+
+def test_the_first_kubeflow_gets_a_master_and_workers() -> None:
+    specs = kubeflow(THREE_HOSTS, "kubeflow-v1")[1]["spec"]["pytorchReplicaSpecs"]
     assert {name: spec["replicas"] for name, spec in specs.items()} == {"Master": 1, "Worker": 2}
     container = specs["Worker"]["template"]["spec"]["containers"][0]
     assert container["name"] == "pytorch"
@@ -682,7 +695,7 @@ def test_kubeflow_gets_a_master_and_workers() -> None:
 
 
 def test_one_node_has_no_workers() -> None:
-    assert list(kubeflow(FSDP)[1]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+    assert list(kubeflow(FSDP, "kubeflow-v1")[1]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
 def test_kubeflow_needs_an_image() -> None:
@@ -690,7 +703,7 @@ def test_kubeflow_needs_an_image() -> None:
         exported(FSDP, "kubeflow", image=None)
 
 
-@pytest.mark.parametrize("target", ["torchrun", "slurm", "kubeflow"])
+@pytest.mark.parametrize("target", ["torchrun", "slurm", "kubeflow", "kubeflow-v1"])
 def test_launch_files_need_the_devices_of_the_plan(target: str) -> None:
     plan = FSDP.model_copy(update={"cluster": "1x4xa100-80gb"})
     with pytest.raises(UserError, match="4 devices"):
