@@ -16,7 +16,7 @@ from published_runs.rows import PublishedRun
 from published_runs.shapes import Kernels
 from steelyard.cost.job import ASSUMED_IMBALANCE, FP8_SPEEDUP
 from steelyard.engines.execution import FSDP2_STATES, Execution, StateBytes
-from steelyard.engines.megatron import TE_SPEEDUP
+from steelyard.engines.megatron_bridge import TE_SPEEDUP
 from steelyard.plan.strategy import Remat
 
 MIXED_16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=0)

@@ -358,7 +358,7 @@ def test_megatron_gets_the_batch_and_the_model() -> None:
     assert "--swiglu" in flags
 
 
-@pytest.mark.parametrize(("method", "sends"), [("gather", "allgather"), ("ulysses", "a2a")])
+@pytest.mark.parametrize(("method", "sends"), [("gather", "all_gather"), ("ulysses", "a2a")])
 def test_megatron_gets_context_parallelism_and_its_method(method: str, sends: str) -> None:
     flags = megatron_flags(uniform("dp2-cp2-tp2", devices=8, sp=True, cp_method=method))
     assert (flags["--context-parallel-size"], flags["--cp-comm-type"]) == ("2", sends)

@@ -14,7 +14,7 @@ A new engine is one module and one entry of `ENGINES`.
 
 from typing import TypeVar
 
-from steelyard.engines import accelerate, deepspeed, megatron, native, torchtitan, transformers
+from steelyard.engines import accelerate, deepspeed, megatron, megatron_bridge, native, torchtitan, transformers
 from steelyard.engines.engine import Engine
 from steelyard.engines.writing import Export, Request, Target, describe_uniform, export_plan
 from steelyard.errors import UserError, nearest
@@ -26,7 +26,7 @@ ENGINES: dict[str, Engine] = {
         torchtitan.TORCHTITAN,
         megatron.MEGATRON,
         megatron.MEGATRON_FSDP,
-        megatron.MEGATRON_BRIDGE,
+        megatron_bridge.MEGATRON_BRIDGE,
         accelerate.ACCELERATE,
         transformers.TRANSFORMERS,
         deepspeed.DEEPSPEED,

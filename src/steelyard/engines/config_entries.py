@@ -42,6 +42,12 @@ NO_EFFECT: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """Entries that do not change what is trained, by the reason."""
 _WITHOUT_EFFECT = frozenset().union(*NO_EFFECT.values())
+_UNWRITTEN = frozenset(
+    {
+        *("_name_or_path", "auto_map", "task_specific_params", "tokenizer_class"),
+        *("transformers_version", "unsloth_version"),
+    }
+)
 
 _DENSE: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -108,6 +114,11 @@ def completed(chain: ModelChain, seq_len: int) -> dict[str, Any]:
     if found[WINDOW] is None or set(found.get("layer_types") or ()) == {"full_attention"}:
         found.pop("layer_types", None)
     return found
+
+
+def hub_config(chain: ModelChain) -> dict[str, Any]:
+    """Return the config of a model as a Hugging Face file has it, without names, code and templates of its author."""
+    return {key: value for key, value in chain.config.items() if key not in _UNWRITTEN}
 
 
 def refuse_entries(target: str, chain: ModelChain, config: Mapping[str, Any], known: Known) -> None:

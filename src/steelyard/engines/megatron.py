@@ -9,9 +9,11 @@ Hybrid sharding is Megatron-FSDP's with several instances of the distributed opt
 it takes ZeRO-3 inside.
 """
 
+import ast
 import json
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +30,9 @@ from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
-_COMMUNICATION = {"gather": "allgather", "ulysses": "a2a"}
-"""What ``--cp-comm-type`` calls the ways in which attention sees the whole sequence."""
+_COMMUNICATION = {"gather": "all_gather", "ulysses": "a2a"}
+"""What ``--cp-comm-type`` calls the ways in which attention sees the whole sequence: the words of ``TransformerConfig``
+and Transformer Engine. The option's own help says ``allgather``, which nothing reads."""
 
 CAPABILITIES = Capabilities(
     mixes_layers=False,
@@ -71,8 +74,8 @@ def _write(request: Request) -> Draft:
     chain = request.plan.chain()
     groups = {
         "MODEL": model_flags(chain, view.seq_len),
-        "PARALLEL": _parallel_flags(view),
-        "REMAT": _remat_flags(view),
+        "PARALLEL": parallel_flags(view),
+        "REMAT": remat_flags(view),
         "BATCH": [
             f"--micro-batch-size {view.microbatch_per_rank}",
             f"--global-batch-size {view.global_batch}",
@@ -142,7 +145,31 @@ def _quoted(flag: str) -> str:
     return option + (f" {shlex.quote(value)}" if space else "")
 
 
-def _parallel_flags(view: UniformPlan) -> Flags:
+def refuse_cut_token(name: str, chain: ModelChain, tp: int) -> None:
+    """Raise `UserError` where ranks of tp would share a token: for targets that do not pad the vocabulary."""
+    if chain.vocab_size % tp:
+        raise UserError(
+            field="--to",
+            found=f"{name} for tp {tp} over {chain.vocab_size} tokens",
+            expected="a tp degree that divides the vocabulary, which is not padded there",
+            hint="plan with --max-tp, or export --to megatron, which pads it",
+        )
+
+
+def attributes(flags: Flags) -> dict[str, Any]:
+    """Return flags as names and values of Python: ``--micro-batch-size 2`` is ``micro_batch_size``, 2."""
+    found: dict[str, Any] = {}
+    for flag in flags:
+        option, _, text = flag.partition(" ")
+        value: Any = text or True
+        with suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(text)
+        found[option.removeprefix("--").replace("-", "_")] = value
+    return found
+
+
+def parallel_flags(view: UniformPlan) -> Flags:
+    """Return the flags of degrees, stages, sharding and dispatch."""
     flags = [
         f"--tensor-model-parallel-size {view.tp}",
         f"--pipeline-model-parallel-size {view.pipeline.num_stages}",
@@ -186,7 +213,8 @@ def layout(parts: tuple[PipelinePart, ...]) -> str:
     )
 
 
-def _remat_flags(view: UniformPlan) -> Flags:
+def remat_flags(view: UniformPlan) -> Flags:
+    """Return the flags of recomputation; empty without any."""
     if view.remat is Remat.NONE:
         return []
     method, count = ("uniform", 1) if view.remat_blocks is None else ("block", view.remat_blocks)
@@ -360,26 +388,6 @@ MEGATRON = Engine(
 )
 """Its distributed optimizer reduces gradients and gathers parameters beside compute (--use-distributed-optimizer,
 --overlap-grad-reduce, --overlap-param-gather). The matmul that makes a gradient adds it to the fp32 one."""
-TE_SPEEDUP = 1.25
-"""Rate of Transformer Engine's linear layers since Hopper over that of torch's in the same training loop. Found on
-dgxc_benchmarking, whose 85 runs without it are all predicted 12 to 36 % too slow; runs of megatron_bridge and
-mlperf_training, which nothing was fitted to, are so as well. On A100 Megatron-Core's are not. Experts' matmuls are not
-either: with it the 18 runs of Grok in dgxc_benchmarking are 19 % too fast, without it 10 %."""
-MEGATRON_BRIDGE = replace(
-    MEGATRON,
-    name="megatron-bridge",
-    software="Megatron-Bridge and NeMo, as their performance recipes set Megatron-Core",
-    execution=replace(
-        MEGATRON.execution,
-        states=StateBytes(parameters=2, gradients=2, optimizer=12, zero=1),
-        reduce_bytes=2,
-        tuned_linear_speedup=TE_SPEEDUP,
-        sends_once=True,
-    ),
-    targets=(),
-)
-"""Recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), compute by Transformer Engine and
-send tokens by DeepEP or HybridEP. No file is written for them yet."""
 MEGATRON_FSDP = replace(
     MEGATRON,
     name="megatron-fsdp",

@@ -24,6 +24,7 @@ MAY_NAME = {
     "engines/accelerate.py": LANGUAGE,
     "engines/transformers.py": LANGUAGE,
     "engines/megatron.py": LANGUAGE,
+    "engines/megatron_bridge.py": LANGUAGE,
     "engines/pytorch.py": "says what its script can run",
     "engines/scripts/train_plan.py": "stands alone, without this package",
     "engines/torchtitan.py": LANGUAGE,
