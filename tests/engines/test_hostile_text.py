@@ -115,7 +115,7 @@ def test_what_a_container_runs_and_is_made_from_stay_apart() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["torchrun", "slurm", "megatron", "megatron-fsdp"])
+@pytest.mark.parametrize("target", ["torchrun", "slurm", "megatron", "megatron-fsdp", "ms-swift"])
 def test_a_shell_runs_nothing_of_a_name(target: str, tmp_path: Path) -> None:
     name, content = files_of(uniform("fsdp8", devices=8), target, HOSTILE)[0]
     (tmp_path / name).write_text(content)
