@@ -6,6 +6,7 @@ The stand-ins keep what they are given; the package itself needs Transformer Eng
 import ast
 import sys
 import types
+from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -42,13 +43,15 @@ class Made:
 def recipe_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the recipe of a plan: the `ConfigContainer` that it returns, whose model says the config it came from."""
 
-    def run(plan: Plan) -> Any:
+    def run(plan: Plan, **of_container: Any) -> Any:
         text = text_of(plan, "megatron-bridge", ".py")
         modules = {name: types.ModuleType(name) for name in MODULES}
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and node.module in modules:
                 for alias in node.names:
                     setattr(modules[node.module], alias.name, Made)
+        container = partial(Made, **of_container)
+        modules["megatron.bridge.training.config"].ConfigContainer = container  # type: ignore[attr-defined]
         bridge, training = modules["megatron.bridge"], "megatron.bridge.training"
         bridge.AutoBridge = types.SimpleNamespace(  # type: ignore[attr-defined]
             from_hf_config=lambda config: types.SimpleNamespace(
@@ -79,6 +82,24 @@ def test_the_model_comes_from_its_config_whole(recipe_of: Any) -> None:
     assert all(getattr(found, key) == value for key, value in given.items())
     assert found.rope_parameters["rope_type"] == "llama3"
     assert "somewhere" not in text_of(plan, "megatron-bridge", ".py")
+
+
+@pytest.mark.parametrize("kind", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}])
+def test_rotary_embeddings_stand_as_transformers_4_reads_them_and_5(recipe_of: Any, kind: dict[str, Any]) -> None:
+    config = dict(load_model("llama3.1-8b").config)
+    del config["rope_theta"], config["rope_scaling"]
+    config["rope_parameters"] = {"rope_theta": 12345.0, **kind}
+    plan = uniform("dp8", devices=8).model_copy(update={"model": PlanModel(name="x", config=config)})
+    assert '"rope_theta": 12345.0' in text_of(plan, "megatron-bridge", ".py")
+    assert recipe_of(plan).model.config.rope_parameters == config["rope_parameters"]
+
+
+def test_nothing_is_evaluated_by_any_version(recipe_of: Any) -> None:
+    plan = uniform("dp8", devices=8)
+    assert recipe_of(plan).train.eval_iters == 0
+    later = recipe_of(plan, validation=Made())
+    assert later.validation.eval_iters == 0
+    assert not hasattr(later.train, "eval_iters")
 
 
 def test_degrees_cuts_and_remat_are_those_of_the_plan(recipe_of: Any) -> None:
@@ -142,7 +163,7 @@ def test_names_are_those_of_its_files() -> None:
                 used.add(ast.unparse(node.targets[0]))
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Config", "Container")):
                 used |= {f"{ast.unparse(node.func)}.{word.arg}" for word in node.keywords}
-        assert used <= known_names("megatron-bridge-main.txt")
+        assert used <= known_names("megatron-bridge-0.3.1.txt")
 
 
 def test_tokens_that_tp_would_cut_are_refused() -> None:

@@ -1,9 +1,9 @@
 """A plan as axolotl's YAML, which drives accelerate: FSDP2 or DDP, degrees, activation checkpointing, batch.
 
-Names are those of axolotl-ai-cloud/axolotl on GitHub (``utils/schemas/fsdp.py`` at 06dcd85, and the newest stored
-``utils/schemas/config.py`` with ``dp_shard_size``, whose words on ``tensor_parallel_size`` name DeepSpeed alone; that
-accelerate takes it from axolotl is said in Hugging Face's guide to ND-Parallel of 2025-08). It is a front end of
-`steelyard.engines.accelerate`, which says what plans it can have and how they run.
+Names are those of the package axolotl 0.19.0 (``utils/schemas/config.py``, ``utils/schemas/fsdp.py``). Its
+``utils/distributed.py`` gives the degrees to accelerate's ParallelismConfig, tp with them, although the schema's words
+name DeepSpeed alone for it. It is a front end of `steelyard.engines.accelerate`, which says what plans it can have and
+how they run.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ def _content(view: UniformPlan) -> dict[str, Any]:
 
 TARGET = Target(
     name="axolotl",
-    software="axolotl (main, 2026)",
+    software="axolotl 0.19.0",
     summary="axolotl.yaml: FSDP2 or DDP, degrees, activation checkpointing, batch",
     write=_write,
     weights="base_model is of Hugging Face; axolotl merge-sharded-fsdp-weights axolotl.yaml makes such of a checkpoint",

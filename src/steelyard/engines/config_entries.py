@@ -117,8 +117,18 @@ def completed(chain: ModelChain, seq_len: int) -> dict[str, Any]:
 
 
 def hub_config(chain: ModelChain) -> dict[str, Any]:
-    """Return the config of a model as a Hugging Face file has it, without names, code and templates of its author."""
-    return {key: value for key, value in chain.config.items() if key not in _UNWRITTEN}
+    """Return the config of a model as a Hugging Face file has it, without names, code and templates of its author.
+
+    Rotary embeddings that are the same in all layers stand as transformers 4 writes them, which 5 reads too.
+    """
+    found = {key: value for key, value in chain.config.items() if key not in _UNWRITTEN}
+    rope = dict(found.get("rope_parameters") or {})
+    if "rope_theta" in rope:
+        del found["rope_parameters"]
+        found |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        if rope != {"rope_type": "default"}:
+            found[ROPE] = rope
+    return found
 
 
 def refuse_entries(target: str, chain: ModelChain, config: Mapping[str, Any], known: Known) -> None:

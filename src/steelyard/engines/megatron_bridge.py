@@ -1,8 +1,8 @@
 """A plan as a Megatron-Bridge recipe: a Python file whose model comes from its Hugging Face config (`AutoBridge`).
 
-Names are those of NVIDIA-NeMo/Megatron-Bridge on GitHub (``training/config.py`` at 003e863, ``recipes/common.py`` at
-0eca073, ``models/conversion/auto_bridge.py`` at 00b2fbf, ``training/mixed_precision.py`` at 0509780,
-``training/flex_dispatcher_backend.py`` at 183c5c0) and of the README at 03e35af.
+Names are those of the package megatron-bridge 0.3.1 and of NVIDIA-NeMo/Megatron-Bridge on GitHub since (2026-06:
+``training/config.py`` at 003e863, ``recipes/common.py`` at 0eca073, ``models/conversion/auto_bridge.py`` at 00b2fbf,
+``training/mixed_precision.py`` at 0509780, ``training/flex_dispatcher_backend.py`` at 183c5c0).
 
 The bridge reads the entries of the config that `steelyard.engines.megatron` carries as flags, but not each version all
 of them: biases of every linear layer, windows, interpolated rotary embeddings, and how a router scores and balances.
@@ -100,14 +100,13 @@ def _recipe(view: UniformPlan, chain: ModelChain, model: Mapping[str, Any], grad
         f"    precision = {precision}",
         "    precision.grad_reduce_in_fp32 = False",
         "    optimizer, scheduler = distributed_fused_adam_with_cosine_annealing(lr_warmup_iters=500, max_lr=3e-4)",
-        "    return ConfigContainer(",
+        "    config = ConfigContainer(",
         "        model=model,",
         "        train=TrainingConfig(",
         "            train_iters=1000,",
         f"            global_batch_size={view.global_batch},",
         f"            micro_batch_size={view.microbatch_per_rank},",
         "        ),",
-        "        validation=ValidationConfig(eval_interval=1000, eval_iters=0),",
         "        optimizer=optimizer,",
         "        scheduler=scheduler,",
         "        ddp=DistributedDataParallelConfig(",
@@ -132,6 +131,8 @@ def _recipe(view: UniformPlan, chain: ModelChain, model: Mapping[str, Any], grad
         "        dist=DistributedInitConfig(),",
         "        mixed_precision=precision,",
         "    )",
+        '    getattr(config, "validation", config.train).eval_iters = 0  # where 0.3 has it, and where later versions',
+        "    return config",
         "",
         "",
         'if __name__ == "__main__":',
@@ -150,7 +151,6 @@ _CONFIGS = (
     "RNGConfig",
     "TokenizerConfig",
     "TrainingConfig",
-    "ValidationConfig",
 )
 TE_SPEEDUP = 1.25
 """Rate of Transformer Engine's linear layers since Hopper over that of torch's in the same training loop. Found on
@@ -171,7 +171,7 @@ MEGATRON_BRIDGE = replace(
     targets=(
         Target(
             name="megatron-bridge",
-            software="Megatron-Bridge (main, 2026-06)",
+            software="Megatron-Bridge 0.3.1",
             summary="bridge_recipe.py: a recipe whose model comes from its Hugging Face config",
             write=_write,
             weights="examples/conversion/convert_checkpoints.py import and export; checkpoint.pretrained_checkpoint "

@@ -1,7 +1,7 @@
 """A plan as ms-swift's arguments for Megatron (``megatron pt`` and ``megatron sft``), in a script.
 
-Names are those of modelscope/ms-swift on GitHub (``swift/megatron/arguments/megatron_args.py`` at 006938b), which are
-Megatron-LM's with underscores; switches take true or false. ms-swift starts the processes itself, from NNODES,
+Names are those of the package ms-swift 4.6.0 (``swift/megatron/arguments/megatron_args.py``), which are Megatron-LM's
+with underscores; switches take true or false. ms-swift starts the processes itself, from NNODES,
 NPROC_PER_NODE, NODE_RANK and MASTER_ADDR, and builds the model from its Hugging Face config
 (modelscope/mcore-bridge, ``config/parser.py`` at 00e6df7), of which it does not read all: `_LOST`. It is a front end of
 `steelyard.engines.megatron`, which says what plans and models it can have and how they run.
@@ -96,7 +96,7 @@ def _word(value: Any) -> str:
 
 TARGET = Target(
     name="ms-swift",
-    software="ms-swift (main, 2026)",
+    software="ms-swift 4.6.0",
     summary="swift.sh: arguments of megatron pt, which drives Megatron-Core",
     write=_write,
     weights="--model reads those of Hugging Face and --save_safetensors true writes them; megatron export converts",
