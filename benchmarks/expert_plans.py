@@ -22,8 +22,9 @@ from steelyard.cost.job import layer_precision
 from steelyard.cost.kernels import job_under
 from steelyard.engines import Engine
 from steelyard.engines.execution import StateBytes
-from steelyard.engines.megatron import MEGATRON, MEGATRON_BRIDGE
-from steelyard.engines.native import NATIVE
+from steelyard.engines.automodel import AUTOMODEL
+from steelyard.engines.megatron import MEGATRON
+from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.errors import UserError
 from steelyard.model.read import load_model
@@ -43,8 +44,8 @@ ENGINES: Mapping[str, Engine] = {
     "megatron-deep": MEGATRON_BRIDGE,
     "nanotron": MEGATRON,
     "torchtitan": TORCHTITAN,
-    "fsdp": NATIVE,
-    "fsdp-deep": NATIVE,
+    "fsdp": AUTOMODEL,
+    "fsdp-deep": AUTOMODEL,
 }
 """The engine that prices what each framework of the table ran, the nearest where it is none of the product's."""
 COLUMNS = ("name", "priced_s", "priced_gib", "fits", "free_s", "free_gib", "free_plan", "skipped")

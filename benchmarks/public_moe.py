@@ -45,7 +45,7 @@ from steelyard.cost.job import ASSUMED_IMBALANCE, DeviceGroup, Job
 from steelyard.cost.kernels import job_under
 from steelyard.engines.execution import OURS, Execution
 from steelyard.engines.kernels import FUSED
-from steelyard.engines.megatron import TE_SPEEDUP
+from steelyard.engines.megatron_bridge import TE_SPEEDUP
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import TORCHTITAN as TORCHTITAN_ENGINE
 from steelyard.hardware import parse_cluster

@@ -13,10 +13,12 @@ from typing import Literal
 
 from published_runs.rows import PublishedRun
 from steelyard.cost.job import ASSUMED_IMBALANCE
+from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.deepspeed import DEEPSPEED
 from steelyard.engines.execution import FSDP2_STATES, Dispatcher, Execution, StateBytes
 from steelyard.engines.kernels import EAGER, FUSED, Kernels
-from steelyard.engines.megatron import MEGATRON, MEGATRON_BRIDGE, TE_SPEEDUP
+from steelyard.engines.megatron import MEGATRON
+from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
@@ -141,12 +143,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("megatron-lm", Framework(execution=_MEGATRON_LM)),
     ("megatron-core", _CORE),
     ("megatron-bridge", _NEMO),
-    (
-        "nemo automodel",
-        Framework(
-            execution=Execution(kernels=replace(FUSED, full="until last needed"), tuned_linear_speedup=TE_SPEEDUP)
-        ),
-    ),
+    ("nemo automodel", Framework(execution=AUTOMODEL.execution)),
     ("nemo", _NEMO),
     ("maxtext", Framework(execution=Execution(kernels=FUSED, eager_launch=False), default_remat=Remat.FULL)),
     ("llm-foundry", Framework(execution=Execution(kernels=_MPT))),

@@ -87,6 +87,15 @@ def test_a_folder_gets_every_file(run: Run, folder: Path, tmp_path: Path) -> Non
     assert {path.suffix for path in (tmp_path / "titan").iterdir()} == {".py", ".toml"}
 
 
+@pytest.mark.parametrize("name", ["titan-0.3", "llama3.1-8b", "plans.d"])
+def test_the_name_of_a_folder_may_have_a_dot(run: Run, folder: Path, tmp_path: Path, name: str) -> None:
+    if name == "plans.d":
+        (tmp_path / name).mkdir()
+    result = run("export", folder / "uniform.json", "--to", "torchtitan", "-o", tmp_path / name)
+    assert result.exit_code == 0, result.output
+    assert {path.suffix for path in (tmp_path / name).iterdir()} == {".py", ".toml"}
+
+
 def test_a_file_name_chooses_among_the_files(run: Run, folder: Path, tmp_path: Path) -> None:
     run("export", folder / "uniform.json", "--to", "torchtitan", "-o", tmp_path / "plan.toml")
     assert "[parallelism]" in (tmp_path / "plan.toml").read_text()
@@ -122,6 +131,7 @@ def test_an_export_never_writes_over_its_plan(run: Run, folder: Path, tmp_path: 
 def test_another_file_name_is_refused(run: Run, folder: Path, tmp_path: Path) -> None:
     error = user_error(run("export", folder / "uniform.json", "--to", "torchtitan", "-o", tmp_path / "plan.yaml"))
     assert (error.field, ".py or .toml" in error.expected) == ("--output", True)
+    assert f"mkdir {tmp_path / 'plan.yaml'}" in error.hint
 
 
 def test_an_unknown_target_names_the_nearest(run: Run, folder: Path) -> None:

@@ -109,6 +109,14 @@ def test_exports_refuse_such_a_plan_with_the_reason(run: Run, path: Path, target
     assert "2 pools of unlike devices" in error.found
 
 
+@pytest.mark.parametrize("target", ["torchrun", "slurm", "kubeflow"])
+def test_launch_files_say_how_such_a_plan_is_started(run: Run, path: Path, target: str) -> None:
+    error = user_error(run("export", path, "--to", target, "--image", "an-image"))
+    assert (error.field, f"{target} for a plan over 2 pools" in error.found) == ("--to", True)
+    assert "--elastic --hosts 2:2 --rendezvous FIRST_HOST:29500 --pool NAME" in error.hint
+    assert all(name in error.hint for name in POOLS.split("+"))
+
+
 @pytest.mark.parametrize(
     "option",
     [

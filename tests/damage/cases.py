@@ -58,7 +58,10 @@ COMMANDS: tuple[tuple[int, str, str], ...] = (
 )
 """How often, the command, and which of its files may be damaged. ``@`` stands before a file of the case."""
 YAML = ("cluster", "run")
-TARGETS = ("torchtitan", "megatron", "transformers", "accelerate", "deepspeed", "pytorch", "slurm", "kubeflow")
+TARGETS = (
+    *("torchtitan", "megatron", "megatron-bridge", "automodel", "transformers", "accelerate", "deepspeed"),
+    *("axolotl", "ms-swift", "pytorch", "slurm", "kubeflow"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

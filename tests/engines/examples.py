@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import yaml
+
 from steelyard.engines import ENGINE_OF_TARGET, Export, Request, describe_uniform, export_plan, target_of
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import parse_cluster
@@ -120,6 +122,17 @@ def exported(plan: Plan, to: str, *, unsupported: tuple[str, ...] = (), image: s
 def text_of(plan: Plan, to: str, suffix: str) -> str:
     """The content of the target's file that ends so."""
     return next(content for name, content in exported(plan, to).files if name.endswith(suffix))
+
+
+def container_of(content: str) -> dict[str, Any]:
+    """The container that a job of Kubeflow, of v2 or v1, runs on each host."""
+    spec = list(yaml.safe_load_all(content))[1]["spec"]
+    if "pytorchReplicaSpecs" in spec:
+        pod = spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    else:
+        pod = spec["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    found: dict[str, Any] = pod["containers"][0]
+    return found
 
 
 def divided_experts(model: str, *, ep: int, num_layers: int, dense: int = 0, parallel: str = "fsdp8") -> Plan:

@@ -18,6 +18,7 @@ from steelyard.engines.torchtitan import changes_of, flavor_of
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import load_model
+from steelyard.model.split import ModelSplit
 from tests.engines.examples import text_of, uniform
 
 MODELS = {
@@ -192,6 +193,16 @@ def test_megatron_does_not_renormalise_what_the_model_does_not() -> None:
 )
 def test_megatron_refuses_what_it_would_lose(model: str, entries: dict[str, Any], named: str) -> None:
     assert named in refusal(model, "megatron", **entries)
+
+
+@pytest.mark.parametrize(("typed", "hint"), [(False, "--to pytorch"), (True, "--to torchrun")])
+def test_a_refusal_points_to_what_writes_the_model(typed: bool, hint: str) -> None:
+    chain = load_model("pythia-6.9b")
+    assert isinstance(chain.split, ModelSplit)
+    other = replace(chain, split=chain.split.model_copy(update={"typed_buffers": typed}))
+    for target in ("megatron", "torchtitan"):
+        with pytest.raises(UserError, match=hint):
+            written(target, other)
 
 
 @pytest.mark.parametrize("entries", [{"intermediate_size": 11008}, {"vocab_size": 32000}, {"rope_scaling": YARN}])

@@ -17,16 +17,18 @@ import yaml
 
 from steelyard.engines import ENGINES, TARGETS
 from steelyard.engines.capabilities import unsupported
+from steelyard.engines.deepspeed import PRESETS
 from steelyard.engines.writing import UniformPlan, describe_uniform
 from steelyard.errors import UserError
-from steelyard.model.read import load_model
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import load_model, model_names
 from steelyard.plan.file import parse_value
 from steelyard.plan.plan import InvalidPlanError, Plan, PlanModel
 from steelyard.plan.strategy import parse_strategy
-from tests.engines.examples import divided_experts, exported, mixed, text_of, uneven_pipeline, uniform
+from tests.engines.examples import container_of, divided_experts, exported, mixed, text_of, uneven_pipeline, uniform
+from tests.engines.known import known_names
 from tests.processes.warm import HANG_LIMIT_S
 
-KNOWN = Path(__file__).parent / "known"
 FSDP = uniform("fsdp8", devices=8, remat="full")
 """Four microbatches of 16 samples: two on each of 8 ranks."""
 
@@ -36,10 +38,6 @@ def comment_lines(name: str, content: str) -> list[str]:
         return json.loads(content)["_comment"]
     lines = [line for line in content.splitlines() if re.match("#($| )", line) and "-*-" not in line]
     return [line.removeprefix("#").removeprefix(" ") for line in lines]
-
-
-def known_names(file: str) -> set[str]:
-    return {line for line in (KNOWN / file).read_text().splitlines() if line and not line.startswith("# ")}
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -60,6 +58,34 @@ def test_only_what_does_not_start_our_runtime_asks_to_set_the_allocator(name: st
     assert ("export PYTORCH_ALLOC_CONF=expandable_segments:True" in text) == (not TARGETS[name].starts_steelyard)
 
 
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_file_says_how_it_is_launched_and_weights_are_converted(name: str) -> None:
+    plan = uniform("fsdp16", devices=16, cluster="2x8xa100-80gb")
+    export = exported(plan, name)
+    for file, content in export.files[1:] if export.is_one else export.files:
+        lines = comment_lines(file, content)
+        usage = lines[lines.index("How to use it:") + 1 :]
+        where = "once" if TARGETS[name].starts_all_hosts else "on each of the 2 hosts"
+        assert usage[0].startswith(f"  {where}: ")
+        assert f"  weights: {TARGETS[name].weights}" in usage
+        assert any(line.startswith("  vocabulary: 128256 tokens, ") for line in usage)
+
+
+@pytest.mark.parametrize(
+    ("name", "padded"), [("torchtitan", "not padded"), ("megatron", "padded to 152064, a multiple")]
+)
+def test_the_vocabulary_is_padded_as_the_target_pads_it(name: str, padded: str) -> None:
+    plan = uniform("dp4-tp2", devices=8, model="qwen3-14b")
+    assert f"vocabulary: 151936 tokens, {padded}" in text_of(
+        plan, name, ".py" if name == "torchtitan" else ".sh"
+    ).replace("which are ", "")
+
+
+def test_a_model_of_images_has_no_vocabulary() -> None:
+    plan = uniform("fsdp8", devices=8, model="vit-base", seq_len=197)
+    assert "vocabulary" not in text_of(plan, "deepspeed", ".json")
+
+
 def test_a_cpu_has_no_allocator_to_set() -> None:
     assert "ALLOC_CONF" not in text_of(FSDP.model_copy(update={"cluster": "1x8xcpu"}), "deepspeed", ".json")
 
@@ -71,7 +97,8 @@ def test_the_statement_says_where_nothing_is_lost() -> None:
         name="x",
         software="x 1",
         summary="",
-        write=lambda _: Draft(files=(("a.txt", "body\n"),), carried=("all",)),
+        write=lambda _: Draft(files=(("a.txt", "body\n"),), carried=("all",), launch="start it"),
+        weights="as they are",
     )
     content = export_plan(target, Request(plan=FSDP, headline="h", unsupported=())).files[0][1]
     assert "Not carried over: nothing of the plan is lost." in content
@@ -331,7 +358,7 @@ def test_megatron_gets_the_batch_and_the_model() -> None:
     assert "--swiglu" in flags
 
 
-@pytest.mark.parametrize(("method", "sends"), [("gather", "allgather"), ("ulysses", "a2a")])
+@pytest.mark.parametrize(("method", "sends"), [("gather", "all_gather"), ("ulysses", "a2a")])
 def test_megatron_gets_context_parallelism_and_its_method(method: str, sends: str) -> None:
     flags = megatron_flags(uniform("dp2-cp2-tp2", devices=8, sp=True, cp_method=method))
     assert (flags["--context-parallel-size"], flags["--cp-comm-type"]) == ("2", sends)
@@ -430,6 +457,40 @@ def test_transformers_takes_the_training_arguments(plan: Plan, tmp_path: Path) -
 def test_transformers_takes_the_distributed_config() -> None:
     config = trainer_module(uniform("fsdp4-tp2", devices=8)).distributed_config
     assert (config.tp_size, config.fsdp_size, config.dp_size) == (2, 4, 4)
+    config = trainer_module(uniform("dp2-fsdp2-tp2", devices=8)).distributed_config
+    assert (config.tp_size, config.fsdp_size, config.dp_replicate_size, config.dp_size) == (2, 2, 2, 4)
+
+
+@pytest.mark.parametrize(("parallel", "ep", "ranks"), [("fsdp8", 8, 8), ("dp2-fsdp4", 4, 4), ("fsdp4-tp2", 2, 4)])
+def test_transformers_divides_experts(parallel: str, ep: int, ranks: int) -> None:
+    plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel)
+    assert unsupported(plan, ENGINES["transformers"].capabilities) == ()
+    config = trainer_module(plan).distributed_config
+    assert (config.ep_size, config.efsdp_size * config.ep_size * config.dp_replicate_size) == (ranks, 8)
+
+
+def test_transformers_divides_experts_of_types_that_it_has_a_plan_for() -> None:
+    from transformers import AutoConfig
+
+    types = {chain.family.model_type for chain in map(load_model, model_names()) if has_experts(chain)}
+    planned = {each for each in types if "ep_dispatch_experts" in (ep_plan(AutoConfig.for_model(each)) or {}).values()}
+    known = ENGINES["transformers"].capabilities.experts_of
+    assert known is not None
+    assert planned <= known
+    assert all("ep_dispatch_experts" in (ep_plan(AutoConfig.for_model(each)) or {}).values() for each in known)
+
+
+def ep_plan(config: Any) -> dict[str, str] | None:
+    return config.base_model_ep_plan
+
+
+def has_experts(chain: ModelChain) -> bool:
+    return any(layer_type.num_experts for layer_type in chain.layer_types)
+
+
+def test_hybrid_sharding_without_tp_is_accelerates_in_transformers() -> None:
+    sizes = trainer_module(HYBRID).training_arguments["parallelism_config"]
+    assert (sizes.dp_replicate_size, sizes.dp_shard_size, sizes.total_size) == (2, 4, 8)
 
 
 # DeepSpeed
@@ -454,6 +515,7 @@ def test_deepspeed_shards_as_far_as_zero_says(parallel: str, zero: int, stage: i
 
 def test_names_for_deepspeed_are_those_of_its_version() -> None:
     content = json.loads(text_of(uniform("fsdp4-tp2", devices=8, remat="full"), "deepspeed", ".json"))
+    content |= json.loads(text_of(divided_experts("mixtral-8x22b", ep=8, num_layers=56), "deepspeed", ".json"))
     del content["_comment"]
     nested = {f"{key}.{inner}" for key, value in content.items() if isinstance(value, dict) for inner in value}
     assert set(content) | nested <= known_names("deepspeed-0.19.8.txt")
@@ -465,16 +527,28 @@ import deepspeed.comm
 from deepspeed.runtime.config import DeepSpeedConfig
 deepspeed.comm.get_rank = lambda *_: 0
 deepspeed.comm.get_world_size = lambda *_: 8
+from deepspeed.module_inject.auto_ep_config import validate_autoep_config
+from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS
 for path in sys.argv[1:]:
     config = DeepSpeedConfig(json.load(open(path)))
+    tp = config.tensor_parallel_config.autotp_size
+    if config.expert_parallel_config.enabled:
+        validate_autoep_config(config.expert_parallel_config, 8, 1, tp, 1, zero_stage=config.zero_optimization_stage)
     print(config.zero_optimization_stage, config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu)
+print({each: name for name, preset in PRESET_MODELS.items() for each in preset.hf_model_types})
 """
 
 
 @pytest.mark.slow
 def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", exc_type=ImportError)
-    plans = {"fsdp": FSDP, "tp": uniform("fsdp4-tp2", devices=8)}
+    experts = {"model": "mixtral-8x22b", "num_layers": 56}
+    plans = {
+        "fsdp": FSDP,
+        "tp": uniform("fsdp4-tp2", devices=8),
+        "ep": divided_experts(**experts, ep=8),
+        "tp and ep": divided_experts(**experts, ep=4, parallel="fsdp4-tp2"),
+    }
     for name, plan in plans.items():
         (tmp_path / f"{name}.json").write_text(text_of(plan, "deepspeed", ".json"))
     finished = subprocess.run(
@@ -484,7 +558,9 @@ def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
         check=False,
         timeout=HANG_LIMIT_S,
     )
-    assert finished.stdout.splitlines()[-2:] == ["3 4 2", "3 4 4"], finished.stderr
+    *read, presets = finished.stdout.splitlines()[-5:]
+    assert read == ["3 4 2", "3 4 4", "3 4 2", "3 4 4"], finished.stderr
+    assert PRESETS.items() <= ast.literal_eval(presets).items()
 
 
 # launch files
@@ -565,8 +641,8 @@ def test_a_scheduler_is_asked_for_gpus_whether_or_not_their_rates_are_known(
     path.write_text(OWN_DEVICE.replace("KIND", device_type))
     plan = uniform("fsdp4", devices=4, cluster=str(path))
     assert ("--gpus-per-node=4" in text_of(plan, "slurm", ".sbatch")) is (device_type != "cpu")
-    container = kubeflow(plan)[1]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0]
-    assert container["resources"] == asked
+    for target in ("kubeflow", "kubeflow-v1"):
+        assert container_of(text_of(plan, target, ".yaml"))["resources"] == asked
 
 
 def test_kubeflow_asks_whose_gpus_those_of_no_catalogue_are(tmp_path: Path) -> None:
@@ -582,19 +658,36 @@ def test_slurm_reads_its_options_before_the_first_command() -> None:
     assert max(index for index, line in enumerate(lines) if line.startswith("#SBATCH")) < first_command
 
 
-def kubeflow(plan: Plan) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(text_of(plan, "kubeflow", ".yaml")))
+def kubeflow(plan: Plan, target: str = "kubeflow") -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(text_of(plan, target, ".yaml")))
 
 
-def test_kubeflow_carries_the_plan() -> None:
-    content = json.loads(kubeflow(FSDP)[0]["data"]["plan.json"])
+@pytest.mark.parametrize("target", ["kubeflow", "kubeflow-v1"])
+def test_kubeflow_carries_the_plan(target: str) -> None:
+    content = json.loads(kubeflow(FSDP, target)[0]["data"]["plan.json"])
     assert parse_value(content, Plan, InvalidPlanError, what="plan") == FSDP
 
 
-def test_kubeflow_gets_a_master_and_workers() -> None:
-    specs = kubeflow(uniform("fsdp24", devices=24, cluster="3x8xa100-80gb", global_batch=96))[1]["spec"][
-        "pytorchReplicaSpecs"
-    ]
+THREE_HOSTS = uniform("fsdp24", devices=24, cluster="3x8xa100-80gb", global_batch=96)
+
+
+def test_kubeflow_gets_a_runtime_and_a_job_that_names_it() -> None:
+    runtime, job = kubeflow(THREE_HOSTS)[1:]
+    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
+    assert {runtime["apiVersion"], job["apiVersion"]} == {"trainer.kubeflow.org/v1alpha1"}
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 3, "torch": {"numProcPerNode": 8}}
+    assert job["spec"]["runtimeRef"]["kind"] == "TrainingRuntime"
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["spec"]["trainer"]["numNodes"] == 3
+    node = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
+    assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    container = container_of(text_of(THREE_HOSTS, "kubeflow", ".yaml"))
+    assert (node["name"], container["name"]) == ("node", "node")
+    assert '--nnodes 3 --nproc-per-node 8 --node-rank "$PET_NODE_RANK"' in container["command"][-1]
+
+
+def test_the_first_kubeflow_gets_a_master_and_workers() -> None:
+    specs = kubeflow(THREE_HOSTS, "kubeflow-v1")[1]["spec"]["pytorchReplicaSpecs"]
     assert {name: spec["replicas"] for name, spec in specs.items()} == {"Master": 1, "Worker": 2}
     container = specs["Worker"]["template"]["spec"]["containers"][0]
     assert container["name"] == "pytorch"
@@ -602,7 +695,7 @@ def test_kubeflow_gets_a_master_and_workers() -> None:
 
 
 def test_one_node_has_no_workers() -> None:
-    assert list(kubeflow(FSDP)[1]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
+    assert list(kubeflow(FSDP, "kubeflow-v1")[1]["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
 def test_kubeflow_needs_an_image() -> None:
@@ -610,7 +703,7 @@ def test_kubeflow_needs_an_image() -> None:
         exported(FSDP, "kubeflow", image=None)
 
 
-@pytest.mark.parametrize("target", ["torchrun", "slurm", "kubeflow"])
+@pytest.mark.parametrize("target", ["torchrun", "slurm", "kubeflow", "kubeflow-v1"])
 def test_launch_files_need_the_devices_of_the_plan(target: str) -> None:
     plan = FSDP.model_copy(update={"cluster": "1x4xa100-80gb"})
     with pytest.raises(UserError, match="4 devices"):
@@ -644,17 +737,25 @@ def test_megatron_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: st
     assert "--num-experts 8\n" in text
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "accelerate", "transformers"])
-def test_other_frameworks_say_that_they_cannot_divide_experts(name: str) -> None:
+def test_accelerate_says_that_it_cannot_divide_experts() -> None:
     plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
-    assert any("ep" in reason for reason in unsupported(plan, ENGINES[name].capabilities))
+    assert any("ep" in reason for reason in unsupported(plan, ENGINES["accelerate"].capabilities))
 
 
-def test_deepspeed_says_whose_matter_it_is() -> None:
-    plan = divided_experts("mixtral-8x22b", ep=8, num_layers=56)
-    assert any(
-        "a matter of the model's code" in reason for reason in unsupported(plan, ENGINES["deepspeed"].capabilities)
-    )
+@pytest.mark.parametrize(("parallel", "ep", "ranks"), [("fsdp8", 4, 4), ("fsdp4-tp2", 4, 8), ("fsdp4-tp2", 1, 2)])
+def test_deepspeed_divides_whole_experts_over_the_ranks_of_ep_and_tp(parallel: str, ep: int, ranks: int) -> None:
+    plan = divided_experts("mixtral-8x22b", ep=ep, num_layers=56, parallel=parallel)
+    assert unsupported(plan, ENGINES["deepspeed"].capabilities) == ()
+    content = json.loads(text_of(plan, "deepspeed", ".json"))["expert_parallel"]
+    assert content == {"enabled": True, "autoep_size": ranks, "preset_model": "mixtral"}
+
+
+def test_deepspeed_divides_no_experts_that_it_has_no_preset_for() -> None:
+    plan = divided_experts("olmoe-1b-7b", ep=8, num_layers=16)
+    assert "ep in a model of type olmoe" in unsupported(plan, ENGINES["deepspeed"].capabilities)
+    whole = divided_experts("olmoe-1b-7b", ep=1, num_layers=16, parallel="fsdp4-tp2")
+    assert unsupported(whole, ENGINES["deepspeed"].capabilities) == ()
+    assert "expert_parallel" not in json.loads(text_of(whole, "deepspeed", ".json"))
 
 
 # hybrid sharding
@@ -705,9 +806,8 @@ def test_torchtitan_divides_experts_inside_the_shards_of_hybrid_sharding() -> No
     assert unsupported(across, means) == ("experts over 8 ranks where 4 share the states of the other layers",)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "transformers"])
-def test_frameworks_without_hybrid_sharding_say_so(name: str) -> None:
-    assert "dp with fsdp in one layer" in unsupported(HYBRID, ENGINES[name].capabilities)
+def test_deepspeed_says_that_it_has_no_hybrid_sharding() -> None:
+    assert "dp with fsdp in one layer" in unsupported(HYBRID, ENGINES["deepspeed"].capabilities)
 
 
 def test_megatron_takes_no_zero_2_inside_replicas() -> None:

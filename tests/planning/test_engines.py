@@ -9,7 +9,7 @@ import pytest
 
 from steelyard.cost.job import Job
 from steelyard.cost.kernels import job_under
-from steelyard.engines import ENGINE_OF_TARGET, ENGINES, TARGETS, engine_of
+from steelyard.engines import ENGINE_OF_TARGET, ENGINES, FRONT_ENDS, TARGETS, engine_of
 from steelyard.engines.capabilities import Capabilities, dimensions_of, unsupported
 from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
@@ -64,7 +64,8 @@ def test_an_engine_is_one_value() -> None:
 
 
 def test_every_engine_and_target_has_a_name_of_its_own() -> None:
-    targets = [target.name for engine in ENGINES.values() for target in engine.targets]
+    driven = [target for engine in ENGINES.values() for target in engine.targets]
+    targets = [target.name for target in (*driven, *FRONT_ENDS)]
     assert sorted(targets) == sorted(TARGETS) == sorted(ENGINE_OF_TARGET)
     with pytest.raises(UserError, match="torchtitan"):
         engine_of("torchtian")

@@ -71,6 +71,15 @@ def test_the_space_of_the_papers_divides_no_experts(job: Job) -> None:
 
 
 @pytest.mark.slow
+def test_an_engine_divides_experts_of_the_types_that_it_knows(job: Job) -> None:
+    knows = replace(MEGATRON.capabilities, experts_of=frozenset({"mixtral"}))
+    for means, degrees in ((knows, {1, 4}), (replace(knows, experts_of=frozenset({"olmoe"})), {1})):
+        of_engine = replace(job, engine=replace(MEGATRON, capabilities=means))
+        offered = stage_strategies(of_engine, 8, Decisions())
+        assert {each.expert_degree for each in offered if each.tensor_degree == 1} == degrees
+
+
+@pytest.mark.slow
 def test_a_plan_says_the_imbalance_it_assumes(job: Job) -> None:
     found = plan_job(replace(job, imbalance=1.5), Decisions()).plan
     assert found is not None

@@ -12,6 +12,7 @@ from steelyard.cli.options import (
     NetworkOption,
     ProfileOption,
     complete_one_of,
+    is_file_name,
     print_json,
     progress,
     tried_file_or_folder,
@@ -80,7 +81,7 @@ def export(
     if path is None:
         raise UserError(field="PLAN", found="nothing", expected="a plan file", hint="write one with `steelyard plan`")
     plan, engine = read_plan(path), ENGINE_OF_TARGET[target.name]
-    if plan.is_mixed:
+    if plan.is_mixed and not target.starts_steelyard:
         plan.machines()  # raises: what an export is for knows one device type and stages of one size
     if target.starts_steelyard and plan.engine is not None:
         raise UserError(
@@ -145,9 +146,9 @@ def _predicted(plan: Plan) -> str:
 
 
 def _own_cluster(plan: Plan) -> Cluster | None:
-    """The cluster of a plan, or None where its name is not known."""
+    """The cluster of a plan, or None where its name is not known or it has several pools."""
     try:
-        return plan.machines()
+        return None if plan.is_mixed else plan.machines()
     except InvalidClusterError:
         return None
 
@@ -158,7 +159,7 @@ def _write(exported: Export, output: Path, *, plan: Path) -> tuple[Path, ...]:
     That is the file of its suffix, or all of them under this name where they read each other. Raises `UserError` where
     nothing can be written, or the plan itself would be.
     """
-    if output.is_dir() or not output.suffix:
+    if not is_file_name(output):
         make_folder(output, "--output")
         chosen = {output / name: content for name, content in exported.files}
     else:
@@ -169,7 +170,7 @@ def _write(exported: Export, output: Path, *, plan: Path) -> tuple[Path, ...]:
                 found=str(output),
                 expected="a folder, or a file that ends in "
                 + " or ".join(Path(name).suffix for name, _ in exported.files),
-                hint=f"write for example -o {exported.files[0][0]}",
+                hint=f"write for example -o {exported.files[0][0]}, or make the folder first: mkdir {output}",
             )
         chosen = (
             {output.with_suffix(Path(name).suffix): content for name, content in exported.files}

@@ -279,9 +279,17 @@ def tried(context: typer.Context, parameter: typer.CallbackParam, path: Path | N
     return path
 
 
+def is_file_name(path: Path) -> bool:
+    """Whether a path that may be a file or a folder is a file: it ends in letters after a dot, and is no folder.
+
+    ``titan-0.3`` and ``llama3.1-8b`` are names of folders.
+    """
+    return path.suffix[1:].isalpha() and not path.is_dir()
+
+
 def tried_file_or_folder(context: typer.Context, parameter: typer.CallbackParam, path: Path | None) -> Path | None:
     """The same of an option that names a file by its suffix, or else a folder."""
-    if path is not None and path.suffix and not path.is_dir():
+    if path is not None and is_file_name(path):
         return tried(context, parameter, path)
     if path is not None and not context.resilient_parsing:
         check_folder(path, parameter.opts[0])

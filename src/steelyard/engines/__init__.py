@@ -1,20 +1,33 @@
 """The software that runs plans, one module for each engine, with all that steelyard knows of it.
 
-| module         | holds                                                                      |
-|----------------|----------------------------------------------------------------------------|
-| `engine`       | `Engine`: models, capabilities, execution and targets of one engine        |
-| `capabilities` | which plans an engine can run, and what of a given plan it cannot          |
-| `execution`    | how an engine runs a plan, as far as that changes time or memory           |
-| `writing`      | how a plan is written: `Target`, and a uniform plan in words they share    |
-| `native`       | steelyard's own runtime; its targets are in `pytorch` and `launch`         |
-| the others     | one engine each                                                            |
+| module                | holds                                                                   |
+|-----------------------|-------------------------------------------------------------------------|
+| `engine`              | `Engine`: models, capabilities, execution and targets of one engine     |
+| `capabilities`        | which plans an engine can run, and what of a given plan it cannot       |
+| `execution`           | how an engine runs a plan, as far as that changes time or memory        |
+| `writing`             | how a plan is written: `Target`, and a uniform plan in words they share |
+| `native`              | steelyard's own runtime; its targets are in `pytorch` and `launch`      |
+| `axolotl`, `ms_swift` | files of software that drives an engine of the others                   |
+| the others            | one engine each                                                         |
 
 A new engine is one module and one entry of `ENGINES`.
 """
 
+from collections.abc import Mapping
 from typing import TypeVar
 
-from steelyard.engines import accelerate, deepspeed, megatron, native, torchtitan, transformers
+from steelyard.engines import (
+    accelerate,
+    automodel,
+    axolotl,
+    deepspeed,
+    megatron,
+    megatron_bridge,
+    ms_swift,
+    native,
+    torchtitan,
+    transformers,
+)
 from steelyard.engines.engine import Engine
 from steelyard.engines.writing import Export, Request, Target, describe_uniform, export_plan
 from steelyard.errors import UserError, nearest
@@ -26,16 +39,25 @@ ENGINES: dict[str, Engine] = {
         torchtitan.TORCHTITAN,
         megatron.MEGATRON,
         megatron.MEGATRON_FSDP,
-        megatron.MEGATRON_BRIDGE,
+        megatron_bridge.MEGATRON_BRIDGE,
+        automodel.AUTOMODEL,
         accelerate.ACCELERATE,
         transformers.TRANSFORMERS,
         deepspeed.DEEPSPEED,
     )
 }
-ENGINE_OF_TARGET: dict[str, Engine] = {target.name: engine for engine in ENGINES.values() for target in engine.targets}
-"""By the name of a target, the engine that reads it."""
-TARGETS: dict[str, Target] = {target.name: target for each in ENGINES.values() for target in each.targets}
-
+FRONT_ENDS: Mapping[Target, Engine] = {
+    axolotl.TARGET: accelerate.ACCELERATE,
+    ms_swift.TARGET: megatron.MEGATRON,
+}
+"""Software that drives an engine from files of its own, by what writes them."""
+_ENGINES_OF: Mapping[Target, Engine] = {
+    **{target: engine for engine in ENGINES.values() for target in engine.targets},
+    **FRONT_ENDS,
+}
+ENGINE_OF_TARGET: dict[str, Engine] = {target.name: engine for target, engine in _ENGINES_OF.items()}
+"""By the name of a target, the engine that runs what it writes."""
+TARGETS: dict[str, Target] = {target.name: target for target in _ENGINES_OF}
 
 Value = TypeVar("Value")
 
@@ -64,6 +86,7 @@ def _named(name: str, known: dict[str, Value], field: str) -> Value:
 __all__ = [
     "ENGINES",
     "ENGINE_OF_TARGET",
+    "FRONT_ENDS",
     "TARGETS",
     "Engine",
     "Export",

@@ -43,11 +43,8 @@ def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     left_out = ["optimizer, data and first weights: those of the training script"]
     several = request.cluster is not None and request.cluster.num_nodes > 1
-    start = "accelerate launch --config_file accelerate.yaml"
+    meeting = " --machine_rank RANK --main_process_ip FIRST_HOST" if several else ""
     usage = [
-        f"on every host: {start} --machine_rank RANK --main_process_ip FIRST_HOST train.py, RANK from 0 on the first"
-        if several
-        else f"{start} train.py",
         f"in train.py: Accelerator(gradient_accumulation_steps={view.pipeline.num_microbatches}), a DataLoader of "
         f"{format_plural(view.microbatch_per_rank, 'sample')} of {view.seq_len} tokens",
     ]
@@ -65,6 +62,7 @@ def _write(request: Request) -> Draft:
         files=(("accelerate.yaml", yaml.safe_dump(_content(request, view), sort_keys=False)),),
         carried=view.carried,
         left_out=tuple(left_out),
+        launch=f"accelerate launch --config_file accelerate.yaml{meeting} train.py",
         usage=tuple(usage),
     )
 
@@ -104,7 +102,7 @@ def _content(request: Request, view: UniformPlan) -> dict[str, Any]:
             "parallelism_config_dp_replicate_size": view.dp,
             "parallelism_config_dp_shard_size": view.fsdp,
             "parallelism_config_tp_size": view.tp,
-            "parallelism_config_cp_size": 1,
+            "parallelism_config_cp_size": view.cp,
         }
     return content
 
@@ -121,6 +119,8 @@ ACCELERATE = Engine(
             software="accelerate 1.15.0",
             summary="accelerate.yaml: FSDP2 or DDP, ParallelismConfig, activation checkpointing",
             write=_write,
+            weights="from_pretrained reads those of Hugging Face; accelerate merge-weights CHECKPOINT OUT makes them "
+            "of a sharded checkpoint",
             routers=ROUTERS_BY_RANK,
         ),
     ),

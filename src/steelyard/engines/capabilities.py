@@ -50,6 +50,8 @@ class Capabilities:
     """Whether tp may have more ranks than there are key-value heads, of which several hold one alike."""
     experts_within_shards: bool = False
     """Whether experts are divided over ranks that share the states of the rest of a layer, and no others."""
+    experts_of: frozenset[str] | None = None
+    """Model types whose experts may be divided; None: all."""
     why_not: Mapping[str, str] = field(default_factory=dict)
     """By the name of a dimension, why a layer cannot use it, where there is more to say than that it cannot."""
     remats: frozenset[Remat] = frozenset()
@@ -63,6 +65,10 @@ class Capabilities:
     def runs(self, schedule: str) -> bool:
         """Return whether stages may run this schedule."""
         return self.mixes_layers or schedule in self.schedules
+
+    def divides_experts(self, chain: ModelChain) -> bool:
+        """Return whether the experts of a model may be divided."""
+        return self.experts_of is None or chain.family.model_type in self.experts_of
 
     def allowed(self, mode: Mode, *, is_piped: bool) -> frozenset[Value]:
         """Return what a mode may be in a layer with no other dimension that changes it."""
@@ -133,6 +139,8 @@ def unsupported(plan: Plan, capabilities: Capabilities) -> tuple[str, ...]:
     ]
     if not capabilities.shares_heads and (shared := plan.shared_heads(chain)) is not None:
         reasons.append(f"tp {shared[0]} over {shared[2]} {shared[1]}")
+    if not capabilities.divides_experts(chain) and any(each.expert_degree > 1 for each in plan.strategies):
+        reasons.append(f"ep in a model of type {chain.family.model_type}")
     sizes = plan.stage_sizes
     if len(set(sizes)) > 1:
         reasons.append(f"stages of unlike numbers of devices ({', '.join(map(str, sizes))})")

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from steelyard.engines.pytorch import other_export
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
@@ -41,6 +42,12 @@ NO_EFFECT: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """Entries that do not change what is trained, by the reason."""
 _WITHOUT_EFFECT = frozenset().union(*NO_EFFECT.values())
+_UNWRITTEN = frozenset(
+    {
+        *("_name_or_path", "auto_map", "task_specific_params", "tokenizer_class"),
+        *("transformers_version", "unsloth_version"),
+    }
+)
 
 _DENSE: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -109,6 +116,21 @@ def completed(chain: ModelChain, seq_len: int) -> dict[str, Any]:
     return found
 
 
+def hub_config(chain: ModelChain) -> dict[str, Any]:
+    """Return the config of a model as a Hugging Face file has it, without names, code and templates of its author.
+
+    Rotary embeddings that are the same in all layers stand as transformers 4 writes them, which 5 reads too.
+    """
+    found = {key: value for key, value in chain.config.items() if key not in _UNWRITTEN}
+    rope = dict(found.get("rope_parameters") or {})
+    if "rope_theta" in rope:
+        del found["rope_parameters"]
+        found |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        if rope != {"rope_type": "default"}:
+            found[ROPE] = rope
+    return found
+
+
 def refuse_entries(target: str, chain: ModelChain, config: Mapping[str, Any], known: Known) -> None:
     """Raise `UserError` for the first entry of a `completed` config that the target's model cannot have.
 
@@ -125,6 +147,5 @@ def refuse_entries(target: str, chain: ModelChain, config: Mapping[str, Any], kn
             expected=f"{key} = {wanted}, as {target}'s model has it"
             if wanted
             else f"a config without {key}, of which {target}'s model has nothing",
-            hint="export --to pytorch, which builds any of our models with transformers; or take the entry out of the "
-            "config if the model is the same without it",
+            hint=f"{other_export(chain)}; or take the entry out of the config if the model is the same without it",
         )

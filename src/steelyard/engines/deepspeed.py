@@ -1,9 +1,11 @@
-"""A plan as DeepSpeed's JSON: ZeRO stage, AutoTP, batch sizes, precision, activation checkpointing.
+"""A plan as DeepSpeed's JSON: ZeRO stage, AutoTP, AutoEP, batch sizes, precision, activation checkpointing.
 
 Names are those of DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/zero/config.py``,
-``runtime/tensor_parallel/config.py``, ``runtime/activation_checkpointing/config.py``). DeepSpeed's pipelines want the
-model written as a ``PipelineModule``, which a JSON file cannot make of a Hugging Face model. It has no hybrid sharding
-any more: MiCS is removed, and the groups of ZeRO++ hold a second copy of parameters that stay sharded over all ranks.
+``runtime/tensor_parallel/config.py``, ``runtime/activation_checkpointing/config.py``,
+``module_inject/auto_ep_config.py``). AutoEP replaces the experts of models that it has a preset for
+(``module_inject/auto_ep_presets``); the ranks of tp divide whole experts, too. DeepSpeed's pipelines want the model
+written as a ``PipelineModule``, which a JSON file cannot make of a Hugging Face model. It has no hybrid sharding any
+more: MiCS is removed, and the groups of ZeRO++ hold a second copy of parameters that stay sharded over all ranks.
 """
 
 import json
@@ -13,15 +15,22 @@ from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_untold
+from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 
+PRESETS = {
+    "mixtral": "mixtral",
+    "qwen2_moe": "qwen3_moe",
+    "qwen3_moe": "qwen3_moe",
+    "deepseek_v2": "deepseek_v2",
+    "deepseek_v3": "deepseek_v3",
+}
+"""What AutoEP calls the layout of a model's experts, by the model type."""
 CAPABILITIES = Capabilities(
     mixes_layers=False,
-    dimensions=dimensions_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp"),
-    modes={"zero": frozenset({2, 3}), "sp": frozenset({False})},
-    why_not={
-        "ep": "which in DeepSpeed is a matter of the model's code (its MoE layer and ep_size), not of a configuration"
-    },
+    dimensions=dimensions_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp", "fsdp+ep", "fsdp+tp+ep"),
+    modes={"zero": frozenset({2, 3}), "sp": frozenset({False}), "ep": frozenset(DEGREE.texts)},
+    experts_of=frozenset(PRESETS),
     remats=frozenset({Remat.NONE, Remat.FULL}),
 )
 
@@ -37,18 +46,21 @@ def _write(request: Request) -> Draft:
     if view.tp > 1:
         left_out.append("which matrices are cut: DeepSpeed's AutoTP decides, not the model's own tp plan")
         left_out.append(f"which rank reads what: the {view.tp} ranks of a tp group have to be given the same samples")
-    usage = ["deepspeed.initialize(model=model, config='ds_config.json'), or TrainingArguments(deepspeed=...)"]
+    usage = [
+        "in train.py: deepspeed.initialize(model=model, config='ds_config.json'), or TrainingArguments(deepspeed=...)"
+    ]
     if view.remat is Remat.FULL:
-        usage.insert(0, "model.gradient_checkpointing_enable() in the script: the JSON alone recomputes nothing")
+        usage.append("in train.py: model.gradient_checkpointing_enable(): the JSON alone recomputes nothing")
     return Draft(
-        files=(("ds_config.json", json.dumps(_content(view))),),
+        files=(("ds_config.json", json.dumps(_content(view, PRESETS.get(request.plan.chain().family.model_type)))),),
         carried=view.carried,
         left_out=tuple(left_out),
+        launch=f"{request.torchrun} train.py",
         usage=tuple(usage),
     )
 
 
-def _content(view: UniformPlan) -> dict[str, Any]:
+def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
     content: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": view.microbatch_per_rank,
         "gradient_accumulation_steps": view.pipeline.num_microbatches,
@@ -60,6 +72,8 @@ def _content(view: UniformPlan) -> dict[str, Any]:
         content["tensor_parallel"] = {"autotp_size": view.tp}
     else:  # DeepSpeed compares it with the product of all ranks, those of tp among them
         content = {"train_batch_size": view.global_batch, **content}
+    if view.ranks_of_experts > 1 and preset is not None:
+        content["expert_parallel"] = {"enabled": True, "autoep_size": view.ranks_of_experts, "preset_model": preset}
     if view.remat is Remat.FULL:
         content["activation_checkpointing"] = {
             "partition_activations": False,
@@ -87,8 +101,10 @@ DEEPSPEED = Engine(
         Target(
             name="deepspeed",
             software="DeepSpeed 0.19.8",
-            summary="ds_config.json: ZeRO stage, AutoTP, batch sizes, activation checkpointing",
+            summary="ds_config.json: ZeRO stage, AutoTP, AutoEP, batch sizes, activation checkpointing",
             write=_write,
+            weights="from_pretrained reads those of Hugging Face; zero_to_fp32.py in a checkpoint's folder makes fp32 "
+            "weights of it, with divided experts deepspeed/checkpoint/ds_to_universal.py a universal checkpoint",
             routers=ROUTERS_BY_RANK,
         ),
     ),

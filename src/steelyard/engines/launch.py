@@ -1,12 +1,16 @@
-"""Files that start a training run of a plan: a torchrun script, a Slurm batch script, a Kubeflow PyTorchJob.
+"""Files that start a training run of a plan: a torchrun script, a Slurm batch script, a job of Kubeflow.
 
 They run the plan as it is, with `steelyard.train` on every process. Sources: ``torchrun --help`` of torch 2.13; the
-sbatch manual; the PyTorchJob of Kubeflow's training operator v1 (``kubeflow.org/v1``), which sets MASTER_ADDR,
-MASTER_PORT and RANK (of the pod) in each container named ``pytorch``.
+sbatch manual; the TrainJob and TrainingRuntime of Kubeflow Trainer v2 (kubeflow/trainer on GitHub,
+``pkg/apis/trainer/v1alpha1`` at 0015772 and 022656a, ``manifests/base/runtimes/torch_distributed.yaml`` at 0c78efb),
+whose torch policy sets PET_MASTER_ADDR, PET_MASTER_PORT and PET_NODE_RANK in the container named ``node``; the
+PyTorchJob of the training operator v1 (``kubeflow.org/v1``), which sets MASTER_ADDR, MASTER_PORT and RANK (of the pod)
+in each container named ``pytorch``. The TrainJob has a runtime of its own beside it, so that pods have the plan and the
+data whatever the version calls the patches of a shared one.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +23,8 @@ from steelyard.plan.file import dump_json
 from steelyard.plan.plan import Plan
 from steelyard.units import format_plural
 
+Document = dict[str, Any]
+"""One of a YAML file."""
 _LONGEST_NAME = 40
 """Kubernetes takes 63 letters, of which some are ours and some its own."""
 _GPUS_OF: Mapping[Vendor, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
@@ -56,12 +62,12 @@ def _write_torchrun(request: Request) -> Draft:
         f"    --nproc-per-node {cluster.devices_per_node} \\",
         _TRAIN,
     ]
-    where = "on every host, with the same RDZV_HOST" if several else "on the host"
+    where = "RDZV_HOST=FIRST_HOST " if several else ""
     return Draft(
         files=(("train.sh", "\n".join(lines) + "\n"),),
         carried=(_processes(request.plan, cluster), _EVERYTHING),
         left_out=(_OPTIONS,),
-        usage=(f"{where}: PLAN=plan.json DATA=PATH bash train.sh --steps 100",),
+        launch=f"{where}PLAN=plan.json DATA=PATH bash train.sh --steps 100",
     )
 
 
@@ -89,11 +95,19 @@ def _write_slurm(request: Request) -> Draft:
         files=(("train.sbatch", "\n".join(lines) + "\n"),),
         carried=(_processes(request.plan, cluster), _EVERYTHING),
         left_out=("partition, account and time limit: give them to sbatch", _OPTIONS),
-        usage=("PLAN=plan.json DATA=PATH sbatch --partition NAME --time 8:00:00 train.sbatch --steps 100",),
+        launch="PLAN=plan.json DATA=PATH sbatch --partition NAME --time 8:00:00 train.sbatch --steps 100",
     )
 
 
-def _write_kubeflow(request: Request) -> Draft:
+def _write_trainjob(request: Request) -> Draft:
+    return _write_kubeflow(request, "trainjob.yaml", _trainjob)
+
+
+def _write_pytorchjob(request: Request) -> Draft:
+    return _write_kubeflow(request, "pytorchjob.yaml", _pytorchjob)
+
+
+def _write_kubeflow(request: Request, file: str, job: Callable[[Cluster, str, str], list[Document]]) -> Draft:
     cluster = _cluster(request, "kubeflow")
     if request.image is None:
         raise UserError(
@@ -110,10 +124,10 @@ def _write_kubeflow(request: Request) -> Draft:
             "metadata": {"name": f"{name}-plan"},
             "data": {"plan.json": dump_json(_without_alternatives(request.plan)) + "\n"},
         },
-        _job(cluster, name, request.image),
+        *job(cluster, name, request.image),
     ]
     return Draft(
-        files=(("pytorchjob.yaml", yaml.dump_all(documents, Dumper=_BlockTextDumper, sort_keys=False, width=120)),),
+        files=((file, yaml.dump_all(documents, Dumper=_BlockTextDumper, sort_keys=False, width=120)),),
         carried=(
             _processes(request.plan, cluster),
             "the plan itself, as a ConfigMap: every layer's strategy, stages, schedule and microbatches",
@@ -122,7 +136,7 @@ def _write_kubeflow(request: Request) -> Draft:
             "the data: a PersistentVolumeClaim named training-data must hold it, at most one file or folder named data",
             "training options (--lr, --record, …): add them to the command",
         ),
-        usage=("kubectl apply -f pytorchjob.yaml",),
+        launch=f"kubectl apply -f {file}",
     )
 
 
@@ -143,16 +157,67 @@ def _without_alternatives(plan: Plan) -> Plan:
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"alternatives": ()})})
 
 
-def _job(cluster: Cluster, name: str, image: str) -> dict[str, Any]:
+def _trainjob(cluster: Cluster, name: str, image: str) -> list[Document]:
+    """The runtime of a job of Kubeflow Trainer v2, and the job."""
+    prefix = "trainer.kubeflow.org"
+    pod = _pod(cluster, name, image, container="node", rank="PET_NODE_RANK", meeting="PET_MASTER")
+    node = {
+        "name": "node",
+        "template": {
+            "metadata": {"labels": {f"{prefix}/trainjob-ancestor-step": "trainer"}},
+            "spec": {"template": {"spec": pod}},
+        },
+    }
+    policy = {"numNodes": cluster.num_nodes, "torch": {"numProcPerNode": cluster.devices_per_node}}
+    kinds = {"apiVersion": f"{prefix}/v1alpha1", "metadata": {"name": name}}
+    return [
+        {
+            **kinds,
+            "kind": "TrainingRuntime",
+            "spec": {"mlPolicy": policy, "template": {"spec": {"replicatedJobs": [node]}}},
+        },
+        {
+            **kinds,
+            "kind": "TrainJob",
+            "spec": {
+                "runtimeRef": {"apiGroup": prefix, "kind": "TrainingRuntime", "name": name},
+                "trainer": {"numNodes": cluster.num_nodes},
+            },
+        },
+    ]
+
+
+def _pytorchjob(cluster: Cluster, name: str, image: str) -> list[Document]:
+    """The job of the training operator v1."""
+    pod = _pod(cluster, name, image, container="pytorch", rank="RANK", meeting="MASTER")
+
+    def replicas(count: int) -> Document:
+        return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+
+    specs = {"Master": replicas(1)}
+    if cluster.num_nodes > 1:
+        specs["Worker"] = replicas(cluster.num_nodes - 1)
+    return [
+        {
+            "apiVersion": "kubeflow.org/v1",
+            "kind": "PyTorchJob",
+            "metadata": {"name": name},
+            "spec": {"pytorchReplicaSpecs": specs},
+        }
+    ]
+
+
+def _pod(cluster: Cluster, name: str, image: str, *, container: str, rank: str, meeting: str) -> Document:
+    """What runs on each host; ``rank`` and ``meeting`` name the variables that the operator sets."""
     command = (
         f"exec torchrun --nnodes {cluster.num_nodes} --nproc-per-node {cluster.devices_per_node} "
-        '--node-rank "$RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" '
+        f'--node-rank "${rank}" --master-addr "${meeting}_ADDR" --master-port "${meeting}_PORT" '
         "-m steelyard.train /etc/steelyard/plan.json --data /data/data"
     )
-    pod = {
+    return {
         "containers": [
             {
-                "name": "pytorch",
+                "name": container,
                 "image": image,
                 "command": ["bash", "-c", command],
                 "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
@@ -171,19 +236,6 @@ def _job(cluster: Cluster, name: str, image: str) -> dict[str, Any]:
         ],
     }
 
-    def replicas(count: int) -> dict[str, Any]:
-        return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
-
-    specs = {"Master": replicas(1)}
-    if cluster.num_nodes > 1:
-        specs["Worker"] = replicas(cluster.num_nodes - 1)
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": {"name": name},
-        "spec": {"pytorchReplicaSpecs": specs},
-    }
-
 
 def _resources(cluster: Cluster) -> dict[str, Any]:
     if not cluster.device.is_gpu:
@@ -199,21 +251,32 @@ def _resources(cluster: Cluster) -> dict[str, Any]:
 
 
 def _cluster(request: Request, target: str) -> Cluster:
-    """The hosts of the plan; raises `UserError` where they are not known or not as many devices as the plan has."""
-    refuse_own_module(target, request.plan.chain())
+    """The hosts of the plan; raises `UserError` where they are unlike, not known, or have not the plan's devices."""
+    plan = request.plan
+    refuse_own_module(target, plan.chain())
     cluster = request.cluster
+    if cluster is None and plan.is_mixed:
+        pools = plan.pools()
+        hosts = sum(pool.num_nodes for pool in pools)
+        raise UserError(
+            field="--to",
+            found=f"{target} for a plan over {len(pools)} pools of unlike devices ({plan.cluster})",
+            expected="a plan on one device type: the file starts as many processes on every host",
+            hint=f"on every host: steelyard train plan.json --data PATH --elastic --hosts {hosts}:{hosts} --rendezvous "
+            f"FIRST_HOST:{RENDEZVOUS_PORT} --pool NAME, its pool of {', '.join(pool.name for pool in pools)}",
+        )
     if cluster is None:
         raise UserError(
             field="--cluster",
-            found=f"the plan's cluster {request.plan.cluster!r}, which is not known here",
+            found=f"the plan's cluster {plan.cluster!r}, which is not known here",
             expected=f"hosts and devices per host, which {target} starts processes by",
             hint="give --cluster with its name or file",
         )
-    if cluster.num_devices != request.plan.num_devices:
+    if cluster.num_devices != plan.num_devices:
         raise UserError(
             field="--cluster",
             found=f"{cluster.num_devices} devices",
-            expected=f"the {request.plan.num_devices} devices of the plan",
+            expected=f"the {plan.num_devices} devices of the plan",
             hint="give the cluster that the plan is for, or plan again",
         )
     return cluster
@@ -234,11 +297,13 @@ TORCHRUN = Target(
     software="torchrun of torch 2.13",
     summary="train.sh: starts the plan on each host",
     write=_write_torchrun,
+    weights="steelyard's --init reads a folder of Hugging Face, --export-hf writes one",
     starts_steelyard=True,
 )
 SLURM = replace(
     TORCHRUN,
     name="slurm",
+    starts_all_hosts=True,
     software="Slurm's sbatch",
     summary="train.sbatch: starts the plan on the nodes of a job",
     write=_write_slurm,
@@ -246,7 +311,15 @@ SLURM = replace(
 KUBEFLOW = replace(
     TORCHRUN,
     name="kubeflow",
+    starts_all_hosts=True,
+    software="Kubeflow Trainer v2 (TrainJob)",
+    summary="trainjob.yaml: the plan as a ConfigMap and a job that runs it (needs --image)",
+    write=_write_trainjob,
+)
+KUBEFLOW_V1 = replace(
+    KUBEFLOW,
+    name="kubeflow-v1",
     software="Kubeflow's training operator v1 (PyTorchJob)",
-    summary="pytorchjob.yaml: the plan as a ConfigMap and a job that runs it (needs --image)",
-    write=_write_kubeflow,
+    summary="pytorchjob.yaml: the same for the training operator v1",
+    write=_write_pytorchjob,
 )

@@ -9,9 +9,11 @@ Hybrid sharding is Megatron-FSDP's with several instances of the distributed opt
 it takes ZeRO-3 inside.
 """
 
+import ast
 import json
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,7 @@ from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution, StateBytes
 from steelyard.engines.kernels import FUSED
+from steelyard.engines.pytorch import other_export
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
@@ -28,8 +31,9 @@ from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
-_COMMUNICATION = {"gather": "allgather", "ulysses": "a2a"}
-"""What ``--cp-comm-type`` calls the ways in which attention sees the whole sequence."""
+_COMMUNICATION = {"gather": "all_gather", "ulysses": "a2a"}
+"""What ``--cp-comm-type`` calls the ways in which attention sees the whole sequence: the words of ``TransformerConfig``
+and Transformer Engine. The option's own help says ``allgather``, which nothing reads."""
 
 CAPABILITIES = Capabilities(
     mixes_layers=False,
@@ -57,8 +61,6 @@ FSDP_CAPABILITIES = replace(
     why_not={},
 )
 
-_VOCAB_UNIT = 128
-"""Megatron's own ``--make-vocab-size-divisible-by``."""
 Flags = list[str]
 """Each an option, and behind a space its value, which the script quotes."""
 
@@ -73,8 +75,8 @@ def _write(request: Request) -> Draft:
     chain = request.plan.chain()
     groups = {
         "MODEL": model_flags(chain, view.seq_len),
-        "PARALLEL": _parallel_flags(view),
-        "REMAT": _remat_flags(view),
+        "PARALLEL": parallel_flags(view),
+        "REMAT": remat_flags(view),
         "BATCH": [
             f"--micro-batch-size {view.microbatch_per_rank}",
             f"--global-batch-size {view.global_batch}",
@@ -86,34 +88,28 @@ def _write(request: Request) -> Draft:
     left_out = [
         "tokenizer, data, learning rate and first weights: give them as arguments of the script",
         "kernels to the letter: the price counts Megatron's fused ones in closed form, not as measured",
+        f"the vocabulary of {chain.vocab_size} tokens: Megatron takes that of the tokenizer; "
+        "--make-vocab-size-divisible-by says to what it is padded",
     ]
-    unit = _VOCAB_UNIT * view.tp
-    left_out.append(
-        f"the vocabulary of {chain.vocab_size} tokens: Megatron takes that of the tokenizer and pads it to a multiple "
-        f"of {unit} (here {-(-chain.vocab_size // unit) * unit}); --make-vocab-size-divisible-by changes this"
-    )
     if view.fsdp > 1:
         left_out.append("FSDP2 itself: Megatron-FSDP shards the same states, with buckets and prefetching of its own")
     return Draft(
         files=(("megatron.sh", _script(groups, view, request)),),
         carried=view.carried,
         left_out=tuple(left_out),
-        usage=(
-            "MEGATRON=/path/to/Megatron-LM bash megatron.sh --tokenizer-type HuggingFaceTokenizer "
-            "--tokenizer-model NAME --data-path PREFIX --train-iters 1000 --lr 3e-4",
-            *_where(request),
-        ),
+        launch=_launch(request),
     )
 
 
-def _where(request: Request) -> tuple[str, ...]:
+def _launch(request: Request) -> str:
+    """The script with what it asks for: the checkout, and of several hosts the number and the first."""
     cluster = request.cluster
-    if cluster is None:
-        return ("set NPROC_PER_NODE, NNODES, NODE_RANK and MASTER_ADDR: the cluster of the plan is not known here",)
-    if cluster.num_nodes == 1:
-        return ()
-    last = cluster.num_nodes - 1
-    return (f"on every host, with NODE_RANK from 0 to {last} and MASTER_ADDR the first host, which all of them reach",)
+    where = "" if cluster and cluster.num_nodes == 1 else "NODE_RANK=RANK MASTER_ADDR=FIRST_HOST "
+    sizes = "" if cluster else "NNODES=HOSTS NPROC_PER_NODE=DEVICES "
+    return (
+        f"{sizes}{where}MEGATRON=/path/to/Megatron-LM bash megatron.sh --tokenizer-type HuggingFaceTokenizer "
+        "--tokenizer-model NAME --data-path PREFIX --train-iters 1000 --lr 3e-4"
+    )
 
 
 def _script(groups: Mapping[str, Flags], view: UniformPlan, request: Request) -> str:
@@ -150,7 +146,31 @@ def _quoted(flag: str) -> str:
     return option + (f" {shlex.quote(value)}" if space else "")
 
 
-def _parallel_flags(view: UniformPlan) -> Flags:
+def refuse_cut_token(name: str, chain: ModelChain, tp: int) -> None:
+    """Raise `UserError` where ranks of tp would share a token: for targets that do not pad the vocabulary."""
+    if chain.vocab_size % tp:
+        raise UserError(
+            field="--to",
+            found=f"{name} for tp {tp} over {chain.vocab_size} tokens",
+            expected="a tp degree that divides the vocabulary, which is not padded there",
+            hint="plan with --max-tp, or export --to megatron, which pads it",
+        )
+
+
+def attributes(flags: Flags) -> dict[str, Any]:
+    """Return flags as names and values of Python: ``--micro-batch-size 2`` is ``micro_batch_size``, 2."""
+    found: dict[str, Any] = {}
+    for flag in flags:
+        option, _, text = flag.partition(" ")
+        value: Any = text or True
+        with suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(text)
+        found[option.removeprefix("--").replace("-", "_")] = value
+    return found
+
+
+def parallel_flags(view: UniformPlan) -> Flags:
+    """Return the flags of degrees, stages, sharding and dispatch."""
     flags = [
         f"--tensor-model-parallel-size {view.tp}",
         f"--pipeline-model-parallel-size {view.pipeline.num_stages}",
@@ -194,7 +214,8 @@ def layout(parts: tuple[PipelinePart, ...]) -> str:
     )
 
 
-def _remat_flags(view: UniformPlan) -> Flags:
+def remat_flags(view: UniformPlan) -> Flags:
+    """Return the flags of recomputation; empty without any."""
     if view.remat is Remat.NONE:
         return []
     if view.remat is Remat.SELECTIVE:
@@ -211,7 +232,7 @@ def model_flags(chain: ModelChain, seq_len: int) -> Flags:
             field="--to",
             found=f"megatron for {chain.name} ({chain.family.model_type})",
             expected="a model of " + ", ".join(sorted(_FAMILIES)),
-            hint="export --to pytorch, which builds any of our models with transformers",
+            hint=other_export(chain),
         )
     known, special = family
     config = completed(chain, seq_len)
@@ -261,7 +282,7 @@ def _rope_flags(chain: ModelChain, config: Mapping[str, Any]) -> Flags:
         field="--to",
         found=f"megatron for {chain.name}, whose config says {ROPE} = {json.dumps(config[ROPE])}",
         expected=f"no scaling, linear by a whole factor, or {json.dumps(_LLAMA3_ROPE)} by any factor",
-        hint="export --to pytorch, which builds any of our models with transformers",
+        hint=other_export(chain),
     )
 
 
@@ -365,6 +386,8 @@ MEGATRON = Engine(
             software="Megatron-LM (megatron-core 0.19.2)",
             summary="a script with the arguments of pretrain_gpt.py: sizes, layout of uneven stages, recompute, batch",
             write=_write,
+            weights="Megatron-Bridge's examples/conversion/convert_checkpoints.py import and export",
+            vocabulary_unit=128,
             routers="the auxiliary loss of routers over all layers and data ranks: Megatron takes each layer and each "
             "data rank's samples by themselves (the coefficient is the model's times the experts of a token over the "
             "layers)",
@@ -373,29 +396,6 @@ MEGATRON = Engine(
 )
 """Its distributed optimizer reduces gradients and gathers parameters beside compute (--use-distributed-optimizer,
 --overlap-grad-reduce, --overlap-param-gather)."""
-TE_SPEEDUP = 1.25
-"""Rate of Transformer Engine's linear layers since Hopper over that of torch's in the same training loop. Found on
-dgxc_benchmarking, whose 85 runs without it are all predicted 12 to 36 % too slow; runs of megatron_bridge and
-mlperf_training, which nothing was fitted to, are so as well. On A100 Megatron-Core's are not. Experts' matmuls are not
-either: with it the 18 runs of Grok in dgxc_benchmarking are 19 % too fast, without it 10 %."""
-MEGATRON_BRIDGE = replace(
-    MEGATRON,
-    name="megatron-bridge",
-    software="Megatron-Bridge and NeMo, as their performance recipes set Megatron-Core",
-    execution=replace(
-        MEGATRON.execution,
-        states=StateBytes(parameters=2, gradients=2, optimizer=12, zero=1),
-        reduce_bytes=2,
-        hidden_collectives=0.5,
-        accumulation_bytes=2,
-        tuned_linear_speedup=TE_SPEEDUP,
-        dispatcher="deep",
-    ),
-    targets=(),
-)
-"""Recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), compute by Transformer Engine, its
-user buffers hide half of what tensor parallelism sends (tp_comm_overlap; found on dgxc_benchmarking), and send tokens
-by DeepEP or HybridEP. No file is written for them yet."""
 MEGATRON_FSDP = replace(
     MEGATRON,
     name="megatron-fsdp",

@@ -2,12 +2,12 @@
 
 from steelyard.engines.capabilities import Capabilities
 from steelyard.engines.engine import Engine
-from steelyard.engines.launch import KUBEFLOW, SLURM, TORCHRUN
+from steelyard.engines.launch import KUBEFLOW, KUBEFLOW_V1, SLURM, TORCHRUN
 from steelyard.engines.pytorch import TARGET as PYTORCH
 
 NATIVE = Engine(
     name="native",
     software="steelyard on torch 2.13",
     capabilities=Capabilities(mixes_layers=True),
-    targets=(PYTORCH, TORCHRUN, SLURM, KUBEFLOW),
+    targets=(PYTORCH, TORCHRUN, SLURM, KUBEFLOW, KUBEFLOW_V1),
 )

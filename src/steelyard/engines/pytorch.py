@@ -71,10 +71,8 @@ def _write(request: Request) -> Draft:
             "steelyard's own runtime",
             *((_BUFFERS.format(plan.num_microbatches),) if plan.num_stages > 1 else ()),
         ),
-        usage=(
-            f"on every host: {request.torchrun} {stem}.py --data PATH --steps 100, {plan.num_devices} processes in all",
-            "the script reads the .json file of its own name beside it, or the one that --plan names",
-        ),
+        launch=f"{request.torchrun} {stem}.py --data PATH --steps 100",
+        usage=("the script reads the .json file of its own name beside it, or the one that --plan names",),
     )
 
 
@@ -117,6 +115,13 @@ def _check(plan: Plan, chain: ModelChain) -> None:
             "encoder gives where it has one; experts without tp",
             hint="run the plan with `steelyard train`, or --to torchrun for a script that starts it",
         )
+
+
+def other_export(chain: ModelChain) -> str:
+    """Return the hint of a refusal by a framework that builds the model itself: what writes the plan as it is."""
+    if _why_not(chain):
+        return "run the plan with `steelyard train`, or export --to torchrun for a script that starts it"
+    return "export --to pytorch, which builds the model with transformers"
 
 
 def _why_not(chain: ModelChain) -> str:
@@ -229,4 +234,6 @@ TARGET = Target(
     software="torch 2.13 and transformers 5",
     summary="a training script of stock calls that runs the plan, mixes per layer included, without steelyard",
     write=_write,
+    weights="the script begins with new ones and writes none; steelyard train --init and --export-hf read and write "
+    "those of Hugging Face",
 )

@@ -20,6 +20,7 @@ from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
 from steelyard.engines.kernels import EAGER
+from steelyard.engines.pytorch import other_export
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
@@ -192,15 +193,10 @@ def _write(request: Request) -> Draft:
         ),
         carried=view.carried,
         left_out=tuple(left_out),
+        launch=f"{start} -m torchtitan.train --module {name} --config {name}",
         usage=(
-            f"torchtitan 0.3: put {name}.py on PYTHONPATH, then on every host {start} "
-            f"-m torchtitan.train --module {name} --config {name}",
-            f"torchtitan on main: the same with {name}_main",
-            *(
-                ()
-                if changes
-                else (f"torchtitan 0.2: on every host {start} -m torchtitan.train --job.config_file {name}.toml",)
-            ),
+            f"torchtitan 0.3: put {name}.py on PYTHONPATH; on main: the same with {name}_main",
+            *(() if changes else (f"torchtitan 0.2: {start} -m torchtitan.train --job.config_file {name}.toml",)),
         ),
     )
 
@@ -221,7 +217,7 @@ def flavor_of(chain: ModelChain, seq_len: int) -> tuple[_Flavor, dict[str, Any]]
         f"{chain.hidden_size}, {chain.vocab_size} tokens)",
         expected="a model that torchtitan defines: "
         + ", ".join(f"{flavor.folder} {flavor.name}" for flavor in _FLAVORS),
-        hint="export --to pytorch, which builds any of our models with transformers",
+        hint=other_export(chain),
     )
 
 
@@ -367,6 +363,8 @@ TORCHTITAN = Engine(
             software="torchtitan 0.3.0 (.py), main (_main.py) and 0.2.2 (.toml)",
             summary="configuration functions and a TOML file: degrees, cuts, schedule, activation checkpointing, batch",
             write=_write,
+            weights="from Hugging Face by checkpoint.initial_load_path and initial_load_in_hf, to it by "
+            "checkpoint.last_save_in_hf; or scripts/checkpoint_conversion/convert_from_hf.py and convert_to_hf.py",
             routers="the auxiliary loss of routers: torchtitan moves their biases instead",
         ),
     ),

@@ -1,8 +1,8 @@
-"""A plan for transformers' own trainer: its arguments, and a `DistributedConfig` where there is tp.
+"""A plan for transformers' own trainer: its arguments, and a `DistributedConfig` where there is tp or ep.
 
 Names are those of transformers 5.23.0 (``training_args.py``, ``distributed/configuration_utils.py``). It has no
 pipelines for a trainer, no sequence parallelism beside tp and no selective remat, and refuses plain replication beside
-tp.
+tp. Hybrid sharding without tp or ep is accelerate's (its `ParallelismConfig`, which `TrainingArguments` takes).
 """
 
 from typing import Any
@@ -12,47 +12,59 @@ from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_untold
+from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 
 CAPABILITIES = Capabilities(
     mixes_layers=False,
-    dimensions=dimensions_of("dp", "fsdp", "tp", "fsdp+tp"),
-    modes={"zero": frozenset({2, 3}), "sp": frozenset({False})},
-    modes_beside={"tp": {"zero": frozenset({3})}},
+    dimensions=dimensions_of(
+        *("dp", "fsdp", "dp+fsdp", "tp", "fsdp+tp", "dp+fsdp+tp"),
+        *("fsdp+ep", "fsdp+tp+ep", "dp+fsdp+ep", "dp+fsdp+tp+ep"),
+    ),
+    modes={"zero": frozenset({2, 3}), "sp": frozenset({False}), "ep": frozenset(DEGREE.texts)},
+    modes_beside={"tp": {"zero": frozenset({3})}, "ep": {"zero": frozenset({3})}},
     shares_heads=False,  # reshaping a part of a head fails in their tp plans
+    experts_within_shards=True,
+    experts_of=frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"}),
     remats=frozenset({Remat.NONE, Remat.FULL}),
 )
-"""With tp the model shards itself (`DistributedConfig`), which frees the parameters of every block after forward."""
+"""With tp or ep the model shards itself (`DistributedConfig`), which frees the parameters of every block after forward.
+Experts are divided in models whose config has a ``base_model_ep_plan``; a model without one would train undivided."""
 
 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     left_out = ["optimizer, data and first weights: those of the training script"]
-    if view.fsdp > 1 and view.tp == 1:
-        left_out += kept_gathered(request)
-    if view.tp > 1:
+    if _shards_itself(view):
         left_out.append(GATHERED_TAIL)
-    model = "distributed_config=distributed_config" if view.tp > 1 else "..."
+    elif view.fsdp > 1:
+        left_out += kept_gathered(request)
+    model = "distributed_config=distributed_config" if _shards_itself(view) else "..."
     return Draft(
-        files=(("steelyard_trainer.py", _trainer(view)),),
+        files=(("steelyard_trainer.py", _trainer(view, CAPABILITIES.divides_experts(request.plan.chain()))),),
         carried=view.carried,
         left_out=tuple(left_out),
+        launch=f"{request.torchrun} train.py",
         usage=(
-            f"model = AutoModelForCausalLM.from_pretrained(NAME, {model}); "
+            f"in train.py: model = AutoModelForCausalLM.from_pretrained(NAME, {model}); "
             "Trainer(model=model, args=TrainingArguments(output_dir, **training_arguments), ...)",
-            f"on every host: {request.torchrun} train.py, {request.plan.num_devices} processes in all",
         ),
     )
 
 
-def _trainer(view: UniformPlan) -> str:
+def _shards_itself(view: UniformPlan) -> bool:
+    return view.tp > 1 or view.ep > 1
+
+
+def _trainer(view: UniformPlan, divides_experts: bool) -> str:
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": view.microbatch_per_rank,
         "gradient_accumulation_steps": view.pipeline.num_microbatches,
         "bf16": view.precision == "bf16",
         "max_grad_norm": 1.0,
     }
-    if view.fsdp > 1 and view.tp == 1:
+    is_accelerates = view.fsdp > 1 and not _shards_itself(view)
+    if is_accelerates:
         arguments["fsdp"] = True
         arguments["fsdp_config"] = {
             "version": 2,
@@ -67,13 +79,28 @@ def _trainer(view: UniformPlan) -> str:
         *(f"    {key!r}: {value!r}," for key, value in arguments.items()),
         "}",
     ]
-    if view.tp > 1:
-        mixed = view.precision == "bf16" and view.fsdp > 1
+    if is_accelerates and view.dp > 1:
+        hybrid = f"ParallelismConfig(dp_replicate_size={view.dp}, dp_shard_size={view.fsdp})"
+        lines = [
+            "from accelerate import ParallelismConfig",
+            "",
+            *lines[:-1],
+            f"    'parallelism_config': {hybrid},",
+            "}",
+        ]
+    if _shards_itself(view):
+        sizes = {
+            **({"tp_size": view.tp, "tp_plan": "auto"} if view.tp > 1 else {}),
+            "fsdp_size": view.fsdp,
+            **({"dp_replicate_size": view.dp} if view.dp > 1 else {}),
+            **({"ep_size": view.ranks_of_experts} if view.ranks_of_experts > 1 and divides_experts else {}),
+            "fsdp_mixed_precision": view.precision == "bf16" and view.fsdp > 1,
+        }
         lines = [
             "from transformers.distributed import DistributedConfig",
             "",
             "distributed_config = DistributedConfig(",
-            f'    tp_size={view.tp}, tp_plan="auto", fsdp_size={view.fsdp}, fsdp_mixed_precision={mixed}',
+            *(f"    {key}={value!r}," for key, value in sizes.items()),
             ")",
             *lines,
         ]
@@ -90,8 +117,10 @@ TRANSFORMERS = Engine(
         Target(
             name="transformers",
             software="transformers 5.23.0",
-            summary="arguments of TrainingArguments, and a DistributedConfig where there is tp",
+            summary="arguments of TrainingArguments, and a DistributedConfig where there is tp or ep",
             write=_write,
+            weights="from_pretrained reads those of Hugging Face and save_pretrained writes them; accelerate "
+            "merge-weights CHECKPOINT OUT makes them of a sharded checkpoint",
             routers=ROUTERS_BY_RANK,
         ),
     ),

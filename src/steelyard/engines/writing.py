@@ -92,8 +92,8 @@ class UniformPlan:
 
     @property
     def ranks_of_experts(self) -> int:
-        """Ranks over which experts are divided whole: tp divides them too, and no expert itself."""
-        return self.ep * self.tp
+        """Ranks over which experts are divided whole: tp divides them too, and no expert itself; 1 without experts."""
+        return self.ep * self.tp if self.has_experts else 1
 
     @property
     def degrees(self) -> str:
@@ -189,6 +189,13 @@ class Request:
     """Container image for targets that start containers."""
 
     @property
+    def hosts(self) -> str:
+        """On which hosts the launch line is given, in words."""
+        if self.cluster is None:
+            return "on every host"
+        return "on the host" if self.cluster.num_nodes == 1 else f"on each of the {self.cluster.num_nodes} hosts"
+
+    @property
     def torchrun(self) -> str:
         """How the processes of each host are started, in words of a shell; names in capitals are to be filled in."""
         if self.cluster is not None and self.cluster.num_nodes == 1:
@@ -207,11 +214,14 @@ class Draft:
     files: tuple[tuple[str, str], ...]
     """Name and content, the main file first."""
     carried: tuple[str, ...]
+    launch: str
+    """The line that starts it on each host; names in capitals are to be filled in."""
     script: tuple[str, str] | None = None
     """A main file that is the same for every plan, and so has no statement; it reads the others, from beside itself
     and under its own name."""
     left_out: tuple[str, ...] = ()
     usage: tuple[str, ...] = ()
+    """What else to do, beside the launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +244,12 @@ class Target:
     """What reads the files, with the version whose names were used."""
     summary: str
     write: Callable[[Request], Draft]
+    weights: str
+    """How checkpoints come from and go to the format of Hugging Face."""
+    vocabulary_unit: int | None = None
+    """The vocabulary is padded to a multiple of this times tp; None: it is not padded."""
+    starts_all_hosts: bool = False
+    """Whether the launch line is given once instead of on each host."""
     starts_steelyard: bool = False
     """Whether what it starts is steelyard's own runtime, which sets PyTorch's allocator by itself."""
     routers: str = "the auxiliary loss of routers"
@@ -246,7 +262,13 @@ def export_plan(target: Target, request: Request) -> Export:
     carried = (*draft.carried, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
     trains_other = request.plan.chain().trains_routers and not target.starts_steelyard
     left_out = (*request.unsupported, *draft.left_out, *((target.routers,) if trains_other else ()))
-    usage = draft.usage if target.starts_steelyard else (*draft.usage, *_allocator(request))
+    usage = (
+        f"{'once' if target.starts_all_hosts else request.hosts}: {draft.launch}",
+        *draft.usage,
+        f"weights: {target.weights}",
+        *_vocabulary(target, request.plan),
+        *(() if target.starts_steelyard else _allocator(request)),
+    )
     lines = statement(target, request, carried, left_out, usage)
     return Export(
         files=(
@@ -282,6 +304,18 @@ def refuse_untold(name: str, chain: ModelChain) -> None:
         )
 
 
+def _vocabulary(target: Target, plan: Plan) -> tuple[str, ...]:
+    """How many tokens embedding and head have there, for a model that has a vocabulary."""
+    chain = plan.chain()
+    if not chain.family.task.reads_text:
+        return ()
+    if target.vocabulary_unit is None:
+        return (f"vocabulary: {chain.vocab_size} tokens, which are not padded",)
+    unit = target.vocabulary_unit * plan.strategies[0].degree(TP)
+    padded = -(-chain.vocab_size // unit) * unit
+    return (f"vocabulary: {chain.vocab_size} tokens, padded to {padded}, a multiple of {unit}",)
+
+
 def _allocator(request: Request) -> tuple[str, ...]:
     """What to set beforehand where there are GPUs, as `steelyard train` does."""
     if request.cluster is not None and not request.cluster.device.is_gpu:
@@ -308,7 +342,7 @@ def statement(
         *(f"  {line}" for line in carried),
         "Not carried over:" if left_out else "Not carried over: nothing of the plan is lost.",
         *(f"  {line}" for line in left_out),
-        *(("How to use it:",) if usage else ()),
+        "How to use it:",
         *(f"  {line}" for line in usage),
     )
     return tuple("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)

@@ -1,0 +1,184 @@
+"""A plan as NeMo Automodel's YAML: FSDP2 with tp, cp, ep and torch's pipeline stages, on the model of a config.
+
+Names are those of NVIDIA-NeMo/Automodel on GitHub (``components/distributed/config.py`` at 013d113,
+``components/distributed/pipelining/config.py`` at 1265a65, ``recipes/_dist_utils.py`` at 0251250,
+``components/distributed/mesh_utils.py`` at 210f58f, ``components/moe/parallelizer.py`` at 005f663) and of its
+documentation of 0.7.0. States are sharded over the ranks of fsdp and cp together. Experts are divided in models that
+Automodel has code of its own for (``_transformers/registry.py`` at 003a961), which take no tp.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from steelyard.engines.capabilities import Capabilities, dimensions_of
+from steelyard.engines.config_entries import hub_config
+from steelyard.engines.engine import Engine
+from steelyard.engines.execution import Execution
+from steelyard.engines.kernels import FUSED
+from steelyard.engines.megatron_bridge import TE_SPEEDUP
+from steelyard.engines.writing import (
+    ROUTERS_BY_RANK,
+    Draft,
+    PipelinePart,
+    Request,
+    Target,
+    UniformPlan,
+    refuse_untold,
+)
+from steelyard.errors import UserError
+from steelyard.model.chain import ModelChain
+from steelyard.model.family import Task
+from steelyard.plan.dimensions.ep import DEGREE
+from steelyard.plan.strategy import Remat
+from steelyard.schedules import SCHEDULES
+
+CAPABILITIES = Capabilities(
+    mixes_layers=False,
+    dimensions=dimensions_of(
+        *("fsdp", "dp+fsdp", "tp", "fsdp+tp", "dp+fsdp+tp"),
+        *("fsdp+cp", "fsdp+cp+tp", "dp+fsdp+cp", "dp+fsdp+cp+tp", "fsdp+ep"),
+    ),
+    experts_of=frozenset({"deepseek_v3", "gpt_oss", "qwen3_moe"}),
+    modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
+    modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
+    why_not={"dp": "which FSDP2 has beside fsdp alone"},
+    remats=frozenset(Remat),
+    pipeline="any cuts",
+    schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
+)
+_REMATS: Mapping[Remat, bool | str] = {Remat.NONE: False, Remat.SELECTIVE: "selective", Remat.FULL: True}
+
+
+def _refuse(chain: ModelChain, seq_len: int) -> None:
+    refuse_untold("automodel", chain)
+    if chain.family.task is not Task.CAUSAL_LM:
+        raise UserError(
+            field="--to",
+            found=f"automodel for {chain.name} ({chain.family.model_type})",
+            expected="a model that predicts the next token, which NeMoAutoModelForCausalLM builds from a config",
+            hint="run the plan with `steelyard train`, or export --to torchrun for a script that starts it",
+        )
+
+
+def _write(request: Request) -> Draft:
+    view = UniformPlan.of(request.plan)
+    chain = request.plan.chain()
+    has_own_code = chain.family.model_type in (CAPABILITIES.experts_of or ())
+    if has_own_code and view.tp > 1:
+        raise UserError(
+            field="--to",
+            found=f"automodel for tp {view.tp} in a model of type {chain.family.model_type}",
+            expected="a plan without tp: Automodel's own models with experts take none",
+            hint="plan with --max-tp 1",
+        )
+    left_out = ["tokenizer, learning rate and first weights: set them in the file"]
+    if view.remat is Remat.FULL and not view.has_experts:
+        left_out.append(
+            "full remat to the letter: attention, MLP and norms are recomputed each, so that the inputs of all of them "
+            "stay, not only that of the block"
+        )
+    if view.remat is Remat.SELECTIVE:
+        left_out.append(
+            "selective remat to the letter: Automodel also recomputes every second matrix product, which the price "
+            "counts"
+        )
+    if has_own_code and view.ep == 1 and view.zero == 3:
+        left_out.append("ZeRO-3: with undivided experts Automodel's own models keep parameters after forward")
+    return Draft(
+        files=(("automodel.yaml", yaml.safe_dump(_content(view, chain), sort_keys=False, width=120)),),
+        carried=view.carried,
+        left_out=tuple(left_out),
+        launch=f"{request.torchrun} -m nemo_automodel.cli.app automodel.yaml",
+        usage=("data are made up: name yours under dataset",),
+    )
+
+
+def _content(view: UniformPlan, chain: ModelChain) -> dict[str, Any]:
+    has_stages = view.pipeline.num_stages > 1
+    number = "bfloat16" if view.precision == "bf16" else "float32"
+    # samples that one data rank takes at once: all microbatches of a pipeline, one of them without
+    samples = view.microbatch_per_rank * (view.pipeline.num_microbatches if has_stages else 1)
+    distributed: dict[str, Any] = {
+        "strategy": "fsdp2",
+        "dp_size": view.data_degree,
+        "dp_replicate_size": view.dp,
+        "tp_size": view.tp,
+        "cp_size": view.cp,
+        "pp_size": view.pipeline.num_stages,
+        "ep_size": view.ep,
+        "sequence_parallel": view.sp,
+        "activation_checkpointing": _REMATS[view.remat],
+        "defer_fsdp_grad_sync": False,
+        "reshard_after_forward": view.fsdp > 1 and view.zero == 3,
+        "mp_policy": {
+            "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
+            "param_dtype": number,
+            "reduce_dtype": "float32",
+            "output_dtype": number,
+        },
+    }
+    if has_stages:
+        distributed["pipeline"] = {
+            "pp_schedule": view.pipeline.schedule.torchtitan_name,
+            "pp_microbatch_size": view.microbatch_per_rank,
+            "module_fqns_per_model_part": [_fqns(part) for part in view.parts],
+            "scale_grads_in_schedule": False,
+        }
+    if view.ep > 1:
+        distributed["moe"] = {"reshard_after_forward": view.zero == 3}
+    return {
+        "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
+        "step_scheduler": {"global_batch_size": view.global_batch, "local_batch_size": samples, "max_steps": 1000},
+        "dist_env": {"backend": "nccl", "timeout_minutes": 10},
+        "model": {
+            "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_config",
+            "config": {"_target_": "transformers.AutoConfig.for_model", **hub_config(chain)},
+            "torch_dtype": "float32",
+        },
+        "distributed": distributed,
+        "checkpoint": {"enabled": False, "model_save_format": "safetensors", "save_consolidated": True},
+        "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
+        "optimizer": {"_target_": "torch.optim.AdamW", "lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        "dataset": {
+            "_target_": "nemo_automodel.components.datasets.llm.mock_iterable_dataset.MockIterableDataset",
+            "vocab_size": chain.vocab_size,
+            "seq_len": view.seq_len,
+            "batch_size": samples,
+        },
+        "dataloader": {"_target_": "torch.utils.data.DataLoader", "batch_size": None},
+    }
+
+
+def _fqns(part: PipelinePart) -> list[str]:
+    names = ["model.embed_tokens"] * part.has_embedding
+    names += [f"model.layers.{block}" for block in part.blocks]
+    return [*names, *["model.norm", "lm_head"] * part.has_head, "model.rotary_emb"]
+
+
+AUTOMODEL = Engine(
+    name="automodel",
+    software="NeMo Automodel 0.7.0",
+    capabilities=CAPABILITIES,
+    execution=Execution(
+        kernels=replace(FUSED, selective="half of the matmuls", full="until last needed"),
+        tuned_linear_speedup=TE_SPEEDUP,
+    ),
+    refuse=_refuse,
+    targets=(
+        Target(
+            name="automodel",
+            software="NeMo Automodel 0.7.0",
+            summary="automodel.yaml: sizes of FSDP2, tp, cp, ep and pipeline, activation checkpointing, the config",
+            write=_write,
+            weights="model._target_ NeMoAutoModelForCausalLM.from_pretrained reads those of Hugging Face; checkpoints "
+            "with save_consolidated are such",
+            routers=ROUTERS_BY_RANK,
+        ),
+    ),
+)
+"""FSDP2 as in the runtime, gradients reduced in fp32 in every microbatch (defer_fsdp_grad_sync is off), receive buffers
+of 1F1B in a ring; its selective policy is torchtitan's (``components/distributed/activation_checkpointing.py``), its
+linear layers, norms and attention are Transformer Engine's (backend of its recipes)."""

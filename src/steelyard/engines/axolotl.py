@@ -1,0 +1,68 @@
+"""A plan as axolotl's YAML, which drives accelerate: FSDP2 or DDP, degrees, activation checkpointing, batch.
+
+Names are those of the package axolotl 0.19.0 (``utils/schemas/config.py``, ``utils/schemas/fsdp.py``). Its
+``utils/distributed.py`` gives the degrees to accelerate's ParallelismConfig, tp with them, although the schema's words
+name DeepSpeed alone for it. It is a front end of `steelyard.engines.accelerate`, which says what plans it can have and
+how they run.
+"""
+
+from typing import Any
+
+import yaml
+
+from steelyard.engines.accelerate import kept_gathered
+from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan
+from steelyard.plan.strategy import Remat
+
+
+def _write(request: Request) -> Draft:
+    view = UniformPlan.of(request.plan)
+    return Draft(
+        files=(("axolotl.yaml", yaml.safe_dump(_content(view), sort_keys=False)),),
+        carried=view.carried,
+        left_out=(
+            f"the model: add base_model, an id or folder of Hugging Face with the config of {request.plan.model.name}",
+            "datasets, learning rate and number of steps: add them to the file",
+            *(kept_gathered(request) if view.fsdp > 1 else ()),
+        ),
+        launch=f"{request.torchrun} -m axolotl.cli.train axolotl.yaml",
+        usage=("for DeepSpeed instead: export --to deepspeed, and deepspeed: ds_config.json in the file of axolotl",),
+    )
+
+
+def _content(view: UniformPlan) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "sequence_len": view.seq_len,
+        "sample_packing": True,
+        "micro_batch_size": view.microbatch_per_rank,
+        "gradient_accumulation_steps": view.pipeline.num_microbatches,
+        "bf16": view.precision == "bf16",
+        "max_grad_norm": 1.0,
+    }
+    if view.fsdp == 1:
+        return content | {"gradient_checkpointing": view.remat is Remat.FULL}
+    return content | {
+        "dp_shard_size": view.fsdp,
+        "dp_replicate_size": view.dp,
+        "tensor_parallel_size": view.tp,
+        "context_parallel_size": view.cp,
+        "fsdp_version": 2,
+        "fsdp_config": {
+            "reshard_after_forward": view.zero == 3,
+            "activation_checkpointing": view.remat is Remat.FULL,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "offload_params": False,
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "cpu_ram_efficient_loading": True,
+        },
+    }
+
+
+TARGET = Target(
+    name="axolotl",
+    software="axolotl 0.19.0",
+    summary="axolotl.yaml: FSDP2 or DDP, degrees, activation checkpointing, batch",
+    write=_write,
+    weights="base_model is of Hugging Face; axolotl merge-sharded-fsdp-weights axolotl.yaml makes such of a checkpoint",
+    routers=ROUTERS_BY_RANK,
+)

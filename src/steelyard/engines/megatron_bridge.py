@@ -1,0 +1,187 @@
+"""A plan as a Megatron-Bridge recipe: a Python file whose model comes from its Hugging Face config (`AutoBridge`).
+
+Names are those of the package megatron-bridge 0.3.1 and of NVIDIA-NeMo/Megatron-Bridge on GitHub since (2026-06:
+``training/config.py`` at 003e863, ``recipes/common.py`` at 0eca073, ``models/conversion/auto_bridge.py`` at 00b2fbf,
+``training/mixed_precision.py`` at 0509780, ``training/flex_dispatcher_backend.py`` at 183c5c0).
+
+The bridge reads the entries of the config that `steelyard.engines.megatron` carries as flags, but not each version all
+of them: biases of every linear layer, windows, interpolated rotary embeddings, and how a router scores and balances.
+The recipe sets these afterwards, by the same flags, and refuses the models that Megatron-LM's script refuses.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from steelyard.engines.config_entries import hub_config
+from steelyard.engines.execution import StateBytes
+from steelyard.engines.megatron import (
+    MEGATRON,
+    attributes,
+    model_flags,
+    parallel_flags,
+    refuse_cut_token,
+    remat_flags,
+)
+from steelyard.engines.writing import Draft, Request, Target, UniformPlan
+from steelyard.model.chain import ModelChain
+
+_OF_GRADIENTS = frozenset({"use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce"})
+"""What `DistributedDataParallelConfig` has; all other parallel flags are of the model."""
+_SET_AFTERWARDS = ("--moe-", "--window-size", "--rotary-seq-len-interpolation-factor")
+"""Flags of the model, by their beginning, that the recipe sets whatever the bridge has made of the config."""
+_RENAMED = {"rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor"}
+_PRECISIONS = {
+    "bf16": "bf16_mixed()",
+    "fp8": "bf16_with_fp8_delayed_scaling_mixed()",
+    "fp32": "MixedPrecisionConfig(fp32=True, params_dtype=torch.float32, pipeline_dtype=torch.float32)",
+}
+
+
+def _write(request: Request) -> Draft:
+    view = UniformPlan.of(request.plan)
+    chain = request.plan.chain()
+    refuse_cut_token("megatron-bridge", chain, view.tp)
+    of_plan = attributes([*parallel_flags(view), *remat_flags(view)])
+    model = {key: value for key, value in of_plan.items() if key not in _OF_GRADIENTS}
+    gradients = {key: value for key, value in of_plan.items() if key in _OF_GRADIENTS}
+    if view.pipeline.num_chunks > 1:
+        model["virtual_pipeline_model_parallel_size"] = view.pipeline.num_chunks
+    model |= _of_model(chain, view.seq_len)
+    return Draft(
+        files=(("bridge_recipe.py", _recipe(view, chain, model, gradients)),),
+        carried=view.carried,
+        left_out=("tokenizer, data, learning rate and first weights: set them in the recipe",),
+        launch=f"{request.torchrun} bridge_recipe.py",
+        usage=("data are made up until dataset.blend names some",),
+    )
+
+
+def _of_model(chain: ModelChain, seq_len: int) -> dict[str, Any]:
+    """What the recipe sets of the model beside what the bridge reads in its config."""
+    flags = model_flags(chain, seq_len)
+    found = attributes([flag for flag in flags if flag.startswith(_SET_AFTERWARDS)])
+    found = {_RENAMED.get(key, key): value for key, value in found.items()}
+    return found | {"add_bias_linear": "--disable-bias-linear" not in flags, "seq_length": seq_len}
+
+
+def _recipe(view: UniformPlan, chain: ModelChain, model: Mapping[str, Any], gradients: Mapping[str, Any]) -> str:
+    name = "".join(part.capitalize() for part in chain.family.model_type.split("_"))
+    config = hub_config(chain) | {"architectures": [f"{name}ForCausalLM"]}
+    precision = _PRECISIONS[view.precision]
+    lines = [
+        "import json",
+        "",
+        "import torch",
+        "from megatron.bridge import AutoBridge",
+        "from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing",
+        "from megatron.bridge.training.config import (",
+        *(f"    {each}," for each in _CONFIGS),
+        ")",
+        "from megatron.bridge.training.flex_dispatcher_backend import apply_flex_dispatcher_backend",
+        "from megatron.bridge.training.gpt_step import forward_step",
+        "from megatron.bridge.training.mixed_precision import (",
+        "    MixedPrecisionConfig,",
+        "    bf16_mixed,",
+        "    bf16_with_fp8_delayed_scaling_mixed,",
+        ")",
+        "from megatron.bridge.training.pretrain import pretrain",
+        "from transformers import AutoConfig",
+        "",
+        f"HF_CONFIG = json.loads({json.dumps(config)!r})",
+        "",
+        "",
+        "def recipe() -> ConfigContainer:",
+        "    bridge = AutoBridge.from_hf_config(AutoConfig.for_model(**HF_CONFIG))",
+        "    model = bridge.to_megatron_provider(load_weights=False)",
+        *(f"    model.{key} = {value!r}" for key, value in model.items()),
+        *(['    apply_flex_dispatcher_backend(model, "deepep")'] if view.has_experts else []),
+        f"    precision = {precision}",
+        "    precision.grad_reduce_in_fp32 = False",
+        "    optimizer, scheduler = distributed_fused_adam_with_cosine_annealing(lr_warmup_iters=500, max_lr=3e-4)",
+        "    config = ConfigContainer(",
+        "        model=model,",
+        "        train=TrainingConfig(",
+        "            train_iters=1000,",
+        f"            global_batch_size={view.global_batch},",
+        f"            micro_batch_size={view.microbatch_per_rank},",
+        "        ),",
+        "        optimizer=optimizer,",
+        "        scheduler=scheduler,",
+        "        ddp=DistributedDataParallelConfig(",
+        "            grad_reduce_in_fp32=False,",
+        "            average_in_collective=True,",
+        *(f"            {key}={value!r}," for key, value in gradients.items()),
+        "        ),",
+        "        dataset=GPTDatasetConfig(",
+        f"            seq_length={view.seq_len},",
+        "            random_seed=1234,",
+        "            reset_attention_mask=False,",
+        "            reset_position_ids=False,",
+        "            eod_mask_loss=False,",
+        "            blend=None,",
+        '            split="9999,8,2",',
+        '            dataloader_type="single",',
+        "        ),",
+        "        logger=LoggerConfig(log_interval=10),",
+        f'        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size={chain.vocab_size}),',
+        '        checkpoint=CheckpointConfig(save_interval=500, save="checkpoints", ckpt_format="torch_dist"),',
+        "        rng=RNGConfig(seed=1234),",
+        "        dist=DistributedInitConfig(),",
+        "        mixed_precision=precision,",
+        "    )",
+        '    getattr(config, "validation", config.train).eval_iters = 0  # where 0.3 has it, and where later versions',
+        "    return config",
+        "",
+        "",
+        'if __name__ == "__main__":',
+        "    pretrain(recipe(), forward_step)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_CONFIGS = (
+    "CheckpointConfig",
+    "ConfigContainer",
+    "DistributedDataParallelConfig",
+    "DistributedInitConfig",
+    "GPTDatasetConfig",
+    "LoggerConfig",
+    "RNGConfig",
+    "TokenizerConfig",
+    "TrainingConfig",
+)
+TE_SPEEDUP = 1.25
+"""Rate of Transformer Engine's linear layers since Hopper over that of torch's in the same training loop. Found on
+dgxc_benchmarking, whose 85 runs without it are all predicted 12 to 36 % too slow; runs of megatron_bridge and
+mlperf_training, which nothing was fitted to, are so as well. On A100 Megatron-Core's are not. Experts' matmuls are not
+either: with it the 18 runs of Grok in dgxc_benchmarking are 19 % too fast, without it 10 %."""
+MEGATRON_BRIDGE = replace(
+    MEGATRON,
+    name="megatron-bridge",
+    software="Megatron-Bridge and NeMo, as their performance recipes set Megatron-Core",
+    execution=replace(
+        MEGATRON.execution,
+        states=StateBytes(parameters=2, gradients=2, optimizer=12, zero=1),
+        reduce_bytes=2,
+        hidden_collectives=0.5,
+        accumulation_bytes=2,
+        tuned_linear_speedup=TE_SPEEDUP,
+        dispatcher="deep",
+    ),
+    targets=(
+        Target(
+            name="megatron-bridge",
+            software="Megatron-Bridge 0.3.1",
+            summary="bridge_recipe.py: a recipe whose model comes from its Hugging Face config",
+            write=_write,
+            weights="examples/conversion/convert_checkpoints.py import and export; checkpoint.pretrained_checkpoint "
+            "in the recipe names what import wrote",
+            routers=MEGATRON.targets[0].routers,
+        ),
+    ),
+)
+"""Recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), compute by Transformer Engine, whose
+user buffers hide half of what tensor parallelism sends (tp_comm_overlap; found on dgxc_benchmarking), and send tokens
+by DeepEP or HybridEP."""

@@ -1,0 +1,104 @@
+"""A plan as ms-swift's arguments for Megatron (``megatron pt`` and ``megatron sft``), in a script.
+
+Names are those of the package ms-swift 4.6.0 (``swift/megatron/arguments/megatron_args.py``), which are Megatron-LM's
+with underscores; switches take true or false. ms-swift starts the processes itself, from NNODES,
+NPROC_PER_NODE, NODE_RANK and MASTER_ADDR, and builds the model from its Hugging Face config
+(modelscope/mcore-bridge, ``config/parser.py`` at 00e6df7), of which it does not read all: `_LOST`. It is a front end of
+`steelyard.engines.megatron`, which says what plans and models it can have and how they run.
+"""
+
+import shlex
+from typing import Any
+
+from steelyard.engines.megatron import (
+    MEGATRON,
+    attributes,
+    model_flags,
+    parallel_flags,
+    refuse_cut_token,
+    remat_flags,
+)
+from steelyard.engines.writing import Draft, Request, Target, UniformPlan
+from steelyard.errors import UserError
+
+_BALANCING = ("--moe-router-load-balancing-type", "--moe-aux-loss-coeff")
+"""Flags of the model that ms-swift does not take from its config."""
+_LOST = {"--window-size": "sliding_window", "--moe-layer-freq": "blocks without experts"}
+"""Flags of the model that ms-swift neither reads in its config nor has as arguments, and what they are there."""
+
+
+def _write(request: Request) -> Draft:
+    view = UniformPlan.of(request.plan)
+    chain = request.plan.chain()
+    refuse_cut_token("ms-swift", chain, view.tp)
+    flags = model_flags(chain, view.seq_len)
+    lost = next((_LOST[option] for option in (flag.partition(" ")[0] for flag in flags) if option in _LOST), None)
+    if lost is not None:
+        raise UserError(
+            field="--to",
+            found=f"ms-swift for {chain.name}, whose config has {lost}",
+            expected="a model of full attention, with experts in every block or in none",
+            hint="export --to megatron, whose script carries it",
+        )
+    balancing = [flag for flag in flags if flag.startswith(_BALANCING)]
+    return Draft(
+        files=(("swift.sh", _script(view, request, balancing)),),
+        carried=view.carried,
+        left_out=(
+            f"the model: MODEL is an id or folder with the config of {request.plan.model.name}",
+            "data, learning rate and number of steps: give them as arguments of the script",
+        ),
+        launch=f"{_where(request)}MODEL=NAME bash swift.sh --dataset NAME --train_iters 1000 --lr 3e-4",
+        usage=("for DeepSpeed instead: export --to deepspeed, and swift sft --deepspeed ds_config.json",),
+    )
+
+
+def _where(request: Request) -> str:
+    if request.cluster is None:
+        return "NNODES=HOSTS NPROC_PER_NODE=DEVICES NODE_RANK=RANK MASTER_ADDR=FIRST_HOST "
+    return "NODE_RANK=RANK MASTER_ADDR=FIRST_HOST " if request.cluster.num_nodes > 1 else ""
+
+
+def _script(view: UniformPlan, request: Request, balancing: list[str]) -> str:
+    arguments: dict[str, Any] = {
+        "recompute_granularity": "none",
+        **attributes([*parallel_flags(view), *remat_flags(view), *balancing]),
+        "micro_batch_size": view.microbatch_per_rank,
+        "global_batch_size": view.global_batch,
+        "max_length": view.seq_len,
+        "packing": True,
+        "bf16": view.precision != "fp32",
+        "accumulate_allreduce_grads_in_fp32": True,
+        **({"fp8_format": "hybrid"} if view.precision == "fp8" else {}),
+    }
+    cluster = request.cluster
+    nodes, devices = (cluster.num_nodes, cluster.devices_per_node) if cluster else (1, "")
+    needed = [
+        ': "${MODEL:?set MODEL to the model, an id or a folder}"',
+        f'export NNODES="${{NNODES:-{nodes}}}"',
+        f'export NPROC_PER_NODE="${{NPROC_PER_NODE:-{devices}}}"'
+        if devices
+        else ': "${NPROC_PER_NODE:?set NPROC_PER_NODE to the devices of a host}"',
+    ]
+    if cluster and nodes > 1:
+        needed += [
+            ': "${NODE_RANK:?set NODE_RANK to the number of this host, from 0}"',
+            ': "${MASTER_ADDR:?set MASTER_ADDR to the first host}"',
+        ]
+    lines = ["#!/bin/bash", "set -euo pipefail", *needed, "", 'megatron pt --model "$MODEL" \\']
+    lines += [f"    --{key} {_word(value)} \\" for key, value in arguments.items()]
+    return "\n".join([*lines, '    "$@"']) + "\n"
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else shlex.quote(str(value))
+
+
+TARGET = Target(
+    name="ms-swift",
+    software="ms-swift 4.6.0",
+    summary="swift.sh: arguments of megatron pt, which drives Megatron-Core",
+    write=_write,
+    weights="--model reads those of Hugging Face and --save_safetensors true writes them; megatron export converts",
+    routers=MEGATRON.targets[0].routers,
+)

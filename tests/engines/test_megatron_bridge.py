@@ -1,0 +1,179 @@
+"""The recipe for Megatron-Bridge: that it is the plan and the model, run against stand-ins.
+
+The stand-ins keep what they are given; the package itself needs Transformer Engine and a GPU.
+"""
+
+import ast
+import sys
+import types
+from functools import partial
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from steelyard.engines import ENGINES, engine_of
+from steelyard.engines.capabilities import unsupported
+from steelyard.errors import UserError
+from steelyard.model.read import load_model
+from steelyard.plan.plan import Plan, PlanModel
+from tests.engines.examples import divided_experts, exported, text_of, uneven_pipeline, uniform
+from tests.engines.known import known_names
+
+MODULES = (
+    "megatron",
+    "megatron.bridge",
+    "megatron.bridge.recipes.utils.optimizer_utils",
+    "megatron.bridge.training.config",
+    "megatron.bridge.training.flex_dispatcher_backend",
+    "megatron.bridge.training.gpt_step",
+    "megatron.bridge.training.mixed_precision",
+    "megatron.bridge.training.pretrain",
+)
+
+
+class Made:
+    """A value of some class of Megatron-Bridge, with the arguments that it was made from."""
+
+    def __init__(self, **given: Any) -> None:
+        self.__dict__.update(given)
+
+
+@pytest.fixture
+def recipe_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the recipe of a plan: the `ConfigContainer` that it returns, whose model says the config it came from."""
+
+    def run(plan: Plan, **of_container: Any) -> Any:
+        text = text_of(plan, "megatron-bridge", ".py")
+        modules = {name: types.ModuleType(name) for name in MODULES}
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module in modules:
+                for alias in node.names:
+                    setattr(modules[node.module], alias.name, Made)
+        container = partial(Made, **of_container)
+        modules["megatron.bridge.training.config"].ConfigContainer = container  # type: ignore[attr-defined]
+        bridge, training = modules["megatron.bridge"], "megatron.bridge.training"
+        bridge.AutoBridge = types.SimpleNamespace(  # type: ignore[attr-defined]
+            from_hf_config=lambda config: types.SimpleNamespace(
+                to_megatron_provider=lambda load_weights: Made(config=config, load_weights=load_weights)
+            )
+        )
+        utils = modules["megatron.bridge.recipes.utils.optimizer_utils"]
+        utils.distributed_fused_adam_with_cosine_annealing = lambda **_: (Made(), Made())  # type: ignore[attr-defined]
+        dispatcher = modules[f"{training}.flex_dispatcher_backend"]
+        dispatcher.apply_flex_dispatcher_backend = lambda model, name: setattr(model, "backend", name)  # type: ignore[attr-defined]
+        found: dict[str, Any] = {"__name__": "bridge_recipe"}
+        with monkeypatch.context() as patched:
+            for name, module in modules.items():
+                patched.setitem(sys.modules, name, module)
+            patched.setitem(sys.modules, "torch", MagicMock())
+            exec(text, found)
+            return found["recipe"]()
+
+    return run
+
+
+def test_the_model_comes_from_its_config_whole(recipe_of: Any) -> None:
+    given = {"hidden_act": "silu", "bos_token_id": 7, "initializer_range": 0.03}
+    config = dict(load_model("llama3.1-8b").config) | given | {"_name_or_path": "somewhere", "auto_map": {"A": "b.C"}}
+    plan = uniform("dp8", devices=8).model_copy(update={"model": PlanModel(name="x", config=config)})
+    found = recipe_of(plan).model.config
+    assert found.architectures == ["LlamaForCausalLM"]
+    assert all(getattr(found, key) == value for key, value in given.items())
+    assert found.rope_parameters["rope_type"] == "llama3"
+    assert "somewhere" not in text_of(plan, "megatron-bridge", ".py")
+
+
+@pytest.mark.parametrize("kind", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}])
+def test_rotary_embeddings_stand_as_transformers_4_reads_them_and_5(recipe_of: Any, kind: dict[str, Any]) -> None:
+    config = dict(load_model("llama3.1-8b").config)
+    del config["rope_theta"], config["rope_scaling"]
+    config["rope_parameters"] = {"rope_theta": 12345.0, **kind}
+    plan = uniform("dp8", devices=8).model_copy(update={"model": PlanModel(name="x", config=config)})
+    assert '"rope_theta": 12345.0' in text_of(plan, "megatron-bridge", ".py")
+    assert recipe_of(plan).model.config.rope_parameters == config["rope_parameters"]
+
+
+def test_nothing_is_evaluated_by_any_version(recipe_of: Any) -> None:
+    plan = uniform("dp8", devices=8)
+    assert recipe_of(plan).train.eval_iters == 0
+    later = recipe_of(plan, validation=Made())
+    assert later.validation.eval_iters == 0
+    assert not hasattr(later.train, "eval_iters")
+
+
+def test_degrees_cuts_and_remat_are_those_of_the_plan(recipe_of: Any) -> None:
+    plan = uneven_pipeline(schedule="interleaved-1f1b", first_recomputed=2, parallel="dp2-tp2")
+    assert unsupported(plan, engine_of("megatron-bridge").capabilities) == ()
+    recipe = recipe_of(plan)
+    model = recipe.model
+    assert (model.tensor_model_parallel_size, model.sequence_parallel) == (2, True)
+    assert (model.pipeline_model_parallel_size, model.virtual_pipeline_model_parallel_size) == (2, 2)
+    assert model.pipeline_model_parallel_layout == "Et*8|t*8|t*8|t*8L"
+    remat = (model.recompute_granularity, model.recompute_method, model.recompute_num_layers)
+    assert remat == ("full", "block", 2)
+    assert (recipe.train.global_batch_size, recipe.train.micro_batch_size) == (64, 4)
+    assert (model.seq_length, recipe.dataset.seq_length) == (4096, 4096)
+    assert recipe.ddp.use_distributed_optimizer
+    assert not hasattr(model, "use_distributed_optimizer")
+
+
+def test_context_parallelism_says_its_method_as_transformer_engine_does(recipe_of: Any) -> None:
+    model = recipe_of(uniform("dp2-cp2-tp2", devices=8, sp=True, cp_method="gather")).model
+    assert (model.context_parallel_size, model.cp_comm_type) == (2, "all_gather")
+
+
+def test_gradients_are_reduced_in_bf16_as_it_is_priced(recipe_of: Any) -> None:
+    recipe = recipe_of(uniform("dp8", devices=8))
+    assert (recipe.ddp.grad_reduce_in_fp32, recipe.mixed_precision.grad_reduce_in_fp32) == (False, False)
+    assert ENGINES["megatron-bridge"].execution.reduce_bytes == 2
+
+
+@pytest.mark.parametrize(("asked", "balancing", "coefficient"), [(False, "none", None), (True, "aux_loss", 0.008 / 48)])
+def test_experts_are_divided_sent_once_and_balanced_as_the_config_says(
+    recipe_of: Any, asked: bool, balancing: str, coefficient: float | None
+) -> None:
+    plan = divided_experts("qwen3-30b-a3b", ep=8, num_layers=48, parallel="dp8")
+    config = dict(plan.chain().config) | {"output_router_logits": asked, "norm_topk_prob": False}
+    model = recipe_of(plan.model_copy(update={"model": PlanModel(name="x", config=config)})).model
+    assert (model.expert_model_parallel_size, model.backend) == (8, "deepep")
+    assert (model.moe_router_load_balancing_type, model.moe_router_pre_softmax) == (balancing, True)
+    assert getattr(model, "moe_aux_loss_coeff", None) == (coefficient and pytest.approx(coefficient, rel=1e-4))
+
+
+def test_a_window_and_biases_are_set_whatever_the_bridge_reads(recipe_of: Any) -> None:
+    plan = uniform("dp8", devices=8, model="mistral-7b")
+    config = dict(load_model("mistral-7b").config) | {"sliding_window": 1024}
+    model = recipe_of(plan.model_copy(update={"model": PlanModel(name="x", config=config)})).model
+    assert (model.window_size, model.add_bias_linear) == ((1023, 0), False)
+    both = dict(load_model("llama3.1-8b").config) | {"attention_bias": True, "mlp_bias": True}
+    assert recipe_of(plan.model_copy(update={"model": PlanModel(name="x", config=both)})).model.add_bias_linear
+
+
+def test_names_are_those_of_its_files() -> None:
+    plans = (
+        uneven_pipeline(schedule="interleaved-1f1b", first_recomputed=2, parallel="dp2-tp2"),
+        uniform("dp2-cp2-tp2", devices=8, sp=True),
+        divided_experts("mixtral-8x22b", ep=8, num_layers=56, parallel="dp8"),
+    )
+    for plan in plans:
+        used = set()
+        for node in ast.walk(ast.parse(text_of(plan, "megatron-bridge", ".py"))):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("model."):
+                used.add(ast.unparse(node.targets[0]))
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Config", "Container")):
+                used |= {f"{ast.unparse(node.func)}.{word.arg}" for word in node.keywords}
+        assert used <= known_names("megatron-bridge-0.3.1.txt")
+
+
+def test_tokens_that_tp_would_cut_are_refused() -> None:
+    config = dict(load_model("llama3.1-8b").config) | {"vocab_size": 128255}
+    plan = uniform("dp4-tp2", devices=8).model_copy(update={"model": PlanModel(name="x", config=config)})
+    with pytest.raises(UserError, match="tp 2 over 128255 tokens"):
+        exported(plan, "megatron-bridge")
+
+
+def test_what_megatron_would_lose_is_refused() -> None:
+    chain = load_model("pythia-6.9b")
+    with pytest.raises(UserError, match="gpt_neox"):
+        engine_of("megatron-bridge").refuse(chain, 2048)
