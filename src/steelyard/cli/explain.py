@@ -27,6 +27,7 @@ from steelyard.planning.explain import explain_plan, explain_pools
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.price import priced_or_reason, with_price
 from steelyard.planning.request import Elsewhere, PlanRequest, not_with_pools
+from steelyard.planning.simple import with_reasons
 from steelyard.planning.variants import Study
 from steelyard.planning.why_not import why_not, why_not_plan
 from steelyard.report.explain_view import explain_view, why_not_view
@@ -80,6 +81,7 @@ def explain(
             explanation = _explained(plan, request, job, why, everything=everything, show=show)
             if plan.prediction is None or why or any(given.values()):
                 plan = with_price(plan, job)
+            plan = with_reasons(plan, job)
             if record is not None:
                 show("planning without the nodes that were slow")
                 slow = slow_nodes(plan, request, job, record)

@@ -216,7 +216,8 @@ Simplify = Annotated[
     float,
     typer.Option(
         "--simplify",
-        help="Take the plan of the fewest groups of layers that takes at most this much longer, as in 0.01.",
+        help="Take the plan of the fewest groups of layers that is at most this much slower than the fastest; 0 for "
+        "the fastest.",
         min=0,
         max=0.5,
     ),

@@ -67,6 +67,7 @@ from steelyard.planning.problem import problem_of
 from steelyard.planning.request import (
     NUM_ALTERNATIVES,
     NUM_FALLBACKS,
+    SIMPLIFY,
     Objective,
     make_request,
     not_with_pools,
@@ -106,7 +107,7 @@ def plan(
     zero: ZeroStages = None,
     space: WhichSpace = "full",
     uniform: Uniform = False,
-    simplify: Simplify = 0.0,
+    simplify: Simplify = SIMPLIFY,
     pin: Pins = None,
     freeze: Freezes = None,
     partition: Cuts = "exact",

@@ -25,6 +25,7 @@ from steelyard.report.tables import framed_table, number
 from steelyard.units import format_bytes, format_days, format_money, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
+SHOWN_REASONS = 6
 MAX_STAGE_COLUMNS = 4
 """More stages than these are shown as rows, with their totals alone."""
 
@@ -41,6 +42,7 @@ def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> Rend
         parts += [
             term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
             *pool_lines(plan.prediction),
+            *reason_lines(plan.prediction),
             Text(f"{plan.prediction.certificate}; costs {plan.prediction.costs}", style="dim"),
             *(Text(f"not searched: {text}", style="dim") for text in plan.prediction.not_searched),
             *(Text(line, style="dim") for line in link_lines(plan, plan.prediction)),
@@ -60,6 +62,15 @@ def pool_lines(prediction: Prediction) -> list[RenderableType]:
         words = used if pool.num_stages else f"left out: {pool.reason or 'not part of the plan'}"
         lines.append(Text(f"Pool {pool.name}: {words}", style="dim" if pool.num_stages else "yellow"))
     return lines
+
+
+def reason_lines(prediction: Prediction, shown: int = SHOWN_REASONS) -> list[RenderableType]:
+    """Why layers are not as most blocks are, a line for each strategy, and how many lines more there are."""
+    lines: list[RenderableType] = [
+        Text(text[:1].upper() + text[1:], style="dim") for text in prediction.reasons[:shown]
+    ]
+    more = len(prediction.reasons) - shown
+    return [*lines, *([Text(f"and {more} more (steelyard explain)", style="dim")] if more > 0 else [])]
 
 
 def warning_lines(prediction: Prediction | None) -> list[RenderableType]:
