@@ -53,16 +53,18 @@ from steelyard.cli.options import (
     progress,
 )
 from steelyard.cost.job import ASSUMED_IMBALANCE
+from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.output import command
+from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import Decisions, Partition, Space
 from steelyard.plan.dimensions import modes
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import PlanningResult
-from steelyard.planning.complete import complete, engine_answers
+from steelyard.planning.complete import ENGINE_LIMIT_S, complete, engine_answers
 from steelyard.planning.problem import problem_of
 from steelyard.planning.request import (
     NUM_ALTERNATIVES,
@@ -175,7 +177,11 @@ def plan(
         if request.is_mixed:
             not_with_pools({"--save-problem": problem})
         result = complete(request, progress=show)
-        others = engine_answers(request, result, progress=show) if engines else ()
+        others: tuple[ComparedBaseline, ...] = ()
+        if engines:
+            others = engine_answers(request, result, progress=show)
+        elif not as_json and request.engine == NATIVE:
+            others = engine_answers(request, result, limit_s=ENGINE_LIMIT_S, progress=show)
         if problem is not None:
             from steelyard.search.problem import save_problem
 
@@ -191,14 +197,14 @@ def plan(
     if as_json:
         print_json({"plan": result.plan, "engines": others} if engines else result.plan)
     else:
-        _print_plan(result.plan, output, top, builder=("--builder", model) if own else ())
-        for other in others:
+        Console().print(plan_view(result.plan, num_alternatives=top, engines=others))
+        _print_next(result.plan, output, builder=("--builder", model) if own else ())
+        for other in others if engines else ():
             print(engine_line(other))
 
 
-def _print_plan(found: Plan, output: Path | None, top: int, *, builder: Sequence[str]) -> None:
-    """The plan as tables, and the commands to run next."""
-    Console().print(plan_view(found, num_alternatives=top))
+def _print_next(found: Plan, output: Path | None, *, builder: Sequence[str]) -> None:
+    """The commands to run next."""
     if output is not None:
         print(f"written to {output}")
         print(f"  why this plan: {command('explain', output)}")

@@ -119,6 +119,8 @@ class ComparedBaseline(PlanPart):
     """Absent where nothing fits."""
     slowdown: float | None = None
     """Its step time over that of the plan, minus one; negative where it is faster."""
+    is_bound: bool = False
+    """Whether the search was ended before it had proven its plan, so that the best one may be faster."""
     missing_bytes: int | None = None
     """Bytes per device that the nearest plan lacks; absent where one fits, or no memory would help."""
     setting: str = ""

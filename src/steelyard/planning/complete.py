@@ -46,6 +46,8 @@ from steelyard.planning.why_not import (
 )
 from steelyard.units import format_bytes
 
+ENGINE_LIMIT_S = 1.0
+"""Seconds for the best plan of another engine where only the line that names the fastest ones asks for it."""
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
 """Of the predicted memory of the plan: what each fallback may take at most."""
 CONFIG_LIMIT_S = 5.0
@@ -216,13 +218,21 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
 
 
 def engine_answers(
-    request: PlanRequest, result: PlanningResult, *, progress: Progress = lambda _: None
+    request: PlanRequest,
+    result: PlanningResult,
+    *,
+    limit_s: float | None = None,
+    progress: Progress = lambda _: None,
 ) -> tuple[ComparedBaseline, ...]:
-    """Return the best plan of every other engine beside the plan of a result, the fastest first."""
+    """Return the best plan of every other engine beside the plan of a result, the fastest first.
+
+    ``limit_s`` is what the search for each may take, else that of the request.
+    """
     if result.plan is None or result.job.is_mixed:
         return ()
-    job = result.job
-    study, found = Study(replace(request, global_batch=job.global_batch, seq_len=job.seq_len), job), []
+    job, found = result.job, []
+    solved = replace(request, global_batch=job.global_batch, seq_len=job.seq_len)
+    study = Study(solved if limit_s is None else replace(solved, time_limit_s=limit_s), job)
     for engine in ENGINES.values():
         if engine != request.engine:
             progress(f"searching the best plan for {engine.name}")

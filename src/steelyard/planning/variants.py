@@ -244,6 +244,8 @@ class Answer:
     """Of a device, None where a plan fits, or no memory would help."""
     reason: str = ""
     """Why nothing was searched."""
+    was_cut: bool = False
+    """Whether the time limit ended the search before it had proven its plan."""
 
     def beside(self, step_s: float) -> ComparedBaseline:
         """Return the answer next to a plan whose step takes ``step_s``."""
@@ -253,6 +255,7 @@ class Answer:
             name=self.name,
             step_time_s=self.step_s,
             slowdown=self.step_s / step_s - 1,
+            is_bound=self.was_cut,
             setting=describe(self.plan.pipeline),
             strategies=summarise(self.plan),
         )
@@ -359,6 +362,9 @@ class Study:
         except NoUniformPlanError as error:
             return replace(answer, reason=error.found)
         self._keep(request, job, found.bounded)
+        configs, status = found.search.configs, found.search.status
+        was_cut = status != "optimal" and any(each.result.status in ("feasible", "beaten") for each in configs)
+        answer = replace(answer, was_cut=was_cut)
         if not found.ranked:
             miss = found.search.nearest_miss
             missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else None
