@@ -476,7 +476,7 @@ def _check_engine(request: PlanRequest) -> None:
             raise UserError(**error.parts() | {"field": "--engine"}) from None
 
 
-def check_precision(engine: Engine, precision: Precision) -> None:
+def check_precision(engine: Engine, precision: str) -> None:
     """Raise `UserError` for a precision that an engine does not compute in."""
     if precision not in engine.precisions:
         raise UserError(
