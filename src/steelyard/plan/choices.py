@@ -25,7 +25,7 @@ class FrontierPoint(PlanPart):
     setting: str
     strategies: str
     is_chosen: bool = False
-    """The fastest plan within the budget: what `steelyard plan` chooses."""
+    """The fastest plan within the budget: what `steelyard plan --simplify 0` chooses."""
 
 
 class DevicePoint(PlanPart):

@@ -21,7 +21,7 @@ from steelyard.hardware import Cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan, Precision
-from steelyard.plan.prediction import ONE_STRATEGY, Baseline, Certificate
+from steelyard.plan.prediction import Baseline, Certificate
 from steelyard.planning.choose import (
     NothingFitsError,
     PlanningResult,
@@ -35,7 +35,7 @@ from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import SIMPLIFY, GivenProfiles, PlanRequest, make_request
 from steelyard.planning.simple import simplest, with_reasons
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
-from steelyard.planning.variants import Answer, Study, baselines, group_answers, run_by, within
+from steelyard.planning.variants import Answer, Progress, Study, baselines, counted, group_answers, run_by, within
 from steelyard.planning.why_not import (
     left_out,
     pin_error,
@@ -108,9 +108,6 @@ def _quickly_within(study: Study, budget_bytes: int) -> PlanningResult:
     result = study.plan(within("", budget_bytes), top=1, to_the_end=False)
     assert not isinstance(result, str), "another budget leaves the decisions as they are"
     return result
-
-
-Progress = Callable[[str], None]
 
 
 def is_module(value: object) -> bool:
@@ -230,13 +227,11 @@ def engine_answers(
     """
     if result.plan is None or result.job.is_mixed:
         return ()
-    job, found = result.job, []
+    job = result.job
     solved = replace(request, global_batch=job.global_batch, seq_len=job.seq_len)
     study = Study(solved if limit_s is None else replace(solved, time_limit_s=limit_s), job)
-    for engine in ENGINES.values():
-        if engine != request.engine:
-            progress(f"searching the best plan for {engine.name}")
-            found.append(study.answer(run_by(engine)))
+    others = [run_by(engine) for engine in ENGINES.values() if engine != request.engine]
+    found = [study.answer(each) for each in counted(others, progress)]
     step_s = _step_s(result.plan)
     return tuple(each.beside(step_s) for each in sorted(found, key=lambda each: each.step_s))
 
@@ -277,12 +272,11 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
         progress("searching the best plans of other pipeline configurations")
         uniform = is_uniform(job, request.decisions)
         result = with_next_best(result, num_plans=request.num_next_best, uniform=uniform)
-    progress(f"searching the best plan with {ONE_STRATEGY}")
     assert result.plan is not None, "completed where there is a plan"
     solved = replace(request, cluster=job.cluster, global_batch=job.global_batch, seq_len=job.seq_len, objective="time")
     study = Study(solved, job, tables=result.bounded_tables)
     found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
-    best, *others = study.reconciled([found, *(study.answer(each) for each in baselines())])
+    best, *others = study.reconciled([found, *(study.answer(each) for each in counted(baselines(), progress))])
     plan = _at_least_as_fast(result, best)
     if request.simplify_share and not is_uniform(job, request.decisions):
         progress("searching simpler plans")

@@ -26,7 +26,7 @@ that the free search leaves out since they are not worth it (`Dimension.not_wort
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -453,6 +453,17 @@ class Study:
         """Keeps what a search within the budget of a job has proven of the tables of the request itself."""
         if request.decisions == self.request.decisions and self._shares_tables(request) and not job.is_mixed:
             self._bounded[job.budget_bytes] = bounded
+
+
+Progress = Callable[[str], None]
+"""Shows what is being done now."""
+
+
+def counted(variants: Sequence[Variant], progress: Progress) -> Iterator[Variant]:
+    """Yield these variants, each when the one before it is answered, and say which of how many it is."""
+    for number, variant in enumerate(variants, start=1):
+        progress(f"{number} of {len(variants)}, {variant.name}")
+        yield variant
 
 
 def group_answers(study: Study) -> tuple[Answer, ...]:
