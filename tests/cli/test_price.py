@@ -1,6 +1,7 @@
 """``steelyard price``, and ``--engine`` of the other commands."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ def test_settings_in_a_file_of_an_engine_are_explained(run: Run, tmp_path: Path)
     assert any(each["name"] == "one strategy for all layers" for each in explained["explanation"]["rivals"])
     assert read_plan(plan).engine == "megatron"
     assert user_error(run("explain", "llama3-8b", "--from", path)).field == "--cluster"
+    assert user_error(run("explain", plan, "--seq-len", 4096)).field == "--seq-len"
 
 
 def test_settings_that_do_not_fit_say_by_how_much(run: Run) -> None:
@@ -72,6 +74,16 @@ def test_settings_that_do_not_fit_say_by_how_much(run: Run) -> None:
 )
 def test_a_mistake_names_its_option(run: Run, options: tuple[object, ...], field: str) -> None:
     assert user_error(run("price", *JOB, *options)).field == field
+
+
+def test_the_fastest_other_engines_stand_in_the_first_lines_of_a_plan(run: Run) -> None:
+    shown = " ".join(run("plan", *JOB, "--top", 0, "--fallbacks", 0).stdout.partition("Strategies")[0].split())
+    named = re.search(r"Best plan for other engines: (.*) \(--engines for all\)", shown)
+    assert named is not None
+    times = [float(each) for each in re.findall(r"([\d.]+) s \(", named[1])]
+    assert len(times) == 3
+    assert times == sorted(times)
+    assert "Best plan for other engines" not in run("plan", *JOB, "--engine", "megatron").stdout
 
 
 def test_plan_takes_an_engine_and_names_the_others(run: Run, tmp_path: Path) -> None:

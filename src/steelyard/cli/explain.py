@@ -80,6 +80,13 @@ def explain(
 ) -> None:
     """Show why a plan and not another: what binds, what each baseline costs, what memory is worth."""
     notes: tuple[str, ...] = ()
+    if source is None and (global_batch or seq_len):
+        raise UserError(
+            field="--global-batch" if global_batch else "--seq-len",
+            found="one for a plan file, which has its own",
+            expected="--from beside it",
+            hint="leave it out, or plan again with another",
+        )
     if source is None:
         plan = read_plan(path)
     elif cluster is None:

@@ -355,10 +355,10 @@ def _toml(view: UniformPlan, flavor: _Flavor) -> str:
 
 
 def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
-    """The settings in a TOML file of 0.2, or in a configuration function of 0.3 as it is written here."""
+    """The settings in a TOML file of 0.2, or in a configuration function of 0.3 or main as it is written here."""
     values = _toml_values(text) if re.search(r"^\s*\[\w+\]\s*$", text, re.MULTILINE) else _function_values(text)
     entries = Entries(values)
-    entries.get("model.name", "model.flavor", "model_spec", "compile")
+    entries.get("model.name", "model.flavor", "model_spec", "compile", "parallelism.num_pp_microbatches")
     parallel = "parallelism."
     tp, cp, pp = (entries.number(f"{parallel}{kind}_parallel_degree") for kind in ("tensor", "context", "pipeline"))
     replicas = entries.number(f"{parallel}data_parallel_replicate_degree")
@@ -369,8 +369,12 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
     parts = entries.get(*(f"{parallel}{version.cuts}" for version in (RELEASE, MAIN)))
     schedule = str(entries.get(f"{parallel}pipeline_parallel_schedule", default="1F1B"))
     local = entries.number("training.local_batch_size")
-    of_stages = entries.number(f"{parallel}pipeline_parallel_microbatch_size")
-    batch = entries.number_or_none("training.global_batch_size")
+    micro_batch = entries.number(f"{parallel}pipeline_parallel_microbatch_size") if pp > 1 else local
+    batch = entries.number_or_none("training.global_batch_size") or local * data
+    seq_len = entries.number_or_none("training.seq_len", "training.max_context_length")
+    if seq_len and "training.num_tokens_per_train_step" in values:  # main counts tokens
+        batch = entries.number("training.num_tokens_per_train_step") // seq_len
+        micro_batch = entries.number("training.num_tokens_per_microbatch_per_dp_rank") // seq_len
     chunks = 2 if "Interleaved" in schedule else 1
     mode = str(entries.get("activation_checkpoint.mode", default="none"))
     remats = {"none": Remat.NONE, "selective": Remat.SELECTIVE, "full": Remat.FULL}
@@ -388,14 +392,14 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
             vpp=len(parts) // pp if parts else chunks if pp > 1 else 1,
             ep=entries.number(f"{parallel}expert_parallel_degree"),
             replicas=replicas,
-            micro_batch=of_stages if pp > 1 else local,
+            micro_batch=micro_batch,
             zero=(2 if keeps == "never" else 3) if is_sharded else 0,
             sp=bool(entries.get(f"{parallel}enable_sequence_parallel", default=True)),
             remat=remats[mode],
             blocks=tuple(sum(name.startswith("layers.") for name in part) for part in parts) if parts else None,
         ),
-        global_batch=batch or local * data,
-        seq_len=entries.number_or_none("training.seq_len"),
+        global_batch=batch,
+        seq_len=seq_len,
         precision="fp8" if has_fp8 else {"bfloat16": "bf16", "float32": "fp32"}.get(dtype, dtype),
         unread=entries.unread,
     )
