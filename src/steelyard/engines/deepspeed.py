@@ -101,7 +101,7 @@ def _read(text: str, _chain: ModelChain, num_devices: int) -> FileSettings:
         settings=Settings(
             tp=tp,
             micro_batch=micro_batch,
-            zero=entries.number("zero_optimization.stage", default=0),
+            zero=entries.number("zero_optimization.stage", default=0, least=0),
             sp=False,
             remat=Remat.FULL if content.get("activation_checkpointing") else Remat.NONE,
         ),

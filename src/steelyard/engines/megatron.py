@@ -435,8 +435,8 @@ def _arguments(text: str) -> dict[str, Any]:
 
 def _parts_of_layout(layout_text: str) -> tuple[int, ...]:
     """The blocks of each part in ``--pipeline-model-parallel-layout``; none where it is not given."""
-    spelt = re.sub(r"\(([^)]*)\)\*(\d+)", lambda part: part[1] * int(part[2]), layout_text)
-    spelt = re.sub(r"([Etm|L])\*(\d+)", lambda part: part[1] * int(part[2]), spelt)
+    spelt = re.sub(r"\(([^)]*)\)\*(\d{1,3})", lambda part: part[1] * int(part[2]), layout_text)
+    spelt = re.sub(r"([Etm|L])\*(\d{1,3})", lambda part: part[1] * int(part[2]), spelt)
     return tuple(part.count("t") for part in spelt.split("|")) if spelt else ()
 
 

@@ -4,6 +4,7 @@ Every engine that has files of settings has a `Reader` beside its writer: it rea
 precision, and the rest of the file is named as not read.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,23 +74,23 @@ class Entries:
         self._read |= {*names}
         return next((self._values[name] for name in names if name in self._values), default)
 
-    def number(self, *names: str, default: int = 1) -> int:
-        """Return the same as a whole number; raise `UserError` where it is none."""
+    def number(self, *names: str, default: int = 1, least: int = 1) -> int:
+        """Return the same as a whole number of ``least`` or more; raise `UserError` where it is none."""
         value = self.get(*names, default=default)
-        try:
-            return int("a flag" if isinstance(value, bool) else value)
-        except (TypeError, ValueError):
+        text = "" if isinstance(value, bool) else str(value)
+        if not re.fullmatch(r"-?\d{1,18}", text) or int(text) < least:
             raise UserError(
                 field=names[0],
                 found=repr(value),
-                expected="a whole number",
+                expected=f"a whole number of {least} or more",
                 hint="write the number into the file in the place of names and calculations",
-            ) from None
+            )
+        return int(text)
 
     def number_or_none(self, *names: str) -> int | None:
         """Return the same, or None where the file does not have it, or leaves it open."""
         value = self.get(*names)
-        return None if value in (None, "auto", -1) else self.number(*names)
+        return None if value is None or str(value) in ("auto", "-1") else self.number(*names)
 
     @property
     def unread(self) -> tuple[str, ...]:

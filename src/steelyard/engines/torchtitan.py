@@ -363,10 +363,18 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
     tp, cp, pp = (entries.number(f"{parallel}{kind}_parallel_degree") for kind in ("tensor", "context", "pipeline"))
     replicas = entries.number(f"{parallel}data_parallel_replicate_degree")
     data = num_devices // (tp * cp * pp)
-    sharding = entries.number(f"{parallel}data_parallel_shard_degree", default=-1)
-    is_sharded = (data * cp // replicas if sharding == -1 else sharding) > 1
+    shards = entries.number_or_none(f"{parallel}data_parallel_shard_degree") or data // replicas
+    if replicas * shards != data:
+        raise UserError(
+            field="--cluster",
+            found=f"{num_devices} devices for degrees of {replicas * shards * tp * cp * pp}",
+            expected="as many devices as the degrees of the file have ranks",
+            hint="name the cluster that runs the file",
+        )
     keeps = str(entries.get(f"{parallel}fsdp_reshard_after_forward", default="default"))
     parts = entries.get(*(f"{parallel}{version.cuts}" for version in (RELEASE, MAIN)))
+    if parts and not (isinstance(parts, list) and all(isinstance(part, list) for part in parts)):
+        raise ValueError("the modules of the parts of the pipeline are no lists of names")
     schedule = str(entries.get(f"{parallel}pipeline_parallel_schedule", default="1F1B"))
     local = entries.number("training.local_batch_size")
     micro_batch = entries.number(f"{parallel}pipeline_parallel_microbatch_size") if pp > 1 else local
@@ -393,10 +401,10 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
             ep=entries.number(f"{parallel}expert_parallel_degree"),
             replicas=replicas,
             micro_batch=micro_batch,
-            zero=(2 if keeps == "never" else 3) if is_sharded else 0,
+            zero=(2 if keeps == "never" else 3) if shards > 1 else 0,
             sp=bool(entries.get(f"{parallel}enable_sequence_parallel", default=True)),
             remat=remats[mode],
-            blocks=tuple(sum(name.startswith("layers.") for name in part) for part in parts) if parts else None,
+            blocks=tuple(sum(str(name).startswith("layers.") for name in part) for part in parts) if parts else None,
         ),
         global_batch=batch,
         seq_len=seq_len,
@@ -407,7 +415,12 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
 
 def _toml_values(text: str) -> dict[str, Any]:
     sections = tomllib.loads(text)
-    return {f"{name}.{key}": value for name, part in sections.items() for key, value in part.items()}
+    return {
+        f"{name}.{key}": value
+        for name, part in sections.items()
+        if isinstance(part, dict)
+        for key, value in part.items()
+    }
 
 
 def _function_values(text: str) -> dict[str, Any]:
