@@ -9,7 +9,7 @@ from steelyard.errors import UserError
 from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan, headline
-from steelyard.plan.prediction import Prediction
+from steelyard.plan.prediction import Prediction, simplicity_line
 from steelyard.planning.complete import complete
 from steelyard.planning.job import job_of
 from steelyard.planning.price import peak_bytes
@@ -57,6 +57,16 @@ def test_a_simple_plan_says_what_it_costs_and_claims_no_optimum() -> None:
     assert not certificate.is_optimal
     assert certificate.gap == pytest.approx(1 - 1 / (1 + slower), abs=1e-6)
     assert str(certificate).startswith("simplest found, gap")
+
+
+@pytest.mark.slow
+def test_a_simple_plan_that_the_search_of_mixes_missed_is_as_fast() -> None:
+    simple = prediction(planned(SIMPLIFY))
+    assert simple.fastest is not None
+    missed = simple.fastest.model_copy(update={"step_time_s": simple.step_time_s * 1.001})
+    told = simplicity_line(3, simple.model_copy(update={"fastest": missed}))
+    assert told == "3 groups of layers: as fast as the best mix, 4 groups (--simplify 0 plans that one)"
+    assert simplicity_line(3, simple.model_copy(update={"fastest": None})) == ""
 
 
 @pytest.mark.slow

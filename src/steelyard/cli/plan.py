@@ -121,7 +121,7 @@ def plan(
     problem: SaveProblem = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest plan that fits. No GPU needed."""
+    """Find the simplest plan at most 1 % slower than the fastest that fits. No GPU needed."""
     if context.args and not calibrate_by:
         raise UserError(
             field="plan",

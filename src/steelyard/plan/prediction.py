@@ -429,8 +429,9 @@ def simplicity_line(num_groups: int, prediction: Prediction) -> str:
     if fastest is None:
         return ""
     slower = prediction.step_time_s / fastest.step_time_s - 1
+    words = "as fast as" if slower <= SAME_SHARE else f"{slower:.1%} slower than"
     return (
-        f"{format_plural(num_groups, 'group')} of layers: {slower:.1%} slower than the best mix, "
+        f"{format_plural(num_groups, 'group')} of layers: {words} the best mix, "
         f"{format_plural(fastest.num_groups, 'group')} (--simplify 0 plans that one)"
     )
 
