@@ -21,8 +21,8 @@ from typing import Any
 from steelyard.cost.job import layer_precision
 from steelyard.cost.kernels import job_under
 from steelyard.engines import Engine
-from steelyard.engines.execution import StateBytes
 from steelyard.engines.automodel import AUTOMODEL
+from steelyard.engines.execution import StateBytes
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN

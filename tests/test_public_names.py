@@ -23,7 +23,7 @@ def test_nothing_else_is_listed() -> None:
 def test_help_shows_the_functions() -> None:
     text = pydoc.render_doc(steelyard, renderer=pydoc.plaintext)
     assert "find_plan(" in text
-    assert "Return the fastest plan to train a model on a cluster" in text
+    assert "Return the simplest plan to train a model on a cluster" in text
 
 
 def test_the_command_says_its_version_and_ends() -> None:

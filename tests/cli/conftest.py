@@ -31,9 +31,11 @@ def _searched_once() -> Iterator[None]:
     """Searches a plan and its baselines once in a module, however often they are shown: as text, as JSON, on a page."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "complete", _once(plan.complete, lambda request, progress: request))
+        others = _once(plan.engine_answers, lambda request, result, progress, limit_s=None: (request, limit_s))
+        patch.setattr(plan, "engine_answers", others)
         searched = _once(
             explaining.what_was_searched,
-            lambda study, plan, deadline=math.inf: (study.request, plan, deadline),
+            lambda study, plan, deadline=math.inf, progress=None: (study.request, plan, deadline),
         )
         patch.setattr(explaining, "what_was_searched", searched)
         of_record = _once(explain.slow_nodes, lambda plan, request, _job, path: (plan, request, path.read_text()))

@@ -1,10 +1,12 @@
 """``steelyard price``, and ``--engine`` of the other commands."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from steelyard.plan.file import read_plan
 from tests.cli.conftest import Run, user_error
 
 JOB = ("llama3-8b", "--cluster", "1x8xa100-80gb", "--seq-len", 4096, "--global-batch", 32)
@@ -28,6 +30,34 @@ def test_a_plan_of_settings_is_written_and_explained(run: Run, tmp_path: Path) -
     assert explained["plan"]["prediction"]["step_time_s"] == pytest.approx(step_s)
 
 
+def test_a_replicated_optimizer_is_priced_and_no_plan_of_its_engine(run: Run, tmp_path: Path) -> None:
+    held = []
+    for zero in (0, 1):
+        priced = run("price", *JOB, "--engine", "megatron", "--tp", 4, "--zero", zero, "--json")
+        held.append(sum(json.loads(priced.stdout)["prediction"]["stages"][0]["memory_bytes"].values()))
+    assert held[0] > held[1]
+    refused = run("price", *JOB, "--engine", "megatron", "--tp", 4, "--zero", 0, "-o", tmp_path / "plan.json")
+    assert user_error(refused).field == "--output"
+
+
+def test_settings_in_a_file_of_an_engine_are_explained(run: Run, tmp_path: Path) -> None:
+    path, plan = tmp_path / "megatron.sh", tmp_path / "plan.json"
+    settings = (
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --recompute-granularity full"
+    )
+    path.write_text(f"{settings} --micro-batch-size 1 --global-batch-size 32 --seq-length 4096 --bf16 --lr 1e-4")
+    cluster = ("--cluster", "1x8xa100-80gb")
+    explained = json.loads(run("explain", "llama3-8b", "--from", path, *cluster, "-o", plan, "--json").stdout)
+    priced = run("price", *JOB, "--engine", "megatron", "--tp", 2, "--remat", "full", "--json")
+    step_s = json.loads(priced.stdout)["prediction"]["step_time_s"]
+    assert explained["plan"]["prediction"]["step_time_s"] == pytest.approx(step_s)
+    assert "Not read of megatron.sh: lr." in explained["explanation"]["notes"]
+    assert any(each["name"] == "one strategy for all layers" for each in explained["explanation"]["rivals"])
+    assert read_plan(plan).engine == "megatron"
+    assert user_error(run("explain", "llama3-8b", "--from", path)).field == "--cluster"
+    assert user_error(run("explain", plan, "--seq-len", 4096)).field == "--seq-len"
+
+
 def test_settings_that_do_not_fit_say_by_how_much(run: Run) -> None:
     result = run("price", *JOB, "--engine", "megatron", "--memory", "20GiB")
     assert "does not fit" in result.stdout
@@ -44,6 +74,16 @@ def test_settings_that_do_not_fit_say_by_how_much(run: Run) -> None:
 )
 def test_a_mistake_names_its_option(run: Run, options: tuple[object, ...], field: str) -> None:
     assert user_error(run("price", *JOB, *options)).field == field
+
+
+def test_the_fastest_other_engines_stand_in_the_first_lines_of_a_plan(run: Run) -> None:
+    shown = " ".join(run("plan", *JOB, "--top", 0, "--fallbacks", 0).stdout.partition("Strategies")[0].split())
+    named = re.search(r"Best plan for other engines: (.*) \(--engines for all\)", shown)
+    assert named is not None
+    times = [float(each) for each in re.findall(r"([\d.]+) s \(", named[1])]
+    assert len(times) == 3
+    assert times == sorted(times)
+    assert "Best plan for other engines" not in run("plan", *JOB, "--engine", "megatron").stdout
 
 
 def test_plan_takes_an_engine_and_names_the_others(run: Run, tmp_path: Path) -> None:

@@ -421,7 +421,6 @@ def test_what_sharding_takes_beside_its_collectives_is_paid_by_sharded_layers_al
 
 
 def test_adding_gradients_of_a_microbatch_moves_bytes_of_what_a_rank_trains() -> None:
-    """With experts divided of those alone that a rank has; in `tests.cost.test_experts` these are half of a block."""
     of = replace(job(), engine=replace(NATIVE, execution=Execution(accumulation_bytes=10)))
     before, after = (block("dp8", config(each)).backward_s["compute"] for each in (job(), of))
     assert after - before == pytest.approx(10 * BLOCK / (job().efficiency.memory * 1e12))

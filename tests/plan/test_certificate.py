@@ -11,10 +11,12 @@ from tests.plan.examples import changed, read
 
 OPTIMAL = Certificate(status="optimal", gap=0.0)
 GAP = Certificate(status="gap", gap=0.0123)
+SIMPLIFIED = Certificate(status="simplified", gap=0.0072)
 SIMULATED = Certificate(status="simulated", num_simulated=5)
 WORDS = {
     "optimal for the cost tables": OPTIMAL,
     "fastest in simulation among the search's best 5; in its closed form another is": SIMULATED,
+    "simplest found, gap 0.72%: no plan that fits is faster by more": SIMPLIFIED,
     "priced as given, not searched": Certificate(status="priced"),
     "optimal for the cost tables to 0.01%: no plan that fits is faster by more": Certificate(status="gap", gap=0.0001),
     "best found, gap 0.01%: no plan that fits is faster by more": Certificate(status="gap", gap=0.00011),
@@ -38,6 +40,7 @@ def test_words_in_its_place_are_an_error() -> None:
     [
         ({"status": "proven"}, "status"),
         ({"status": "gap"}, "gap"),
+        ({"status": "simplified"}, "gap"),
         ({"status": "simulated", "gap": 0.1}, "num_simulated"),
         ({"status": "gap", "gap": 1.5}, "gap"),
         ({"status": "optimal", "gap": -0.1}, "gap"),
@@ -58,12 +61,18 @@ def test_a_certificate_written_and_read_is_the_same() -> None:
 
 
 def test_only_an_optimal_plan_counts_as_such() -> None:
-    assert [each.is_optimal for each in (OPTIMAL, GAP, SIMULATED)] == [True, False, False]
+    assert [each.is_optimal for each in (OPTIMAL, GAP, SIMULATED, SIMPLIFIED)] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
     ("certificate", "brief"),
-    [(OPTIMAL, "optimal"), (GAP, "gap 1.23%"), (SIMULATED, "simulated"), (Certificate(status="priced"), "none")],
+    [
+        (OPTIMAL, "optimal"),
+        (GAP, "gap 1.23%"),
+        (SIMULATED, "simulated"),
+        (SIMPLIFIED, "gap 0.72%"),
+        (Certificate(status="priced"), "none"),
+    ],
 )
 def test_a_word_or_two_stand_for_it(certificate: Certificate, brief: str) -> None:
     assert certificate.brief[0] == brief

@@ -50,6 +50,16 @@ def test_an_explanation_says_where_a_plan_of_the_models_makers_is_not_read() -> 
     assert found.explanation.notes == expected
 
 
+def test_searches_are_counted() -> None:
+    of, said = job(global_batch=8, num_hidden_layers=2), list[str]()
+    whole = plan(of, "fsdp8, fsdp8, fsdp8, fsdp8", num_microbatches=1)
+    options = Decisions(num_stages=1, num_microbatches=1, max_degrees={"tp": 1})
+    explain_plan(whole, Study(request_of(of, options), of), progress=said.append)
+    assert [each.partition(" of ")[0] for each in said] == [str(number) for number in range(1, len(said) + 1)]
+    assert {each.partition(" of ")[2].partition(",")[0] for each in said} == {str(len(said))}
+    assert any(each.endswith(", without fsdp") for each in said)
+
+
 @pytest.mark.slow
 def test_where_processes_share_cores_the_simulator_ranks_baselines_as_it_ranks_plans() -> None:
     of = job_on_shared_cores()

@@ -19,6 +19,8 @@ from steelyard.cli.options import (
     tried,
 )
 from steelyard.cost.job import Job
+from steelyard.errors import UserError
+from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.plan.choices import Explanation
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
@@ -27,18 +29,36 @@ from steelyard.planning.explain import explain_plan, explain_pools
 from steelyard.planning.pins import parse_pin
 from steelyard.planning.price import priced_or_reason, with_price
 from steelyard.planning.request import Elsewhere, PlanRequest, not_with_pools
+from steelyard.planning.settings import plan_of_file
+from steelyard.planning.simple import with_reasons
 from steelyard.planning.variants import Study
 from steelyard.planning.why_not import why_not, why_not_plan
 from steelyard.report.explain_view import explain_view, why_not_view
 
 
 def explain(
-    path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
+    path: Annotated[Path, typer.Argument(help="A plan file; or with --from the model.", metavar="PLAN|MODEL")],
     cluster: OtherCluster = None,
     network: NetworkOption = None,
     engine: EngineOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Explain the settings in a file of an engine: arguments of Megatron, a TOML or configuration function "
+            "of torchtitan, JSON of DeepSpeed. Needs --cluster.",
+        ),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option("--global-batch", help="With --from, where the file does not say it.", min=1, max=MOST_SAMPLES),
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option("--seq-len", help="With --from, where the file does not say it.", min=1, max=MOST_TOKENS),
+    ] = None,
     why: Annotated[
         str | None,
         typer.Option(
@@ -59,7 +79,33 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show why a plan and not another: what binds, what each baseline costs, what memory is worth."""
-    plan = read_plan(path)
+    notes: tuple[str, ...] = ()
+    if source is None and (global_batch or seq_len):
+        raise UserError(
+            field="--global-batch" if global_batch else "--seq-len",
+            found="one for a plan file, which has its own",
+            expected="--from beside it",
+            hint="leave it out, or plan again with another",
+        )
+    if source is None:
+        plan = read_plan(path)
+    elif cluster is None:
+        raise UserError(
+            field="--cluster",
+            found="none",
+            expected="the devices that run the file",
+            hint="add --cluster 1x8xh100-80gb",
+        )
+    else:
+        plan, notes = plan_of_file(
+            source,
+            str(path),
+            cluster,
+            engine=engine,
+            network=network,
+            global_batch=global_batch,
+            seq_len=seq_len,
+        )
     with progress("counting the model's layers", silent=as_json) as show:
         if plan.is_mixed:
             not_with_pools({"--why-not": why, "--all": everything})
@@ -80,11 +126,13 @@ def explain(
             explanation = _explained(plan, request, job, why, everything=everything, show=show)
             if plan.prediction is None or why or any(given.values()):
                 plan = with_price(plan, job)
+            plan = with_reasons(plan, job)
             if record is not None:
                 show("planning without the nodes that were slow")
                 slow = slow_nodes(plan, request, job, record)
                 even = () if slow else (f"no rank of {record} computed for longer than predicted next to the others",)
                 explanation = explanation.model_copy(update={"slow_nodes": slow, "notes": (*explanation.notes, *even)})
+    explanation = explanation.model_copy(update={"notes": (*notes, *explanation.notes)})
     if output is not None:
         write_plan(plan, output)
     if as_json:

@@ -5,6 +5,7 @@ Also what every command does with its output: progress on standard error, which 
 
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,15 +66,34 @@ def complete_cluster(incomplete: str) -> list[str]:
     return [start + device.name for device in devices() if device.name.startswith(parts[2])]
 
 
+LINE_EVERY_S = 10.0
+"""Between two lines of progress where no terminal shows it at once."""
+
+
 @contextmanager
 def progress(first: str, *, silent: bool = False) -> Iterator[Callable[[str], None]]:
-    """A function that shows what is being done now; shows nothing if ``silent`` or if nobody watches."""
+    """A function that shows what is being done now on standard error: on a terminal at once, elsewhere a line every
+    `LINE_EVERY_S`. Shows nothing if ``silent``."""
     console = Console(stderr=True)
-    if silent or not console.is_terminal:
+    if silent:
         yield lambda _: None
-        return
-    with console.status(first) as status:
-        yield status.update
+    elif console.is_terminal:
+        with console.status(first) as status:
+            yield status.update
+    else:
+        now, is_done = [first], threading.Event()
+
+        def print_lines() -> None:
+            while not is_done.wait(LINE_EVERY_S):
+                print(f"... {now[0]}", file=sys.stderr)
+
+        printing = threading.Thread(target=print_lines, daemon=True)
+        printing.start()
+        try:
+            yield lambda text: now.__setitem__(0, text)
+        finally:
+            is_done.set()
+            printing.join()
 
 
 Chosen = TypeVar("Chosen")
@@ -216,7 +236,8 @@ Simplify = Annotated[
     float,
     typer.Option(
         "--simplify",
-        help="Take the plan of the fewest groups of layers that takes at most this much longer, as in 0.01.",
+        help="Take the plan of the fewest groups of layers that is at most this much slower than the fastest; 0 for "
+        "the fastest.",
         min=0,
         max=0.5,
     ),

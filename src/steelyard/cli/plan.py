@@ -53,20 +53,23 @@ from steelyard.cli.options import (
     progress,
 )
 from steelyard.cost.job import ASSUMED_IMBALANCE
+from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.output import command
+from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import Decisions, Partition, Space
 from steelyard.plan.dimensions import modes
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import PlanningResult
-from steelyard.planning.complete import complete, engine_answers
+from steelyard.planning.complete import ENGINE_LIMIT_S, complete, engine_answers
 from steelyard.planning.problem import problem_of
 from steelyard.planning.request import (
     NUM_ALTERNATIVES,
     NUM_FALLBACKS,
+    SIMPLIFY,
     Objective,
     make_request,
     not_with_pools,
@@ -106,7 +109,7 @@ def plan(
     zero: ZeroStages = None,
     space: WhichSpace = "full",
     uniform: Uniform = False,
-    simplify: Simplify = 0.0,
+    simplify: Simplify = SIMPLIFY,
     pin: Pins = None,
     freeze: Freezes = None,
     partition: Cuts = "exact",
@@ -118,7 +121,7 @@ def plan(
     problem: SaveProblem = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest plan that fits. No GPU needed."""
+    """Find the simplest plan at most 1 % slower than the fastest that fits. No GPU needed."""
     if context.args and not calibrate_by:
         raise UserError(
             field="plan",
@@ -174,7 +177,11 @@ def plan(
         if request.is_mixed:
             not_with_pools({"--save-problem": problem})
         result = complete(request, progress=show)
-        others = engine_answers(request, result, progress=show) if engines else ()
+        others: tuple[ComparedBaseline, ...] = ()
+        if engines:
+            others = engine_answers(request, result, progress=show)
+        elif not as_json and request.engine == NATIVE:
+            others = engine_answers(request, result, limit_s=ENGINE_LIMIT_S, progress=show)
         if problem is not None:
             from steelyard.search.problem import save_problem
 
@@ -190,14 +197,14 @@ def plan(
     if as_json:
         print_json({"plan": result.plan, "engines": others} if engines else result.plan)
     else:
-        _print_plan(result.plan, output, top, builder=("--builder", model) if own else ())
-        for other in others:
+        Console().print(plan_view(result.plan, num_alternatives=top, engines=others))
+        _print_next(result.plan, output, builder=("--builder", model) if own else ())
+        for other in others if engines else ():
             print(engine_line(other))
 
 
-def _print_plan(found: Plan, output: Path | None, top: int, *, builder: Sequence[str]) -> None:
-    """The plan as tables, and the commands to run next."""
-    Console().print(plan_view(found, num_alternatives=top))
+def _print_next(found: Plan, output: Path | None, *, builder: Sequence[str]) -> None:
+    """The commands to run next."""
     if output is not None:
         print(f"written to {output}")
         print(f"  why this plan: {command('explain', output)}")

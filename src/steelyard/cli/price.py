@@ -1,6 +1,5 @@
 """``steelyard price``: what a plan takes that an engineer set, in the words of the framework that runs it."""
 
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -23,17 +22,16 @@ from steelyard.cli.options import (
     progress,
 )
 from steelyard.cost.job import ASSUMED_IMBALANCE, layer_precision
-from steelyard.cost.kernels import job_under
 from steelyard.engines import engine_of
 from steelyard.engines.native import NATIVE
+from steelyard.errors import UserError
 from steelyard.limits import MOST_DEVICES, MOST_LAYERS, MOST_SAMPLES
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
-from steelyard.planning.job import job_of
-from steelyard.planning.price import peak_bytes, with_price
+from steelyard.planning.price import peak_bytes
 from steelyard.planning.request import check_precision, make_request
-from steelyard.planning.settings import Settings, plan_of_settings
+from steelyard.planning.settings import Settings, price_settings
 from steelyard.units import TERA, format_bytes, format_seconds
 
 
@@ -86,7 +84,6 @@ def price(
             precision=layer_precision(chosen),
             imbalance=imbalance,
         )
-        job = replace(job_under(job_of(request), runs_it), precision=chosen)
         settings = Settings(
             tp=tp,
             cp=cp,
@@ -99,7 +96,14 @@ def price(
             remat=check_choices("--remat", remat, {each.value: each for each in Remat})[0],
             remat_blocks=remat_blocks,
         )
-        plan = with_price(plan_of_settings(job, settings), job)
+        plan, job = price_settings(request, runs_it, chosen, settings)
+    if output is not None and job.engine != runs_it:
+        raise UserError(
+            field="--output",
+            found=f"--zero {zero} for {runs_it.name}",
+            expected="optimizer states sharded, as all plans for it have them",
+            hint="leave --output or --zero out",
+        )
     if output is not None:
         write_plan(plan, output)
     if as_json:

@@ -14,7 +14,10 @@ from typing import Any
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
+from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_untold
+from steelyard.files import parse_json
+from steelyard.model.chain import ModelChain
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 
@@ -91,12 +94,45 @@ def _zero(view: UniformPlan) -> dict[str, Any]:
     return common | ({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {})
 
 
+def _read(text: str, _chain: ModelChain, num_devices: int) -> FileSettings:
+    content = parse_json(text)
+    if not isinstance(content, dict):
+        raise ValueError("no object of DeepSpeed's keys")
+    flat = {
+        f"{name}.{key}" if key else name: value
+        for name, part in content.items()
+        for key, value in (part.items() if isinstance(part, dict) else [("", part)])
+    }
+    entries = Entries(flat)
+    entries.get("_comment", "activation_checkpointing.partition_activations")
+    tp = entries.number("tensor_parallel.autotp_size")
+    micro_batch = entries.number("train_micro_batch_size_per_gpu")
+    batch, steps = (entries.number_or_none(name) for name in ("train_batch_size", "gradient_accumulation_steps"))
+    if batch is None and steps is not None:
+        batch = micro_batch * steps * num_devices // tp
+    has = {name: bool(entries.get(f"{name}.enabled")) for name in ("fp16", "bf16")}
+    return FileSettings(
+        settings=Settings(
+            tp=tp,
+            micro_batch=micro_batch,
+            zero=entries.number("zero_optimization.stage", default=0, least=0),
+            sp=False,
+            remat=Remat.FULL if content.get("activation_checkpointing") else Remat.NONE,
+        ),
+        global_batch=batch,
+        seq_len=None,
+        precision=next((name for name, is_on in has.items() if is_on), "fp32"),
+        unread=entries.unread,
+    )
+
+
 DEEPSPEED = Engine(
     name="deepspeed",
     software="DeepSpeed 0.19.8",
     capabilities=CAPABILITIES,
     execution=Execution(reduce_bytes=2),
     refuse=lambda chain, seq_len: refuse_untold("deepspeed", chain),
+    reader=Reader(suffixes=(".json",), read=_read),
     targets=(
         Target(
             name="deepspeed",

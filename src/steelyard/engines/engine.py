@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from steelyard.engines.capabilities import Capabilities
 from steelyard.engines.execution import OURS, Execution
+from steelyard.engines.settings import Reader
 from steelyard.engines.writing import Target
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
@@ -30,3 +31,5 @@ class Engine:
     search."""
     targets: tuple[Target, ...] = ()
     """The ways to write a plan for it."""
+    reader: Reader | None = None
+    """How its files of settings are read; None where that is not known here."""

@@ -10,19 +10,22 @@ it takes ZeRO-3 inside.
 """
 
 import ast
+import itertools
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from steelyard.engines.capabilities import Capabilities, dimensions_of
+from steelyard.engines.capabilities import Capabilities, block_layers, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution, StateBytes
 from steelyard.engines.kernels import FUSED
 from steelyard.engines.pytorch import other_export
+from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
@@ -367,6 +370,113 @@ KERNELS = replace(FUSED, loss_bytes=(6, 4), of_each_expert=2)
 """The loss makes one fp32 copy of the logits, works in place
 and keeps the softmax (tensor_parallel/cross_entropy.py). Transformer Engine computes experts with a matmul of each on
 one of four streams (gemm.cpp, te_general_grouped_gemm)."""
+_ASSIGNED = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=([^\s(]\S*)")
+_USED = re.compile(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))")
+_OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?|([a-z][\w.]*)=(.*)")
+_LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint")
+_NOT_PRICED = (
+    *("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "ckpt_format"),
+    *("no_gradient_accumulation_fusion", "outer_dp_sharding_strategy", "moe_token_dispatcher_type", "bf16", "fp16"),
+)
+
+
+def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
+    """The settings in arguments of Megatron-LM as a shell script has them, or of a recipe of Megatron-Bridge.
+
+    A recipe's stand as ``--tensor_parallel_size 4`` or as ``model.tensor_model_parallel_size=4``.
+    """
+    values = _arguments(text)
+    entries = Entries(values)
+    entries.get(*_LAUNCH, *_NOT_PRICED, *(["cp_comm_type"] if values.get("cp_comm_type") != "a2a" else []))
+    seq_len = entries.number_or_none("seq_length", "sequence_length", "seq_len")
+    own = {
+        flag.partition(" ")[0].removeprefix("--").replace("-", "_"): flag.partition(" ")[2]
+        for flag in model_flags(chain, seq_len or 1)
+    }
+    for name in ("num_layers", "hidden_size"):
+        if entries.get(name, default=own[name]) != own[name]:
+            raise UserError(
+                field="--from",
+                found=f"{name} {values[name]}",
+                expected=f"{own[name]}, as {chain.name} has",
+                hint="name the model that the file trains",
+            )
+    tp, pp, cp, ep = (
+        entries.number(f"{word}_model_parallel_size", f"{word}_parallel_size", short)
+        for word, short in (("tensor", "tp"), ("pipeline", "pp"), ("context", "cp"), ("expert", "ep"))
+    )
+    parts = _parts_of_layout(str(entries.get("pipeline_model_parallel_layout", default="")))
+    chunks = entries.number("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "vp")
+    if (layers := entries.number_or_none("num_layers_per_virtual_pipeline_stage")) is not None:
+        chunks = len(block_layers(chain)) // (pp * layers)
+    shards = str(entries.get("data_parallel_sharding_strategy", default="optim_grads_params"))
+    zero = int("use_distributed_optimizer" in values)
+    if entries.get("use_megatron_fsdp"):
+        zero = {"optim_grads_params": 3, "optim_grads": 2}.get(shards, 1)
+    data = num_devices // (tp * pp * cp)
+    instances = entries.number("num_distributed_optimizer_instances")
+    remat, blocks = _read_remat(entries)
+    return FileSettings(
+        settings=Settings(
+            tp=tp,
+            cp=cp,
+            pp=pp,
+            vpp=len(parts) // pp if parts else chunks,
+            ep=ep,
+            replicas=instances if zero > 1 else 1,
+            micro_batch=entries.number("micro_batch_size", "mbs"),
+            zero=zero if data > 1 else 1,
+            sp=bool(entries.get("sequence_parallel", default=False)),
+            remat=remat,
+            remat_blocks=blocks,
+            blocks=parts or None,
+        ),
+        global_batch=entries.number_or_none("global_batch_size", "gbs"),
+        seq_len=seq_len,
+        precision="fp8"
+        if entries.get("fp8_format", "fp8")
+        else next((each for each in ("bf16", "fp16") if each in values), "fp32"),
+        unread=tuple(name for name in entries.unread if name not in own),
+    )
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Options and their values by their names with underscores; True for an option without a value.
+
+    Variables that the text sets are filled in.
+    """
+    set_to = {name: value.strip("\"'") for name, value in _ASSIGNED.findall(text)}
+    filled = _USED.sub(lambda use: str(set_to.get(use[1] or use[3], use[2] or use[0])), text)
+    words = [word.strip("()") for word in shlex.split(filled.replace("\\\n", " "), comments=True)]
+    found: dict[str, Any] = {}
+    for word, after in itertools.zip_longest(words, words[1:], fillvalue="--"):
+        option = _OPTION.fullmatch(word)
+        if option is None or (option[3] and option[3] in set_to):
+            continue
+        given = option[2] if option[1] else option[4]
+        name = (option[1] or option[3]).rpartition(".")[2].replace("-", "_")
+        is_alone = given is None and (_OPTION.fullmatch(after) is not None or not after or after.startswith("-"))
+        value = given if given is not None else True if is_alone else after
+        found[name] = {"true": True, "false": False, "null": None, "none": None}.get(str(value).lower(), value)
+    return {name: value for name, value in found.items() if value is not None and value is not False}
+
+
+def _parts_of_layout(layout_text: str) -> tuple[int, ...]:
+    """The blocks of each part in ``--pipeline-model-parallel-layout``; none where it is not given."""
+    spelt = re.sub(r"\(([^)]*)\)\*(\d{1,3})", lambda part: part[1] * int(part[2]), layout_text)
+    spelt = re.sub(r"([Etm|L])\*(\d{1,3})", lambda part: part[1] * int(part[2]), spelt)
+    return tuple(part.count("t") for part in spelt.split("|")) if spelt else ()
+
+
+def _read_remat(entries: Entries) -> tuple[Remat, int | None]:
+    """What is recomputed of blocks, and of how many of each part."""
+    granularity, method = entries.get("recompute_granularity"), entries.get("recompute_method", default="uniform")
+    count = entries.number_or_none("recompute_num_layers")
+    entries.get("recompute_activations", "recompute_modules")
+    if granularity != "full":
+        return Remat.SELECTIVE if granularity == "selective" else Remat.NONE, None
+    return Remat.FULL, count if method == "block" else None
+
 
 MEGATRON = Engine(
     name="megatron",
@@ -380,6 +490,7 @@ MEGATRON = Engine(
     ),
     precisions=("bf16", "fp32", "fp8"),
     refuse=_refuse,
+    reader=Reader(suffixes=(".sh", ".txt", ".args"), read=_read),
     targets=(
         Target(
             name="megatron",

@@ -182,6 +182,6 @@ MEGATRON_BRIDGE = replace(
         ),
     ),
 )
-"""Recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), compute by Transformer Engine, whose
+"""Recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), compute by Transformer Engine, its
 user buffers hide half of what tensor parallelism sends (tp_comm_overlap; found on dgxc_benchmarking), and send tokens
 by DeepEP or HybridEP."""

@@ -9,8 +9,10 @@ for the cuts. All of them shard states over the ranks of cp as well, together wi
 over these ranks and those of tp, never over replicas (``distributed/parallel_dims.py``).
 """
 
+import ast
 import json
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +23,7 @@ from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
 from steelyard.engines.kernels import EAGER
 from steelyard.engines.pytorch import other_export
+from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
@@ -348,6 +351,99 @@ def _toml(view: UniformPlan, flavor: _Flavor) -> str:
     return "\n\n".join(written) + "\n"
 
 
+def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
+    """The settings in a TOML file of 0.2, or in a configuration function of 0.3 or main as it is written here."""
+    values = _toml_values(text) if re.search(r"^\s*\[\w+\]\s*$", text, re.MULTILINE) else _function_values(text)
+    entries = Entries(values)
+    entries.get("model.name", "model.flavor", "model_spec", "compile", "parallelism.num_pp_microbatches")
+    parallel = "parallelism."
+    tp, cp, pp = (entries.number(f"{parallel}{kind}_parallel_degree") for kind in ("tensor", "context", "pipeline"))
+    replicas = entries.number(f"{parallel}data_parallel_replicate_degree")
+    data = num_devices // (tp * cp * pp)
+    shards = entries.number_or_none(f"{parallel}data_parallel_shard_degree") or data // replicas
+    if replicas * shards != data:
+        raise UserError(
+            field="--cluster",
+            found=f"{num_devices} devices for degrees of {replicas * shards * tp * cp * pp}",
+            expected="as many devices as the degrees of the file have ranks",
+            hint="name the cluster that runs the file",
+        )
+    keeps = str(entries.get(f"{parallel}fsdp_reshard_after_forward", default="default"))
+    parts = entries.get(*(f"{parallel}{version.cuts}" for version in (RELEASE, MAIN)))
+    if parts and not (isinstance(parts, list) and all(isinstance(part, list) for part in parts)):
+        raise ValueError("the modules of the parts of the pipeline are no lists of names")
+    schedule = str(entries.get(f"{parallel}pipeline_parallel_schedule", default="1F1B"))
+    local = entries.number("training.local_batch_size")
+    micro_batch = entries.number(f"{parallel}pipeline_parallel_microbatch_size") if pp > 1 else local
+    batch = entries.number_or_none("training.global_batch_size") or local * data
+    seq_len = entries.number_or_none("training.seq_len", "training.max_context_length")
+    if seq_len and "training.num_tokens_per_train_step" in values:  # main counts tokens
+        batch = entries.number("training.num_tokens_per_train_step") // seq_len
+        micro_batch = entries.number("training.num_tokens_per_microbatch_per_dp_rank") // seq_len
+    chunks = 2 if "Interleaved" in schedule else 1
+    mode = str(entries.get("activation_checkpoint.mode", default="none"))
+    remats = {"none": Remat.NONE, "selective": Remat.SELECTIVE, "full": Remat.FULL}
+    if mode not in remats:
+        raise UserError(
+            field="activation_checkpoint.mode", found=mode, expected=" or ".join(remats), hint="change it in the file"
+        )
+    dtype = str(entries.get("training.mixed_precision_param", default="bfloat16"))
+    has_fp8 = any("float8" in str(entries.get(name, default="")) for name in ("model.converters", "converters"))
+    return FileSettings(
+        settings=Settings(
+            tp=tp,
+            cp=cp,
+            pp=pp,
+            vpp=len(parts) // pp if parts else chunks if pp > 1 else 1,
+            ep=entries.number(f"{parallel}expert_parallel_degree"),
+            replicas=replicas,
+            micro_batch=micro_batch,
+            zero=(2 if keeps == "never" else 3) if shards > 1 else 0,
+            sp=bool(entries.get(f"{parallel}enable_sequence_parallel", default=True)),
+            remat=remats[mode],
+            blocks=tuple(sum(str(name).startswith("layers.") for name in part) for part in parts) if parts else None,
+        ),
+        global_batch=batch,
+        seq_len=seq_len,
+        precision="fp8" if has_fp8 else {"bfloat16": "bf16", "float32": "fp32"}.get(dtype, dtype),
+        unread=entries.unread,
+    )
+
+
+def _toml_values(text: str) -> dict[str, Any]:
+    sections = tomllib.loads(text)
+    return {
+        f"{name}.{key}": value
+        for name, part in sections.items()
+        if isinstance(part, dict)
+        for key, value in part.items()
+    }
+
+
+def _function_values(text: str) -> dict[str, Any]:
+    """Values by their path below ``config`` that a configuration function assigns; what is computed stands as code."""
+    found: dict[str, Any] = {}
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Assign) or not ast.unparse(node.targets[0]).startswith("config."):
+            continue
+        path = ast.unparse(node.targets[0]).removeprefix("config.")
+        if path == "activation_checkpoint":
+            kind = ast.unparse(node.value).partition("AC")[0].lower()
+            found["activation_checkpoint.mode"] = kind
+        elif isinstance(node.value, ast.Call) and node.value.keywords:
+            found |= {f"{path}.{each.arg}": _literal(each.value) for each in node.value.keywords}
+        else:
+            found[path] = _literal(node.value)
+    return found
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
+
+
 TORCHTITAN = Engine(
     name="torchtitan",
     software="torchtitan 0.3.0",
@@ -357,6 +453,7 @@ TORCHTITAN = Engine(
     ),
     precisions=("bf16", "fp32", "fp8"),
     refuse=_refuse,
+    reader=Reader(suffixes=(".toml", ".py"), read=_read),
     targets=(
         Target(
             name="torchtitan",

@@ -25,7 +25,7 @@ class FrontierPoint(PlanPart):
     setting: str
     strategies: str
     is_chosen: bool = False
-    """The fastest plan within the budget: what `steelyard plan` chooses."""
+    """The fastest plan within the budget: what `steelyard plan --simplify 0` chooses."""
 
 
 class DevicePoint(PlanPart):
@@ -119,6 +119,8 @@ class ComparedBaseline(PlanPart):
     """Absent where nothing fits."""
     slowdown: float | None = None
     """Its step time over that of the plan, minus one; negative where it is faster."""
+    is_bound: bool = False
+    """Whether the search was ended before it had proven its plan, so that the best one may be faster."""
     missing_bytes: int | None = None
     """Bytes per device that the nearest plan lacks; absent where one fits, or no memory would help."""
     setting: str = ""

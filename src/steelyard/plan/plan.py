@@ -22,7 +22,7 @@ from steelyard.model.read import planned_model
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.part import PlanPart
-from steelyard.plan.prediction import Prediction, baseline_line, layers_text
+from steelyard.plan.prediction import Prediction, baseline_line, layers_text, simplicity_line
 from steelyard.plan.stages import StagePart, StagePlan, illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.plan.training import Training
@@ -90,8 +90,8 @@ class Plan(PlanPart):
     fallbacks: tuple[Fallback, ...] = ()
     """Most memory first."""
     next_best: tuple[Fallback, ...] = ()
-    """The best plans found of other pipeline configurations, fastest first, for `steelyard measure` to run beside
-    it."""
+    """The fastest plan where this one is simpler, and the best found of other pipeline configurations, fastest first,
+    for `steelyard measure` to run beside it."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -180,6 +180,13 @@ class Plan(PlanPart):
         """A fallback as a plan, with the fallbacks after it; raises `InvalidPlanError` if it contradicts itself."""
         return _plan_of(self, self.fallbacks[index]).model_copy(update={"fallbacks": self.fallbacks[index + 1 :]})
 
+    def as_fallback(self) -> Fallback:
+        """The plan as one that another plan of the same model holds, without what lost to it."""
+        prediction = self.prediction.model_copy(update={"alternatives": ()}) if self.prediction else None
+        return Fallback(
+            num_microbatches=self.num_microbatches, schedule=self.schedule, stages=self.stages, prediction=prediction
+        )
+
     def contenders(self) -> "tuple[Plan, ...]":
         """This plan and the next best ones, each as a plan that goes on with no other."""
         alone = self.model_copy(update=dict.fromkeys(OTHER_PLANS, ()))
@@ -206,6 +213,11 @@ class Plan(PlanPart):
     def parts(self) -> tuple[StagePart, ...]:
         """The parts of the pipeline in the order of the layers: of P stages part k lies on stage k mod P."""
         return tuple(part for chunk in zip(*(stage.parts for stage in self.stages), strict=True) for part in chunk)
+
+    @property
+    def num_groups(self) -> int:
+        """Runs of neighbouring layers of one strategy, summed over the stages and their chunks."""
+        return sum(len(part.runs) for part in self.parts)
 
     @property
     def num_stages(self) -> int:
@@ -459,6 +471,7 @@ def headline(plan: Plan) -> str:
         + (f" ({prediction.margin_text})" if prediction.margin_text else "")
         + f"\n{prediction.accuracy}"
         + (f"\n{compared}" if compared else "")
+        + (f"\n{simplicity_line(plan.num_groups, prediction)}" if prediction.fastest else "")
         + (f"\n{plan.training}" if plan.training else "")
     )
 

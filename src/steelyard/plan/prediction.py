@@ -12,11 +12,21 @@ from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Backend
-from steelyard.limits import MOST_DEVICES, MOST_PER_S, MOST_STEPS, Bytes, Count, PositiveSeconds, Samples, Seconds
+from steelyard.limits import (
+    MOST_DEVICES,
+    MOST_LAYERS,
+    MOST_PER_S,
+    MOST_STEPS,
+    Bytes,
+    Count,
+    PositiveSeconds,
+    Samples,
+    Seconds,
+)
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.part import PlanPart
 from steelyard.profiles.profile import ProfileIdentity
-from steelyard.units import TERA, format_bytes, format_seconds
+from steelyard.units import TERA, format_bytes, format_plural, format_seconds
 
 
 class CatalogueRates(PlanPart):
@@ -86,7 +96,7 @@ class CostSource(ProfileIdentity):
 
 TOLERANCE = 1e-4
 """A gap that solvers of integer programs by custom leave (HiGHS and Gurobi: ``mip_rel_gap``, ``MIPGap``)."""
-Status = Literal["optimal", "gap", "simulated", "priced"]
+Status = Literal["optimal", "gap", "simulated", "simplified", "priced"]
 
 
 class Certificate(PlanPart):
@@ -94,7 +104,8 @@ class Certificate(PlanPart):
 
     ``optimal``: none is, by the cost tables. ``gap``: it is the best that was found, in the time that
     there was or of those that fit; optimal to so much where that is within `TOLERANCE`. ``simulated``: the
-    fastest in simulation of several that the search found. ``priced``: given, not searched.
+    fastest in simulation of several that the search found. ``simplified``: the simplest of those that take little
+    longer than the best found (`FastestPlan`). ``priced``: given, not searched.
     """
 
     status: Status
@@ -108,7 +119,7 @@ class Certificate(PlanPart):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        for field, needed_by in (("gap", "gap"), ("num_simulated", "simulated")):
+        for field, needed_by in (("gap", "gap"), ("gap", "simplified"), ("num_simulated", "simulated")):
             if self.status == needed_by and getattr(self, field) is None:
                 raise InvalidPlanError(
                     field=f"certificate.{field}",
@@ -144,26 +155,27 @@ class Certificate(PlanPart):
                 return f"gap {self.gap:.2%}", ended
             case "simulated":
                 return "simulated", "the fastest of the search's best"
+            case "simplified":
+                return f"gap {self.gap:.2%}", "the simplest; no plan that fits is faster by more"
             case "priced":
                 return "none", "priced as given, not searched"
 
     def __str__(self) -> str:
-        match self.status:
-            case "optimal":
-                return "optimal for the cost tables"
-            case "gap" if self._is_within_tolerance:
-                return f"optimal for the cost tables to {TOLERANCE:.2%}: no plan that fits is faster by more"
-            case "gap":
-                if self.time_limit_s is not None:
-                    limit = format_seconds(self.time_limit_s)
-                    return f"best so far, gap {self.gap:.2%}: the search ended at its limit of {limit}"
-                return f"best found, gap {self.gap:.2%}: no plan that fits is faster by more"
-            case "simulated":
-                return (
-                    f"fastest in simulation among the search's best {self.num_simulated}; in its closed form another is"
-                )
-            case "priced":
-                return "priced as given, not searched"
+        by_more = "no plan that fits is faster by more"
+        found = f"best found, gap {self.gap or 0.0:.2%}: {by_more}"
+        if self._is_within_tolerance:
+            found = f"optimal for the cost tables to {TOLERANCE:.2%}: {by_more}"
+        elif self.time_limit_s is not None:
+            limit = format_seconds(self.time_limit_s)
+            found = f"best so far, gap {self.gap:.2%}: the search ended at its limit of {limit}"
+        return {
+            "optimal": "optimal for the cost tables",
+            "gap": found,
+            "simulated": f"fastest in simulation among the search's best {self.num_simulated}; in its closed form "
+            "another is",
+            "simplified": f"simplest found, gap {self.gap or 0.0:.2%}: {by_more}",
+            "priced": "priced as given, not searched",
+        }[self.status]
 
 
 def margin_text(budget_bytes: int, margin_bytes: int) -> str:
@@ -219,6 +231,18 @@ class Alternative(PlanPart):
     """Whether the configuration was not searched to the end, so that its best plan may be faster."""
     memory_bytes: Bytes | None = None
     """Of its fullest device; absent where it was not computed exactly."""
+
+
+class FastestPlan(PlanPart):
+    """The fastest plan that was found, in whose place stands a simpler one that is little slower."""
+
+    step_time_s: PositiveSeconds
+    memory_bytes: Bytes
+    """Of its fullest device."""
+    num_groups: int = Field(ge=1, le=MOST_LAYERS)
+    """Runs of neighbouring layers of one strategy, summed over the stages."""
+    setting: str
+    strategies: str
 
 
 class Baseline(PlanPart):
@@ -299,6 +323,10 @@ class Prediction(PlanPart):
     alternatives: tuple[Alternative, ...] = ()
     baselines: tuple[Baseline, ...] = ()
     """The best plans of simple ways to train, `ONE_STRATEGY` the last; none where they were not searched."""
+    fastest: FastestPlan | None = None
+    """Absent where the plan is the fastest that was found itself."""
+    reasons: tuple[str, ...] = ()
+    """Why some layers are not as most blocks are, one line for each strategy; none in older plans."""
     pools: tuple[PoolUse, ...] | None = None
     """The pools at hand, those used first in the order of their ranks; absent where all devices are alike."""
 
@@ -393,6 +421,19 @@ def baseline_line(prediction: Prediction) -> str:
     what = f"{best.strategies}; {best.setting}: {format_seconds(step_s)}"
     text = f"{words} the best plan with {ONE_STRATEGY}{name} ({what})"
     return f"{text}; {missing}" if missing else text
+
+
+def simplicity_line(num_groups: int, prediction: Prediction) -> str:
+    """What is paid for a plan of fewer groups of layers than the fastest one; empty where it is the fastest."""
+    fastest = prediction.fastest
+    if fastest is None:
+        return ""
+    slower = prediction.step_time_s / fastest.step_time_s - 1
+    words = "as fast as" if slower <= SAME_SHARE else f"{slower:.1%} slower than"
+    return (
+        f"{format_plural(num_groups, 'group')} of layers: {words} the best mix, "
+        f"{format_plural(fastest.num_groups, 'group')} (--simplify 0 plans that one)"
+    )
 
 
 def against(gain: float, same: str) -> str:

@@ -7,7 +7,7 @@ plans and says what is proven of the first and why the others lost.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,14 +17,16 @@ from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
+from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import FREE, Decisions, Partition
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, Certificate
+from steelyard.plan.strategy import Strategy
 from steelyard.planning.job import job_of
 from steelyard.planning.price import bare_plan, describe, prediction_of, summarise, warnings_of
 from steelyard.planning.problem import is_uniform, make_tables
 from steelyard.planning.request import PlanRequest
-from steelyard.planning.uniform import uniform_choices
+from steelyard.planning.uniform import NO_ENDS, uniform_choices
 from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult, nearest_miss, search
 from steelyard.search.evaluate import group_equal_strategies
 from steelyard.units import format_bytes, format_plural
@@ -48,12 +50,17 @@ class PlanningResult:
     others: tuple[tuple[Plan, PlanCost], ...] = ()
     """The best plans of other pipeline configurations that the simulator priced, without their predictions, fastest
     first."""
-    has_margin: bool = True
-    """False for a plan that takes of the margin of the job, since none leaves it free."""
+    missed: Job | None = None
+    """The job with the margin that no plan leaves free, where the plan takes of it."""
     bounded_tables: tuple[OnDemand, ...] = ()
     """The cost tables with their bounds, for further searches within the budget of the job or less."""
     notes: tuple[str, ...] = ()
     """What was assumed, tried or left out on the way."""
+
+    @property
+    def has_margin(self) -> bool:
+        """Whether the plan leaves the margin of its job free."""
+        return self.missed is None
 
 
 class NothingFitsError(UserError):
@@ -99,13 +106,14 @@ def accept(
     time_limit_s: float | None = None,
     uniform: bool = False,
     remat_runs: bool = False,
+    ends: Mapping[LayerRole, Strategy] = NO_ENDS,
     cutoff_s: float = math.inf,
 ) -> Acceptance:
     """The fastest plans of a job that fit, of all configurations whose cost tables are given; arguments as of
     `search`.
 
-    ``uniform`` searches those of one strategy alone, with ``remat_runs`` also those in which the first blocks of each
-    stage recompute more than the others, and raises `NoUniformPlanError` where none is legal.
+    ``uniform`` searches those of one strategy alone, with ``remat_runs`` and ``ends`` also those that `uniform_choices`
+    says, and raises `NoUniformPlanError` where none is legal.
     """
     room_bytes = usable_bytes(job)
     found = search(
@@ -115,7 +123,7 @@ def accept(
         num_alternatives=num_alternatives,
         partition=partition,
         time_limit_s=time_limit_s,
-        choices=partial(uniform_choices, job, remat_runs=remat_runs) if uniform else None,
+        choices=partial(uniform_choices, job, remat_runs=remat_runs, ends=ends) if uniform else None,
         cutoff_s=cutoff_s,
     )
     made = [] if found.ranked else [each.tables for each in found.configs if each.given.is_made]
@@ -189,7 +197,7 @@ def plan_job(
         return found
     told = warnings_of(whole, found.plan, found.plan.prediction.stages, missed=job)
     prediction = found.plan.prediction.model_copy(update={"warnings": told})
-    return replace(found, plan=found.plan.model_copy(update={"prediction": prediction}), has_margin=False)
+    return replace(found, plan=found.plan.model_copy(update={"prediction": prediction}), missed=job)
 
 
 def _plan_within(

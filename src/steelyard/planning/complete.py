@@ -3,7 +3,8 @@
 `find_plan` and the command line answer a request by `complete`, so that both get the same plan. A plan carries plans of
 less memory, to go on with where memory runs out, and the next best ones, to measure beside it. Where a baseline turns
 out faster, because a time limit ended the search of the whole space or the simulator ranks plans otherwise than the
-search, the plan becomes that baseline.
+search, the plan becomes that baseline. In the end it is the simplest of those that are little slower
+(`steelyard.planning.simple`).
 """
 
 import math
@@ -19,22 +20,22 @@ from steelyard.engines import ENGINES
 from steelyard.hardware import Cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
-from steelyard.plan.plan import Fallback, Plan, Precision
-from steelyard.plan.prediction import ONE_STRATEGY, Alternative, Baseline, Certificate
+from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.prediction import Baseline, Certificate
 from steelyard.planning.choose import (
     NothingFitsError,
-    NoUniformPlanError,
     PlanningResult,
     accept,
     device_bytes,
     plan_request,
 )
 from steelyard.planning.job import job_of, time_factors
-from steelyard.planning.price import describe, peak_bytes, prediction_of, summarise, with_cost
+from steelyard.planning.price import peak_bytes, prediction_of, with_cost
 from steelyard.planning.problem import is_uniform
-from steelyard.planning.request import GivenProfiles, PlanRequest, make_request
+from steelyard.planning.request import SIMPLIFY, GivenProfiles, PlanRequest, make_request
+from steelyard.planning.simple import simplest, with_reasons
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
-from steelyard.planning.variants import Answer, Study, baselines, group_answers, run_by, within
+from steelyard.planning.variants import Answer, Progress, Study, baselines, counted, group_answers, run_by, within
 from steelyard.planning.why_not import (
     left_out,
     pin_error,
@@ -43,8 +44,10 @@ from steelyard.planning.why_not import (
     widened,
     widened_text,
 )
-from steelyard.units import format_bytes, format_plural
+from steelyard.units import format_bytes
 
+ENGINE_LIMIT_S = 1.0
+"""Seconds for the best plan of another engine where only the line that names the fastest ones asks for it."""
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
 """Of the predicted memory of the plan: what each fallback may take at most."""
 CONFIG_LIMIT_S = 5.0
@@ -75,7 +78,7 @@ def with_fallbacks(plan: Plan, study: Study, *, num_fallbacks: int) -> Plan:
         found.append(less)
         if len(found) == num_fallbacks or peak_bytes(less) > budget:
             break
-    return plan.model_copy(update={"fallbacks": tuple(_as_fallback(each) for each in found)})
+    return plan.model_copy(update={"fallbacks": tuple(each.as_fallback() for each in found)})
 
 
 def with_next_best(result: PlanningResult, *, num_plans: int, uniform: bool = False) -> PlanningResult:
@@ -96,7 +99,7 @@ def with_next_best(result: PlanningResult, *, num_plans: int, uniform: bool = Fa
         one = accept(job, [each.given], num_alternatives=0, time_limit_s=CONFIG_LIMIT_S, uniform=uniform)
         found += [(best.plan, predict(best.plan, job)) for best in one.ranked[:1]]
     found.sort(key=lambda each: each[1].step_time_s)
-    kept = tuple(_as_fallback(with_cost(plan, job, cost)) for plan, cost in found)
+    kept = tuple(with_cost(plan, job, cost).as_fallback() for plan, cost in found)
     return replace(result, plan=result.plan.model_copy(update={"next_best": kept}))
 
 
@@ -105,16 +108,6 @@ def _quickly_within(study: Study, budget_bytes: int) -> PlanningResult:
     result = study.plan(within("", budget_bytes), top=1, to_the_end=False)
     assert not isinstance(result, str), "another budget leaves the decisions as they are"
     return result
-
-
-def _as_fallback(plan: Plan) -> Fallback:
-    prediction = plan.prediction.model_copy(update={"alternatives": ()}) if plan.prediction else None
-    return Fallback(
-        num_microbatches=plan.num_microbatches, schedule=plan.schedule, stages=plan.stages, prediction=prediction
-    )
-
-
-Progress = Callable[[str], None]
 
 
 def is_module(value: object) -> bool:
@@ -140,10 +133,11 @@ def find_plan(
     blocks: str | Sequence[str] | None = None,
     freeze: str | Sequence[str] = (),
     imbalance: float = ASSUMED_IMBALANCE,
+    simplify: float = SIMPLIFY,
 ) -> Plan:
-    """Return the fastest plan to train a model on a cluster within the memory of its devices.
+    """Return the simplest plan to train a model on a cluster that is at most 1 % slower than the fastest that fits.
 
-    It is the plan that ``steelyard plan -o`` writes.
+    It is the plan that ``steelyard plan -o`` writes. ``simplify`` is that share as a fraction; 0 returns the fastest.
 
     ``config`` is a packaged model's name or hub id, the path of a ``config.json``, or its content; ``cluster`` as in
     ``8x8xh100-80gb``, several of these joined by a plus, or a YAML file's path; ``memory`` per device as in ``20GiB``
@@ -185,6 +179,7 @@ def find_plan(
         calibration=tuple(map(Path, calibration)),
         decisions=decisions,
         imbalance=imbalance,
+        simplify=simplify,
     )
     result = complete(request)
     if result.plan is None:
@@ -220,17 +215,23 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
 
 
 def engine_answers(
-    request: PlanRequest, result: PlanningResult, *, progress: Progress = lambda _: None
+    request: PlanRequest,
+    result: PlanningResult,
+    *,
+    limit_s: float | None = None,
+    progress: Progress = lambda _: None,
 ) -> tuple[ComparedBaseline, ...]:
-    """Return the best plan of every other engine beside the plan of a result, the fastest first."""
+    """Return the best plan of every other engine beside the plan of a result, the fastest first.
+
+    ``limit_s`` is what the search for each may take, else that of the request.
+    """
     if result.plan is None or result.job.is_mixed:
         return ()
     job = result.job
-    study, found = Study(replace(request, global_batch=job.global_batch, seq_len=job.seq_len), job), []
-    for engine in ENGINES.values():
-        if engine != request.engine:
-            progress(f"searching the best plan for {engine.name}")
-            found.append(study.answer(run_by(engine)))
+    solved = replace(request, global_batch=job.global_batch, seq_len=job.seq_len)
+    study = Study(solved if limit_s is None else replace(solved, time_limit_s=limit_s), job)
+    others = [run_by(engine) for engine in ENGINES.values() if engine != request.engine]
+    found = [study.answer(each) for each in counted(others, progress)]
     step_s = _step_s(result.plan)
     return tuple(each.beside(step_s) for each in sorted(found, key=lambda each: each.step_s))
 
@@ -271,65 +272,21 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
         progress("searching the best plans of other pipeline configurations")
         uniform = is_uniform(job, request.decisions)
         result = with_next_best(result, num_plans=request.num_next_best, uniform=uniform)
-    progress(f"searching the best plan with {ONE_STRATEGY}")
     assert result.plan is not None, "completed where there is a plan"
     solved = replace(request, cluster=job.cluster, global_batch=job.global_batch, seq_len=job.seq_len, objective="time")
     study = Study(solved, job, tables=result.bounded_tables)
     found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
-    best, *others = study.reconciled([found, *(study.answer(each) for each in baselines())])
+    best, *others = study.reconciled([found, *(study.answer(each) for each in counted(baselines(), progress))])
     plan = _at_least_as_fast(result, best)
-    if request.simplify and not is_uniform(job, request.decisions):
+    if request.simplify_share and not is_uniform(job, request.decisions):
         progress("searching simpler plans")
-        plan = _simplest(plan, result, others, share=request.simplify)
+        plan = simplest(plan, result, [each.plan for each in others if each.plan is not None], request)
     plan = _with_baselines(plan, [each.beside(_step_s(plan)) for each in others])
-    plan = _with_prediction(plan, not_searched=left_out(job, request.decisions))
+    plan = with_reasons(_with_prediction(plan, not_searched=left_out(job, request.decisions)), job)
     if request.num_fallbacks:
         progress("searching plans of less memory")
         plan = with_fallbacks(plan, study, num_fallbacks=request.num_fallbacks)
     return replace(result, plan=plan)
-
-
-def _simplest(plan: Plan, result: PlanningResult, others: Sequence[Answer], *, share: float) -> Plan:
-    """The plan of the fewest groups of layers among those that take at most ``share`` longer than the best.
-
-    Looked for among the baselines and the plans of one strategy in which the first blocks of each stage may recompute
-    more than the others. What it is simpler than stands first among its alternatives.
-    """
-    job, best_s = result.job, _step_s(plan)
-    most_s = best_s * (1 + share)
-    try:
-        found = accept(
-            job, result.bounded_tables, num_alternatives=0, uniform=True, remat_runs=True, cutoff_s=most_s
-        ).ranked[:1]
-    except NoUniformPlanError:
-        found = ()
-    candidates = [(predict(each.plan, job).step_time_s, each.plan) for each in found]
-    candidates += [(each.step_s, each.plan) for each in others if each.plan is not None]
-    allowed = [(_groups(each), step_s, each) for step_s, each in candidates if step_s <= most_s]
-    groups, step_s, simplest = min(allowed, key=lambda each: each[:2], default=(_groups(plan), best_s, plan))
-    if groups >= _groups(plan) or plan.prediction is None:
-        return plan
-    bound_s = min(plan.prediction.lower_bound_s, step_s)
-    mix = Alternative(
-        description=f"{format_plural(_groups(plan), 'group')} of layers, {describe(plan.pipeline)}",
-        step_time_s=best_s,
-        memory_bytes=peak_bytes(plan),
-        reason=f"{step_s / best_s - 1:.1%} faster than {format_plural(groups, 'group')}: {summarise(plan)}",
-    )
-    prediction = prediction_of(
-        job,
-        simplest,
-        predict(simplest, job),
-        Certificate(status="gap", gap=1 - bound_s / step_s),
-        lower_bound_s=bound_s,
-        alternatives=(mix, *plan.prediction.alternatives),
-    )
-    return simplest.model_copy(update={"asked": plan.asked, "next_best": plan.next_best, "prediction": prediction})
-
-
-def _groups(plan: Plan) -> int:
-    """How many groups of neighbouring layers of one strategy a plan has, over all its stages."""
-    return sum(len(part.runs) for part in plan.parts)
 
 
 def _step_s(plan: Plan) -> float:

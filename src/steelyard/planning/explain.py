@@ -7,7 +7,6 @@ which for most models is the proven best. What there was no time for is named.
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -29,9 +28,11 @@ from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import (
     ANY_PLAN,
     FREE_CHOICE,
+    Progress,
     Study,
     Variant,
     baselines,
+    counted,
     group_answers,
     other_pipelines,
     within,
@@ -55,7 +56,7 @@ def explain_plan(
     study: Study,
     *,
     everything: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Explanation:
     """Return what binds a plan and what its baselines cost, searched among all that a study's request allows.
 
@@ -63,8 +64,7 @@ def explain_plan(
     configuration.
     """
     priced = with_price(plan, study.job)
-    progress("searching the baselines of the plan")
-    explanation, _ = what_was_searched(study, priced)
+    explanation, _ = what_was_searched(study, priced, progress=progress)
     more: dict[str, object] = {"notes": pricing_notes(plan, priced) + supposed_notes(study.job)}
     if everything:
         decisions = study.request.decisions
@@ -81,32 +81,31 @@ def explain_pools(plan: Plan, study: Study) -> Explanation:
     return Explanation(binds="", rivals=tuple(each.beside(step_s) for each in group_answers(study)))
 
 
-def what_was_searched(study: Study, priced: Plan, deadline: float = math.inf) -> tuple[Explanation, tuple[str, ...]]:
+def what_was_searched(
+    study: Study, priced: Plan, deadline: float = math.inf, *, progress: Progress = lambda _: None
+) -> tuple[Explanation, tuple[str, ...]]:
     """Return what binds a priced plan and its baselines, and the names of those for which there was no time.
 
     ``deadline`` is a `time.process_time` value.
     """
     assert priced.prediction is not None, "baselines are compared with its prediction"
-    step_s, left_out = priced.prediction.step_time_s, []
-    answers = [study.of(priced, step_s, peak_bytes(priced))]
-    if time.process_time() <= deadline:
-        answers += [study.answer(FREE_CHOICE), study.answer(within(UNLIMITED, MOST_BYTES))]
-    for variant in (*baselines(), *without_techniques(priced), *other_pipelines(priced, study.tables)):
-        if time.process_time() > deadline:
-            left_out.append(variant.name)
-        else:
+    step_s = priced.prediction.step_time_s
+    free, budgets = (FREE_CHOICE, within(UNLIMITED, MOST_BYTES)), other_budgets(study.job)
+    rivals = (*baselines(), *without_techniques(priced), *other_pipelines(priced, study.tables))
+    asked, answers, left_out = [], [study.of(priced, step_s, peak_bytes(priced))], dict[str, None]()
+    for variant in counted((*free, *rivals, *budgets), progress):
+        if time.process_time() <= deadline:
+            asked.append(variant)
             answers.append(study.answer(variant))
-    num_baselines = len(answers)
-    if time.process_time() > deadline:
-        left_out.append(BUDGETS)
-    else:
-        answers += [study.answer(each) for each in other_budgets(study.job)]
+        elif variant not in free:
+            left_out[BUDGETS if variant in budgets else variant.name] = None
     _, *others = (each.beside(step_s) for each in study.reconciled(answers))
-    compared, budgets = others[: num_baselines - 1], tuple(others[num_baselines - 1 :])
+    compared = [each for variant, each in zip(asked, others, strict=True) if variant not in budgets]
     binds = what_binds(step_s, *compared[:2]) if compared and compared[1:] else ""
     faster = (each for each in compared if each.name != ANY_PLAN or (each.slowdown or 0.0) < -SAME)
     shown = tuple(each for each in faster if each.name != UNLIMITED)
-    return Explanation(binds=binds, rivals=shown, budgets=budgets), tuple(left_out)
+    with_more_or_less = tuple(each for variant, each in zip(asked, others, strict=True) if variant in budgets)
+    return Explanation(binds=binds, rivals=shown, budgets=with_more_or_less), tuple(left_out)
 
 
 def plan_verdicts(plan: Plan, job: Job, decisions: Decisions) -> tuple[StrategyVerdict, ...]:
@@ -191,7 +190,7 @@ def search_for_report(
     *,
     time_limit_s: float | None = None,
     everywhere: bool = True,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> PlanStudy:
     """The frontier and the baselines of a plan of this cost in all pipeline configurations, or in its own (not
     ``everywhere``).
@@ -212,12 +211,11 @@ def search_for_report(
         request = replace(request, decisions=request.decisions.with_also(own))
     share_s = None if time_limit_s is None else SEARCH_SHARE * time_limit_s
     study = Study(replace(request, time_limit_s=share_s), job)
-    progress("searching memory budgets")
     proven = plan.prediction is not None and plan.prediction.certificate.is_optimal and not changed
     own_point = _own_point(priced, job, proven=proven)
-    points = _points(study, own_point, time.process_time() + FRONTIER_SHARE * (deadline - time.process_time()))
-    progress("searching the baselines of the plan")
-    explanation, left_out = what_was_searched(study, priced, deadline)
+    until = time.process_time() + FRONTIER_SHARE * (deadline - time.process_time())
+    points = _points(study, own_point, until, progress)
+    explanation, left_out = what_was_searched(study, priced, deadline, progress=progress)
     return PlanStudy(
         scope="all pipeline configurations" if everywhere else f"plans of {describe(plan.pipeline)}",
         explanation=explanation.model_copy(update={"notes": notes}),
@@ -245,7 +243,7 @@ def _own_point(priced: Plan, job: Job, *, proven: bool) -> _Found | None:
     return _Found(budget_bytes=usable_bytes(job), peak_bytes=peak, step_s=point.step_time_s, point=point)
 
 
-def _points(study: Study, own: _Found | None, deadline: float) -> tuple[FrontierPoint, ...]:
+def _points(study: Study, own: _Found | None, deadline: float, progress: Progress) -> tuple[FrontierPoint, ...]:
     """Points of the frontier, fastest first: next is always the budget in the middle of the widest gap."""
     job = study.job
     smallest = (least_plan(each.tables) for each in study.tables)
@@ -256,6 +254,7 @@ def _points(study: Study, own: _Found | None, deadline: float) -> tuple[Frontier
     if own is None and least < usable_bytes(job):
         budgets.insert(0, usable_bytes(job))
     while budgets and len(found) < MAX_POINTS and time.process_time() < deadline:
+        progress(f"{len(found) + 1} of up to {MAX_POINTS}, within {format_bytes(budgets[0])}")
         found.append(_within(study, budgets.pop(0)))
         if not budgets:
             budgets = _widest_gap(sorted(found, key=lambda each: each.budget_bytes))

@@ -97,6 +97,8 @@ are searched within `MARGIN` less than a GPU has, and within all of it where non
 nothing.
 """
 MOST_MARGIN = 0.9
+SIMPLIFY = 0.01
+"""Predictions err by more, and a plan of few groups of layers is read, checked and written for other engines."""
 MOST_SIMPLIFY = 0.5
 NUM_ALTERNATIVES = 5
 NUM_FALLBACKS = 2
@@ -150,7 +152,7 @@ class PlanRequest:
     """Load of the busiest expert rank relative to the mean."""
     decisions: Decisions = FREE
     objective: Objective = "time"
-    simplify: float = 0.0
+    simplify: float = SIMPLIFY
     """How much longer than the fastest plan a simpler one may take, as a fraction of its step."""
     time_limit_s: float | None = TIME_LIMIT_S
     """Of every search with the tables that it makes; None for no limit."""
@@ -193,6 +195,16 @@ class PlanRequest:
                 expected="--tokens beside it: their device-hours are what is paid",
                 hint="write for example --tokens 15T --price 2.5",
             )
+
+    @property
+    def simplify_share(self) -> float:
+        """How much longer than the fastest plan a simpler one may take; 0 where the fastest is asked for.
+
+        So it is over several pools and for cuts that are not searched, where no simpler plans are known.
+        """
+        if self.is_mixed or self.decisions.stage_partition != "exact":
+            return 0.0
+        return self.simplify
 
     @property
     def is_mixed(self) -> bool:
@@ -464,7 +476,7 @@ def _check_engine(request: PlanRequest) -> None:
             raise UserError(**error.parts() | {"field": "--engine"}) from None
 
 
-def check_precision(engine: Engine, precision: Precision) -> None:
+def check_precision(engine: Engine, precision: str) -> None:
     """Raise `UserError` for a precision that an engine does not compute in."""
     if precision not in engine.precisions:
         raise UserError(
@@ -488,7 +500,7 @@ def _check_pools(request: PlanRequest) -> None:
                 "--calibrate": request.calibration,
                 "--partition": request.decisions.stage_partition != "exact",
                 "--uniform": request.decisions.uniform,
-                "--simplify": request.simplify,
+                "--simplify": request.simplify not in (0.0, SIMPLIFY),
             }
         )
 

@@ -1,39 +1,122 @@
 """A plan as engineers set it for a framework: a few degrees for the whole model, stages of as many blocks each."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
-from steelyard.cost.job import Job
+from steelyard.cost.job import Job, layer_precision
+from steelyard.cost.kernels import job_under
+from steelyard.engines import ENGINES, Engine, engine_of
 from steelyard.engines.capabilities import block_layers, unsupported
 from steelyard.engines.execution import StateBytes
+from steelyard.engines.settings import Settings
 from steelyard.errors import InvalidPlanError, UserError
+from steelyard.files import read_text
+from steelyard.hardware import parse_cluster
+from steelyard.model.read import load_model
 from steelyard.plan.dimensions.fsdp import ZERO
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
-from steelyard.planning.price import assemble_plan
+from steelyard.planning.job import job_of
+from steelyard.planning.price import assemble_plan, peak_bytes, with_price
+from steelyard.planning.request import PlanRequest, check_precision, make_request
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
+from steelyard.units import format_bytes, format_seconds
+
+__all__ = ["Settings", "plan_of_file", "plan_of_settings", "price_settings"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Degrees of parallelism and what goes with them; the data degree is what is left of the devices."""
+def price_settings(request: PlanRequest, engine: Engine, precision: Precision, settings: Settings) -> tuple[Plan, Job]:
+    """Return the plan of settings with its price under an engine, and its job.
 
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    """Chunks of the model on every stage."""
-    ep: int = 1
-    """Ranks that the experts are divided over, among all ranks of a stage but those of cp."""
-    micro_batch: int = 1
-    """Samples of a microbatch on a data rank."""
-    zero: int = 1
-    """0: all replicated; 1: optimizer states sharded; 2: gradients too; 3: parameters too (FSDP)."""
-    sp: bool = True
-    """Sequence parallelism beside tp."""
-    remat: Remat = Remat.NONE
-    remat_blocks: int | None = None
-    """Of every stage, or of every chunk, only so many blocks at its start are recomputed."""
+    ``request`` is one of our own runtime. Optimizer states are replicated for ``zero`` 0, also where the engine shards
+    them by itself. Raises `UserError` as `plan_of_settings`.
+    """
+    states = engine.execution.states
+    if settings.zero == 0 and isinstance(states, StateBytes):
+        engine = replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))
+    job = replace(job_under(job_of(request), engine), precision=precision)
+    return with_price(plan_of_settings(job, settings), job), job
+
+
+def plan_of_file(
+    path: Path,
+    model: str,
+    cluster: str,
+    *,
+    engine: str | None = None,
+    network: str | None = None,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+) -> tuple[Plan, tuple[str, ...]]:
+    """Return the priced plan that a file of an engine describes, and what should be known of how it was read.
+
+    Without ``engine`` it is the first that reads files of that ending. ``global_batch`` and ``seq_len`` take the place
+    of what the file says. Raises `UserError` for a file that cannot be read, or leaves out what is needed.
+    """
+    runs_it = engine_of(engine) if engine else next((each for each in ENGINES.values() if _reads(each, path)), None)
+    if runs_it is None or runs_it.reader is None:
+        known = {each.name: each.reader.suffixes for each in ENGINES.values() if each.reader is not None}
+        raise UserError(
+            field="--from",
+            found=str(path) if runs_it is None else f"a file of {runs_it.name}",
+            expected="; ".join(f"{name}: {' or '.join(suffixes)}" for name, suffixes in known.items()),
+            hint="give the settings to steelyard price by its options",
+        )
+    chain, machines = load_model(model), parse_cluster(cluster)
+    try:
+        runs_it.refuse(chain, seq_len or 1)
+    except UserError as error:
+        raise UserError(**error.parts() | {"field": "--engine"}) from None
+    try:
+        found = runs_it.reader.read(read_text(path), chain, machines.num_devices)
+    except UserError:
+        raise
+    except (OSError, ValueError, SyntaxError) as error:
+        raise UserError(
+            field="--from",
+            found=f"{path}: {error}",
+            expected=f"a file that {runs_it.name} reads",
+            hint="correct the file, or give the settings to steelyard price by its options",
+        ) from None
+    check_precision(runs_it, found.precision)
+    precision = next(each for each in runs_it.precisions if each == found.precision)
+    request = make_request(
+        chain,
+        machines,
+        network=network,
+        global_batch=_needed("--global-batch", path, global_batch or found.global_batch),
+        seq_len=_needed("--seq-len", path, seq_len or found.seq_len),
+        memory_margin=0.0,
+        precision=layer_precision(precision),
+    )
+    notes = [f"Not read of {path.name}: {', '.join(found.unread)}."] if found.unread else []
+    settings = found.settings
+    if settings.zero == 0 and isinstance(runs_it.execution.states, StateBytes):
+        alone, _ = price_settings(request, runs_it, precision, settings)
+        assert alone.prediction is not None, "just priced"
+        notes.append(
+            f"{path.name} replicates the optimizer: {format_seconds(alone.prediction.step_time_s)} a step and "
+            f"{format_bytes(peak_bytes(alone))} per device. The plan has it sharded, as all plans for {runs_it.name}."
+        )
+        settings = replace(settings, zero=1)
+    plan, _ = price_settings(request, runs_it, precision, settings)
+    return plan, tuple(notes)
+
+
+def _reads(engine: Engine, path: Path) -> bool:
+    return engine.reader is not None and path.suffix in engine.reader.suffixes
+
+
+def _needed(option: str, path: Path, value: int | None) -> int:
+    if value is None:
+        raise UserError(
+            field=option,
+            found=f"none in {path.name}",
+            expected="a number",
+            hint=f"add {option} to the command",
+        )
+    return value
 
 
 def plan_of_settings(job: Job, settings: Settings) -> Plan:
@@ -53,7 +136,15 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
     )
     blocks, recomputed = set(block_layers(chain)), settings.remat_blocks
     parts, first, size = [], 0, devices // settings.pp
-    counts = _even(len(blocks), settings.pp * settings.vpp)
+    num_parts = settings.pp * settings.vpp
+    counts = _even(len(blocks), num_parts) if settings.blocks is None else list(settings.blocks)
+    if len(counts) != num_parts or sum(counts) != len(blocks):
+        raise UserError(
+            field="blocks of each stage",
+            found=f"{', '.join(map(str, counts))}",
+            expected=f"{len(blocks)} blocks in {num_parts} parts",
+            hint="correct the layout, or leave it out",
+        )
     ends = [sum(counts[: index + 1]) + 1 for index in range(len(counts) - 1)] + [chain.num_layers]
     for index, end in enumerate(ends):
         strategies, seen = [], 0
@@ -82,23 +173,25 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
 
 def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy:
     """The strategy of a block; an engine with buffers of its own shards optimizer states of replicated parameters."""
-    shards_itself = job.execution.keeps_own_buffers
     if isinstance(states := job.execution.states, StateBytes) and settings.zero < states.zero:
         raise UserError(
             field="--zero",
             found=f"{settings.zero} for {job.engine.name}",
-            expected=f"{states.zero}: it is priced as it always shards states",
-            hint="leave --zero out",
+            expected=f"{states.zero}: a plan for it has these states sharded",
+            hint="leave --zero out, or price the settings without a plan (steelyard price)",
         )
-    is_sharded = settings.zero >= (2 if shards_itself else 1)
-    levels = [f"{'fsdp' if is_sharded else 'dp'}{data}"] if data > 1 else []
+    is_sharded = settings.zero >= (2 if job.execution.keeps_own_buffers else 1)
+    replicas = settings.replicas if is_sharded else data
+    shards = _divided("data ranks that shard states", data, replicas, "data ranks")
+    levels = [f"{name}{degree}" for name, degree in (("dp", replicas), ("fsdp", shards)) if degree > 1]
+    is_sharded = shards > 1
     levels += [f"cp{settings.cp}"] if settings.cp > 1 else []
     levels += [f"tp{settings.tp}{'+sp' if settings.sp else ''}"] if settings.tp > 1 else []
     stages = job.engine.capabilities.allowed(ZERO, is_piped=settings.pp > 1)
     is_one = len(stages) == 1 and is_sharded and not job.engine.capabilities.mixes_layers
     zero = max(stages) if is_one else settings.zero  # all that FSDP does in this engine
     words = ["-".join(levels) or "single"]
-    words += [f"zero{zero}"] if is_sharded and zero != 3 and data > 1 else []
+    words += [f"zero{zero}"] if is_sharded and zero != 3 else []
     words += [f"ep{experts}"] if experts > 1 else []
     try:
         found = parse_strategy(" ".join(words))

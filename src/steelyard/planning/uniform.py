@@ -11,9 +11,10 @@ Source: what users of `torch.nn.parallel.DistributedDataParallel`, `fully_shard`
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,60 +24,93 @@ from steelyard.cost.job import Job
 from steelyard.cost.tables import LAST, CostTables
 from steelyard.model.chain import LayerRole
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.search.cuts import Choice, Leading
+from steelyard.search.cuts import Choice, Ints, Leading
 from steelyard.search.layers import ROUNDING
 
 REMATS = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
 """By what they recompute, the least first."""
+NO_ENDS: Mapping[LayerRole, Strategy] = MappingProxyType({})
 HALVINGS = 24
 """Of the interval in which the least time of the slowest stage lies."""
 
 
-def uniform_choices(job: Job, tables: CostTables, *, remat_runs: bool = False) -> list[Choice]:
+def uniform_choices(
+    job: Job, tables: CostTables, *, remat_runs: bool = False, ends: Mapping[LayerRole, Strategy] = NO_ENDS
+) -> list[Choice]:
     """Return the uniform plans of a pipeline configuration, up to their cuts, that are legal for every layer.
 
     That is one for each strategy and remat choice, and where the engine can recompute the first n blocks of every
-    stage, one for each strategy with all n. With ``remat_runs`` also one for each strategy and pair of remat choices of
-    which the first blocks of each stage, as many as each needs, have the one and the others the other.
+    stage, one for each strategy with all n. With ``remat_runs`` also one for each strategy of which each stage
+    recomputes as many of its first blocks as it needs, and more of these than of the others. An embedding or head of
+    ``ends`` has its own strategy where that is legal, beside the choice in which it is as the blocks.
     """
-    pipeline = tables.pipeline
     roles = {each.name: each.role for each in job.chain.layer_types}
-    is_block = np.array(
-        [[roles[name.removesuffix(LAST).partition(" (")[0]] is LayerRole.BLOCK] for name in tables.layer_types],
-        dtype=bool,
-    )
-    blocks, dense, ends, undivided = _alike(tables.strategies)
-    of_ends = np.where(tables.legal[:, ends], ends, undivided)
-    columns = np.where(is_block, np.where(tables.legal[:, blocks], blocks, dense), of_ends)
-    rows = np.arange(len(tables.layer_types))[:, None]
+    of_rows = [roles[name.removesuffix(LAST).partition(" (")[0]] for name in tables.layer_types]
+    is_block = np.array([[role is LayerRole.BLOCK] for role in of_rows], dtype=bool)
+    blocks, dense, others, undivided = _alike(tables.strategies)
+    of_ends = np.where(tables.legal[:, others], others, undivided)
+    alike = np.where(is_block, np.where(tables.legal[:, blocks], blocks, dense), of_ends)
     counts = np.bincount(tables.layers, minlength=len(tables.layer_types))
+    slowest = _SlowestStage(tables, usable_bytes(job), int(np.argmax(np.where(is_block[:, 0], counts, -1))))
+    groups = list(_remat_pairs(tables.strategies, blocks, job, remat_runs))
+    found: list[Choice] = []
+    for columns in _with_ends(alike, tables, of_rows, ends):
+        found += _choices(tables, columns, (columns == blocks).any(axis=0), groups, slowest)
+    return found
+
+
+def _with_ends(
+    columns: Ints, tables: CostTables, roles: Sequence[LayerRole], ends: Mapping[LayerRole, Strategy]
+) -> Iterator[Ints]:
+    """[K, N] strategies of layer types: these, and these with ends of their own, each and all of them."""
+    places = {strategy: index for index, strategy in enumerate(tables.strategies)}
+    own = [
+        ([row for row, each in enumerate(roles) if each is role], places[strategy])
+        for role, strategy in ends.items()
+        if strategy in places
+    ]
+    for number in range(len(own) + 1):
+        for chosen in itertools.combinations(own, number):
+            found = columns.copy()
+            for rows, place in chosen:
+                found[rows] = place
+            yield found
+
+
+def _choices(
+    tables: CostTables,
+    columns: Ints,
+    is_some: NDArray[np.bool_],
+    groups: Sequence[tuple[Ints, Leading]],
+    slowest: "_SlowestStage",
+) -> Iterator[Choice]:
+    """The choices with these strategies [K, N] of layer types, [N] of which some layer type uses."""
+    pipeline = tables.pipeline
+    rows = np.arange(len(columns))[:, None]
+    counts = np.bincount(tables.layers, minlength=len(columns))
+    is_used = counts > 0
     flights = min(map(pipeline.in_flight, range(pipeline.num_stages)))
     is_legal, time_s = tables.legal[rows, columns], tables.time_s[rows, columns]
     num_bytes = tables.held_bytes(flights)[rows, columns]
-    is_used, is_some = counts > 0, np.any(columns == blocks, axis=0)
-    slowest = _SlowestStage(tables, usable_bytes(job), int(np.argmax(np.where(is_block[:, 0], counts, -1))))
-    found = []
-    for pairs, leading in _remat_pairs(tables.strategies, blocks, job, remat_runs):
+    for pairs, leading in groups:
         legal = is_legal[:, pairs]
-        work_s = counts[is_used] @ np.where(legal, time_s[:, pairs], np.inf).min(axis=2)[is_used]
-        held = counts[is_used] @ np.where(legal, num_bytes[:, pairs], np.inf).min(axis=2)[is_used]
-        has_all = legal.any(axis=2)[is_used].all(axis=0) & is_some[pairs].all(axis=1)
-        slowest_s = slowest.least_s(*columns[slowest.row][pairs[has_all]].T)
+        work_s = counts[is_used] @ np.where(legal, time_s[:, pairs], np.inf).min(axis=(2, 3))[is_used]
+        held = counts[is_used] @ np.where(legal, num_bytes[:, pairs], np.inf).min(axis=(2, 3))[is_used]
+        has_all = np.logical_or.reduce(legal, axis=(2, 3))[is_used].all(axis=0) & is_some[pairs].all(axis=(1, 2))
+        slowest_s = slowest.least_s(*np.moveaxis(columns[slowest.row][pairs[has_all]], 2, 0))
         even_s = np.where(np.isfinite(slowest_s), np.maximum(work_s[has_all] / pipeline.num_stages, slowest_s), 0.0)
         least = np.where(np.isfinite(slowest_s), work_s[has_all] + (pipeline.num_passes - 1) * even_s, np.inf)
-        for (plain, recomputed), least_s, least_bytes in zip(
+        for (first, *others), least_s, least_bytes in zip(
             pairs[has_all].tolist(), least.tolist(), held[has_all].tolist(), strict=True
         ):
-            found.append(
-                Choice(
-                    columns=columns[:, plain],
-                    recomputed=columns[:, recomputed],
-                    leading=leading,
-                    least_s=least_s * (1 - ROUNDING),
-                    least_bytes=tables.overhead_bytes + least_bytes / pipeline.num_stages,
-                )
+            yield Choice(
+                columns=columns[:, first[0]],
+                recomputed=columns[:, first[1]],
+                leading=leading,
+                others=tuple((columns[:, plain], columns[:, recomputed]) for plain, recomputed in others),
+                least_s=least_s * (1 - ROUNDING),
+                least_bytes=tables.overhead_bytes + least_bytes / pipeline.num_stages,
             )
-    return found
 
 
 class _SlowestStage:
@@ -96,42 +130,48 @@ class _SlowestStage:
         last = tables.last_types[row] if tables.last_types else row
         self._held = np.stack([np.minimum(held[each][row], held[each][last]) for each in flights])
 
-    def least_s(self, plain: NDArray[np.int64], recomputed: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[M] for strategies [M] of blocks, plain and recomputed; infinite where the blocks fit in no way."""
+    def least_s(self, plain: Ints, recomputed: Ints) -> NDArray[np.float64]:
+        """[M] for strategies [M, P] of blocks, plain and recomputed, of which each stage has one of P pairs.
+
+        Infinite where the blocks fit in no way.
+        """
         times = self._tables.time_s[self.row]
         time_s, more_s = times[plain], times[recomputed] - times[plain]
         held, least = self._held[:, plain], np.minimum(self._held[:, plain], self._held[:, recomputed])
-        rooms = np.maximum(self._rooms[:, None], 0.0)
+        rooms = np.maximum(self._rooms[:, None, None], 0.0)
         most = np.divide(rooms, least, out=np.full_like(least, np.inf), where=least > 0)
         rate = np.divide(more_s, held - least, out=np.full_like(least, np.inf), where=held > least)
-        low, high = np.zeros(len(plain)), self._count * (time_s + np.maximum(more_s, 0.0))
-        is_possible = np.minimum(most, self._count).sum(axis=0) >= self._count
+        low, high = np.zeros(len(plain)), self._count * (time_s + np.maximum(more_s, 0.0)).max(axis=1)
+        is_possible = np.minimum(most, self._count).max(axis=2).sum(axis=0) >= self._count
         with np.errstate(invalid="ignore", divide="ignore"):
             for _ in range(HALVINGS):
-                middle = (low + high) / 2
+                middle = ((low + high) / 2)[:, None]
                 mixed = (middle + rate * rooms) / (time_s + rate * held)
                 mixed = np.where(np.isfinite(rate), mixed, np.divide(rooms, held))
                 counts = np.minimum(np.minimum(middle / time_s, most), np.where(held > 0, mixed, np.inf))
-                is_enough = counts.sum(axis=0) >= self._count
-                low, high = np.where(is_enough, low, middle), np.where(is_enough, middle, high)
+                is_enough = counts.max(axis=2).sum(axis=0) >= self._count
+                low, high = np.where(is_enough, low, middle[:, 0]), np.where(is_enough, middle[:, 0], high)
         return np.where(is_possible, low, np.inf)
 
 
 def _remat_pairs(
-    strategies: Sequence[Strategy], blocks: NDArray[np.int64], job: Job, remat_runs: bool
-) -> Iterator[tuple[NDArray[np.int64], Leading]]:
-    """[M, 2] strategies of blocks, by their places among ``blocks``: each alone, and each with itself recomputed."""
+    strategies: Sequence[Strategy], blocks: Ints, job: Job, remat_runs: bool
+) -> Iterator[tuple[Ints, Leading]]:
+    """[M, P, 2] strategies of blocks, by their places among ``blocks``, plain and recomputed: each alone, and each
+    sharding with P pairs of remat choices."""
     every = np.arange(len(blocks))
-    yield np.stack([every, every], axis=1), Leading.NONE
-    of_engine = ((Remat.NONE, Remat.FULL),) if job.engine.capabilities.remats_first_blocks else ()
-    for less, more in tuple(itertools.combinations(REMATS, 2)) if remat_runs else of_engine:
-        places = {strategies[index]: place for place, index in enumerate(blocks.tolist())}
-        pairs = [
-            (place, places[other])
-            for strategy, place in places.items()
-            if strategy.remat is less and (other := replace(strategy, remat=more)) in places
-        ]
-        yield np.array(pairs, dtype=np.int64).reshape(-1, 2), Leading.FREE if remat_runs else Leading.SAME
+    yield np.stack([every, every], axis=1)[:, None], Leading.NONE
+    if not remat_runs and not job.engine.capabilities.remats_first_blocks:
+        return
+    places = {strategies[index]: place for place, index in enumerate(blocks.tolist())}
+    wanted = tuple(itertools.combinations(REMATS, 2)) if remat_runs else ((Remat.NONE, Remat.FULL),)
+    groups = []
+    for sharding in dict.fromkeys(each.without_remat() for each in places):
+        remats = {remat: places.get(replace(sharding, remat=remat)) for remat in REMATS}
+        pairs = [(remats[less], remats[more]) for less, more in wanted if None not in (remats[less], remats[more])]
+        groups += [pairs + pairs[:1] * (len(wanted) - len(pairs))] if pairs else []
+    found = np.array(groups, dtype=np.int64).reshape(-1, len(wanted), 2)
+    yield found, Leading.FREE if remat_runs else Leading.SAME
 
 
 @lru_cache(maxsize=64)

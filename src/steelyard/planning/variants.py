@@ -26,7 +26,7 @@ that the free search leaves out since they are not worth it (`Dimension.not_wort
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -244,6 +244,8 @@ class Answer:
     """Of a device, None where a plan fits, or no memory would help."""
     reason: str = ""
     """Why nothing was searched."""
+    was_cut: bool = False
+    """Whether the time limit ended the search before it had proven its plan."""
 
     def beside(self, step_s: float) -> ComparedBaseline:
         """Return the answer next to a plan whose step takes ``step_s``."""
@@ -253,6 +255,7 @@ class Answer:
             name=self.name,
             step_time_s=self.step_s,
             slowdown=self.step_s / step_s - 1,
+            is_bound=self.was_cut,
             setting=describe(self.plan.pipeline),
             strategies=summarise(self.plan),
         )
@@ -359,6 +362,9 @@ class Study:
         except NoUniformPlanError as error:
             return replace(answer, reason=error.found)
         self._keep(request, job, found.bounded)
+        configs, status = found.search.configs, found.search.status
+        was_cut = status != "optimal" and any(each.result.status in ("feasible", "beaten") for each in configs)
+        answer = replace(answer, was_cut=was_cut)
         if not found.ranked:
             miss = found.search.nearest_miss
             missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else None
@@ -447,6 +453,17 @@ class Study:
         """Keeps what a search within the budget of a job has proven of the tables of the request itself."""
         if request.decisions == self.request.decisions and self._shares_tables(request) and not job.is_mixed:
             self._bounded[job.budget_bytes] = bounded
+
+
+Progress = Callable[[str], None]
+"""Shows what is being done now."""
+
+
+def counted(variants: Sequence[Variant], progress: Progress) -> Iterator[Variant]:
+    """Yield these variants, each when the one before it is answered, and say which of how many it is."""
+    for number, variant in enumerate(variants, start=1):
+        progress(f"{number} of {len(variants)}, {variant.name}")
+        yield variant
 
 
 def group_answers(study: Study) -> tuple[Answer, ...]:

@@ -18,6 +18,7 @@ from steelyard.report.plan_table import (
     as_good_line,
     link_lines,
     pool_lines,
+    reason_lines,
     stage_table,
     term_table,
     total_table,
@@ -110,6 +111,7 @@ def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
     parts: list[RenderableType] = [Text(headline(plan), style="bold"), *warning_lines(plan.prediction), layers]
     if plan.prediction is not None:
         parts += [Text(line) for line in prediction_lines(plan, plan.prediction)] + pool_lines(plan.prediction)
+        parts += reason_lines(plan.prediction, len(plan.prediction.reasons))
     if explanation.binds:
         parts.append(Text(explanation.binds))
     parts += [Text(slow_sentence(each), style="yellow") for each in explanation.slow_nodes]

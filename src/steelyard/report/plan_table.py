@@ -22,18 +22,23 @@ from steelyard.plan.prediction import (
     misfits,
 )
 from steelyard.report.tables import framed_table, number
-from steelyard.units import format_bytes, format_days, format_money, format_plural, format_seconds
+from steelyard.units import format_bytes, format_change, format_days, format_money, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
+SHOWN_REASONS = 6
+SHOWN_ENGINES = 3
 MAX_STAGE_COLUMNS = 4
 """More stages than these are shown as rows, with their totals alone."""
 
 
-def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> RenderableType:
-    """The whole plan as one renderable: headline, stages and layers, and with a prediction time, memory and
-    baselines."""
+def plan_view(
+    plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES, engines: Sequence[ComparedBaseline] = ()
+) -> RenderableType:
+    """The whole plan as one renderable: headline, what other engines take, stages and layers, and with a prediction
+    time, memory and baselines."""
     parts: list[RenderableType] = [
         Text(headline(plan), style="bold"),
+        *(Text(line) for line in [fastest_engines(engines)] if line),
         *warning_lines(plan.prediction),
         stage_table(plan),
     ]
@@ -41,6 +46,7 @@ def plan_view(plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES) -> Rend
         parts += [
             term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
             *pool_lines(plan.prediction),
+            *reason_lines(plan.prediction),
             Text(f"{plan.prediction.certificate}; costs {plan.prediction.costs}", style="dim"),
             *(Text(f"not searched: {text}", style="dim") for text in plan.prediction.not_searched),
             *(Text(line, style="dim") for line in link_lines(plan, plan.prediction)),
@@ -60,6 +66,15 @@ def pool_lines(prediction: Prediction) -> list[RenderableType]:
         words = used if pool.num_stages else f"left out: {pool.reason or 'not part of the plan'}"
         lines.append(Text(f"Pool {pool.name}: {words}", style="dim" if pool.num_stages else "yellow"))
     return lines
+
+
+def reason_lines(prediction: Prediction, shown: int = SHOWN_REASONS) -> list[RenderableType]:
+    """Why layers are not as most blocks are, a line for each strategy, and how many lines more there are."""
+    lines: list[RenderableType] = [
+        Text(text[:1].upper() + text[1:], style="dim") for text in prediction.reasons[:shown]
+    ]
+    more = len(prediction.reasons) - shown
+    return [*lines, *([Text(f"and {more} more (steelyard explain)", style="dim")] if more > 0 else [])]
 
 
 def warning_lines(prediction: Prediction | None) -> list[RenderableType]:
@@ -164,13 +179,28 @@ def term_table(prediction: Prediction) -> Table:
     return table
 
 
+def fastest_engines(engines: Sequence[ComparedBaseline]) -> str:
+    """The fastest of other engines beside the plan, as in ``megatron 71.8 s (−10.6%)``; empty where none runs it.
+
+    ``engines`` stand with the fastest first.
+    """
+    found = [
+        f"{each.name} {'≤ ' if each.is_bound else ''}{format_seconds(each.step_time_s)} "
+        f"({format_change(each.slowdown or 0.0)})"
+        for each in engines
+        if each.step_time_s is not None
+    ]
+    return f"Best plan for other engines: {', '.join(found[:SHOWN_ENGINES])} (--engines for all)" if found else ""
+
+
 def engine_line(other: ComparedBaseline) -> str:
     """What another engine takes, as in ``megatron: 71.8 s, 10.6% less time than the plan: tp4 ×82; 8 stages``."""
     if other.step_time_s is None:
         missing = f"does not fit, {format_bytes(other.missing_bytes)} short" if other.missing_bytes else "no plan"
         return f"  {other.name}: {f'cannot run it: found {other.reason}' if other.reason else missing}"
     words = against(-(other.slowdown or 0.0), "as long as")
-    return f"  {other.name}: {format_seconds(other.step_time_s)}, {words} the plan: {other.strategies}; {other.setting}"
+    step = ("≤ " if other.is_bound else "") + format_seconds(other.step_time_s)
+    return f"  {other.name}: {step}, {words} the plan: {other.strategies}; {other.setting}"
 
 
 def total_table(prediction: Prediction) -> Table:

@@ -51,6 +51,9 @@ class Choice:
     recomputed: Ints
     """[K] strategies of leading blocks that are recomputed; as ``columns`` where nothing is"""
     leading: Leading
+    others: tuple[tuple[Ints, Ints], ...] = ()
+    """Further strategies and those of recomputed blocks, of which a stage may have a pair instead if ``leading`` is
+    free; they divide tensors as ``columns`` do, so that nothing is redistributed between two pairs."""
     least_s: float
     """What no plan of it is faster than."""
     least_bytes: float
@@ -112,15 +115,16 @@ def best_cuts(tables: CostTables, choice: Choice, budget_bytes: int, *, cutoff_s
 
     Where all stages recompute the same number of blocks, one more is taken to need no more memory.
     """
-    runs = _Runs(tables, choice, budget_bytes)
+    pairs = ((choice.columns, choice.recomputed), *choice.others)
+    runs, *others = (_Runs(tables, *pair, budget_bytes) for pair in pairs)
     if choice.leading is not Leading.SAME:
-        return runs.best(0, cutoff_s, free=choice.leading is Leading.FREE)
+        return _best((runs, *others), 0, cutoff_s, free=choice.leading is Leading.FREE)
     most, best = runs.num_blocks, None
-    if runs.bound_s(0) > cutoff_s or runs.best(0, cutoff_s, free=True) is None:
+    if runs.bound_s(0) > cutoff_s or _best((runs,), 0, cutoff_s, free=True) is None:
         return None
-    count = 0 if runs.has_illegal else _least(most, lambda number: runs.best(number, np.inf) is not None)
+    count = 0 if runs.has_illegal else _least(most, lambda number: _best((runs,), number, np.inf) is not None)
     while count is not None and count <= most and runs.bound_s(count) <= cutoff_s:
-        found = runs.best(count, cutoff_s)
+        found = _best((runs,), count, cutoff_s)
         if found is not None:
             best, cutoff_s = found, min(cutoff_s, found.step_s)
             if runs.are_all_recomputed(found):
@@ -159,22 +163,21 @@ class _Runs:
     Matrices are [L + 1, L + 1], by the first layer and one past the last.
     """
 
-    def __init__(self, tables: CostTables, choice: Choice, budget_bytes: int) -> None:
-        self.tables, self.choice = tables, choice
-        self._passes = tables.pipeline.num_passes
+    def __init__(self, tables: CostTables, columns: Ints, recomputed: Ints, budget_bytes: int) -> None:
+        self.tables = tables
         self.rows = np.array(tables.layers)
         self._lasts = np.array(tables.last_types or range(len(tables.layer_types)))[self.rows]
-        self.plain, self._recomputed = choice.columns[self.rows], choice.recomputed[self.rows]
-        self.is_block = self.plain != self._recomputed
+        self.plain, self.recomputed = columns[self.rows], recomputed[self.rows]
+        self.is_block = self.plain != self.recomputed
         self.before = np.concatenate([[0], np.cumsum(self.is_block)])
         self.rooms = tables.rooms(budget_bytes)
         self._transient: dict[tuple[int, bytes, int], int] = {}
         self._totals: dict[tuple[str, int, int], Ints] = {}
         works = tables.transient_bytes
-        least = np.minimum(works[self._lasts, self.plain], works[self._lasts, self._recomputed])
+        least = np.minimum(works[self._lasts, self.plain], works[self._lasts, self.recomputed])
         self.lower = np.concatenate([[0], least])
         """What a run takes at least beside static and saved bytes, by its end."""
-        more = tables.time_s[self.rows, self._recomputed] - tables.time_s[self.rows, self.plain]
+        more = tables.time_s[self.rows, self.recomputed] - tables.time_s[self.rows, self.plain]
         self.more_s = more[self.is_block]
         """[blocks] what each takes more if it is recomputed."""
 
@@ -187,18 +190,23 @@ class _Runs:
     def has_illegal(self) -> bool:
         """Whether some block may only be recomputed, or never."""
         legal, rows = self.tables.legal, self.rows[self.is_block]
-        return not (legal[rows, self.plain[self.is_block]] & legal[rows, self._recomputed[self.is_block]]).all()
+        return not (legal[rows, self.plain[self.is_block]] & legal[rows, self.recomputed[self.is_block]]).all()
 
     def are_all_recomputed(self, plan: Solution) -> bool:
         """Whether more of the plan's blocks cannot be recomputed."""
-        return bool((np.array(plan.strategies) == self._recomputed)[self.is_block].all())
+        return bool((np.array(plan.strategies) == self.recomputed)[self.is_block].all())
 
     def bound_s(self, count: int) -> float:
         """What no plan in which every stage recomputes so many blocks, or all it has, is faster than."""
         stages = self.tables.pipeline.num_stages
         more = np.sort(self.more_s)[: min(self.num_blocks, count)].sum()
-        total = float(self._seconds[-1]) + float(more) + self.tables.all_received_s
-        return (total + (self._passes - 1) * total / stages) * (1 - ROUNDING)
+        total = self.plain_s + float(more) + self.tables.all_received_s
+        return (total + (self.tables.pipeline.num_passes - 1) * total / stages) * (1 - ROUNDING)
+
+    @property
+    def plain_s(self) -> float:
+        """What all layers take, none recomputed."""
+        return float(self._seconds[-1])
 
     @cached_property
     def _seconds(self) -> Floats:
@@ -228,7 +236,7 @@ class _Runs:
         if self.num_blocks:
             more = np.concatenate([[0.0], np.cumsum(self.more_s)])
             found += more[counts.middle] - more[counts.first]
-            not_again = _sums(~legal[rows, self._recomputed][self.is_block])
+            not_again = _sums(~legal[rows, self.recomputed][self.is_block])
             forbidden |= not_again[counts.middle] > not_again[counts.first]
             forbidden |= self.least_counts(counts) > counts.given
         found[forbidden | (np.arange(len(found)) <= np.arange(len(found))[:, None])] = np.inf
@@ -258,7 +266,7 @@ class _Runs:
 
     def freed(self, table: Ints) -> tuple[Ints, Ints]:
         """[L] what a table [K, S] has less of each layer if it is recomputed, inside a stage and as its last."""
-        inside, last = (table[rows, self.plain] - table[rows, self._recomputed] for rows in (self.rows, self._lasts))
+        inside, last = (table[rows, self.plain] - table[rows, self.recomputed] for rows in (self.rows, self._lasts))
         return inside, last
 
     def held(self, in_flight: int, counts: _Counts) -> Ints:
@@ -279,41 +287,23 @@ class _Runs:
             self._totals[key] = self.total(table, counts)
         return self._totals[key]
 
-    def best(self, count: int, cutoff_s: float, *, free: bool = False) -> Solution | None:
-        """The fastest plan that fits, of at most ``cutoff_s``, with ``count`` blocks of each stage recomputed, or if
-        that is ``free``, with as few as fit."""
-        tables, counts = self.tables, self.counts(np.array(count))
-        seconds = self.seconds(counts)
-        alike: dict[tuple[object, ...], _StageRuns] = {}
-        stages = []
-        for stage in range(tables.pipeline.num_stages):
-            key = tables.likeness(stage), tables.least_layers(stage), stage == 0
-            if key not in alike:
-                alike[key] = _StageRuns(self, stage, counts, seconds, free=free)
-            stages.append(alike[key])
-        least_s = float(self._seconds[-1]) + tables.all_received_s
-        while (cuts := _cheapest([each.seconds for each in stages], self._passes, least_s, cutoff_s)) is not None:
-            spans = list(zip(stages, itertools.pairwise(cuts), strict=True))
-            if sum(each.keeps(*span) for each, span in spans) == len(spans):
-                strategies = self.plain.copy()
-                for each, (start, end) in spans:
-                    blocks = np.flatnonzero(self.is_block[start:end])[: each.count(start, end)] + start
-                    strategies[blocks] = self._recomputed[blocks]
-                return evaluate(tables, cuts, strategies.tolist())
-        return None
-
     def block(self, number: int) -> int | None:
         """The layer that is the block of a number, if it may be recomputed."""
         layer = int(np.append(np.flatnonzero(self.is_block), -1)[min(number, self.num_blocks)])
-        return layer if layer >= 0 and self.tables.legal[self.rows[layer], self._recomputed[layer]] else None
+        return layer if layer >= 0 and self.tables.legal[self.rows[layer], self.recomputed[layer]] else None
+
+    def strategies(self, start: int, end: int, count: int) -> Ints:
+        """The strategies of the layers of a run with so many of its blocks recomputed."""
+        found: Ints = self.plain[start:end].copy()
+        blocks = np.flatnonzero(self.is_block[start:end])[:count]
+        found[blocks] = self.recomputed[start:end][blocks]
+        return found
 
     def transient_bytes(self, start: int, end: int, in_flight: int, count: int) -> int:
         """What a run takes beside static and saved bytes, with so many of its blocks recomputed."""
         key = in_flight, self.rows[start:end].tobytes(), count
         if key not in self._transient:
-            strategies = self.plain[start:end].copy()
-            blocks = np.flatnonzero(self.is_block[start:end])[:count]
-            strategies[blocks] = self._recomputed[start:end][blocks]
+            strategies = self.strategies(start, end, count)
             types = self.tables.run_types(range(start, end))
             self._transient[key] = int(self.tables.transient_of(types, strategies, in_flight))
         return self._transient[key]
@@ -354,6 +344,11 @@ class _StageRuns:
         blocks = int(self._runs.before[end] - self._runs.before[start])
         return min(blocks, int(self._counts[start, end] if self._counts.ndim else self._counts))
 
+    def strategies(self, start: int, end: int) -> list[int]:
+        """The strategies of the layers of a run."""
+        found: list[int] = self._runs.strategies(start, end, self.count(start, end)).tolist()
+        return found
+
     def keeps(self, start: int, end: int) -> bool:
         """Whether a run fits; else it is struck, or recomputes one block more, with all that are like it."""
         runs, count, length = self._runs, self.count(start, end), end - start
@@ -374,6 +369,33 @@ class _StageRuns:
             self._held[first, last] -= (as_last if layer == last - 1 else inside)[layer]
             self.seconds[first, last] += runs.more_s[runs.before[first] + count]
         return False
+
+
+def _best(pairs: Sequence[_Runs], count: int, cutoff_s: float, *, free: bool = False) -> Solution | None:
+    """The fastest plan that fits, of at most ``cutoff_s``, each stage of which has one of these pairs of strategies.
+
+    ``count`` blocks of each stage are recomputed, or if that is ``free``, as few as fit.
+    """
+    tables = pairs[0].tables
+    every = [(runs, counts, runs.seconds(counts)) for runs in pairs for counts in [runs.counts(np.array(count))]]
+    alike: dict[tuple[object, ...], list[_StageRuns]] = {}
+    stages = []
+    for stage in range(tables.pipeline.num_stages):
+        key = tables.likeness(stage), tables.least_layers(stage), stage == 0
+        if key not in alike:
+            alike[key] = [_StageRuns(runs, stage, counts, seconds, free=free) for runs, counts, seconds in every]
+        stages.append(alike[key])
+    least_s = min(runs.plain_s for runs in pairs) + tables.all_received_s
+    while True:
+        of_each = {id(each): np.minimum.reduce([runs.seconds for runs in each]) for each in alike.values()}
+        cuts = _cheapest([of_each[id(each)] for each in stages], tables.pipeline.num_passes, least_s, cutoff_s)
+        if cuts is None:
+            return None
+        spans = list(itertools.pairwise(cuts))
+        chosen = [min(each, key=lambda runs: runs.seconds[span]) for each, span in zip(stages, spans, strict=True)]
+        if sum(each.keeps(*span) for each, span in zip(chosen, spans, strict=True)) == len(spans):
+            found = [strategy for each, span in zip(chosen, spans, strict=True) for strategy in each.strategies(*span)]
+            return evaluate(tables, cuts, found)
 
 
 def _sums(values: NDArray[np.generic]) -> Ints:

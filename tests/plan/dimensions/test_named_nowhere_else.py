@@ -45,6 +45,7 @@ THEIRS = "uses what torch, transformers or a config call so"
 MAY_HOLD = {
     "engines/__init__.py": THEIRS,
     "engines/config_entries.py": THEIRS,
+    "engines/settings.py": LANGUAGE,
     "model/family.py": DATA,
     "model/own.py": DATA,
     "model/split.py": DATA,

@@ -6,7 +6,7 @@ from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.job import Job
 from steelyard.hardware import Cluster, Link
 from steelyard.plan.plan import Plan, accumulation
-from steelyard.plan.prediction import CostSource
+from steelyard.plan.prediction import CostSource, simplicity_line
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, section, tag
 from steelyard.units import GB, TERA, format_bytes, format_count, format_plural, format_seconds
@@ -76,6 +76,10 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
     bound = prediction.lower_bound_s
     proven = f"; no plan takes less than {format_seconds(bound)} by the search's closed form" if bound > 0 else ""
     yield "proof", f"{prediction.certificate}{proven}"
+    if simplicity := simplicity_line(plan.num_groups, prediction):
+        yield "simplicity", simplicity
+    for text in prediction.reasons:
+        yield "groups of layers", text
     for text in prediction.not_searched:
         yield "not searched", text
     if prediction.pools is None:

@@ -1,0 +1,174 @@
+"""The simplest plan within a share of the fastest one, and the reason of every group of layers in a plan.
+
+Predictions err by more than most mixes of strategies gain, and a plan of few groups of layers is easier to read, check
+and hand to another engine. Two families are searched, the second where the first has no plan within the share:
+
+| family            | blocks                                                | embedding, head                  |
+|-------------------|-------------------------------------------------------|----------------------------------|
+| as the blocks     | one sharding; first blocks of a stage recompute more  | as the blocks, not recomputed    |
+| ends of their own | the same                                              | each also as in the fastest plan |
+
+Of every pipeline configuration the fastest plan of the family counts, and of these the one of the fewest groups: runs
+of neighbouring layers of one strategy, summed over the stages. Plans of as many groups that differ by less than `TIE`
+are told apart by the memory that they leave.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+
+from steelyard.cost.job import Job
+from steelyard.cost.predict import predict
+from steelyard.engines.capabilities import block_layers
+from steelyard.model.chain import LayerRole
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import Certificate, FastestPlan, layers_text
+from steelyard.plan.stages import StagePart, fold_runs, illegal_reason
+from steelyard.plan.strategy import Remat, Strategy
+from steelyard.planning.choose import NoUniformPlanError, PlanningResult, accept
+from steelyard.planning.price import assemble_plan, describe, peak_bytes, prediction_of, summarise, warnings_of
+from steelyard.planning.request import PlanRequest
+from steelyard.planning.uniform import NO_ENDS
+from steelyard.units import format_bytes, format_seconds
+
+TIE = 0.003
+"""Plans whose steps differ by less are equally fast."""
+SAME = 5e-4
+"""A group that saves less of a step is called no faster."""
+
+
+def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request: PlanRequest) -> Plan:
+    """Return the plan of the fewest groups of layers that takes at most `PlanRequest.simplify_share` longer than a
+    plan; the plan itself where none has fewer.
+
+    ``known`` are other plans that fit, none faster. What the simpler plan gives up stands in its prediction, and with
+    `PlanRequest.num_next_best` the fastest plan is kept beside it.
+    """
+    job, best_s = result.job, _step_s(plan)
+    most_s = best_s * (1 + request.simplify_share)
+    searched_s = max(best_s, *(each.score_s for each in result.search.ranked[:1])) * (1 + request.simplify_share)
+    ends = {
+        role: plan.strategies[layer]
+        for role, layer in ((LayerRole.EMBEDDING, 0), (LayerRole.HEAD, job.chain.num_layers - 1))
+    }
+    allowed = [each for each in known if predict(each, job).step_time_s <= most_s]
+    for own_ends in (NO_ENDS, ends):
+        try:
+            found = accept(
+                job,
+                result.bounded_tables,
+                num_exact=len(result.bounded_tables),
+                num_alternatives=0,
+                time_limit_s=request.time_limit_s,
+                uniform=True,
+                remat_runs=True,
+                ends=own_ends,
+                cutoff_s=searched_s,
+            )
+        except NoUniformPlanError:
+            continue
+        allowed += [each.plan for each in found.ranked if predict(each.plan, job).step_time_s <= most_s]
+        if allowed:
+            break
+    fewest = min((each.num_groups for each in allowed), default=plan.num_groups)
+    if fewest >= plan.num_groups:
+        return plan
+    costs = [(predict(each, job), each) for each in allowed if each.num_groups == fewest]
+    tied_s = min(cost.step_time_s for cost, _ in costs) * (1 + TIE)
+    tied = [pair for pair in costs if pair[0].step_time_s <= tied_s]
+    cost, simple = min(tied, key=lambda pair: max(stage.total_bytes for stage in pair[0].stages))
+    assert plan.prediction is not None, "what was searched is priced"
+    warnings = warnings_of(job, simple, cost.stages, missed=result.missed)
+    proven_s = best_s * (1 - (plan.prediction.certificate.gap or 0.0))
+    prediction = prediction_of(
+        job,
+        simple,
+        cost,
+        Certificate(status="simplified", gap=1 - proven_s / cost.step_time_s),
+        lower_bound_s=plan.prediction.lower_bound_s,
+        alternatives=plan.prediction.alternatives,
+    )
+    fastest = FastestPlan(
+        step_time_s=best_s,
+        memory_bytes=peak_bytes(plan),
+        num_groups=plan.num_groups,
+        setting=describe(plan.pipeline),
+        strategies=summarise(plan),
+    )
+    kept = (plan.as_fallback(), *plan.next_best)[: request.num_next_best]
+    changes = {"asked": plan.asked, "next_best": kept}
+    return simple.model_copy(
+        update=changes | {"prediction": prediction.model_copy(update={"fastest": fastest, "warnings": warnings})}
+    )
+
+
+def with_reasons(plan: Plan, job: Job) -> Plan:
+    """Return the plan with the reason, in its prediction, of every strategy that is not that of most blocks.
+
+    The reason is what the plan would take with these layers as most blocks. None are said over several pools.
+    """
+    if job.is_mixed or plan.prediction is None:
+        return plan
+    chain, strategies = job.chain, plan.strategies
+    usual = Counter(strategies[layer] for layer in block_layers(chain)).most_common(1)[0][0]
+    step_s, held = predict(plan, job).step_time_s, peak_bytes(plan)
+    groups: dict[Strategy, list[int]] = {}
+    for layer, strategy in enumerate(strategies):
+        if strategy != _as_usual(plan, usual, layer):
+            groups.setdefault(strategy, []).append(layer)
+    reasons = []
+    for strategy, layers in groups.items():
+        changed = list(strategies)
+        for layer in layers:
+            changed[layer] = _as_usual(plan, usual, layer)
+        own, other = _told_apart(strategy, changed[layers[0]])
+        reasons.append(f"{_names(job, layers)}: {own}, since with {other} {_cost(plan, job, changed, step_s, held)}")
+    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"reasons": tuple(reasons)})})
+
+
+def _told_apart(strategy: Strategy, other: Strategy) -> tuple[str, str]:
+    """Two strategies in words, those of one sharding by their remat alone."""
+    if strategy.without_remat() != other.without_remat():
+        return str(strategy), str(other)
+    first, second = ("no remat" if each.remat is Remat.NONE else f"{each.remat} remat" for each in (strategy, other))
+    return first, second
+
+
+def _as_usual(plan: Plan, usual: Strategy, layer: int) -> Strategy:
+    """The strategy that a layer would have as most blocks do, as near to it as is legal for its type."""
+    layer_type = plan.chain().type_of(layer)
+    own = usual if layer_type.num_experts else usual.with_whole_experts()
+    own = own if layer_type.role is LayerRole.BLOCK else own.without_remat()
+    return own if illegal_reason(layer_type, own, plan.batch) is None else own.with_whole_tensors()
+
+
+def _cost(plan: Plan, job: Job, strategies: Sequence[Strategy], step_s: float, held: int) -> str:
+    """What a plan would take with other strategies of its layers, in words."""
+    if any(illegal_reason(job.chain.type_of(layer), each, plan.batch) for layer, each in enumerate(strategies)):
+        return "it could not be divided"
+    parts = tuple(
+        StagePart(
+            ranks=part.ranks,
+            runs=fold_runs(part.first_layer, tuple(strategies[part.first_layer : part.last_layer + 1])),
+        )
+        for part in plan.parts
+    )
+    cost = predict(assemble_plan(job, plan.pipeline, parts), job)
+    takes = max(stage.total_bytes for stage in cost.stages)
+    if takes > max(job.budget_bytes, held):
+        return f"a device would hold {format_bytes(takes)} of {format_bytes(job.budget_bytes)}"
+    slower = cost.step_time_s / step_s - 1
+    if slower > SAME:
+        return f"a step would take {format_seconds(cost.step_time_s)}, {slower:.1%} more"
+    return f"a device would hold {format_bytes(takes)}, and a step would be as long"
+
+
+def _names(job: Job, layers: Sequence[int]) -> str:
+    """Layers by name, neighbours drawn together."""
+    runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(layers_text(job.chain, run[0], run[-1]) for run in runs)
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None, "what was searched is priced"
+    return plan.prediction.step_time_s

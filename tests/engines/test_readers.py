@@ -1,0 +1,119 @@
+"""Files of engines are read as settings: what is written here comes back, and what a user has is read or named."""
+
+from pathlib import Path
+
+import pytest
+
+from steelyard.engines import ENGINES, TARGETS, Request, export_plan
+from steelyard.errors import UserError
+from steelyard.hardware import parse_cluster
+from steelyard.plan.strategy import Remat
+from steelyard.planning.request import make_request
+from steelyard.planning.settings import Settings, plan_of_file, price_settings
+
+CLUSTER = "1x8xh100-80gb"
+MODELS = {"torchtitan": "llama3.1-8b"}
+WRITTEN = {
+    "degrees": ("megatron", Settings(tp=2, cp=2, micro_batch=2)),
+    "uneven stages": ("megatron", Settings(pp=2, blocks=(17, 15))),
+    "chunks": ("megatron", Settings(pp=4, vpp=2, sp=False, tp=2)),
+    "full remat": ("megatron", Settings(remat=Remat.FULL)),
+    "remat of some blocks": ("megatron", Settings(pp=2, tp=2, remat_blocks=3)),
+    "shards": ("megatron-fsdp", Settings(zero=3, tp=2)),
+    "hybrid shards": ("megatron-fsdp", Settings(zero=3, replicas=2)),
+    "FSDP": ("torchtitan", Settings(zero=3, remat=Remat.SELECTIVE, micro_batch=2)),
+    "FSDP that keeps parameters": ("torchtitan", Settings(zero=2, tp=2, replicas=2)),
+    "FSDP in a pipeline": ("torchtitan", Settings(zero=1, pp=2, tp=2, blocks=(18, 14), remat=Remat.FULL)),
+    "data parallelism": ("torchtitan", Settings(zero=0, tp=4)),
+    "ZeRO-3": ("deepspeed", Settings(zero=3, sp=False, remat=Remat.FULL, micro_batch=2)),
+    "ZeRO-2 beside tp": ("deepspeed", Settings(zero=2, sp=False, tp=2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_for_an_engine_is_read_again(name: str, tmp_path: Path) -> None:
+    engine, settings = WRITTEN[name]
+    model = MODELS.get(engine, "llama3-8b")
+    request = make_request(model, CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
+    plan, _ = price_settings(request, ENGINES[engine], "bf16", settings)
+    asked = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
+    for file, content in export_plan(TARGETS[engine], asked).files:
+        (tmp_path / file).write_text(content)
+        again, notes = plan_of_file(tmp_path / file, model, CLUSTER, engine=engine, seq_len=4096)
+        assert again.stages == plan.stages
+        assert (again.num_microbatches, again.schedule) == (plan.num_microbatches, plan.schedule)
+        assert (again.global_batch, again.precision) == (plan.global_batch, plan.precision)
+        assert again.prediction == plan.prediction
+        assert not any(name in note for note in notes for name in ("parallel", "batch", "seq"))
+
+
+SCRIPT = """
+TP=2
+export MICRO=1
+torchrun --nproc-per-node 8 pretrain_gpt.py \\
+    --tensor-model-parallel-size $TP --pipeline-model-parallel-size ${PP:-2} \\
+    --sequence-parallel --use-distributed-optimizer --micro-batch-size "$MICRO" \\
+    --global-batch-size 64 --seq-length 4096 --bf16 --lr 3e-4 --tp-comm-overlap  # a comment
+"""
+RECIPE = """
+model.tensor_model_parallel_size=2 model.pipeline_model_parallel_size=2 model.sequence_parallel=True
+train.micro_batch_size=1 train.global_batch_size=64 model.seq_length=4096 --bf16 --use-distributed-optimizer
+--lr=3e-4 comm_overlap.tp_comm_overlap=True
+"""
+
+
+@pytest.mark.parametrize("text", [SCRIPT, RECIPE])
+def test_a_users_own_arguments_are_read_and_the_rest_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text(text)
+    plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
+    expected = price_settings(
+        make_request("llama3-8b", CLUSTER, global_batch=64, seq_len=4096),
+        ENGINES["megatron"],
+        "bf16",
+        Settings(tp=2, pp=2),
+    )[0]
+    assert plan.stages == expected.stages
+    assert notes == ("Not read of mine.sh: lr, tp_comm_overlap.",)
+
+
+def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: Path) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text(SCRIPT.replace("--use-distributed-optimizer", ""))
+    _, notes = plan_of_file(path, "llama3-8b", CLUSTER)
+    assert any("replicates the optimizer" in note and "GiB per device" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "field"),
+    [
+        ("mine.yaml", "", "--from"),
+        ("mine.sh", "--global-batch-size 64", "--seq-len"),
+        ("mine.sh", "--seq-length 4096", "--global-batch"),
+        ("mine.sh", "--tensor-model-parallel-size $TP", "tensor_model_parallel_size"),
+        ("mine.sh", "--num-layers 80", "--from"),
+        ("mine.sh", "--lr '3", "--from"),
+        ("mine.sh", "--seq-length 4096 --global-batch-size 64 --fp16", "--precision"),
+        ("mine.toml", "[training", "--from"),
+        ("mine.toml", "[activation_checkpoint]\nmode = 'some'", "activation_checkpoint.mode"),
+        ("mine.toml", "[parallelism]\ntensor_parallel_degree = 0", "parallelism.tensor_parallel_degree"),
+        ("mine.toml", "[parallelism]\ndata_parallel_shard_degree = 4", "--cluster"),
+        ("mine.toml", "x = 1\n[parallelism]\nmodule_fqns_per_model_part = [1]", "--from"),
+        ("mine.json", "{", "--from"),
+        ("mine.json", "[]", "--from"),
+        ("mine.json", '{"train_micro_batch_size_per_gpu": "auto"}', "train_micro_batch_size_per_gpu"),
+        ("absent.sh", None, "--from"),
+    ],
+)
+def test_a_file_that_cannot_be_read_says_why(file: str, text: str | None, field: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / file).write_text(text)
+    with pytest.raises(UserError) as error:
+        plan_of_file(tmp_path / file, "llama3.1-8b" if file.endswith("toml") else "llama3-8b", CLUSTER)
+    assert error.value.field == field
+
+
+def test_an_engine_without_a_reader_says_which_have_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"torchtitan: \.toml or \.py; megatron: \.sh"):
+        plan_of_file(tmp_path / "mine.sh", "llama3-8b", CLUSTER, engine="accelerate")
