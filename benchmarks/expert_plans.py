@@ -55,8 +55,15 @@ VOCABULARY_UNIT = 128
 """Megatron makes the vocabulary a multiple of this for each tensor-parallel rank."""
 
 
-def _padded(config: Mapping[str, Any], tp: int) -> Mapping[str, Any]:
-    """The config with the vocabulary that Megatron trains where tp does not divide its own."""
+def _megatrons(config: Mapping[str, Any], tp: int) -> Mapping[str, Any]:
+    """The config as Megatron trains it: GPT-2's form with sp, which transformers' positions forbid (as GPT-NeoX's,
+    whose sizes are the same), and a larger vocabulary where tp does not divide its own."""
+    if config["model_type"] == "gpt2":
+        names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+        sizes = {new: config[old] for old, new in names.items()}
+        more = {"intermediate_size": config.get("n_inner") or 4 * config["n_embd"], "use_parallel_residual": False}
+        positions = {"max_position_embeddings": config["n_positions"], "vocab_size": config["vocab_size"]}
+        config = {"model_type": "gpt_neox", **sizes, **more, **positions}
     size, unit = config["vocab_size"], VOCABULARY_UNIT * tp
     return config if size % tp == 0 else {**config, "vocab_size": -(-size // unit) * unit}
 
@@ -79,8 +86,8 @@ def load_config(name: str, folder: Path) -> Mapping[str, Any]:
     return json.loads(found.read_text())
 
 
-def settings_of(row: Mapping[str, str], *, has_positions: bool) -> Settings:
-    """The experts' settings in a row of the table; sp is left out where positions are added to whole sequences."""
+def settings_of(row: Mapping[str, str]) -> Settings:
+    """The experts' settings in a row of the table."""
     number = {key: int(row[key] or 1) for key in ("tp", "pp", "vpp", "cp", "ep", "mbs")}
     return Settings(
         tp=number["tp"],
@@ -90,7 +97,6 @@ def settings_of(row: Mapping[str, str], *, has_positions: bool) -> Settings:
         ep=number["ep"],
         micro_batch=number["mbs"],
         zero=int(row["zero"] or 1),
-        sp=not has_positions,
         remat=Remat(row["remat"] or "none"),
     )
 
@@ -102,16 +108,16 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
     per_node = min(int(row["gpus"]), int(row["gpus_per_node"]))
     try:
         engine = _sharding(ENGINES[row["framework"]], int(row["zero"] or 1))
+        config = load_config(row["model"], folder)
         request = make_request(
-            _padded(load_config(row["model"], folder), int(row["tp"]) if "megatron" in engine.name else 1),
+            _megatrons(config, int(row["tp"])) if "megatron" in engine.name else config,
             f"{nodes}x{per_node}x{row['device']}",
             global_batch=int(row["global_batch"]),
             seq_len=int(row["seq"]),
             precision=layer_precision(row["precision"]),  # type: ignore[arg-type]
         )
         job = replace(job_under(job_of(request), engine), precision=row["precision"])  # type: ignore[arg-type]
-        settings = settings_of(row, has_positions=job.chain.family.model_type == "gpt2")
-        plan = with_price(plan_of_settings(job, settings), job)
+        plan = with_price(plan_of_settings(job, settings_of(row)), job)
         found |= {
             "priced_s": _step_s(plan),
             "priced_gib": peak_bytes(plan) / GIB,
