@@ -197,6 +197,9 @@ def test_torchtitan_gets_context_parallelism_inside_its_shards() -> None:
     assert content["context_parallel_rotate_method"] == "allgather"
     assert {f"parallelism.{key}" for key in content} <= known_names("torchtitan-0.2.2.txt")
     assert "context_parallel_degree=4," in text_of(uniform("fsdp2-cp4", devices=8), "torchtitan", ".py")
+    alone = titan(uniform("fsdp1-cp8", devices=8))["parallelism"]
+    assert (alone["context_parallel_degree"], alone["data_parallel_shard_degree"]) == (8, 1)
+    assert alone["fsdp_reshard_after_forward"] == "always"
 
 
 @pytest.mark.parametrize("parallel", ["cp8", "fsdp2-cp4+ulysses"])

@@ -108,12 +108,22 @@ def test_settings_cut_the_blocks_evenly() -> None:
         ("megatron", Settings(zero=3), "Megatron-FSDP"),
         ("megatron", Settings(zero=0), "always shards"),
         ("accelerate", Settings(pp=2, zero=3), "a pipeline"),
-        ("torchtitan", Settings(cp=2, tp=4), "torchtitan for cp"),
+        ("torchtitan", Settings(cp=2, tp=4), "torchtitan for zero 1"),
     ],
 )
 def test_settings_that_cannot_be_say_why(engine: str, settings: Settings, words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         plan_of_settings(job_under(llama(), ENGINES[engine]), settings)
+
+
+def test_settings_shard_states_over_the_ranks_of_cp_where_no_samples_are_divided() -> None:
+    settings = Settings(cp=8, zero=3)
+    titan, megatron = (
+        plan_of_settings(job_under(llama(), ENGINES[engine]), replace(settings, zero=zero)).strategies[0]
+        for engine, zero in (("torchtitan", 3), ("megatron", 1))
+    )
+    assert (str(titan), titan.state_shards, titan.sample_degree) == ("fsdp1-cp8", 8, 1)
+    assert (str(megatron), megatron.state_shards) == ("cp8", 1)
 
 
 def test_a_plan_names_its_engine_and_is_priced_by_it_again(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def _write(request: Request) -> Draft:
         f"the vocabulary of {chain.vocab_size} tokens: Megatron takes that of the tokenizer and pads it to a multiple "
         f"of {unit} (here {-(-chain.vocab_size // unit) * unit}); --make-vocab-size-divisible-by changes this"
     )
-    if view.fsdp > 1:
+    if view.shards > 1:
         left_out.append("FSDP2 itself: Megatron-FSDP shards the same states, with buckets and prefetching of its own")
     return Draft(
         files=(("megatron.sh", _script(groups, view, request)),),
@@ -118,7 +118,7 @@ def _where(request: Request) -> tuple[str, ...]:
 def _script(groups: Mapping[str, Flags], view: UniformPlan, request: Request) -> str:
     connections = (
         "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1"
-        if view.fsdp > 1
+        if view.shards > 1
         else "export CUDA_DEVICE_MAX_CONNECTIONS=1  # tensor parallelism asks for it before Blackwell"
     )
     wanted = ': "${MEGATRON:?set MEGATRON to a checkout of Megatron-LM}"'
@@ -157,7 +157,7 @@ def _parallel_flags(view: UniformPlan) -> Flags:
     ]
     if view.pipeline.num_stages > 1:
         flags.append(f"--pipeline-model-parallel-layout {layout(view.parts)}")
-    if view.fsdp > 1:
+    if view.shards > 1:
         shards = "optim_grads_params" if view.zero == 3 else "optim_grads"
         flags += [
             "--use-megatron-fsdp",
@@ -167,7 +167,7 @@ def _parallel_flags(view: UniformPlan) -> Flags:
             "--no-gradient-accumulation-fusion",
             "--overlap-param-gather",
         ]
-    if view.fsdp > 1 and view.dp > 1:
+    if view.shards > 1 and view.dp > 1:
         flags += [f"--num-distributed-optimizer-instances {view.dp}", "--outer-dp-sharding-strategy no_shard"]
     if view.cp > 1:
         flags += [f"--context-parallel-size {view.cp}", f"--cp-comm-type {_COMMUNICATION[view.cp_method]}"]
@@ -178,7 +178,7 @@ def _parallel_flags(view: UniformPlan) -> Flags:
             "--moe-token-dispatcher-type alltoall",
         ]
     if view.data_degree * view.cp > 1:
-        sharded = ["--use-distributed-optimizer", "--overlap-param-gather"] if view.fsdp == 1 else []
+        sharded = ["--use-distributed-optimizer", "--overlap-param-gather"] if view.shards == 1 else []
         flags += [*sharded, "--overlap-grad-reduce"]
     return flags
 

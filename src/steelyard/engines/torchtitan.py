@@ -173,7 +173,7 @@ def _write(request: Request) -> Draft:
             "selective remat to the letter: torchtitan 0.3 also recomputes every second matrix product, which the "
             "price counts; main keeps the regions that its models declare, which it does not"
         )
-    if view.fsdp > 1:
+    if view.shards > 1:
         left_out.append("communication hidden otherwise: torchtitan prefetches by FSDP's own order")
     if view.cp > 1:
         left_out.append("how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention")
@@ -282,7 +282,7 @@ def _parallelism(view: UniformPlan, version: _Version) -> dict[str, Any]:
         "tensor_parallel_degree": view.tp,
         "pipeline_parallel_degree": view.pipeline.num_stages,
     }
-    if view.fsdp > 1:
+    if view.shards > 1:
         found["fsdp_reshard_after_forward"] = "always" if view.zero == 3 else "never"
     if view.cp > 1:
         found["context_parallel_degree"] = view.cp

@@ -91,14 +91,15 @@ def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy
             hint="leave --zero out",
         )
     is_sharded = settings.zero >= (2 if shards_itself else 1)
-    levels = [f"{'fsdp' if is_sharded else 'dp'}{data}"] if data > 1 else []
+    is_sharded &= data * settings.cp > 1
+    levels = [f"fsdp{data}"] if is_sharded else [f"dp{data}"] if data > 1 else []
     levels += [f"cp{settings.cp}"] if settings.cp > 1 else []
     levels += [f"tp{settings.tp}{'+sp' if settings.sp else ''}"] if settings.tp > 1 else []
     stages = job.engine.capabilities.allowed(ZERO, is_piped=settings.pp > 1)
     is_one = len(stages) == 1 and is_sharded and not job.engine.capabilities.mixes_layers
     zero = max(stages) if is_one else settings.zero  # all that FSDP does in this engine
     words = ["-".join(levels) or "single"]
-    words += [f"zero{zero}"] if is_sharded and zero != 3 and data > 1 else []
+    words += [f"zero{zero}"] if is_sharded and zero != 3 else []
     words += [f"ep{experts}"] if experts > 1 else []
     try:
         found = parse_strategy(" ".join(words))

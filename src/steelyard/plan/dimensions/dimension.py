@@ -321,6 +321,11 @@ def summed_once(load: Load) -> Iterator[Traffic]:
             yield Traffic(phase="step", collective="all_reduce", tensor_bytes=num_bytes, over=over, beside_compute=True)
 
 
+def has_following(levels: Levels) -> bool:
+    """Whether some of the levels are sharded wherever another one shards."""
+    return any(level.dimension.states is States.FOLLOWING for level in levels)
+
+
 @lru_cache(maxsize=4096)
 def replica_levels(levels: Levels) -> Levels:
     """The levels over which a layer's states are the same, outermost first."""
@@ -372,6 +377,7 @@ __all__ = [
     "are_neighbours",
     "data_levels",
     "degree_of",
+    "has_following",
     "indivisible_samples",
     "replica_levels",
     "shard_levels",
