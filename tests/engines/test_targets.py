@@ -341,6 +341,23 @@ def test_megatron_gets_context_parallelism_and_its_method(method: str, sends: st
     assert set(flags) <= known_names("megatron-core-0.19.2.txt")
 
 
+@pytest.mark.parametrize(
+    ("engine", "dispatcher", "backend"),
+    [
+        ("megatron", "alltoall", None),
+        ("megatron+allgather", "allgather", None),
+        ("megatron+deepep+balanced", "flex", "deepep"),
+    ],
+)
+def test_megatron_gets_the_dispatcher_that_its_engine_names(engine: str, dispatcher: str, backend: str | None) -> None:
+    plan = divided_experts("qwen3-30b-a3b", ep=8, num_layers=48, parallel="dp8")
+    flags = megatron_flags(plan.model_copy(update={"engine": engine}))
+    assert flags["--moe-token-dispatcher-type"] == dispatcher
+    assert flags.get("--moe-flex-dispatcher-backend") == backend
+    assert ("--moe-router-force-load-balancing" in flags) == ("balanced" in engine)
+    assert set(flags) <= known_names("megatron-core-0.19.2.txt")
+
+
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b", "mistral-7b"])
 def test_names_for_megatron_are_those_of_its_version(model: str) -> None:
     plan = uniform("fsdp8", devices=8, model=model, remat="full", seq_len=2048)

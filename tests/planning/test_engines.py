@@ -172,6 +172,24 @@ def test_fp8_is_priced_where_an_engine_has_it_and_faster() -> None:
     assert step_s(plans[0]) / 2 < step_s(plans[1]) < step_s(plans[0])
 
 
+def test_options_of_an_engine_are_priced_and_stand_in_the_plan() -> None:
+    job = job_of(make_request("mixtral-8x22b", "1x8xh100-80gb", global_batch=64, seq_len=4096))
+    settings = Settings(ep=8)
+
+    def took(name: str) -> float:
+        plan = with_price(plan_of_settings(job_under(job, engine_of(name)), settings), job_under(job, engine_of(name)))
+        assert plan.engine == name
+        return step_s(plan)
+
+    plain, once = took("megatron"), took("megatron+deepep")
+    assert took("megatron+alltoall") == plain
+    assert took("megatron+deepep+balanced") < once < plain < took("megatron+allgather")
+    with pytest.raises(UserError, match="deepep"):
+        engine_of("megatron+deepp")
+    with pytest.raises(UserError, match="leave the option out"):
+        engine_of("native+deepep")
+
+
 @pytest.mark.slow
 def test_other_engines_stand_beside_a_plan_the_fastest_first() -> None:
     request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096)

@@ -207,7 +207,7 @@ EngineOption = Annotated[
     str | None,
     typer.Option(
         "--engine",
-        help="What runs the plan; default: native, steelyard's own runtime.",
+        help="What runs the plan; default: native, steelyard's own runtime. Options follow its name: megatron+deepep.",
         autocompletion=complete_one_of(ENGINES),
         metavar="NAME",
     ),

@@ -44,7 +44,8 @@ def job_under(job: Job, engine: Engine) -> Job:
         layer_types = {layer_type.name: layer_type for layer_type in job.chain.layer_types}
         layers = (_under(execution, each, layer_types[each.kind], job) for each in profile.layers)
         profile = profile.model_copy(update={"layers": tuple(layers)})
-    return replace(job.on(profile=profile), engine=engine)
+    imbalance = 1.0 if execution.balances_experts else job.imbalance
+    return replace(job.on(profile=profile), engine=engine, imbalance=imbalance)
 
 
 def _under(

@@ -136,6 +136,12 @@ class Execution:
     """Whether a token is sent once to each rank that has experts of it, and over the network once to each node, which
     hands it on (DeepEP), instead of once to each of its experts. Handing it on runs beside the network and is not
     priced."""
+    sends_to_all: bool = False
+    """Whether every rank that divides the experts gets all tokens of the others, and results are reduced over them
+    (Megatron's ``allgather``), instead of those tokens alone that its experts take. The larger buffers are not counted.
+    """
+    balances_experts: bool = False
+    """Whether tokens are dealt out evenly, whatever the router says, as benchmarks do."""
     keeps_every_second_product: bool = False
     """Whether selective remat repeats every second matrix product of a block, instead of none."""
 

@@ -11,13 +11,13 @@ it takes ZeRO-3 inside.
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
-from steelyard.engines.engine import Engine
+from steelyard.engines.engine import Engine, options_in
 from steelyard.engines.execution import Execution, StateBytes
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
@@ -29,6 +29,19 @@ from steelyard.schedules import SCHEDULES
 
 _COMMUNICATION = {"gather": "allgather", "ulysses": "a2a"}
 """What ``--cp-comm-type`` calls the ways in which attention sees the whole sequence."""
+
+_DISPATCHERS: Mapping[str, Sequence[str]] = {
+    "alltoall": ("--moe-token-dispatcher-type alltoall",),
+    "allgather": ("--moe-token-dispatcher-type allgather",),
+    "deepep": ("--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend deepep"),
+}
+"""By the name of an option, how tokens are sent to their experts; the first where none is chosen."""
+BALANCED = "balanced"
+"""The option by which routers deal tokens out evenly, for benchmarks."""
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"sends_once": name == "deepep", "sends_to_all": name == "allgather"} for name in _DISPATCHERS},
+    BALANCED: {"balances_experts": True},
+}
 
 CAPABILITIES = Capabilities(
     mixes_layers=False,
@@ -72,7 +85,7 @@ def _write(request: Request) -> Draft:
     chain = request.plan.chain()
     groups = {
         "MODEL": model_flags(chain, view.seq_len),
-        "PARALLEL": _parallel_flags(view),
+        "PARALLEL": _parallel_flags(view, options_in(request.plan.engine)),
         "REMAT": _remat_flags(view),
         "BATCH": [
             f"--micro-batch-size {view.microbatch_per_rank}",
@@ -149,7 +162,7 @@ def _quoted(flag: str) -> str:
     return option + (f" {shlex.quote(value)}" if space else "")
 
 
-def _parallel_flags(view: UniformPlan) -> Flags:
+def _parallel_flags(view: UniformPlan, options: Sequence[str]) -> Flags:
     flags = [
         f"--tensor-model-parallel-size {view.tp}",
         f"--pipeline-model-parallel-size {view.pipeline.num_stages}",
@@ -175,7 +188,8 @@ def _parallel_flags(view: UniformPlan) -> Flags:
         flags += [
             f"--expert-model-parallel-size {view.ranks_of_experts}",
             "--expert-tensor-parallel-size 1",
-            "--moe-token-dispatcher-type alltoall",
+            *[_DISPATCHERS[each] for each in ("alltoall", *options) if each in _DISPATCHERS][-1],
+            *(["--moe-router-force-load-balancing"] if BALANCED in options else []),
         ]
     if view.data_degree * view.cp > 1:
         sharded = ["--use-distributed-optimizer", "--overlap-param-gather"] if view.shards == 1 else []
@@ -350,6 +364,7 @@ MEGATRON = Engine(
         repeats_whole_blocks=True,
     ),
     precisions=("bf16", "fp32", "fp8"),
+    options=OPTIONS,
     refuse=_refuse,
     targets=(
         Target(

@@ -125,7 +125,9 @@ class Load(NamedTuple):
     exchanged: Mapping[Phase, tuple[tuple[Collective, int, Amount], ...]] = MappingProxyType({})
     """Collectives by which divided experts get their tokens, as ``traced``, on the rank that gets most."""
     part_sent: float = 1.0
-    """Of these bytes, what is sent where a token goes once to each place that has experts of it."""
+    """Of these bytes, what is sent where a token goes once to each place that has experts of it, or to all."""
+    sends_to_all: bool = False
+    """Whether tokens are gathered on all ranks that divide the experts, and the results reduced over them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
