@@ -342,6 +342,17 @@ def test_megatron_gets_context_parallelism_and_its_method(method: str, sends: st
 
 
 @pytest.mark.parametrize(
+    ("precision", "flag", "recipe"),
+    [("fp8-block", "fp8", "blockwise"), ("mxfp8", "fp8", "mxfp8"), ("nvfp4", "fp4", "nvfp4")],
+)
+def test_megatron_gets_the_format_of_linear_layers(precision: str, flag: str, recipe: str) -> None:
+    flags = megatron_flags(uniform("dp8", devices=8, precision=precision, engine="megatron"))
+    assert flags[f"--{flag}-recipe"] == recipe
+    assert {"--bf16", f"--{flag}-format"} <= set(flags)
+    assert set(flags) <= known_names("megatron-core-0.19.2.txt")
+
+
+@pytest.mark.parametrize(
     ("engine", "dispatcher", "backend"),
     [
         ("megatron", "alltoall", None),

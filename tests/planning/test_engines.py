@@ -16,7 +16,7 @@ from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.plan.plan import InvalidPlanError
+from steelyard.plan.plan import InvalidPlanError, Precision
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import complete, engine_answers
@@ -170,6 +170,21 @@ def test_fp8_is_priced_where_an_engine_has_it_and_faster() -> None:
     assert plans[0] is not None
     assert plans[1] is not None
     assert step_s(plans[0]) / 2 < step_s(plans[1]) < step_s(plans[0])
+
+
+def test_linear_layers_in_fewer_bits_are_priced_where_engine_and_device_have_them() -> None:
+    job = job_of(make_request("llama3-8b", "1x8xb200", global_batch=32, seq_len=4096))
+
+    def took(precision: Precision) -> float:
+        own = replace(job_under(job, ENGINES["megatron"]), precision=precision)
+        return step_s(with_price(plan_of_settings(own, Settings()), own))
+
+    assert took("nvfp4") < took("mxfp8") == took("fp8-block") == took("fp8") < took("bf16")
+    asked = {"global_batch": 32, "seq_len": 4096}
+    with pytest.raises(UserError, match="nvfp4 with the engine torchtitan"):
+        make_request("llama3-8b", "1x8xb200", engine="torchtitan", precision="nvfp4", **asked)
+    with pytest.raises(UserError, match="'mxfp8' on device 'h100-80gb'"):
+        plan_job(job_of(make_request("llama3-8b", "1x8xh100-80gb", engine="megatron", precision="mxfp8", **asked)))
 
 
 def test_options_of_an_engine_are_priced_and_stand_in_the_plan() -> None:

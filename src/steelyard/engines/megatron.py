@@ -24,6 +24,7 @@ from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.plan.dimensions.ep import DEGREE
+from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
@@ -69,6 +70,13 @@ FSDP_CAPABILITIES = replace(
     why_not={},
 )
 
+_FORMATS: Mapping[Precision, Sequence[str]] = {
+    "fp8": ("--fp8-format hybrid",),
+    "fp8-block": ("--fp8-format e4m3", "--fp8-recipe blockwise"),
+    "mxfp8": ("--fp8-format e4m3", "--fp8-recipe mxfp8"),
+    "nvfp4": ("--fp4-format e2m1", "--fp4-recipe nvfp4"),
+}
+"""By the precision of linear layers alone, how it is told."""
 _VOCAB_UNIT = 128
 """Megatron's own ``--make-vocab-size-divisible-by``."""
 Flags = list[str]
@@ -92,7 +100,7 @@ def _write(request: Request) -> Draft:
             f"--global-batch-size {view.global_batch}",
             f"--seq-length {view.seq_len}",
             *([] if view.precision == "fp32" else ["--bf16"]),
-            *(["--fp8-format hybrid"] if view.precision == "fp8" else []),
+            *_FORMATS.get(view.precision, ()),
         ],
     }
     left_out = [
@@ -363,7 +371,7 @@ MEGATRON = Engine(
         fused_kernels=True,
         repeats_whole_blocks=True,
     ),
-    precisions=("bf16", "fp32", "fp8"),
+    precisions=("bf16", "fp32", *_FORMATS),
     options=OPTIONS,
     refuse=_refuse,
     targets=(

@@ -156,12 +156,12 @@ def _refuse(chain: ModelChain, seq_len: int) -> None:
 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
-    if view.precision == "fp8":
+    if view.precision in ("fp8", "mxfp8"):
         raise UserError(
             field="--to",
-            found="torchtitan for a plan in fp8",
-            expected="a plan in bf16: how torchtitan is told to use fp8 is not written here yet",
-            hint="plan with --precision bf16, and set torchtitan's own float8 converter",
+            found=f"torchtitan for a plan in {view.precision}",
+            expected="a plan in bf16: how torchtitan is told to use another one is not written here yet",
+            hint="plan with --precision bf16, and set torchtitan's own converter",
         )
     flavor, config = flavor_of(request.plan.chain(), view.seq_len)
     changes = changes_of(flavor, config)
@@ -356,7 +356,7 @@ TORCHTITAN = Engine(
     software="torchtitan 0.3.0",
     capabilities=CAPABILITIES,
     execution=Execution(buffers_every_microbatch=True, repeats_whole_blocks=True, keeps_every_second_product=True),
-    precisions=("bf16", "fp32", "fp8"),
+    precisions=("bf16", "fp32", "fp8", "mxfp8"),
     refuse=_refuse,
     targets=(
         Target(

@@ -13,7 +13,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import Cluster
 from steelyard.model.chain import ModelChain
 from steelyard.plan.dimensions import CP, DP, FSDP, TP
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Remat
 from steelyard.processes.allocator import SETTING, VARIABLE
 from steelyard.schedules import PipelineConfig
@@ -57,7 +57,7 @@ class UniformPlan:
     """Samples of a microbatch on one data rank."""
     global_batch: int
     seq_len: int
-    precision: str
+    precision: Precision
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
