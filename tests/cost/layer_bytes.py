@@ -1,4 +1,4 @@
-"""Bytes of one layer under one strategy, read from the rows of `steelyard.cost.memory`."""
+"""Bytes of the tensors of one layer under one strategy, read from the rows of `steelyard.cost.memory`."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ def layer_bytes(layer_type: LayerType, strategy: Strategy, config: JobConfig) ->
     """Those of a layer of this type under a legal strategy."""
     layer_types = config.job.chain.layer_types
     legal = np.array([[each == layer_type] for each in layer_types])
-    rows = layer_rows(config, (strategy,), legal)
+    rows = layer_rows(config, (strategy,), legal).of_tensors
     *static, saved = rows.terms[:, layer_types.index(layer_type), 0].tolist()
     held = {name: num_bytes for name, num_bytes in zip(TERMS, static, strict=False) if num_bytes}
     return LayerBytes(

@@ -55,5 +55,5 @@ def test_configs_priced_together_cost_what_each_does_alone(of) -> None:
             own_bytes = layer_bytes(own.chain.layer_types[row], strategies[column], where)
             assert costs.rows.terms[:6, row, column].sum() == sum(own_bytes.static_bytes.values())
             assert costs.rows.terms[6, row, column] == own_bytes.activation_bytes
-            assert costs.rows.works[row, column] == own_bytes.transient_bytes
+            assert costs.rows.of_tensors.works[row, column] == own_bytes.transient_bytes
     assert any(each.remat is not Remat.NONE for each in strategies)

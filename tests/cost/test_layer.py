@@ -10,15 +10,19 @@ from hypothesis import strategies as st
 from steelyard.cost.build import build_tables, usable_bytes
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import optimizer_s, step_overhead_s
+from steelyard.cost.context import (
+    GROUP_BYTES,
+    NETWORK_BYTES,
+    PAIR_BYTES,
+    PEER_BYTES,
+    PROCESS_BYTES,
+    communicator_bytes,
+    context_bytes,
+)
 from steelyard.cost.efficiency import efficiency_of
 from steelyard.cost.job import COMPUTE_BYTES, MASTER_BYTES, JobConfig
 from steelyard.cost.layer import LayerCost, exposed_s, layer_cost
 from steelyard.cost.layer_load import levels_group
-from steelyard.cost.memory import (
-    CUDA_CONTEXT_BYTES,
-    PIPELINE_CHANNEL_BYTES,
-    context_bytes,
-)
 from steelyard.engines.execution import OURS, Execution, StateBytes
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import TORCHTITAN
@@ -88,14 +92,44 @@ def test_bytes_of_the_precisions() -> None:
     assert (COMPUTE_BYTES["bf16"], COMPUTE_BYTES["fp32"], MASTER_BYTES) == (2, 4, 4)
 
 
-def test_the_context_is_one_gibibyte_and_the_slack_a_fraction() -> None:
-    assert CUDA_CONTEXT_BYTES == 2**30
+def test_the_slack_is_a_fraction() -> None:
     assert 0 < OURS.reserve < 0.25
 
 
-@pytest.mark.parametrize(("num_stages", "extra"), [(1, 0), (2, PIPELINE_CHANNEL_BYTES)])
-def test_the_channels_to_other_stages_take_memory_where_there_are_any(num_stages: int, extra: int) -> None:
-    assert context_bytes(config(num_stages=num_stages, num_microbatches=4)) == CUDA_CONTEXT_BYTES + extra
+@pytest.mark.parametrize(
+    ("num_nodes", "num_stages", "extra"),
+    [
+        (1, 1, 0),
+        (1, 2, PAIR_BYTES + PEER_BYTES),
+        (1, 4, GROUP_BYTES + 2 * PEER_BYTES),
+        (2, 2, PAIR_BYTES + NETWORK_BYTES),
+        (2, 4, GROUP_BYTES + 2 * PEER_BYTES),
+    ],
+)
+def test_the_channels_to_other_stages_take_memory_where_there_are_any(
+    num_nodes: int, num_stages: int, extra: int
+) -> None:
+    of = job(cluster(num_nodes, 4))
+    assert context_bytes(config(of, num_stages=num_stages, num_microbatches=4)) == PROCESS_BYTES + extra
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("fsdp8", GROUP_BYTES),
+        ("dp8", GROUP_BYTES),
+        ("fsdp4-tp2", GROUP_BYTES + PAIR_BYTES),
+        ("dp2-fsdp4", PAIR_BYTES + GROUP_BYTES),
+        ("fsdp2-cp2-tp2", GROUP_BYTES + 2 * PAIR_BYTES),
+        ("fsdp1-cp8", GROUP_BYTES),
+    ],
+)
+def test_each_group_of_a_strategy_has_a_communicator(text: str, num_bytes: int) -> None:
+    """States are gathered over fsdp and cp together, keys over cp, whose ranks are the same where that is all."""
+    of = config(job(cluster(2, 4)), num_microbatches=1)
+    assert communicator_bytes(of.job.chain.layer_types[1], parse_strategy(text), of) == num_bytes
+    processes = config(unprofiled_job())
+    assert communicator_bytes(of.job.chain.layer_types[1], parse_strategy("fsdp4"), processes) == 0
 
 
 def test_efficiencies_are_fractions() -> None:

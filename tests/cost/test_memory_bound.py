@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from steelyard.cost.job import Job
-from steelyard.cost.memory import CUDA_CONTEXT_BYTES
 from steelyard.cost.predict import predict
 from steelyard.plan.plan import Plan, Precision
 from steelyard.runtime.parallel_model import parallelize_plan
@@ -72,7 +71,7 @@ def test_predicted_bytes_are_an_upper_bound_and_close(
     blocks = [f"single remat={remat}"] * (of.chain.num_layers - 2)
     candidate = plan(of, ", ".join([edge, *blocks, edge]), num_microbatches=num_microbatches)
     terms = dict(predict(candidate, of).stages[0].memory_bytes)
-    predicted = sum(terms.values()) - terms["allocator slack"] - CUDA_CONTEXT_BYTES
+    predicted = sum(terms.values()) - terms["allocator slack"] - terms["context"]
     request.getfixturevalue("one_process")
     measured = _measured_bytes(candidate)
     assert 1.0 <= predicted / measured <= 1.2, f"{predicted / measured:.3f}"

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from steelyard.cost.build import slack_fraction
+from steelyard.cost.context import PROCESS_BYTES, context_bytes
 from steelyard.cost.job import Job
 from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_memory import layer_states
-from steelyard.cost.memory import CUDA_CONTEXT_BYTES, context_bytes
 from steelyard.cost.predict import predict, predict_memory
 from steelyard.cost.switching import switch_table
 from steelyard.engines.execution import FSDP2_STATES, OURS, Execution, StateBytes
@@ -37,7 +37,7 @@ WITHOUT_RATES = {"peak_flop_per_s": {}, "memory_bytes_per_s": None}
 
 
 def test_a_gpu_whose_rates_only_a_profile_knows_has_a_context() -> None:
-    assert context_bytes(config(measured_job(**WITHOUT_RATES))) == CUDA_CONTEXT_BYTES
+    assert context_bytes(config(measured_job(**WITHOUT_RATES))) == PROCESS_BYTES
 
 
 def test_a_gpu_whose_rates_only_a_profile_knows_has_an_allocator_that_keeps_a_reserve() -> None:

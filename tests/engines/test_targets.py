@@ -224,6 +224,9 @@ def test_torchtitan_gets_context_parallelism_inside_its_shards() -> None:
     assert content["context_parallel_rotate_method"] == "allgather"
     assert {f"parallelism.{key}" for key in content} <= known_names("torchtitan-0.2.2.txt")
     assert "context_parallel_degree=4," in text_of(uniform("fsdp2-cp4", devices=8), "torchtitan", ".py")
+    alone = titan(uniform("fsdp1-cp8", devices=8))["parallelism"]
+    assert (alone["context_parallel_degree"], alone["data_parallel_shard_degree"]) == (8, 1)
+    assert alone["fsdp_reshard_after_forward"] == "always"
 
 
 @pytest.mark.parametrize("parallel", ["cp8", "fsdp2-cp4+ulysses"])
@@ -362,6 +365,34 @@ def test_megatron_gets_the_batch_and_the_model() -> None:
 def test_megatron_gets_context_parallelism_and_its_method(method: str, sends: str) -> None:
     flags = megatron_flags(uniform("dp2-cp2-tp2", devices=8, sp=True, cp_method=method))
     assert (flags["--context-parallel-size"], flags["--cp-comm-type"]) == ("2", sends)
+    assert set(flags) <= known_names("megatron-core-0.19.2.txt")
+
+
+@pytest.mark.parametrize(
+    ("precision", "flag", "recipe"),
+    [("fp8-block", "fp8", "blockwise"), ("mxfp8", "fp8", "mxfp8"), ("nvfp4", "fp4", "nvfp4")],
+)
+def test_megatron_gets_the_format_of_linear_layers(precision: str, flag: str, recipe: str) -> None:
+    flags = megatron_flags(uniform("dp8", devices=8, precision=precision, engine="megatron"))
+    assert flags[f"--{flag}-recipe"] == recipe
+    assert {"--bf16", f"--{flag}-format"} <= set(flags)
+    assert set(flags) <= known_names("megatron-core-0.19.2.txt")
+
+
+@pytest.mark.parametrize(
+    ("engine", "dispatcher", "backend"),
+    [
+        ("megatron", "alltoall", None),
+        ("megatron+allgather", "allgather", None),
+        ("megatron+deepep+balanced", "flex", "deepep"),
+    ],
+)
+def test_megatron_gets_the_dispatcher_that_its_engine_names(engine: str, dispatcher: str, backend: str | None) -> None:
+    plan = divided_experts("qwen3-30b-a3b", ep=8, num_layers=48, parallel="dp8")
+    flags = megatron_flags(plan.model_copy(update={"engine": engine}))
+    assert flags["--moe-token-dispatcher-type"] == dispatcher
+    assert flags.get("--moe-flex-dispatcher-backend") == backend
+    assert ("--moe-router-force-load-balancing" in flags) == ("balanced" in engine)
     assert set(flags) <= known_names("megatron-core-0.19.2.txt")
 
 

@@ -162,7 +162,9 @@ def test_memory_grows_with_the_name():
 @pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)
 def test_lower_precision_is_never_slower(device):
     peaks = [
-        device.peak_flop_per_s[dtype] for dtype in ("fp32", "tf32", "fp16", "fp8") if dtype in device.peak_flop_per_s
+        device.peak_flop_per_s[dtype]
+        for dtype in ("fp32", "tf32", "fp16", "fp8", "mxfp8", "nvfp4")
+        if dtype in device.peak_flop_per_s
     ]
     assert peaks == sorted(peaks)
 

@@ -202,6 +202,15 @@ def test_ranks_that_divide_tensors_take_samples_where_these_are_whole(text, whol
     assert str(parse_strategy(text).with_whole_tensors()) == whole
 
 
+def test_a_shard_level_of_one_shards_over_the_ranks_of_cp_and_moves_no_activation():
+    alone, hybrid = parse_strategy("fsdp1-cp8 zero2"), parse_strategy("dp2-fsdp1-cp4")
+    assert (alone.num_devices, alone.state_shards, alone.sample_degree, alone.replicas) == (8, 8, 1, 1)
+    assert (hybrid.state_shards, hybrid.sample_degree, hybrid.replicas) == (4, 2, 2)
+    assert alone.hidden == parse_strategy("cp8").hidden
+    assert (alone.shard_axes, alone.sample_axes) == ((0, 1, 2), ())
+    assert parse_strategy(str(alone)) == alone
+
+
 @pytest.mark.parametrize(
     ("text", "field", "found", "expected"),
     [
@@ -210,6 +219,8 @@ def test_ranks_that_divide_tensors_take_samples_where_these_are_whole(text, whol
         ("fsdp2-dp2", "parallel", "fsdp2-dp2", DP_OUTSIDE),
         ("fsdp2-tp2-dp2", "parallel", "fsdp2-tp2-dp2", DP_OUTSIDE),
         ("dp1", "parallel", "dp1", "a degree of 2 or more"),
+        ("fsdp1-tp2", "parallel", "fsdp1", "a degree of 2 or more"),
+        ("dp1-cp2", "parallel", "dp1", "a degree of 2 or more"),
         ("dp2-tp0", "parallel", "tp0", "a degree of 2 or more"),
         ("dp2+sp", "sp", "dp2+sp", "+sp only together with tp"),
         ("single+sp", "sp", "single+sp", "+sp only together with tp"),

@@ -16,7 +16,7 @@ from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.plan.plan import InvalidPlanError
+from steelyard.plan.plan import InvalidPlanError, Precision
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import complete, engine_answers
@@ -109,12 +109,22 @@ def test_settings_cut_the_blocks_evenly() -> None:
         ("megatron", Settings(zero=3), "Megatron-FSDP"),
         ("megatron", Settings(zero=0), "always shards"),
         ("accelerate", Settings(pp=2, zero=3), "a pipeline"),
-        ("torchtitan", Settings(cp=2, tp=4), "torchtitan for cp"),
+        ("torchtitan", Settings(cp=2, tp=4), "torchtitan for zero 1"),
     ],
 )
 def test_settings_that_cannot_be_say_why(engine: str, settings: Settings, words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)):
         plan_of_settings(job_under(llama(), ENGINES[engine]), settings)
+
+
+def test_settings_shard_states_over_the_ranks_of_cp_where_no_samples_are_divided() -> None:
+    settings = Settings(cp=8, zero=3)
+    titan, megatron = (
+        plan_of_settings(job_under(llama(), ENGINES[engine]), replace(settings, zero=zero)).strategies[0]
+        for engine, zero in (("torchtitan", 3), ("megatron", 1))
+    )
+    assert (str(titan), titan.state_shards, titan.sample_degree) == ("fsdp1-cp8", 8, 1)
+    assert (str(megatron), megatron.state_shards) == ("cp8", 1)
 
 
 def test_a_plan_names_its_engine_and_is_priced_by_it_again(tmp_path: Path) -> None:
@@ -161,6 +171,39 @@ def test_fp8_is_priced_where_an_engine_has_it_and_faster() -> None:
     assert plans[0] is not None
     assert plans[1] is not None
     assert step_s(plans[0]) / 2 < step_s(plans[1]) < step_s(plans[0])
+
+
+def test_linear_layers_in_fewer_bits_are_priced_where_engine_and_device_have_them() -> None:
+    job = job_of(make_request("llama3-8b", "1x8xb200", global_batch=32, seq_len=4096))
+
+    def took(precision: Precision) -> float:
+        own = replace(job_under(job, ENGINES["megatron"]), precision=precision)
+        return step_s(with_price(plan_of_settings(own, Settings()), own))
+
+    assert took("nvfp4") < took("mxfp8") == took("fp8-block") == took("fp8") < took("bf16")
+    asked = {"global_batch": 32, "seq_len": 4096}
+    with pytest.raises(UserError, match="nvfp4 with the engine torchtitan"):
+        make_request("llama3-8b", "1x8xb200", engine="torchtitan", precision="nvfp4", **asked)
+    with pytest.raises(UserError, match="'mxfp8' on device 'h100-80gb'"):
+        plan_job(job_of(make_request("llama3-8b", "1x8xh100-80gb", engine="megatron", precision="mxfp8", **asked)))
+
+
+def test_options_of_an_engine_are_priced_and_stand_in_the_plan() -> None:
+    job = job_of(make_request("mixtral-8x22b", "1x8xh100-80gb", global_batch=64, seq_len=4096))
+    settings = Settings(ep=8)
+
+    def took(name: str) -> float:
+        plan = with_price(plan_of_settings(job_under(job, engine_of(name)), settings), job_under(job, engine_of(name)))
+        assert plan.engine == name
+        return step_s(plan)
+
+    plain, once = took("megatron"), took("megatron+deepep")
+    assert took("megatron+alltoall") == plain
+    assert took("megatron+deepep+balanced") < once < plain < took("megatron+allgather")
+    with pytest.raises(UserError, match="deepep"):
+        engine_of("megatron+deepp")
+    with pytest.raises(UserError, match="leave the option out"):
+        engine_of("native+deepep")
 
 
 @pytest.mark.slow

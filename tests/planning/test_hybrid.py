@@ -76,7 +76,7 @@ def test_over_slow_links_between_nodes_it_is_found_among_all_pipelines(llama: Jo
     found, without = (plan_job(of, Decisions(space=space, modes={"zero": (2, 3)})).plan for space in ("full", "paper"))
     assert found is not None
     assert without is not None
-    assert all(is_hybrid(strategy) for strategy in found.strategies)
+    assert all(is_hybrid(strategy) for strategy in found.strategies[:-1]), "all but the head"
     assert step_s(found) < 0.995 * step_s(without)
 
 

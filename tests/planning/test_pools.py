@@ -118,7 +118,7 @@ def test_a_search_without_time_ends_with_the_gap_that_it_leaves():
 
 @pytest.mark.slow
 def test_the_simulator_ranks_the_best_plans_of_the_best_configs():
-    job = pooled("1x2xh100-80gb+1x2xl4+1x1xa100-80gb", memory="10GiB")
+    job = pooled("1x2xh100-80gb+1x2xl4+1x1xa100-80gb", memory="9GiB")
     plan = plan_job(job, OPTIONS).plan
     assert plan.prediction.certificate.status == "simulated"
     others = plan.prediction.alternatives

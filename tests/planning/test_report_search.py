@@ -18,7 +18,7 @@ ENOUGH_S = 600.0
 @pytest.fixture(scope="module")
 def searched() -> tuple[Job, Plan, PlanCost]:
     """A job whose memory binds, and its best plan."""
-    tight = job(cluster(1, 4), global_batch=16).on(budget_bytes=1_163_000_000)
+    tight = job(cluster(1, 4), global_batch=16).on(budget_bytes=1_362_300_000)
     result = plan_job(tight, Decisions())
     assert result.plan is not None, result.miss_text
     return tight, result.plan, predict(result.plan, tight)

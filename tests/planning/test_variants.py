@@ -36,7 +36,7 @@ from tests.jobs import request_of
 NOT_THERE = 1e-9
 NO_FASTER = 1 - SAME
 """The search ranks by its sums, the simulator tells the seconds: they may order plans that take the same otherwise."""
-TIGHT = 1_163_000_000
+TIGHT = 1_362_300_000
 JOBS: dict[str, Job] = {
     "roomy": job(cluster(1, 4), global_batch=16),
     "tight": job(cluster(1, 4), global_batch=16).on(budget_bytes=TIGHT),
@@ -152,7 +152,13 @@ def test_a_pin_widens_by_what_the_free_search_leaves_out() -> None:
     assert widened(of, free, insisting("dp4-fsdp2").change(study.request).decisions) == {}
 
 
-@pytest.mark.parametrize("pin", ["tp=2", "blocks 0-1: remat=full", "stages=2"])
+def test_a_pin_of_tp_is_searched_with_states_sharded_over_cp_alone(bank: Bank) -> None:
+    study, _ = bank.of("tight")
+    beyond = widened(study.job, study.request.decisions, insisting("tp=2").change(study.request).decisions)
+    assert {strategy.parallel for strategy in beyond} == {"fsdp1-cp2-tp2"}
+
+
+@pytest.mark.parametrize("pin", ["tp=4", "blocks 0-1: remat=full", "stages=2"])
 def test_a_pin_that_widens_nothing_is_no_faster(pin: str, bank: Bank) -> None:
     study, free = bank.of("tight")
     assert widened(study.job, study.request.decisions, insisting(pin).change(study.request).decisions) == {}

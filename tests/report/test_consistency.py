@@ -84,7 +84,7 @@ def test_terms_of_memory_sum_to_what_is_said_of_a_device(found: tuple[Plan, Job]
 def tight(share: float) -> Job:
     """A job whose memory binds, the more the smaller the share."""
     of = job(cluster(1, 4), global_batch=16)
-    return of.on(budget_bytes=int(1_160_700_000 + share * 1_000_000))
+    return of.on(budget_bytes=int(1_360_000_000 + share * 1_000_000))
 
 
 def studied(of: Job, *tables: OnDemand) -> Study:

@@ -50,6 +50,12 @@ CASES: dict[str, Case] = {
     ),
     "llama, ulysses, every remat": _case("llama", "cp4, cp4+ulysses remat=selective, cp4+ulysses remat=full, cp4"),
     "llama, inside fsdp and dp": _case("llama", "fsdp2-cp2, dp2-cp2, fsdp2-cp2+ulysses zero2, dp2-cp2", **_FEW_KEYS),
+    "llama, states sharded over its ranks alone": _case(
+        "llama",
+        "fsdp1-cp4, fsdp1-cp4 zero1, fsdp1-cp2-tp2+sp remat=full, dp2-fsdp1-cp2 zero2",
+        num_steps=2,
+        **_FEW_KEYS,
+    ),
     "llama, outside tp": _case("llama", "cp2-tp2, cp2-tp2+sp remat=selective, cp2-tp2+sp+ulysses, cp2-tp2+sp"),
     "llama, next to other dimensions": _case(
         "llama", "fsdp4, fsdp2-cp2 remat=full, cp4, tp4+sp, cp2-tp2+sp, cp4", num_hidden_layers=4, num_steps=2

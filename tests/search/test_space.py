@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from steelyard.plan.dimensions import DP, FSDP, TP
+from steelyard.plan.dimensions import CP, DP, FSDP, TP
 from steelyard.plan.strategy import Remat
 from steelyard.search.space import SpaceOptions, enumerate_levels, enumerate_strategies
 
@@ -98,3 +98,11 @@ def test_fewer_dimensions_give_a_subset() -> None:
     few = enumerate_strategies(8, options)
     assert set(few) < set(enumerate_strategies(8))
     assert all(strategy.level(DP) is None for strategy in few)
+
+
+def test_states_are_sharded_over_the_ranks_of_cp_alone_but_not_searched_beside_tp() -> None:
+    options = SpaceOptions(dimensions=(DP, FSDP, TP, CP), mixes_samples=True, devices_per_node=8)
+    found = {strategy.parallel for strategy in enumerate_strategies(8, options)}
+    assert {"cp8", "fsdp1-cp8", "fsdp2-cp4", "dp2-cp4", "cp4-tp2"} <= found
+    assert "fsdp1-cp4-tp2" not in found
+    assert "fsdp1-cp8" not in {each.parallel for each in enumerate_strategies(8, SpaceOptions(dimensions=(CP, DP)))}

@@ -81,6 +81,8 @@ def export(
     if path is None:
         raise UserError(field="PLAN", found="nothing", expected="a plan file", hint="write one with `steelyard plan`")
     plan, engine = read_plan(path), ENGINE_OF_TARGET[target.name]
+    if target in (own := engine_of(plan.engine or NATIVE.name)).targets:
+        engine = own  # with its options
     if plan.is_mixed and not target.starts_steelyard:
         plan.machines()  # raises: what an export is for knows one device type and stages of one size
     if target.starts_steelyard and plan.engine is not None:
@@ -88,7 +90,7 @@ def export(
             field="--to",
             found=f"{target.name}, which starts steelyard, for a plan that {plan.engine} runs",
             expected="a plan for steelyard's own runtime",
-            hint=f"plan without --engine, or export --to {plan.engine}",
+            hint=f"plan without --engine, or export --to {plan.engine.partition('+')[0]}",
         )
     engine.refuse(plan.chain(), plan.seq_len)
     with progress(f"fitting the plan into {target.name}", silent=as_json):

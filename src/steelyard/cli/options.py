@@ -158,14 +158,10 @@ def check_choice(option: str, text: str, choices: Any, *, instead: Mapping[str, 
     return text
 
 
-_FEWER_BITS = (
-    "plan with --precision bf16, or fp8: linear layers in MX or 4-bit formats are neither priced nor run yet, so a run "
-    "of an engine that has them is faster than predicted"
-)
 _INSTEAD_OF_PRECISION = {
     "fp16": "plan with --precision bf16, or fp32 on devices without it (V100, T4): fp16 needs loss scaling, which is "
     "not run yet",
-    **dict.fromkeys(("mxfp8", "nvfp4", "fp4"), _FEWER_BITS),
+    "fp4": "plan with --precision nvfp4, for an engine that has it (--engine megatron)",
 }
 
 
@@ -220,14 +216,15 @@ PrecisionOption = Annotated[
     str,
     typer.Option(
         "--precision",
-        help="bf16 (computes in bf16, keeps and reduces in fp32), fp32, or with --engine fp8.",
+        help="bf16 (computes in bf16, keeps and reduces in fp32), fp32, or with an engine that has it fp8, "
+        "fp8-block, mxfp8 or nvfp4 (linear layers).",
     ),
 ]
 EngineOption = Annotated[
     str | None,
     typer.Option(
         "--engine",
-        help="What runs the plan; default: native, steelyard's own runtime.",
+        help="What runs the plan; default: native, steelyard's own runtime. Options follow its name: megatron+deepep.",
         autocompletion=complete_one_of(ENGINES),
         metavar="NAME",
     ),

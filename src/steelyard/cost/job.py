@@ -10,7 +10,7 @@ A `JobConfig` adds one pipeline configuration, or several at once. A rank also r
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -35,7 +35,9 @@ from steelyard.profiles.profile import Collective, LayerProfile, Profile, Shape
 from steelyard.schedules import PipelineConfig
 from steelyard.units import Amount, Whole, at_each, hashable
 
-COMPUTE_BYTES = {"fp8": 2, "bf16": 2, "fp32": 4}
+LINEAR_PEAKS: Mapping[Precision, str] = {"fp8": "fp8", "fp8-block": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+"""By the precision of linear layers alone, the type whose peak they approach."""
+COMPUTE_BYTES: Mapping[str, int] = {"bf16": 2, "fp32": 4, **dict.fromkeys(LINEAR_PEAKS, 2)}
 """Bytes of a parameter while a layer computes, and of an activation between layers."""
 MASTER_BYTES = 4
 """Bytes of a parameter as the optimizer keeps it, and of a gradient as it is reduced."""
@@ -47,8 +49,8 @@ measures and reports it."""
 
 
 def layer_precision(precision: Precision) -> LayerPrecision:
-    """Return the precision that a layer is traced in: with fp8 all but the inputs of linear layers is in bf16."""
-    return "bf16" if precision == "fp8" else precision
+    """Return the precision that a layer is traced in: bf16 where only inputs of linear layers have fewer bits."""
+    return "bf16" if precision in LINEAR_PEAKS else cast(LayerPrecision, precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +281,7 @@ class Job:
 
     @property
     def peak_flop_per_s(self) -> float:
-        """Dense matmul peak of a device in the type that attention computes in, and linear layers but those in fp8."""
+        """Dense matmul peak of a device in the type that all but the inputs of linear layers in fewer bits is in."""
         return self.cluster.device.peak(self.execution.matmul_dtype or layer_precision(self.precision))
 
     @cached_property
@@ -288,8 +290,9 @@ class Job:
         device, found = self.cluster.device, self.execution.linear_speedup
         if "fp8" in device.peak_flop_per_s:
             found *= self.execution.tuned_linear_speedup
-        if self.precision == "fp8":
-            found *= device.peak("fp8") / device.peak("bf16") * self.execution.fp8_share
+        peak = LINEAR_PEAKS.get(self.precision)
+        if peak is not None:
+            found *= device.peak(peak) / device.peak("bf16") * self.execution.fp8_share
         return found
 
     @property

@@ -18,6 +18,7 @@ from steelyard.profiles.profile import LayerProfile
 def job_under(job: Job, engine: Engine) -> Job:
     """The job as an engine runs it. What was measured, is in fp32 or is frozen in parts stays as it was."""
     profile, kernels = job.profile, kernels_of(engine, job.precision)
+    imbalance = 1.0 if engine.execution.balances_experts else job.imbalance
     if kernels is not None and not profile.identity.is_measured and job.precision != "fp32":
         layer_types = {layer_type.name: layer_type for layer_type in job.chain.layer_types}
         shape = DecoderShape.of(job.chain, job.seq_len)
@@ -33,13 +34,13 @@ def job_under(job: Job, engine: Engine) -> Job:
                 layer_type,
                 tp=layer.degrees.get("tp", 1),
                 sp="sp" in layer.degrees,
-                imbalance=job.imbalance,
+                imbalance=imbalance,
                 slowdown=slowdown,
             )
             return _with_params_of(layer, found)
 
         profile = profile.model_copy(update={"layers": tuple(under(layer) for layer in profile.layers)})
-    return replace(job.on(profile=profile), engine=engine)
+    return replace(job.on(profile=profile), engine=engine, imbalance=imbalance)
 
 
 def kernels_of(engine: Engine, precision: Precision) -> Kernels | None:

@@ -164,6 +164,7 @@ def layer_load(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Lo
         traced=traced,
         exchanged=exchanged,
         part_sent=_part_sent(strategy, config),
+        sends_to_all=job.execution.dispatcher == "all-gather",
         exchanging=("forward", "backward", *(("recomputation",) if strategy.remat is Remat.FULL else ())),
         key_value_bytes=key_value_bytes,
         attention_bytes=attention_bytes,
@@ -171,14 +172,18 @@ def layer_load(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Lo
 
 
 def _part_sent(strategy: Strategy, config: JobConfig) -> float:
-    """Of the tokens that are exchanged, one for each expert, the part that is sent."""
+    """Of the tokens that are exchanged, one for each expert, the part that is sent.
+
+    An all-gather is of all ranks' tokens, each once, however uneven their routing.
+    """
     dispatcher = config.job.execution.dispatcher
     if strategy.expert_degree == 1 or dispatcher == "all-to-all":
         return 1.0
     group = group_of_experts("experts", strategy, config.devices_per_stage)
     routing = Routing.of(config.job.chain.config)
-    places = group.size if dispatcher == "all-gather" else routing.places(num_places(group, config.job.cluster))
-    return places / routing.top_k
+    if dispatcher == "all-gather":
+        return group.size / (routing.top_k * config.job.imbalance)
+    return routing.places(num_places(group, config.job.cluster)) / routing.top_k
 
 
 def _held_apart(layer: LayerProfile, strategy: Strategy) -> tuple[int, int]:

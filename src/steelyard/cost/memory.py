@@ -21,6 +21,7 @@ Where neighbours are alike, as most are, this is exact, and else from above.
 | $c$       | `LayerStates`   | the copy that computes, of layers that keep one; $c'$ of sharded ones alone    |
 | $b$       | traced          | saved by one microbatch                                                        |
 | $u$       | `_rows`         | the most of forward, backward and reduction, with the copy and new gradients   |
+| the same  | `layer_rows`    | and the communicators that it uses: a stage has the most of those of its layers |
 | $a$       | `_rows`         | the copy of a sharded layer that is gathered ahead, none where it keeps one    |
 | $r$       | `_rows`         | the buffer that a sharded layer's gradients are reduced from                   |
 | $o$       | `_overheads`    | the process, shared inputs of microbatches in flight, activations that arrived |
@@ -38,11 +39,13 @@ A framework with states of its own (`Execution.keeps_own_buffers`) frees nothing
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from steelyard.cost.context import communicator_bytes, context_bytes
 from steelyard.cost.job import MASTER_BYTES, JobConfig, side_bytes
 from steelyard.cost.layer_load import layer_profile
 from steelyard.cost.layer_memory import LayerRow
@@ -53,16 +56,11 @@ from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.stages import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.schedules import USUAL
-from steelyard.units import MIB
 
 IntTable = NDArray[np.int64]
 TERMS = ("parameters", "gradients", "optimizer", "optimizer step", "samples", "gathered parameters", "activations")
 """What layers hold, by the order of `LayerRows.terms`."""
 
-CUDA_CONTEXT_BYTES = 1024 * MIB
-"""Context and libraries of a GPU process and its NCCL buffers: 0.5 to 1 GiB on current drivers."""
-PIPELINE_CHANNEL_BYTES = 1024 * MIB
-"""Buffers of the NCCL channels to the stages before and behind: about 0.5 GiB for each neighbour."""
 _SLICES_HELD = 3
 """The sum, what is added to it, and the same in the order of the rows where a matrix is divided twice."""
 _NEVER = -(2**12) * MOST_BYTES
@@ -86,20 +84,31 @@ class LayerRows:
     """What it hands to another stage, of one microbatch."""
     gathered: IntTable
     """The whole copy of a sharded layer, which a chunk of several has as it pauses."""
+    communicators: IntTable
+    """What of ``works``, ``ends`` and ``first_reduction`` the buffers of its communicators are."""
+
+    @property
+    def of_tensors(self) -> "LayerRows":
+        """The same without communicators."""
+        works, ends, first = (each - self.communicators for each in (self.works, self.ends, self.first_reduction))
+        return replace(self, works=works, ends=ends, first_reduction=first)
 
 
 def layer_rows(config: JobConfig, strategies: Sequence[Strategy], legal: NDArray[np.bool_]) -> LayerRows:
     """Return the rows of a pipeline configuration, which depend on its schedule in nothing."""
     layer_types, found = config.job.chain.layer_types, np.zeros((15, *legal.shape), dtype=np.int64)
+    groups = np.zeros(legal.shape, dtype=np.int64)
     for row, layer_type in enumerate(layer_types):
         columns = np.flatnonzero(legal[row])
         if len(columns):
             chosen = [strategies[column] for column in columns.tolist()]
             price = _own_rows if config.job.execution.keeps_own_buffers else _rows
             found[:, row, columns] = price(layer_type, chosen, config)
+            groups[row, columns] = _communicators(layer_type, chosen, config)
     found = np.clip(found, _NEVER, MOST_BYTES)
+    found[8:11] += groups
     names = ("freed", "works", "ends", "first_reduction", "ahead", "left", "sent", "gathered")
-    return LayerRows(terms=found[:7], **dict(zip(names, found[7:], strict=True)))
+    return LayerRows(terms=found[:7], communicators=groups, **dict(zip(names, found[7:], strict=True)))
 
 
 def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
@@ -135,6 +144,13 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     found += [np.maximum(inner, reduction - left), ends, np.maximum(inner, reduction_first - left)]
     found += [(1 - keeps) * gathered, left, share * flowing // sequence_degree, gathered]
     return np.stack(np.broadcast_arrays(*found)).astype(np.int64)
+
+
+def _communicators(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
+    """[S] bytes of the communicators that a layer uses, which are there as it works."""
+    once, name = config.job.once, layer_type.name
+    found = [once(("groups", name, each), partial(communicator_bytes, layer_type, each, config)) for each in chosen]
+    return np.array(found, dtype=np.int64)
 
 
 def _entries(layer_type: LayerType, config: JobConfig) -> tuple[int, int, int]:
@@ -304,13 +320,6 @@ def _overheads(config: JobConfig) -> tuple[int, ...]:
     return tuple(min(context_bytes(config) + each * side + exchanged, MOST_BYTES) for each in flights)
 
 
-def context_bytes(config: JobConfig) -> int:
-    """Bytes of the process and its communicators on a GPU; a CPU has none of its own."""
-    if not config.job.cluster.device.is_gpu:
-        return 0
-    return CUDA_CONTEXT_BYTES + (PIPELINE_CHANNEL_BYTES if config.pipeline.num_stages > 1 else 0)
-
-
 def exchanged_bytes(config: JobConfig) -> int:
     """What stages of several chunks exchange beside what layers save, divided over all ranks of a stage."""
     pipeline, share = config.pipeline, config.activation_bytes // config.devices_per_stage
@@ -344,8 +353,8 @@ def plan_memory(
     return found
 
 
-def _of_pairs(config: JobConfig, pairs: Sequence[tuple[int, Strategy]]) -> tuple[CostTables, LayerRows]:
-    """Tables in which these layer types have these strategies, and no times."""
+def _of_pairs(config: JobConfig, pairs: Sequence[tuple[int, Strategy]]) -> tuple[CostTables, CostTables, LayerRows]:
+    """Tables in which these layer types have these strategies, and no times; the same without communicators."""
     used = tuple(dict.fromkeys(strategy for _, strategy in pairs))
     chain, count = config.job.chain, len(used)
     legal = np.zeros((len(chain.layer_types), count), dtype=bool)
@@ -367,11 +376,12 @@ def _of_pairs(config: JobConfig, pairs: Sequence[tuple[int, Strategy]]) -> tuple
         transfer_s=0.0,
         overhead_bytes=0,
     )
-    return with_memory(tables, config, rows), rows
+    return with_memory(tables, config, rows), with_memory(tables, config, rows.of_tensors), rows
 
 
 def _stage_terms(
     tables: CostTables,
+    of_tensors: CostTables,
     rows: LayerRows,
     stage: int,
     parts: Sequence[range],
@@ -379,7 +389,7 @@ def _stage_terms(
     config: JobConfig,
     before: Strategy | None,
 ) -> dict[str, int]:
-    """Bytes of tensors of a stage by term; ``before`` is the strategy of the layer before it in its own pool."""
+    """Bytes of a stage by term; ``before`` is the strategy of the layer before it in its own pool."""
     pipeline, chain = config.pipeline, config.job.chain
     in_flight, place = pipeline.in_flight(stage), {each: number for number, each in enumerate(tables.strategies)}
     layers = [layer for part in parts for layer in part]
@@ -390,10 +400,11 @@ def _stage_terms(
     spared = tables.stage_bytes.get(in_flight, np.zeros_like(tables.static_bytes))[layer_types, columns].sum()
     terms["gradients"] += int(spared)
     runs = _runs(parts, chain.num_layers) if pipeline.num_chunks > 1 else list(parts)
-    working = 0
-    for run in runs:
-        own = [place[strategies[layer]] for layer in run]
-        working = max(working, int(tables.transient_of(tables.run_types(run), own, in_flight)))
+    chosen = [[place[strategies[layer]] for layer in run] for run in runs]
+    most, working = (
+        max(int(each.transient_of(each.run_types(run), own, in_flight)) for run, own in zip(runs, chosen, strict=True))
+        for each in (tables, of_tensors)
+    )
     buffers = 0 if config.job.execution.keeps_own_buffers else exchanged_bytes(config)
     read = tables.overhead_of(stage) - context_bytes(config) - buffers
     terms["activations"] = _activations(tables, parts, strategies, config, stage, place) + read
@@ -407,7 +418,8 @@ def _stage_terms(
             buffers += int(tables.received.hidden_bytes[first]) * (tables.received.kept[stage] + in_flight)
         else:
             buffers += int(tables.received.num_bytes(stage, in_flight)[place[before], first])
-    return terms | {"working set": working + samples, "pipeline buffers": buffers}
+    context = context_bytes(config) + most - working
+    return terms | {"working set": working + samples, "pipeline buffers": buffers, "context": context}
 
 
 def _runs(parts: Sequence[range], num_layers: int) -> list[list[int]]:

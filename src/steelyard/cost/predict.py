@@ -13,7 +13,7 @@ from steelyard.cost.build import border_s, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.job import Job, JobConfig, stage_configs
 from steelyard.cost.layer import LayerCost, layer_cost
-from steelyard.cost.memory import context_bytes, plan_memory
+from steelyard.cost.memory import plan_memory
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.cost.switching import border_table, switch_table
 from steelyard.errors import InvalidPlanError
@@ -131,7 +131,7 @@ def memory_terms(
     """
     found = []
     for tensors, config in zip(plan_memory(parts, strategies, configs), configs, strict=True):
-        terms = tensors | {"context": context_bytes(config)}
+        terms = dict(tensors)
         kept_apart = config.job.execution.states.kept_apart  # in buffers of their own, without slack
         in_allocator = sum(num_bytes for name, num_bytes in terms.items() if name not in kept_apart)
         terms["allocator slack"] = int(slack_fraction(config.job) * in_allocator)

@@ -63,8 +63,10 @@ Value = TypeVar("Value")
 
 
 def engine_of(name: str) -> Engine:
-    """Return the engine of a name; raise `UserError` for one that is not known."""
-    return _named(name, ENGINES, "--engine")
+    """Return the engine of a name, with options as in ``megatron+deepep``; raise `UserError` for an unknown one."""
+    plain, *options = name.split("+")
+    found = _named(plain, ENGINES, "--engine")
+    return found.with_options(options) if options else found
 
 
 def target_of(name: str) -> Target:

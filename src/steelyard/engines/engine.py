@@ -3,13 +3,15 @@
 Each engine is one value in one module of this package. Search, prices and exports take an engine and know none by name.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from steelyard.engines.capabilities import Capabilities
 from steelyard.engines.execution import OURS, Execution
 from steelyard.engines.settings import Reader
 from steelyard.engines.writing import Target
+from steelyard.errors import UserError, nearest
 from steelyard.model.chain import ModelChain
 from steelyard.plan.plan import Precision
 
@@ -33,3 +35,26 @@ class Engine:
     """The ways to write a plan for it."""
     reader: Reader | None = None
     """How its files of settings are read; None where that is not known here."""
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What its users set beside a plan, by name, with the fields of its execution that this changes. An engine with
+    some of them has them in its name, ``megatron+deepep``, so that a plan names them too."""
+
+    def with_options(self, chosen: Sequence[str]) -> "Engine":
+        """The engine with these of its options; raises `UserError` for one that it does not have."""
+        found = self.execution
+        for name in chosen:
+            if name not in self.options:
+                raise UserError(
+                    field="--engine",
+                    found=f"{self.name}+{name}",
+                    expected=f"{self.name} alone"
+                    + (", or with any of +" + ", +".join(self.options)) * bool(self.options),
+                    hint=nearest(name, self.options) if self.options else "leave the option out",
+                )
+            found = replace(found, **self.options[name])
+        return replace(self, name="+".join([self.name, *chosen]), execution=found)
+
+
+def options_in(engine: str | None) -> tuple[str, ...]:
+    """Return the options in the name of an engine."""
+    return tuple((engine or "").split("+")[1:])

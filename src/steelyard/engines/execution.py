@@ -144,6 +144,8 @@ class Execution:
     """What computes decoders, where the engine has modules of its own; None where they are those of transformers, which
     are traced."""
     dispatcher: Dispatcher = "all-to-all"
+    balances_experts: bool = False
+    """Whether tokens are dealt out evenly, whatever the router says, as benchmarks do."""
 
     def keeps_whole_gradients(self, strategy: Strategy) -> bool:
         """Whether the gradients of a layer of this strategy are whole until the last backward pass of a step."""

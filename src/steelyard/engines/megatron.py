@@ -14,14 +14,14 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from steelyard.engines.capabilities import Capabilities, block_layers, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
-from steelyard.engines.engine import Engine
+from steelyard.engines.engine import Engine, options_in
 from steelyard.engines.execution import Execution, StateBytes
 from steelyard.engines.kernels import FUSED
 from steelyard.engines.pytorch import other_export
@@ -31,12 +31,27 @@ from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.plan.dimensions.ep import DEGREE
+from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
 from steelyard.schedules import SCHEDULES
 
 _COMMUNICATION = {"gather": "all_gather", "ulysses": "a2a"}
 """What ``--cp-comm-type`` calls the ways in which attention sees the whole sequence: the words of ``TransformerConfig``
 and Transformer Engine. The option's own help says ``allgather``, which nothing reads."""
+
+_DISPATCHERS: Mapping[str, Sequence[str]] = {
+    "alltoall": ("--moe-token-dispatcher-type alltoall",),
+    "allgather": ("--moe-token-dispatcher-type allgather",),
+    "deepep": ("--moe-token-dispatcher-type flex", "--moe-flex-dispatcher-backend deepep"),
+}
+"""By the name of an option, how tokens are sent to their experts; the first where none is chosen."""
+BALANCED = "balanced"
+"""The option by which routers deal tokens out evenly, for benchmarks."""
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **{"alltoall": {"dispatcher": "all-to-all"}, "allgather": {"dispatcher": "all-gather"}},
+    "deepep": {"dispatcher": "deep"},
+    BALANCED: {"balances_experts": True},
+}
 
 CAPABILITIES = Capabilities(
     mixes_layers=False,
@@ -64,6 +79,13 @@ FSDP_CAPABILITIES = replace(
     why_not={},
 )
 
+_FORMATS: Mapping[Precision, Sequence[str]] = {
+    "fp8": ("--fp8-format hybrid",),
+    "fp8-block": ("--fp8-format e4m3", "--fp8-recipe blockwise"),
+    "mxfp8": ("--fp8-format e4m3", "--fp8-recipe mxfp8"),
+    "nvfp4": ("--fp4-format e2m1", "--fp4-recipe nvfp4"),
+}
+"""By the precision of linear layers alone, how it is told."""
 Flags = list[str]
 """Each an option, and behind a space its value, which the script quotes."""
 
@@ -78,14 +100,14 @@ def _write(request: Request) -> Draft:
     chain = request.plan.chain()
     groups = {
         "MODEL": model_flags(chain, view.seq_len),
-        "PARALLEL": parallel_flags(view),
+        "PARALLEL": parallel_flags(view, options_in(request.plan.engine)),
         "REMAT": remat_flags(view),
         "BATCH": [
             f"--micro-batch-size {view.microbatch_per_rank}",
             f"--global-batch-size {view.global_batch}",
             f"--seq-length {view.seq_len}",
             *([] if view.precision == "fp32" else ["--bf16"]),
-            *(["--fp8-format hybrid"] if view.precision == "fp8" else []),
+            *_FORMATS.get(view.precision, ()),
         ],
     }
     left_out = [
@@ -94,7 +116,7 @@ def _write(request: Request) -> Draft:
         f"the vocabulary of {chain.vocab_size} tokens: Megatron takes that of the tokenizer; "
         "--make-vocab-size-divisible-by says to what it is padded",
     ]
-    if view.fsdp > 1:
+    if view.shards > 1:
         left_out.append("FSDP2 itself: Megatron-FSDP shards the same states, with buckets and prefetching of its own")
     return Draft(
         files=(("megatron.sh", _script(groups, view, request)),),
@@ -118,7 +140,7 @@ def _launch(request: Request) -> str:
 def _script(groups: Mapping[str, Flags], view: UniformPlan, request: Request) -> str:
     connections = (
         "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron-FSDP refuses 1"
-        if view.fsdp > 1
+        if view.shards > 1
         else "export CUDA_DEVICE_MAX_CONNECTIONS=1  # tensor parallelism asks for it before Blackwell"
     )
     wanted = ': "${MEGATRON:?set MEGATRON to a checkout of Megatron-LM}"'
@@ -172,7 +194,7 @@ def attributes(flags: Flags) -> dict[str, Any]:
     return found
 
 
-def parallel_flags(view: UniformPlan) -> Flags:
+def parallel_flags(view: UniformPlan, options: Sequence[str]) -> Flags:
     """Return the flags of degrees, stages, sharding and dispatch."""
     flags = [
         f"--tensor-model-parallel-size {view.tp}",
@@ -181,7 +203,7 @@ def parallel_flags(view: UniformPlan) -> Flags:
     ]
     if view.pipeline.num_stages > 1:
         flags.append(f"--pipeline-model-parallel-layout {layout(view.parts)}")
-    if view.fsdp > 1:
+    if view.shards > 1:
         shards = "optim_grads_params" if view.zero == 3 else "optim_grads"
         flags += [
             "--use-megatron-fsdp",
@@ -191,7 +213,7 @@ def parallel_flags(view: UniformPlan) -> Flags:
             "--no-gradient-accumulation-fusion",
             "--overlap-param-gather",
         ]
-    if view.fsdp > 1 and view.dp > 1:
+    if view.shards > 1 and view.dp > 1:
         flags += [f"--num-distributed-optimizer-instances {view.dp}", "--outer-dp-sharding-strategy no_shard"]
     if view.cp > 1:
         flags += [f"--context-parallel-size {view.cp}", f"--cp-comm-type {_COMMUNICATION[view.cp_method]}"]
@@ -199,10 +221,11 @@ def parallel_flags(view: UniformPlan) -> Flags:
         flags += [
             f"--expert-model-parallel-size {view.ranks_of_experts}",
             "--expert-tensor-parallel-size 1",
-            "--moe-token-dispatcher-type alltoall",
+            *[_DISPATCHERS[each] for each in ("alltoall", *options) if each in _DISPATCHERS][-1],
+            *(["--moe-router-force-load-balancing"] if BALANCED in options else []),
         ]
     if view.data_degree * view.cp > 1:
-        sharded = ["--use-distributed-optimizer", "--overlap-param-gather"] if view.fsdp == 1 else []
+        sharded = ["--use-distributed-optimizer", "--overlap-param-gather"] if view.shards == 1 else []
         flags += [*sharded, "--overlap-grad-reduce"]
     return flags
 
@@ -488,7 +511,8 @@ MEGATRON = Engine(
         kernels=KERNELS,
         accumulation_bytes=6,  # in the product that makes a gradient
     ),
-    precisions=("bf16", "fp32", "fp8"),
+    precisions=("bf16", "fp32", *_FORMATS),
+    options=OPTIONS,
     refuse=_refuse,
     reader=Reader(suffixes=(".sh", ".txt", ".args"), read=_read),
     targets=(

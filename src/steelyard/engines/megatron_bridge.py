@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from steelyard.engines.config_entries import hub_config
+from steelyard.engines.engine import options_in
 from steelyard.engines.execution import StateBytes
 from steelyard.engines.megatron import (
     MEGATRON,
@@ -35,6 +36,9 @@ _RENAMED = {"rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor
 _PRECISIONS = {
     "bf16": "bf16_mixed()",
     "fp8": "bf16_with_fp8_delayed_scaling_mixed()",
+    "fp8-block": "bf16_with_fp8_subchannel_scaling_mixed()",
+    "mxfp8": "bf16_with_mxfp8_mixed()",
+    "nvfp4": "bf16_with_nvfp4_mixed()",
     "fp32": "MixedPrecisionConfig(fp32=True, params_dtype=torch.float32, pipeline_dtype=torch.float32)",
 }
 
@@ -43,14 +47,16 @@ def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     chain = request.plan.chain()
     refuse_cut_token("megatron-bridge", chain, view.tp)
-    of_plan = attributes([*parallel_flags(view), *remat_flags(view)])
+    options = options_in(request.plan.engine)
+    of_plan = attributes([*parallel_flags(view, options), *remat_flags(view)])
     model = {key: value for key, value in of_plan.items() if key not in _OF_GRADIENTS}
     gradients = {key: value for key, value in of_plan.items() if key in _OF_GRADIENTS}
     if view.pipeline.num_chunks > 1:
         model["virtual_pipeline_model_parallel_size"] = view.pipeline.num_chunks
     model |= _of_model(chain, view.seq_len)
+    is_deep = view.has_experts and not {"alltoall", "allgather"} & set(options)
     return Draft(
-        files=(("bridge_recipe.py", _recipe(view, chain, model, gradients)),),
+        files=(("bridge_recipe.py", _recipe(view, chain, model, gradients, sends_deep=is_deep)),),
         carried=view.carried,
         left_out=("tokenizer, data, learning rate and first weights: set them in the recipe",),
         launch=f"{request.torchrun} bridge_recipe.py",
@@ -66,7 +72,9 @@ def _of_model(chain: ModelChain, seq_len: int) -> dict[str, Any]:
     return found | {"add_bias_linear": "--disable-bias-linear" not in flags, "seq_length": seq_len}
 
 
-def _recipe(view: UniformPlan, chain: ModelChain, model: Mapping[str, Any], gradients: Mapping[str, Any]) -> str:
+def _recipe(
+    view: UniformPlan, chain: ModelChain, model: Mapping[str, Any], gradients: Mapping[str, Any], *, sends_deep: bool
+) -> str:
     name = "".join(part.capitalize() for part in chain.family.model_type.split("_"))
     config = hub_config(chain) | {"architectures": [f"{name}ForCausalLM"]}
     precision = _PRECISIONS[view.precision]
@@ -82,9 +90,7 @@ def _recipe(view: UniformPlan, chain: ModelChain, model: Mapping[str, Any], grad
         "from megatron.bridge.training.flex_dispatcher_backend import apply_flex_dispatcher_backend",
         "from megatron.bridge.training.gpt_step import forward_step",
         "from megatron.bridge.training.mixed_precision import (",
-        "    MixedPrecisionConfig,",
-        "    bf16_mixed,",
-        "    bf16_with_fp8_delayed_scaling_mixed,",
+        *(f"    {each}," for each in dict.fromkeys(("MixedPrecisionConfig", precision.partition("(")[0]))),
         ")",
         "from megatron.bridge.training.pretrain import pretrain",
         "from transformers import AutoConfig",
@@ -96,7 +102,7 @@ def _recipe(view: UniformPlan, chain: ModelChain, model: Mapping[str, Any], grad
         "    bridge = AutoBridge.from_hf_config(AutoConfig.for_model(**HF_CONFIG))",
         "    model = bridge.to_megatron_provider(load_weights=False)",
         *(f"    model.{key} = {value!r}" for key, value in model.items()),
-        *(['    apply_flex_dispatcher_backend(model, "deepep")'] if view.has_experts else []),
+        *(['    apply_flex_dispatcher_backend(model, "deepep")'] if sends_deep else []),
         f"    precision = {precision}",
         "    precision.grad_reduce_in_fp32 = False",
         "    optimizer, scheduler = distributed_fused_adam_with_cosine_annealing(lr_warmup_iters=500, max_lr=3e-4)",

@@ -10,6 +10,7 @@ NPROC_PER_NODE, NODE_RANK and MASTER_ADDR, and builds the model from its Hugging
 import shlex
 from typing import Any
 
+from steelyard.engines.engine import options_in
 from steelyard.engines.megatron import (
     MEGATRON,
     attributes,
@@ -40,6 +41,13 @@ def _write(request: Request) -> Draft:
             expected="a model of full attention, with experts in every block or in none",
             hint="export --to megatron, whose script carries it",
         )
+    if view.precision not in ("bf16", "fp32", "fp8"):
+        raise UserError(
+            field="--to",
+            found=f"ms-swift for a plan in {view.precision}",
+            expected="bf16, fp32 or fp8",
+            hint="export --to megatron, whose script carries it",
+        )
     balancing = [flag for flag in flags if flag.startswith(_BALANCING)]
     return Draft(
         files=(("swift.sh", _script(view, request, balancing)),),
@@ -60,9 +68,10 @@ def _where(request: Request) -> str:
 
 
 def _script(view: UniformPlan, request: Request, balancing: list[str]) -> str:
+    options = options_in(request.plan.engine)
     arguments: dict[str, Any] = {
         "recompute_granularity": "none",
-        **attributes([*parallel_flags(view), *remat_flags(view), *balancing]),
+        **attributes([*parallel_flags(view, options), *remat_flags(view), *balancing]),
         "micro_batch_size": view.microbatch_per_rank,
         "global_batch_size": view.global_batch,
         "max_length": view.seq_len,

@@ -161,12 +161,12 @@ def _refuse(chain: ModelChain, seq_len: int) -> None:
 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
-    if view.precision == "fp8":
+    if view.precision in ("fp8", "mxfp8"):
         raise UserError(
             field="--to",
-            found="torchtitan for a plan in fp8",
-            expected="a plan in bf16: how torchtitan is told to use fp8 is not written here yet",
-            hint="plan with --precision bf16, and set torchtitan's own float8 converter",
+            found=f"torchtitan for a plan in {view.precision}",
+            expected="a plan in bf16: how torchtitan is told to use another one is not written here yet",
+            hint="plan with --precision bf16, and set torchtitan's own converter",
         )
     flavor, config = flavor_of(request.plan.chain(), view.seq_len)
     changes = changes_of(flavor, config)
@@ -178,7 +178,7 @@ def _write(request: Request) -> Draft:
             "selective remat to the letter: torchtitan 0.3 also recomputes every second matrix product, which the "
             "price counts; main keeps the regions that its models declare, which it does not"
         )
-    if view.fsdp > 1:
+    if view.shards > 1:
         left_out.append("communication hidden otherwise: torchtitan prefetches by FSDP's own order")
     if view.cp > 1:
         left_out.append("how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention")
@@ -282,7 +282,7 @@ def _parallelism(view: UniformPlan, version: _Version) -> dict[str, Any]:
         "tensor_parallel_degree": view.tp,
         "pipeline_parallel_degree": view.pipeline.num_stages,
     }
-    if view.fsdp > 1:
+    if view.shards > 1:
         found["fsdp_reshard_after_forward"] = "always" if view.zero == 3 else "never"
     if view.cp > 1:
         found["context_parallel_degree"] = view.cp
@@ -451,7 +451,7 @@ TORCHTITAN = Engine(
     execution=Execution(
         buffers_every_microbatch=True, kernels=replace(EAGER, selective="half of the matmuls"), fp8_share=0.68
     ),
-    precisions=("bf16", "fp32", "fp8"),
+    precisions=("bf16", "fp32", "fp8", "mxfp8"),
     refuse=_refuse,
     reader=Reader(suffixes=(".toml", ".py"), read=_read),
     targets=(

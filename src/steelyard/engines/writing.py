@@ -13,7 +13,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import Cluster
 from steelyard.model.chain import ModelChain
 from steelyard.plan.dimensions import CP, DP, FSDP, TP
-from steelyard.plan.plan import Plan
+from steelyard.plan.plan import Plan, Precision
 from steelyard.plan.strategy import Remat
 from steelyard.processes.allocator import SETTING, VARIABLE
 from steelyard.schedules import PipelineConfig
@@ -35,6 +35,8 @@ class UniformPlan:
 
     dp: int
     fsdp: int
+    shards: int
+    """Ranks over which states are sharded: those of fsdp, and with them those of cp."""
     cp: int
     cp_method: str
     """How attention sees the whole sequence under cp: gather or ulysses."""
@@ -55,7 +57,7 @@ class UniformPlan:
     """Samples of a microbatch on one data rank."""
     global_batch: int
     seq_len: int
-    precision: str
+    precision: Precision
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -68,6 +70,7 @@ class UniformPlan:
         return cls(
             dp=strategy.degree(DP),
             fsdp=strategy.degree(FSDP),
+            shards=strategy.state_shards,
             cp=strategy.degree(CP),
             cp_method=str(strategy.mode("cp_method")),
             tp=strategy.degree(TP),
@@ -99,7 +102,7 @@ class UniformPlan:
     def degrees(self) -> str:
         """The degrees in words, as in ``fsdp 4, tp 2 with sp, 2 stages``."""
         words = [f"dp {self.dp}"] if self.dp > 1 else []
-        words += [f"fsdp {self.fsdp} (ZeRO-{self.zero})"] if self.fsdp > 1 else []
+        words += [f"fsdp {self.fsdp} (ZeRO-{self.zero})"] if self.shards > 1 else []
         words += [f"cp {self.cp} ({self.cp_method})"] if self.cp > 1 else []
         words += [f"tp {self.tp} {'with' if self.sp else 'without'} sp"] if self.tp > 1 else []
         words += [f"ep {self.ep}"] if self.ep > 1 else []

@@ -36,7 +36,7 @@ from steelyard.units import GB, GIB, TERA
 
 Positive = Annotated[FiniteFloat, Field(ge=1e-6, le=1e9)]
 Count = Annotated[StrictInt, Field(gt=0, le=MOST_DEVICES)]
-DtypeName = Literal["bf16", "fp16", "fp32", "tf32", "fp8"]
+DtypeName = Literal["bf16", "fp16", "fp32", "tf32", "fp8", "mxfp8", "nvfp4"]
 FileModelT = TypeVar("FileModelT", bound="FileModel")
 MICRO = 1e-6
 _MEASURED_TIMES = ("start", "step", "climb")

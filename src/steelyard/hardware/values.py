@@ -115,7 +115,9 @@ class Device:
             field="dtype",
             found=f"{dtype!r} on device {self.name!r}, which has no matrix units for it or no known rate",
             expected="one of " + ", ".join(sorted(self.peak_flop_per_s)),
-            hint="plan with --precision fp32 (fp16 needs loss scaling, which is not run yet)"
+            hint="plan with --precision bf16"
+            if "bf16" in self.peak_flop_per_s
+            else "plan with --precision fp32 (fp16 needs loss scaling, which is not run yet)"
             if "fp32" in self.peak_flop_per_s
             else f"measure {dtype} with `steelyard profile`",
         )

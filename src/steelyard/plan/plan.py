@@ -7,7 +7,7 @@ exists can be run by as many processes as it has ranks. ``prediction`` is absent
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -31,8 +31,8 @@ from steelyard.schedules.name import ScheduleName
 from steelyard.units import format_bytes, format_plural, format_seconds
 
 LayerPrecision = Literal["fp32", "bf16"]
-"""What layers compute in, but linear layers in fp8."""
-Precision = Literal["fp32", "bf16", "fp8"]
+"""What layers compute in, but linear layers in fewer bits."""
+Precision = Literal["fp32", "bf16", "fp8", "fp8-block", "mxfp8", "nvfp4"]
 
 
 class PlanModel(PlanPart):
@@ -97,11 +97,11 @@ class Plan(PlanPart):
     def _consistent(self) -> Self:
         chain = self.chain()
         _check_config(self, chain)
-        if self.precision == "fp8" and self.engine is None:
+        if self.precision not in get_args(LayerPrecision) and self.engine is None:
             raise InvalidPlanError(
                 field="precision",
-                found="fp8 without an engine",
-                expected="bf16 or fp32, or an engine that computes in fp8",
+                found=f"{self.precision} without an engine",
+                expected="bf16 or fp32, or an engine that computes in it",
                 hint="name the engine, as in engine: megatron",
             )
         chain.check_seq_len(self.seq_len)

@@ -6,7 +6,8 @@ dimension is stands in `steelyard.plan.dimensions`.
 
 Written ``fsdp4-tp2``: the outermost level first, so the last level acts on neighbouring ranks (here ranks 0 and 1
 share a tensor-parallel pair and ranks 0, 2, 4, 6 share parameters). No levels at all (``single``) means one device.
-Modes other than the default stand behind the levels: ``fsdp4-tp2+sp zero2``.
+Modes other than the default stand behind the levels: ``fsdp4-tp2+sp zero2``. A degree is 2 or more, or 1 of fsdp where
+the states are sharded over the ranks of another dimension alone: ``fsdp1-cp8``.
 
 The devices of a stage form a mesh of small axes, one per prime factor of $G$, largest factor first (8 devices:
 2×2×2; 12: 3×2×2). A level takes a run of consecutive axes, so that any two strategies of one stage live on the same
@@ -34,6 +35,7 @@ from steelyard.plan.dimensions.dimension import (
     States,
     data_levels,
     degree_of,
+    has_following,
     replica_levels,
     shard_levels,
 )
@@ -114,7 +116,7 @@ class Strategy:
                 hint="merge the two levels into one with the product of their degrees",
             )
         for level in self.levels:
-            if level.degree < 2:
+            if level.degree < (1 if has_following(self.levels) and level.dimension.states is States.SHARDED else 2):
                 raise InvalidPlanError(
                     field="parallel", found=str(level), expected="a degree of 2 or more", hint="leave the level out"
                 )
@@ -380,7 +382,7 @@ class HiddenPlacement:
     def of(cls, axes: Iterable[tuple[Placed, int]]) -> "HiddenPlacement":
         """The placement with neighbouring axes of one placement drawn together."""
         merged: list[tuple[Placed, int]] = []
-        for placed, degree in axes:
+        for placed, degree in (each for each in axes if each[1] > 1):
             outside = merged.pop()[1] if merged and merged[-1][0] is placed else 1
             merged.append((placed, outside * degree))
         return cls(axes=tuple(merged))

@@ -25,9 +25,10 @@ from steelyard.cost.build import (
     transfer_s,
     usable_bytes,
 )
+from steelyard.cost.context import context_bytes
 from steelyard.cost.fold import why_not_folded
 from steelyard.cost.job import Job, JobConfig
-from steelyard.cost.memory import TERMS, context_bytes
+from steelyard.cost.memory import TERMS
 from steelyard.cost.placement import Placement, pooled_tables
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args
 
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines import Engine, engine_of
@@ -33,7 +33,7 @@ from steelyard.model.freezing import frozen_chain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.file import parse_file
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import LayerPrecision, Plan, Precision
 from steelyard.plan.prediction import CostSource, ProfileFile
 from steelyard.planning.pins import pins_of
 from steelyard.profiles.profile import Profile
@@ -484,7 +484,7 @@ def check_precision(engine: Engine, precision: str) -> None:
             found=f"{precision} with the engine {engine.name}",
             expected="one of " + ", ".join(engine.precisions),
             hint="plan for an engine that computes in it, as in --engine megatron"
-            if precision == "fp8"
+            if precision not in get_args(LayerPrecision)
             else "give another --precision",
         )
 

@@ -183,8 +183,9 @@ def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy
     is_sharded = settings.zero >= (2 if job.execution.keeps_own_buffers else 1)
     replicas = settings.replicas if is_sharded else data
     shards = _divided("data ranks that shard states", data, replicas, "data ranks")
-    levels = [f"{name}{degree}" for name, degree in (("dp", replicas), ("fsdp", shards)) if degree > 1]
-    is_sharded = shards > 1
+    is_sharded &= shards * settings.cp > 1
+    levels = [f"dp{replicas}"] if replicas > 1 else []
+    levels += [f"fsdp{shards}"] if is_sharded else []
     levels += [f"cp{settings.cp}"] if settings.cp > 1 else []
     levels += [f"tp{settings.tp}{'+sp' if settings.sp else ''}"] if settings.tp > 1 else []
     stages = job.engine.capabilities.allowed(ZERO, is_piped=settings.pp > 1)

@@ -83,8 +83,9 @@ def observed_strategy(layer: ChainLayer, passed: Passed, *, seq_len: int) -> Str
     replicated, sharded, reshards = _data_parallelism(layer)
     tensor = _tensor_parallelism(layer, {replicated[0], sharded[0]})
     tokens, method = layer.divided_tokens or (1, None)
-    reshards = reshards or sharded[1] == 1
-    if sharded[1] > 1:
+    shards = sharded[1] > 1
+    reshards = reshards or not shards
+    if shards:
         sharded = sharded[0], sharded[1] // tokens
     else:
         replicated = replicated[0], replicated[1] // tokens
@@ -92,7 +93,7 @@ def observed_strategy(layer: ChainLayer, passed: Passed, *, seq_len: int) -> Str
     levels = [
         (name, Level(dimension=dimension, degree=degree))
         for (name, degree), dimension in ((replicated, DP), (sharded, FSDP), (divided, CP), (tensor, TP))
-        if degree > 1
+        if degree > 1 or (shards and dimension is FSDP)
     ]
     return Strategy.of(
         levels=tuple(level for _, level in sorted(levels, key=lambda pair: pair[0])),

@@ -1,7 +1,8 @@
 r"""The strategy space: every way in which the $G$ devices of one stage may share the work of one layer.
 
 A layer takes one leaf of the papers' decision tree: an ordered factorisation $G = d_1 d_2 \cdots d_j$ in which every
-factor is at least 2 and carries a parallelism dimension of its own, the outermost level first. The rules are
+factor is at least 2 and carries a parallelism dimension of its own, the outermost level first. Beyond the papers, a
+level that shards may have a degree of 1 where another level follows it (``fsdp1-cp8``). The rules are
 
 1. groups are equal, so the degrees divide $G$ (any $G$: primes of the count, not only powers of two);
 2. a parallelism dimension appears on one level only;
@@ -23,7 +24,16 @@ from dataclasses import dataclass, field
 
 from steelyard.model.chain import LayerType
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, Value, modes
-from steelyard.plan.dimensions.dimension import Divides, Level, Levels, Mode, degree_of
+from steelyard.plan.dimensions.dimension import (
+    Divides,
+    Level,
+    Levels,
+    Mode,
+    States,
+    degree_of,
+    has_following,
+    shard_levels,
+)
 from steelyard.plan.strategy import Remat, Strategy, divisors
 
 
@@ -81,6 +91,17 @@ def enumerate_levels(num_devices: int, dimensions: tuple[Dimension, ...]) -> tup
 
 def _levels_in(num_devices: int, dimensions: tuple[Dimension, ...], devices_per_node: int | None) -> Iterator[Levels]:
     """The same, without groups that have to stay in a node and would not (`_reach`)."""
+    for levels in _products_in(num_devices, dimensions, devices_per_node):
+        yield levels
+        if has_following(levels) and not shard_levels(levels):
+            place = next(each for each, level in enumerate(levels) if level.dimension.states is States.FOLLOWING)
+            sharding = (dimension for dimension in dimensions if dimension.states is States.SHARDED)
+            for dimension in sharding:
+                yield (*levels[:place], Level(dimension=dimension, degree=1), *levels[place:])
+
+
+def _products_in(num_devices: int, dimensions: tuple[Dimension, ...], devices_per_node: int | None) -> Iterator[Levels]:
+    """Those of them with degrees of 2 or more."""
     levelled = tuple(dimension for dimension in dimensions if dimension.is_level)
     products = [tuple(_ordered_factorisations(num_devices, depth)) for depth in range(len(levelled) + 1)]
     own = {

@@ -125,7 +125,9 @@ class Load(NamedTuple):
     exchanged: Mapping[Phase, tuple[tuple[Collective, int, Amount], ...]] = MappingProxyType({})
     """Collectives by which divided experts get their tokens, as ``traced``, on the rank that gets most."""
     part_sent: float = 1.0
-    """Of these bytes, what is sent where a token goes once to each place that has experts of it."""
+    """Of these bytes, what is sent where a token goes once to each place that has experts of it, or to all."""
+    sends_to_all: bool = False
+    """Whether tokens are gathered on all ranks that divide the experts, and the results reduced over them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +323,11 @@ def summed_once(load: Load) -> Iterator[Traffic]:
             yield Traffic(phase="step", collective="all_reduce", tensor_bytes=num_bytes, over=over, beside_compute=True)
 
 
+def has_following(levels: Levels) -> bool:
+    """Whether some of the levels are sharded wherever another one shards."""
+    return any(level.dimension.states is States.FOLLOWING for level in levels)
+
+
 @lru_cache(maxsize=4096)
 def replica_levels(levels: Levels) -> Levels:
     """The levels over which a layer's states are the same, outermost first."""
@@ -372,6 +379,7 @@ __all__ = [
     "are_neighbours",
     "data_levels",
     "degree_of",
+    "has_following",
     "indivisible_samples",
     "replica_levels",
     "shard_levels",

@@ -100,7 +100,7 @@ def _traffic(load: Load) -> Iterator[Traffic]:
         for collective, count, num_bytes in collectives:
             yield Traffic(
                 phase=phase,
-                collective=collective,
+                collective="all_gather" if load.sends_to_all else collective,  # the reduction back takes as long
                 tensor_bytes=load.part_sent * num_bytes,
                 num_calls=count,
                 over="experts",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from steelyard.cost.efficiency import catalogue_rates
-from steelyard.cost.job import Job
+from steelyard.cost.job import Job, layer_precision
 from steelyard.hardware import Cluster, Link
 from steelyard.plan.plan import Plan, accumulation
 from steelyard.plan.prediction import CostSource, simplicity_line
@@ -72,7 +72,8 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
         f"tokens a step; {format_plural(plan.num_microbatches, 'microbatch', 'microbatches')} of "
         f"{format_plural(plan.microbatch_samples, 'sample')}; {accumulation(plan)}",
     )
-    yield "precision", f"{plan.precision}: {PRECISIONS[plan.precision]}"
+    alone = "" if plan.precision in PRECISIONS else f"inputs of linear layers in {plan.precision}, all else "
+    yield "precision", f"{plan.precision}: {alone}{PRECISIONS[layer_precision(plan.precision)]}"
     bound = prediction.lower_bound_s
     proven = f"; no plan takes less than {format_seconds(bound)} by the search's closed form" if bound > 0 else ""
     yield "proof", f"{prediction.certificate}{proven}"
@@ -122,7 +123,7 @@ def _job_facts(job: Job) -> Iterator[tuple[str, Child]]:
     yield (
         "device",
         [
-            f"{device.name}: {job.peak_flop_per_s / TERA:,.0f} TFLOP/s in {job.precision}, "
+            f"{device.name}: {job.peak_flop_per_s / TERA:,.0f} TFLOP/s in {layer_precision(job.precision)}, "
             f"{device.known_memory_bytes_per_s() / GB:,.0f} GB/s, {memory}",
             _cite(device.source),
         ],
