@@ -44,7 +44,9 @@ def closed(name: str, layer: LayerProfile, kernels: Kernels = TRACED) -> LayerPr
     chain = load_model(name)
     layer_type = next(each for each in chain.layer_types if each.name == layer.kind)
     tp, sp = layer.degrees.get("tp", 1), "sp" in layer.degrees
-    return decoder_layer(DecoderShape.of(chain, SEQ_LEN), kernels, layer_type, tp=tp, sp=sp)
+    shape = DecoderShape.of(chain, SEQ_LEN)
+    assert shape is not None
+    return decoder_layer(shape, kernels, layer_type, tp=tp, sp=sp)
 
 
 def block(kernels: Kernels, *, tp: int = 1, sp: bool = False, **changed: object) -> LayerProfile:
@@ -148,6 +150,11 @@ def test_an_engine_with_its_own_modules_keeps_the_number_of_parameters() -> None
 @pytest.mark.parametrize("engine", [NATIVE, DEEPSPEED, ACCELERATE])
 def test_engines_that_run_transformers_are_priced_as_traced(engine: Engine) -> None:
     assert job_under(job("llama2-7b"), engine).profile == traced("llama2-7b")
+
+
+def test_a_model_of_another_form_stays_as_traced() -> None:
+    """Falcon shares keys and values between heads, which its config does not say as others do."""
+    assert job_under(job("falcon-7b"), MEGATRON).profile == traced("falcon-7b")
 
 
 def test_what_was_measured_stays_as_it_was() -> None:

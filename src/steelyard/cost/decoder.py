@@ -87,12 +87,15 @@ class DecoderShape:
     """Width of the experts that every token takes."""
 
     @classmethod
-    def of(cls, chain: ModelChain, seq_len: int) -> "DecoderShape":
-        """The sizes that a model's config says, for sequences of ``seq_len`` tokens."""
+    def of(cls, chain: ModelChain, seq_len: int) -> "DecoderShape | None":
+        """The sizes that a model's config says, for sequences of ``seq_len`` tokens; None where it has no attention
+        heads. Whether the model is of this form its parameters tell (`steelyard.cost.kernels`)."""
         config = chain.config
         heads = _first(config, "num_attention_heads", "n_head")
-        num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts", default=0)
-        width = _first(config, "moe_intermediate_size", "intermediate_size", default=0)
+        if not heads:
+            return None
+        num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+        width = _first(config, "moe_intermediate_size", "intermediate_size")
         has_latent = bool(config.get("kv_lora_rank"))
         return cls(
             hidden=chain.hidden_size,
@@ -120,12 +123,9 @@ class DecoderShape:
         )
 
 
-def _first(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    """The first of these sizes that a config has; `KeyError` where it has none and there is no default."""
-    found = next((int(config[key]) for key in keys if config.get(key)), default)
-    if found is None:
-        raise KeyError(keys[0])
-    return found
+def _first(config: Mapping[str, Any], *keys: str, default: int = 0) -> int:
+    """The first of these sizes that a config has as a number."""
+    return next((config[key] for key in keys if isinstance(config.get(key), int) and config[key]), default)
 
 
 def decoder_layer(

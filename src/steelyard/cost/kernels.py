@@ -10,37 +10,46 @@ from steelyard.cost.job import Job, layer_precision
 from steelyard.engines.engine import Engine
 from steelyard.engines.kernels import Kernels
 from steelyard.hardware.values import Device
-from steelyard.model.chain import LayerType
 from steelyard.plan.plan import Precision
 from steelyard.profiles.profile import LayerProfile
 
+_SAME_FORM = 0.05
+"""Part by which the parameters of an undivided layer may differ where it is of the closed form: biases, positions."""
+
 
 def job_under(job: Job, engine: Engine) -> Job:
-    """The job as an engine runs it. What was measured, is in fp32 or is frozen in parts stays as it was."""
+    """The job as an engine runs it.
+
+    What was measured, is in fp32, is frozen in parts or has other layers than the closed forms stays as it was.
+    """
     profile, kernels = job.profile, kernels_of(engine, job.precision)
     imbalance = 1.0 if engine.execution.balances_experts else job.imbalance
     if kernels is not None and not profile.identity.is_measured and job.precision != "fp32":
-        layer_types = {layer_type.name: layer_type for layer_type in job.chain.layer_types}
-        shape = DecoderShape.of(job.chain, job.seq_len)
-        slowdown = tuned_over_experts(engine, job.cluster.device)
-
-        def under(layer: LayerProfile) -> LayerProfile:
-            layer_type: LayerType = layer_types[layer.kind]
-            if layer_type.likeness:
-                return layer
-            found = decoder_layer(
-                shape,
-                kernels,
-                layer_type,
-                tp=layer.degrees.get("tp", 1),
-                sp="sp" in layer.degrees,
-                imbalance=imbalance,
-                slowdown=slowdown,
-            )
-            return _with_params_of(layer, found)
-
-        profile = profile.model_copy(update={"layers": tuple(under(layer) for layer in profile.layers)})
+        layers = _under(kernels, job, imbalance, tuned_over_experts(engine, job.cluster.device))
+        profile = profile.model_copy(update={"layers": layers or profile.layers})
     return replace(job.on(profile=profile), engine=engine, imbalance=imbalance)
+
+
+def _under(kernels: Kernels, job: Job, imbalance: float, slowdown: float) -> tuple[LayerProfile, ...]:
+    """The layers of the job's profile in closed form; empty where one of them is not of that form."""
+    layer_types = {layer_type.name: layer_type for layer_type in job.chain.layer_types}
+    shape, found = DecoderShape.of(job.chain, job.seq_len), []
+    if shape is None or any(layer_type.likeness for layer_type in layer_types.values()):
+        return ()
+    for layer in job.profile.layers:
+        closed = decoder_layer(
+            shape,
+            kernels,
+            layer_types[layer.kind],
+            tp=layer.degrees.get("tp", 1),
+            sp="sp" in layer.degrees,
+            imbalance=imbalance,
+            slowdown=slowdown,
+        )
+        if not layer.degrees and abs(closed.num_params / layer.num_params - 1) > _SAME_FORM:
+            return ()
+        found.append(_with_params_of(layer, closed))
+    return tuple(found)
 
 
 def kernels_of(engine: Engine, precision: Precision) -> Kernels | None:
