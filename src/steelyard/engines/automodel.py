@@ -163,7 +163,7 @@ AUTOMODEL = Engine(
     software="NeMo Automodel 0.7.0",
     capabilities=CAPABILITIES,
     execution=Execution(
-        kernels=replace(FUSED, selective="half of the matmuls", full="until last needed"),
+        kernels=replace(FUSED, selective="half of the matmuls", full="until last needed", expert_copies=2),
         tuned_linear_speedup=TE_SPEEDUP,
     ),
     refuse=_refuse,

@@ -7,7 +7,8 @@ from published_runs.forecast import Forecast, forecast
 from published_runs.rows import PublishedRun
 
 from steelyard.cost.predict import predict
-from steelyard.engines.megatron import MEGATRON, TE_SPEEDUP
+from steelyard.engines.megatron import MEGATRON
+from steelyard.engines.megatron_bridge import TE_SPEEDUP
 from steelyard.plan.dimensions import CP
 from steelyard.plan.strategy import Strategy
 from tests.benchmarks.published_runs.examples import case
