@@ -30,15 +30,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from steelyard.cost.decoder_experts import Experts, with_experts
+from steelyard.cost.decoder_experts import HALF, Experts, with_experts
 from steelyard.engines.kernels import Kernels
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.family import Routing
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Recomputation, Work
 from steelyard.profiles.shapes import Affine, AttentionCall
 
-HALF = 2
-"""Bytes of an activation or a weight in bf16 or fp16."""
 ALIGNED_BYTES = 16
 """What rows of a matrix begin at multiples of where tensor cores read them at once (cuBLAS, "Tensor Core Usage")."""
 MISALIGNED_RATE = 0.4

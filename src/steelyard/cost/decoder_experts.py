@@ -18,6 +18,7 @@ from steelyard.profiles.profile import CollectiveCount, LayerProfile, Recomputat
 from steelyard.profiles.shapes import Affine
 
 HALF = 2
+"""Bytes of an activation or a weight in bf16 or fp16."""
 _ROUTER_KERNELS = 14
 """Scores, top-k, counts, permutation and its inverse."""
 _GROUPED_KERNELS = 4
