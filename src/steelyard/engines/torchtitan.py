@@ -30,7 +30,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
-from steelyard.schedules import SCHEDULES
+from steelyard.schedules import SCHEDULES, USUAL
 
 CAPABILITIES = Capabilities(
     mixes_layers=False,
@@ -372,7 +372,7 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
     parts = entries.get(*(f"{parallel}{version.cuts}" for version in (RELEASE, MAIN)))
     if parts and not (isinstance(parts, list) and all(isinstance(part, list) for part in parts)):
         raise ValueError("the modules of the parts of the pipeline are no lists of names")
-    schedule = str(entries.get(f"{parallel}pipeline_parallel_schedule", default="1F1B"))
+    schedule = str(entries.get(f"{parallel}pipeline_parallel_schedule", default=USUAL.torchtitan_name))
     local = entries.number("training.local_batch_size")
     micro_batch = entries.number(f"{parallel}pipeline_parallel_microbatch_size") if pp > 1 else local
     batch = entries.number_or_none("training.global_batch_size") or local * data
@@ -380,7 +380,7 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
     if seq_len and "training.num_tokens_per_train_step" in values:  # main counts tokens
         batch = entries.number("training.num_tokens_per_train_step") // seq_len
         micro_batch = entries.number("training.num_tokens_per_microbatch_per_dp_rank") // seq_len
-    chunks = 2 if "Interleaved" in schedule else 1
+    chunks = 2 if any(schedule == each.torchtitan_name for each in SCHEDULES.values() if each.takes_chunks) else 1
     mode = str(entries.get("activation_checkpoint.mode", default="none"))
     remats = {"none": Remat.NONE, "selective": Remat.SELECTIVE, "full": Remat.FULL}
     if mode not in remats:

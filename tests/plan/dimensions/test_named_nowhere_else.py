@@ -19,6 +19,8 @@ MAY_NAME = {
     "cli/price.py": LANGUAGE,
     "planning/settings.py": LANGUAGE,
     "engines/execution.py": "optimizers of other frameworks have ZeRO stages of their own",
+    "cost/decoder.py": "has the sizes of a tensor-parallel rank's layers in closed form",
+    "cost/decoder_experts.py": "the same of its experts",
     "cost/kernels.py": "changes traces of tensor parallelism into those of other frameworks' kernels",
     "engines/automodel.py": LANGUAGE,
     "engines/axolotl.py": LANGUAGE,

@@ -139,7 +139,7 @@ def on(device: str) -> ReportContents:
     return ReportContents(plan=planned, plan_file="plan.json", job=of, study=nothing)
 
 
-@pytest.mark.parametrize("device", ["b200-180gb", "mi300x", "rtx-4090"])
+@pytest.mark.parametrize("device", ["b200-180gb", "mi250x", "rtx-4090"])
 def test_assumed_rates_are_said_to_be_assumed_wherever_rates_are_shown(device: str) -> None:
     found, rates = on(device), str(catalogue_rates(device))
     assert rates.startswith("assumed")
