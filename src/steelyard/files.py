@@ -16,14 +16,14 @@ import yaml
 
 from steelyard.units import KIB, MIB, format_bytes
 
-MOST_BYTES = 32 * MIB
-"""Of a JSON file: cost tables of a thousand devices take a third of it."""
+MOST_BYTES = 64 * MIB
+"""Of a JSON file: cost tables of 16 devices take 37 MiB."""
 MOST_YAML_BYTES = 64 * KIB
 """Of a YAML file, of which people write a page; its parser takes a second for each few hundred kilobytes."""
 MOST_DEPTH = 64
 MOST_CONTAINERS = 2**20
 """Objects and lists of a file."""
-MOST_VALUES = 2**22
+MOST_VALUES = 2**23
 MOST_KEYS = 2**18
 """Keys of one object: the index of a model with many experts names a hundred thousand tensors."""
 MOST_YAML_VALUES = 2**14

@@ -11,7 +11,7 @@ from tests.jobs import request_of
 
 
 def test_a_frontier_of_assumed_rates_says_so() -> None:
-    of = job(parse_cluster("1x2xmi300x"), global_batch=4)
+    of = job(parse_cluster("1x2xmi250x"), global_batch=4)
     console = Console(record=True, width=200)
     console.print(frontier_view(find_trade_offs(request_of(of), of, max_searches=3, device_counts=(2,))))
     assert "assumed for amd" in console.export_text()
