@@ -13,16 +13,13 @@ import csv
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from steelyard.cost.job import layer_precision
-from steelyard.cost.kernels import job_under
 from steelyard.engines import Engine
 from steelyard.engines.automodel import AUTOMODEL
-from steelyard.engines.execution import StateBytes
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN
@@ -31,10 +28,9 @@ from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import plan_job
-from steelyard.planning.job import job_of
-from steelyard.planning.price import describe, peak_bytes, summarise, with_price
+from steelyard.planning.price import describe, peak_bytes, summarise
 from steelyard.planning.request import make_request
-from steelyard.planning.settings import Settings, plan_of_settings
+from steelyard.planning.settings import Settings, price_settings
 from steelyard.units import GIB
 
 DATA = Path(__file__).parent / "data" / "expert_plans"
@@ -68,14 +64,6 @@ def _megatrons(config: Mapping[str, Any], tp: int) -> Mapping[str, Any]:
     return config if size % tp == 0 else {**config, "vocab_size": -(-size // unit) * unit}
 
 
-def _sharding(engine: Engine, zero: int) -> Engine:
-    """The engine with states of its own replicated, where the experts did not shard them."""
-    states = engine.execution.states
-    if not isinstance(states, StateBytes):
-        return engine
-    return replace(engine, execution=replace(engine.execution, states=replace(states, zero=min(zero, 1))))
-
-
 def load_config(name: str, folder: Path) -> Mapping[str, Any]:
     """The config of a packaged model by its name, or at a path beside the table or here."""
     if not name.endswith(".json"):
@@ -107,7 +95,7 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
     nodes = max(1, int(row["gpus"]) // int(row["gpus_per_node"]))
     per_node = min(int(row["gpus"]), int(row["gpus_per_node"]))
     try:
-        engine = _sharding(ENGINES[row["framework"]], int(row["zero"] or 1))
+        engine = ENGINES[row["framework"]]
         config = load_config(row["model"], folder)
         request = make_request(
             _megatrons(config, int(row["tp"])) if "megatron" in engine.name else config,
@@ -116,8 +104,7 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
             seq_len=int(row["seq"]),
             precision=layer_precision(row["precision"]),  # type: ignore[arg-type]
         )
-        job = replace(job_under(job_of(request), engine), precision=row["precision"])  # type: ignore[arg-type]
-        plan = with_price(plan_of_settings(job, settings_of(row)), job)
+        plan, job = price_settings(request, engine, row["precision"], settings_of(row))  # type: ignore[arg-type]
         found |= {
             "priced_s": _step_s(plan),
             "priced_gib": peak_bytes(plan) / GIB,

@@ -1,4 +1,4 @@
-"""What each framework that others published runs of is as an engine: those of the product, and values of the same kind.
+"""Engines for the frameworks that others published runs of: those of the product, and values of the same kind.
 
 What runs beside what, which kernels are fused and how states are kept follows each framework's code, papers or
 defaults, as far as known; versions may differ from those that ran. These numbers were chosen on open rows instead:
@@ -43,7 +43,7 @@ dense models of 60 million parameters is 0 to 30 MiB."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """How a framework runs a plan, and what it does where a row says nothing."""
+    """A framework as it runs a plan, and its defaults where a row says nothing."""
 
     execution: Execution
     """With kernels of its own: rows have sizes, and no modules that could be traced."""

@@ -79,33 +79,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show why a plan and not another: what binds, what each baseline costs, what memory is worth."""
-    notes: tuple[str, ...] = ()
-    if source is None and (global_batch or seq_len):
-        raise UserError(
-            field="--global-batch" if global_batch else "--seq-len",
-            found="one for a plan file, which has its own",
-            expected="--from beside it",
-            hint="leave it out, or plan again with another",
-        )
-    if source is None:
-        plan = read_plan(path)
-    elif cluster is None:
-        raise UserError(
-            field="--cluster",
-            found="none",
-            expected="the devices that run the file",
-            hint="add --cluster 1x8xh100-80gb",
-        )
-    else:
-        plan, notes = plan_of_file(
-            source,
-            str(path),
-            cluster,
-            engine=engine,
-            network=network,
-            global_batch=global_batch,
-            seq_len=seq_len,
-        )
+    plan, notes = _read(path, source, cluster, engine, network, global_batch, seq_len)
     with progress("counting the model's layers", silent=as_json) as show:
         if plan.is_mixed:
             not_with_pools({"--why-not": why, "--all": everything})
@@ -140,6 +114,37 @@ def explain(
     else:
         view = explain_view if explanation.why_not is None else why_not_view
         Console().print(view(plan, explanation, everything=everything))
+
+
+def _read(
+    path: Path,
+    source: Path | None,
+    cluster: str | None,
+    engine: str | None,
+    network: str | None,
+    global_batch: int | None,
+    seq_len: int | None,
+) -> tuple[Plan, tuple[str, ...]]:
+    """The plan of a plan file, or of an engine's file ``source`` for the model ``path``, and notes on its reading."""
+    if source is None:
+        if global_batch or seq_len:
+            raise UserError(
+                field="--global-batch" if global_batch else "--seq-len",
+                found="one for a plan file, which has its own",
+                expected="--from beside it",
+                hint="leave it out, or plan again with another",
+            )
+        return read_plan(path), ()
+    if cluster is None:
+        raise UserError(
+            field="--cluster",
+            found="none",
+            expected="the devices that run the file",
+            hint="add --cluster 1x8xh100-80gb",
+        )
+    return plan_of_file(
+        source, str(path), cluster, engine=engine, network=network, global_batch=global_batch, seq_len=seq_len
+    )
 
 
 def _explained(

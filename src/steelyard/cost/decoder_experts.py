@@ -1,4 +1,4 @@
-r"""What routed experts add to the block of `steelyard.cost.decoder`, whose feed-forward part is the shared expert.
+r"""Routed experts: additions to the block of `steelyard.cost.decoder`, whose feed-forward part is the shared expert.
 
 Each of a rank's $\tau s$ tokens goes to $t$ experts of width $f$, so that a rank computes $p = \tau s t$ pairs, with
 $\tau = \text{etp}/\text{tp}$ of a sequence: tensor-parallel ranks that do not divide the experts divide the tokens.

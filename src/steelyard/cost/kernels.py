@@ -64,7 +64,7 @@ def kernels_of(engine: Engine, precision: Precision) -> Kernels | None:
 
 
 def tuned_over_experts(engine: Engine, device: Device) -> float:
-    """How many times as fast as matmuls of experts an engine's other linear layers are, which its kernels suit."""
+    """Return how many times as fast as matmuls of experts an engine's other linear layers are."""
     return engine.execution.tuned_linear_speedup if "fp8" in device.peak_flop_per_s else 1.0
 
 

@@ -172,7 +172,7 @@ def layer_load(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Lo
 
 
 def _part_sent(strategy: Strategy, config: JobConfig) -> float:
-    """Of the tokens that are exchanged, one for each expert, the part that is sent.
+    """Return the part that is sent of the tokens that are exchanged, one for each expert.
 
     An all-gather is of all ranks' tokens, each once, however uneven their routing.
     """

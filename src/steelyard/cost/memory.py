@@ -89,7 +89,7 @@ class LayerRows:
 
     @property
     def of_tensors(self) -> "LayerRows":
-        """The same without communicators."""
+        """Rows without communicators."""
         works, ends, first = (each - self.communicators for each in (self.works, self.ends, self.first_reduction))
         return replace(self, works=works, ends=ends, first_reduction=first)
 

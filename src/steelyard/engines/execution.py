@@ -1,4 +1,4 @@
-"""How an engine runs a plan, as far as that changes what a step costs; the defaults are those of `steelyard.runtime`.
+"""Execution of a plan by an engine, as far as it changes what a step costs; the defaults are our runtime's.
 
 `benchmarks/published_runs/frameworks.py` has one value per framework that others published runs of, and says which were
 read in code or papers and which were chosen on those runs.

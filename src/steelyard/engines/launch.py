@@ -208,7 +208,7 @@ def _pytorchjob(cluster: Cluster, name: str, image: str) -> list[Document]:
 
 
 def _pod(cluster: Cluster, name: str, image: str, *, container: str, rank: str, meeting: str) -> Document:
-    """What runs on each host; ``rank`` and ``meeting`` name the variables that the operator sets."""
+    """Return the pod of each host; ``rank`` and ``meeting`` name the variables that the operator sets."""
     command = (
         f"exec torchrun --nnodes {cluster.num_nodes} --nproc-per-node {cluster.devices_per_node} "
         f'--node-rank "${rank}" --master-addr "${meeting}_ADDR" --master-port "${meeting}_PORT" '
