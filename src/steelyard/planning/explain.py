@@ -123,12 +123,10 @@ def other_budgets(job: Job) -> tuple[Variant, ...]:
     """Return the variants of a GiB per device more and less, or a sixteenth of a small budget, and without margin."""
     budget = job.budget_bytes
     change = GIB if budget >= SMALL_BUDGET_BYTES else budget // 16
-    found = [within(f"{format_bytes(change)} more", budget + change)]
-    found.append(within(f"{format_bytes(change)} less", budget - change))
+    found = {f"{format_bytes(change)} more": budget + change, f"{format_bytes(change)} less": budget - change}
     if job.margin_bytes:
-        name = f"no margin ({format_bytes(job.margin_bytes)} more)"
-        found.append(within(name, budget + job.margin_bytes))
-    return tuple(found)
+        found[f"no margin ({format_bytes(job.margin_bytes)} more)"] = budget + job.margin_bytes
+    return tuple(within(name, found[name]) for name in sorted(found, key=lambda name: -found[name]))
 
 
 def what_binds(step_s: float, best: ComparedBaseline, free: ComparedBaseline) -> str:

@@ -290,13 +290,14 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
     return found
 
 
-@compiled("i8(i8[::1], i8[:,::1], f8[::1], i8[:,::1], f8[:,::1], f8[:,:,::1], f8[:,:,::1], i8[:,:,:,::1])")
+@compiled("i8(i8[::1], i8[:,::1], f8[::1], i8[:,::1], f8[:,::1], f8, f8[:,:,::1], f8[:,:,::1], i8[:,:,:,::1])")
 def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     order: IntArray,
     places: IntArray,
     seconds: FloatArray,
     growth: IntArray,
     detour: FloatArray,
+    slack_s: float,
     fastest: FloatArray,
     same: FloatArray,
     known: IntArray,
@@ -304,10 +305,10 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     """Moves the unbeaten of the `candidates` to the front of ``order``, which lists them by bytes; returns how many.
 
     ``detour`` [C + 1, C + 1] is at most so much longer takes whatever follows from the first class than from the
-    second; ``growth`` [B, B] as in `StageCosts`. Only states of one entry are compared. Room to work in, [entries times
-    B, C + 1, J]: ``fastest`` so far at a level or below, ``same`` the fastest at the very level and ``known`` what it
-    takes with its transient, and without. Of equal bytes the faster one goes first, then the one with the smaller
-    transient.
+    second; ``growth`` [B, B] as in `StageCosts`; ``slack_s`` as in `Pruning`. Only states of one entry are compared.
+    Room to work in, [entries times B, C + 1, J]: ``fastest`` so far at a level or below, ``same`` the fastest at the
+    very level and ``known`` what it takes with its transient, and without. Of equal bytes the faster one goes first,
+    then the one with the smaller transient.
     """
     sizes = len(growth)
     for index in order:
@@ -337,7 +338,7 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
         beaten = False
         for turn in range(detour.shape[0] + 1):
             other = left if turn == 0 else turn - 1  # the own class beats most
-            longest = seconds[index] - detour[other, left]
+            longest = seconds[index] + slack_s - detour[other, left]
             beaten = own > 0 and fastest[came, other, own - 1] <= longest
             beaten |= same[came, other, own] <= longest and known[0, came, other, own] <= peak
             if beaten:
@@ -348,7 +349,7 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
             if beaten or other == size or more < 0 or known[0, place, 0, 0] == -2:
                 continue
             for level in range(fastest.shape[2]):
-                if same[place, left, level] <= seconds[index] and known[0, place, left, level] + more <= peak:
+                if same[place, left, level] <= seconds[index] + slack_s and known[0, place, left, level] + more <= peak:
                     beaten |= known[1, place, left, level] + more <= places[2, index]
         if beaten:
             continue

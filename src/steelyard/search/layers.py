@@ -60,7 +60,11 @@ MAX_TYPES_SCREENED = 32
 """With more layer types than this in a run, its transient peaks are grouped into levels unseen."""
 
 MAX_CANDIDATES = 2_000_000
-"""States times options of one layer; more of them take seconds and hundreds of megabytes, and seldom end in a proof."""
+"""States times options of one layer; more of them take seconds and hundreds of megabytes."""
+
+FEW_CANDIDATES = 250_000
+"""Where there would be more than those, states are dropped that others nearly beat, until there are no more than
+these."""
 
 NO_LIMIT_BYTES = 2**60
 NOTHING_BYTES = -(2**50)
@@ -173,6 +177,8 @@ class ChainFrontier:
     """The states after every layer of a run; the last ones are the answers."""
 
     per_layer: tuple[LayerStates, ...]
+    missed_s: float = 0.0
+    """By so much at most is a time above that of a state that was dropped since others nearly beat it."""
 
     @property
     def last(self) -> LayerStates:
@@ -361,10 +367,6 @@ class TimeIsUpError(Exception):
     """The deadline passed inside a search; callers turn it into a result with a gap."""
 
 
-class TooManyStatesError(Exception):
-    """Too many states are within the limit; callers lower it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pruning:
     """When a state of the dynamic program may be dropped.
@@ -410,7 +412,7 @@ def chain_frontier(
         costs, layer_types, pruning, _levels(costs, layer_types, pruning, costs.transient + costs.rows[:, 6])
     )
     guide = _guide(costs, layer_types, entries, pruning, _levels(costs, layer_types, pruning, costs.transient))
-    per_layer = []
+    per_layer, missed_s = [], 0.0
     for position, layer_type in enumerate(layer_types):
         if pruning.deadline is not None and time.monotonic() > pruning.deadline:
             raise TimeIsUpError
@@ -419,17 +421,17 @@ def chain_frontier(
         else:
             detour = guide.nothing_follows if is_last else guide.anything_follows
         needed, have = len(states) * int(costs.count[layer_type]), room[0].shape[1]
-        if needed > MAX_CANDIDATES:
-            raise TooManyStatesError
         if needed > have:  # else the same again, since the system hands out new pages slowly
             size = max(needed, min(2 * have, MAX_CANDIDATES))
             room = np.empty((8, size), dtype=np.int64), np.empty((2, size))
-        states = _extend(
-            states, costs, layer_type, detour, guide, position + 1, room, _NOTHING if received is None else received
-        )
+        num_next = max(1, int(costs.count[list(layer_types[position + 1 : position + 2])].sum()))
+        few, most = FEW_CANDIDATES // num_next, (2 * FEW_CANDIDATES if missed_s else MAX_CANDIDATES) // num_next
+        found = _NOTHING if received is None else received
+        states, slack_s = _extend(states, costs, layer_type, detour, guide, position + 1, room, found, few, most)
         received = None
+        missed_s += slack_s
         per_layer.append(states)
-    return ChainFrontier(per_layer=tuple(per_layer))
+    return ChainFrontier(per_layer=tuple(per_layer), missed_s=missed_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -598,8 +600,13 @@ def _extend(
     position: int,
     room: _Room,
     received: IntArray,
-) -> LayerStates:
-    """The unbeaten states after one more layer, in order of bytes."""
+    few: int,
+    most: int,
+) -> tuple[LayerStates, float]:
+    """The unbeaten states after one more layer, in order of bytes, and by how much they may be beaten.
+
+    That is 0 unless they would be more than ``most``: then there are ``few``.
+    """
     (places, values), width, sizes = room, guide.pruning.width, len(costs.buffers)
     shape = ((costs.num_groups + 1) * sizes, len(detour), len(guide.upper))
     work, peaks = np.empty((2, *shape)), np.empty((2, *shape), dtype=np.int64)
@@ -631,7 +638,17 @@ def _extend(
         values,
     )
     order = places[2, :found].argsort(kind="stable")
-    kept = order[: kernels.sweep(order, places, values[0], costs.growth, detour, work[0], work[1], peaks)]
+
+    def unbeaten(order: IntArray, slack_s: float) -> IntArray:
+        return order[: kernels.sweep(order, places, values[0], costs.growth, detour, slack_s, work[0], work[1], peaks)]
+
+    kept, slack_s = unbeaten(order, 0.0), 0.0
+    if len(kept) > most:
+        exact, span_s = kept, float(np.ptp(values[0, kept]))
+        slack_s = span_s / len(kept)
+        while len(kept) > few and slack_s < span_s:
+            slack_s *= 2
+            kept = unbeaten(exact.copy(), slack_s)
     if width is not None and len(kept) > width:
         kept = kept[np.sort(np.argsort(values[1, kept], kind="stable")[:width])]
-    return LayerStates(rows=places.take(kept, axis=1), seconds=values[0, kept])
+    return LayerStates(rows=places.take(kept, axis=1), seconds=values[0, kept]), slack_s

@@ -22,8 +22,8 @@ Not modelled: what `CostTables` leaves out; the schedule's exact time comes from
 
 import itertools
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -39,7 +39,7 @@ from steelyard.search.bounds import (
     stage_memories,
 )
 from steelyard.search.evaluate import Solution, evaluate
-from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, TooManyStatesError, chain_frontier
+from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, chain_frontier
 from steelyard.search.pipeline_dp import Pipeline, join_runs
 from steelyard.search.runs import (
     AnyBudget,
@@ -62,20 +62,11 @@ FIRST_AIM = 0.0005
 AIM_GROWTH = 2.0
 """Each next target lies so many times as far above the lower bound then known."""
 
-LEAST_AIM = 0.0001
-"""The proof is given up where too many states lie within a target so little above the lower bound, relatively."""
-
 PRECISION = 0.001
 """To which the least time of the slowest stage is found, relatively."""
 
 FIRST_PLAN_WIDTH = 32
 """States kept per layer while a first plan is sought."""
-
-WIDEST = 8 * 8 * FIRST_PLAN_WIDTH
-"""States kept per layer, at most, while a better plan is sought because too many states lie below the one known."""
-
-MAX_RETREATS = 12
-"""Targets of too many states after which the proof is given up."""
 
 
 NO_PLAN = Solution(boundaries=(), strategies=(), stages=(), step_s=np.inf)
@@ -105,18 +96,32 @@ class ConfigResult:
         return 1 - self.lower_bound_s / self.solution.step_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Prospect:
     """A feasible configuration before its search: what is known cheaply."""
 
     prepared: PreparedTables
     lower_bound_s: float
-    fallback: Solution
-    """One of little memory; `NO_PLAN` where it does not fit either."""
+    fitting: tuple[int, ...]
+    """boundaries of stages as long as their least memory allows"""
     filled: tuple[int, ...]
     """boundaries of stages filled up to about the least maximum time"""
-    miss: NearestMiss
-    """Of that plan of little memory."""
+
+    @cached_property
+    def least(self) -> Solution:
+        """A plan of little memory, which fits where nothing is freed."""
+        tables, memories = self.prepared.tables, self.prepared.memories
+        return evaluate(tables, self.fitting, least_memory_strategies(tables, memories, self.fitting))
+
+    @property
+    def fallback(self) -> Solution:
+        """The plan of little memory; `NO_PLAN` where it does not fit either."""
+        return self.least if self.least.peak_bytes <= self.prepared.budget_bytes else NO_PLAN
+
+    @property
+    def miss(self) -> NearestMiss:
+        """What the plan of little memory needs."""
+        return miss_of(self.prepared.tables, self.least, self.prepared.budget_bytes)
 
 
 def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | ConfigResult:
@@ -135,9 +140,8 @@ def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | Co
         smallest = least_plan(tables, memories)
         miss = None if smallest is None else miss_of(tables, smallest, budget_bytes)
         return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
-    least = evaluate(tables, fitting, least_memory_strategies(tables, memories, fitting))
     prepared = known.within(budget_bytes)
-    low, high = prepared.fastest_total_s / tables.pipeline.num_stages, max(stage.time_s for stage in least.stages)
+    low, high = prepared.fastest_total_s / tables.pipeline.num_stages, _slowest_total_s(tables)
     while high - low > PRECISION * high:  # the least maximum of the stage bounds lies between them
         middle = (low + high) / 2
         low, high = (low, middle) if filled_boundaries(prepared, middle) else (middle, high)
@@ -145,9 +149,8 @@ def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | Co
     return Prospect(
         prepared=prepared,
         lower_bound_s=max(quick_bound_s(tables), even_s),
-        fallback=least if least.peak_bytes <= budget_bytes else NO_PLAN,
+        fitting=fitting,
         filled=filled_boundaries(prepared, high) or fitting,
-        miss=miss_of(tables, least, budget_bytes),
     )
 
 
@@ -185,7 +188,7 @@ def settle_chain(prospect: Prospect, *, cutoff_s: float = np.inf, deadline: floa
     if prospect.lower_bound_s > cutoff_s:
         return ConfigResult(status="beaten", solution=None, lower_bound_s=prospect.lower_bound_s)
     best = _first_or_fallback(prospect)
-    found = _search_upwards(prospect.prepared, best, prospect.lower_bound_s, cutoff_s, deadline, filled=prospect.filled)
+    found = _search_upwards(prospect.prepared, best, prospect.lower_bound_s, cutoff_s, deadline)
     return replace(found, miss=prospect.miss) if found.status == "infeasible" else found
 
 
@@ -226,22 +229,17 @@ def quick_bound_s(tables: CostTables) -> float:
     return (total + (tables.pipeline.num_passes - 1) * worst) * (1 - ROUNDING)
 
 
-def first_plan(
-    prepared: PreparedTables, boundaries: Sequence[int], width: int = FIRST_PLAN_WIDTH, known_s: float = np.inf
-) -> Solution | None:
-    """A good plan with these boundaries: stage after stage, few states each, the fastest end taken; None if stuck.
-
-    One that takes no longer a step than ``known_s``, where that is given.
-    """
+def first_plan(prepared: PreparedTables, boundaries: Sequence[int]) -> Solution | None:
+    """A good plan with these boundaries: stage after stage, few states each, the fastest end taken; None if stuck."""
     strategies: list[int] = []
     entries = None
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
         bounds = prepared.bounds[stage]
         pruning = Pruning(
             budget_bytes=prepared.rooms[stage],
-            limit_s=known_s / prepared.tables.pipeline.num_passes,
+            limit_s=np.inf,
             prices=bounds.good_prices(start, end),
-            width=width,
+            width=FIRST_PLAN_WIDTH,
         )
         layer_types = prepared.tables.run_types(range(start, end))
         received = prepared.received(stage)
@@ -261,51 +259,37 @@ def _search_upwards(
     cutoff_s: float,
     deadline: float | None,
     boundaries: Sequence[int] | None = None,
-    filled: Sequence[int] = (),
 ) -> ConfigResult:
     """Raise the target from the lower bound until a plan is found, the best known one is reached or time is up.
 
-    Where too many states lie within a target, a better plan is sought among more states, with the boundaries of the
-    best plan, or those ``filled`` where none is known, and the next target lies half way to it.
+    The plan is proven up to what runs may have missed (`BestRuns.missed_s`).
     """
-    aim, refused = FIRST_AIM, np.inf
-    width, retreats, slowest_s = FIRST_PLAN_WIDTH, 0, _slowest_s(prepared)
+    aim = FIRST_AIM
+    slowest_s = _slowest_total_s(prepared.tables) * prepared.tables.pipeline.num_passes * (1 + FIRST_AIM)
     while lower <= cutoff_s and lower < best.step_s:
-        if lower > slowest_s:
-            return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf)
         target = min(lower + aim * (lower or min(best.step_s, slowest_s)), cutoff_s, best.step_s)
         try:
             best, lower = improve(prepared, best, lower, target, boundaries, deadline)
         except TimeIsUpError:
             return ConfigResult(status="feasible", solution=_known(best), lower_bound_s=lower)
-        except TooManyStatesError:
-            retreats += 1
-            if retreats > MAX_RETREATS or target < lower * (1 + LEAST_AIM):
-                return ConfigResult(status="feasible", solution=_known(best), lower_bound_s=lower)
-            if width < WIDEST and (near := best.boundaries or filled):
-                width *= 8
-                with suppress(TooManyStatesError):
-                    wider = first_plan(prepared, near, width, best.step_s)
-                    best = min(best, wider or best, key=lambda plan: plan.step_s)
-            aim, refused = aim / 2, target
-            continue
+        if target > slowest_s and not best.strategies:
+            return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf)
         if target >= min(best.step_s, cutoff_s):
             break
         aim *= AIM_GROWTH
-        if lower < refused < np.inf:
-            aim = min(aim, (refused - lower) / lower / 2)
+    lower = min(lower, best.step_s)
+    if lower < min(best.step_s, cutoff_s):
+        return ConfigResult(status="feasible", solution=_known(best), lower_bound_s=lower)
     if best.step_s > cutoff_s or not best.strategies:
-        return ConfigResult(status="beaten", solution=_known(best), lower_bound_s=min(lower, best.step_s))
+        return ConfigResult(status="beaten", solution=_known(best), lower_bound_s=lower)
     return ConfigResult(status="optimal", solution=best, lower_bound_s=best.step_s)
 
 
-def _slowest_s(prepared: PreparedTables) -> float:
-    """No plan takes longer."""
-    tables = prepared.tables
+def _slowest_total_s(tables: CostTables) -> float:
+    """What the stages of no plan take longer than together."""
     layer_types = list(tables.layers)
     slowest = np.where(tables.legal, tables.time_s, 0.0).max(axis=1)[layer_types].sum()
-    total = float(slowest + tables.switch_s.max(axis=(1, 2))[layer_types].sum()) + tables.all_received_s
-    return total * tables.pipeline.num_passes * (1 + FIRST_AIM)
+    return float(slowest + tables.switch_s.max(axis=(1, 2))[layer_types].sum()) + tables.all_received_s
 
 
 def improve(
@@ -318,21 +302,23 @@ def improve(
 ) -> tuple[Solution, float]:
     """A better plan, if there is one within the target (then the best), and a better lower bound of all plans.
 
-    With ``boundaries``, of all plans with these. Raises `TimeIsUpError` after the deadline.
+    With ``boundaries``, of all plans with these. The best up to what runs may have missed. Raises `TimeIsUpError` after
+    the deadline.
     """
     aim = target_s * (1 + ROUNDING)
     stages = possible_runs(prepared, aim) if boundaries is None else runs_between(prepared, boundaries)
     if stages is None:
         return best, max(lower, aim)
+    least_s = lower
     while True:
         solve_runs(prepared, stages, aim, deadline)
         pipeline = join_runs(prepared, stages, aim)
         if pipeline is None:
-            return best, max(lower, aim)
-        lower = max(lower, pipeline.step_s * (1 - ROUNDING))
+            return best, max(lower, aim - prepared.missed_s)
+        least_s = max(least_s, pipeline.step_s * (1 - ROUNDING))
         best = min(best, _plan_of(prepared, stages, pipeline) or best, key=lambda plan: plan.step_s)
-        if best.step_s <= lower * (1 + 2 * ROUNDING) or not pipeline.hopeful:
-            return best, best.step_s
+        if best.step_s <= least_s * (1 + 2 * ROUNDING) or not pipeline.hopeful:
+            return best, max(lower, best.step_s - prepared.missed_s)
         limits = time_limits(prepared, stages, aim)
         for stage in pipeline.hopeful:
             runs, leg = stages[stage], pipeline.legs[stage]

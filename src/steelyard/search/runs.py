@@ -41,7 +41,6 @@ from steelyard.search.layers import (
     ChainFrontier,
     Pruning,
     StageCosts,
-    TooManyStatesError,
     chain_frontier,
     option_table,
 )
@@ -58,7 +57,10 @@ FEW_CHOICES = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BestRuns:
-    """Least times of one run by entry and exit class, exact up to the level, and how to recover them."""
+    """Least times of one run by entry and exit class, exact up to the level, and how to recover them.
+
+    Where the chain missed states times and level may be above the true ones by so much.
+    """
 
     level_s: float
     entry: IntArray
@@ -93,10 +95,15 @@ class PreparedTables:
     fitting: list[IntArray]
     """[P] of [L] the largest end of a run that fits on a stage from each layer; none where stages lie in one pool."""
     solved: dict[tuple[object, ...], BestRuns] = field(default_factory=dict)
-    too_wide: dict[tuple[object, ...], float] = field(default_factory=dict)
-    """The level of runs within which too many states lay when last tried."""
     run_bounds: dict[StageBounds, FloatArray] = field(default_factory=dict)
     """[L, L] of each of the bounds, by first layer and last; as `reaches` asks for them."""
+
+    @property
+    def missed_s(self) -> float:
+        """By so much at most are the step times of the best plans above the least, since runs missed states."""
+        pipeline = self.tables.pipeline
+        longest = max((runs.chain.missed_s for runs in self.solved.values()), default=0.0)
+        return longest * (pipeline.num_stages + pipeline.num_passes - 1)
 
     @property
     def num_layers(self) -> int:
@@ -311,13 +318,7 @@ def solve_further(
         step = FIRST_STEP if known is None else STEP_GROWTH * known.step
         goal = limit_s if is_easy or level == 0 else min(level * (1 + step), limit_s)
         goal = max(goal, level * (1 + ROUNDING))
-        if prepared.too_wide.get(signature) == goal:
-            raise TooManyStatesError
-        try:
-            known = prepared.solved[signature] = best_runs(prepared, stage, span, goal, step, deadline)
-        except TooManyStatesError:
-            prepared.too_wide[signature] = goal
-            raise
+        known = prepared.solved[signature] = best_runs(prepared, stage, span, goal, step, deadline)
     runs.found[place] = known
     runs.level_s[place] = known.level_s
     runs.bound_s[place] = max(known.bound_s, runs.bound_s[place])

@@ -34,6 +34,7 @@ from steelyard.search.cross_layer_inputs import (
 from steelyard.search.cuts import Choice, ChoiceProspect, Leading
 from steelyard.search.evaluate import Solution
 from steelyard.search.partition import ConfigResult, Prospect, quick_bound_s
+from steelyard.search.runs import AnyBudget
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -57,7 +58,7 @@ class OnDemand:
     ) -> None:
         self.pipeline, self.least_s, self._make = pipeline, least_s, make
         self.sharpen, self.missing_bytes = sharpen, missing_bytes
-        self._tables: CostTables | None = None
+        self._known: AnyBudget | None = None
 
     @classmethod
     def of(cls, tables: "CostTables | OnDemand") -> "OnDemand":
@@ -65,25 +66,30 @@ class OnDemand:
         if isinstance(tables, OnDemand):
             return tables
         found = cls(tables.pipeline, 0.0, lambda: tables)
-        found._tables = tables
+        found._known = AnyBudget(tables)
         return found
 
     @property
     def tables(self) -> CostTables:
         """The tables themselves."""
-        if self._tables is None:
-            self._tables = self._make()
-        return self._tables
+        return self.any_budget.tables
+
+    @property
+    def any_budget(self) -> AnyBudget:
+        """The tables, with what every search of them begins with."""
+        if self._known is None:
+            self._known = AnyBudget(self._make())
+        return self._known
 
     @property
     def is_made(self) -> bool:
         """Whether the tables are there."""
-        return self._tables is not None
+        return self._known is not None
 
     def bounded(self, least_s: float) -> "OnDemand":
         """The same tables, of which it is known that no plan takes less than ``least_s``."""
         found = OnDemand(self.pipeline, max(least_s, self.least_s), lambda: self.tables)
-        found._tables = self._tables
+        found._known = self._known
         return found
 
     def narrowed(self, narrow: Callable[[CostTables], CostTables]) -> "OnDemand":
@@ -239,7 +245,7 @@ def _solve_in_order(
     num_exact, num_alternatives = wanted
     results: dict[int, ConfigResult] = {}
     best: list[float] = []
-    waiting: list[tuple[float, int, CostTables | Prospect | CrossLayerProspect | ChoiceProspect | None]] = [
+    waiting: list[tuple[float, int, AnyBudget | Prospect | CrossLayerProspect | ChoiceProspect | None]] = [
         (each.least_s / count, index, None)
         for index, (each, count) in enumerate(zip(given, samples, strict=True))
         if each.missing_bytes is None
@@ -258,10 +264,10 @@ def _solve_in_order(
                 heapq.heappush(waiting, (max(bound, given[each].least_s / samples[each]), each, None))
         elif known is None:
             num_begun += 1
-            tables = given[index].tables
-            heapq.heappush(waiting, (quick_bound_s(tables) / samples[index], index, tables))
-        elif isinstance(known, CostTables):
-            assessed = assess(known, budget_bytes) if choices is None else _chosen(known, choices(known), budget_bytes)
+            any_budget = given[index].any_budget
+            heapq.heappush(waiting, (quick_bound_s(any_budget.tables) / samples[index], index, any_budget))
+        elif isinstance(known, AnyBudget):
+            assessed = _chosen(known.tables, choices, budget_bytes) if choices else assess(known, budget_bytes)
             if isinstance(assessed, ConfigResult):
                 results[index] = assessed
             else:
@@ -294,11 +300,11 @@ def _cut_by(partition: Partition, tables: CostTables, budget_bytes: int, choices
     return best
 
 
-def _chosen(tables: CostTables, choices: Sequence[Choice], budget_bytes: int) -> ChoiceProspect | ConfigResult:
+def _chosen(tables: CostTables, choices: Choices, budget_bytes: int) -> ChoiceProspect | ConfigResult:
     """A configuration of which these choices alone count."""
-    if not choices:
+    ordered = tuple(sorted(choices(tables), key=lambda each: each.least_s))
+    if not ordered:
         return REFUSED
-    ordered = tuple(sorted(choices, key=lambda each: each.least_s))
     return ChoiceProspect(tables=tables, choices=ordered, budget_bytes=budget_bytes)
 
 
@@ -326,7 +332,7 @@ def _find_nearest(given: Sequence[OnDemand], results: list[ConfigResult], budget
     for missing_bytes, index in sorted(refused):
         if missing_bytes >= least:
             break
-        results[index] = partition_exact(given[index].tables, budget_bytes)
+        results[index] = partition_exact(given[index].any_budget, budget_bytes)
         miss = results[index].miss
         least = least if miss is None else min(least, miss.miss_bytes)
 
@@ -340,7 +346,7 @@ def _find_nearest_choice(
     """Replaces the results of the configurations whose choices may take the least memory."""
     prospects = []
     for index, each in enumerate(given):
-        found = _chosen(each.tables, choices(each.tables), budget_bytes) if each.is_made else REFUSED
+        found = _chosen(each.tables, choices, budget_bytes) if each.is_made else REFUSED
         if isinstance(found, ChoiceProspect):
             prospects.append((min(choice.least_bytes for choice in found.choices), index, found))
     for _, index, found in sorted(prospects, key=lambda each: each[:2])[:MOST_MISSES]:
