@@ -245,7 +245,7 @@ class Answer:
     reason: str = ""
     """Why nothing was searched."""
     was_cut: bool = False
-    """Whether the time limit ended the search before it had proven its plan."""
+    """Whether the search ended before it had proven its plan."""
 
     def beside(self, step_s: float) -> ComparedBaseline:
         """Return the answer next to a plan whose step takes ``step_s``."""

@@ -20,6 +20,7 @@ from steelyard.report.plan_table import (
     pool_lines,
     reason_lines,
     stage_table,
+    step_text,
     term_table,
     total_table,
     warning_lines,
@@ -237,7 +238,7 @@ def baseline_table(title: str, baselines: Sequence[ComparedBaseline], *, whole: 
             slower = format_change(slowdown)
             table.add_row(
                 baseline.name,
-                format_seconds(baseline.step_time_s),
+                step_text(baseline),
                 slower,
                 f"{baseline.setting}: {baseline.strategies}",
             )

@@ -185,8 +185,7 @@ def fastest_engines(engines: Sequence[ComparedBaseline]) -> str:
     ``engines`` stand with the fastest first.
     """
     found = [
-        f"{each.name} {'≤ ' if each.is_bound else ''}{format_seconds(each.step_time_s)} "
-        f"({format_change(each.slowdown or 0.0)})"
+        f"{each.name} {step_text(each)} ({format_change(each.slowdown or 0.0)})"
         for each in engines
         if each.step_time_s is not None
     ]
@@ -199,8 +198,7 @@ def engine_line(other: ComparedBaseline) -> str:
         missing = f"does not fit, {format_bytes(other.missing_bytes)} short" if other.missing_bytes else "no plan"
         return f"  {other.name}: {f'cannot run it: found {other.reason}' if other.reason else missing}"
     words = against(-(other.slowdown or 0.0), "as long as")
-    step = ("≤ " if other.is_bound else "") + format_seconds(other.step_time_s)
-    return f"  {other.name}: {step}, {words} the plan: {other.strategies}; {other.setting}"
+    return f"  {other.name}: {step_text(other)}, {words} the plan: {other.strategies}; {other.setting}"
 
 
 def total_table(prediction: Prediction) -> Table:
@@ -224,7 +222,7 @@ def alternative_table(prediction: Prediction, shown: int = SHOWN_ALTERNATIVES) -
     title = f"What lost (best {min(shown, len(prediction.alternatives))} of {len(prediction.alternatives)})"
     table = framed_table(title, "candidate", "step", "why")
     for alternative in prediction.alternatives[:shown]:
-        table.add_row(alternative.description, alternative_step(alternative), why_lost(prediction, alternative))
+        table.add_row(alternative.description, step_text(alternative), why_lost(prediction, alternative))
     return table
 
 
@@ -242,11 +240,11 @@ def as_good_line(prediction: Prediction, baselines: Sequence[ComparedBaseline]) 
     return f"As good as this plan ({within}): {', '.join(names)}."
 
 
-def alternative_step(alternative: Alternative) -> str:
-    """The step time of a candidate that lost, or what that of its best plan is not above."""
-    if alternative.step_time_s is None:
+def step_text(other: Alternative | ComparedBaseline) -> str:
+    """The step time of another plan, marked where the best plan of its kind may be faster."""
+    if other.step_time_s is None:
         return "–"
-    return ("≤ " if alternative.is_bound else "") + format_seconds(alternative.step_time_s)
+    return ("≤ " if other.is_bound else "") + format_seconds(other.step_time_s)
 
 
 def _all_left(prediction: Prediction) -> list[str]:

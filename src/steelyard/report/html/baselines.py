@@ -6,9 +6,9 @@ from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.prediction import Alternative
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, folded, section, table, tag
-from steelyard.report.plan_table import alternative_step, as_good_line, why_lost
+from steelyard.report.plan_table import as_good_line, step_text, why_lost
 from steelyard.report.tables import cell
-from steelyard.units import format_bytes, format_change, format_seconds
+from steelyard.units import format_bytes, format_change
 
 SHOWN = 8
 WIDEST = 0.5
@@ -65,7 +65,7 @@ def _baseline_table(baselines: Sequence[ComparedBaseline]) -> Html:
             rows.append(
                 (
                     baseline.name,
-                    format_seconds(baseline.step_time_s),
+                    step_text(baseline),
                     [tag("i", class_=look, style=f"width:{width:.2f}em", aria_hidden="true"), format_change(slowdown)],
                     baseline.strategies if len(configs) == 1 else f"{baseline.setting}: {baseline.strategies}",
                 )
@@ -77,7 +77,7 @@ def _alternative_table(found: ReportContents, alternatives: Sequence[Alternative
     rows = [
         (
             each.description,
-            alternative_step(each),
+            step_text(each),
             cell(each.memory_bytes, format_bytes),
             why_lost(found.prediction, each),
         )
