@@ -22,8 +22,10 @@ def _case(config: str, *stages: str, num_microbatches: int = 2, **changes: int |
     return Case(make=make)
 
 
+EVERY_MODE = "dp, fsdp, zero1, tp, sp, cp"
+EXPERTS = "experts"
 CASES: dict[str, Case] = {
-    "dp, fsdp, zero1, tp, sp, cp": _case(
+    EVERY_MODE: _case(
         "llama", "fsdp4, dp4, fsdp4 zero1, fsdp4 zero2, dp2-tp2+sp remat=full, tp2-fsdp2 zero1, fsdp2-cp2, dp4"
     ),
     "two stages, tied": _case("llama-tied", "fsdp2 zero1, dp2", "tp2+sp, fsdp2", num_microbatches=4),
@@ -34,5 +36,7 @@ CASES: dict[str, Case] = {
         num_chunks=2,
         schedule="interleaved-1f1b",
     ),
-    "experts": _case("mixtral", "fsdp4 zero1, fsdp4 zero1 ep2, fsdp4 ep4 remat=full, dp4"),
+    EXPERTS: _case("mixtral", "fsdp4 zero1, fsdp4 zero1 ep2, fsdp4 ep4 remat=full, dp4"),
 }
+OTHER_PLAN = _case("llama", "tp2, " * 3 + "fsdp2", "fsdp2 zero1, " * 3 + "dp2", num_microbatches=2).plan
+"""Of the same model and batch as that of every mode."""
