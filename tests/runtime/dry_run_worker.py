@@ -14,6 +14,7 @@ WORLD_SIZE = 2
 
 CASES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "sharded and replicated": (("fsdp2, dp2, fsdp2 remat=full, fsdp2 zero2",), {"precision": "bf16"}),
+    "replicated and kept whole, fp16": (("dp2, fsdp2 zero1, dp2 remat=full, tp2",), {"precision": "fp16"}),
     "replicated, fp32": (("dp2, dp2 remat=full, dp2, dp2",), {}),
     "tensor parallel": (("tp2, tp2+sp, tp2+sp remat=full, tp2",), {}),
     "layouts that change": (("tp2+sp, fsdp2, dp2, tp2",), {"precision": "bf16"}),

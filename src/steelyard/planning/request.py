@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines import Engine, engine_of
@@ -36,7 +36,7 @@ from steelyard.plan.file import parse_file
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import CostSource, ProfileFile
 from steelyard.planning.pins import pins_of
-from steelyard.precision import LayerPrecision, Precision
+from steelyard.precision import Precision
 from steelyard.profiles.profile import Profile
 from steelyard.search import TIME_LIMIT_S
 from steelyard.units import parse_bytes
@@ -484,9 +484,8 @@ def check_precision(engine: Engine, precision: str) -> None:
             field="--precision",
             found=f"{precision} with the engine {engine.name}",
             expected="one of " + ", ".join(engine.precisions),
-            hint="plan for an engine that computes in it, as in --engine megatron"
-            if precision not in get_args(LayerPrecision)
-            else "give another --precision",
+            hint="plan for an engine that computes in it, as in --engine "
+            + (NATIVE.name if precision in NATIVE.precisions else "megatron"),
         )
 
 

@@ -234,11 +234,13 @@ class _Trainer:
                 **self._parts(loss_value),
             )
             for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
-                if not math.isfinite(value) and not is_skipped:
+                if not math.isfinite(value):
                     raise DivergedError(
                         f"step {step + 1}: the {name} is {value}; the run has diverged, and nothing of this step is "
                         f"saved. Lower --lr (now {self._options.lr:g}) or raise --warmup-steps (now "
                         f"{self._options.warmup_steps})."
+                        + " In fp16 a forward pass has no values above 65504, whatever the loss scale."
+                        * (scale is not None)
                     )
             yield result
             self.persistence.after_step(step + 1)
