@@ -38,8 +38,9 @@ PRECISIONS: dict[str, Precision] = {"degrees": "fp16", "ZeRO-2 beside tp": "fp16
 def test_what_is_written_for_an_engine_is_read_again(name: str, tmp_path: Path) -> None:
     engine, settings = WRITTEN[name]
     model = MODELS.get(engine, "llama3-8b")
-    request = make_request(model, CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
-    plan, _ = price_settings(request, ENGINES[engine], PRECISIONS.get(name, "bf16"), settings)
+    precision = PRECISIONS.get(name, "bf16")
+    request = make_request(model, CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0, precision=precision)
+    plan, _ = price_settings(request, ENGINES[engine], precision, settings)
     asked = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
     for file, content in export_plan(TARGETS[engine], asked).files:
         (tmp_path / file).write_text(content)

@@ -48,6 +48,8 @@ def measured_bytes(plan: Plan) -> list[int]:
 def _peaks_of_steps(plan: Plan) -> list[int]:
     with LiveStorages([]) as meter:
         model = parallelize_plan(plan)
+        for state in model.loss_scale.tensors().values() if model.loss_scale else ():
+            state.fill_(1)  # so that no step is skipped
         optimizers = model.make_optimizers(LocalAdamW)
         peaks = []
         for _ in range(STEPS):
