@@ -1,11 +1,18 @@
 """fp16 trains as one process in fp32 does, and its loss scale changes nothing but the steps that overflow."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from steelyard.plan.parity import TOLERANCES
-from tests.runtime.processes import run_parity, run_ranks
+from steelyard.runtime import loss_scale
+from steelyard.runtime.options import TrainOptions
+from steelyard.runtime.train import train
+from tests.runtime.models import make_plan
+from tests.runtime.processes import one_process, run_parity, run_ranks
 from tests.runtime.scale_cases import CASES, EVERY_MODE, EXPERTS
 
 pytestmark = pytest.mark.processes
@@ -80,6 +87,28 @@ def test_gradients_that_are_never_finite_end_the_run(found: dict[str, Any]) -> N
     assert found["never ends"]["error"] == "DivergedError"
     assert found["never ends"]["count"] == 19  # halves 2^19 down to 1
     assert "loss scale" in found["never ends"]["message"]
+
+
+def test_a_run_reports_the_steps_it_skips_and_resumes_with_its_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**32)
+    plan = make_plan("llama-tied", "single, single, single, single", num_devices=1, precision="fp16", seq_len=16)
+    folder, metrics = tmp_path / "checkpoints", tmp_path / "m.jsonl"
+    options = TrainOptions(steps=1, checkpoint_dir=folder, metrics=metrics)
+    with one_process():
+        first = train(plan, "synthetic", options)  # its checkpoint has a scale, and optimizers that did nothing
+        ran = train(plan, "synthetic", replace(options, steps=24, resume="latest"))
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    skipped = [line.get("skipped", False) for line in lines]
+    count = skipped.index(False)
+    assert count > 2
+    assert skipped == [True] * count + [False] * (24 - count)
+    assert [line["loss_scale"] for line in lines] == [2.0 ** (37 - min(number, count)) for number in range(24)]
+    assert [line["grad_norm"] == 0 for line in lines] == skipped
+    assert lines[-1]["memory_bytes"] == ran.ranks[0].peak_bytes
+    states = 8 * ran.ranks[0].num_params
+    assert ran.ranks[0].peak_bytes - first.ranks[0].peak_bytes > 0.9 * states
 
 
 def test_gradients_of_several_batches_add_up(found: dict[str, Any]) -> None:
