@@ -40,7 +40,7 @@ def _write(request: Request) -> Draft:
             field="--to",
             found="transformers for a plan in fp16 with fsdp beside tp or ep",
             expected="bf16, in which its DistributedConfig computes, or fsdp without them",
-            hint="plan with --without tp,ep, or for --engine deepspeed",
+            hint="plan with --max-tp 1, or for --engine deepspeed",
         )
     left_out = ["optimizer, data and first weights: those of the training script"]
     if _shards_itself(view):
