@@ -28,7 +28,7 @@ from steelyard.model.read import (
 )
 from steelyard.model.split import SPLIT_VERSION, ModelSplit
 from steelyard.plan.file import default_folder
-from steelyard.plan.plan import Precision
+from steelyard.precision import Precision
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.packaged import (
     ATTENTION,

@@ -20,8 +20,8 @@ from steelyard.engines.kernels import EAGER, FUSED, Kernels
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN
-from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
+from steelyard.precision import Precision
 
 MIXED_16 = StateBytes(parameters=2, gradients=2, optimizer=12, zero=0)
 """Half-precision parameters and gradients, fp32 master and moments (DeepSpeed, fp16)."""

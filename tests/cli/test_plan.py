@@ -436,9 +436,25 @@ def test_planning_imports_nothing_that_only_other_commands_and_options_need(tmp_
 
 @pytest.mark.parametrize(
     ("precision", "words"),
-    [("fp16", "loss scaling"), ("fp4", "nvfp4"), ("bf61", "did you mean bf16")],
+    [("fp4", "nvfp4"), ("bf61", "did you mean bf16")],
 )
 def test_a_precision_that_is_not_run_says_why_and_what_to_take(run: Run, precision: str, words: str) -> None:
     error = user_error(run("plan", *SMALL, "--precision", precision))
-    assert (error.field, error.expected) == ("--precision", "one of fp32, bf16, fp8, fp8-block, mxfp8, nvfp4")
+    assert (error.field, error.expected) == ("--precision", "one of bf16, fp16, fp32, fp8, fp8-block, mxfp8, nvfp4")
     assert words in error.hint
+
+
+@pytest.mark.parametrize(("engine", "instead"), [("native", "fp16"), ("megatron", "fp16"), ("automodel", "fp32")])
+def test_bf16_on_a_v100_says_which_precision_plans_for_the_engine(run: Run, engine: str, instead: str) -> None:
+    asked = ("plan", SMALL[0], "--cluster", "1x4xv100-32gb", *JOB[2:], "--engine", engine)
+    error = user_error(run(*asked))
+    assert error.hint == f"plan with --precision {instead}"
+    assert run(*asked, "--precision", instead).exit_code == 0
+
+
+def test_an_engine_without_fp16_names_one_that_has_it(run: Run) -> None:
+    error = user_error(run("plan", *SMALL, "--precision", "fp16", "--engine", "torchtitan"))
+    assert (error.found, error.hint) == (
+        "fp16 with the engine torchtitan",
+        "plan for an engine that computes in it, as in --engine native",
+    )

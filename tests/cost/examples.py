@@ -12,9 +12,10 @@ from steelyard.hardware import Backend, Cluster, NodeGroup, parse_cluster
 from steelyard.hardware.values import Device, Link
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
+from steelyard.precision import Precision
 from steelyard.profiles.profile import (
     Affine,
     Collective,

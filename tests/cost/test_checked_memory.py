@@ -10,7 +10,8 @@ from steelyard.cost.predict import predict_memory
 from steelyard.hardware import parse_cluster
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import Plan
+from steelyard.precision import Precision
 from steelyard.runtime.dry_run import dry_run
 from steelyard.runtime.peak_memory import TERMS
 from steelyard.tracer.cache import cached_trace

@@ -13,8 +13,9 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.freezing import frozen_chain
 from steelyard.model.read import chain_from_config
 from steelyard.modules.freezing import find_freeze
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
+from steelyard.precision import Precision
 from steelyard.profiles.profile import Profile
 from steelyard.runtime.dry_run import dry_run
 from steelyard.runtime.peak_memory import TERMS

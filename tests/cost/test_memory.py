@@ -17,11 +17,12 @@ from steelyard.engines.engine import Engine
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.plan.decisions import Decisions
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.price import assemble_plan
 from steelyard.planning.problem import stage_strategies
+from steelyard.precision import Precision
 from steelyard.schedules import PipelineConfig
 from steelyard.search.evaluate import evaluate
 from tests.cost.examples import cluster, config, job

@@ -14,7 +14,8 @@ from torch.optim import AdamW
 
 from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import Plan
+from steelyard.precision import Precision
 from steelyard.runtime.parallel_model import parallelize_plan
 from steelyard.runtime.peak_memory import LiveStorages
 from steelyard.tracer.trace import trace

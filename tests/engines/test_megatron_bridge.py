@@ -123,6 +123,12 @@ def test_context_parallelism_says_its_method_as_transformer_engine_does(recipe_o
     assert (model.context_parallel_size, model.cp_comm_type) == (2, "all_gather")
 
 
+def test_fp16_is_a_recipe_of_megatron_bridge() -> None:
+    text = text_of(uniform("dp8", devices=8, precision="fp16"), "megatron-bridge", ".py")
+    assert "    precision = fp16_mixed()" in text
+    assert "    fp16_mixed,\n" in text
+
+
 def test_gradients_are_reduced_in_bf16_as_it_is_priced(recipe_of: Any) -> None:
     recipe = recipe_of(uniform("dp8", devices=8))
     assert (recipe.ddp.grad_reduce_in_fp32, recipe.mixed_precision.grad_reduce_in_fp32) == (False, False)

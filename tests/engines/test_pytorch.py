@@ -151,6 +151,12 @@ def unsharded(config: dict[str, Any]) -> Plan:
     return make_plan(config, ", ".join(["single"] * chain.num_layers), num_devices=1, seq_len=seq_len)
 
 
+def test_fp16_is_refused_since_the_script_scales_no_loss() -> None:
+    plan = make_plan(FAMILY_CONFIGS["llama"], "dp2, dp2, dp2, dp2", num_devices=2, precision="fp16")
+    with pytest.raises(UserError, match=r"pytorch for a plan in fp16\n.*bf16 or fp32"):
+        content_of(plan)
+
+
 def test_stages_of_unlike_sizes_are_refused() -> None:
     plan = make_plan(FAMILY_CONFIGS["llama"], "fsdp2, fsdp2", "single, single", sizes=(2, 1))
     with pytest.raises(UserError, match="stages of 2, 1 devices"):

@@ -10,6 +10,7 @@ from steelyard.hardware import parse_cluster
 from steelyard.plan.strategy import Remat
 from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, plan_of_file, price_settings
+from steelyard.precision import Precision
 
 CLUSTER = "1x8xh100-80gb"
 MODELS = {"torchtitan": "llama3.1-8b"}
@@ -28,6 +29,8 @@ WRITTEN = {
     "ZeRO-3": ("deepspeed", Settings(zero=3, sp=False, remat=Remat.FULL, micro_batch=2)),
     "ZeRO-2 beside tp": ("deepspeed", Settings(zero=2, sp=False, tp=2)),
 }
+PRECISIONS: dict[str, Precision] = {"degrees": "fp16", "ZeRO-2 beside tp": "fp16"}
+"""Of those that are not in bf16."""
 
 
 @pytest.mark.slow
@@ -35,8 +38,9 @@ WRITTEN = {
 def test_what_is_written_for_an_engine_is_read_again(name: str, tmp_path: Path) -> None:
     engine, settings = WRITTEN[name]
     model = MODELS.get(engine, "llama3-8b")
-    request = make_request(model, CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0)
-    plan, _ = price_settings(request, ENGINES[engine], "bf16", settings)
+    precision = PRECISIONS.get(name, "bf16")
+    request = make_request(model, CLUSTER, global_batch=64, seq_len=4096, memory_margin=0.0, precision=precision)
+    plan, _ = price_settings(request, ENGINES[engine], precision, settings)
     asked = Request(plan=plan, headline="", unsupported=(), cluster=parse_cluster(CLUSTER))
     for file, content in export_plan(TARGETS[engine], asked).files:
         (tmp_path / file).write_text(content)
@@ -78,6 +82,16 @@ def test_a_users_own_arguments_are_read_and_the_rest_is_named(text: str, tmp_pat
     assert notes == ("Not read of mine.sh: lr, tp_comm_overlap.",)
 
 
+def test_gradients_that_megatron_keeps_in_fp16_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text(SCRIPT.replace("--bf16", "--fp16 --loss-scale-window 500"))
+    plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
+    assert plan.precision == "fp16"
+    assert "gradients in fp16 (priced in fp32" in notes[0]
+    path.write_text(SCRIPT.replace("--bf16", "--fp16 --accumulate-allreduce-grads-in-fp32"))
+    assert plan_of_file(path, "llama3-8b", CLUSTER)[1] == ("Not read of mine.sh: lr, tp_comm_overlap.",)
+
+
 def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: Path) -> None:
     path = tmp_path / "mine.sh"
     path.write_text(SCRIPT.replace("--use-distributed-optimizer", ""))
@@ -94,7 +108,7 @@ def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: P
         ("mine.sh", "--tensor-model-parallel-size $TP", "tensor_model_parallel_size"),
         ("mine.sh", "--num-layers 80", "--from"),
         ("mine.sh", "--lr '3", "--from"),
-        ("mine.sh", "--seq-length 4096 --global-batch-size 64 --fp16", "--precision"),
+        ("mine.toml", "[training]\nmixed_precision_param = 'float16'", "--precision"),
         ("mine.toml", "[training", "--from"),
         ("mine.toml", "[activation_checkpoint]\nmode = 'some'", "activation_checkpoint.mode"),
         ("mine.toml", "[parallelism]\ntensor_parallel_degree = 0", "parallelism.tensor_parallel_degree"),

@@ -30,6 +30,7 @@ from tests.engines.known import known_names
 from tests.processes.warm import HANG_LIMIT_S
 
 FSDP = uniform("fsdp8", devices=8, remat="full")
+FP16 = uniform("fsdp8", devices=8, precision="fp16")
 """Four microbatches of 16 samples: two on each of 8 ranks."""
 
 
@@ -379,6 +380,14 @@ def test_megatron_gets_the_format_of_linear_layers(precision: str, flag: str, re
     assert set(flags) <= known_names("megatron-core-0.19.2.txt")
 
 
+def test_megatron_scales_the_loss_of_fp16_and_keeps_its_gradients_in_fp32() -> None:
+    flags = megatron_flags(uniform("dp8", devices=8, precision="fp16"))
+    assert "--bf16" not in flags
+    assert {"--fp16", "--accumulate-allreduce-grads-in-fp32"} <= set(flags)
+    assert flags["--initial-loss-scale"] == "65536"
+    assert set(flags) <= known_names("megatron-core-0.19.2.txt")
+
+
 @pytest.mark.parametrize(
     ("engine", "dispatcher", "backend"),
     [
@@ -428,6 +437,10 @@ def test_accelerate_reads_its_file(tmp_path: Path) -> None:
     assert (config.num_processes, config.num_machines, config.mixed_precision) == (8, 1, "bf16")
     assert config.fsdp_config["fsdp_version"] == 2
     assert config.fsdp_config["fsdp_activation_checkpointing"] is True
+
+
+def test_accelerate_reads_fp16_for_which_it_makes_a_scaler(tmp_path: Path) -> None:
+    assert loaded_by_accelerate(FP16, tmp_path).mixed_precision == "fp16"
 
 
 def test_accelerate_gets_a_port_and_is_told_where_the_first_host_goes(tmp_path: Path) -> None:
@@ -483,6 +496,18 @@ def test_transformers_takes_the_training_arguments(plan: Plan, tmp_path: Path) -
         )
     assert arguments.per_device_train_batch_size == view.microbatch_per_rank
     assert arguments.gradient_accumulation_steps == view.pipeline.num_microbatches
+
+
+def test_transformers_and_axolotl_are_told_fp16() -> None:
+    arguments = trainer_module(FP16).training_arguments
+    assert (arguments["fp16"], arguments["bf16"]) == (True, False)
+    content = yaml.safe_load(text_of(FP16, "axolotl", ".yaml"))
+    assert (content["fp16"], content["bf16"]) == (True, False)
+
+
+def test_transformers_refuses_fp16_where_its_own_sharding_computes_in_bf16() -> None:
+    with pytest.raises(UserError, match="fsdp beside tp or ep"):
+        exported(uniform("fsdp4-tp2", devices=8, precision="fp16"), "transformers")
 
 
 def test_transformers_takes_the_distributed_config() -> None:
@@ -544,6 +569,13 @@ def test_deepspeed_shards_as_far_as_zero_says(parallel: str, zero: int, stage: i
     assert json.loads(text_of(plan, "deepspeed", ".json"))["zero_optimization"]["stage"] == stage
 
 
+def test_deepspeed_scales_the_loss_of_fp16_dynamically() -> None:
+    content = json.loads(text_of(FP16, "deepspeed", ".json"))
+    assert content["bf16"] == {"enabled": False}
+    assert (content["fp16"]["enabled"], content["fp16"]["loss_scale"]) == (True, 0)
+    assert {"fp16", *content["fp16"]} <= known_names("deepspeed-0.19.8.txt")
+
+
 def test_names_for_deepspeed_are_those_of_its_version() -> None:
     content = json.loads(text_of(uniform("fsdp4-tp2", devices=8, remat="full"), "deepspeed", ".json"))
     content |= json.loads(text_of(divided_experts("mixtral-8x22b", ep=8, num_layers=56), "deepspeed", ".json"))
@@ -577,6 +609,7 @@ def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
     plans = {
         "fsdp": FSDP,
         "tp": uniform("fsdp4-tp2", devices=8),
+        "fp16": FP16,
         "ep": divided_experts(**experts, ep=8),
         "tp and ep": divided_experts(**experts, ep=4, parallel="fsdp4-tp2"),
     }
@@ -589,8 +622,8 @@ def test_deepspeed_itself_reads_its_file(tmp_path: Path) -> None:
         check=False,
         timeout=HANG_LIMIT_S,
     )
-    *read, presets = finished.stdout.splitlines()[-5:]
-    assert read == ["3 4 2", "3 4 4", "3 4 2", "3 4 4"], finished.stderr
+    *read, presets = finished.stdout.splitlines()[-6:]
+    assert read == ["3 4 2", "3 4 4", "3 4 2", "3 4 2", "3 4 4"], finished.stderr
     assert PRESETS.items() <= ast.literal_eval(presets).items()
 
 

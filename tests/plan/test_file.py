@@ -214,7 +214,7 @@ def test_a_missing_key_is_named(path, place):
         (["global_batch"], -16, r"global_batch: found -16\n.*greater than or equal to 1"),
         (["num_microbatches"], -1, r"num_microbatches: found -1\n.*greater than or equal to 1"),
         (["num_microbatches"], [4], r"num_microbatches: found \[4\]\n.*a valid integer"),
-        (["precision"], "fp16", r"precision: found 'fp16'\n.*'fp32', 'bf16', 'fp8', .* or 'nvfp4'"),
+        (["precision"], "fp4", r"precision: found 'fp4'\n.*'bf16', 'fp16', 'fp32', 'fp8', .* or 'nvfp4'"),
         (["schedule"], "1f2b", r"schedule: found '1f2b'\n.*'gpipe', '1f1b' or 'interleaved-1f1b'\n.*did you mean 1f1b"),
         (["schedule"], 1, r"schedule: found 1\n.*'gpipe', '1f1b' or 'interleaved-1f1b'"),
         (["cluster"], 4, r"cluster: found 4\n.*a valid string"),

@@ -16,7 +16,7 @@ from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import read_plan, write_plan
-from steelyard.plan.plan import InvalidPlanError, Precision
+from steelyard.plan.plan import InvalidPlanError
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import plan_job
 from steelyard.planning.complete import complete, engine_answers
@@ -26,6 +26,7 @@ from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.request import make_request, request_of_plan
 from steelyard.planning.settings import Settings, plan_of_settings
 from steelyard.planning.variants import Study
+from steelyard.precision import Precision
 from steelyard.runtime.checks import check_engine
 
 TOY = Engine(

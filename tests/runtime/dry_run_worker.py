@@ -14,6 +14,7 @@ WORLD_SIZE = 2
 
 CASES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "sharded and replicated": (("fsdp2, dp2, fsdp2 remat=full, fsdp2 zero2",), {"precision": "bf16"}),
+    "replicated and kept whole, fp16": (("dp2, fsdp2 zero1, dp2 remat=full, tp2",), {"precision": "fp16"}),
     "replicated, fp32": (("dp2, dp2 remat=full, dp2, dp2",), {}),
     "tensor parallel": (("tp2, tp2+sp, tp2+sp remat=full, tp2",), {}),
     "layouts that change": (("tp2+sp, fsdp2, dp2, tp2",), {"precision": "bf16"}),
@@ -47,6 +48,8 @@ def measured_bytes(plan: Plan) -> list[int]:
 def _peaks_of_steps(plan: Plan) -> list[int]:
     with LiveStorages([]) as meter:
         model = parallelize_plan(plan)
+        for state in model.loss_scale.tensors().values() if model.loss_scale else ():
+            state.fill_(1)  # so that no step is skipped
         optimizers = model.make_optimizers(LocalAdamW)
         peaks = []
         for _ in range(STEPS):

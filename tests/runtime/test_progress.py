@@ -72,6 +72,15 @@ def test_where_experts_are_divided_the_line_says_how_uneven_the_routing_was() ->
     assert "  grad norm 0.500  imbalance 1.25  " in line
 
 
+def test_in_fp16_the_line_says_the_loss_scale_and_whether_the_step_was_skipped() -> None:
+    scaled = replace(step(), loss_scale=65536.0)
+    line = step_metrics(7, scaled, plan_with(None)).line(9, counts_tokens=True)
+    assert "  grad norm 0.500  loss scale 65,536  memory" in line
+    skipped = step_metrics(7, replace(scaled, skipped=True), plan_with(None))
+    assert "  loss scale 65,536, skipped: gradients overflow  " in skipped.line(9, counts_tokens=True)
+    assert (skipped.values()["loss_scale"], skipped.values()["skipped"]) == (65536.0, True)
+
+
 def report(options: TrainOptions, num_done: int = 0) -> None:
     assert list(reported(iter([step(2.5), step(2.25)]), plan_with(0.4), options, num_done=num_done)) != []
 

@@ -13,8 +13,8 @@ from steelyard.errors import InvalidModelError, InvalidProfileError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, build_model, layer_modules
 from steelyard.modules.layers import BlockLayer, LayerContext, build_layer, shared_inputs_of
-from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat, parse_strategy
+from steelyard.precision import Precision
 from steelyard.profiles.profile import LayerProfile
 from steelyard.tracer.counting import OpCounter
 from steelyard.tracer.layer import TracedLayer, fake_world, observe
@@ -36,6 +36,11 @@ def layer(
     found = traced(family, precision).layer(layer_type, tp_shape(tp, sp))
     assert found is not None
     return found
+
+
+def test_a_trace_in_fp16_is_that_in_bf16() -> None:
+    narrow, same = (trace(llama(), seq_len=SEQ_LEN, precision=each, degrees=(1, 2)) for each in ("fp16", "bf16"))
+    assert narrow.layers == same.layers
 
 
 @cache

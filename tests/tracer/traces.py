@@ -3,7 +3,7 @@
 from functools import cache
 
 from steelyard.model.chain import ModelChain
-from steelyard.plan.plan import Precision
+from steelyard.precision import Precision
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
 from tests.runtime.family_chain import chain_of, length_of

@@ -33,7 +33,7 @@ from steelyard.limits import (
 from steelyard.model.own import BUILDER
 from steelyard.model.read import hub_names, model_names
 from steelyard.output import check_file, check_folder
-from steelyard.plan.plan import Precision
+from steelyard.precision import Precision
 from steelyard.schedules import SCHEDULES
 
 
@@ -159,8 +159,6 @@ def check_choice(option: str, text: str, choices: Any, *, instead: Mapping[str, 
 
 
 _INSTEAD_OF_PRECISION = {
-    "fp16": "plan with --precision bf16, or fp32 on devices without it (V100, T4): fp16 needs loss scaling, which is "
-    "not run yet",
     "fp4": "plan with --precision nvfp4, for an engine that has it (--engine megatron)",
 }
 
@@ -216,8 +214,8 @@ PrecisionOption = Annotated[
     str,
     typer.Option(
         "--precision",
-        help="bf16 (computes in bf16, keeps and reduces in fp32), fp32, or with an engine that has it fp8, "
-        "fp8-block, mxfp8 or nvfp4 (linear layers).",
+        help="bf16 or fp16 (compute in it, keep and reduce in fp32; fp16 with loss scaling), fp32, or with an engine "
+        "that has it fp8, fp8-block, mxfp8 or nvfp4 (linear layers).",
     ),
 ]
 EngineOption = Annotated[

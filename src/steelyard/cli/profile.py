@@ -13,8 +13,8 @@ from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
 from steelyard.model.read import load_model
 from steelyard.output import command, write_file
 from steelyard.plan.file import dump_json, parse_file
-from steelyard.plan.plan import LayerPrecision
 from steelyard.plan.strategy import divisors
+from steelyard.precision import LayerPrecision
 from steelyard.profiles.profile import Profile, merge_profiles
 from steelyard.report.run_table import profile_view
 

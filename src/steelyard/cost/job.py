@@ -28,16 +28,17 @@ from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Cluster, Link, joined_pools
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.plan.dimensions.dimension import Batch
-from steelyard.plan.plan import LayerPrecision, Plan, Precision
+from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import CostSource, ProfileFile
 from steelyard.plan.strategy import Strategy
+from steelyard.precision import LayerPrecision, Precision
 from steelyard.profiles.profile import Collective, LayerProfile, Profile, Shape
 from steelyard.schedules import PipelineConfig
 from steelyard.units import Amount, Whole, at_each, hashable
 
 LINEAR_PEAKS: Mapping[Precision, str] = {"fp8": "fp8", "fp8-block": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 """By the precision of linear layers alone, the type whose peak they approach."""
-COMPUTE_BYTES: Mapping[str, int] = {"bf16": 2, "fp32": 4, **dict.fromkeys(LINEAR_PEAKS, 2)}
+COMPUTE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, **dict.fromkeys(LINEAR_PEAKS, 2)}
 """Bytes of a parameter while a layer computes, and of an activation between layers."""
 MASTER_BYTES = 4
 """Bytes of a parameter as the optimizer keeps it, and of a gradient as it is reduced."""
@@ -49,7 +50,7 @@ measures and reports it."""
 
 
 def layer_precision(precision: Precision) -> LayerPrecision:
-    """Return the precision that a layer is traced in: bf16 where only inputs of linear layers have fewer bits."""
+    """Return the precision that a layer computes in: bf16 where only inputs of linear layers have fewer bits."""
     return "bf16" if precision in LINEAR_PEAKS else cast(LayerPrecision, precision)
 
 
@@ -282,7 +283,8 @@ class Job:
     @property
     def peak_flop_per_s(self) -> float:
         """Dense matmul peak of a device in the type that all but the inputs of linear layers in fewer bits is in."""
-        return self.cluster.device.peak(self.execution.matmul_dtype or layer_precision(self.precision))
+        dtype = self.execution.matmul_dtype or layer_precision(self.precision)
+        return self.cluster.device.peak(dtype, self.engine.precisions)
 
     @cached_property
     def linear_speedup(self) -> float:
@@ -292,7 +294,7 @@ class Job:
             found *= self.execution.tuned_linear_speedup
         peak = LINEAR_PEAKS.get(self.precision)
         if peak is not None:
-            found *= device.peak(peak) / device.peak("bf16") * self.execution.fp8_share
+            found *= device.peak(peak, self.engine.precisions) / device.peak("bf16") * self.execution.fp8_share
         return found
 
     @property

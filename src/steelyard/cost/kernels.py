@@ -10,7 +10,7 @@ from steelyard.cost.job import Job, layer_precision
 from steelyard.engines.engine import Engine
 from steelyard.engines.kernels import Kernels
 from steelyard.hardware.values import Device
-from steelyard.plan.plan import Precision
+from steelyard.precision import Precision
 from steelyard.profiles.profile import LayerProfile
 
 _SAME_FORM = 0.05

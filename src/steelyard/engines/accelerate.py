@@ -78,7 +78,7 @@ def _content(request: Request, view: UniformPlan) -> dict[str, Any]:
     content: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if view.fsdp > 1 else "MULTI_GPU" if view.dp > 1 else "NO",
-        "mixed_precision": "bf16" if view.precision == "bf16" else "no",
+        "mixed_precision": "no" if view.precision == "fp32" else view.precision,
         "num_machines": request.cluster.num_nodes if request.cluster else 1,
         "num_processes": request.plan.num_devices,
         "machine_rank": 0,
@@ -112,6 +112,7 @@ ACCELERATE = Engine(
     software="accelerate 1.15.0",
     capabilities=CAPABILITIES,
     execution=Execution(whole_gradients="always"),
+    precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_untold("accelerate", chain),
     targets=(
         Target(

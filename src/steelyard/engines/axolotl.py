@@ -37,6 +37,7 @@ def _content(view: UniformPlan) -> dict[str, Any]:
         "micro_batch_size": view.microbatch_per_rank,
         "gradient_accumulation_steps": view.pipeline.num_microbatches,
         "bf16": view.precision == "bf16",
+        "fp16": view.precision == "fp16",
         "max_grad_norm": 1.0,
     }
     if view.fsdp == 1:

@@ -20,6 +20,7 @@ from steelyard.files import parse_json
 from steelyard.model.chain import ModelChain
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
+from steelyard.precision import SCALES_LOSS
 
 PRESETS = {
     "mixtral": "mixtral",
@@ -29,6 +30,15 @@ PRESETS = {
     "deepseek_v3": "deepseek_v3",
 }
 """What AutoEP calls the layout of a model's experts, by the model type."""
+_SCALED = {
+    "enabled": True,
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 2000,
+    "hysteresis": 1,
+    "min_loss_scale": 1,
+}
+"""fp16 with a loss scale that follows overflow (0), as torch's `GradScaler` lets it, and ends the run below 1."""
 CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp", "fsdp+ep", "fsdp+tp+ep"),
@@ -69,6 +79,7 @@ def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
         "gradient_accumulation_steps": view.pipeline.num_microbatches,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": view.precision == "bf16"},
+        **({"fp16": _SCALED} if view.precision == SCALES_LOSS else {}),
         "zero_optimization": _zero(view),
     }
     if view.tp > 1:
@@ -104,7 +115,7 @@ def _read(text: str, _chain: ModelChain, num_devices: int) -> FileSettings:
         for key, value in (part.items() if isinstance(part, dict) else [("", part)])
     }
     entries = Entries(flat)
-    entries.get("_comment", "activation_checkpointing.partition_activations")
+    entries.get("_comment", "activation_checkpointing.partition_activations", *(f"fp16.{key}" for key in _SCALED))
     tp = entries.number("tensor_parallel.autotp_size")
     micro_batch = entries.number("train_micro_batch_size_per_gpu")
     batch, steps = (entries.number_or_none(name) for name in ("train_batch_size", "gradient_accumulation_steps"))
@@ -131,6 +142,7 @@ DEEPSPEED = Engine(
     software="DeepSpeed 0.19.8",
     capabilities=CAPABILITIES,
     execution=Execution(reduce_bytes=2),
+    precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_untold("deepspeed", chain),
     reader=Reader(suffixes=(".json",), read=_read),
     targets=(
@@ -145,4 +157,4 @@ DEEPSPEED = Engine(
         ),
     ),
 )
-"""ZeRO-3 with gradients in bf16, as published runs of it have them."""
+"""ZeRO-3 with gradients in 16 bits, as published runs of it have them."""

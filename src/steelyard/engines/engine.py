@@ -13,7 +13,7 @@ from steelyard.engines.settings import Reader
 from steelyard.engines.writing import Target
 from steelyard.errors import UserError, nearest
 from steelyard.model.chain import ModelChain
-from steelyard.plan.plan import Precision
+from steelyard.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

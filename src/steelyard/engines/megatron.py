@@ -31,8 +31,8 @@ from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.plan.dimensions.ep import DEGREE
-from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
+from steelyard.precision import SCALES_LOSS, Precision
 from steelyard.schedules import SCHEDULES
 
 _COMMUNICATION = {"gather": "all_gather", "ulysses": "a2a"}
@@ -79,13 +79,17 @@ FSDP_CAPABILITIES = replace(
     why_not={},
 )
 
-_FORMATS: Mapping[Precision, Sequence[str]] = {
-    "fp8": ("--fp8-format hybrid",),
-    "fp8-block": ("--fp8-format e4m3", "--fp8-recipe blockwise"),
-    "mxfp8": ("--fp8-format e4m3", "--fp8-recipe mxfp8"),
-    "nvfp4": ("--fp4-format e2m1", "--fp4-recipe nvfp4"),
+_FLAGS: Mapping[Precision, Sequence[str]] = {
+    "bf16": ("--bf16",),
+    "fp16": ("--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale 65536"),
+    "fp32": (),
+    "fp8": ("--bf16", "--fp8-format hybrid"),
+    "fp8-block": ("--bf16", "--fp8-format e4m3", "--fp8-recipe blockwise"),
+    "mxfp8": ("--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"),
+    "nvfp4": ("--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"),
 }
-"""By the precision of linear layers alone, how it is told."""
+"""How each precision is told. In fp16 Megatron keeps and reduces gradients in fp16 unless told otherwise, and begins
+with a loss scale of 2^32."""
 Flags = list[str]
 """Each an option, and behind a space its value, which the script quotes."""
 
@@ -106,8 +110,7 @@ def _write(request: Request) -> Draft:
             f"--micro-batch-size {view.microbatch_per_rank}",
             f"--global-batch-size {view.global_batch}",
             f"--seq-length {view.seq_len}",
-            *([] if view.precision == "fp32" else ["--bf16"]),
-            *_FORMATS.get(view.precision, ()),
+            *_FLAGS[view.precision],
         ],
     }
     left_out = [
@@ -400,7 +403,12 @@ _LAUNCH = ("nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"
 _NOT_PRICED = (
     *("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "ckpt_format"),
     *("no_gradient_accumulation_fusion", "outer_dp_sharding_strategy", "moe_token_dispatcher_type", "bf16", "fp16"),
+    *("accumulate_allreduce_grads_in_fp32", "loss_scale", "initial_loss_scale", "min_loss_scale"),
+    *("loss_scale_window", "hysteresis"),
 )
+
+
+_NARROW = "gradients in fp16 (priced in fp32, as --accumulate-allreduce-grads-in-fp32 has them)"
 
 
 def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
@@ -439,6 +447,7 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
     data = num_devices // (tp * pp * cp)
     instances = entries.number("num_distributed_optimizer_instances")
     remat, blocks = _read_remat(entries)
+    narrow = "fp16" in values and "accumulate_allreduce_grads_in_fp32" not in values
     return FileSettings(
         settings=Settings(
             tp=tp,
@@ -459,7 +468,7 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
         precision="fp8"
         if entries.get("fp8_format", "fp8")
         else next((each for each in ("bf16", "fp16") if each in values), "fp32"),
-        unread=tuple(name for name in entries.unread if name not in own),
+        unread=(*(name for name in entries.unread if name not in own), *[_NARROW] * narrow),
     )
 
 
@@ -511,7 +520,7 @@ MEGATRON = Engine(
         kernels=KERNELS,
         accumulation_bytes=6,  # in the product that makes a gradient
     ),
-    precisions=("bf16", "fp32", *_FORMATS),
+    precisions=tuple(_FLAGS),
     options=OPTIONS,
     refuse=_refuse,
     reader=Reader(suffixes=(".sh", ".txt", ".args"), read=_read),
@@ -536,6 +545,7 @@ MEGATRON_FSDP = replace(
     name="megatron-fsdp",
     capabilities=FSDP_CAPABILITIES,
     execution=Execution(kernels=KERNELS),
+    precisions=tuple(each for each in _FLAGS if each != SCALES_LOSS),
     targets=tuple(
         replace(
             target,
@@ -545,4 +555,4 @@ MEGATRON_FSDP = replace(
         for target in MEGATRON.targets
     ),
 )
-"""Megatron-FSDP shards as FSDP2 does."""
+"""Megatron-FSDP shards as FSDP2 does. How it scales a loss was not read."""

@@ -35,6 +35,7 @@ _SET_AFTERWARDS = ("--moe-", "--window-size", "--rotary-seq-len-interpolation-fa
 _RENAMED = {"rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor"}
 _PRECISIONS = {
     "bf16": "bf16_mixed()",
+    "fp16": "fp16_mixed()",
     "fp8": "bf16_with_fp8_delayed_scaling_mixed()",
     "fp8-block": "bf16_with_fp8_subchannel_scaling_mixed()",
     "mxfp8": "bf16_with_mxfp8_mixed()",
@@ -188,6 +189,6 @@ MEGATRON_BRIDGE = replace(
         ),
     ),
 )
-"""Recipes keep and reduce gradients in bf16 (grad_sync_dtype, grad_reduce_in_fp32), compute by Transformer Engine, its
-user buffers hide half of what tensor parallelism sends (tp_comm_overlap; found on dgxc_benchmarking), and send tokens
-by DeepEP or HybridEP."""
+"""Recipes keep and reduce gradients in 16 bits (grad_sync_dtype, grad_reduce_in_fp32), compute by Transformer Engine,
+its user buffers hide half of what tensor parallelism sends (tp_comm_overlap; found on dgxc_benchmarking), and send
+tokens by DeepEP or HybridEP."""

@@ -18,6 +18,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import BEGIN_WITH_THE_LAST, LayerRole, LayerType, Task
 from steelyard.model.split import BlockCall, ModelSplit
 from steelyard.plan.plan import OTHER_PLANS, Plan
+from steelyard.precision import SCALES_LOSS
 from steelyard.units import format_plural
 
 SCRIPT = Path(__file__).parent / "scripts" / "train_plan.py"
@@ -83,6 +84,13 @@ def _check(plan: Plan, chain: ModelChain) -> None:
     reason = _why_not(chain) or next(
         filter(None, (_why_no_tp(_split_styles(chain, layer_type)) for layer_type in divided)), ""
     )
+    if plan.precision == SCALES_LOSS:
+        raise UserError(
+            field="--to",
+            found=f"pytorch for a plan in {SCALES_LOSS}",
+            expected="bf16 or fp32: the script does not scale the loss",
+            hint="run the plan with `steelyard train`",
+        )
     sizes = plan.stage_sizes
     if len(set(sizes)) > 1:
         raise UserError(

@@ -12,6 +12,7 @@ from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_untold
+from steelyard.errors import UserError
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 
@@ -34,6 +35,13 @@ Experts are divided in models whose config has a ``base_model_ep_plan``; a model
 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
+    if view.precision == "fp16" and view.fsdp > 1 and _shards_itself(view):
+        raise UserError(
+            field="--to",
+            found="transformers for a plan in fp16 with fsdp beside tp or ep",
+            expected="bf16, in which its DistributedConfig computes, or fsdp without them",
+            hint="plan with --max-tp 1, or for --engine deepspeed",
+        )
     left_out = ["optimizer, data and first weights: those of the training script"]
     if _shards_itself(view):
         left_out.append(GATHERED_TAIL)
@@ -61,6 +69,7 @@ def _trainer(view: UniformPlan, divides_experts: bool) -> str:
         "per_device_train_batch_size": view.microbatch_per_rank,
         "gradient_accumulation_steps": view.pipeline.num_microbatches,
         "bf16": view.precision == "bf16",
+        "fp16": view.precision == "fp16",
         "max_grad_norm": 1.0,
     }
     is_accelerates = view.fsdp > 1 and not _shards_itself(view)
@@ -112,6 +121,7 @@ TRANSFORMERS = Engine(
     software="transformers 5.23.0",
     capabilities=CAPABILITIES,
     execution=Execution(whole_gradients="without tp"),
+    precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_untold("transformers", chain),
     targets=(
         Target(

@@ -13,8 +13,9 @@ from steelyard.errors import UserError
 from steelyard.hardware import Cluster
 from steelyard.model.chain import ModelChain
 from steelyard.plan.dimensions import CP, DP, FSDP, TP
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
+from steelyard.precision import Precision
 from steelyard.processes.allocator import SETTING, VARIABLE
 from steelyard.schedules import PipelineConfig
 from steelyard.units import format_plural

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from steelyard.errors import InvalidClusterError, nearest
 from steelyard.limits import MOST_BYTES, MOST_DEVICES, MOST_PER_S
+from steelyard.precision import LayerPrecision
 from steelyard.units import GB, format_bytes
 
 _PROFILE_HINT = "run `steelyard profile -o profile.json` on this machine and pass --profile profile.json"
@@ -100,8 +101,11 @@ class Device:
         """Whether no rates are known, so that only a profile can tell how fast the device is."""
         return not self.peak_flop_per_s
 
-    def peak(self, dtype: str) -> float:
-        """Dense matmul peak for a dtype name, in FLOP/s; raises `InvalidClusterError` when it is not known."""
+    def peak(self, dtype: str, instead: Sequence[str] = get_args(LayerPrecision)) -> float:
+        """Dense matmul peak for a dtype name, in FLOP/s.
+
+        Raises `InvalidClusterError` when it is not known, which advises the fastest precision of ``instead`` that is.
+        """
         if dtype in self.peak_flop_per_s:
             return self.peak_flop_per_s[dtype]
         if self.needs_profile:
@@ -111,14 +115,13 @@ class Device:
                 expected="a device with a known peak, or a profile measured on it",
                 hint=_PROFILE_HINT,
             )
+        known = [each for each in instead if each in self.peak_flop_per_s]
         raise InvalidClusterError(
             field="dtype",
             found=f"{dtype!r} on device {self.name!r}, which has no matrix units for it or no known rate",
             expected="one of " + ", ".join(sorted(self.peak_flop_per_s)),
-            hint="plan with --precision bf16"
-            if "bf16" in self.peak_flop_per_s
-            else "plan with --precision fp32 (fp16 needs loss scaling, which is not run yet)"
-            if "fp32" in self.peak_flop_per_s
+            hint=f"plan with --precision {max(known, key=self.peak_flop_per_s.__getitem__)}"
+            if known
             else f"measure {dtype} with `steelyard profile`",
         )
 

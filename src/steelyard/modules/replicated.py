@@ -5,8 +5,8 @@ loss is already divided by the global number of tokens, so gradients are summed 
 scaled sum, hence the plain one.
 
 FSDP2's `replicate` takes a layer for one with a shard group of one rank: it copies all parameters before each forward
-pass and runs hooks around every pass. Here a replicated layer computes on its parameters as they are, or in bf16 on a
-copy that lives from the first forward pass of a step to the last backward pass. The optimizer sees what FSDP2 would
+pass and runs hooks around every pass. Here a replicated layer computes on its parameters as they are, or in 16 bits on
+a copy that lives from the first forward pass of a step to the last backward pass. The optimizer sees what FSDP2 would
 show it: parameters and gradients in fp32, DTensors over the axis of data and, where there is one, that of tensors. When
 a backward pass has made all gradients of a layer, they are added to one buffer and freed. After the last pass of a step
 the ranks sum the buffer, while layers before it still work backwards, and its parts are the gradients.
@@ -26,7 +26,7 @@ from steelyard.modules.dimensions import divided_parameters, shard_placement
 from steelyard.modules.experts import routed_experts
 from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, tensors_of
 from steelyard.modules.updates import local_part
-from steelyard.plan.plan import Precision
+from steelyard.precision import DTYPES, Precision
 
 
 class Replica:
@@ -348,12 +348,14 @@ def replicate_over(
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
-    """The policy of a precision: bf16 computes in bf16 and keeps and reduces in fp32."""
-    if precision == "bf16":
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return MixedPrecisionPolicy()
+    """The policy of a precision: 16 bits compute, and parameters are kept and gradients reduced in fp32."""
+    dtype = activation_dtype(precision)
+    if dtype is torch.float32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 def activation_dtype(precision: Precision) -> torch.dtype:
     """Type of the hidden state between layers."""
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype: torch.dtype = getattr(torch, DTYPES[precision])
+    return dtype

@@ -26,13 +26,10 @@ from steelyard.plan.prediction import Prediction, baseline_line, layers_text, si
 from steelyard.plan.stages import StagePart, StagePlan, illegal_reason
 from steelyard.plan.strategy import Strategy
 from steelyard.plan.training import Training
+from steelyard.precision import LayerPrecision, Precision
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
 from steelyard.units import format_bytes, format_plural, format_seconds
-
-LayerPrecision = Literal["fp32", "bf16"]
-"""What layers compute in, but linear layers in fewer bits."""
-Precision = Literal["fp32", "bf16", "fp8", "fp8-block", "mxfp8", "nvfp4"]
 
 
 class PlanModel(PlanPart):
@@ -101,7 +98,7 @@ class Plan(PlanPart):
             raise InvalidPlanError(
                 field="precision",
                 found=f"{self.precision} without an engine",
-                expected="bf16 or fp32, or an engine that computes in it",
+                expected=", ".join(get_args(LayerPrecision)) + ", or an engine that computes in it",
                 hint="name the engine, as in engine: megatron",
             )
         chain.check_seq_len(self.seq_len)

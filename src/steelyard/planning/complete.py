@@ -20,7 +20,7 @@ from steelyard.engines import ENGINES
 from steelyard.hardware import Cluster
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Baseline, Certificate
 from steelyard.planning.choose import (
     NothingFitsError,
@@ -44,6 +44,7 @@ from steelyard.planning.why_not import (
     widened,
     widened_text,
 )
+from steelyard.precision import Precision
 from steelyard.units import format_bytes
 
 ENGINE_LIMIT_S = 1.0

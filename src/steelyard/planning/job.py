@@ -51,9 +51,10 @@ from steelyard.hardware import Cluster, Link, is_same_device, known_device
 from steelyard.limits import PositiveSeconds
 from steelyard.model.chain import ModelChain
 from steelyard.plan.file import parse_value, read_plan
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import divisors
 from steelyard.planning.request import MARGIN, MeasuredProfile, PlanRequest, request_of_plan
+from steelyard.precision import Precision
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.cache import cached_trace
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines import Engine, engine_of
@@ -33,9 +33,10 @@ from steelyard.model.freezing import frozen_chain
 from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.file import parse_file
-from steelyard.plan.plan import LayerPrecision, Plan, Precision
+from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import CostSource, ProfileFile
 from steelyard.planning.pins import pins_of
+from steelyard.precision import Precision
 from steelyard.profiles.profile import Profile
 from steelyard.search import TIME_LIMIT_S
 from steelyard.units import parse_bytes
@@ -426,10 +427,10 @@ def _check_model(request: PlanRequest) -> None:
             hint="give --imbalance what training reported, or leave it out",
         )
     split = request.chain.split
-    if split.no_bf16 and request.precision == "bf16":
+    if split.no_bf16 and request.precision != "fp32":
         raise InvalidModelError(
             field="precision",
-            found=f"bf16 for {split.module}, which fails on parameters in bf16: {split.no_bf16}",
+            found=f"{request.precision} for {split.module}, which fails on parameters in bf16: {split.no_bf16}",
             expected="a module that computes in the type of its parameters",
             hint="convert what the forward pass makes in fp32 (x.to(self.proj.weight.dtype)), or plan with fp32",
         )
@@ -483,9 +484,8 @@ def check_precision(engine: Engine, precision: str) -> None:
             field="--precision",
             found=f"{precision} with the engine {engine.name}",
             expected="one of " + ", ".join(engine.precisions),
-            hint="plan for an engine that computes in it, as in --engine megatron"
-            if precision not in get_args(LayerPrecision)
-            else "give another --precision",
+            hint="plan for an engine that computes in it, as in --engine "
+            + (NATIVE.name if precision in NATIVE.precisions else "megatron"),
         )
 
 

@@ -14,12 +14,13 @@ from steelyard.files import read_text
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import load_model
 from steelyard.plan.dimensions.fsdp import ZERO
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import Plan
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, Strategy, parse_strategy
 from steelyard.planning.job import job_of
 from steelyard.planning.price import assemble_plan, peak_bytes, with_price
 from steelyard.planning.request import PlanRequest, check_precision, make_request
+from steelyard.precision import Precision
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig
 from steelyard.units import format_bytes, format_seconds
 

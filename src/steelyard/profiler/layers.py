@@ -44,8 +44,8 @@ from steelyard.modules.layers import (
 )
 from steelyard.modules.model_inputs import decoder_inputs, random_samples
 from steelyard.modules.replicated import activation_dtype, replicate_over, shard_over
-from steelyard.plan.plan import LayerPrecision
 from steelyard.plan.strategy import Remat, Strategy
+from steelyard.precision import LayerPrecision
 from steelyard.profiler.clock import Stopwatch, barrier, fast_half_columns, fast_half_mean, num_repetitions, over_ranks
 from steelyard.profiles.profile import MeasuredTime
 

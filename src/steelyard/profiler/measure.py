@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from steelyard.errors import InvalidProfileError
 from steelyard.model.chain import ModelChain
-from steelyard.plan.plan import LayerPrecision
 from steelyard.plan.strategy import Strategy, shape_strategies
+from steelyard.precision import LayerPrecision
 from steelyard.processes.group import current_device
 from steelyard.profiler.clock import Deadline, barrier, over_ranks
 from steelyard.profiler.collectives import measure_collectives, num_collectives

@@ -29,6 +29,7 @@ from steelyard.limits import (
     Seconds,
     Tokens,
 )
+from steelyard.precision import LayerPrecision
 from steelyard.profiles.shapes import Affine, AttentionCall, Product, ProfilePart
 
 RematChoice = Literal["selective", "full"]
@@ -345,7 +346,7 @@ class ProfileIdentity(ProfilePart):
     model_name: str
     config_hash: str
     seq_len: Tokens
-    precision: Literal["fp32", "bf16"]
+    precision: LayerPrecision
     device: str
     device_kind: DeviceType | None = None
     """What was measured on; absent where it was traced, and in profiles that were written before it was said."""

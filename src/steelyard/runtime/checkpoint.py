@@ -59,6 +59,7 @@ from steelyard.runtime.checkpoint_folder import (
     prepare_folder,
     read_info,
 )
+from steelyard.runtime.loss_scale import PREFIX
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState, random_states, set_random_states
 from steelyard.units import format_bytes
@@ -162,6 +163,7 @@ class Checkpointer:
         """
         self.wait()
         part = part_path(self._folder, info.step)
+        state.fill_optimizers()  # which are empty where all steps so far were skipped
         tensors = state.tensors() | random_states(device)
         writer = dcp.FileSystemWriter(part)
         writer.fs = files = SummedFiles()
@@ -255,12 +257,18 @@ def read_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.devic
     state.fill_optimizers()
     reader = CheckpointReader(path)
     for copy in range(state.names.num_copies):
-        _read(reader, state.tensors(copy=copy))
+        _read(reader, _stored_in(reader, state.tensors(copy=copy)))
     if info.plan_hash == plan_hash(plan) and info.num_processes == dist.get_world_size():
         found = random_states(device)
         _read(reader, found)
         set_random_states(found, device)
     return info
+
+
+def _stored_in(reader: CheckpointReader, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors to read: a run in another precision has left no loss scale."""
+    stored = reader.read_metadata().state_dict_metadata
+    return {name: each for name, each in tensors.items() if name in stored or not name.startswith(PREFIX)}
 
 
 def _read(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
@@ -340,14 +348,16 @@ def save_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], fol
     The folder holds a checkpoint of `torch.distributed.checkpoint` with the names of `steelyard.runtime.state`.
     """
     steps = {_NUM_STEPS: torch.tensor(trainer.num_steps)}
-    dcp.save(RunState(trainer, optimizers).tensors() | steps, checkpoint_id=folder)
+    state = RunState(trainer, optimizers)
+    state.fill_optimizers()
+    dcp.save(state.tensors() | steps, checkpoint_id=folder)
 
 
 def load_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
     """Reads what `save_checkpoint` wrote under this or any other plan of the model, in place; a collective call."""
     state = RunState(trainer, optimizers)
     state.fill_optimizers()
-    steps = {_NUM_STEPS: torch.tensor(0)}
+    steps, reader = {_NUM_STEPS: torch.tensor(0)}, CheckpointReader(Path(folder))
     for copy in range(state.names.num_copies):
-        dcp.load(state.tensors(copy=copy) | steps, storage_reader=CheckpointReader(Path(folder)))
+        dcp.load(_stored_in(reader, state.tensors(copy=copy)) | steps, storage_reader=reader)
     trainer.num_steps = int(steps[_NUM_STEPS])

@@ -69,6 +69,7 @@ from steelyard.modules.updates import LocalAdamW
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, mesh_axes
 from steelyard.processes.group import quiet_notices
+from steelyard.runtime import loss_scale
 from steelyard.runtime.data.tokens import Samples
 from steelyard.runtime.mesh import build_mesh
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_on
@@ -393,6 +394,7 @@ def _fake_tensors(backend: Backend) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **_options: tensor)
         )
+        stack.enter_context(mock.patch.object(loss_scale, "any_rank_has", return_value=False))
         stack.enter_context(mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", _vote_alone))
         stack.enter_context(mock.patch.object(schedules, "_batch_p2p", _keeping_tensors(schedules._batch_p2p)))
         if Backend(backend).copies_what_it_scatters:

@@ -32,10 +32,12 @@ from steelyard.modules.router_loss import PartRouters
 from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
+from steelyard.precision import SCALES_LOSS
 from steelyard.processes.group import current_device
 from steelyard.runtime.checks import check_engine, check_world_size
 from steelyard.runtime.data.order import rank_samples
 from steelyard.runtime.data.tokens import Samples
+from steelyard.runtime.loss_scale import LossScale
 from steelyard.runtime.mesh import PlanMesh, build_mesh, data_index
 from steelyard.runtime.pipeline_part import (
     ActivationLayout,
@@ -70,6 +72,8 @@ class ParallelModel:
         """Steps that were trained; set it when a run is resumed, for dropout depends on it."""
         self.router_loss: Tensor | None = None
         """Of the last step, where routers are trained: their auxiliary loss, not multiplied by its coefficient."""
+        self.loss_scale = LossScale(plan.global_batch, device) if plan.precision == SCALES_LOSS else None
+        """Of fp16: what the loss is multiplied by in the backward pass."""
         self._seed = seed
         self._has_dropout = any(chunk.loop.has_dropout for chunk in chunks)
         self._shared = find_shared_gradients(plan, chain, self.layers)
@@ -109,7 +113,9 @@ class ParallelModel:
 
         Where routers are trained, their loss is part of it (and by itself in `router_loss`).
         ``read`` maps indices into the global batch to their token ids [len, S + 1], or to what their `Samples` are.
-        Gradients are added to ``.grad``. Of a user's own module it returns what the ``sample`` of `find_plan` was, for
+        Gradients are added to ``.grad``. In fp16 they are dropped, and with them the optimizer's step, where those of
+        any rank are not finite (`LossScale.is_skipped`); where that does not end, it raises `DivergedError`.
+        Of a user's own module it returns what the ``sample`` of `find_plan` was, for
         these samples; it is called on every process, and must return the same for a sample wherever it is called.
         """
         if self.chain.split.module:
@@ -120,6 +126,8 @@ class ParallelModel:
         labels_BS = Samples.of(read(labels)).labels.to(self.device) if labels is not None else None  # noqa: N806
         targets = {"labels_BS": labels_BS, "decoder_ids": self._decoder_ids(read)}
         self._count_targets(labels_BS)
+        if self.loss_scale is not None:
+            self.loss_scale.take_in(self._local_gradients())
         for chunk in self.chunks:
             chunk.begin_step(self.plan.num_microbatches, (self._seed, self.num_steps))
         # leaves the random generators of the user's own loop as they were
@@ -132,6 +140,11 @@ class ParallelModel:
         self.num_steps += 1
         for shared in self._shared:
             shared.sum_gradients()
+        if self.loss_scale is not None:
+            self.loss_scale.finish_step(self._local_gradients())
+            if self.loss_scale.is_skipped:
+                for parameter in self.parameters():
+                    parameter.grad = None
         total = torch.zeros((), device=self.device)
         if losses:
             total += torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
@@ -174,6 +187,12 @@ class ParallelModel:
         norm = square.sqrt()
         clip_to_norm(gradients, norm, max_norm)
         return norm
+
+    def _local_gradients(self) -> list[Tensor]:
+        return [local_part(each.grad) for each in self.parameters() if each.grad is not None]
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.loss_scale is None else self.loss_scale.scaled(loss)
 
     def _samples(self, strategy: Strategy) -> list[int]:
         return rank_samples(
@@ -231,7 +250,7 @@ class ParallelModel:
         for index, tokens in enumerate(tokens_BS.chunk(count)):
             with self.clock.working():
                 loss = self.chunks[0](tokens, **{name: each[index] for name, each in parts.items()})
-                loss.backward()
+                self._scaled(loss).backward()
             losses.append(loss.detach())
         return losses
 
@@ -245,7 +264,7 @@ class ParallelModel:
         schedule = getattr(pipelining, chosen.torch_name)(
             parts if chosen.takes_chunks else parts[0],
             plan.num_microbatches,
-            loss_fn=lambda loss, _labels: loss,
+            loss_fn=lambda loss, _labels: self._scaled(loss),
             scale_grads=False,
         )
 
@@ -258,7 +277,7 @@ class ParallelModel:
                 schedule.step(*inputs, target=targets["labels_BS"], losses=losses, return_outputs=False, **targets)
             for part in parts:
                 part.end_step()
-            return [loss.detach() for loss in losses]
+            return [loss.detach() if self.loss_scale is None else self.loss_scale.unscaled(loss) for loss in losses]
 
         return step
 

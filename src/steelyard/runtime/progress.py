@@ -44,6 +44,10 @@ class Step:
     imbalance: float | None = None
     """Where experts are divided over ranks: the most pairs of tokens and experts that a rank of this one's groups
     computed over their mean, averaged over the layers of this rank."""
+    loss_scale: float | None = None
+    """In fp16: what the loss was multiplied by in the backward pass."""
+    skipped: bool | None = None
+    """True where gradients were not finite, so that the step left all parameters as they were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,8 @@ class StepMetrics:
     main_loss: float | None = None
     router_loss: float | None = None
     imbalance: float | None = None
+    loss_scale: float | None = None
+    skipped: bool | None = None
     slow: str | None = None
 
     def line(self, num_steps: int, *, counts_tokens: bool, samples: str = "images") -> str:
@@ -77,6 +83,8 @@ class StepMetrics:
             parts.insert(2, f"main {self.main_loss:.4f}  routers {self.router_loss:.3f}")
         if self.imbalance is not None:
             parts.append(f"imbalance {self.imbalance:.2f}")
+        if self.loss_scale is not None:
+            parts.append(f"loss scale {self.loss_scale:,.0f}" + ", skipped: gradients overflow" * bool(self.skipped))
         if self.memory_bytes is not None:
             parts.append(f"memory {format_bytes(self.memory_bytes)}")
         if self.slow is not None:
@@ -89,7 +97,7 @@ class StepMetrics:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-_AS_SEEN = ("loss", "grad_norm", "lr", "time_s", "main_loss", "router_loss", "imbalance")
+_AS_SEEN = ("loss", "grad_norm", "lr", "time_s", "main_loss", "router_loss", "imbalance", "loss_scale", "skipped")
 
 
 def step_metrics(number: int, step: Step, plan: Plan) -> StepMetrics:

@@ -42,8 +42,9 @@ from steelyard.modules.replicated import (
     shard_over,
 )
 from steelyard.modules.router_loss import PartRouters, check_routers, router_loss_of
-from steelyard.plan.plan import Plan, Precision
+from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
+from steelyard.precision import Precision
 from steelyard.runtime.mesh import HiddenPlacement, PlanMesh
 from steelyard.runtime.pipeline_part import ActivationLayout, border
 

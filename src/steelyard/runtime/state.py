@@ -5,6 +5,7 @@
 | ``model.NAME``             | a parameter of the unmodified model, or a buffer that it saves              |
 | ``optimizer.NAME.SLOT``    | what its optimizer keeps of it (AdamW: exp_avg, exp_avg_sq, step)           |
 | ``rng.RANK.DEVICE``        | state of a rank's random generators                                         |
+| ``loss_scale.PART``        | in fp16: the scale, and the steps since it changed                          |
 
 NAME is the parameter's name in the unmodified `transformers` model. Sharded parameters are DTensors, which say what
 part of the whole they hold, so a state that is written under one plan can be read under any other.
@@ -111,9 +112,9 @@ class RunState:
         return {self.names.by_path[path]: tensor for path, tensor in self._saved(copy)}
 
     def tensors(self, *, copy: int = 0) -> dict[str, Tensor]:
-        """This rank's `weights` and what the optimizers keep of them."""
+        """This rank's `weights`, what the optimizers keep of them, and in fp16 the loss scale."""
         states = {id(parameter): state for each in self._optimizers for parameter, state in each.state.items()}
-        found: dict[str, Tensor] = {}
+        found = self._model.loss_scale.tensors() if self._model.loss_scale else {}
         for path, parameter in self._saved(copy):
             name = self.names.by_path[path]
             found[f"model.{name}"] = parameter.detach()
@@ -126,20 +127,26 @@ class RunState:
     def fill_optimizers(self) -> None:
         """Makes the optimizers allocate what they keep, without changing a parameter, so that it can be read into.
 
-        An optimizer allocates in its first step, so it takes one with gradients of zero and a learning rate of zero.
+        An optimizer allocates in its first step, so it takes one with gradients of zero and a learning rate of zero,
+        which does not count. Gradients stay as they are.
         """
         for optimizer in self._optimizers:
             if optimizer.state:
                 continue
             rates = [group["lr"] for group in optimizer.param_groups]
+            gradients = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
             for group in optimizer.param_groups:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
                 for parameter in group["params"]:
                     parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
-            optimizer.zero_grad()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
+            for state in optimizer.state.values():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"].zero_()
 
     def _saved(self, copy: int) -> Iterator[tuple[str, Tensor]]:
         for chunk in self._model.chunks:

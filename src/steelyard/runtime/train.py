@@ -31,6 +31,7 @@ from steelyard.processes.allocator import allocator_setting
 from steelyard.profiles.record import OwnWork, RankRecord, RunRecord, SlowRank, StepRecord, slow_ranks
 from steelyard.runtime.checks import check_builder, device_type_of, stage_pool
 from steelyard.runtime.data.source import OwnData, SampleData, open_samples
+from steelyard.runtime.loss_scale import DivergedError
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_adamw
 from steelyard.runtime.options import TrainOptions
@@ -107,12 +108,6 @@ def _budget_bytes(plan: Plan) -> int:
 
 MAX_WARMUP_STEPS = 3
 """Steps at the start of a run that its median step time leaves out."""
-
-
-class DivergedError(RuntimeError):
-    """The loss or the gradient is no longer a finite number."""
-
-    is_final = True
 
 
 def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord:
@@ -204,18 +199,22 @@ class _Trainer:
     def run(self) -> Iterator[Step]:
         """Trains and yields step after step."""
         first_step = self.model.num_steps = self.persistence.num_steps
-        memory_step = min(first_step + 1, self._options.steps - 1)
-        """The first step that begins with optimizer states in place; it is no timed step unless the run is short."""
+        num_updates = 0
         watch = SlownessWatch(self.model, self._options)
         for step in range(first_step, self._options.steps):
             lr = learning_rate(step, self._options)
             for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
                 group["lr"] = lr
             started_s = time.perf_counter()
-            if step == memory_step:
+            scale = self.model.loss_scale
+            scale_value = None if scale is None else scale.value
+            # the first step that begins with optimizer states in place is no timed one unless the run is short
+            if not self.peak_bytes and (num_updates == 1 or step == self._options.steps - 1):
                 loss, norm = self._measured_step(step)
             else:
                 loss, norm = self._step(step)
+            is_skipped = scale is not None and scale.is_skipped
+            num_updates += not is_skipped
             loss_value, norm_value = loss.item(), norm.item()
             step_s = time.perf_counter() - started_s
             busy_s, own_s = self.model.clock.take_s()
@@ -230,6 +229,8 @@ class _Trainer:
                 slow=watch.after_step(step - first_step, own_s),
                 peak_bytes=self.peak_bytes,
                 imbalance=statistics.fmean(uneven.values()) if uneven else None,
+                loss_scale=scale_value,
+                skipped=is_skipped or None,
                 **self._parts(loss_value),
             )
             for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
@@ -238,6 +239,8 @@ class _Trainer:
                         f"step {step + 1}: the {name} is {value}; the run has diverged, and nothing of this step is "
                         f"saved. Lower --lr (now {self._options.lr:g}) or raise --warmup-steps (now "
                         f"{self._options.warmup_steps})."
+                        + " In fp16 a forward pass has no values above 65504, whatever the loss scale."
+                        * (scale is not None)
                     )
             yield result
             self.persistence.after_step(step + 1)

@@ -14,7 +14,7 @@ from steelyard.installed import TRAINING, installed_version, require_training
 from steelyard.model.chain import ModelChain
 from steelyard.modules.any_model import changed_split_refused, split_of
 from steelyard.plan.file import default_folder, digest, keep, parse_file
-from steelyard.plan.plan import LayerPrecision
+from steelyard.precision import LayerPrecision
 from steelyard.profiles.profile import Profile
 from steelyard.tracer.packaged import ATTENTION, TRACER_VERSION, packaged_lengths, packaged_trace
 
@@ -37,6 +37,9 @@ def cached_trace(
     the chain is of one (`steelyard.modules.own_pieces.OwnModel`). Raises `NotInstalledError` where the model has to be
     traced and torch is not there, and `InvalidModelError` for a split from a plan file on which tracing fails.
     """
+    if precision == "fp16":  # as wide as bf16, and widths are all that is counted
+        same = cached_trace(chain, seq_len=seq_len, precision="bf16", degrees=degrees, folder=folder, own=own)
+        return same.model_copy(update={"identity": same.identity.model_copy(update={"precision": precision})})
     path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees)}.json"
     if path.is_file():
         try:

@@ -36,9 +36,10 @@ from steelyard.modules.layers import (
 from steelyard.modules.model_inputs import blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.modules.pieces import ShellPiece
+from steelyard.modules.replicated import activation_dtype
 from steelyard.modules.updates import local_part
-from steelyard.plan.plan import LayerPrecision
 from steelyard.plan.strategy import Remat, Strategy
+from steelyard.precision import LayerPrecision
 from steelyard.processes.group import quiet_notices
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
 
@@ -109,7 +110,7 @@ class TracedLayer:
     @property
     def dtype(self) -> torch.dtype:
         """Type of parameters and activations while a layer computes."""
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return activation_dtype(self.precision)
 
     @property
     def role(self) -> LayerRole:

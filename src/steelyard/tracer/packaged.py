@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 from steelyard.installed import is_as_made
 from steelyard.model.chain import LayerType, ModelChain
 from steelyard.plan.dimensions.dimension import Batch
-from steelyard.plan.plan import LayerPrecision
 from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Strategy, shape_strategies
+from steelyard.precision import LayerPrecision
 from steelyard.profiles.profile import LayerProfile, Profile, ProfileIdentity
 
 TRACER_VERSION = 11

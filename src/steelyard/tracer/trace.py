@@ -24,8 +24,8 @@ from steelyard.model.chain import LayerType, ModelChain
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.build import build_meta_model, prepare_model
 from steelyard.modules.own_pieces import OwnModel
-from steelyard.plan.plan import LayerPrecision
 from steelyard.plan.strategy import Remat
+from steelyard.precision import LayerPrecision
 from steelyard.profiles.profile import (
     Collective,
     CollectiveCount,

@@ -29,8 +29,8 @@ from steelyard.modules.experts import routed_experts
 from steelyard.modules.layers import build_layer, shared_inputs_of
 from steelyard.modules.replicated import Replicas, activation_dtype, replicate_over, shard_over
 from steelyard.modules.updates import local_part
-from steelyard.plan.plan import Precision
 from steelyard.plan.strategy import Remat
+from steelyard.precision import Precision
 from steelyard.runtime.parity import samples_of_step
 from steelyard.runtime.stage import LayerLoop, StageModule
 from steelyard.runtime.state import parameter_names

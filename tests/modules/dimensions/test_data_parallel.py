@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from steelyard.modules.replicated import Replica, Replicas, replicate_over
-from steelyard.plan.plan import Precision
+from steelyard.precision import Precision
 
 NUM_PARAMS = 7 * 5 + 5
 

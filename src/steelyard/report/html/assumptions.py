@@ -11,8 +11,10 @@ from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, section, tag
 from steelyard.units import GB, TERA, format_bytes, format_count, format_plural, format_seconds
 
+_KEPT = "parameters, gradients and both moments of AdamW are kept in fp32, 16 bytes a parameter"
 PRECISIONS = {
-    "bf16": "computes in bf16; parameters, gradients and both moments of AdamW are kept in fp32, 16 bytes a parameter",
+    "bf16": f"computes in bf16; {_KEPT}",
+    "fp16": f"computes in fp16 with a scaled loss, which the optimizer's step undoes; {_KEPT}",
     "fp32": "computes and keeps everything in fp32, 16 bytes a parameter with both moments of AdamW",
 }
 

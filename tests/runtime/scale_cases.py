@@ -1,0 +1,42 @@
+"""Plans in fp16, every mode of every dimension among them, on 4 processes."""
+
+from functools import partial
+
+from tests.runtime.cases import Case
+from tests.runtime.ep_cases import CONFIGS
+from tests.runtime.models import make_plan
+
+
+def _case(config: str, *stages: str, num_microbatches: int = 2, **changes: int | str) -> Case:
+    make = partial(
+        make_plan,
+        CONFIGS.get(config, config),
+        *stages,
+        num_microbatches=num_microbatches,
+        global_batch=4 * num_microbatches,
+        num_devices=4,
+        seq_len=16,
+        precision="fp16",
+        **changes,
+    )
+    return Case(make=make)
+
+
+EVERY_MODE = "dp, fsdp, zero1, tp, sp, cp"
+EXPERTS = "experts"
+CASES: dict[str, Case] = {
+    EVERY_MODE: _case(
+        "llama", "fsdp4, dp4, fsdp4 zero1, fsdp4 zero2, dp2-tp2+sp remat=full, tp2-fsdp2 zero1, fsdp2-cp2, dp4"
+    ),
+    "two stages, tied": _case("llama-tied", "fsdp2 zero1, dp2", "tp2+sp, fsdp2", num_microbatches=4),
+    "two stages of two chunks, tied": _case(
+        "llama-tied",
+        *("fsdp2 zero1", "tp2", "dp2 remat=full", "fsdp2"),
+        num_microbatches=4,
+        num_chunks=2,
+        schedule="interleaved-1f1b",
+    ),
+    EXPERTS: _case("mixtral", "fsdp4 zero1, fsdp4 zero1 ep2, fsdp4 ep4 remat=full, dp4"),
+}
+OTHER_PLAN = _case("llama", "tp2, " * 3 + "fsdp2", "fsdp2 zero1, " * 3 + "dp2", num_microbatches=2).plan
+"""Of the same model and batch as that of every mode."""
