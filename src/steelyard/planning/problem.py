@@ -210,7 +210,13 @@ def configs_under(
         if each.schedule.refusal(each) is None
         and (
             each.num_chunks == 1
-            or why_not_folded(job.chain.layers, num_stages=each.num_stages, num_chunks=each.num_chunks) is None
+            or why_not_folded(
+                job.chain.layers,
+                num_stages=each.num_stages,
+                num_chunks=each.num_chunks,
+                ends_replace_blocks=not job.engine.capabilities.mixes_layers,
+            )
+            is None
         )
     ]
 
