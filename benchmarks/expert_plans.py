@@ -36,6 +36,7 @@ from steelyard.planning.choose import plan_job
 from steelyard.planning.price import describe, peak_bytes, summarise
 from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, price_settings
+from steelyard.planning.simple import with_usual_stages
 from steelyard.report.compare_view import step_terms
 from steelyard.units import GIB
 
@@ -144,7 +145,7 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
             "plans": (plan, None),
         }
         if plans_freely:
-            free = plan_job(job, top=1).plan
+            free = with_usual_stages(plan_job(job, top=1), request)[0].plan
             if free is not None:
                 found |= {"free_s": _step_s(free), "free_gib": peak_bytes(free) / GIB}
                 found |= {"free_plan": f"{describe(free.pipeline)}: {summarise(free)}", "plans": (plan, free)}
@@ -161,10 +162,10 @@ def _step_s(plan: Plan) -> float:
 
 
 def degrees(plan: Plan) -> str:
-    """Stages and their chunks, the strategy of most layers, and the samples of a microbatch on a rank."""
+    """Stages and their chunks, the strategy of most layers, and the samples of a microbatch on a rank at most."""
     chunks = f"x{plan.num_chunks}" if plan.num_chunks > 1 else ""
     usual, _ = Counter(map(str, plan.strategies)).most_common(1)[0]
-    return f"pp{plan.num_stages}{chunks} {usual} mbs{plan.rank_samples}"
+    return f"pp{plan.num_stages}{chunks} {usual} mbs{max(plan.rank_samples)}"
 
 
 def reason(name: str, plan: Plan, free: Plan) -> str:

@@ -273,15 +273,14 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
         uniform = is_uniform(job, request.decisions)
         result = with_next_best(result, num_plans=request.num_next_best, uniform=uniform)
     solved = replace(request, cluster=job.cluster, global_batch=job.global_batch, seq_len=job.seq_len, objective="time")
+    result, others, study = _compared(result, solved, progress)
     if request.simplify_share:
-        progress("searching plans of fewer stages")
         result, limit = with_usual_stages(result, request)
-        solved = replace(solved, decisions=solved.decisions.with_also(limit))
-    assert result.plan is not None, "completed where there is a plan"
-    study = Study(solved, job, tables=result.bounded_tables)
-    found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
-    best, *others = study.reconciled([found, *(study.answer(each) for each in counted(baselines(), progress))])
-    plan = _at_least_as_fast(result, best)
+        if not limit.is_free:
+            solved = replace(solved, decisions=solved.decisions.with_also(limit))
+            result, others, study = _compared(result, solved, progress)
+    plan = result.plan
+    assert plan is not None, "completed where there is a plan"
     if request.simplify_share and not is_uniform(job, request.decisions):
         progress("searching simpler plans")
         plan = simplest(plan, result, [each.plan for each in others if each.plan is not None], request)
@@ -291,6 +290,17 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
         progress("searching plans of less memory")
         plan = with_fallbacks(plan, study, num_fallbacks=request.num_fallbacks)
     return replace(result, plan=plan)
+
+
+def _compared(
+    result: PlanningResult, solved: PlanRequest, progress: Progress
+) -> tuple[PlanningResult, Sequence[Answer], Study]:
+    """The result with the fastest plan of its own and of the baselines, these, and the study that they come from."""
+    assert result.plan is not None, "compared where there is a plan"
+    study = Study(solved, result.job, tables=result.bounded_tables)
+    found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
+    best, *others = study.reconciled([found, *(study.answer(each) for each in counted(baselines(), progress))])
+    return replace(result, plan=_at_least_as_fast(result, best)), others, study
 
 
 def _step_s(plan: Plan) -> float:
@@ -331,6 +341,7 @@ def _at_least_as_fast(result: PlanningResult, best: Answer) -> Plan:
         alternatives=plan.prediction.alternatives,
         found=[(plan, _step_s(plan)), *((each, cost.step_time_s) for each, cost in result.others)],
     )
+    prediction = prediction.model_copy(update={"fastest": plan.prediction.fastest})
     kept = {"asked": plan.asked, "next_best": plan.next_best, "prediction": prediction}
     return best.plan.model_copy(update=kept)
 
