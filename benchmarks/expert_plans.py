@@ -4,25 +4,30 @@
 
 JOBS.csv has a row for each job with its model, devices, batch, the experts' settings and the measured step. Each plan
 is priced as ``steelyard price`` prices it, with its engine; with ``--free`` the job is also planned for that engine,
-as ``steelyard plan --engine`` does. OUT.csv has a row a job: name, priced_s, priced_gib, fits, free_s, free_gib,
-free_plan, skipped (with its reason).
+as ``steelyard plan --engine`` does, and a table has both side by side, and why they differ: the terms of a step in
+which they differ most, as ``steelyard diff`` has them, and what the run did that is not priced. OUT.csv has a row a
+job: name, priced_s, priced_gib, fits, free_s, free_gib, free_plan, skipped (with its reason).
 """
 
 import argparse
 import csv
 import json
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from published_runs.frameworks import has_loss_in_pieces
+from published_runs.rows import read_runs
 
 from steelyard.cost.job import layer_precision
 from steelyard.engines import Engine
 from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
-from steelyard.engines.torchtitan import TORCHTITAN
+from steelyard.engines.torchtitan import TORCHTITAN, WHOLE_LOSS
 from steelyard.errors import UserError
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan
@@ -31,6 +36,8 @@ from steelyard.planning.choose import plan_job
 from steelyard.planning.price import describe, peak_bytes, summarise
 from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, price_settings
+from steelyard.planning.simple import with_usual_stages
+from steelyard.report.compare_view import step_terms
 from steelyard.units import GIB
 
 DATA = Path(__file__).parent / "data" / "expert_plans"
@@ -39,13 +46,31 @@ ENGINES: Mapping[str, Engine] = {
     "megatron-classic": MEGATRON,
     "megatron-deep": MEGATRON_BRIDGE,
     "nanotron": MEGATRON,
-    "torchtitan": TORCHTITAN,
+    "torchtitan": TORCHTITAN.with_options([WHOLE_LOSS]),
     "fsdp": AUTOMODEL,
     "fsdp-deep": AUTOMODEL,
 }
 """The engine that prices what each framework of the table ran, the nearest where it is none of the product's."""
+RUNS = {run.id: run for run in read_runs()}
 COLUMNS = ("name", "priced_s", "priced_gib", "fits", "free_s", "free_gib", "free_plan", "skipped")
 
+
+NOT_PRICED: Mapping[str, str] = {
+    "llama3-405b 8k 8192xH100": "chunks not stated, 4 assumed",
+    "llama3-405b 8k 16384xH100": "chunks not stated, 4 assumed",
+    "deepseek-v3 2048xH800 fp8": "theirs caches activations in fp8, and recomputes norms and projections",
+    "automodel qwen3-30b-a3b ep8 8xH100": "theirs has bf16 parameters and Adam moments (qwen3_moe_30b_te_deepep.yaml)",
+    "bridge gpt-oss-120b 64xH100 bf16": "theirs recomputes norms and activations of experts",
+    "bridge gpt-oss-120b 64xGB200 bf16": "theirs recomputes norms and activations of experts",
+    "bridge gpt-oss-120b 64xB200 bf16": "theirs recomputes norms and activations of experts",
+    "bridge deepseek-v3 256xGB200 bf16": "theirs recomputes MLA's projections, and has chunks of unlike blocks",
+}
+"""What runs did that no settings here express: recompute_modules of Megatron-Bridge's recipes (gpt_oss and deepseek in
+scripts/performance/configs), Automodel's examples/benchmark/configs, and section 3.2 of the DeepSeek-V3 report."""
+SHOWN_TERMS = 3
+"""Terms of a step in which two plans are said to differ."""
+LEAST_SHARE = 0.005
+"""Of a step, below which a term is left out."""
 
 VOCABULARY_UNIT = 128
 """Megatron makes the vocabulary a multiple of this for each tensor-parallel rank."""
@@ -89,13 +114,21 @@ def settings_of(row: Mapping[str, str]) -> Settings:
     )
 
 
+def engine_of(row: Mapping[str, str]) -> Engine:
+    """The engine of a row; torchtitan with its loss in pieces where the published run says that its version has it."""
+    run = RUNS.get(row["row"])
+    if row["framework"] == "torchtitan" and run is not None and has_loss_in_pieces(run):
+        return TORCHTITAN
+    return ENGINES[row["framework"]]
+
+
 def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> dict[str, Any]:
-    """A row of OUT.csv for a job, and the plans behind it under ``plans``."""
+    """A row of OUT.csv for a job, and under ``plans`` that of the experts and the free one."""
     found: dict[str, Any] = dict.fromkeys(COLUMNS, "") | {"name": row["name"]}
     nodes = max(1, int(row["gpus"]) // int(row["gpus_per_node"]))
     per_node = min(int(row["gpus"]), int(row["gpus_per_node"]))
     try:
-        engine = ENGINES[row["framework"]]
+        engine = engine_of(row)
         config = load_config(row["model"], folder)
         request = make_request(
             _megatrons(config, int(row["tp"])) if "megatron" in engine.name else config,
@@ -109,12 +142,13 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
             "priced_s": _step_s(plan),
             "priced_gib": peak_bytes(plan) / GIB,
             "fits": int(peak_bytes(plan) <= job.budget_bytes + job.margin_bytes),
+            "plans": (plan, None),
         }
         if plans_freely:
-            free = plan_job(job, top=1).plan
+            free = with_usual_stages(plan_job(job, top=1), request)[0].plan
             if free is not None:
                 found |= {"free_s": _step_s(free), "free_gib": peak_bytes(free) / GIB}
-                found["free_plan"] = f"{describe(free.pipeline)}: {summarise(free)}"
+                found |= {"free_plan": f"{describe(free.pipeline)}: {summarise(free)}", "plans": (plan, free)}
     except UserError as error:
         found["skipped"] = f"{error.field}: found {error.found}; expected {error.expected}"
     except KeyError as error:
@@ -125,6 +159,44 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
 def _step_s(plan: Plan) -> float:
     assert plan.prediction is not None, "just priced"
     return plan.prediction.step_time_s
+
+
+def degrees(plan: Plan) -> str:
+    """Stages and their chunks, the strategy of most layers, and the samples of a microbatch on a rank at most."""
+    chunks = f"x{plan.num_chunks}" if plan.num_chunks > 1 else ""
+    usual, _ = Counter(map(str, plan.strategies)).most_common(1)[0]
+    return f"pp{plan.num_stages}{chunks} {usual} mbs{max(plan.rank_samples)}"
+
+
+def reason(name: str, plan: Plan, free: Plan) -> str:
+    """Where a free plan wins and loses time beside the experts', and what theirs did that is not priced."""
+    assert plan.prediction is not None, "just priced"
+    assert free.prediction is not None, "just priced"
+    before, after = step_terms(plan, plan.prediction), step_terms(free, free.prediction)
+    gained = {term: after.get(term, 0.0) - before.get(term, 0.0) for term in {**before, **after}}
+    most = sorted(gained, key=lambda term: -abs(gained[term]))[:SHOWN_TERMS]
+    parts = [
+        f"{term} {gained[term] / _step_s(plan):+.1%}"
+        for term in most
+        if abs(gained[term]) > LEAST_SHARE * _step_s(plan)
+    ]
+    return "; ".join([", ".join(parts) or "the same plan"] + ([NOT_PRICED[name]] if name in NOT_PRICED else []))
+
+
+def side_by_side(found: Sequence[Mapping[str, Any]]) -> str:
+    """The experts' plans and the free ones, a row a job, as Markdown."""
+    lines = ["| job | theirs | s | GiB | free | s | GiB | free / theirs | why |", "|" + "---|" * 9]
+    for one in found:
+        plan, free = one.get("plans", (None, None))
+        if plan is None or free is None:
+            continue
+        fits = "" if one["fits"] else " (does not fit)"
+        lines.append(
+            f"| {one['name']} | {degrees(plan)} | {one['priced_s']:.2f} | {one['priced_gib']:.0f}{fits} | "
+            f"{degrees(free)} | {one['free_s']:.2f} | {one['free_gib']:.0f} | {one['free_s'] / one['priced_s']:.3f} | "
+            f"{reason(one['name'], plan, free)} |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -151,11 +223,13 @@ def main() -> None:
         if one["free_s"]:
             text += f"; free {one['free_s']:.2f} s, {one['free_gib']:.1f} GiB: {one['free_plan']}"
         print(f"{row['name']:48} {text} ({time.process_time() - started:.1f} CPU s)", flush=True)
+    if options.free:
+        print(side_by_side(found))
     for name, each in errors.items():
         print(f"{name}: median error {median(map(abs, each)):.1%} of {len(each)}")
     if options.predictions is not None:
         with options.predictions.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(found)
 

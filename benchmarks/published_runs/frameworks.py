@@ -8,6 +8,7 @@ allocator holds in reserve depends on whether its segments expand. A framework t
 row.
 """
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -213,6 +214,14 @@ def workspace_bytes(run: PublishedRun, framework: Framework) -> int:
     return SMALL_BYTES + 2 * of_torch + (0 if not framework.has_te else 4 * MIB if is_old else 32 * MIB)
 
 
+def has_loss_in_pieces(run: PublishedRun) -> bool:
+    """Whether a version of torchtitan has its loss in pieces: as it says, or since May 2026 (pull request 2937), but
+    for graph_trainer (3115)."""
+    name = run.text("framework").lower()
+    month = re.search(r"20\d\d-\d\d", name)
+    return "chunked" in name or ("graph_trainer" not in name and month is not None and month[0] >= "2026-05")
+
+
 def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     attention, detail = run.text("attention").lower(), run.text("act_ckpt_detail").lower()
     if "rms kernel" in attention:
@@ -223,6 +232,8 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
         kernels = replace(kernels, attention="eager")
     elif attention == "fused" or attention.startswith(("unfused", "local (mcore)")) or "backend unfused" in attention:
         kernels = replace(kernels, attention="fused softmax")
+    if not has_loss_in_pieces(run):
+        kernels = replace(kernels, loss_pieces=1)
     if kernels.loss_outlives and run.count("grad_accum") != 1:
         peak, kept = kernels.loss_bytes
         kernels = replace(kernels, loss_bytes=(peak + kept, kept))

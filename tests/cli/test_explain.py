@@ -218,6 +218,22 @@ def test_diff_lists_the_layers_that_differ(run: Run, plan_path: Path, tmp_path: 
     assert re.search(r"^ blocks? \d", shown, re.MULTILINE), "by the names that the plan shows"
 
 
+def test_diff_with_an_engine_compares_with_its_plan_of_the_same_request(
+    run: Run, plan_path: Path, tmp_path: Path
+) -> None:
+    content = json.loads(run("diff", plan_path, "--engine", "megatron", "--json").stdout)
+    own = read_plan(plan_path)
+    assert own.prediction is not None
+    assert content["first"]["step_time_s"] == pytest.approx(own.prediction.step_time_s)
+    planned = json.loads(run("plan", *JOB, "--memory", TIGHT, "--engine", "megatron", "--json").stdout)
+    assert content["second"]["step_time_s"] == pytest.approx(planned["prediction"]["step_time_s"])
+    shown = run("diff", plan_path, "--engine", "megatron").stdout
+    assert "run by megatron" in " ".join(shown.split())
+    assert user_error(run("diff", plan_path)).field == "SECOND"
+    assert user_error(run("diff", plan_path, plan_path, "--engine", "megatron")).field == "SECOND"
+    assert user_error(run("diff", plan_path, "--engine", "nowhere")).field == "--engine"
+
+
 def test_diff_writes_a_page_of_both_plans(run: Run, plan_path: Path, tmp_path: Path) -> None:
     run("plan", *JOB, "-o", tmp_path / "roomy.json")
     result = run("diff", plan_path, tmp_path / "roomy.json", "-o", tmp_path / "diff.html")

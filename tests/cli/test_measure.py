@@ -177,3 +177,11 @@ def test_plan_keeps_the_best_plans_of_configs_that_differ_and_says_how_to_measur
     assert len({each.pipeline for each in plan.contenders()}) == 3, "of configurations that differ"
     seconds = [each.prediction.step_time_s for each in plan.contenders() if each.prediction]
     assert seconds == sorted(seconds)
+
+
+def test_another_engine_is_refused_with_what_starts_it(run: Run, tmp_path: Path) -> None:
+    write_plan(two_stages(), tmp_path / "plan.json")
+    error = user_error(run("measure", tmp_path / "plan.json", "--engine", "megatron"))
+    assert error.field == "--engine"
+    assert "own runtime" in error.expected
+    assert "export" in error.hint

@@ -110,6 +110,17 @@ def test_a_head_whose_rows_begin_between_16_bytes_takes_longer(entries: int, ali
     assert head.forward.matmul_flop.at(1) == pytest.approx(flop / (1 if aligned else MISALIGNED_RATE))
 
 
+def test_a_loss_in_pieces_holds_the_logits_of_one_and_keeps_gradients_of_the_hidden_state() -> None:
+    whole, pieces = (decoder_layer(SHAPE, replace(EAGER, loss_pieces=each), HEAD, tp=1, sp=False) for each in (1, 8))
+    logits = SHAPE.seq_len * SHAPE.vocab
+    gradients = 4 * SHAPE.seq_len * SHAPE.hidden
+    assert whole.saved_bytes.at(1) - pieces.saved_bytes.at(1) == 4 * logits - gradients
+    assert whole.forward_transient_bytes.at(1) == 8 * logits
+    assert pieces.forward_transient_bytes.at(1) == 12 * logits / 8
+    assert pieces.forward.matmul_flop == whole.forward.matmul_flop
+    assert pieces.forward.num_kernels == 8 * whole.forward.num_kernels
+
+
 def test_a_window_is_all_that_attention_computes() -> None:
     slides = replace(BLOCK, attention="sliding_attention")
     whole, window = (

@@ -6,6 +6,7 @@ from steelyard.cost.decoder import DecoderShape, decoder_layer
 from steelyard.cost.decoder_experts import Experts
 from steelyard.engines.kernels import FUSED
 from steelyard.engines.megatron import KERNELS
+from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.profiles.profile import LayerProfile
@@ -69,11 +70,22 @@ def test_kernels_of_each_expert_are_fewer_where_a_rank_has_fewer() -> None:
     assert forward.num_kernels - forward.with_experts_over(4).num_kernels == 2 * (COUNT - COUNT // 4)
 
 
-def test_torchtitan_computes_experts_again_and_keeps_what_a_rank_received() -> None:
+def test_torchtitan_computes_experts_again_and_keeps_what_an_exchange_brought() -> None:
+    """Its policy saves the results of all-to-alls, of which there are none where ranks hold all experts."""
     kernels = TORCHTITAN.execution.kernels
-    ours, theirs = (block(kernels=each).recomputation("selective") for each in (FUSED, kernels))
+    own, whole = block(kernels=kernels), block(kernels=FUSED)
+    ours, theirs = (each.recomputation("selective") for each in (whole, own))
     dense = block(DENSE, kernels=kernels).recomputation("selective")
     pairs = TOKENS * TOP_K
-    assert theirs.saved_bytes.at(1) - dense.saved_bytes.at(1) == 2 * HIDDEN * pairs
+    assert own.divided_experts is not None
+    received = [each.recomputation("selective").saved_bytes.at(1) for each in (own, *own.divided_experts)]
+    assert [each - dense.saved_bytes.at(1) for each in received] == [0, 2 * HIDDEN * pairs, 4 * HIDDEN * pairs]
     assert theirs.work.matmul_flop.at(1) - dense.work.matmul_flop.at(1) == 2 * pairs * 3 * HIDDEN * WIDTH
     assert ours.saved_bytes.at(1) > theirs.saved_bytes.at(1)
+
+
+def test_recipes_of_megatron_bridge_keep_no_copies_for_putting_tokens_in_order() -> None:
+    kernels = MEGATRON_BRIDGE.execution.kernels
+    found, dense = (block(each, kernels=kernels).saved_bytes.at(1) for each in (SPARSE, DENSE))
+    assert found - dense == 2 * TOKENS * TOP_K * (HIDDEN + 3 * WIDTH)
+    assert block(kernels=KERNELS).saved_bytes.at(1) - found == 4 * 2 * TOKENS * TOP_K * HIDDEN

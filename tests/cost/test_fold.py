@@ -6,16 +6,21 @@ import numpy as np
 import pytest
 
 from steelyard.cost.build import build_tables, usable_bytes
-from steelyard.cost.fold import folded, unfold_layers, unfold_parts, why_not_folded
+from steelyard.cost.fold import folded, missing_blocks, unfold_layers, unfold_parts, why_not_folded
 from steelyard.cost.job import JobConfig
 from steelyard.cost.predict import predict
 from steelyard.cost.simulator import StageTimes
+from steelyard.engines.megatron import MEGATRON
 from steelyard.errors import InvalidProblemError
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
+from steelyard.planning.choose import plan_job
 from steelyard.planning.price import grouped_plan
+from steelyard.planning.request import make_request
+from steelyard.planning.settings import Settings, price_settings
 from steelyard.search import search
-from tests.cost.examples import job, simulated
+from tests.cost.examples import CONFIG, job, simulated
 from tests.schedules.examples import pipeline
 
 BLOCKS = (0, *[1] * 24, 2)
@@ -39,22 +44,39 @@ def test_says_why_layers_do_not_come_in_chunks(layers, stages, chunks, reason):
     assert reason is None or reason in found
 
 
+def test_ends_take_the_place_of_one_block_or_two_where_that_is_allowed():
+    for num_blocks, chunks, missing in ((24, 4, (0, 0)), (23, 4, (0, 1)), (22, 4, (1, 1)), (21, 4, (1, 2))):
+        layers = (0, *[1] * num_blocks, 2)
+        assert missing_blocks(num_blocks, chunks) == missing
+        found = why_not_folded(layers, num_stages=4, num_chunks=chunks, ends_replace_blocks=True)
+        assert (found is None) == (sum(missing) <= 2)
+        assert (why_not_folded(layers, num_stages=4, num_chunks=chunks) is None) == (sum(missing) == 0)
+    alternating = (0, *[1, 2] * 7, 3)  # the first block of the second chunk is the eighth
+    assert "not alike" in why_not_folded(alternating, num_stages=2, num_chunks=2, ends_replace_blocks=True)
+    assert why_not_folded(alternating, num_stages=2, num_chunks=4, ends_replace_blocks=True) is None
+
+
 def test_the_parts_cover_every_layer_once_in_order():
     rng = np.random.default_rng(0)
     for _ in range(200):
-        stages, chunks = int(rng.integers(2, 5)), int(rng.integers(2, 5))
+        stages, chunks, missing = int(rng.integers(2, 5)), int(rng.integers(2, 5)), int(rng.integers(0, 3))
         period = int(rng.integers(stages, 9))
+        missing %= chunks
+        num_layers = chunks * period - missing + 2
         cuts = np.sort(rng.choice(np.arange(2, period + 1), stages - 1, replace=False)).tolist()
-        parts = list(unfold_parts((0, *cuts, period + 2), chunks))
+        parts = list(unfold_parts((0, *cuts, period + 2), chunks, num_layers))
         assert [stage for stage, _, _ in parts] == list(range(stages)) * chunks
         assert [first for _, first, _ in parts] == [0, *(end for _, _, end in parts[:-1])]
-        assert parts[-1][2] == chunks * period + 2
+        assert parts[-1][2] == num_layers
         assert all(first < end for _, first, end in parts)
+        assert len(unfold_layers(range(period + 2), chunks, num_layers)) == num_layers
+        sizes = np.array([end - first for _, first, end in parts]).reshape(chunks, stages)
+        assert (sizes[1:-1] == sizes[1:2]).all()
 
 
 def test_one_chunk_is_cut_where_the_boundaries_are():
-    assert list(unfold_parts((0, 3, 4, 9), 1)) == [(0, 0, 3), (1, 3, 4), (2, 4, 9)]
-    assert list(unfold_parts((0, 1), 1)) == [(0, 0, 1)]
+    assert list(unfold_parts((0, 3, 4, 9), 1, 9)) == [(0, 0, 3), (1, 3, 4), (2, 4, 9)]
+    assert list(unfold_parts((0, 1), 1, 1)) == [(0, 0, 1)]
 
 
 def test_the_fewest_layers_before_and_behind_add_up_stage_by_stage():
@@ -75,7 +97,10 @@ def shape(found):
 
 
 def test_layers_at_the_same_place_of_their_chunks_get_the_same():
-    assert unfold_layers(["first", "a", "b", "last"], 2) == ("first", "a", "b", "a", "b", "last")
+    folded_layers = ["first", "a", "b", "last"]
+    assert unfold_layers(folded_layers, 2, 6) == ("first", "a", "b", "a", "b", "last")
+    assert unfold_layers(folded_layers, 3, 7) == ("first", "a", "b", "a", "b", "a", "last")
+    assert unfold_layers(folded_layers, 3, 6) == ("first", "b", "a", "b", "a", "last")
 
 
 def test_the_closed_form_is_the_simulated_step_where_all_chunks_are_alike():
@@ -124,11 +149,12 @@ def test_only_one_schedule_has_chunks():
         replace(found.best.tables, pipeline=pipeline(*shape(found), "interleaved-1f1b"))
 
 
-def test_folding_keeps_the_work_of_a_step():
-    of = job(global_batch=32, num_hidden_layers=8)
+@pytest.mark.parametrize(("num_blocks", "chunks"), [(8, 2), (11, 3), (14, 4), (7, 3), (10, 3)])
+def test_folding_keeps_the_work_of_a_step(num_blocks, chunks):
+    of = job(global_batch=32, num_hidden_layers=num_blocks)
     config = JobConfig(job=of, pipeline=pipeline(2, 4))
     plain = build_tables(config, (parse_strategy("dp4"),))
-    both = folded(plain, pipeline(2, 4, "interleaved-1f1b", 2), round_trip_s=0.0)
+    both = folded(plain, pipeline(2, 4, "interleaved-1f1b", chunks), round_trip_s=0.0)
     work = [
         sum(each.time_s[layer_type, 0] for layer_type in each.layers) * each.pipeline.num_passes
         for each in (plain, both)
@@ -136,3 +162,16 @@ def test_folding_keeps_the_work_of_a_step():
     assert work[0] == pytest.approx(work[1])
     states = [sum(int(each.static_bytes[layer_type, 0]) for layer_type in each.layers) for each in (plain, both)]
     assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("num_blocks", [14, 15])
+def test_the_free_plan_of_an_engine_is_no_slower_than_one_with_ends_in_the_place_of_blocks(num_blocks):
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16}
+    config = CONFIG | sizes | {"num_hidden_layers": num_blocks, "vocab_size": 32000, "max_position_embeddings": 4096}
+    request = make_request(config, "1x8xa100-80gb", global_batch=16, seq_len=2048)
+    theirs, under = price_settings(request, MEGATRON, "bf16", Settings(tp=2, pp=2, vpp=4))
+    found = plan_job(under, Decisions(num_stages=2, num_microbatches=theirs.num_microbatches), top=1)
+    assert [len(part.strategies) for part in theirs.parts] == [2 + (num_blocks == 15), *[2] * 6, 2]
+    assert found.plan.prediction.step_time_s <= theirs.prediction.step_time_s
+    chunks = [each for each in found.tables if each.pipeline.num_chunks == 4]
+    assert chunks, "four chunks are searched"

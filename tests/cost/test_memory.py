@@ -94,11 +94,12 @@ def _cuts(tables: CostTables, rng: random.Random) -> tuple[int, ...]:
 
 def plan_of(of: Job, tables: CostTables, boundaries: tuple[int, ...], chosen: Sequence[int]) -> Plan:
     """The plan of a choice, layer for layer."""
-    strategies = unfold_layers([tables.strategies[index] for index in chosen], tables.pipeline.num_chunks)
+    folded = [tables.strategies[index] for index in chosen]
+    strategies = unfold_layers(folded, tables.pipeline.num_chunks, of.chain.num_layers)
     size = of.cluster.num_devices // tables.pipeline.num_stages
     stages = tuple(
         StagePart(ranks=(stage * size, stage * size + size - 1), runs=fold_runs(first, strategies[first:end]))
-        for stage, first, end in unfold_parts(boundaries, tables.pipeline.num_chunks)
+        for stage, first, end in unfold_parts(boundaries, tables.pipeline.num_chunks, of.chain.num_layers)
     )
     return assemble_plan(of, tables.pipeline, stages)
 

@@ -18,6 +18,7 @@ import yaml
 from steelyard.engines import ENGINES, TARGETS
 from steelyard.engines.capabilities import unsupported
 from steelyard.engines.deepspeed import PRESETS
+from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.engines.writing import UniformPlan, describe_uniform
 from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
@@ -148,6 +149,17 @@ def test_interleaved_stages_have_a_part_for_every_chunk() -> None:
 def test_zero_2_keeps_parameters_after_forward_in_torchtitan() -> None:
     content = titan(uniform("fsdp8", devices=8, zero=2))
     assert content["parallelism"]["fsdp_reshard_after_forward"] == "never"
+
+
+def test_torchtitans_loss_is_in_pieces_unless_its_option_has_it_whole() -> None:
+    plan = FSDP.model_copy(update={"engine": "torchtitan", "model": PlanModel(name="llama3.1-8b")})
+    whole = plan.model_copy(update={"engine": "torchtitan+whole-loss"})
+    line = "config.loss = config.loss.loss_fn"
+    assert line not in text_of(plan, "torchtitan", ".py")
+    assert line in text_of(whole, "torchtitan", ".py")
+    pieces = TORCHTITAN.execution.kernels.loss_pieces  # type: ignore[union-attr]
+    assert pieces == 8  # `ChunkedLossWrapper.Config.num_chunks` of 0.3.0
+    assert TORCHTITAN.with_options(["whole-loss"]).execution.kernels.loss_pieces == 1  # type: ignore[union-attr]
 
 
 def test_both_forms_for_torchtitan_say_the_same() -> None:

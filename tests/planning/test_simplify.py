@@ -64,9 +64,9 @@ def test_a_simple_plan_that_the_search_of_mixes_missed_is_as_fast() -> None:
     simple = prediction(planned(SIMPLIFY))
     assert simple.fastest is not None
     missed = simple.fastest.model_copy(update={"step_time_s": simple.step_time_s * 1.001})
-    told = simplicity_line(3, simple.model_copy(update={"fastest": missed}))
+    told = simplicity_line(3, 1, simple.model_copy(update={"fastest": missed}))
     assert told == "3 groups of layers: as fast as the best mix, 4 groups (--simplify 0 plans that one)"
-    assert simplicity_line(3, simple.model_copy(update={"fastest": None})) == ""
+    assert simplicity_line(3, 1, simple.model_copy(update={"fastest": None})) == ""
 
 
 @pytest.mark.slow

@@ -6,18 +6,35 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, check_page, print_json, tried
-from steelyard.errors import InvalidPlanError
-from steelyard.output import write_file
+from steelyard.cli.options import AsJson, check_page, complete_one_of, print_json, progress, tried
+from steelyard.engines import ENGINES, engine_of
+from steelyard.engines.native import NATIVE
+from steelyard.errors import InvalidPlanError, UserError
+from steelyard.output import command, write_file
+from steelyard.plan.decisions import FREE
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
+from steelyard.planning.request import request_of_plan
+from steelyard.planning.simple import with_usual_stages
+from steelyard.planning.variants import Progress, Study, run_by
 from steelyard.report.compare_view import changed_layers, compare_view, fullest_terms, step_terms
 from steelyard.report.html import compare_page
 
 
 def diff(
     first: Annotated[Path, typer.Argument(help="A plan file.", metavar="FIRST")],
-    second: Annotated[Path, typer.Argument(help="Another plan of the same model.", metavar="SECOND")],
+    second: Annotated[
+        Path | None, typer.Argument(help="Another plan of the same model; none with --engine.", metavar="[SECOND]")
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            help="Compare with the plan that this engine would have for the same request.",
+            autocompletion=complete_one_of(ENGINES),
+            metavar="NAME",
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -29,7 +46,17 @@ def diff(
     """Compare two plans of a model: time by term, memory by term, layers that differ."""
     if output is not None:
         check_page(output)
-    one, other = read_plan(first), read_plan(second)
+    one = read_plan(first)
+    if (second is None) == (engine is None):
+        raise UserError(
+            field="SECOND",
+            found="neither a second plan nor --engine" if second is None else "a second plan and --engine",
+            expected="one of both",
+            hint=f"name a plan file, or {command('diff', first, '--engine', 'megatron')}",
+        )
+    with progress("counting the model's layers", silent=as_json) as show:
+        other = read_plan(second) if second is not None else _by_engine(one, first, str(engine), show)
+    names = _names(one, other, first, second)
     if one.chain().num_layers != other.chain().num_layers:
         raise InvalidPlanError(
             field=str(second),
@@ -38,7 +65,6 @@ def diff(
             hint="compare plans of the same model",
         )
     if output is not None:
-        names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
         write_file(output, compare_page(one, other, names), "--output")
     if as_json:
         changes = [
@@ -47,9 +73,33 @@ def diff(
         ]
         print_json({"first": _terms(one), "second": _terms(other), "layers": changes})
     else:
-        Console().print(compare_view(one, other))
+        Console().print(compare_view(one, other, names if engine is not None else ("first", "second")))
         if output is not None:
             print(f"written to {output}")
+
+
+def _names(one: Plan, other: Plan, first: Path, second: Path | None) -> tuple[str, str]:
+    """What the plans are called: by their files, or by the engines of one request."""
+    if second is None:
+        return one.engine or NATIVE.name, other.engine or NATIVE.name
+    return (first.name, second.name) if first.name != second.name else (str(first), str(second))
+
+
+def _by_engine(plan: Plan, path: Path, engine: str, show: Progress) -> Plan:
+    """The plan of another engine for the request that a plan answers."""
+    request = request_of_plan(plan, folder=path.parent, decisions=plan.asked or FREE)
+    runs_it = engine_of(engine)
+    show(f"searching plans for {runs_it.name}")
+    result = Study(request).plan(run_by(runs_it))
+    found = None if isinstance(result, str) else with_usual_stages(result, request)[0].plan
+    if found is None:
+        raise UserError(
+            field="--engine",
+            found=f"{engine}, for which no plan was found: {result if isinstance(result, str) else result.miss_text}",
+            expected="an engine that can run this request",
+            hint=f"`steelyard plan --engine {engine}` with other memory, devices or batch",
+        )
+    return found
 
 
 def _terms(plan: Plan) -> dict[str, Any]:

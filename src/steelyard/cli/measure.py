@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, print_json, tried
+from steelyard.cli.options import AsJson, EngineOption, print_json, tried
+from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.installed import require_training
 from steelyard.limits import MOST_STEPS
@@ -49,10 +50,19 @@ def measure(
     device: Annotated[
         str | None, typer.Option("--device", help="gpu or cpu: insist on it where the plan is for the other.")
     ] = None,
+    engine: EngineOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a few steps of a plan on this host, and of the next best ones: which is fastest?"""
     plan = read_plan(path)
+    if engine not in (None, NATIVE.name):
+        raise UserError(
+            field="--engine",
+            found=str(engine),
+            expected="none: `measure` trains with steelyard's own runtime, and times of one engine say little of "
+            "another's kernels",
+            hint=f"`steelyard export {path} --to {engine}` starts it; hold its time against {command('price')}",
+        )
     contenders = plan.contenders() if alternatives else plan.contenders()[:1]
     if alternatives and len(contenders) == 1:
         raise UserError(

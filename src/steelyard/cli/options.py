@@ -231,8 +231,8 @@ Simplify = Annotated[
     float,
     typer.Option(
         "--simplify",
-        help="Take the plan of the fewest groups of layers that is at most this much slower than the fastest; 0 for "
-        "the fastest.",
+        help="Take the plan of the fewest groups of layers that is at most this much slower than the fastest, and "
+        "of no more stages than models of its size have unless they gain 7 %; 0 for the fastest.",
         min=0,
         max=0.5,
     ),
@@ -385,6 +385,9 @@ Remats = Annotated[
 ]
 Schedules = Annotated[
     str | None, typer.Option("--schedule", help=f"Pipeline schedules to search, as in {','.join(SCHEDULES)}.")
+]
+MaxStages = Annotated[
+    int | None, typer.Option("--max-stages", help="Most stages of a pipeline.", min=1, max=MOST_DEVICES)
 ]
 ZeroStages = Annotated[str | None, typer.Option("--zero", help="ZeRO stages that fsdp may use, as in 1,2,3.")]
 WhichSpace = Annotated[

@@ -21,6 +21,7 @@ from steelyard.cli.options import (
     ImageSize,
     Imbalance,
     Length,
+    MaxStages,
     MaxTp,
     Memory,
     MemoryMargin,
@@ -103,6 +104,7 @@ def plan(
     objective: Aim = "time",
     max_tp: MaxTp = None,
     stages: Stages = None,
+    max_stages: MaxStages = None,
     microbatches: Microbatches = None,
     remat: Remats = None,
     schedule: Schedules = None,
@@ -135,6 +137,7 @@ def plan(
     decisions = Decisions(
         pins=tuple(pin or ()),
         num_stages=stages,
+        most_stages=max_stages,
         num_microbatches=microbatches,
         schedules=None if schedule is None else check_choices("--schedule", schedule, schedules),
         remats=None if remat is None else check_choices("--remat", remat, remats),

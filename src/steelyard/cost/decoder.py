@@ -407,7 +407,7 @@ class _Local:
         return 0.0 if self.kernels.attention == "flash" else 8 * self.heads * self.tokens
 
     def head(self) -> LayerProfile:
-        h, divided = self.shape.hidden, self.tp > 1
+        h, divided, pieces = self.shape.hidden, self.tp > 1, self.kernels.loss_pieces
         weights = h * self.vocab
         rate = 1.0 if self.shape.vocab // self.tp * HALF % ALIGNED_BYTES == 0 else MISALIGNED_RATE
         forward_logits = (24 if divided else 18) if self.kernels.loss else (42 if divided else 18)
@@ -419,7 +419,7 @@ class _Local:
             attention_flop=Affine(),
             matmul_bytes=Affine(constant=HALF * weights, per_sample=operands),
             memory_bytes=Affine(per_sample=self.tokens * (norm_forward * self.sigma * h + forward_logits * self.vocab)),
-            num_kernels=33 if divided else 13,
+            num_kernels=(33 if divided else 13) * pieces,
         )
         backward = Work(
             matmul_flop=Affine(per_sample=4 * self.tokens * weights / rate),
@@ -428,11 +428,14 @@ class _Local:
             memory_bytes=Affine(
                 per_sample=self.tokens * (norm_backward * self.sigma * h + backward_logits * self.vocab)
             ),
-            num_kernels=37 if divided else 22,
+            num_kernels=(37 if divided else 22) * pieces,
         )
         kept = 4 if self.kernels.norm else 10
         entries = self.shape.vocab if self.kernels.gathers_logits else self.vocab
-        peak_bytes, saved_bytes = (self.tokens * each * entries for each in self.kernels.loss_bytes)
+        peak_bytes, saved_bytes = (self.tokens // pieces * each * entries for each in self.kernels.loss_bytes)
+        if pieces > 1:
+            saved_bytes = 4 * self.tokens * h
+            peak_bytes += saved_bytes
         return self._profile(
             LayerRole.HEAD,
             num_params=weights + h if self.shape.own_head else h,

@@ -54,7 +54,7 @@ def with_experts(
 
     repeats = ("full", "selective") if kernels.selective == "half of the matmuls" else ("full",)
 
-    def of(pairs: float, calls: tuple[CollectiveCount, ...]) -> LayerProfile:
+    def of(pairs: float, calls: tuple[CollectiveCount, ...], received: float = 0.0) -> LayerProfile:
         fc1, width = (2 if gated else 1) * experts.ffn / experts.etp, experts.ffn / experts.etp
         kept = HALF * (hidden * (1 + kernels.expert_copies) + fc1 + width) * pairs
         made = HALF * (2 * hidden + fc1) * pairs
@@ -85,8 +85,7 @@ def with_experts(
                 "forward_transient_bytes": _plus(block.forward_transient_bytes, made),
                 "backward_transient_bytes": _plus(block.backward_transient_bytes, made),
                 "recomputations": tuple(
-                    _again(each, forward, calls, kept, HALF * hidden * pairs, made, repeats=repeats)
-                    for each in block.recomputations
+                    _again(each, forward, calls, kept, received, made, repeats=repeats) for each in block.recomputations
                 ),
             }
         )
@@ -94,7 +93,7 @@ def with_experts(
     sent = HALF * tokens * hidden * experts.top_k / tp
     exchange = CollectiveCount(kind="all_to_all", count=2, tensor_bytes=Affine(per_sample=2 * sent))
     over_width = tuple(_over_tensors(sent * experts.etp)) if experts.etp > 1 else ()
-    divided = (of(times * pairs, (exchange, *over_width)) for times in (1, 2))
+    divided = (of(times * pairs, (exchange, *over_width), HALF * hidden * times * pairs) for times in (1, 2))
     uneven = imbalance if tp > experts.etp else 1.0
     whole = of(uneven * pairs, tuple(_over_tensors(sent * experts.etp)) if tp > 1 else ())
     return whole.model_copy(update={"divided_experts": tuple(divided)})
@@ -117,7 +116,7 @@ def _again(
     repeats: tuple[str, ...],
 ) -> Recomputation:
     """A remat choice with the experts, which some choices compute again: full remat exchanges tokens again as well,
-    selective remat keeps what a rank received, or all."""
+    selective remat keeps what a rank received in an exchange, or all."""
     if each.remat in repeats:
         more: dict[str, object] = {"work": _sum(each.work, forward)}
         if each.remat == "full":

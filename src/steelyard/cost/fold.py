@@ -13,8 +13,13 @@ $$T = \sum_i t_i + (mv-1)\,\max_i t_i$$
 is then the step of `steelyard.cost.simulator` for stages and chunks that are alike, and near it for others. The first
 stage also receives from the last one in all its chunks but the first: that is in the time of the first layer.
 
+Where $v$ does not divide $B$, but $B + 1$ or $B + 2$, the last layer, or both ends, take the place of a block: the last
+chunk has no last block, or the first chunk no first one as well. The block of the chain in that place stands for
+$v - 1$ blocks. Megatron calls this `account_for_loss_in_pipeline_split` and `account_for_embedding_in_pipeline_split`.
+
 Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, for the schedule; the folding is ours.
-Not modelled: chunks cut differently; the redistribution between the last stage and the next chunk of the first.
+Not modelled: chunks cut differently; the redistribution between the last stage and the next chunk of the first; that
+passes of a chunk without a block at its end hold less.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,25 +28,36 @@ from typing import TypeVar
 
 import numpy as np
 
-from steelyard.cost.tables import CostTables
+from steelyard.cost.tables import LAST, CostTables
 from steelyard.schedules import PipelineConfig
 
 Entry = TypeVar("Entry")
 
 
-def why_not_folded(layers: Sequence[int], *, num_stages: int, num_chunks: int) -> str | None:
-    """Why these layers (their types) do not come in chunks that are cut alike; None if they do."""
+def why_not_folded(
+    layers: Sequence[int], *, num_stages: int, num_chunks: int, ends_replace_blocks: bool = False
+) -> str | None:
+    """Why these layers (their types) do not come in chunks that are cut alike; None if they do.
+
+    ``ends_replace_blocks`` allows the last layer, or both ends, to take the place of a block.
+    """
     blocks = layers[1:-1]
     if num_stages < 2 or num_chunks < 2:
         return "takes two stages and two chunks or more"
-    if len(blocks) % num_chunks:
+    if sum(missing := missing_blocks(len(blocks), num_chunks)) > (2 if ends_replace_blocks else 0):
         return f"{len(blocks)} blocks do not divide into {num_chunks} chunks"
-    period = len(blocks) // num_chunks
+    period = (len(blocks) + sum(missing)) // num_chunks
     if period < num_stages:
         return f"{num_stages} stages of {num_chunks} chunks need {num_stages * num_chunks} blocks or more"
     if any(blocks[place] != blocks[place + period] for place in range(len(blocks) - period)):
         return f"the blocks of {num_chunks} chunks are not alike"
     return None
+
+
+def missing_blocks(num_blocks: int, num_chunks: int) -> tuple[int, int]:
+    """Return how many blocks the first chunk has fewer at its beginning, and the last one at its end."""
+    missing = -num_blocks % num_chunks
+    return missing // 2, missing - missing // 2
 
 
 def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float) -> CostTables:
@@ -64,28 +80,54 @@ def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float)
         if layer_type in alone:  # of all passes in flight as much as microbatches in their own chunk hold
             held = pipeline.passes(stage).in_flight(chunk) * tables.activation_bytes[layer_type]
             activation_bytes[layer_type] = -(-held // pipeline.in_flight(stage))
-    return replace(
+    whole = replace(
         tables,
         pipeline=pipeline,
-        layers=(first, *blocks[: len(blocks) // num_chunks], last),
         time_s=time_s,
         static_bytes=tables.static_bytes * copies,
         activation_bytes=activation_bytes,
     )
+    before, behind = missing_blocks(len(blocks), num_chunks)
+    period = (len(blocks) + before + behind) // num_chunks
+    places = [*blocks[period - before : period], *blocks[: period - before]]
+    for place in [0] * before + [-1] * behind:
+        whole, places[place] = _with_missing(whole, places[place])
+    return replace(whole, layers=(first, *places, last))
 
 
-def unfold_layers(entries: Sequence[Entry], num_chunks: int) -> tuple[Entry, ...]:
-    """What holds for every layer of the model, from what holds for every layer of folded tables."""
-    blocks = tuple(entries[1:-1])
-    return (entries[0], *(blocks * num_chunks), entries[-1]) if num_chunks > 1 else tuple(entries)
+def _with_missing(tables: CostTables, layer_type: int) -> tuple[CostTables, int]:
+    """The tables with one layer type more, as this one but missing in one of the chunks, and its index."""
+    count, chunks = len(tables.layer_types), tables.pipeline.num_chunks
+    own = [layer_type] + ([tables.last_types[layer_type]] if tables.last_types else [])
+    found = tables.select(layer_types=[*range(count), *own])
+    time_s, static_bytes = found.time_s.copy(), found.static_bytes.copy()
+    time_s[count:] *= (chunks - 1) / chunks
+    static_bytes[count:] -= static_bytes[count:] // chunks
+    name = f"{tables.layer_types[layer_type]} ({count}: {chunks - 1} of {chunks})"
+    return replace(
+        found,
+        layer_types=(*tables.layer_types, name, *([name + LAST] if tables.last_types else [])),
+        last_types=(*tables.last_types, *([count + 1] * 2 if tables.last_types else [])),
+        time_s=time_s,
+        static_bytes=static_bytes,
+    ), count
 
 
-def unfold_parts(boundaries: Sequence[int], num_chunks: int) -> Iterator[tuple[int, int, int]]:
+def unfold_layers(entries: Sequence[Entry], num_chunks: int, num_layers: int) -> tuple[Entry, ...]:
+    """What holds for each of the layers of the model, from what holds for every layer of folded tables."""
+    blocks = tuple(entries[1:-1]) * num_chunks
+    before, _ = missing_blocks(num_layers - 2, num_chunks)
+    return (entries[0], *blocks[before:][: num_layers - 2], entries[-1]) if num_chunks > 1 else tuple(entries)
+
+
+def unfold_parts(boundaries: Sequence[int], num_chunks: int, num_layers: int) -> Iterator[tuple[int, int, int]]:
     """(stage, first layer, end) of every part of the pipeline, in the order of the layers."""
     period, num_stages = boundaries[-1] - 2, len(boundaries) - 1
+    before = missing_blocks(num_layers - 2, num_chunks)[0] if num_chunks > 1 else 0
+    first = 0
     for chunk in range(num_chunks):
         for stage in range(num_stages):
-            starts_model, ends_model = chunk + stage == 0, (chunk, stage) == (num_chunks - 1, num_stages - 1)
-            first = boundaries[stage] if starts_model else max(boundaries[stage], 1) + chunk * period
-            end = boundaries[stage + 1] if stage < num_stages - 1 else period + 1 + ends_model
-            yield stage, first, end + chunk * period
+            end = (boundaries[stage + 1] if stage < num_stages - 1 else period + 1) + chunk * period - before
+            end = num_layers if (chunk, stage) == (num_chunks - 1, num_stages - 1) else end
+            yield stage, first, end
+            first = end

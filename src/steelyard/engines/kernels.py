@@ -18,6 +18,8 @@ class Kernels:
     what it gathered until the backward pass, not its own part of it. ``loss_bytes``: what the loss holds at its peak,
     and of that until the backward pass, per token and entry of the vocabulary on a rank, of all entries if
     ``gathers_logits``; ``loss_outlives``: whether the latter is still there while the next microbatch's loss is made.
+    ``loss_pieces``: parts of a sequence whose logits, loss and gradients are made one part after another; with several
+    only fp32 gradients of the hidden state stay until the backward pass.
     ``of_each_expert``: kernels of the forward pass that every local expert has of its own, beside those of all
     together. ``expert_copies``: tensors of a pair of a token and an expert, as wide as the hidden state, that are kept
     beside what enters the expert: what comes out and what putting tokens in order leaves. Seen in Megatron-Core's
@@ -39,6 +41,7 @@ class Kernels:
     loss_bytes: tuple[int, int] = (12, 4)
     gathers_logits: bool = False
     loss_outlives: bool = False
+    loss_pieces: int = 1
     of_each_expert: int = 0
     expert_copies: int = 4
 

@@ -18,6 +18,7 @@ from steelyard.engines.config_entries import hub_config
 from steelyard.engines.engine import options_in
 from steelyard.engines.execution import StateBytes
 from steelyard.engines.megatron import (
+    KERNELS,
     MEGATRON,
     attributes,
     model_flags,
@@ -175,6 +176,7 @@ MEGATRON_BRIDGE = replace(
         hidden_collectives=0.5,
         accumulation_bytes=2,
         tuned_linear_speedup=TE_SPEEDUP,
+        kernels=replace(KERNELS, expert_copies=0),
         dispatcher="deep",
     ),
     targets=(
@@ -191,4 +193,6 @@ MEGATRON_BRIDGE = replace(
 )
 """Recipes keep and reduce gradients in 16 bits (grad_sync_dtype, grad_reduce_in_fp32), compute by Transformer Engine,
 its user buffers hide half of what tensor parallelism sends (tp_comm_overlap; found on dgxc_benchmarking), and send
-tokens by DeepEP or HybridEP."""
+tokens by DeepEP or HybridEP. Their experts weigh tokens in the kernel of the activation, so that nothing of a pair is
+kept for putting tokens back in order (megatron-core 0.16.1: `TEGroupedMLP`, `weighted_bias_swiglu_impl`,
+`_DeepepManager`)."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
-from steelyard.engines.engine import Engine
+from steelyard.engines.engine import Engine, options_in
 from steelyard.engines.execution import Execution
 from steelyard.engines.kernels import EAGER
 from steelyard.engines.pytorch import other_export
@@ -47,6 +47,8 @@ CAPABILITIES = Capabilities(
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
 )
 
+WHOLE_LOSS = "whole-loss"
+"""The option of a loss over the whole sequence at once, as before May 2026 and where `CrossEntropyLoss` is set."""
 _LLAMA3 = {
     **{"num_key_value_heads": 8, "vocab_size": 128256, "rope_theta": 500000, "rms_norm_eps": 1e-5},
     **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
@@ -186,12 +188,16 @@ def _write(request: Request) -> Draft:
         left_out.append("tp without sp in the .toml: 0.2 always shards the sequence beside tp")
     if changes:
         left_out.append("a .toml for torchtitan 0.2: its flavor differs from the model, which the .py files set right")
+    is_whole = WHOLE_LOSS in options_in(request.plan.engine)
+    if not is_whole and not changes:
+        left_out.append("the loss in pieces of the sequence in the .toml: 0.2 takes the whole at once, and more memory")
+    lines = (*changes, *(["config.loss = config.loss.loss_fn  # of the whole sequence at once"] if is_whole else []))
     name = "steelyard_" + re.sub(r"[^a-z0-9]+", "_", request.plan.model.name.lower())
     start = request.torchrun
     return Draft(
         files=(
-            (f"{name}.py", _configuration(view, RELEASE, flavor, changes, name)),
-            (f"{name}_main.py", _configuration(view, MAIN, flavor, changes, f"{name}_main")),
+            (f"{name}.py", _configuration(view, RELEASE, flavor, lines, name)),
+            (f"{name}_main.py", _configuration(view, MAIN, flavor, lines, f"{name}_main")),
             *(() if changes else ((f"{name}.toml", _toml(view, flavor)),)),
         ),
         carried=view.carried,
@@ -444,14 +450,14 @@ def _literal(node: ast.expr) -> Any:
         return ast.unparse(node)
 
 
+_KERNELS = replace(EAGER, selective="half of the matmuls")
 TORCHTITAN = Engine(
     name="torchtitan",
     software="torchtitan 0.3.0",
     capabilities=CAPABILITIES,
-    execution=Execution(
-        buffers_every_microbatch=True, kernels=replace(EAGER, selective="half of the matmuls"), fp8_share=0.68
-    ),
+    execution=Execution(buffers_every_microbatch=True, kernels=replace(_KERNELS, loss_pieces=8), fp8_share=0.68),
     precisions=("bf16", "fp32", "fp8", "mxfp8"),
+    options={WHOLE_LOSS: {"kernels": _KERNELS}},
     refuse=_refuse,
     reader=Reader(suffixes=(".toml", ".py"), read=_read),
     targets=(
@@ -468,4 +474,6 @@ TORCHTITAN = Engine(
 )
 """FSDP2 as here, torch's stages as they come; its checkpoints do not stop early
 (distributed/activation_checkpoint.py). Float8 of torchao casts in kernels of its own: found on the 20 published runs of
-torchtitan with scales of whole tensors (those with scales of rows are slower by another third)."""
+torchtitan with scales of whole tensors (those with scales of rows are slower by another third). Every configuration
+of 0.3.0 has its loss in 8 pieces of the sequence, each with its part of the head and its backward pass
+(`ChunkedLossWrapper`, pull request 2937 of April 2026)."""

@@ -31,7 +31,10 @@ def _keys_among(known: Callable[[], Collection[str]]) -> AfterValidator:
 Degree = Annotated[int, Field(ge=0, le=MOST_DEVICES)]
 Modes = Annotated[dict[str, tuple[bool | Degree | str, ...]], _keys_among(modes)]
 
-_OPTIONS = {"num_stages": "stages", "num_microbatches": "microbatches", "schedules": "schedule", "remats": "remat"}
+_OPTIONS = {
+    **{"num_stages": "stages", "most_stages": "max-stages", "num_microbatches": "microbatches"},
+    **{"schedules": "schedule", "remats": "remat"},
+}
 """Command-line options whose names are not those of the fields."""
 
 
@@ -41,6 +44,7 @@ class Decisions(PlanPart):
     pins: tuple[str, ...] = ()
     """Requirements on layers, as written; `steelyard.planning.pins` reads them."""
     num_stages: DeviceCount | None = None
+    most_stages: DeviceCount | None = None
     num_microbatches: Microbatches | None = None
     schedules: tuple[ScheduleName, ...] | None = None
     remats: tuple[Remat, ...] | None = None
@@ -63,6 +67,10 @@ class Decisions(PlanPart):
     def allowed_remats(self) -> tuple[Remat, ...]:
         """Recomputation choices that the search may choose from."""
         return tuple(Remat) if self.remats is None else self.remats
+
+    def allows_stages(self, count: int) -> bool:
+        """Return whether a pipeline may have so many stages."""
+        return self.num_stages in (None, count) and (self.most_stages is None or count <= self.most_stages)
 
     @property
     def stage_partition(self) -> Partition:
@@ -104,10 +112,11 @@ FREE = Decisions()
 def _both(name: str, mine: Any, other: Any) -> Any:
     if mine is None or other is None:
         return other if mine is None else mine
-    if name == "pins":
-        return (*mine, *(text for text in other if text not in mine))
+    if name == "most_stages":
+        return min(mine, other)
     if isinstance(mine, tuple):
-        return tuple(each for each in mine if each in other)
+        joined = (*mine, *(text for text in other if text not in mine))
+        return joined if name == "pins" else tuple(each for each in mine if each in other)
     if name == "modes":
         return mine | {key: tuple(x for x in mine.get(key, each) if x in each) for key, each in other.items()}
     if name == "max_degrees":

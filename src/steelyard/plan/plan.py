@@ -468,7 +468,7 @@ def headline(plan: Plan) -> str:
         + (f" ({prediction.margin_text})" if prediction.margin_text else "")
         + f"\n{prediction.accuracy}"
         + (f"\n{compared}" if compared else "")
-        + (f"\n{simplicity_line(plan.num_groups, prediction)}" if prediction.fastest else "")
+        + (f"\n{simplicity_line(plan.num_groups, plan.num_stages, prediction)}" if prediction.fastest else "")
         + (f"\n{plan.training}" if plan.training else "")
     )
 

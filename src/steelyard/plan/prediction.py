@@ -241,6 +241,8 @@ class FastestPlan(PlanPart):
     """Of its fullest device."""
     num_groups: int = Field(ge=1, le=MOST_LAYERS)
     """Runs of neighbouring layers of one strategy, summed over the stages."""
+    num_stages: int | None = Field(default=None, ge=1, le=MOST_LAYERS)
+    """Absent in files of before, whose plans gave up groups alone."""
     setting: str
     strategies: str
 
@@ -423,17 +425,23 @@ def baseline_line(prediction: Prediction) -> str:
     return f"{text}; {missing}" if missing else text
 
 
-def simplicity_line(num_groups: int, prediction: Prediction) -> str:
-    """What is paid for a plan of fewer groups of layers than the fastest one; empty where it is the fastest."""
+def simplicity_line(num_groups: int, num_stages: int, prediction: Prediction) -> str:
+    """What is paid for a plan of fewer groups of layers, or fewer stages, than the fastest one; empty where it is the
+    fastest."""
     fastest = prediction.fastest
     if fastest is None:
         return ""
     slower = prediction.step_time_s / fastest.step_time_s - 1
     words = "as fast as" if slower <= SAME_SHARE else f"{slower:.1%} slower than"
-    return (
-        f"{format_plural(num_groups, 'group')} of layers: {words} the best mix, "
-        f"{format_plural(fastest.num_groups, 'group')} (--simplify 0 plans that one)"
-    )
+    is_mixed, is_deep = fastest.num_groups > num_groups, (fastest.num_stages or 0) > num_stages
+    mine = [f"{format_plural(num_groups, 'group')} of layers"] * is_mixed + [
+        format_plural(num_stages, "stage")
+    ] * is_deep
+    best = f"best mix, {format_plural(fastest.num_groups, 'group')}"
+    if is_deep:
+        groups = f" and {format_plural(fastest.num_groups, 'group')}" if is_mixed else ""
+        best = f"best, which has {format_plural(fastest.num_stages or 1, 'stage')}{groups}"
+    return f"{', '.join(mine)}: {words} the {best} (--simplify 0 plans that one)"
 
 
 def against(gain: float, same: str) -> str:

@@ -33,7 +33,7 @@ from steelyard.planning.job import job_of, time_factors
 from steelyard.planning.price import peak_bytes, prediction_of, with_cost
 from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import SIMPLIFY, GivenProfiles, PlanRequest, make_request
-from steelyard.planning.simple import simplest, with_reasons
+from steelyard.planning.simple import simplest, with_reasons, with_usual_stages
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
 from steelyard.planning.variants import Answer, Progress, Study, baselines, counted, group_answers, run_by, within
 from steelyard.planning.why_not import (
@@ -273,12 +273,15 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
         progress("searching the best plans of other pipeline configurations")
         uniform = is_uniform(job, request.decisions)
         result = with_next_best(result, num_plans=request.num_next_best, uniform=uniform)
-    assert result.plan is not None, "completed where there is a plan"
     solved = replace(request, cluster=job.cluster, global_batch=job.global_batch, seq_len=job.seq_len, objective="time")
-    study = Study(solved, job, tables=result.bounded_tables)
-    found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
-    best, *others = study.reconciled([found, *(study.answer(each) for each in counted(baselines(), progress))])
-    plan = _at_least_as_fast(result, best)
+    result, others, study = _compared(result, solved, progress)
+    if request.simplify_share:
+        result, limit = with_usual_stages(result, request)
+        if not limit.is_free:
+            solved = replace(solved, decisions=solved.decisions.with_also(limit))
+            result, others, study = _compared(result, solved, progress)
+    plan = result.plan
+    assert plan is not None, "completed where there is a plan"
     if request.simplify_share and not is_uniform(job, request.decisions):
         progress("searching simpler plans")
         plan = simplest(plan, result, [each.plan for each in others if each.plan is not None], request)
@@ -290,6 +293,17 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
     return replace(result, plan=plan)
 
 
+def _compared(
+    result: PlanningResult, solved: PlanRequest, progress: Progress
+) -> tuple[PlanningResult, Sequence[Answer], Study]:
+    """The result with the fastest plan of its own and of the baselines, these, and the study that they come from."""
+    assert result.plan is not None, "compared where there is a plan"
+    study = Study(solved, result.job, tables=result.bounded_tables)
+    found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
+    best, *others = study.reconciled([found, *(study.answer(each) for each in counted(baselines(), progress))])
+    return replace(result, plan=_at_least_as_fast(result, best)), others, study
+
+
 def _step_s(plan: Plan) -> float:
     assert plan.prediction is not None, "what was searched is priced"
     return plan.prediction.step_time_s
@@ -298,10 +312,10 @@ def _step_s(plan: Plan) -> float:
 def _compared_with_groups(result: PlanningResult, request: PlanRequest) -> PlanningResult:
     """The result over several device groups beside the best plans on one of them, one of which it is if that is
     faster and has what was decided: a plan may leave devices out."""
-    job, stages = result.job, request.decisions.num_stages
+    job = result.job
     answers, allowed = group_answers(Study(request, job)), [Answer(name="none")]
     for each in answers:
-        if each.plan is not None and stages in (None, each.plan.num_stages):
+        if each.plan is not None and request.decisions.allows_stages(each.plan.num_stages):
             held = zip(predict(each.plan, job).stages, job.jobs(each.plan), strict=True)
             allowed += [each] if all(stage.total_bytes <= own.budget_bytes for stage, own in held) else []
     plan = _at_least_as_fast(result, min(allowed, key=lambda each: each.step_s))
@@ -328,6 +342,7 @@ def _at_least_as_fast(result: PlanningResult, best: Answer) -> Plan:
         alternatives=plan.prediction.alternatives,
         found=[(plan, _step_s(plan)), *((each, cost.step_time_s) for each, cost in result.others)],
     )
+    prediction = prediction.model_copy(update={"fastest": plan.prediction.fastest})
     kept = {"asked": plan.asked, "next_best": plan.next_best, "prediction": prediction}
     return best.plan.model_copy(update=kept)
 

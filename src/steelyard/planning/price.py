@@ -36,9 +36,10 @@ def grouped_plan(job: Job, outcome: ConfigOutcome) -> Plan:
 
 def bare_plan(job: Job, tables: CostTables, solution: Solution) -> Plan:
     """The plan of a solution of these tables, without its prediction."""
-    pipeline = tables.pipeline
-    strategies = unfold_layers([tables.strategies[index] for index in solution.strategies], pipeline.num_chunks)
-    cuts = list(unfold_parts(solution.boundaries, pipeline.num_chunks))
+    pipeline, num_layers = tables.pipeline, job.chain.num_layers
+    folded = [tables.strategies[index] for index in solution.strategies]
+    strategies = unfold_layers(folded, pipeline.num_chunks, num_layers)
+    cuts = list(unfold_parts(solution.boundaries, pipeline.num_chunks, num_layers))
     ends = list(accumulate(strategies[first].num_devices for _, first, _ in cuts[: pipeline.num_stages]))
     parts = tuple(
         StagePart(

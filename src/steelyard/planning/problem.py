@@ -166,10 +166,11 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
     is allowed; in chunks where the blocks divide into them. A partition for comparison cuts no chunks.
     """
     devices, layers = job.cluster.num_devices, job.chain.num_layers
-    stages = [p for p in divisors(devices) if p <= layers]
+    stages = [p for p in divisors(devices) if p <= min(layers, decisions.most_stages or layers)]
     counts = microbatch_counts(job.global_batch)
     if decisions.num_stages is not None:
-        stages = _pinned("num_stages", decisions.num_stages, stages, f"a divisor of the {devices} devices")
+        limit = f" up to {decisions.most_stages}" if decisions.most_stages is not None else ""
+        stages = _pinned("num_stages", decisions.num_stages, stages, f"a divisor of the {devices} devices{limit}")
     if decisions.num_microbatches is not None:
         of_batch = f"a divisor of the batch of {job.global_batch}"
         counts = _pinned("num_microbatches", decisions.num_microbatches, counts, of_batch)
@@ -210,7 +211,13 @@ def configs_under(
         if each.schedule.refusal(each) is None
         and (
             each.num_chunks == 1
-            or why_not_folded(job.chain.layers, num_stages=each.num_stages, num_chunks=each.num_chunks) is None
+            or why_not_folded(
+                job.chain.layers,
+                num_stages=each.num_stages,
+                num_chunks=each.num_chunks,
+                ends_replace_blocks=not job.engine.capabilities.mixes_layers,
+            )
+            is None
         )
     ]
 
@@ -394,7 +401,7 @@ class GroupSpace:
         for size in range(2, len(sizes) + 1):
             for pools in itertools.combinations(range(len(sizes)), size):
                 for stages in itertools.product(*(sizes[pool] for pool in pools)):
-                    if sum(stages) > job.chain.num_layers or decisions.num_stages not in (None, sum(stages)):
+                    if sum(stages) > job.chain.num_layers or not decisions.allows_stages(sum(stages)):
                         continue
                     for config in configs_under(schedules, job, [sum(stages)], counts):
                         if config.pipeline.schedule.is_tried(config.pipeline):

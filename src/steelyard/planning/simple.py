@@ -1,4 +1,10 @@
-"""The simplest plan within a share of the fastest one, and the reason of every group of layers in a plan.
+"""The simplest plan within a share of the fastest one, no deeper than usual, and the reason of every group of layers.
+
+No published run tests what is predicted of deeper pipelines than any that was run, so a plan has no more stages than
+plans of models of its size, unless more of them gain `DEPTH_GAIN`: `USUAL_STAGES`, or one for every `STAGE_PARAMS`
+parameters. In published_runs and expert_plans the most stages are 8 of LLaMA-65B and Llama-3-70B, 12 of BLOOM-176B, 16
+of Megatron's 310B, Llama-3-405B and DeepSeek-V3, 35 of MT-NLG-530B and 64 of Megatron's 1,008B. More have BigScience's
+search (181B, 24), Qwen3-235B on 256 H100 (32, once) and studies of schedules; 13B to 39B have 4 without these.
 
 Predictions err by more than most mixes of strategies gain, and a plan of few groups of layers is easier to read, check
 and hand to another engine. Two families are searched, the second where the first has no plan within the share:
@@ -15,18 +21,21 @@ are told apart by the memory that they leave.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from steelyard.cost.job import Job
-from steelyard.cost.predict import predict
+from steelyard.cost.predict import PlanCost, predict
 from steelyard.engines.capabilities import block_layers
 from steelyard.model.chain import LayerRole
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Certificate, FastestPlan, layers_text
 from steelyard.plan.stages import StagePart, fold_runs, illegal_reason
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.planning.choose import NoUniformPlanError, PlanningResult, accept
+from steelyard.planning.choose import NUM_RESCORED, NoUniformPlanError, PlanningResult, accept
 from steelyard.planning.price import assemble_plan, describe, peak_bytes, prediction_of, summarise, warnings_of
+from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.uniform import NO_ENDS
 from steelyard.units import format_bytes, format_seconds
@@ -35,6 +44,42 @@ TIE = 0.003
 """Plans whose steps differ by less are equally fast."""
 SAME = 5e-4
 """A group that saves less of a step is called no faster."""
+USUAL_STAGES = 8
+STAGE_PARAMS = 15_000_000_000
+"""MT-NLG has 15.1 billion a stage, Megatron's largest 15.8, BLOOM 14.7."""
+DEPTH_GAIN = 0.07
+
+
+def with_usual_stages(result: PlanningResult, request: PlanRequest) -> tuple[PlanningResult, Decisions]:
+    """Return the result with the fastest plan of no more stages than usual, and that as a decision.
+
+    The result itself, and no decision, where its plan has no more, or where all others take over `DEPTH_GAIN` longer.
+    What the plan gives up stands in its prediction.
+    """
+    plan, job, free = result.plan, result.job, Decisions()
+    if plan is None or job.is_mixed:
+        return result, free
+    layers = [job.layer(each.name, {}) for each in map(job.chain.type_of, range(job.chain.num_layers))]
+    num_params = sum(each.num_params for each in layers if each is not None)
+    limit = Decisions(most_stages=max(USUAL_STAGES, num_params // STAGE_PARAMS))
+    tables = [each for each in result.bounded_tables if limit.allows_stages(each.pipeline.num_stages)]
+    if limit.allows_stages(plan.num_stages) or not tables:
+        return result, free
+    longest = 1 + DEPTH_GAIN
+    found = accept(
+        job,
+        tables,
+        num_alternatives=NUM_RESCORED - 1,
+        time_limit_s=request.time_limit_s,
+        uniform=is_uniform(job, request.decisions),
+        cutoff_s=longest * max(_step_s(plan), *(each.score_s for each in result.search.ranked[:1])),
+    )
+    costs = [(predict(each.plan, job), each.plan) for each in found.ranked[:NUM_RESCORED]]
+    cost, best = min(costs, key=lambda pair: pair[0].step_time_s, default=(None, None))
+    if cost is None or best is None or cost.step_time_s > longest * _step_s(plan):
+        return result, free
+    chosen = _in_place_of(plan, best, cost, result)
+    return replace(result, plan=chosen, cost=cost, search=found.search, bounded_tables=found.bounded), limit
 
 
 def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request: PlanRequest) -> Plan:
@@ -77,29 +122,36 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
     tied_s = min(cost.step_time_s for cost, _ in costs) * (1 + TIE)
     tied = [pair for pair in costs if pair[0].step_time_s <= tied_s]
     cost, simple = min(tied, key=lambda pair: max(stage.total_bytes for stage in pair[0].stages))
+    chosen = _in_place_of(plan, simple, cost, result)
+    kept = (plan.as_fallback(), *plan.next_best)[: request.num_next_best]
+    return chosen.model_copy(update={"next_best": kept})
+
+
+def _in_place_of(plan: Plan, chosen: Plan, cost: PlanCost, result: PlanningResult) -> Plan:
+    """A plan in the place of a faster one, with what it gives up."""
     assert plan.prediction is not None, "what was searched is priced"
-    warnings = warnings_of(job, simple, cost.stages, missed=result.missed)
+    job, best_s = result.job, _step_s(plan)
+    warnings = warnings_of(job, chosen, cost.stages, missed=result.missed)
     proven_s = best_s * (1 - (plan.prediction.certificate.gap or 0.0))
     prediction = prediction_of(
         job,
-        simple,
+        chosen,
         cost,
         Certificate(status="simplified", gap=1 - proven_s / cost.step_time_s),
         lower_bound_s=plan.prediction.lower_bound_s,
         alternatives=plan.prediction.alternatives,
     )
-    fastest = FastestPlan(
+    fastest = plan.prediction.fastest or FastestPlan(
         step_time_s=best_s,
         memory_bytes=peak_bytes(plan),
         num_groups=plan.num_groups,
+        num_stages=plan.num_stages,
         setting=describe(plan.pipeline),
         strategies=summarise(plan),
     )
-    kept = (plan.as_fallback(), *plan.next_best)[: request.num_next_best]
-    changes = {"asked": plan.asked, "next_best": kept}
-    return simple.model_copy(
-        update=changes | {"prediction": prediction.model_copy(update={"fastest": fastest, "warnings": warnings})}
-    )
+    kept = {"asked": plan.asked, "next_best": plan.next_best}
+    changes = {"prediction": prediction.model_copy(update={"fastest": fastest, "warnings": warnings})}
+    return chosen.model_copy(update=kept | changes)
 
 
 def with_reasons(plan: Plan, job: Job) -> Plan:

@@ -400,7 +400,7 @@ class Study:
         options = space_options(self.job, decisions)
         return (
             is_scheduled
-            and decisions.num_stages in (None, plan.num_stages)
+            and decisions.allows_stages(plan.num_stages)
             and decisions.num_microbatches in (None, plan.num_microbatches)
             and all(refusal(strategy, options) is None for strategy in set(plan.strategies))
         )

@@ -165,6 +165,8 @@ def configs_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, .
     why_not_stages = {
         count: f"fixed at {decisions.num_stages}"
         if decisions.num_stages is not None
+        else f"more than {decisions.most_stages}, as decided"
+        if count > (decisions.most_stages or count)
         else f"does not divide the {devices} devices"
         if devices % count
         else f"more stages than the {layers} layers"

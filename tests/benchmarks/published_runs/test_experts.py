@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from published_runs.forecast import Forecast, forecast
+from published_runs.frameworks import has_loss_in_pieces
 from published_runs.rows import PublishedRun
 
 from steelyard.cost.predict import predict
@@ -11,7 +12,7 @@ from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.megatron_bridge import TE_SPEEDUP
 from steelyard.plan.dimensions import CP
 from steelyard.plan.strategy import Strategy
-from tests.benchmarks.published_runs.examples import case
+from tests.benchmarks.published_runs.examples import case, run_of
 
 TITAN = "torchtitan"
 SPARSE_ROW = {
@@ -126,3 +127,16 @@ def test_experts_do_not_gain_from_fast_linear_layers() -> None:
     tuned, usual = (matmul_flop(each, 1024) - matmul_flop(each, 512) for each in ("NeMo 25.02", "Megatron-Core, TE"))
     assert tuned == pytest.approx(TE_SPEEDUP * usual)
     assert MEGATRON.execution.tuned_linear_speedup == 1.0
+
+
+def test_torchtitan_has_its_loss_in_pieces_since_a_month_or_where_it_says_so() -> None:
+    run = run_of("torchtitan")
+    names = {
+        "torchtitan 9dec370 / torch 1963fc8 (2024-12)": False,
+        "torchtitan e23bb707d (2025-03), FSDP2, chunked cross entropy": True,
+        "torchtitan 58b034444 (2026-05), FSDP2": True,
+        "torchtitan 27aa49077 (2026-06), graph_trainer (aot_fx_trace)": False,
+        "torchtitan (FSDP2)": False,
+    }
+    found = {name: has_loss_in_pieces(replace(run, cells={**run.cells, "framework": name})) for name in names}
+    assert found == names
