@@ -85,6 +85,7 @@ def test_nothing_fits_says_how_many_configs_the_time_was_too_short_for() -> None
     )
 
 
+@pytest.mark.slow
 def test_a_plan_that_the_simulator_prefers_says_among_how_many_and_its_gap_to_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
