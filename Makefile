@@ -22,6 +22,9 @@ TORCHTITAN := torchtitan tyro spmd_types docstring-parser typeguard shtab
 CASES ?= 100000
 SEED ?= $(shell date +%s)
 
+# Modules stay compiled even where Python is told to write none: each process of a test would compile all of them anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo lint test quick traces gpu fuzz nightly clean
 
 demo: $(VENV)/installed

@@ -31,6 +31,7 @@ def test_a_row_is_calibrated_by_the_others_of_such_machines_and_not_by_itself(ro
     assert found["n-0405"] == pytest.approx(measured_s["n-0405"])
 
 
+@pytest.mark.slow
 def test_links_inside_a_node_are_what_the_measured_blocks_wait_for(rows):
     _, cluster = measured_plan(rows["n-0403"])
     rates = {pool.device.name: pool.intra_link.bytes_per_s / 1e9 for pool in cluster.pools}

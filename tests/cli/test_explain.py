@@ -130,6 +130,7 @@ def test_a_plan_from_a_measured_profile_asks_for_it_and_shows_the_rest(
     assert "Best plan instead" not in result.stdout
 
 
+@pytest.mark.slow
 def test_a_plan_for_an_unknown_cluster_asks_for_it(run: Run, plan_path: Path, tmp_path: Path) -> None:
     content = json.loads(plan_path.read_text()) | {"cluster": "lab"}
     (tmp_path / "lab.json").write_text(json.dumps(content))
@@ -169,6 +170,7 @@ def test_why_not_shows_the_best_plan_that_does_what_is_asked(run: Run, plan_path
         assert expected in output
 
 
+@pytest.mark.slow
 def test_why_not_a_dimension_of_no_degree_takes_its_best_one_for_all_blocks(run: Run, plan_path: Path) -> None:
     content = json.loads(run("explain", plan_path, "--memory", "16GiB", "--why-not", "tp", "--json").stdout)
     runs = [run for stage in content["explanation"]["why_not"]["plan"]["stages"] for run in stage["runs"]]
@@ -192,6 +194,7 @@ def test_why_not_names_what_stands_in_the_way(run: Run, plan_path: Path, asked: 
     assert reason in result.stdout
 
 
+@pytest.mark.slow
 def test_a_pinned_plan_obeys_the_pin_and_is_no_faster(run: Run, plan_path: Path) -> None:
     free = json.loads(plan_path.read_text())
     result = run("plan", *JOB, "--memory", TIGHT, "--pin", "blocks 0-1: remat=full, tp=2", "--json")
@@ -204,6 +207,7 @@ def test_a_pinned_plan_obeys_the_pin_and_is_no_faster(run: Run, plan_path: Path)
     assert plan["prediction"]["lower_bound_s"] >= free["prediction"]["lower_bound_s"] * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_diff_lists_the_layers_that_differ(run: Run, plan_path: Path, tmp_path: Path) -> None:
     run("plan", *JOB, "-o", tmp_path / "roomy.json")
     content = json.loads(run("diff", plan_path, tmp_path / "roomy.json", "--json").stdout)

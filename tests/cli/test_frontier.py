@@ -98,6 +98,7 @@ def test_the_table_marks_the_plan_and_says_what_is_missing(run: Run) -> None:
     assert "sampled" in output
 
 
+@pytest.mark.slow
 def test_nothing_fits_anywhere_exits_1_with_reasons(run: Run) -> None:
     result = run("frontier", *JOB, "--memory", "2GiB", "--points", 3, "--devices", "1,2", "--json")
     assert result.exit_code == 1

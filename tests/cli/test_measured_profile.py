@@ -74,6 +74,7 @@ def test_a_profile_that_is_gone_is_said_to_be(run: Run, folder: Path) -> None:
     assert "--profile" in text
 
 
+@pytest.mark.slow
 def test_a_profile_that_changed_is_said_to_have(run: Run, folder: Path) -> None:
     (folder / "profile.json").write_text(dump_json(measured_profile(chain(), (1, 2, 8))))
     assert f"{LEFT_OUT}: profile.json, which has changed since" in explained(run, "plan.json")

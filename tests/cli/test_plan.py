@@ -54,6 +54,7 @@ def test_a_written_plan_carries_plans_of_less_memory(run: Run, tmp_path: Path) -
     assert peak_bytes(plan.fallback_plan(0)) < peak_bytes(plan)
 
 
+@pytest.mark.slow
 def test_plan_shows_time_tokens_mfu_and_memory_against_the_budget(planned: tuple[str, Path]) -> None:
     output, _ = planned
     figures = "micro-batch per rank: ", " gradient accumulation step", " TFLOP/s per device"
@@ -237,6 +238,7 @@ def test_a_missing_length_is_an_error_with_one_that_the_model_reads(
     assert (error.field, error.hint) == ("--seq-len", f"give for example --seq-len {length}")
 
 
+@pytest.mark.slow
 def test_a_model_of_images_of_one_size_needs_no_length(run: Run, tmp_path: Path) -> None:
     asked = ("vit-base", "--cluster", "1x8xa100-80gb", "--global-batch", 64)
     result = run("plan", *asked, "-o", tmp_path / "plan.json")

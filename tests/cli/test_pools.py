@@ -55,6 +55,7 @@ def test_explain_compares_with_each_pool_alone_and_even_cuts(run: Run, path: Pat
     assert len(baselines) == 3
 
 
+@pytest.mark.slow
 def test_explain_prices_it_for_the_memory_that_is_given(run: Run, path: Path) -> None:
     pools = json.loads(run("explain", path, "--memory", "70GiB", "--json").output)["plan"]["prediction"]["pools"]
     assert {pool["budget_bytes"] for pool in pools} == {70 * 2**30}

@@ -21,6 +21,7 @@ def test_settings_are_priced_in_one_line_by_the_engine(run: Run) -> None:
     assert line.endswith("fits")
 
 
+@pytest.mark.slow
 def test_a_plan_of_settings_is_written_and_explained(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     priced = json.loads(run("price", *JOB, "--engine", "torchtitan", "--zero", 3, "-o", path, "--json").stdout)
@@ -40,6 +41,7 @@ def test_a_replicated_optimizer_is_priced_and_no_plan_of_its_engine(run: Run, tm
     assert user_error(refused).field == "--output"
 
 
+@pytest.mark.slow
 def test_settings_in_a_file_of_an_engine_are_explained(run: Run, tmp_path: Path) -> None:
     path, plan = tmp_path / "megatron.sh", tmp_path / "plan.json"
     settings = (
@@ -76,6 +78,7 @@ def test_a_mistake_names_its_option(run: Run, options: tuple[object, ...], field
     assert user_error(run("price", *JOB, *options)).field == field
 
 
+@pytest.mark.slow
 def test_the_fastest_other_engines_stand_in_the_first_lines_of_a_plan(run: Run) -> None:
     shown = " ".join(run("plan", *JOB, "--top", 0, "--fallbacks", 0).stdout.partition("Strategies")[0].split())
     named = re.search(r"Best plan for other engines: (.*) \(--engines for all\)", shown)
@@ -86,6 +89,7 @@ def test_the_fastest_other_engines_stand_in_the_first_lines_of_a_plan(run: Run) 
     assert "Best plan for other engines" not in run("plan", *JOB, "--engine", "megatron").stdout
 
 
+@pytest.mark.slow
 def test_plan_takes_an_engine_and_names_the_others(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     result = run("plan", *JOB, "--engine", "megatron", "--engines", "-o", path)
@@ -97,6 +101,7 @@ def test_plan_takes_an_engine_and_names_the_others(run: Run, tmp_path: Path) -> 
     assert user_error(refused).field == "engine"
 
 
+@pytest.mark.slow
 def test_a_plan_for_an_engine_is_written_for_it_and_for_nothing_that_starts_steelyard(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     shown = run("plan", *JOB, "--engine", "megatron", "-o", path).stdout

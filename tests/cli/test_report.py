@@ -90,6 +90,7 @@ def test_a_plan_by_hand_is_priced(run: Run, plan_path: Path, tmp_path: Path) -> 
     assert "priced as given, not searched" in (tmp_path / "hand.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_is_shown_beside_the_prediction(run: Run, plan_path: Path, tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text(json.dumps(record_of(plan_path)))
     arguments = ("report", plan_path, "-o", tmp_path / "plan.html", "--run", tmp_path / "record.json")

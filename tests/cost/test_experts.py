@@ -132,12 +132,14 @@ def works_of(layer: LayerProfile, remat: Remat) -> list[Work]:
     return [layer.forward, layer.backward, *again]
 
 
+@pytest.mark.slow
 def test_experts_are_gathered_over_the_ranks_that_ep_leaves(config: JobConfig) -> None:
     found = sent("fsdp8 ep4", config)
     assert found["forward", "expert shards"] == 2 * EXPERTS // 4
     assert found["forward", "shards"] < found["forward", "expert shards"]
 
 
+@pytest.mark.slow
 def test_replicas_sum_the_gradients_of_experts_over_the_ranks_that_ep_leaves(config: JobConfig) -> None:
     found = sent("dp8 ep4", config)
     assert found["step", "expert replicas"] == 4 * EXPERTS // 4

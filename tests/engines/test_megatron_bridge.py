@@ -73,6 +73,7 @@ def recipe_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_the_model_comes_from_its_config_whole(recipe_of: Any) -> None:
     given = {"hidden_act": "silu", "bos_token_id": 7, "initializer_range": 0.03}
     config = dict(load_model("llama3.1-8b").config) | given | {"_name_or_path": "somewhere", "auto_map": {"A": "b.C"}}
@@ -84,6 +85,7 @@ def test_the_model_comes_from_its_config_whole(recipe_of: Any) -> None:
     assert "somewhere" not in text_of(plan, "megatron-bridge", ".py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}])
 def test_rotary_embeddings_stand_as_transformers_4_reads_them_and_5(recipe_of: Any, kind: dict[str, Any]) -> None:
     config = dict(load_model("llama3.1-8b").config)
@@ -135,6 +137,7 @@ def test_gradients_are_reduced_in_bf16_as_it_is_priced(recipe_of: Any) -> None:
     assert ENGINES["megatron-bridge"].execution.reduce_bytes == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "balancing", "coefficient"), [(False, "none", None), (True, "aux_loss", 0.008 / 48)])
 def test_experts_are_divided_sent_once_and_balanced_as_the_config_says(
     recipe_of: Any, asked: bool, balancing: str, coefficient: float | None
@@ -147,6 +150,7 @@ def test_experts_are_divided_sent_once_and_balanced_as_the_config_says(
     assert getattr(model, "moe_aux_loss_coeff", None) == (coefficient and pytest.approx(coefficient, rel=1e-4))
 
 
+@pytest.mark.slow
 def test_a_window_and_biases_are_set_whatever_the_bridge_reads(recipe_of: Any) -> None:
     plan = uniform("dp8", devices=8, model="mistral-7b")
     config = dict(load_model("mistral-7b").config) | {"sliding_window": 1024}
@@ -172,6 +176,7 @@ def test_names_are_those_of_its_files() -> None:
         assert used <= known_names("megatron-bridge-0.3.1.txt")
 
 
+@pytest.mark.slow
 def test_tokens_that_tp_would_cut_are_refused() -> None:
     config = dict(load_model("llama3.1-8b").config) | {"vocab_size": 128255}
     plan = uniform("dp4-tp2", devices=8).model_copy(update={"model": PlanModel(name="x", config=config)})

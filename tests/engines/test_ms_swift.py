@@ -74,6 +74,7 @@ def test_it_starts_on_all_hosts_and_asks_each_for_its_number(tmp_path: Path) -> 
     assert ran.stdout.splitlines()[-1] == "2 x 8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "entries", "found"),
     [

@@ -20,7 +20,7 @@ from steelyard.model.split import BlockCall, SplitStream
 from steelyard.plan.plan import Plan
 from tests.engines import script_cases
 from tests.engines.examples import TINY, exported, mixed, read, text_of, uneven_pipeline, uniform
-from tests.engines.script_cases import CASES, NUM_STEPS, SAMPLE, content_of
+from tests.engines.script_cases import CASES, SAMPLE, content_of, num_steps
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 from tests.runtime.processes import one_process, run_module
 from tests.sample import asked, sampled
@@ -291,7 +291,7 @@ def expected(folder: Path) -> Callable[[str], list[float]]:
             alone = unsharded(dict(plan.chain().config)).model_copy(
                 update={"global_batch": plan.global_batch, "num_microbatches": 1, "precision": plan.precision}
             )
-            chosen = script_cases.options(plan, folder, f"alone-{key}")
+            chosen = script_cases.options(plan, folder, f"alone-{key}", num_steps(name))
             with one_process():
                 train(alone, chosen.pop("data"), TrainOptions(**chosen))
             known[key] = trained(chosen["metrics"])
@@ -306,7 +306,7 @@ def test_a_plan_trains_with_the_results_of_one_process(
     trained_case: str, folder: Path, expected: Callable[[str], list[float]]
 ) -> None:
     found = trained(folder / f"{trained_case}.jsonl")
-    assert len(found) == 2 * NUM_STEPS
+    assert len(found) == 2 * num_steps(trained_case)
     assert found == pytest.approx(expected(trained_case), rel=TOLERANCES[CASES[trained_case]().precision])
 
 

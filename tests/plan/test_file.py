@@ -55,6 +55,7 @@ def test_writing_twice_gives_the_same_bytes(tmp_path):
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_written_plan_is_plain_json_of_short_lines():
     text = dump_json(read(CONTENT))
     assert json.loads(text)["stages"][1]["runs"][0]["remat"] == "full"

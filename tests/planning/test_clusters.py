@@ -33,6 +33,7 @@ def test_a_plan_carries_the_network_that_was_chosen(tmp_path: Path) -> None:
     assert link.bytes_per_s == pytest.approx(3.125e9 / 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [None, 2**34])
 def test_a_cluster_that_its_name_describes_is_not_carried(memory: int | None) -> None:
     machines = parse_cluster("2x4xa100-80gb")

@@ -138,6 +138,7 @@ def test_no_part_of_the_devices_that_was_not_searched_has_a_faster_plan(num_devi
     assert step_s(best[0]) == min(steps)
 
 
+@pytest.mark.slow
 def test_the_notice_says_what_the_loss_costs(plan: Plan) -> None:
     notice = replan(plan, (8, 8, 8), HERE).notice
     assert notice.startswith("32 → ")
@@ -168,6 +169,7 @@ def test_devices_that_hold_no_plan_are_an_error_that_says_what_to_do(job: Job) -
     assert "start again when devices are back" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_plan_whose_costs_are_not_known_is_refused_before_it_runs(plan: Plan) -> None:
     foreign = plan.model_copy(update={"cluster": "our-machines", "hardware": None, "prediction": None})
     with pytest.raises(UserError, match=r"--elastic: .*: found 'our-machines'"):
@@ -238,12 +240,14 @@ def test_hosts_of_a_pool_that_the_new_plan_leaves_out_are_spare() -> None:
     assert hosts[found.order[0]] == used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pools", [(), ("", POOLS[0]), (POOLS[0], "2x4xh200")])
 def test_a_host_of_no_pool_of_the_plan_is_refused(pooled: Plan, pools: Sequence[str]) -> None:
     with pytest.raises(UserError, match=r"--pool: found .*\n +expected: the pool that this host is of"):
         replan(pooled, (8, 8), HERE, pools)
 
 
+@pytest.mark.slow
 def test_a_pool_is_refused_where_the_plan_has_none(plan: Plan) -> None:
     with pytest.raises(UserError, match="expected: a plan over pools"):
         replan(plan, (8, 8, 8, 8), HERE, (POOLS[0],) * 4)

@@ -128,6 +128,7 @@ def test_settings_shard_states_over_the_ranks_of_cp_where_no_samples_are_divided
     assert (str(megatron), megatron.state_shards) == ("cp8", 1)
 
 
+@pytest.mark.slow
 def test_a_plan_names_its_engine_and_is_priced_by_it_again(tmp_path: Path) -> None:
     request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096, engine="megatron")
     plan = complete(replace(request, num_fallbacks=1, num_next_best=1)).plan
@@ -143,6 +144,7 @@ def test_a_plan_names_its_engine_and_is_priced_by_it_again(tmp_path: Path) -> No
         check_engine(read)
 
 
+@pytest.mark.slow
 def test_a_plan_that_an_engine_cannot_run_is_not_priced_by_it() -> None:
     request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096)
     mixed = complete(replace(request, decisions=Decisions(pins=("blocks 0-3: fsdp8", "blocks 4-7: dp=8")))).plan
@@ -161,6 +163,7 @@ def test_a_model_that_an_engine_does_not_have_is_refused_before_any_search(model
     assert error.value.field == "--engine"
 
 
+@pytest.mark.slow
 def test_fp8_is_priced_where_an_engine_has_it_and_faster() -> None:
     asked = {"global_batch": 32, "seq_len": 4096}
     with pytest.raises(UserError, match="native"):

@@ -142,6 +142,7 @@ def test_layers_that_the_model_does_not_have_are_an_error(plan: Plan) -> None:
         Plan.model_validate(content)
 
 
+@pytest.mark.slow
 def test_a_module_that_trains_less_than_its_plan_is_refused(plan: Plan) -> None:
     model = build_meta_model(plan.chain())
     prepare_model(model, plan.chain())

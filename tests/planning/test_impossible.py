@@ -82,6 +82,7 @@ def test_a_pin_that_no_strategy_has_is_refused_before_the_model_is_traced(
         find_plan(chain, "1x8xh100-80gb", global_batch=16, seq_len=32, decisions=decisions)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_searched_for_has_room_for_every_pin(requests: dict[str, PlanRequest]) -> None:
     asked = replace(requests["llama"], global_batch=None, decisions=Decisions(pins=("fsdp=8",)))
     refuse_impossible(asked)

@@ -49,6 +49,7 @@ def test_no_offer_pays_for_a_pool_that_its_plan_leaves_out():
     assert {each.cluster for each in found} == {"1x4xh100-80gb", "1x1xl4"}
 
 
+@pytest.mark.slow
 def test_worth_having_is_what_no_other_offer_beats(offers):
     for offer in offers:
         mine = offer.cost_per_billion_tokens, offer.step_time_s

@@ -45,6 +45,7 @@ def test_hardly_any_time_names_what_was_left_out(searched: tuple[Job, Plan, Plan
     assert not found.explanation.rivals
 
 
+@pytest.mark.slow
 def test_with_time_nothing_is_left_out(study: PlanStudy) -> None:
     assert not study.left_out
     assert study.explanation.rivals
@@ -81,6 +82,7 @@ def test_a_search_may_be_kept_to_the_pipeline_config_of_the_plan(
     assert len({(point.num_stages, point.num_microbatches) for point in study.points}) > 1
 
 
+@pytest.mark.slow
 def test_a_slow_plan_by_hand_has_a_faster_one_in_its_own_config() -> None:
     of = job(cluster(1, 4), global_batch=16)
     by_hand = plan(of, ", ".join(["fsdp4 remat=full"] * 6), num_microbatches=4)

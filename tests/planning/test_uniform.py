@@ -145,6 +145,7 @@ def test_plain_plans_that_do_not_fit_say_what_they_lack() -> None:
     assert all((each.step_time_s is None) == (each.missing_bytes is not None) for each in found)
 
 
+@pytest.mark.slow
 def test_a_comparison_without_time_names_the_first_that_fits_of_each_type() -> None:
     of = tight(1.0)
     tables = make_tables(of, FREE)
@@ -173,6 +174,7 @@ def test_no_plain_plan_of_a_packaged_model_of_short_sequences_is_faster(model: s
     assert prediction.step_time_s <= min(times(found)) * (1 + 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", ["even", "memory-balanced", "bmw"])
 def test_other_cuts_of_uniform_plans_are_uniform_too_and_no_faster(partition: str) -> None:
     of = job(cluster(1, 8), global_batch=64)

@@ -96,6 +96,7 @@ def test_microbatches_in_the_middle_are_left_out_and_said_to_be() -> None:
     assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(timeline.step_time_s * 1e6)
 
 
+@pytest.mark.slow
 def test_sixteen_stages_of_512_microbatches_are_shown_whole_in_less_than_8_mb() -> None:
     of = job(cluster(2, 8), global_batch=512, num_hidden_layers=14)
     candidate = plan(of, *["single"] * 16, num_microbatches=512)

@@ -84,12 +84,19 @@ CASES: dict[str, Case] = {
         "qwen3", "fsdp2-cp2, cp2-tp2+sp", "fsdp2-cp2+ulysses remat=full, cp2-tp2+sp", num_devices=8
     ),
     "eight, gpt2, two stages": _case("gpt2", "fsdp2-cp2, cp2-tp2+sp", "cp4 remat=selective, fsdp2-cp2", num_devices=8),
-    "eight, every level": _case("llama", "dp2-cp2-tp2+sp, fsdp2-cp2-tp2, dp2-cp2-tp2, fsdp4-cp2", num_devices=8),
+    "eight, every level": _case(
+        "llama",
+        "dp2-cp2-tp2+sp, fsdp2-cp2-tp2, dp2-fsdp2-cp2 remat=selective, dp2-cp2-tp2, fsdp4-cp2",
+        num_devices=8,
+        num_hidden_layers=3,
+    ),
 }
 """The cases of four processes come first."""
 NIGHTLY = {
     *("eight, gpt2, two stages", "eight, qwen3, two stages", "mistral with a sliding window, two stages"),
     *("eight, two stages", "cohere2 without a family, two stages", "cohere2 without a family, ulysses", "qwen3"),
+    "eight, hybrid sharding",
 }
-"""Their divisions stay under llama and mistral, and their models in one stage; fewer keys than queries in llama."""
+"""Their divisions stay under llama and mistral, hybrid sharding in every level, and their models in one stage; fewer
+keys than queries in llama."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]

@@ -30,6 +30,8 @@ SMALL_FILE_BYTES = 20_000
 
 SLOW_S = 0.5
 """Far above what these layers take on a loaded machine."""
+WAIT_S = 3.0
+"""The steps that are left after a loss take long enough for another host to start and be found."""
 
 
 def end_now(*_arguments: Any, **_options: Any) -> None:
@@ -133,11 +135,12 @@ FAULTS = {
 
 
 def slow_down() -> None:
-    """Every step takes a second more in a world of fewer than $SLOW_BELOW processes."""
+    """Every step takes `WAIT_S` more in a world of fewer than $SLOW_BELOW processes."""
     train_step = ParallelModel.train_step
 
     def slow_step(model: ParallelModel, read: Any) -> Any:
-        time.sleep(int(os.environ["WORLD_SIZE"]) < int(os.environ["SLOW_BELOW"]))
+        if int(os.environ["WORLD_SIZE"]) < int(os.environ["SLOW_BELOW"]):
+            time.sleep(WAIT_S)
         return train_step(model, read)
 
     mock.patch.object(train.ParallelModel, "train_step", slow_step).start()

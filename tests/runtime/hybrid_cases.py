@@ -46,8 +46,6 @@ CASES: dict[str, Case] = {
         "llama",
         "dp2-fsdp4, dp4-fsdp2 zero2, dp2-fsdp2-tp2+sp, tp2-dp2-fsdp2, dp2-tp2-fsdp2 remat=selective, "
         "dp2-fsdp2-tp2 zero2 remat=full, tp2-dp2-fsdp2+sp, dp4-fsdp2",
-        num_microbatches=3,
-        num_steps=2,
     ),
     "next to other dimensions": _case(
         "llama", "dp2-fsdp4, fsdp8, dp8, dp2-fsdp4, fsdp4-tp2, dp4-fsdp2, tp8, dp2-fsdp4"
@@ -88,6 +86,8 @@ CASES: dict[str, Case] = {
 }
 NIGHTLY = {
     *("one microbatch", "two stages, gpipe", "tied, two stages, alike", "tied, one stage, alike", "two stages, 1f1b"),
+    "two stages of two chunks, interleaved",
 }
-"""One microbatch stays on four processes, as tied alike do, two stages interleaved, tied beside tensor parallelism."""
+"""One microbatch stays on four processes, as tied alike do, a second step there, two stages tied and beside tensor
+parallelism; chunks have no sharding of their own."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]

@@ -29,7 +29,7 @@ from tests.runtime.test_launch import assert_gone
 
 pytestmark = pytest.mark.processes
 
-NUM_STEPS = 40
+NUM_STEPS = 20
 SAME_LOSS = 1e-4
 """Sums in another order, as under any other plan."""
 
@@ -152,7 +152,7 @@ def test_a_device_that_is_lost_for_good_and_comes_back_changes_no_loss(
 ) -> None:
     monkeypatch.setenv("BAD_RANK", "0")  # which is never spare
     monkeypatch.setenv("SLOW_BELOW", "4")  # else what is left is done before anything can come back
-    train(plan_path, options, "0:kill-step:6,1:return:9")
+    train(plan_path, options, "0:kill-step:6,1:return:6")
     printed = capfd.readouterr().out
     assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
     assert re.search(

@@ -25,6 +25,7 @@ def test_the_layers_hold_exactly_what_the_model_saves(name: str) -> None:
     assert set(parameter_names(chain).by_path.values()) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_of_what_layers_share_all_but_the_first_are_copies(name: str) -> None:
     chain = chain_of(name)

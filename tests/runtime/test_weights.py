@@ -131,6 +131,7 @@ def test_a_buffer_that_decides_which_experts_are_chosen_is_read(tmp_path: Path) 
     assert torch.equal(state.model.get_buffer(name), torch.arange(8.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stored", [True, False])
 def test_a_bias_of_the_logits_that_the_model_itself_holds_is_read(tmp_path: Path, is_stored: bool) -> None:
     chain = chain_from_config(split_config("bart"), name="bart", split=SPLITS["bart"])

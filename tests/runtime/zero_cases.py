@@ -13,7 +13,7 @@ def _case(
     *stages: str,
     num_devices: int = 4,
     num_microbatches: int = 3,
-    num_steps: int = 2,
+    num_steps: int = 1,
     fault: str | None = None,
     **changes: int | str,
 ) -> Case:
@@ -30,21 +30,24 @@ def _case(
     return Case(make=make, num_steps=num_steps, fault=fault)
 
 
-_CONTROL = partial(_case, "llama-tied", ", ".join(["fsdp2 zero1"] * 4), num_devices=2, num_steps=1)
+_CONTROL = partial(_case, "llama-tied", ", ".join(["fsdp2 zero1"] * 4), num_devices=2)
 _SWITCH = FAMILY_CASES["switch_transformers without a family, experts that no token of a rank chooses"].make
 
 CASES: dict[str, Case] = {
     "two processes": _case(
-        "llama-tied", "fsdp2 zero1, fsdp2 zero1 remat=full, fsdp2 zero1 remat=selective, fsdp2 zero1", num_devices=2
+        "llama-tied",
+        "fsdp2 zero1, fsdp2 zero1 remat=full, fsdp2 zero1 remat=selective, fsdp2 zero1",
+        num_devices=2,
+        num_steps=2,
     ),
     "control: no fault": _CONTROL(),
     "control: gradients never reduced": _CONTROL(fault="no last backward pass"),
     "beside every other mode": _case(
-        "llama", "fsdp4 zero1, dp4, fsdp4 zero2, fsdp4 zero1, fsdp4, fsdp4 zero1, dp4, fsdp4"
+        "llama", "fsdp4 zero1, dp4, fsdp4 zero2, fsdp4 zero1, fsdp4, fsdp4 zero1, dp4, fsdp4", num_steps=2
     ),
     "beside tp": _case("qwen2", "tp2-fsdp2 zero1, fsdp2-tp2+sp zero1, tp2-fsdp2 zero1 remat=full, fsdp2-tp2 zero1"),
     "beside tp, bf16": _case(
-        "qwen2", "tp2-fsdp2 zero1, fsdp2-tp2+sp zero1, fsdp4 zero1, fsdp2-tp2 zero1", precision="bf16"
+        "qwen2", "tp2-fsdp2 zero1, fsdp2-tp2+sp zero1, fsdp4 zero1, fsdp2-tp2 zero1", precision="bf16", num_steps=2
     ),
     "hybrid, and beside cp": _case("llama-tied", "dp2-fsdp2 zero1, fsdp2-cp2 zero1, dp2-fsdp2 zero1 remat=full, fsdp4"),
     "two stages, 1f1b, tied": _case("llama-tied", "fsdp2 zero1, fsdp2 zero1", "fsdp2, fsdp2 zero1", num_microbatches=4),
@@ -53,13 +56,13 @@ CASES: dict[str, Case] = {
         "fsdp2 zero1, fsdp2, fsdp2 zero1, fsdp2 zero1",
         "fsdp2 zero1 remat=full, dp2, fsdp2 zero1, fsdp2 zero1",
         num_microbatches=4,
-        num_steps=1,
         schedule="gpipe",
     ),
     "two stages of two chunks, tied": _case(
         "llama-tied",
         *("fsdp2 zero1", "fsdp2 zero1", "fsdp2 zero1 remat=full", "fsdp2 zero1"),
         num_microbatches=4,
+        num_steps=2,
         num_chunks=2,
         schedule="interleaved-1f1b",
     ),
@@ -75,7 +78,7 @@ CASES: dict[str, Case] = {
         )
     ),
     "experts, two stages": _case(
-        "qwen3_moe", "fsdp2 zero1, fsdp2 zero1, fsdp2 zero1 ep2", "fsdp2 zero1 ep2, fsdp2 zero1", num_steps=1
+        "qwen3_moe", "fsdp2 zero1, fsdp2 zero1, fsdp2 zero1 ep2", "fsdp2 zero1 ep2, fsdp2 zero1"
     ),
 }
 NIGHTLY = {"two stages, gpipe", "experts, two stages"}

@@ -83,6 +83,7 @@ def every_plan(tables: CostTables, choice: Choice) -> Iterator[Solution]:
                 continue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("leading", "num_pairs"), [*((each, 1) for each in Leading), (Leading.FREE, 3)])
 def test_no_cuts_are_faster_than_the_best(leading: Leading, num_pairs: int) -> None:
     num_found = 0

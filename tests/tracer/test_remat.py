@@ -71,6 +71,7 @@ def test_full_repeats_all_collectives_but_the_last_reduction() -> None:
     assert calls(under("full", "llama", 2, True)) == {"all_gather": 2, "reduce_scatter": 1}
 
 
+@pytest.mark.slow
 def test_full_repeats_all_products_but_the_last() -> None:
     again = under("full", "llama").work
     products = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV_HEADS * HEAD_DIM + 2 * HIDDEN * FFN
@@ -84,6 +85,7 @@ def test_full_keeps_the_input_alone(family: str, tp: int, sp: bool) -> None:
     assert under("full", family, tp, sp).saved_bytes.at(SAMPLES) == layer(family, tp, sp).input_bytes.at(SAMPLES)
 
 
+@pytest.mark.slow
 def test_selective_keeps_the_input_and_the_results_of_products_and_attention() -> None:
     """Per token, with h hidden, f FFN width, g = KV heads × head size and a heads, in bf16:
 

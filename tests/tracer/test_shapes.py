@@ -28,6 +28,7 @@ def works(layer: LayerProfile) -> list[Work]:
     return [layer.forward, layer.backward, *(each.work for each in layer.recomputations)]
 
 
+@pytest.mark.slow
 def test_a_block_multiplies_the_tokens_of_a_sample_by_each_of_its_matrices() -> None:
     assert sizes(block().forward) == {
         (SEQ_LEN, HIDDEN, HIDDEN): 2,

@@ -73,6 +73,7 @@ def test_parameters_are_those_of_the_real_module(family: str) -> None:
     assert {dimension: layer(family, dimension).num_params for dimension in LAYER_TYPES} == real_params(family)
 
 
+@pytest.mark.slow
 @families
 def test_a_block_takes_two_flop_per_matrix_entry_and_token_forward_and_four_backward(family: str) -> None:
     block = layer(family, "block")
@@ -81,6 +82,7 @@ def test_a_block_takes_two_flop_per_matrix_entry_and_token_forward_and_four_back
     assert block.backward.matmul_flop.at(3) == 2 * forward
 
 
+@pytest.mark.slow
 @families
 def test_the_head_takes_two_flop_per_entry_and_token_forward_and_four_backward(family: str) -> None:
     head = layer(family, "head")
@@ -296,6 +298,7 @@ def test_saved_bytes_are_the_storages_that_a_real_layer_packs(family: str, preci
     assert layer(family, "block", precision=precision).saved_bytes.at(2) == packed
 
 
+@pytest.mark.slow
 @families
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_working_memory_is_that_of_a_real_layer(family: str, precision: Precision) -> None:

@@ -153,6 +153,7 @@ def test_a_longer_network_costs_the_gradients_more() -> None:
     assert slow.step_time_s > fast.step_time_s
 
 
+@pytest.mark.slow
 def test_most_of_the_sample_is_within_a_third() -> None:
     timed = [each for each in forecasts() if each.run.step_time_s and each.run.is_recommended]
     near = [each for each in timed if 0.67 < each.step_time_s / (each.run.step_time_s or 1) < 1.5]

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -90,6 +91,7 @@ def samples(seq_len: int) -> tuple[Tensor, Tensor]:
     return inputs, labels
 
 
+@cache
 def alone(config: str, seq_len: int) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the unmodified model with PyTorch's attention, by parameter."""
     model = build_model(chain_from_config(CONFIGS[config], name=config), seed=1)

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -94,12 +95,16 @@ class Reference:
 
     loss: float
     norm: float
+    weights: dict[str, Tensor]
+    """The first ones."""
     gradients: dict[str, Tensor]
     least_gap: float
 
 
-def train_alone(chain: ModelChain) -> Reference:
+@cache
+def train_alone(config: str) -> Reference:
     """Loss and gradients of the unmodified model on the whole global batch."""
+    chain = chain_from_config(CONFIGS[config], name="test")
     model = build_model(chain, seed=SEED)
     gaps: list[float] = []
     for name, module in model.named_modules():
@@ -110,7 +115,8 @@ def train_alone(chain: ModelChain) -> Reference:
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(gradients.values()).item()
-    return Reference(loss.item(), norm, gradients, min(gaps))
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return Reference(loss.item(), norm, weights, gradients, min(gaps))
 
 
 def _gap(logits: Tensor, top_k: int) -> float:
@@ -209,11 +215,11 @@ def train(stage: StageModule, chain: ModelChain, division: Division, meshes: Mes
 def compare(division: Division) -> dict[str, Any]:
     """The largest differences between a division and one process, and what the parameters of experts look like."""
     chain = chain_from_config(CONFIGS[division.config], name="test")
-    expected, meshes = train_alone(chain), meshes_of(division)
+    expected, meshes = train_alone(division.config), meshes_of(division)
     stage = build_stage(chain, division, meshes)
     loss = train(stage, chain, division, meshes)
     names = parameter_names(chain).by_path
-    weights = weights_error(stage, chain)
+    weights = weights_error(stage, division)
     errors: dict[str, float] = {}
     square = torch.zeros(())
     for path, parameter in stage.layers.named_parameters():
@@ -237,12 +243,13 @@ def compare(division: Division) -> dict[str, Any]:
     }
 
 
-def weights_error(stage: StageModule, chain: ModelChain) -> float:
+def weights_error(stage: StageModule, division: Division) -> float:
     """The largest difference of a parameter from the first weights, gathered, and at the offsets that it states."""
-    model, names = build_model(chain, seed=SEED), parameter_names(chain).by_path
+    chain = chain_from_config(CONFIGS[division.config], name="test")
+    weights, names = train_alone(division.config).weights, parameter_names(chain).by_path
     errors = []
     for path, parameter in stage.layers.named_parameters():
-        right = model.get_parameter(names[path]).detach()
+        right = weights[names[path]]
         sizes, offsets = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
@@ -259,10 +266,10 @@ def resume(saved: Division, loaded: Division) -> float:
     first = build_stage(chain, saved, meshes_of(saved))
     dcp.save({name: p.detach() for name, p in first.layers.named_parameters()}, checkpoint_id=folder[0])
     second = build_stage(chain, loaded, meshes_of(loaded), seed=SEED + 1)
-    if weights_error(second, chain) == 0.0:
+    if weights_error(second, loaded) == 0.0:
         raise RuntimeError("what is loaded was there before")
     dcp.load({name: p.detach() for name, p in second.layers.named_parameters()}, checkpoint_id=folder[0])
-    return weights_error(second, chain)
+    return weights_error(second, loaded)
 
 
 RESUMED = {

@@ -82,6 +82,7 @@ def test_ulysses_communicates_what_a_rank_has_of_queries_keys_values_and_outputs
     assert run.backward.collectives == {"all_to_all": [query, query + KEYS_BYTES / 4]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "collective"), [("gather", "all_gather"), ("ulysses", "all_to_all")])
 def test_full_remat_communicates_again_as_in_its_forward_pass(method: str, collective: str) -> None:
     plain, again = counted(4, method), counted(4, method, remat=Remat.FULL)

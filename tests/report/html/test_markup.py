@@ -44,6 +44,7 @@ def test_whatever_the_text_it_is_read_back_and_makes_no_element(text: str, value
     assert found.attributes["title"] == value
 
 
+@pytest.mark.slow
 @given(cells=st.lists(VISIBLE, min_size=1, max_size=4))
 def test_cells_of_a_table_are_text(cells: list[str]) -> None:
     found = read(table(cells, [cells]))
