@@ -169,4 +169,4 @@ def test_a_plan_keeps_its_margin_and_explain_says_what_it_costs(comfortable: Pla
     again = job_of(comfortable.plan)
     assert (again.budget_bytes, again.margin_bytes) == (comfortable.job.budget_bytes, comfortable.job.margin_bytes)
     names = [variant.name for variant in other_budgets(again)]
-    assert names == ["1.00 GiB more", "1.00 GiB less", "no margin (3.96 GiB more)"]
+    assert names == ["no margin (3.96 GiB more)", "1.00 GiB more", "1.00 GiB less"]
