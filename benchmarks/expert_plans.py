@@ -169,7 +169,7 @@ def degrees(plan: Plan) -> str:
 
 
 def reason(name: str, plan: Plan, free: Plan) -> str:
-    """Where a free plan wins and loses time beside the experts', and what theirs did that is not priced."""
+    """Say where a free plan gains and loses time beside the experts', and what theirs did that is not priced."""
     assert plan.prediction is not None, "just priced"
     assert free.prediction is not None, "just priced"
     before, after = step_terms(plan, plan.prediction), step_terms(free, free.prediction)

@@ -79,7 +79,7 @@ def diff(
 
 
 def _names(one: Plan, other: Plan, first: Path, second: Path | None) -> tuple[str, str]:
-    """What the plans are called: by their files, or by the engines of one request."""
+    """The names of the plans: those of their files, or of the engines of one request."""
     if second is None:
         return one.engine or NATIVE.name, other.engine or NATIVE.name
     return (first.name, second.name) if first.name != second.name else (str(first), str(second))

@@ -114,7 +114,7 @@ def _with_missing(tables: CostTables, layer_type: int) -> tuple[CostTables, int]
 
 
 def unfold_layers(entries: Sequence[Entry], num_chunks: int, num_layers: int) -> tuple[Entry, ...]:
-    """What holds for each of the layers of the model, from what holds for every layer of folded tables."""
+    """Return an entry for each layer of the model, from one for every layer of folded tables."""
     blocks = tuple(entries[1:-1]) * num_chunks
     before, _ = missing_blocks(num_layers - 2, num_chunks)
     return (entries[0], *blocks[before:][: num_layers - 2], entries[-1]) if num_chunks > 1 else tuple(entries)

@@ -501,7 +501,7 @@ def _parts_of_layout(layout_text: str) -> tuple[int, ...]:
 
 
 def _read_remat(entries: Entries) -> tuple[Remat, int | None]:
-    """What is recomputed of blocks, and of how many of each part."""
+    """The remat of blocks, and of how many of each part."""
     granularity, method = entries.get("recompute_granularity"), entries.get("recompute_method", default="uniform")
     count = entries.number_or_none("recompute_num_layers")
     entries.get("recompute_activations", "recompute_modules")

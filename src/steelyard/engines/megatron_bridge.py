@@ -67,7 +67,7 @@ def _write(request: Request) -> Draft:
 
 
 def _of_model(chain: ModelChain, seq_len: int) -> dict[str, Any]:
-    """What the recipe sets of the model beside what the bridge reads in its config."""
+    """Settings of the model in the recipe, beside those that the bridge reads in its config."""
     flags = model_flags(chain, seq_len)
     found = attributes([flag for flag in flags if flag.startswith(_SET_AFTERWARDS)])
     found = {_RENAMED.get(key, key): value for key, value in found.items()}

@@ -42,7 +42,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSettings:
-    """What a file of an engine sets."""
+    """Settings in a file of an engine."""
 
     settings: Settings
     global_batch: int | None
@@ -55,7 +55,7 @@ class FileSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """How the files of an engine are read."""
+    """The reading of an engine's files."""
 
     suffixes: tuple[str, ...]
     """Endings of their names."""

@@ -309,7 +309,7 @@ def refuse_untold(name: str, chain: ModelChain) -> None:
 
 
 def _vocabulary(target: Target, plan: Plan) -> tuple[str, ...]:
-    """How many tokens embedding and head have there, for a model that has a vocabulary."""
+    """The number of tokens that embedding and head have there, for a model that has a vocabulary."""
     chain = plan.chain()
     if not chain.family.task.reads_text:
         return ()
