@@ -53,8 +53,9 @@ def test_a_profile_of_one_process_plans_for_four_with_the_links_of_a_cluster_fil
     assert planned.exit_code == 0, planned.output
     plan = read_plan(tmp_path / "plan.json")
     assert plan.num_devices == 4
-    assert "layers measured on cpu" in planned.output
-    assert "Links assumed, per device and direction: cable inside a node, 2 GB/s" in " ".join(planned.output.split())
+    said = " ".join(planned.output.split())
+    assert "layers measured on cpu" in said
+    assert "Links assumed, per device and direction: cable inside a node, 2 GB/s" in said
     explained = run("explain", tmp_path / "plan.json")
     assert explained.exit_code == 0, explained.output
     assert "links assumed" in " ".join(explained.output.split())
