@@ -39,7 +39,6 @@ from steelyard.planning.variants import (
     without_techniques,
 )
 from steelyard.planning.why_not import configs_not_searched, strategies_not_searched
-from steelyard.search.partition import least_plan
 from steelyard.search.reasons import strategy_verdicts
 from steelyard.units import GIB, format_bytes, format_seconds
 
@@ -177,7 +176,7 @@ SEARCH_SHARE = 0.04
 """Of the time, for one search."""
 FRONTIER_SHARE = 0.5
 """Of the time, for the frontier: it is what most readers look for first."""
-MAX_POINTS = 16
+MAX_POINTS = 10
 
 
 def search_for_report(
@@ -244,7 +243,7 @@ def _own_point(priced: Plan, job: Job, *, proven: bool) -> _Found | None:
 def _points(study: Study, own: _Found | None, deadline: float, progress: Progress) -> tuple[FrontierPoint, ...]:
     """Points of the frontier, fastest first: next is always the budget in the middle of the widest gap."""
     job = study.job
-    smallest = (least_plan(each.tables) for each in study.tables)
+    smallest = (each.any_budget.least_plan for each in study.tables)
     most = SHOWN_BUDGETS * usable_bytes(job)
     least = min((each.peak_bytes for each in smallest if each is not None), default=most)
     found = [own] if own is not None else []

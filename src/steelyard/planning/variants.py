@@ -28,7 +28,7 @@ that the free search leaves out since they are not worth it (`Dimension.not_wort
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -46,7 +46,7 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, modes
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import ONE_STRATEGY
-from steelyard.plan.strategy import Remat, divisors
+from steelyard.plan.strategy import Remat, Strategy, divisors
 from steelyard.planning.choose import (
     NUM_RESCORED,
     Accepted,
@@ -62,7 +62,7 @@ from steelyard.planning.price import describe, summarise
 from steelyard.planning.problem import GroupSpace, is_beaten, is_uniform, make_tables, pipeline_configs, space_options
 from steelyard.planning.request import Budget, PlanRequest
 from steelyard.schedules import SCHEDULES
-from steelyard.search import OnDemand, SpaceOptions, refusal
+from steelyard.search import OnDemand, refusal
 from steelyard.search.balance import even_boundaries
 from steelyard.search.layers import ROUNDING
 from steelyard.units import format_plural, format_seconds
@@ -438,7 +438,8 @@ class Study:
         wanted = {each.pipeline for each in pipeline_configs(job, decisions)}
         known = [each for each in base if each.pipeline in wanted]
         options = space_options(job, decisions)
-        tables = [each.narrowed(partial(_allowed, options=options)) for each in known]
+        offered = cache(lambda strategy: refusal(strategy, options) is None)
+        tables = [each.narrowed(partial(_allowed, offered=offered)) for each in known]
         if missing := wanted - {each.pipeline for each in known}:
             tables += [each for each in make_tables(job, decisions) if each.pipeline in missing]
         return tuple(tables)
@@ -515,7 +516,7 @@ def _even_bound_s(tables: CostTables) -> float:
     return float(sum(times) + more_s) * (1 - ROUNDING)
 
 
-def _allowed(tables: CostTables, options: SpaceOptions) -> CostTables:
-    """The tables with only those strategies legal that these options offer."""
-    kept = np.array([refusal(strategy, options) is None for strategy in tables.strategies], dtype=bool)
+def _allowed(tables: CostTables, offered: Callable[[Strategy], bool]) -> CostTables:
+    """The tables with only those strategies legal that are ``offered``."""
+    kept = np.array([offered(strategy) for strategy in tables.strategies], dtype=bool)
     return replace(tables, legal=tables.legal & kept)

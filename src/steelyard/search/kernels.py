@@ -308,7 +308,7 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     second; ``growth`` [B, B] as in `StageCosts`; ``slack_s`` as in `Pruning`. Only states of one entry are compared.
     Room to work in, [entries times B, C + 1, J]: ``fastest`` so far at a level or below, ``same`` the fastest at the
     very level and ``known`` what it takes with its transient, and without. Of equal bytes the faster one goes first,
-    then the one with the smaller transient.
+    then the one with the smaller transient; with a slack the one with the smaller transient beats others from there on.
     """
     sizes = len(growth)
     for index in order:
@@ -355,7 +355,8 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
             continue
         order[num_kept] = index
         num_kept += 1
-        if seconds[index] < same[came, left, own]:
+        ahead_s = same[came, left, own] - seconds[index]
+        if ahead_s > 0 or (-slack_s < ahead_s and peak < known[0, came, left, own]):
             same[came, left, own] = seconds[index]
             known[0, came, left, own], known[1, came, left, own] = peak, places[2, index]
         for higher in range(own, fastest.shape[2]):

@@ -66,6 +66,9 @@ FEW_CANDIDATES = 250_000
 """Where there would be more than those, states are dropped that others nearly beat, until there are no more than
 these."""
 
+MANY_TO_SORT = 50_000
+"""More candidates than these are sorted before `kernels.sweep`, which sorts those of equal bytes by insertion."""
+
 NO_LIMIT_BYTES = 2**60
 NOTHING_BYTES = -(2**50)
 """Transient bytes before the first layer of a run."""
@@ -637,7 +640,10 @@ def _extend(
         places,
         values,
     )
-    order = places[2, :found].argsort(kind="stable")
+    if found > MANY_TO_SORT:
+        order = np.lexsort((places[3, :found], values[0, :found], places[2, :found]))
+    else:
+        order = places[2, :found].argsort(kind="stable")
 
     def unbeaten(order: IntArray, slack_s: float) -> IntArray:
         return order[: kernels.sweep(order, places, values[0], costs.growth, detour, slack_s, work[0], work[1], peaks)]

@@ -32,11 +32,8 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.search.bounds import (
     NearestMiss,
-    StageMemory,
     furthest_boundaries,
     least_memory_strategies,
-    nearest_miss,
-    stage_memories,
 )
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, chain_frontier
@@ -137,7 +134,7 @@ def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | Co
     memories = known.memories
     fitting = furthest_boundaries(tables, memories, budget_bytes)
     if fitting is None:
-        smallest = least_plan(tables, memories)
+        smallest = known.least_plan
         miss = None if smallest is None else miss_of(tables, smallest, budget_bytes)
         return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf, miss=miss)
     prepared = known.within(budget_bytes)
@@ -152,16 +149,6 @@ def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | Co
         fitting=fitting,
         filled=filled_boundaries(prepared, high) or fitting,
     )
-
-
-def least_plan(tables: CostTables, memories: Sequence[StageMemory] | None = None) -> Solution | None:
-    """A plan of little memory, the least where nothing is freed; None where some layer has no legal strategy."""
-    tables = replace(tables, cross_layer_inputs=()) if tables.cross_layer_inputs else tables
-    memories = memories or stage_memories(tables)
-    miss = nearest_miss(tables, 0, memories)
-    if miss is None:
-        return None
-    return evaluate(tables, miss.boundaries, least_memory_strategies(tables, memories, miss.boundaries))
 
 
 def miss_of(tables: CostTables, least: Solution, budget_bytes: int) -> NearestMiss:

@@ -31,10 +31,13 @@ from steelyard.search.bounds import (
     StageBounds,
     StageMemory,
     boundaries_within,
+    least_memory_strategies,
     memory_reaches,
+    nearest_miss,
     stage_bounds,
     stage_memories,
 )
+from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.frontier import FloatArray, IntArray, distinct
 from steelyard.search.layers import (
     ROUNDING,
@@ -165,6 +168,18 @@ class AnyBudget:
     def memories(self) -> list[StageMemory]:
         """[P] of the stages."""
         return stage_memories(self.tables)
+
+    @cached_property
+    def least_plan(self) -> Solution | None:
+        """A plan of little memory, the least where nothing is freed; None where some layer has no legal strategy."""
+        tables, memories = self.tables, self.memories
+        if tables.cross_layer_inputs:
+            tables = replace(tables, cross_layer_inputs=())
+            memories = stage_memories(tables)
+        miss = nearest_miss(tables, 0, memories)
+        if miss is None:
+            return None
+        return evaluate(tables, miss.boundaries, least_memory_strategies(tables, memories, miss.boundaries))
 
     @cached_property
     def _bounds(self) -> list[StageBounds]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.cost.tables import CostTables
-from steelyard.search.partition import least_plan
+from steelyard.search.runs import AnyBudget
 from steelyard.search.solve import MOST_MISSES, Choices, ConfigOutcome, search
 
 UNLIMITED_BYTES = 2**62
@@ -63,7 +63,7 @@ def sampled_frontier(
     """
     given = tuple(tables)
     weights = tuple(samples) if samples is not None else (1,) * len(given)
-    tight = [plan for each in _least_tables(given, choices) if (plan := least_plan(each)) is not None]
+    tight = [plan for each in _least_tables(given, choices) if (plan := AnyBudget(each).least_plan) is not None]
     least_bytes = min((plan.peak_bytes for plan in tight), default=most_bytes + 1)
     if least_bytes > most_bytes:
         return SampledFrontier(steps=(), is_complete=True)
