@@ -92,7 +92,7 @@ def tables_record(problem: Problem) -> Record:
             "static_bytes": array_record(each.static_bytes),
             "activation_bytes": array_record(each.activation_bytes),
             "transient_bytes": array_record(each.transient_bytes),
-            "switch_s": array_record(each.switch_s),
+            "switch_s": array_record(each.switches),
             "side_s": [array_record(side.seconds) for side in each.cross_layer_inputs],
         }
         for each in problem.configs

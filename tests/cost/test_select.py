@@ -16,7 +16,7 @@ def test_strategies_are_taken_in_the_order_asked_for() -> None:
     assert found.strategies == (TABLES.strategies[2], TABLES.strategies[0])
     for name in BY_PAIR:
         assert np.array_equal(getattr(found, name), getattr(TABLES, name)[:, [2, 0]])
-    assert np.array_equal(found.switch_s, TABLES.switch_s[:, [2, 0]][:, :, [2, 0]])
+    assert np.array_equal(found.switches, TABLES.switches[:, [2, 0]][:, :, [2, 0]])
 
 
 def test_a_layer_type_may_be_taken_twice() -> None:

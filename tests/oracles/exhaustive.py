@@ -27,17 +27,17 @@ def stage_seconds_and_bytes(
     pools = tables.pools
     received_s = tables.transfer_s if pools is None else pools.transfer_s[stage]
     seconds = np.full(len(choices), received_s if stage > 0 else 0.0)
-    in_flight = tables.pipeline.in_flight(stage)
+    in_flight, layout = tables.pipeline.in_flight(stage), tables.layout_of
     total = np.full(len(choices), tables.overhead_of(stage))
     if stage > 0 and tables.received is not None:
         before, first = choices[:, layers.start - 1], choices[:, layers.start]
-        total += tables.received.num_bytes(stage, in_flight)[before, first]
+        total += tables.received.num_bytes(stage, in_flight)[layout[before], layout[first]]
     held, freed, works, buffers = [], [], [], []
     for layer in layers:
         layer_type, strategy = tables.layers[layer], choices[:, layer]
         seconds += tables.time_s[layer_type, strategy]
         if layer > 0:
-            seconds += tables.switch_s[layer_type, choices[:, layer - 1], strategy]
+            seconds += tables.switch_s[layer_type, layout[choices[:, layer - 1]], layout[strategy]]
         for side in tables.cross_layer_inputs:
             if layer in side.readers:
                 seconds += side.seconds[choices[:, side.source], strategy]

@@ -63,10 +63,11 @@ def solve(tables: CostTables, budget_bytes: int, time_limit_s: float = 120.0) ->
     leaving: dict[Node, dict[int, float]] = {node: {} for node in flat}
     arriving: dict[Node, dict[int, float]] = {node: {} for node in flat}
     seconds: list[dict[int, float]] = [{first_time + stage: -1.0} for stage in range(stages)]
+    layout = tables.layout_of
     for index, (a, b) in enumerate(arcs):
         leaving[a][first_arc + index] = 1.0
         arriving[b][first_arc + index] = 1.0
-        seconds[b[1]][first_arc + index] = float(tables.switch_s[tables.layers[b[0]], a[2], b[2]])
+        seconds[b[1]][first_arc + index] = float(tables.switch_s[tables.layers[b[0]], layout[a[2]], layout[b[2]]])
     gib = 1024.0**3
     held: list[dict[int, float]] = [{first_peak + stage: 1.0} for stage in range(stages)]
     for node in flat:

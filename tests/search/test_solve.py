@@ -10,7 +10,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.search import evaluate, search
 from tests.oracles import exhaustive
-from tests.problems.random_tables import random_tables
+from tests.problems.random_tables import random_budget, random_tables
 from tests.problems.transformer import LLAMA3_8B, decoder_configs, decoder_tables
 
 GB = 10**9
@@ -179,3 +179,23 @@ def test_a_choice_that_the_tables_do_not_allow_is_an_error(
     tables = random_tables(np.random.default_rng(0), num_layers=1, num_stages=1)
     with pytest.raises(InvalidProblemError):
         evaluate(tables, boundaries, strategies)
+
+
+@pytest.mark.parametrize("block", range(0, 120, 60))
+def test_strategies_that_share_layouts_are_searched_as_those_with_layouts_of_their_own(block: int) -> None:
+    """What stages receive and the classes of switches go by layouts; other plans of the same tables are the oracle."""
+    for seed in range(block, block + 60):
+        rng = np.random.default_rng(seed)
+        own = random_tables(rng, num_strategies=int(rng.integers(2, 6)), max_plans=600, frees=bool(rng.integers(2)))
+        layouts = rng.integers(0, len(own.strategies), len(own.strategies))
+        shared = replace(own, layouts=layouts)
+        received = own.received and own.received.of(layouts)
+        spread = replace(own, switch_s=shared.switches, received=received)
+        budget = random_budget(rng, plans := list(exhaustive.all_plans(spread)))
+        assert plans == list(exhaustive.all_plans(shared))
+        first, second = search([shared], budget), search([spread], budget)
+        assert first.status == second.status, seed
+        assert [each.result for each in first.configs] == [each.result for each in second.configs], seed
+        assert (first.best is None) == ((best := exhaustive.fastest(plans, budget)) is None), seed
+        if first.best is not None:
+            assert first.best.score_s == pytest.approx(best, rel=1e-12, abs=1e-12), seed

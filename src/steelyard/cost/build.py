@@ -68,7 +68,7 @@ class LayerCosts:
 
     @cached_property
     def switch_s(self) -> NDArray[np.float64]:
-        """[K, S, S]"""
+        """[K, D, D]"""
         return self.stage.switches.table(self._place)
 
     @cached_property
@@ -143,6 +143,7 @@ def build_tables(
         activation_bytes=nothing,
         transient_bytes=nothing,
         switch_s=costs.switch_s,
+        layouts=costs.stage.switches.layouts,
         transfer_s=transfer_s(config),
         overhead_bytes=0,
         cross_layer_inputs=sides,

@@ -259,7 +259,7 @@ def with_memory(tables: CostTables, config: JobConfig, rows: LayerRows) -> CostT
     whole = replace(
         tables,
         **(dict(found) | own | {"overhead_bytes": min(overheads), "stage_overheads": overheads}),
-        received=None if has_own or config.pipeline.num_chunks > 1 else _received(config, tables.strategies),
+        received=None if has_own or config.pipeline.num_chunks > 1 else _received(config, tables),
     )
     if has_own and not rows.sent.any():
         return whole
@@ -287,9 +287,10 @@ def _times_sent(config: JobConfig) -> tuple[int, int]:
     return (2 * count, 0) if pipeline.schedule.keeps_sends else (count, 1)
 
 
-def _received(config: JobConfig, strategies: Sequence[Strategy]) -> Received:
+def _received(config: JobConfig, tables: CostTables) -> Received:
     """What stages hold of those before: the last gradient that was sent, and what has arrived ahead."""
     pipeline, job = config.pipeline, config.job
+    strategies = [tables.strategies[first] for first in np.unique(tables.layout_of, return_index=True)[1]]
     count, chain = pipeline.num_microbatches, job.chain
     entries = max((chain.num_flowing(place, job.seq_len) for place in range(chain.num_layers - 1)), default=0)
     hidden = [

@@ -95,7 +95,7 @@ def _switches(parts: Sequence[CostTables], configs: Sequence[JobConfig], row: in
     """[K, S, S'] seconds from the strategies of one pool to those of another; 0 where none follows on the other."""
     before, after = parts[row].strategies, parts[column].strategies
     if row == column:
-        return parts[row].switch_s
+        return parts[row].switches
     if column - row == 1:
         found = border_table(before, after, configs[row], configs[column])
         return np.concatenate([found] * (len(parts[row].layer_types) // len(found)))
@@ -139,7 +139,7 @@ def _beside(parts: Sequence[CostTables], name: str) -> NDArray[Any]:
 
 def _received(parts: Sequence[CostTables], pools: Pools) -> Received | None:
     """What stages receive; from another pool in even parts."""
-    own = [part.received for part in parts if part.received is not None]
+    own = [part.received.of(part.layout_of) for part in parts if part.received is not None]
     if len(own) < len(parts):
         return None
     starts = np.cumsum([0, *(each.layouts.max(initial=-1) + 1 for each in own)])

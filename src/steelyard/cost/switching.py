@@ -23,7 +23,7 @@ from steelyard.cost.communication import Group
 from steelyard.cost.job import Job, JobConfig
 from steelyard.model.chain import ModelChain
 from steelyard.plan.dimensions.dimension import Placed
-from steelyard.plan.strategy import Strategy, mesh_axes
+from steelyard.plan.strategy import HiddenPlacement, Strategy, mesh_axes
 from steelyard.profiles.profile import Collective
 from steelyard.units import Amount
 
@@ -43,25 +43,27 @@ def switch_table(strategies: tuple[Strategy, ...], config: JobConfig) -> NDArray
     There, and the gradient back where it is needed. Every tensor that flows into the layer is redistributed once and by
     itself: what it reads, and what it hands on to layers behind it.
     """
-    return Switches(strategies, config).table()
+    found = Switches(strategies, config)
+    table: NDArray[np.float64] = found.table()[:, found.layouts[:, None], found.layouts]
+    return table
 
 
 class Switches:
-    """The seconds of `switch_table` in one configuration, or in M that differ in the number of microbatches."""
+    """The seconds between D layouts in one configuration, or in M that differ in the number of microbatches."""
 
     def __init__(self, strategies: tuple[Strategy, ...], config: JobConfig) -> None:
-        layouts = [strategy.hidden for strategy in strategies]
-        distinct = list(dict.fromkeys(layouts))
-        self._index = np.array([distinct.index(layout) for layout in layouts])
+        numbers: dict[HiddenPlacement, int] = {}
+        self.layouts = np.array([numbers.setdefault(each.hidden, len(numbers)) for each in strategies], dtype=np.int64)
+        """[S] the number of each strategy's layout"""
         sizes = mesh_axes(config.devices_per_stage)
-        placements = [layout.placements(sizes) for layout in distinct]
+        placements = [layout.placements(sizes) for layout in numbers]
         self._flows = _entering(config.job)
         self._costs = [_between(placements, sizes, each, config) for each in dict.fromkeys(self._flows)]
         """[D, D, M] of each flow"""
 
     def table(self, place: int = 0) -> NDArray[np.float64]:
-        """[K, S, S] in the configuration at this place."""
-        tables = np.stack([costs[:, :, place] for costs in self._costs])[:, self._index[:, None], self._index]
+        """[K, D, D] in the configuration at this place, by the type of the receiving layer."""
+        tables = np.stack([costs[:, :, place] for costs in self._costs])
         if len(tables) == 1:
             return np.broadcast_to(tables[0], (len(self._flows), *tables[0].shape))
         distinct = list(dict.fromkeys(self._flows))

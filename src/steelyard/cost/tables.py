@@ -91,19 +91,19 @@ class Pools:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Received:
-    """Activations that stages receive, in bytes of a microbatch on one rank."""
+    """Activations that stages receive, in bytes of a microbatch on one rank, by the D layouts of `CostTables`."""
 
     hidden_bytes: NDArray[np.int64]
-    """[S] of what a layer of a strategy hands on"""
+    """[D] of what a layer hands on in a layout"""
     layouts: NDArray[np.int64]
-    """[S] numbers, the same for strategies with the same layout of it; those of unlike pools differ"""
+    """[D] numbers, the same where nothing changes from one to the other; those of unlike pools differ"""
     kept: tuple[int, ...]
     """[P] how many of them a stage holds whatever the layout"""
     is_apart: NDArray[np.bool_]
-    """[S, S] whether it arrives in even parts, which are those of the receiver"""
+    """[D, D] whether it arrives in even parts, which are those of the receiver"""
 
     def num_bytes(self, stage: int, in_flight: int) -> NDArray[np.int64]:
-        """[S, S] what a stage holds of the stage before, by the strategies on both sides of the cut.
+        """[D, D] what a stage holds of the stage before, by the layouts on both sides of the cut.
 
         Where the layout changes, that of every microbatch in flight beside what the first layer saves.
         """
@@ -112,23 +112,23 @@ class Received:
         found: NDArray[np.int64] = arriving * (self.kept[stage] + in_flight * is_new)
         return found
 
+    def of(self, layouts: NDArray[np.int64]) -> Self:
+        """The same of layouts that are these."""
+        return replace(
+            self,
+            hidden_bytes=self.hidden_bytes[layouts],
+            layouts=self.layouts[layouts],
+            is_apart=self.is_apart[np.ix_(layouts, layouts)],
+        )
+
     def told_apart(
         self, legal: NDArray[np.bool_], switch: NDArray[np.float64]
     ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-        """The tables [T, S] and [T, S, S] with one more, which tells senders of unlike layouts or bytes apart."""
+        """The tables [T, D] and [T, D, D] with one more, which tells senders of unlike layouts or bytes apart."""
         pairs = np.stack([self.layouts, self.hidden_bytes], axis=1)
         numbers = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1).astype(np.float64)
         more = np.repeat(numbers[:, None], len(numbers), axis=1)
         return np.concatenate([legal, np.ones_like(legal[:1])]), np.concatenate([switch, more[None]])
-
-    def select(self, columns: Sequence[int]) -> Self:
-        """Those of these strategies alone."""
-        return replace(
-            self,
-            hidden_bytes=self.hidden_bytes[columns],
-            layouts=self.layouts[columns],
-            is_apart=self.is_apart[np.ix_(columns, columns)],
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -153,9 +153,11 @@ class CostTables:
     transient_bytes: NDArray[np.int64]
     """[K, S]"""
     switch_s: NDArray[np.float64]
-    """[K, S, S]: type of the receiving layer, strategy of the layer before, strategy of the receiving layer."""
+    """[K, D, D]: type of the receiving layer, layout of the layer before, layout of the receiving layer."""
     transfer_s: float
     overhead_bytes: int
+    layouts: NDArray[np.int64] | None = None
+    """[S] which of the D layouts each strategy hands its output on in, and reads in; its own where None"""
     cross_layer_inputs: tuple[CrossLayerInput, ...] = ()
     last_types: tuple[int, ...] = ()
     """[K] the layer type whose bytes a layer of each type takes where it is the last of its stage; itself where
@@ -178,13 +180,17 @@ class CostTables:
     def __post_init__(self) -> None:
         num_types, num_strategies = len(self.layer_types), len(self.strategies)
         pairs = (num_types, num_strategies)
+        if len(self.layout_of) != num_strategies:
+            found = f"{len(self.layout_of)} entries"
+            raise InvalidProblemError(field="layouts", found=found, expected=f"{num_strategies} entries")
+        num_layouts = num_strategies if self.layouts is None else self.switch_s.shape[-1]
         for name, shape in (
             ("legal", pairs),
             ("time_s", pairs),
             ("static_bytes", pairs),
             ("activation_bytes", pairs),
             ("transient_bytes", pairs),
-            ("switch_s", (num_types, num_strategies, num_strategies)),
+            ("switch_s", (num_types, num_layouts, num_layouts)),
         ):
             table = getattr(self, name)
             if table.shape != shape:
@@ -214,6 +220,17 @@ class CostTables:
     def is_plain(self) -> bool:
         """Whether nothing is freed and no buffers wait: then a stage's short-lived bytes are the most of any layer."""
         return self.freed_bytes is None and self.buffers is None
+
+    @property
+    def layout_of(self) -> NDArray[np.int64]:
+        """[S] the layout of each strategy."""
+        return np.arange(len(self.strategies)) if self.layouts is None else self.layouts
+
+    @property
+    def switches(self) -> NDArray[np.float64]:
+        """[K, S, S] ``switch_s`` by strategies: large where there are many."""
+        found: NDArray[np.float64] = self.switch_s[:, self.layout_of[:, None], self.layout_of]
+        return found
 
     @property
     def are_last(self) -> NDArray[np.bool_]:
@@ -300,7 +317,7 @@ class CostTables:
         return replace(whole.select(layer_types=kept), overhead_bytes=overhead, stage_overheads=())
 
     def switches_of(self, layer_types: Sequence[int]) -> NDArray[np.float64]:
-        """[layer types, S, S] the ``switch_s`` of these layer types; one table for all of them where all layer types
+        """[layer types, D, D] the ``switch_s`` of these layer types; one table for all of them where all layer types
         share one."""
         if self.switch_s.strides[0]:
             return self.switch_s[list(layer_types)]
@@ -338,8 +355,8 @@ class CostTables:
             transient_bytes=self.transient_bytes[pairs],
             freed_bytes=None if self.freed_bytes is None else self.freed_bytes[pairs],
             buffers=None if self.buffers is None else self.buffers[np.ix_(range(3), rows, columns)],
-            received=self.received and self.received.select(columns),
-            switch_s=self.switches_of(rows) if strategies is None else self.switch_s[np.ix_(rows, columns, columns)],
+            switch_s=self.switches_of(rows),
+            layouts=self.layouts if strategies is None else self.layout_of[columns],
             cross_layer_inputs=tuple(
                 replace(side, seconds=side.seconds[np.ix_(columns, columns)]) for side in self.cross_layer_inputs
             ),

@@ -214,7 +214,8 @@ class _Runs:
         tables, rows, plain = self.tables, self.rows, self.plain
         found = tables.time_s[rows, plain].copy()
         shared = tables.switch_s[:1] if not tables.switch_s.strides[0] else tables.switch_s
-        found[1:] += shared[rows[1:] if len(shared) > 1 else 0, plain[:-1], plain[1:]]
+        layouts = tables.layout_of[plain]
+        found[1:] += shared[rows[1:] if len(shared) > 1 else 0, layouts[:-1], layouts[1:]]
         for side in tables.cross_layer_inputs:
             for reader in side.readers:
                 found[reader] += side.seconds[plain[side.source], plain[reader]]
@@ -323,7 +324,8 @@ class _StageRuns:
         self._room = np.full(len(seconds), runs.rooms[stage], dtype=np.int64)
         if stage > 0 and tables.received is not None:
             received = tables.received.num_bytes(stage, self._in_flight)
-            self._room[1:-1] -= received[runs.plain[:-1], runs.plain[1:]]
+            layouts = tables.layout_of[runs.plain]
+            self._room[1:-1] -= received[layouts[:-1], layouts[1:]]
         self._held = runs.held(self._in_flight, counts)
         if free:
             less, _ = runs.freed(tables.held_bytes(self._in_flight))

@@ -83,17 +83,17 @@ def _stage_cost(tables: CostTables, stage: int, layers: range, strategies: Seque
     layer_types = tables.run_types(layers)
     pairs = [(layer_type, strategies[layer]) for layer_type, layer in zip(layer_types, layers, strict=True)]
     in_flight = tables.pipeline.in_flight(stage)
-    static, overhead = tables.static_of(in_flight), tables.overhead_of(stage)
+    static, overhead, layout = tables.static_of(in_flight), tables.overhead_of(stage), tables.layout_of
     if stage > 0 and tables.received is not None:
         received = tables.received.num_bytes(stage, in_flight)
-        overhead += int(received[strategies[layers.start - 1], strategies[layers.start]])
+        overhead += int(received[layout[strategies[layers.start - 1]], layout[strategies[layers.start]]])
     return StageCost(
         first_layer=layers.start,
         num_layers=len(layers),
         in_flight=in_flight,
         layer_s=sum(float(tables.time_s[pair]) for pair in pairs),
         switch_s=sum(
-            float(tables.switch_s[tables.layers[layer], strategies[layer - 1], strategies[layer]])
+            float(tables.switch_s[tables.layers[layer], layout[strategies[layer - 1]], layout[strategies[layer]]])
             for layer in layers
             if layer > 0
         ),

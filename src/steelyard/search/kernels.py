@@ -401,7 +401,7 @@ def switch_classes(
 
 @compiled(
     "void(f8[:,::1], i8[:,:,::1], i8[:,:,::1], i8[:,::1], i8[:,::1], i8[:,::1], i8[::1], i8[::1], b1[:,:,::1], "
-    "b1[:,::1], b1[:,:,::1])"
+    "i8[:,::1], b1[:,::1], b1[:,:,::1])"
 )
 def drop_beaten(
     seconds: FloatArray,
@@ -413,18 +413,19 @@ def drop_beaten(
     group: IntArray,
     table: IntArray,
     receives_less: BoolArray,
+    entry: IntArray,
     legal: BoolArray,
     kept: BoolArray,
 ) -> None:
     """Keeps of the ``legal`` [K, S] strategies those than which no other of their class is better, or equal and first.
 
     ``num_bytes``, ``stays`` (what is left of them once the layer has worked) and ``kept`` are [F, K, S], for F numbers
-    of microbatches in flight; ``kept`` comes with all legal ones. ``receives_less`` [T, S, S]: whether the first
-    receives for no more than the second from any; ``apart`` [B, B]: so many bytes more may buffers take in the end with
-    the first than with the second, -1 where that depends on the layer behind.
+    of microbatches in flight; ``kept`` comes with all legal ones. ``receives_less`` [T, D, D]: whether the first
+    ``entry`` [T, S] receives for no more than the second from any; ``apart`` [B, B]: so many bytes more may buffers
+    take in the end with the first than with the second, -1 where that depends on the layer behind.
     """
     for layer_type in range(legal.shape[0]):
-        less = receives_less[table[layer_type]]
+        less, enters = receives_less[table[layer_type]], entry[table[layer_type]]
         for own in range(legal.shape[1]):
             left = kept.shape[0] if legal[layer_type, own] else 0
             for other in range(legal.shape[1]):
@@ -435,10 +436,10 @@ def drop_beaten(
                 worth = apart[buffer[layer_type, other], buffer[layer_type, own]]
                 if seconds[layer_type, other] > seconds[layer_type, own] or worth < 0:
                     continue
-                if not less[other, own] or transient[layer_type, other] > transient[layer_type, own]:
+                if not less[enters[other], enters[own]] or transient[layer_type, other] > transient[layer_type, own]:
                     continue
                 is_equal = buffer[layer_type, other] == buffer[layer_type, own]
-                is_equal &= less[own, other] and seconds[layer_type, other] == seconds[layer_type, own]
+                is_equal &= less[enters[own], enters[other]] and seconds[layer_type, other] == seconds[layer_type, own]
                 is_equal &= transient[layer_type, other] == transient[layer_type, own]
                 for flight in range(kept.shape[0]):
                     more = num_bytes[flight, layer_type, other] + worth - num_bytes[flight, layer_type, own]

@@ -205,8 +205,8 @@ class OptionTable:
     switches: Switches
     columns: tuple[IntArray, ...]
     """The strategies that a stage may use, by its pool."""
-    receives_less: tuple[NDArray[np.bool_], ...]
-    """[T, S', S'] of these the first receives for no more than the second from any"""
+    receives_less: NDArray[np.bool_]
+    """[T, D, D] whether who has the first entry receives for no more than who has the second, from any"""
 
     def stage(self, stage: int) -> StageCosts:
         """The costs of a stage with the microbatches that it has in flight, beaten strategies left out."""
@@ -235,7 +235,8 @@ class OptionTable:
             apart,
             group[columns],
             self.switches.table,
-            self.receives_less[pool],
+            self.receives_less,
+            np.take(self.switches.entry, columns, axis=1),
             legal,
             kept,
         )
@@ -292,14 +293,19 @@ def option_table(tables: CostTables) -> OptionTable:
     first, table = _different_tables(tables)
     usable = tables.legal.any(axis=0)
     used = np.flatnonzero(usable if usable.any() else ~usable)
-    legal, switch = tables.legal[first], np.stack([tables.switch_s[layer_type] for layer_type in first])
-    group, sender = np.zeros((2, len(tables.strategies)), dtype=np.int64)
+    legal, switch, layout = tables.legal[first], np.stack([tables.switch_s[row] for row in first]), tables.layout_of
+    places, first_used = np.unique(layout[used], return_index=True)
+    of_layouts = np.zeros((len(first), switch.shape[-1]), dtype=bool)
+    for own, each in zip(of_layouts, legal, strict=True):
+        own[layout[each]] = True
+    told = of_layouts, switch
     if tables.received is not None:
-        legal, switch = tables.received.told_apart(legal, switch)
-    num_groups = kernels.switch_classes(legal, switch, used, group, sender)
-    legal, switch = legal[: len(first)], switch[: len(first)]
+        told = tables.received.told_apart(*told)
+    classes, senders = np.zeros((2, switch.shape[-1]), dtype=np.int64)
+    num_groups = kernels.switch_classes(*told, places[np.argsort(first_used)], classes, senders)
+    group, sender = classes[layout], used[first_used[np.searchsorted(places, senders[:num_groups])]]
     seconds = np.zeros((len(first), num_groups + 1, len(group)))
-    seconds[:, :num_groups] = switch[:, sender[:num_groups]]
+    seconds[:, :num_groups] = switch[:, senders[:num_groups]][:, :, layout]
     entries, entry = zip(*(_different_columns(each) for each in seconds), strict=True)
     entry_s = np.zeros((len(first), num_groups + 1, max(each.shape[1] for each in entries)))
     for own, each in zip(entry_s, entries, strict=True):
@@ -311,7 +317,7 @@ def option_table(tables: CostTables) -> OptionTable:
     switches = Switches(
         group=group,
         num_groups=num_groups,
-        sender=sender[:num_groups],
+        sender=sender,
         table=table,
         seconds=seconds,
         entry=np.stack(entry),
@@ -323,9 +329,9 @@ def option_table(tables: CostTables) -> OptionTable:
         of = tables.pools.of_strategies
         columns = tuple(np.flatnonzero(of == pool) for pool in range(max(tables.pools.of_stages) + 1))
     less = [_no_larger(each) for each in entries]
-    receives_less = tuple(
-        np.stack([paid[np.ix_(of[each], of[each])] for paid, of in zip(less, entry, strict=True)]) for each in columns
-    )
+    receives_less = np.zeros((len(less), *(max(len(each) for each in less),) * 2), dtype=bool)
+    for own, each in zip(receives_less, less, strict=True):
+        own[: len(each), : len(each)] = each
     return OptionTable(tables=tables, switches=switches, columns=columns, receives_less=receives_less)
 
 

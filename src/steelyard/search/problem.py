@@ -196,9 +196,10 @@ def parse_problem(content: object) -> Problem:
 
 
 def _config_costs(tables: CostTables, samples: int) -> ConfigCosts:
+    table = tables.switches
     switches: dict[bytes, list[int]] = {}
     for layer_type in range(len(tables.layer_types)):
-        switches.setdefault(tables.switch_s[layer_type].tobytes(), []).append(layer_type)
+        switches.setdefault(table[layer_type].tobytes(), []).append(layer_type)
     return ConfigCosts(
         num_stages=tables.pipeline.num_stages,
         num_microbatches=tables.pipeline.num_microbatches,
@@ -222,7 +223,7 @@ def _config_costs(tables: CostTables, samples: int) -> ConfigCosts:
         switch_s=[
             SwitchCosts(
                 kinds=[tables.layer_types[layer_type] for layer_type in layer_types],
-                seconds=tables.switch_s[layer_types[0]].tolist(),
+                seconds=table[layer_types[0]].tolist(),
             )
             for layer_types in switches.values()
         ],

@@ -71,9 +71,10 @@ def _beats(tables: CostTables) -> NDArray[np.bool_]:
 def _no_dearer_switches(tables: CostTables) -> NDArray[np.bool_]:
     """[K, S, S] no legal receiver pays more after the first than after the second, nor does the layer type to
     receive."""
-    paid = np.where(tables.legal[:, None, :], tables.switch_s, 0.0).transpose(0, 2, 1)
+    switches = tables.switches
+    paid = np.where(tables.legal[:, None, :], switches, 0.0).transpose(0, 2, 1)
     as_sender = columns_no_larger(paid.reshape(-1, len(tables.strategies)))
-    received = tables.switch_s[:, tables.legal.any(axis=0), :]
+    received = switches[:, tables.legal.any(axis=0), :]
     return as_sender & np.stack([columns_no_larger(each) for each in received])
 
 

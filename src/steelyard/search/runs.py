@@ -124,9 +124,10 @@ class PreparedTables:
         """[C + 1, S] bytes that the first layer of a stage finds by the class of the layer before and its strategy."""
         if stage == 0 or self.tables.received is None:
             return None
-        by_strategy = self.tables.received.num_bytes(stage, self.tables.pipeline.in_flight(stage))
-        sender = self.bounds[stage].costs.switches.sender
-        return np.concatenate([by_strategy[sender], np.zeros_like(by_strategy[:1])])
+        by_layout = self.tables.received.num_bytes(stage, self.tables.pipeline.in_flight(stage))
+        layout = self.tables.layout_of
+        by_strategy = by_layout[layout[self.bounds[stage].costs.switches.sender]][:, layout]
+        return np.concatenate([by_strategy, np.zeros_like(by_strategy[:1])])
 
     def reaches(self, limit_s: float) -> list[IntArray]:
         """[P] of [L] the largest end of a run from each layer that fits on a stage and has a bound within the limit."""
