@@ -184,17 +184,27 @@ class LayerRow:
     of each."""
     inputs: IntTable
     """What is left of computing the layer again when its gradients are reduced, in inputs."""
-    needy: list[int]
-    """Places of those whose dimensions need more than was traced."""
+    needy: tuple[tuple[Strategy, IntTable], ...]
+    """Those whose dimensions need more than was traced: one of all that need as much, and the places of these."""
 
     @classmethod
     def of(cls, layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> Self:
         """The same for all configurations of a job that have one microbatch, or all that have several."""
+        key = "row", layer_type.name, config.has_several, tuple(chosen)
+        return config.job.once(key, lambda: cls._of(layer_type, chosen, config))
+
+    @classmethod
+    def _of(cls, layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> Self:
         once, has_several = config.job.once, config.has_several
         name = layer_type.name
         cells = [once(("cell", name, each, has_several), partial(_cell, layer_type, each, config)) for each in chosen]
         numbers = np.array([each.numbers for each in cells]).T
         inputs, needs, *degrees = numbers
+        alike: dict[object, list[int]] = {}
+        for place in np.flatnonzero(needs).tolist():
+            each = chosen[place]
+            layer = layer_profile(layer_type, each, config)
+            alike.setdefault((layer, each.sample_degree, each.token_degree, each.remat, each.modes), []).append(place)
         return cls(
             layer_type=layer_type,
             chosen=chosen,
@@ -202,20 +212,19 @@ class LayerRow:
             states=np.array([each.states for each in cells]).T,
             lines=np.array([each.lines for each in cells]).T.reshape(2, 4, -1),
             inputs=inputs,
-            needy=np.flatnonzero(needs).tolist(),
+            needy=tuple((chosen[places[0]], np.array(places)) for places in alike.values()),
         )
 
     def work(self, config: JobConfig) -> RowWork:
         """In a configuration with as many microbatches, one or several."""
         samples = rank_samples(self.numbers, config.microbatch_samples)
         needed = np.zeros((4, len(self.chosen)))
-        for place in self.needy:
-            strategy = self.chosen[place]
+        for strategy, places in self.needy:
             layer = layer_profile(self.layer_type, strategy, config)
             of_rank = rank_samples(strategy, config.microbatch_samples)
             key = "needed", layer, of_rank, strategy.token_degree, strategy.remat, strategy.modes
             more = config.job.once(key, partial(working_bytes, layer, strategy, config))
-            needed[:, place] = np.hstack((more.saved, 0.0, more.forward, more.backward))
+            needed[:, places] = np.vstack((more.saved, 0.0, more.forward, more.backward))
         found = np.clip(self.lines[0] + self.lines[1] * samples + needed, -_BEYOND_BYTES, _BEYOND_BYTES)
         saved, entered, forward, backward = found.astype(np.int64)
         read = np.broadcast_to(sample_bytes(self.layer_type, self.numbers, config), saved.shape).astype(np.int64)

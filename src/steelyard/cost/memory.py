@@ -149,8 +149,12 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
 def _communicators(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
     """[S] bytes of the communicators that a layer uses, which are there as it works."""
     once, name = config.job.once, layer_type.name
-    found = [once(("groups", name, each), partial(communicator_bytes, layer_type, each, config)) for each in chosen]
-    return np.array(found, dtype=np.int64)
+
+    def of_all() -> IntTable:
+        found = [once(("groups", name, each), partial(communicator_bytes, layer_type, each, config)) for each in chosen]
+        return np.array(found, dtype=np.int64)
+
+    return once(("groups of", name, tuple(chosen)), of_all)
 
 
 def _entries(layer_type: LayerType, config: JobConfig) -> tuple[int, int, int]:

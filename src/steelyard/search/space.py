@@ -80,7 +80,6 @@ def enumerate_strategies(num_devices: int, options: SpaceOptions | None = None) 
         for levels in _levels_in(num_devices, options.dimensions, options.devices_per_node)
         if not any(_refusals_of_levels(levels, options))
         for strategy in _leaves(levels, options)
-        if not any(_refusals_of_leaf(strategy, options))
     )
 
 
@@ -163,7 +162,11 @@ def _reach(levels: Levels, options: SpaceOptions) -> str | None:
 
 
 def _leaves(levels: Levels, options: SpaceOptions) -> Iterator[Strategy]:
-    """The leaves that share these levels: all modes of their dimensions, and remat everywhere."""
+    """The leaves that are offered of those that share these levels: all modes of their dimensions, and remat
+    everywhere.
+
+    What a layer recomputes is no reason to refuse a leaf, but where something is insisted on.
+    """
     used = {level.dimension for level in levels}
     choices = [
         [(mode.key, value) for value in _values(levels, mode, options)]
@@ -172,8 +175,15 @@ def _leaves(levels: Levels, options: SpaceOptions) -> Iterator[Strategy]:
         for mode in dimension.modes
     ]
     for pairs in itertools.product(*choices):
-        for remat in options.remats:
-            yield Strategy.of(levels, remat, **dict(pairs))
+        refused = False
+        for place, remat in enumerate(options.remats):
+            if not refused:
+                leaf = Strategy.of(levels, remat, **dict(pairs))
+                asked = place == 0 or options.insists is not None
+                is_refused = asked and any(_refusals_of_leaf(leaf, options))
+                refused = is_refused and options.insists is None
+                if not is_refused:
+                    yield leaf
 
 
 def _values(levels: Levels, mode: Mode, options: SpaceOptions) -> tuple[Value, ...]:

@@ -11,6 +11,7 @@ Source: Lepikhin et al. 2020 (GShard); Liu et al. 2025 (MoE parallel folding, ar
 """
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 from steelyard.model.chain import LayerType, ModelChain
 from steelyard.plan.dimensions.dimension import (
@@ -36,6 +37,7 @@ MOST = 1024
 """The largest degree that can be written."""
 
 
+@lru_cache(maxsize=4096)
 def _offered(levels: Levels) -> tuple[int, ...]:
     """The degrees that divide the data ranks so that shards stay whole."""
     data, shards = degree_of(data_levels(levels)), degree_of(shard_levels(levels))
