@@ -230,6 +230,21 @@ def test_other_engines_stand_beside_a_plan_the_fastest_first() -> None:
 
 
 @pytest.mark.slow
+def test_another_engine_has_no_more_stages_than_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steelyard.planning.simple.USUAL_STAGES", 1)
+    monkeypatch.setattr("steelyard.planning.simple.STAGE_PARAMS", 10**15)
+    monkeypatch.setattr("steelyard.planning.complete.ENGINES", {"megatron-fsdp": ENGINES["megatron-fsdp"]})
+    request = make_request("llama3-70b", "4x8xh100-80gb", global_batch=64, seq_len=4096)
+    request = replace(request, num_fallbacks=0, num_next_best=0)
+    (beside,) = engine_answers(request, complete(request))
+    own = complete(replace(request, engine=ENGINES["megatron-fsdp"])).plan
+    assert own is not None
+    assert own.num_stages == 1
+    assert beside.step_time_s == pytest.approx(step_s(own), rel=1e-9)
+    assert step_s(own) > step_s(plan_job(job_of(replace(request, engine=ENGINES["megatron-fsdp"]))).plan)
+
+
+@pytest.mark.slow
 def test_a_frontier_for_an_engine_has_its_plans_alone() -> None:
     request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096, engine="megatron")
     points, _ = memory_points(Study(request), max_searches=6)

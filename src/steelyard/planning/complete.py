@@ -33,7 +33,7 @@ from steelyard.planning.job import job_of, time_factors
 from steelyard.planning.price import peak_bytes, prediction_of, with_cost
 from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import SIMPLIFY, GivenProfiles, PlanRequest, make_request
-from steelyard.planning.simple import simplest, with_reasons, with_usual_stages
+from steelyard.planning.simple import DEPTH_GAIN, simplest, usual_stages, with_reasons, with_usual_stages
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
 from steelyard.planning.variants import Answer, Progress, Study, baselines, counted, group_answers, run_by, within
 from steelyard.planning.why_not import (
@@ -224,6 +224,7 @@ def engine_answers(
 ) -> tuple[ComparedBaseline, ...]:
     """Return the best plan of every other engine beside the plan of a result, the fastest first.
 
+    Of no more stages than usual, as of the request's own engine, where others gain too little.
     ``limit_s`` is what the search for each may take, else that of the request.
     """
     if result.plan is None or result.job.is_mixed:
@@ -231,8 +232,14 @@ def engine_answers(
     job = result.job
     solved = replace(request, global_batch=job.global_batch, seq_len=job.seq_len)
     study = Study(solved if limit_s is None else replace(solved, time_limit_s=limit_s), job)
-    others = [run_by(engine) for engine in ENGINES.values() if engine != request.engine]
-    found = [study.answer(each) for each in counted(others, progress)]
+    engines = {engine.name: engine for engine in ENGINES.values() if engine != request.engine}
+    limit, found = usual_stages(job), []
+    for variant in counted([run_by(each) for each in engines.values()], progress):
+        answer = study.answer(variant)
+        if answer.plan is not None and not limit.allows_stages(answer.plan.num_stages):
+            fewer = study.answer(run_by(engines[variant.name], limit))
+            answer = fewer if fewer.step_s <= (1 + DEPTH_GAIN) * answer.step_s else answer
+        found.append(answer)
     step_s = _step_s(result.plan)
     return tuple(each.beside(step_s) for each in sorted(found, key=lambda each: each.step_s))
 

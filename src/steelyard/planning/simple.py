@@ -50,6 +50,13 @@ STAGE_PARAMS = 15_000_000_000
 DEPTH_GAIN = 0.07
 
 
+def usual_stages(job: Job) -> Decisions:
+    """Return as a decision how many stages plans of models of the job's size have at most."""
+    layers = [job.layer(each.name, {}) for each in map(job.chain.type_of, range(job.chain.num_layers))]
+    num_params = sum(each.num_params for each in layers if each is not None)
+    return Decisions(most_stages=max(USUAL_STAGES, num_params // STAGE_PARAMS))
+
+
 def with_usual_stages(result: PlanningResult, request: PlanRequest) -> tuple[PlanningResult, Decisions]:
     """Return the result with the fastest plan of no more stages than usual, and that as a decision.
 
@@ -59,9 +66,7 @@ def with_usual_stages(result: PlanningResult, request: PlanRequest) -> tuple[Pla
     plan, job, free = result.plan, result.job, Decisions()
     if plan is None or job.is_mixed:
         return result, free
-    layers = [job.layer(each.name, {}) for each in map(job.chain.type_of, range(job.chain.num_layers))]
-    num_params = sum(each.num_params for each in layers if each is not None)
-    limit = Decisions(most_stages=max(USUAL_STAGES, num_params // STAGE_PARAMS))
+    limit = usual_stages(job)
     tables = [each for each in result.bounded_tables if limit.allows_stages(each.pipeline.num_stages)]
     if limit.allows_stages(plan.num_stages) or not tables:
         return result, free

@@ -42,7 +42,7 @@ from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, is_as_named, parse_cluster
 from steelyard.plan.choices import ComparedBaseline
-from steelyard.plan.decisions import Decisions
+from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, modes
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import ONE_STRATEGY
@@ -186,9 +186,13 @@ def alone(group: Cluster, decisions: Decisions) -> Variant:
     return Variant(name=name, change=changed)
 
 
-def run_by(engine: Engine) -> Variant:
-    """Return the variant that another engine runs."""
-    return Variant(name=engine.name, change=lambda request: replace(request, engine=engine))
+def run_by(engine: Engine, more: Decisions = FREE) -> Variant:
+    """Return the variant that another engine runs, with more decided."""
+
+    def change(request: PlanRequest) -> PlanRequest:
+        return replace(request, engine=engine, decisions=request.decisions.with_also(more))
+
+    return Variant(name=engine.name, change=change)
 
 
 def device_counts(cluster: Cluster) -> tuple[int, ...]:
