@@ -446,6 +446,7 @@ def test_a_precision_that_is_not_run_says_why_and_what_to_take(run: Run, precisi
     assert words in error.hint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "instead"), [("native", "fp16"), ("megatron", "fp16"), ("automodel", "fp32")])
 def test_bf16_on_a_v100_says_which_precision_plans_for_the_engine(run: Run, engine: str, instead: str) -> None:
     asked = ("plan", SMALL[0], "--cluster", "1x4xv100-32gb", *JOB[2:], "--engine", engine)

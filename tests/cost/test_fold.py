@@ -164,6 +164,7 @@ def test_folding_keeps_the_work_of_a_step(num_blocks, chunks):
     assert states[0] == states[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [14, 15])
 def test_the_free_plan_of_an_engine_is_no_slower_than_one_with_ends_in_the_place_of_blocks(num_blocks):
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16}

@@ -60,6 +60,7 @@ def job_in(plan: Plan, precision: Precision, cluster: str) -> tuple[Plan, Job]:
     return same, job_of(request_of_plan(same))
 
 
+@pytest.mark.slow
 def test_a_v100_trains_in_fp16_several_times_as_fast_as_in_fp32(planned: Plan) -> None:
     in_fp32 = find_plan("llama3.2-1b", "1x8xv100-32gb", global_batch=16, seq_len=2048, precision="fp32")
     assert planned.precision == "fp16"

@@ -30,6 +30,7 @@ def fastest(engine: str) -> Plan:
     return complete(request(engine, simplify=0.0)).plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", "megatron"])
 def test_a_plan_of_fewer_stages_stands_for_a_deeper_one_that_gains_little(engine, monkeypatch):
     deep = fastest(engine)

@@ -181,6 +181,7 @@ def test_a_choice_that_the_tables_do_not_allow_is_an_error(
         evaluate(tables, boundaries, strategies)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(0, 120, 60))
 def test_strategies_that_share_layouts_are_searched_as_those_with_layouts_of_their_own(block: int) -> None:
     """What stages receive and the classes of switches go by layouts; other plans of the same tables are the oracle."""

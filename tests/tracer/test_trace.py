@@ -38,6 +38,7 @@ def layer(
     return found
 
 
+@pytest.mark.slow
 def test_a_trace_in_fp16_is_that_in_bf16() -> None:
     narrow, same = (trace(llama(), seq_len=SEQ_LEN, precision=each, degrees=(1, 2)) for each in ("fp16", "bf16"))
     assert narrow.layers == same.layers
