@@ -113,7 +113,7 @@ class Received:
         return found
 
     def of(self, layouts: NDArray[np.int64]) -> Self:
-        """The same of layouts that are these."""
+        """Return those of these layouts, in their order; one may be taken more than once."""
         return replace(
             self,
             hidden_bytes=self.hidden_bytes[layouts],

@@ -167,6 +167,10 @@ def _leaves(levels: Levels, options: SpaceOptions) -> Iterator[Strategy]:
 
     What a layer recomputes is no reason to refuse a leaf, but where something is insisted on.
     """
+
+    def is_offered(leaf: Strategy) -> bool:
+        return not any(_refusals_of_leaf(leaf, options))
+
     used = {level.dimension for level in levels}
     choices = [
         [(mode.key, value) for value in _values(levels, mode, options)]
@@ -175,15 +179,11 @@ def _leaves(levels: Levels, options: SpaceOptions) -> Iterator[Strategy]:
         for mode in dimension.modes
     ]
     for pairs in itertools.product(*choices):
-        refused = False
-        for place, remat in enumerate(options.remats):
-            if not refused:
-                leaf = Strategy.of(levels, remat, **dict(pairs))
-                asked = place == 0 or options.insists is not None
-                is_refused = asked and any(_refusals_of_leaf(leaf, options))
-                refused = is_refused and options.insists is None
-                if not is_refused:
-                    yield leaf
+        leaves = (Strategy.of(levels, remat, **dict(pairs)) for remat in options.remats)
+        if options.insists is not None:
+            yield from filter(is_offered, leaves)
+        elif (first := next(leaves, None)) and is_offered(first):
+            yield from (first, *leaves)
 
 
 def _values(levels: Levels, mode: Mode, options: SpaceOptions) -> tuple[Value, ...]:
