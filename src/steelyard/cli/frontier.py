@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from steelyard.cli.levers import with_levers
 from steelyard.cli.options import (
     MOST_POINTS,
     AsJson,
@@ -49,6 +50,7 @@ POINTS = 16
 MOST_COUNTS = 32
 
 
+@with_levers
 def frontier(
     model: Model,
     cluster: ClusterOption,
@@ -85,6 +87,8 @@ def frontier(
     engine: EngineOption = None,
     time_limit: TimeLimit = TIME_LIMIT_S,
     as_json: AsJson = False,
+    *,
+    levers: Mapping[str, str | None],
 ) -> None:
     """Show every time/memory trade-off, and what more or fewer devices would do; or what to rent (--price by device
     type)."""
@@ -104,6 +108,7 @@ def frontier(
             own=built_module(model),
             precision=parse_precision(precision),
             engine=engine,
+            levers=levers,
             memory_margin=memory_margin,
             imbalance=imbalance,
             decisions=Decisions(max_degrees=None if max_tp is None else {"tp": max_tp}),

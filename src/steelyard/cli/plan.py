@@ -1,12 +1,13 @@
 """``steelyard plan``: the fastest plan for a model on a cluster within a memory budget."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
+from steelyard.cli.levers import with_levers
 from steelyard.cli.options import (
     Aim,
     AllEngines,
@@ -84,6 +85,7 @@ WORDS = {"allow_extra_args": True}
 """Further words behind the model are runs after --calibrate."""
 
 
+@with_levers
 def plan(
     context: typer.Context,
     model: Model,
@@ -122,6 +124,8 @@ def plan(
     price: Price = None,
     problem: SaveProblem = None,
     as_json: AsJson = False,
+    *,
+    levers: Mapping[str, str | None],
 ) -> None:
     """Find the simplest plan at most 1 % slower than the fastest that fits. No GPU needed."""
     if context.args and not calibrate_by:
@@ -163,6 +167,7 @@ def plan(
             own=own,
             freeze=freeze or (),
             engine=engine,
+            levers=levers,
             precision=parse_precision(precision),
             memory_margin=memory_margin,
             calibration=(*(calibrate_by or ()), *map(Path, context.args)),

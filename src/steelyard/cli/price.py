@@ -1,9 +1,11 @@
 """``steelyard price``: what a plan takes that an engineer set, in the words of the framework that runs it."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
+from steelyard.cli.levers import with_levers
 from steelyard.cli.options import (
     AsJson,
     ClusterOption,
@@ -35,6 +37,7 @@ from steelyard.planning.settings import Settings, price_settings
 from steelyard.units import TERA, format_bytes, format_seconds
 
 
+@with_levers
 def price(
     model: Model,
     cluster: ClusterOption,
@@ -65,6 +68,8 @@ def price(
     imbalance: Imbalance = ASSUMED_IMBALANCE,
     output: Output = None,
     as_json: AsJson = False,
+    *,
+    levers: Mapping[str, str | None],
 ) -> None:
     """Price settings of your own: step time, memory and whether they fit, as the engine runs them.
 
@@ -83,6 +88,7 @@ def price(
             memory_margin=0.0,
             precision=layer_precision(chosen),
             imbalance=imbalance,
+            levers=levers,
         )
         settings = Settings(
             tp=tp,

@@ -31,12 +31,11 @@ from functools import cache
 from math import log2
 
 from steelyard.cost.job import Job
+from steelyard.levers import Effects
 from steelyard.precision import SCALES_LOSS
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Work
 from steelyard.units import Amount, at_each, hashable
 
-OPTIMIZER_BYTES = 28
-"""What an AdamW step moves per parameter of a rank: it reads 16 bytes and writes 12."""
 UNSCALING_BYTES = 8
 """What loss scaling moves besides: one kernel reads and writes the fp32 gradients, and finds those that are not finite.
 The ranks agree in an all-reduce of one number, which is not counted."""
@@ -84,13 +83,13 @@ def _compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime
 
 
 def optimizer_s(num_params: float, job: Job) -> float:
-    """Seconds of an AdamW step over ``num_params`` parameters of one rank, unscaling of their gradients included.
+    """Seconds of an optimizer step over ``num_params`` parameters of one rank, unscaling of their gradients included.
 
-    What was measured is of the step alone.
+    What was measured is of an AdamW step alone.
     """
-    num_bytes = OPTIMIZER_BYTES + (UNSCALING_BYTES if job.precision == SCALES_LOSS else 0)
+    num_bytes = job.effects.update_bytes + (UNSCALING_BYTES if job.precision == SCALES_LOSS else 0)
     if job.profile.optimizer_s_per_param is not None:
-        return num_params * job.profile.optimizer_s_per_param * num_bytes / OPTIMIZER_BYTES
+        return num_params * job.profile.optimizer_s_per_param * num_bytes / Effects().update_bytes
     return moving_s(num_params * num_bytes, job)
 
 

@@ -26,6 +26,7 @@ from steelyard.engines.execution import Execution
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Cluster, Link, joined_pools
+from steelyard.levers import NO_LEVERS, Effects, Levers
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.plan import Plan
@@ -92,8 +93,9 @@ class Job:
     ``groups`` are the device groups at hand: one where all devices are alike. Costs are those of a stage, which lies in
     one group, so that they are asked of the job on that group alone (`by_group`).
 
-    ``global_batch`` counts samples of ``seq_len`` tokens. ``engine`` is what runs it. ``imbalance`` is
-    how many times the mean number of tokens the rank with the most of them gets, where experts are divided over ranks.
+    ``global_batch`` counts samples of ``seq_len`` tokens. ``engine`` is what runs it, with these
+    ``levers``. ``imbalance`` is how many times the mean number of tokens the rank with the most of them gets, where
+    experts are divided over ranks.
     """
 
     chain: ModelChain
@@ -103,6 +105,7 @@ class Job:
     precision: Precision
     engine: Engine = NATIVE
     imbalance: float = ASSUMED_IMBALANCE
+    levers: Levers = NO_LEVERS
 
     @cached_property
     def by_group(self) -> "tuple[Job, ...]":
@@ -154,6 +157,11 @@ class Job:
     def execution(self) -> Execution:
         """The way in which the engine runs plans."""
         return self.engine.execution
+
+    @property
+    def effects(self) -> Effects:
+        """What its levers change beside the work of layers."""
+        return self.levers.effects
 
     @property
     def hardware(self) -> Cluster:

@@ -79,7 +79,10 @@ def refusal(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> str
     or the same as under another strategy."""
     if strategy.keeps_whole and not config.has_several:
         return "what stays whole from one microbatch to the next is as any other, since there is one"
-    return illegal_reason(layer_type, strategy, config.batch) or unmeasured_reason(layer_type, strategy, config)
+    refused = config.job.levers.refusal(strategy)
+    return (
+        refused or illegal_reason(layer_type, strategy, config.batch) or unmeasured_reason(layer_type, strategy, config)
+    )
 
 
 def legal_counts(layer_type: LayerType, strategies: Sequence[Strategy], config: JobConfig) -> NDArray[np.bool_]:
@@ -95,7 +98,7 @@ def legal_counts(layer_type: LayerType, strategies: Sequence[Strategy], config: 
     legal: NDArray[np.bool_] = (config.samples % degrees[:, None] == 0) & ~one_alone
     for s, strategy in enumerate(strategies):
         one_each = Batch(microbatch_samples=strategy.sample_degree, seq_len=config.job.seq_len)
-        if illegal_reason(layer_type, strategy, one_each) is not None:
+        if config.job.levers.refusal(strategy) or illegal_reason(layer_type, strategy, one_each) is not None:
             legal[s] = False
             continue
         layer = config.job.layer(layer_type.name, strategy.shape)

@@ -9,7 +9,7 @@ tp, sharded $f$ ways, and $q$ bytes of one in compute:
 | parameters   | 4 N / f      | always (fp32 master)                                       |
 | gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
 | the same     | 4 N          | ZeRO-1, from the first backward to the last: in the type in which they are reduced |
-| optimizer    | 8 N / f      | always (two AdamW moments), with counts of steps and buffers that are not trained |
+| optimizer    | 8 N / f      | always (`Effects.state_bytes`: two AdamW moments), with counts of steps and buffers |
 | gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to the last backward |
 | activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | traced, with the parameters and new gradients of the layer | while the layer runs |
@@ -18,6 +18,7 @@ Source: Rajbhandari et al. 2020 (ZeRO). Not modelled: the two temporaries of an 
 working set.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.job import MASTER_BYTES, JobConfig, Strategies, sample_bytes
+from steelyard.cost.job import MASTER_BYTES, Job, JobConfig, Strategies, sample_bytes
 from steelyard.cost.layer_load import held_params, layer_load, layer_profile, rank_samples, sharded_params
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole, LayerType
@@ -66,8 +67,8 @@ class LayerStates:
     """What a sharded layer's gradients are copied to once more while they are reduced: all by gloo, none by NCCL."""
     holds_new: bool = False
     """Whether autograd still holds the new gradients as FSDP reduces them: of an embedding and a head."""
-    buffers: int = 0
-    """Tensors that are kept and not trained, and AdamW's counts of steps."""
+    optimizer: int
+    """What the optimizer keeps, with counts of steps, and tensors that are kept and not trained."""
     has_backward: bool = True
 
     @property
@@ -92,8 +93,15 @@ class LayerStates:
         step, the shards, what a backward pass makes and reduces, gradients in the first reduction and later ones;
         whether it trains, frees and works backwards."""
         first, later = (self.reduced_states(is_first=each) for each in (True, False))
-        optimizer = 2 * self.trained_shard + self.buffers
-        kept = self.shard, self.kept_gradients, optimizer, self.copy, self.keeps_copy, self.keeps_whole, self.shards
+        kept = (
+            self.shard,
+            self.kept_gradients,
+            self.optimizer,
+            self.copy,
+            self.keeps_copy,
+            self.keeps_whole,
+            self.shards,
+        )
         trains, frees_saved = self.params > 0 and self.has_backward, self.holds_new and self.shards > 1
         return (*kept, self.made_gradients, self.reduced, first, later, trains, frees_saved, self.has_backward)
 
@@ -138,9 +146,15 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         cut_gradients=made if made_whole > 1 else 0,
         scratch=MASTER_BYTES * params if shards > 1 and job.cluster.device.backend.copies_what_it_scatters else 0,
         holds_new=layer_type.role is not LayerRole.BLOCK,
-        buffers=layer.buffer_bytes,
+        optimizer=_optimizer_bytes(layer, trained_shard // MASTER_BYTES, job),
         has_backward=layer.has_backward,
     )
+
+
+def _optimizer_bytes(layer: LayerProfile, num_params: int, job: Job) -> int:
+    """What is kept of so many trained parameters of a layer, and of its tensors that are not trained."""
+    kept = math.ceil(job.effects.state_bytes * num_params)
+    return kept + layer.buffer_bytes + (job.effects.layer_state_bytes if num_params else 0)
 
 
 def working_bytes(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Working:

@@ -6,6 +6,7 @@ exists can be run by as many processes as it has ranks. ``prediction`` is absent
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, Self, get_args
 
@@ -13,6 +14,7 @@ from pydantic import Field, model_validator
 
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Cluster, HardwareFile, PoolsFile, cluster_of, parse_pools
+from steelyard.levers import Asked, Levers
 from steelyard.limits import Microbatches, Samples, Tokens
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
@@ -78,6 +80,8 @@ class Plan(PlanPart):
     schedule: ScheduleName = USUAL.name
     engine: str | None = None
     """The engine that runs the plan, by its name; absent for steelyard's own runtime."""
+    levers: dict[str, str] = Field(default_factory=dict, exclude_if=lambda texts: not texts)
+    """What is changed beside strategies (`steelyard.levers`), as the options of `steelyard plan` say it."""
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     asked: Decisions | None = None
     """Absent where the user left everything to the search, or wrote the plan by hand."""
@@ -102,6 +106,7 @@ class Plan(PlanPart):
                 hint="name the engine, as in engine: megatron",
             )
         chain.check_seq_len(self.seq_len)
+        self.chosen_levers.check(Asked(chain=chain, engine=self.engine or "native"))
         _check_ranks(self)
         if self.global_batch % self.num_microbatches:
             raise InvalidPlanError(
@@ -132,6 +137,11 @@ class Plan(PlanPart):
         """The model of the plan as a chain; raises `InvalidModelError` if its config is not known."""
         model = self.model
         return frozen_chain(planned_model(model.name, model.config, model.split), model.frozen)
+
+    @cached_property
+    def chosen_levers(self) -> Levers:
+        """What is changed beside strategies; raises `UserError` for what is no lever."""
+        return Levers.of(self.levers)
 
     def shared_heads(self, chain: ModelChain) -> tuple[int, str, int] | None:
         """A tp degree, and the name and number of what its ranks, being more, hold alike; None where nothing is so."""
@@ -412,7 +422,8 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
                     hint="change a degree, or the ranks of the stage",
                 )
             for layer_type in {chain.layers[layer] for layer in range(run.layers[0], run.layers[1] + 1)}:
-                reason = illegal_reason(chain.layer_types[layer_type], strategy, plan.batch)
+                refused = plan.chosen_levers.refusal(strategy)
+                reason = refused or illegal_reason(chain.layer_types[layer_type], strategy, plan.batch)
                 if reason is not None:
                     raise InvalidPlanError(
                         field=f"{where}.parallel",
@@ -455,6 +466,8 @@ def headline(plan: Plan) -> str:
     if (shared := plan.shared_heads(plan.chain())) is not None:
         degree, name, size = shared
         text += f"\ntp {degree} over {size} {name}: every rank holds the weights of all {size} and computes with one"
+    if plan.levers:
+        text += f"\n{plan.chosen_levers}"
     if prediction is None:
         return text
     compared = baseline_line(prediction)

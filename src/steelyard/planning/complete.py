@@ -9,7 +9,7 @@ search, the plan becomes that baseline. In the end it is the simplest of those t
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,7 @@ def find_plan(
     freeze: str | Sequence[str] = (),
     imbalance: float = ASSUMED_IMBALANCE,
     simplify: float = SIMPLIFY,
+    levers: Mapping[str, str] | None = None,
 ) -> Plan:
     """Return the simplest plan to train a model on a cluster that is at most 1 % slower than the fastest that fits.
 
@@ -157,7 +158,8 @@ def find_plan(
     and the like as in a shell. What a module of your own has without gradients is not trained either.
 
     ``imbalance`` is the load of the busiest expert rank relative to the mean, which training reports. ``decisions``
-    takes choices away from the search.
+    takes choices away from the search. ``levers`` are what is changed beside strategies, as the options of ``steelyard
+    plan`` say it: ``{"optimizer": "adamw-8bit"}``.
 
     Raises `NothingFitsError` naming the nearest miss where no plan fits, and another `UserError` for a wrong argument.
     """
@@ -181,6 +183,7 @@ def find_plan(
         decisions=decisions,
         imbalance=imbalance,
         simplify=simplify,
+        levers=levers,
     )
     result = complete(request)
     if result.plan is None:

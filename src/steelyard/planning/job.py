@@ -265,6 +265,7 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
         global_batch=batch,
         precision=request.precision,
         imbalance=request.imbalance,
+        levers=request.levers,
     )
     if budget is None:
         share = MARGIN if machines.device.is_gpu and request.memory_bytes is None else 0.0

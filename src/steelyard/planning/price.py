@@ -70,6 +70,7 @@ def assemble_plan(job: Job, pipeline: PipelineConfig, parts: Sequence[StagePart]
         precision=job.precision,
         schedule=pipeline.schedule.name,
         engine=engine_name(job),
+        levers=job.levers.texts,
         stages=stages_of(parts),
     )
 

@@ -26,6 +26,7 @@ from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, all_of
 from steelyard.hardware import Cluster, parse_pools, with_network
 from steelyard.installed import require_training
+from steelyard.levers import NO_LEVERS, Asked, Levers
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
@@ -142,6 +143,8 @@ class PlanRequest:
     """Budgets that are already known, by the name of the pool."""
     engine: Engine = NATIVE
     """What runs the plan."""
+    levers: Levers = NO_LEVERS
+    """What is changed beside strategies."""
     profiles: Mapping[str, MeasuredProfile] = field(default_factory=dict)
     """By the name of the pool; pools without one are traced and priced by the catalogue."""
     calibration: tuple[Path, ...] = ()
@@ -188,6 +191,8 @@ class PlanRequest:
         _check_what_is_free(self)
         _check_pools(self)
         _check_engine(self)
+        devices = tuple(pool.device for pool in self.cluster.pools)
+        self.levers.check(Asked(chain=self.chain, engine=self.engine.name, devices=devices))
         pins_of(self.decisions, self.chain)
         if self.price is not None and self.tokens is None:
             raise UserError(
@@ -236,12 +241,14 @@ def make_request(
     own: Any = None,
     freeze: Sequence[str] = (),
     engine: str | None = None,
+    levers: Mapping[str, str | None] | None = None,
     **asked: Any,
 ) -> PlanRequest:
     """Return the request that a user's words describe; see `steelyard.planning.complete.find_plan`.
 
     ``max`` asks for the most that fits, ``devices`` for one sample per device. ``freeze`` names what is not trained;
-    what a module of the user's own has without gradients is not trained either. ``asked`` are fields of `PlanRequest`.
+    what a module of the user's own has without gradients is not trained either. ``levers`` are texts by the name of the
+    lever. ``asked`` are fields of `PlanRequest`.
     Raises one `UserError` for all that is misspelt of model, cluster, memory and profile.
     """
 
@@ -262,12 +269,13 @@ def make_request(
             return chain_from_config(model, name="model")
         return load_model(model, image_size=image_size)
 
-    machines, chain, memory_bytes, given, runs_it = all_of(
+    machines, chain, memory_bytes, given, runs_it, chosen = all_of(
         partial(_machines, cluster, network),
         read_chain,
         partial(_num_bytes, memory),
         partial(_read_if_one, profile, cluster),
         lambda: NATIVE if engine is None else engine_of(engine),
+        lambda: Levers.of(levers or {}),
     )
     profiles = _profiles(given, machines)
     if chain.freeze is None and (own is not None or freeze):
@@ -283,6 +291,7 @@ def make_request(
         seq_len=None if seq_len == "max" else chain.known_seq_len(seq_len),
         memory_bytes=memory_bytes,
         engine=runs_it,
+        levers=chosen,
         profiles=profiles,
         **asked,
     )
@@ -331,6 +340,7 @@ def request_of_plan(
         memory_bytes=_num_bytes(memory),
         memory_margin=0.0,
         engine=engine,
+        levers=plan.chosen_levers,
         budgets={name: each for name, _, each in _taken(plan, machines)} if is_own and memory is None else {},
         profiles=_profiles(_read_if_one(profile, machines), machines),
         time_factor=factor[0],

@@ -1,0 +1,69 @@
+"""The levers, one file each.
+
+To add one: its file here, where it is run its twin in `steelyard.modules.levers`, and a line below.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, reduce
+
+from steelyard.errors import UserError, nearest
+from steelyard.levers.lever import Asked, Divided, Effects, Lever
+from steelyard.levers.optimizer import Optimizer
+
+LEVERS: dict[str, type[Lever]] = {lever.name: lever for lever in (Optimizer,)}
+"""By name, in the order in which they are written. A test may add one of its own."""
+
+
+@dataclass(frozen=True)
+class Levers:
+    """The levers of a job, at most one value of each; those that change nothing are left out."""
+
+    chosen: tuple[Lever, ...] = ()
+
+    @classmethod
+    def of(cls, texts: Mapping[str, str | None]) -> "Levers":
+        """Those that these texts say, by the names of the levers; raises `UserError` for one that says none."""
+        for name in texts:
+            if name not in LEVERS:
+                raise UserError(
+                    field=f"levers.{name}",
+                    found=name,
+                    expected="one of " + ", ".join(LEVERS),
+                    hint=nearest(name, LEVERS),
+                )
+        found = (LEVERS[name].parse(text) for name in LEVERS if (text := texts.get(name)) is not None)
+        return cls(tuple(lever for lever in found if not lever.is_default))
+
+    def __iter__(self) -> Iterator[Lever]:
+        return iter(self.chosen)
+
+    def __bool__(self) -> bool:
+        return bool(self.chosen)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{lever.name} {lever}" for lever in self.chosen)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """What a plan file says of them."""
+        return {lever.name: str(lever) for lever in self.chosen}
+
+    @cached_property
+    def effects(self) -> Effects:
+        """What training keeps and moves beside the work of layers."""
+        return reduce(lambda found, lever: lever.effects(found), self.chosen, Effects())
+
+    def check(self, asked: Asked) -> None:
+        """Raises `UserError` for the first that cannot be had for this."""
+        for lever in self.chosen:
+            lever.check(asked)
+
+    def refusal(self, strategy: Divided) -> str | None:
+        """Why no layer may be trained so, None where it may."""
+        return next((reason for lever in self.chosen if (reason := lever.refusal(strategy))), None)
+
+
+NO_LEVERS = Levers()
+
+__all__ = ["LEVERS", "NO_LEVERS", "Asked", "Effects", "Lever", "Levers"]

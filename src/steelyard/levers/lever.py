@@ -1,0 +1,107 @@
+"""A lever: one thing about training that a user may change beside the strategies of layers.
+
+Each is a value in a module of its own, written as one word or text: the same in a plan file, behind its option on the
+command line, and in Python. What it changes of a step is asked of it in the terms below; search, prices, memory, files
+and commands know no lever by name.
+
+| asked                                                       | answered by         |
+|-------------------------------------------------------------|---------------------|
+| what it is, as it is written                                | `Lever.parse`, str  |
+| for which engines, devices, models, beside which others     | `Lever.check`       |
+| which layers it forbids to be trained in which way          | `Lever.refusal`     |
+| what training keeps and moves for each parameter            | `Lever.effects`     |
+
+How it is run is said by its twin in `steelyard.modules.levers`.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, Self
+
+from steelyard.errors import UserError
+from steelyard.hardware import Device
+from steelyard.model.chain import ModelChain
+
+Result = Literal["exact", "rounding", "other updates", "fewer trained parameters"]
+"""What a lever makes of what is trained: the same numbers, the same but for rounding, another rule of updates, or less
+that is trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """What training keeps and moves beside the work of layers, as levers change it; without any as AdamW in fp32."""
+
+    state_bytes: float = 8.0
+    """Bytes that the optimizer keeps of a trained parameter."""
+    layer_state_bytes: int = 0
+    """What it keeps of a layer besides, at most."""
+    update_bytes: float = 28.0
+    """Bytes that a step of it moves for a trained parameter: AdamW reads 16 and writes 12."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a lever is asked for, beside other levers."""
+
+    chain: ModelChain
+    engine: str
+    devices: tuple[Device, ...] = ()
+    """Types of the devices, where they are known."""
+
+
+class Divided(Protocol):
+    """What a strategy makes of a layer's parameters."""
+
+    @property
+    def state_shards(self) -> int:
+        """Ranks that share its states."""
+
+    @property
+    def tensor_degree(self) -> int:
+        """Ranks that divide its matrices."""
+
+
+class Lever(ABC):
+    """One value of a lever, frozen and hashable."""
+
+    name: ClassVar[str]
+    """Its key in a plan file, and its option on the command line behind two dashes."""
+    values: ClassVar[tuple[str, ...]] = ()
+    """What may be asked for, where that is one of a few words."""
+    help: ClassVar[str]
+    """What the option is, in a sentence."""
+    engines: ClassVar[frozenset[str]] = frozenset({"native"})
+    """Engines that run it, by name."""
+    result: ClassVar[Result] = "exact"
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, text: str) -> Self:
+        """The value that a text says; raises `UserError` for one that says none."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """The text that says it."""
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it changes nothing, so that no plan names it."""
+        return False
+
+    def check(self, asked: Asked) -> None:
+        """Raises `UserError` where it cannot be had for this."""
+        if asked.engine.partition("+")[0] not in self.engines:
+            raise UserError(
+                field=f"--{self.name}",
+                found=f"{self} with the engine {asked.engine}",
+                expected="one of the engines " + ", ".join(sorted(self.engines)),
+                hint=f"leave --engine or --{self.name} out",
+            )
+
+    def refusal(self, _strategy: Divided) -> str | None:
+        """Why no layer may be trained so, None where it may."""
+        return None
+
+    def effects(self, effects: Effects) -> Effects:
+        """What it makes of the effects."""
+        return effects
