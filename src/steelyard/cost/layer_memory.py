@@ -6,7 +6,7 @@ tp, sharded $f$ ways, and $q$ bytes of one in compute:
 
 | term         | bytes        | lives                                                      |
 |--------------|--------------|------------------------------------------------------------|
-| parameters   | 4 N / f      | always (fp32 master)                                       |
+| parameters   | 4 N / f      | always (fp32 master); of those that are not trained q N / f |
 | gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
 | the same     | 4 N          | ZeRO-1, from the first backward to the last: in the type in which they are reduced |
 | optimizer    | 8 N / f      | always (`Effects.state_bytes`: two AdamW moments), with counts of steps and buffers |
@@ -49,11 +49,11 @@ class LayerStates:
     """Entries that are trained, of those that a rank computes with once they are gathered."""
     shards: int
     shard: int
-    """The rank's parameters in fp32."""
+    """The rank's parameters: those that are trained in fp32, others as the layer computes on them."""
     trained_shard: int
     """Those of them that are trained."""
     copy: int
-    """All parameters as the layer computes on them; 0 where those are the ones that are trained."""
+    """What of the parameters the layer computes on is a copy of those that are kept, in the type that computes."""
     keeps_copy: bool
     keeps_whole: bool = False
     """Whether the copy and whole gradients stay from the first of several microbatches to the last."""
@@ -122,7 +122,8 @@ def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -
 def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
     job, layer = config.job, layer_profile(layer_type, strategy, config)
     params, shards = held_params(layer.trained, strategy), strategy.state_shards
-    computed, made = job.compute_bytes * held_params(layer, strategy), job.compute_bytes * params
+    computed = job.compute_bytes * (params if shards == 1 else held_params(layer, strategy))
+    made = job.compute_bytes * params
     trained_shard = MASTER_BYTES * sharded_params(layer.trained, strategy)
     made_whole = (
         strategy.tensor_degree if layer_type.role is LayerRole.EMBEDDING else 1
@@ -136,7 +137,8 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     return LayerStates(
         params=params,
         shards=shards,
-        shard=MASTER_BYTES * sharded_params(layer, strategy),
+        shard=trained_shard
+        + job.compute_bytes * (sharded_params(layer, strategy) - sharded_params(layer.trained, strategy)),
         trained_shard=trained_shard,
         copy=0 if shards == 1 and job.compute_bytes == MASTER_BYTES else computed,
         keeps_copy=strategy.keeps_gathered and (shards == 1 or layer.has_backward or keeps_whole),

@@ -10,8 +10,10 @@ from functools import cached_property, reduce
 from steelyard.errors import UserError, nearest
 from steelyard.levers.lever import Asked, Divided, Effects, Lever
 from steelyard.levers.optimizer import Optimizer
+from steelyard.levers.train import Train
+from steelyard.model.chain import ModelChain
 
-LEVERS: dict[str, type[Lever]] = {lever.name: lever for lever in (Optimizer,)}
+LEVERS: dict[str, type[Lever]] = {lever.name: lever for lever in (Train, Optimizer)}
 """By name, in the order in which they are written. A test may add one of its own."""
 
 
@@ -53,6 +55,10 @@ class Levers:
     def effects(self) -> Effects:
         """What training keeps and moves beside the work of layers."""
         return reduce(lambda found, lever: lever.effects(found), self.chosen, Effects())
+
+    def change(self, chain: ModelChain) -> ModelChain:
+        """What they make of a model."""
+        return reduce(lambda found, lever: lever.change(found), self.chosen, chain)
 
     def check(self, asked: Asked) -> None:
         """Raises `UserError` for the first that cannot be had for this."""

@@ -9,6 +9,7 @@ and commands know no lever by name.
 | what it is, as it is written                                | `Lever.parse`, str  |
 | for which engines, devices, models, beside which others     | `Lever.check`       |
 | which layers it forbids to be trained in which way          | `Lever.refusal`     |
+| what it makes of the model                                  | `Lever.change`      |
 | what training keeps and moves for each parameter            | `Lever.effects`     |
 
 How it is run is said by its twin in `steelyard.modules.levers`.
@@ -97,6 +98,10 @@ class Lever(ABC):
                 expected="one of the engines " + ", ".join(sorted(self.engines)),
                 hint=f"leave --engine or --{self.name} out",
             )
+
+    def change(self, chain: ModelChain) -> ModelChain:
+        """What it makes of a model."""
+        return chain
 
     def refusal(self, _strategy: Divided) -> str | None:
         """Why no layer may be trained so, None where it may."""

@@ -7,9 +7,9 @@ its decoder are one chain, one after the other; the decoder's embedding, in betw
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.config_values import ROUTER_LOSS
@@ -21,6 +21,12 @@ from steelyard.model.split import TEXT_PART, ModelSplit, SplitFeatures
 __all__ = ["LayerRole", "LayerType", "ModelChain", "SharedWeight"]
 
 _USUAL_TOKENS = 4096
+
+
+class ModelChange(Protocol):
+    """What a lever makes of a model, as a frozen value; its text says all of it."""
+
+    name: ClassVar[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,8 @@ class ModelChain(Layout):
     """How the model splits by its structure."""
     freeze: Freeze | None = None
     """What is not trained; made so by `steelyard.model.freezing.frozen_chain`."""
+    changes: tuple[ModelChange, ...] = ()
+    """What levers make of the model of the config."""
 
     def __str__(self) -> str:
         counts = Counter(self.type_of(layer).name for layer in range(self.num_layers))
@@ -64,6 +72,11 @@ class ModelChain(Layout):
     def features(self) -> SplitFeatures | None:
         """What the first layer reads, where samples hold it beside the token ids of a later one."""
         return self.split.features
+
+    @property
+    def unchanged(self) -> "ModelChain":
+        """The model of the config itself, as far as its modules go."""
+        return replace(self, changes=())
 
     @property
     def num_layers(self) -> int:

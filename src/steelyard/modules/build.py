@@ -28,6 +28,7 @@ from steelyard.model.own import OwnSplit, Split
 from steelyard.model.split import ModelSplit
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
+from steelyard.modules.levers import change_model, fill_added, is_added
 from steelyard.modules.not_split import failed_at
 from steelyard.modules.prepared import prepare, repeat_blocks
 
@@ -100,6 +101,7 @@ def _prepare(model: PreTrainedModel, chain: ModelChain) -> None:
     split = chain.split
     assert isinstance(split, ModelSplit), "of a config"
     repeat_blocks(model, {path: len(split.block_layers(path)) for path in split.lists})
+    change_model(model, chain)
 
 
 def build_from_config(
@@ -229,11 +231,13 @@ def materialize_layer(
         return
     fresh: set[nn.Module] = set()
     for module in layer_modules(model, chain, layer).values():
-        if any(parameter.is_meta for parameter in module.parameters()):
+        is_new = any(each.is_meta for name, each in module.named_parameters() if not is_added(name))
+        if is_new:
             module.to_empty(device=device)
             _initialize(model, module, seed=seed, layer=layer)
             fresh.update(module.modules())
-        else:
+        fill_added(module, chain, seed=seed, layer=layer, is_new=is_new)
+        if not is_new:
             module.to(device)
     for path, buffer in outside_buffers(model, chain.split, layer).items():
         owner, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from steelyard.errors import InvalidModelError, nearest
@@ -33,7 +34,7 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
     stubbed module. ``own`` is a user's own module (`steelyard.modules.own_pieces.OwnModel`); one of transformers is
     built. Raises `InvalidModelError` for a pattern that matches nothing, and where nothing is left to train.
     """
-    if own is None and not patterns:
+    if own is None and not patterns and not chain.changes:
         return None
     named = list(_named_parameters(build_meta_model(chain) if own is None else own, chain))
     for pattern in patterns:
@@ -97,6 +98,13 @@ def freeze_layer(layer: nn.Module, chain: ModelChain, number: int) -> None:
             else:
                 parameter.requires_grad_(False)
                 owner.__dict__[BY_PLAN] = True
+
+
+def rest_in(layer: nn.Module, dtype: torch.dtype) -> None:
+    """Keeps what is not trained of a layer in the type that it computes in, in place."""
+    for parameter in layer.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
 
 
 def check_frozen(model: Any, chain: ModelChain) -> None:

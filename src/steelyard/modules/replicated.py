@@ -99,9 +99,9 @@ class Replica:
         return [each.seen for each in self._parameters]
 
     def copies(self) -> list[Tensor]:
-        """The parameters in compute precision, where the layer computes on a copy and has one now."""
-        own = [each.own.detach() for each in self._parameters if each.own is not None]
-        return own if self._dtype is not torch.float32 else []
+        """Copies of parameters in compute precision, where the layer computes on some and has them now."""
+        own = ((each, each.own.detach()) for each in self._parameters if each.own is not None)
+        return [copy for each, copy in own if copy.dtype != each.local.dtype]
 
     def kept_gradients(self) -> list[Tensor]:
         """What earlier backward passes of the step have left."""

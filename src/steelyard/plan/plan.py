@@ -136,7 +136,8 @@ class Plan(PlanPart):
     def chain(self) -> ModelChain:
         """The model of the plan as a chain; raises `InvalidModelError` if its config is not known."""
         model = self.model
-        return frozen_chain(planned_model(model.name, model.config, model.split), model.frozen)
+        chain = planned_model(model.name, model.config, model.split)
+        return frozen_chain(self.chosen_levers.change(chain), model.frozen)
 
     @cached_property
     def chosen_levers(self) -> Levers:

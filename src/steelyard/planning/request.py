@@ -278,7 +278,8 @@ def make_request(
         lambda: Levers.of(levers or {}),
     )
     profiles = _profiles(given, machines)
-    if chain.freeze is None and (own is not None or freeze):
+    chain = chosen.change(chain)
+    if chain.freeze is None and (own is not None or freeze or chain.changes):
         require_training("to find what is frozen the model is built")
         found: Freeze | None = import_module("steelyard.modules.freezing").find_freeze(chain, freeze, own)
         chain = frozen_chain(chain, found)

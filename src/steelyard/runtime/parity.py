@@ -25,6 +25,7 @@ from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Task
 from steelyard.modules.build import build_model
 from steelyard.modules.freezing import freeze_model
+from steelyard.modules.levers import own_name
 from steelyard.modules.model_inputs import (
     beside_features,
     decoder_inputs,
@@ -140,7 +141,8 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
     model = build_model(chain, seed=seed)
     freeze_model(model, chain)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
-    parameters = list(model.named_parameters(remove_duplicate=False))  # layers may know a tied one by another name
+    named = model.named_parameters(remove_duplicate=False)  # layers may know a tied one by another name
+    parameters = [(own_name(name), parameter) for name, parameter in named]
     found = Reference(names=parameter_names(chain))
     for step in range(num_steps):
         samples = samples_of_step(chain, num_samples=plan.global_batch, seq_len=plan.seq_len, step=step)

@@ -20,7 +20,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.modules.build import materialize_layer, prepare_model
 from steelyard.modules.context_attention import SEQUENCE_DIM, in_order, natural_order, rank_order
 from steelyard.modules.dimensions import TWINS, Division
-from steelyard.modules.freezing import check_frozen
+from steelyard.modules.freezing import check_frozen, rest_in
 from steelyard.modules.layers import (
     ChainLayer,
     Flow,
@@ -71,6 +71,8 @@ def shard_layer(
             expected="dimensions that the runtime carries out: " + ", ".join(TWINS),
             hint="plan without it, or add its twin in steelyard/modules/dimensions",
         )
+    if chain.freeze is not None:
+        rest_in(layer, activation_dtype(precision))
     for name, twin in TWINS.items():
         if name in used:
             ranks = mesh.dimension(strategy, used[name])

@@ -27,6 +27,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.own import OwnSplit
 from steelyard.modules.build import build_meta_model
 from steelyard.modules.layers import build_layer
+from steelyard.modules.levers import own_name
 from steelyard.plan.strategy import Remat
 from steelyard.runtime.parallel_model import ParallelModel
 
@@ -48,7 +49,7 @@ class ParameterNames:
 def parameter_names(chain: ModelChain) -> ParameterNames:
     """The names of all parameters of a chain, found by identity in a model without memory."""
     model = build_meta_model(chain)
-    names = {id(tensor): name for name, tensor in saved_tensors(model)}
+    names = {id(tensor): own_name(name) for name, tensor in saved_tensors(model)}
     by_path: dict[str, str] = {}
     copy_of_path: dict[str, int] = {}
     seen: dict[str, int] = {}

@@ -35,6 +35,7 @@ from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
+from steelyard.modules.levers import is_added
 from steelyard.modules.prepared import stored_apart
 from steelyard.modules.replicated import activation_dtype
 from steelyard.modules.updates import local_part
@@ -191,11 +192,15 @@ def load_weights(path: Path, state: RunState, chain: ModelChain) -> list[str]:
     check_weights(path, chain)
     with ExitStack() as stack:
         folder = WeightFolder(path, stack)
-        model = build_meta_model(chain)
+        model = build_meta_model(chain.unchanged)
         stored = stored_parameters(model, folder.names)
         may_lack = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()) - stored.keys()
         for copy in range(state.names.num_copies):
-            weights = {name: each for name, each in state.weights(copy=copy).items() if name not in may_lack}
+            weights = {
+                name: each
+                for name, each in state.weights(copy=copy).items()
+                if not (name in may_lack or is_added(name))
+            }
             missing = [name for name in weights if name not in stored]
             if missing:
                 raise _bad_init(

@@ -54,7 +54,7 @@ def cached_trace(
             hint="plan again with the module; a prediction in the plan stands without",
         )
     packaged = None
-    if chain.freeze is None:
+    if chain.freeze is None and not chain.changes:
         packaged = packaged_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
     if packaged is not None:
         return packaged
@@ -83,4 +83,6 @@ def _key(chain: ModelChain, seq_len: int, precision: LayerPrecision, degrees: tu
     }
     for name, part in (("split", chain.split), ("frozen", chain.freeze)):
         entries |= {name: part.model_dump_json()} if part else {}
+    if chain.changes:
+        entries |= {"changes": list(map(str, chain.changes)), "peft": installed_version("peft")}
     return digest(entries)
