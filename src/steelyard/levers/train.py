@@ -23,11 +23,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from steelyard.errors import UserError, nearest
-from steelyard.levers.lever import Asked, Divided, Lever, Result
-from steelyard.model.chain import ModelChain
+from steelyard.levers.lever import Asked, Lever, Result
+from steelyard.model.chain import LayerType, ModelChain
 
 ALL_LINEAR = "all-linear"
 _MOST_RANK = 2**16
+_DIVIDED = frozenset({"columns", "rows", "whole", "on_part", "sequence", "vocabulary", "logits", "enter", "region"})
+"""Styles of tp (`steelyard.modules.dimensions.styles`) beside which adapters are divided too, or do not stand."""
+_LENT = 3
 _KEYS = ("r", "alpha", "targets", "dropout", "rslora")
 
 
@@ -102,13 +105,23 @@ class Train(Lever):
                 hint="put adapters into the module yourself: what has no gradient is not trained",
             )
 
-    def refusal(self, strategy: Divided) -> str | None:
-        """Adapters are not divided."""
-        return "adapters are not divided over ranks: no tp" if strategy.tensor_degree > 1 else None
-
     def change(self, chain: ModelChain) -> ModelChain:
-        """The model with adapters in it."""
-        return replace(chain, changes=(*chain.changes, self))
+        """The model with adapters in it, whose layers tp divides where it does so by whole matrices."""
+
+        def changed(layer_type: LayerType) -> LayerType:
+            styles = set((chain.family.of_type(chain.family.tp, layer_type) or {}).values())
+            others = sorted(each for each in styles if not _divides(each))
+            return replace(layer_type, no_tp=f"adapters are not divided beside {others[0]}") if others else layer_type
+
+        layer_types = tuple(map(changed, chain.layer_types))
+        return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
+
+
+def _divides(style: str) -> bool:
+    """Whether tp divides adapters beside a module of a style; not where one that is not called lends its parameters."""
+    word, *arguments = style.split(":")
+    lends = word in ("enter", "region") and len(arguments) > _LENT and arguments[_LENT]
+    return word in _DIVIDED and not lends
 
 
 def _number(key: str, text: str, least: float, most: float, *, whole: bool = False) -> float:

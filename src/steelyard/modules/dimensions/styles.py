@@ -145,7 +145,7 @@ def share_heads(layer: nn.Module, num_heads: int, ranks: int, divided: Collectio
         if isinstance(served, int) and isinstance(head_dim, int):
             attention.num_key_value_groups = served * num_heads // ranks
             for name, child in attention.named_children():
-                is_of_heads = isinstance(child, nn.Linear) and child.out_features == num_heads * head_dim
+                is_of_heads = getattr(child, "out_features", None) == num_heads * head_dim
                 if is_of_heads and f"{path}.{name}" in divided:
                     found[f"{path}.{name}"] = SharedHeads(num_heads)
     return found
@@ -334,3 +334,19 @@ STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
     "on_part": lambda sp: InRegion() if sp else None,
 }
 """The styles by the first word of their name; what stands behind colons is passed on."""
+
+
+def adapter_styles(name: str, path: str, *, sp: bool) -> dict[str, ParallelStyle]:
+    """The styles of a linear layer of this style that has adapters $A$ and $B$ beside it, by path.
+
+    Divided by outputs: every rank makes its part from the whole narrow state between $A$ and $B$. Divided by inputs:
+    that state is summed, behind which $B$ is as a norm between regions. What is whole, is whole in all its parts.
+    """
+    word, *arguments = name.split(":")
+    down, up = {"columns": ("whole", "columns"), "rows": ("rows", "on_part")}.get(word, (word, word))
+    found = {
+        f"{path}.base_layer": STYLES[word](sp, *arguments),
+        f"{path}.lora_A.*": STYLES[down](sp),
+        f"{path}.lora_B.*": STYLES[up](sp),
+    }
+    return {part: chosen for part, chosen in found.items() if chosen is not None}

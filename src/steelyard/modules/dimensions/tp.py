@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
-from steelyard.modules.dimensions.styles import STYLES, share_heads, style
+from steelyard.modules.dimensions.styles import STYLES, SharedHeads, adapter_styles, share_heads, style
 from steelyard.modules.dimensions.twin import Division, Twin
 from steelyard.modules.layers import ChainLayer
 
@@ -43,6 +43,13 @@ def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh
         if name in layer.layer_type.tp_shares and size < mesh.size():
             divided = {path for path, name in named.items() if name in ("colwise", "columns")}
             styles |= share_heads(layer, size, mesh.size(), divided)
+    for path, name in named.items():
+        if hasattr(layer.get_submodule(path), "base_layer"):
+            of_heads = styles.pop(path, None)
+            beside = adapter_styles(name, path, sp=sp)
+            if isinstance(of_heads, SharedHeads):
+                beside |= dict.fromkeys((f"{path}.base_layer", f"{path}.lora_B.*"), of_heads)
+            styles |= beside
     parallelize_module(layer, mesh, styles)
 
 
