@@ -47,7 +47,8 @@ def reference_file(case: Case) -> str:
     plan, chain = case.plan, case.plan.chain()
     microbatches = f"-in-{plan.num_microbatches}" if chain.trains_routers else ""
     frozen = "".join(f"-without-{each}" for each in chain.freeze.patterns) if chain.freeze else ""
-    return f"{chain.config_hash}{frozen}-{plan.global_batch}{microbatches}-{plan.seq_len}-{case.num_steps}.pt"
+    changed = "".join(f"-{each}" for each in chain.changes)
+    return f"{chain.config_hash}{frozen}{changed}-{plan.global_batch}{microbatches}-{plan.seq_len}-{case.num_steps}.pt"
 
 
 def run_case(case: Case, reference: Reference) -> dict[str, Any]:

@@ -132,6 +132,8 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     kept_gradients = trained_shard
     if keeps_whole:
         kept_gradients = MASTER_BYTES * params * made_whole
+    elif config.has_several and shards == 1 and job.chain.changes:
+        kept_gradients += MASTER_BYTES * _whole_params(layer_type, layer, strategy, config)
     elif config.has_several and job.execution.keeps_whole_gradients(strategy):
         kept_gradients += made
     return LayerStates(
@@ -151,6 +153,15 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         optimizer=_optimizer_bytes(layer, trained_shard // MASTER_BYTES, job),
         has_backward=layer.has_backward,
     )
+
+
+def _whole_params(layer_type: LayerType, layer: LayerProfile, strategy: Strategy, config: JobConfig) -> int:
+    """Trained parameters that tensor-parallel ranks have whole, and sum the gradients of at the end of a step: of
+    adapters many are, of layers without any so few that they are not counted."""
+    undivided, degree = config.job.layer(layer_type.name, {}), strategy.tensor_degree
+    if degree == 1 or undivided is None:
+        return 0
+    return max(0, degree * layer.trained.num_params - undivided.trained.num_params) // (degree - 1)
 
 
 def _optimizer_bytes(layer: LayerProfile, num_params: int, job: Job) -> int:

@@ -19,6 +19,7 @@ What is not trained has no gradient and no optimizer state, and lies in the prec
 Source: Hu et al. 2021 (LoRA); Kalajdzievski 2023 (rslora).
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -93,6 +94,11 @@ class Train(Lever):
     def is_default(self) -> bool:
         """Whether all is trained."""
         return not self.r
+
+    @property
+    def scale(self) -> float:
+        """What the product of $B$ and $A$ is multiplied by."""
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
     def check(self, asked: Asked) -> None:
         """Raises `UserError` for a module of the user's own, whose linear layers peft is not shown."""

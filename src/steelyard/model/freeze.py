@@ -32,7 +32,7 @@ class Freeze(_Part):
     """What is frozen of a model."""
 
     patterns: tuple[str, ...] = ()
-    """What it was asked for by; empty where the module came so."""
+    """What it was asked for by, in words; empty where the module came so."""
     num_params: Count | None = None
     """Parameters; absent where they were not counted."""
     of_params: Count | None = None

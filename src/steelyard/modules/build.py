@@ -302,11 +302,12 @@ def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: 
             if tensor.is_floating_point():  # one that the model does not fill must not pass for numbers
                 tensor.data.fill_(torch.nan)
         parts = _parts_of_their_own(model)
-        for submodule in reversed(list(module.modules())):
+        own = [each for name, each in module.named_modules() if not is_added(name)]
+        for submodule in reversed(own):
             parts.get(submodule, model)._init_weights(submodule)
             if type(submodule).__module__ == activations.__name__ and any(True for _ in submodule.buffers()):
                 submodule.load_state_dict(type(submodule)().state_dict())  # which the model makes in its constructor
-        for submodule in module.modules():
+        for submodule in own:
             _fill_the_rest(submodule, model.config)
     if any(each.is_floating_point() and not is_fake(each) and each.isnan().any() for each in module.buffers()):
         with _parameters_as_they_are(model):

@@ -73,7 +73,7 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
     again = {copy for shared in chain.shared for copy in shared.copies[1:]}
     counted = {id(each.parameter): each for each in reversed(named) if (each.layer, each.local) not in again}.values()
     return Freeze(
-        patterns=tuple(patterns),
+        patterns=(*patterns, *(("all but adapters",) if chain.changes else ())),
         num_params=sum(each.parameter.numel() for each in counted if (each.layer, each.local) in frozen),
         of_params=sum(each.parameter.numel() for each in counted),
         parts=tuple(_parts(named, frozen, chain.num_layers)),

@@ -6,7 +6,6 @@ exists can be run by as many processes as it has ranks. ``prediction`` is absent
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, Self, get_args
 
@@ -139,7 +138,7 @@ class Plan(PlanPart):
         chain = planned_model(model.name, model.config, model.split)
         return frozen_chain(self.chosen_levers.change(chain), model.frozen)
 
-    @cached_property
+    @property
     def chosen_levers(self) -> Levers:
         """What is changed beside strategies; raises `UserError` for what is no lever."""
         return Levers.of(self.levers)
@@ -408,6 +407,7 @@ def _check_coverage(plan: Plan, chain: ModelChain) -> None:
 
 
 def _check_strategies(plan: Plan, chain: ModelChain) -> None:
+    levers = plan.chosen_levers
     for index, part in enumerate(plan.parts):
         for run_index, run in enumerate(part.runs):
             where = f"{_place(plan, index)}[{run_index}]"
@@ -423,8 +423,7 @@ def _check_strategies(plan: Plan, chain: ModelChain) -> None:
                     hint="change a degree, or the ranks of the stage",
                 )
             for layer_type in {chain.layers[layer] for layer in range(run.layers[0], run.layers[1] + 1)}:
-                refused = plan.chosen_levers.refusal(strategy)
-                reason = refused or illegal_reason(chain.layer_types[layer_type], strategy, plan.batch)
+                reason = levers.refusal(strategy) or illegal_reason(chain.layer_types[layer_type], strategy, plan.batch)
                 if reason is not None:
                     raise InvalidPlanError(
                         field=f"{where}.parallel",

@@ -69,6 +69,7 @@ class TrainOptions:
     pool: str | None = _option(None, "for --elastic with a plan over pools: the pool that this host is of", str)
     init: Path | None = _option(None, "Hugging Face folder (safetensors) with the first weights", Path)  # noqa: RUF009
     export_hf: Path | None = _option(None, "new folder for the last weights, as transformers reads them", Path)  # noqa: RUF009
+    merge: bool = _option(False, "of a model with adapters, --export-hf writes weights that hold them", parse_yes)
     builder: str | None = _option(
         None, "FILE.py:FUNCTION that builds your own module, as planned with; the file is run", str
     )

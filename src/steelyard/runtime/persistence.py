@@ -155,8 +155,13 @@ class Persistence:
         if self._checkpointer is not None:
             self._checkpointer.wait()
         if self._options.export_hf is not None:
-            export_weights(self._options.export_hf, self._state, self._model.plan, tokenizer=self._tokenizer)
-            _say(f"weights for transformers are in {self._options.export_hf}")
+            merge, reader = self._options.merge, "transformers"
+            if self._model.chain.changes and not merge:
+                reader = "peft"
+            export_weights(
+                self._options.export_hf, self._state, self._model.plan, tokenizer=self._tokenizer, merge=merge
+            )
+            _say(f"weights for {reader} are in {self._options.export_hf}")
         if self._lock is not None:
             self._lock.close()
 

@@ -35,7 +35,7 @@ from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
-from steelyard.modules.levers import is_added
+from steelyard.modules.levers import added_beside, is_added, with_added, write_added
 from steelyard.modules.prepared import stored_apart
 from steelyard.modules.replicated import activation_dtype
 from steelyard.modules.updates import local_part
@@ -290,10 +290,13 @@ def _compared(value: Any) -> Any:
     return {key: _compared(each) for key, each in value.items() if _is_compared(str(key))}
 
 
-def export_weights(path: Path, state: RunState, plan: Plan, *, tokenizer: Mapping[str, bytes]) -> None:
+def export_weights(
+    path: Path, state: RunState, plan: Plan, *, tokenizer: Mapping[str, bytes], merge: bool = False
+) -> None:
     """Writes the weights and the config for `transformers`, in the precision that the plan computes in.
 
-    With the files of the ``tokenizer`` by name. A collective call. The folder gets its name when all is written.
+    Of a model with adapters these alone, for `peft`, or where they ``merge`` the weights that hold them. With the files
+    of the ``tokenizer`` by name. A collective call. The folder gets its name when all is written.
     Raises `InvalidCheckpointError` if it cannot be written.
     """
     part = export_part(path)
@@ -303,15 +306,21 @@ def export_weights(path: Path, state: RunState, plan: Plan, *, tokenizer: Mappin
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         dist.barrier()
-        mine = _write_stage(part, state, plan, dtype)
+        chain = plan.chain()
+        alone = bool(chain.changes) and not merge
+        mine = _write_stage(part, state, chain, plan, dtype, alone=alone)
         found: list[list[tuple[str, dict[str, int]]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, mine)
         if dist.get_rank() == 0:
-            _name_files(part, [entry for files in found for entry in files])
-            model = build_meta_model(plan.chain())
-            model.config.architectures = [type(model).__name__]
-            model.config.dtype = dtype
-            model.config.save_pretrained(part)
+            files = [entry for each in found for entry in each]
+            model = build_meta_model(chain.unchanged)
+            if alone:
+                write_added(part, [part / name for name, _ in files], model, chain)
+            else:
+                _name_files(part, files)
+                model.config.architectures = [type(model).__name__]
+                model.config.dtype = dtype
+                model.config.save_pretrained(part)
             for name, content in tokenizer.items():
                 (part / name).write_bytes(content)
             part.rename(path)
@@ -365,13 +374,14 @@ def _open(path: Path) -> Any:
         raise _bad_init(f"{path}: {error}", "a whole safetensors file", "download it again") from error
 
 
-def _write_stage(part: Path, state: RunState, plan: Plan, dtype: torch.dtype) -> list[tuple[str, dict[str, int]]]:
+def _write_stage(
+    part: Path, state: RunState, chain: ModelChain, plan: Plan, dtype: torch.dtype, *, alone: bool
+) -> list[tuple[str, dict[str, int]]]:
     """Writes the files of this rank's stage; on its first rank returns them, each with the bytes of its tensors."""
     first_rank = plan.stages[plan.stage_of(dist.get_rank())].ranks[0]
     is_writer = dist.get_rank() == first_rank
     files: list[tuple[str, dict[str, int]]] = []
-    model = build_meta_model(plan.chain())
-    for tensors in _gathered(state, dtype, model, keep=is_writer):
+    for tensors in _gathered(state, dtype, chain, keep=is_writer, alone=alone):
         if is_writer:
             name = f"stage-{first_rank:05d}-{len(files):05d}"
             save_file(tensors, part / name, metadata={"format": "pt"})
@@ -379,17 +389,23 @@ def _write_stage(part: Path, state: RunState, plan: Plan, dtype: torch.dtype) ->
     return files
 
 
-def _gathered(state: RunState, dtype: torch.dtype, model: nn.Module, *, keep: bool) -> Iterator[dict[str, Tensor]]:
+def _gathered(
+    state: RunState, dtype: torch.dtype, chain: ModelChain, *, keep: bool, alone: bool
+) -> Iterator[dict[str, Tensor]]:
     """The whole parameters of this rank's stage, some at a time, of the shapes that they have in ``transformers``.
 
-    The ``model``, on the meta device, says which are stored otherwise here.
+    Those that levers have added ``alone``, or the others with what these make of them.
     """
-    apart = stored_apart(model)
+    apart = stored_apart(build_meta_model(chain.unchanged))
     tensors: dict[str, Tensor] = {}
     num_bytes = 0
-    for name, parameter in state.weights().items():
-        tensor = parameter.detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    weights = state.weights()
+    for name, parameter in weights.items():
+        if is_added(name) is not alone:
+            continue
+        whole = _whole(parameter)
+        beside = {} if alone else {each: _whole(weights[each]) for each in added_beside(name) if each in weights}
+        whole = with_added(whole, beside, chain) if beside else whole
         kept_dtype = dtype if isinstance(parameter, nn.Parameter) else whole.dtype
         num_bytes += whole.numel() * kept_dtype.itemsize
         if name.rpartition(".")[0] in apart:
@@ -401,6 +417,12 @@ def _gathered(state: RunState, dtype: torch.dtype, model: nn.Module, *, keep: bo
             tensors, num_bytes = {}, 0
     if num_bytes:
         yield tensors
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """The whole of a tensor; a collective call."""
+    tensor = parameter.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _name_files(part: Path, files: list[tuple[str, dict[str, int]]]) -> None:

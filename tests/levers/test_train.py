@@ -1,0 +1,125 @@
+"""Adapters: what is written of them, what they cost, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from steelyard.cost.job import DeviceGroup, Job
+from steelyard.cost.predict import predict_memory
+from steelyard.errors import UserError
+from steelyard.hardware import parse_cluster
+from steelyard.levers import Levers
+from steelyard.levers.train import Train
+from steelyard.plan.file import read_plan, write_plan
+from steelyard.plan.plan import Plan
+from steelyard.planning.complete import NothingFitsError, find_plan
+from steelyard.planning.request import make_request
+from steelyard.runtime.dry_run import dry_run
+from steelyard.tracer.cache import cached_trace
+from tests.runtime.lora_cases import lora_plan
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("lora", "lora:r=16,alpha=32,targets=all-linear"),
+        ("lora:r=8", "lora:r=8,alpha=16,targets=all-linear"),
+        ("lora:alpha=8,r=4,targets=q_proj+mlp.up_proj,rslora", "lora:r=4,alpha=8,targets=q_proj+mlp.up_proj,rslora"),
+        ("lora:dropout=0.1,rslora=false", "lora:r=16,alpha=32,targets=all-linear,dropout=0.1"),
+        ("full", "full"),
+    ],
+)
+def test_a_text_says_one_value_and_a_value_one_text(text: str, expected: str) -> None:
+    found = Train.parse(text)
+    assert str(found) == expected
+    assert Train.parse(str(found)) == found
+    assert Levers.of({"train": text}).texts == ({} if text == "full" else {"train": expected})
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        *(("lora:r=0", "r=0"), ("lora:r=1.5", "r=1.5"), ("lora:rank=8", "rank=8"), ("lora:r=4,r=5", "r=5")),
+        *(("lora:dropout=1", "dropout=1"), ("lora:targets=", "targets="), ("dora:r=4", "dora:r=4")),
+        *(("full:r=4", "full:r=4"), ("lora:rslora=no", "rslora=no"), ("lora:alpha=x", "alpha=x")),
+    ],
+)
+def test_another_text_is_refused_with_what_is_wrong(text: str, field: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Train.parse(text)
+    assert field in caught.value.found
+    assert caught.value.field == "--train"
+
+
+@pytest.mark.parametrize(("target", "hint"), [("k_prjo", "k_proj"), ("lm_head", ""), ("experts", "")])
+def test_targets_of_no_linear_layer_are_refused_before_anything_is_traced(target: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_request(
+            "llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, levers={"train": f"lora:targets=q_proj+{target}"}
+        )
+    assert target in caught.value.found
+    assert hint in (caught.value.hint or "")
+
+
+def test_another_engine_is_refused_before_any_search() -> None:
+    with pytest.raises(UserError, match="the engine megatron"):
+        make_request(
+            "llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, engine="megatron", levers={"train": "lora"}
+        )
+
+
+def test_seven_billion_fit_on_one_card_of_24_gigabytes_with_adapters_alone(tmp_path: Path) -> None:
+    """Hu et al. 2021; Dettmers et al. 2023: 16-bit LoRA of LLaMA 7B takes some 16 GB and states on top."""
+    with pytest.raises(NothingFitsError):
+        find_plan("llama2-7b", "1x1xrtx-4090", global_batch=1, seq_len=512)
+    plan = find_plan("llama2-7b", "1x1xrtx-4090", global_batch=1, seq_len=512, levers={"train": "lora:r=8"})
+    assert plan.prediction is not None
+    (stage,) = plan.prediction.stages
+    # 6.74 billion in bf16; of rank 8 beside 7 matrices of a block some 20 million, with two moments in fp32
+    assert stage.memory_bytes["optimizer"] == pytest.approx(8 * 19_988_480, rel=0.01)
+    assert stage.memory_bytes["parameters"] == pytest.approx(2 * 6_738_415_616 + 4 * 19_988_480, rel=0.001)
+    write_plan(plan, tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["levers"] == {
+        "train": "lora:r=8,alpha=16,targets=all-linear"
+    }
+    assert read_plan(tmp_path / "plan.json") == plan
+
+
+CASES = {
+    "replicated": ("fp32", 2, ("dp2, dp2, dp2 remat=full, dp2, dp2, dp2 remat=selective, dp2, dp2",)),
+    "replicated, bf16": ("bf16", 2, (", ".join(["dp2"] * 8),)),
+    "sharded, bf16": ("bf16", 2, ("fsdp2, fsdp2, fsdp2 zero2, fsdp2 remat=full, fsdp2, fsdp2 zero1, fsdp2, fsdp2",)),
+    "sharded": ("fp32", 1, (", ".join(["fsdp2"] * 8),)),
+    "tensors": ("fp32", 4, (", ".join(["tp2"] * 8),)),
+    "tensors and sequence, bf16": ("bf16", 2, (", ".join(["tp2+sp"] * 8),)),
+    "stages": ("fp32", 4, ("single, single, single", "single, single, single, single, single")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str) -> None:
+    precision, count, stages = CASES[name]
+    plan = lora_plan(
+        "lora:r=8", "llama", *stages, precision=precision, num_microbatches=count, global_batch=16, num_devices=2
+    )
+    for stage, terms in enumerate(predict_memory(plan, _job(plan))):
+        found = dry_run(plan, plan.stages[stage].ranks[0], backend="gloo")
+        peak = max(found.first_step.total_bytes, found.later_steps.total_bytes)
+        assert 1.0 <= sum(terms.values()) / peak <= 1.1, f"stage {stage}: {terms}, found {found.later_steps}"
+
+
+def _job(plan: Plan) -> Job:
+    profile = cached_trace(plan.chain(), seq_len=plan.seq_len, precision=plan.precision, degrees=(1, 2))
+    cluster = parse_cluster("1x2xcpu").with_memory(GIB)
+    return Job(
+        chain=plan.chain(),
+        groups=(DeviceGroup(profile=profile, cluster=cluster, budget_bytes=GIB),),
+        seq_len=plan.seq_len,
+        global_batch=plan.global_batch,
+        precision=plan.precision,
+        levers=plan.chosen_levers,
+    )

@@ -1,0 +1,53 @@
+"""Models with adapters, under plans of every kind; all of them in one launch."""
+
+from functools import partial
+
+from steelyard.levers import Levers
+from steelyard.modules.freezing import find_freeze
+from steelyard.plan.plan import Plan
+from tests.runtime.cases import Case
+from tests.runtime.models import FAMILY_CONFIGS, make_plan
+
+NUM_DEVICES = 4
+
+
+def lora_plan(text: str, config: str | dict[str, object], *stages: str, **options: object) -> Plan:
+    """A plan of a model with these adapters."""
+    plan = make_plan(config, *stages, **options)
+    levers = Levers.of({"train": text})
+    found = find_freeze(levers.change(plan.chain()), ())
+    return plan.model_copy(update={"levers": levers.texts, "model": plan.model.model_copy(update={"frozen": found})})
+
+
+def _case(
+    config: str | dict[str, object], text: str, *stages: str, num_microbatches: int = 2, **options: object
+) -> Case:
+    sizes = {"num_microbatches": num_microbatches, "global_batch": 16, "num_devices": NUM_DEVICES}
+    return Case(make=partial(lora_plan, text, config, *stages, **sizes, **options), num_steps=2)
+
+
+ALL, SOME = "lora:r=4", "lora:r=2,alpha=8,targets=q_proj+v_proj+down_proj,rslora"
+CASES: dict[str, Case] = {
+    "replicated": _case("llama", ALL, "dp4, dp4, dp4 remat=full, dp4, dp4, dp4 remat=selective, dp4, dp4"),
+    "sharded": _case(
+        "llama", SOME, "fsdp4 zero2, fsdp4, fsdp4 zero2, fsdp4, fsdp4 zero1, fsdp4 remat=full, fsdp4, dp4"
+    ),
+    "tensors": _case("llama", ALL, "tp4, tp2-dp2+sp, fsdp2-tp2, dp2-tp2 remat=full, tp4, tp4+sp, dp2-tp2+sp, tp4"),
+    "tensors of a part": _case("llama", SOME, "tp4, tp2-dp2+sp, fsdp2-tp2+sp, dp2-tp2, tp4, tp4, tp2-fsdp2, tp4"),
+    "context": _case("llama", ALL, "fsdp4, cp4, dp2-cp2, fsdp2-cp2, cp4, fsdp4, cp4 remat=full, dp4", seq_len=32),
+    "stages": _case("llama", ALL, "fsdp2, dp2 remat=full, fsdp2", "dp2, fsdp2, tp2, fsdp2, dp2"),
+    "chunks": _case(
+        "llama", SOME, "dp2", "fsdp2, dp2", "dp2, tp2", "fsdp2, dp2, dp2", num_chunks=2, schedule="interleaved-1f1b"
+    ),
+    "bf16": _case("llama", ALL, "fsdp2, dp2", "dp2, fsdp2, tp2, fsdp2, fsdp2, dp2", precision="bf16"),
+    "tied": _case("llama-tied", ALL, "dp2, fsdp2", "fsdp2, dp2"),
+    "experts": _case(FAMILY_CONFIGS["mixtral"], "lora:r=4", "fsdp4, dp4, fsdp4 ep2 remat=full, dp4"),
+    "one key-value head, tensors": _case(
+        FAMILY_CONFIGS["mistral with one key-value head"], ALL, "dp4, tp4, tp2-dp2+sp, dp4", seq_len=16
+    ),
+    "qwen2, which has biases": _case("qwen2", SOME, "fsdp4, tp4, fsdp2-tp2+sp, dp4"),
+    "latent attention": _case(FAMILY_CONFIGS["deepseek_v3"], ALL, "dp4, fsdp4, dp4, fsdp4", seq_len=16),
+}
+NIGHTLY = {"chunks", "qwen2, which has biases", "tensors of a part"}
+"""What they hold has another case."""
+SAMPLE = [name for name in CASES if name not in NIGHTLY]

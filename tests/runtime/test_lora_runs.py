@@ -1,0 +1,100 @@
+"""Runs of a model with adapters: what peft and transformers read of them, and how they resume under another plan."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from steelyard.modules.build import build_model
+from steelyard.plan.file import write_plan
+from steelyard.plan.plan import Plan
+from tests.runtime.lora_cases import lora_plan
+from tests.runtime.models import CONFIGS
+from tests.runtime.processes import run_module
+from tests.runtime.test_checkpoints import MIDDLE, RUN, load_folder, stored
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+]
+
+TEXT = "lora:r=4,alpha=16,targets=q_proj+v_proj+down_proj"
+
+
+def _plan(*stages: str, num_microbatches: int) -> Plan:
+    sizes = {"global_batch": 8, "num_microbatches": num_microbatches, "num_devices": 4}
+    return lora_plan(TEXT, "llama", *stages, **sizes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a base that is written out, a run from it, the rest of it under another plan, and the same with merged
+    weights."""
+    folder = tmp_path_factory.mktemp("lora")
+    np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 20_000).astype(np.uint16))
+    one = _plan("fsdp4, fsdp4, tp4, fsdp2-tp2+sp, dp4, fsdp4, tp2-fsdp2, fsdp4", num_microbatches=2)
+    other = _plan("dp2, fsdp2, tp2", "dp2, fsdp2, tp2, dp2, dp2", num_microbatches=4)
+    base = build_model(one.chain().unchanged, seed=7)
+    base.save_pretrained(folder / "base")
+    lr = replace(RUN, lr=0.05, init=folder / "base", export_hf=folder / "adapters")
+    middle = str(folder / "one" / f"step-{MIDDLE:08d}")
+    jobs = []
+    for name, plan, options in (
+        ("one", one, replace(lr, checkpoint_dir=folder / "one")),
+        ("other", other, replace(lr, init=None, resume=middle, export_hf=folder / "merged", merge=True)),
+    ):
+        write_plan(plan, folder / f"{name}.json")
+        of = {"plan": str(folder / f"{name}.json"), "data": str(folder / "tokens.npy"), "processes": 4}
+        jobs.append({"name": name, "arguments": options.arguments(), **of})
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    run_module("tests.runtime.run_worker", folder / "jobs.json", result=folder / "losses.json")
+    return folder
+
+
+def _logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model.eval()(torch.arange(32).view(2, 16)).logits
+    return logits
+
+
+def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(folder: Path) -> None:
+    losses = json.loads((folder / "losses.json").read_text())
+    expected = [loss for _, loss in losses["one"][MIDDLE:]]
+    assert [loss for _, loss in losses["other"]] == pytest.approx(expected, rel=1e-5)
+
+
+def test_peft_reads_adapters_that_compute_what_the_merged_weights_do(folder: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    before = _logits(base)
+    with_adapters = _logits(PeftModel.from_pretrained(base, str(folder / "adapters")))
+    merged = _logits(AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32))
+    assert not torch.allclose(before, with_adapters, atol=1e-3)
+    assert torch.allclose(with_adapters, merged, atol=1e-4)
+    assert {each.name for each in (folder / "adapters").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_what_has_no_adapters_is_merged_as_it_was(folder: Path) -> None:
+    first, merged = load_folder(folder / "base"), load_folder(folder / "merged")
+    assert first.keys() == merged.keys()
+    for name, weight in first.items():
+        has_adapters = any(f".{each}.weight" in name for each in ("q_proj", "v_proj", "down_proj"))
+        assert torch.equal(weight, merged[name]) != has_adapters, name
+
+
+def test_a_checkpoint_has_moments_of_adapters_alone(folder: Path) -> None:
+    tensors = stored(folder / "one" / f"step-{MIDDLE:08d}")
+    with_moments = {each.split(".", 1)[1].rpartition(".")[0] for each in tensors if each.startswith("optimizer.")}
+    num_layers = CONFIGS["llama"]["num_hidden_layers"]
+    assert len(with_moments) == 2 * 3 * num_layers
+    assert all(".lora_" in name for name in with_moments)
