@@ -34,6 +34,7 @@ MAY_NAME = {
     "engines/scripts/train_plan.py": "stands alone, without this package",
     "engines/torchtitan.py": LANGUAGE,
     "engines/writing.py": "has the degrees of one strategy by the names that frameworks give them",
+    "levers/train.py": "says which layers of a model with adapters divide, and why others do not",
     "model/read.py": "makes a chain of data that say how layers are divided",
     "modules/context_attention.py": "has the methods of attention over divided tokens, by name",
     "modules/own_proof.py": "proves how the blocks of a user's own module divide",
