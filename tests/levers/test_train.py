@@ -88,6 +88,34 @@ def test_seven_billion_fit_on_one_card_of_24_gigabytes_with_adapters_alone(tmp_p
     assert read_plan(tmp_path / "plan.json") == plan
 
 
+def test_qlora_is_short_for_adapters_beside_a_base_in_nf4() -> None:
+    assert Levers.of({"train": "qlora:r=8"}) == Levers.of({"train": "lora:r=8", "base": "nf4"})
+    assert Levers.of({"train": "qlora:r=8", "base": "int8"}) == Levers.of({"train": "lora:r=8", "base": "int8"})
+
+
+@pytest.mark.parametrize(
+    ("levers", "found"),
+    [({"base": "nf4"}, "nf4 where all of llama-demo is trained"), ({"train": "lora", "base": "fp4"}, "'fp4'")],
+)
+def test_a_quantized_base_that_trains_is_refused_and_an_unknown_one(levers: dict[str, str], found: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_request("llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, levers=levers)
+    assert found in caught.value.found
+    assert caught.value.field == "--base"
+
+
+@pytest.mark.slow
+def test_seventy_billion_fit_on_one_card_of_80_gigabytes_with_a_quantized_base() -> None:
+    """Dettmers et al. 2023: 65 billion on one card of 48 GB, with every block recomputed."""
+    plan = find_plan("llama3-70b", "1x1xa100-80gb", global_batch=1, seq_len=512, levers={"train": "qlora:r=16"})
+    assert plan.prediction is not None
+    (stage,) = plan.prediction.stages
+    # of the linear layers of 80 blocks; embedding and head are in bf16, 207 million of adapters in fp32
+    linear, ends, adapters = 80 * 855_638_016, 2 * 128_256 * 8192, 207_093_760
+    expected = (1 / 2 + 1 / 64 + 4 / 16384) * linear + 2 * ends + 4 * adapters
+    assert stage.memory_bytes["parameters"] == pytest.approx(expected, rel=0.002)
+
+
 CASES = {
     "replicated": ("fp32", 2, ("dp2, dp2, dp2 remat=full, dp2, dp2, dp2 remat=selective, dp2, dp2",)),
     "replicated, bf16": ("bf16", 2, (", ".join(["dp2"] * 8),)),
@@ -95,6 +123,8 @@ CASES = {
     "sharded": ("fp32", 1, (", ".join(["fsdp2"] * 8),)),
     "tensors": ("fp32", 4, (", ".join(["tp2"] * 8),)),
     "tensors and sequence, bf16": ("bf16", 2, (", ".join(["tp2+sp"] * 8),)),
+    "nf4, bf16": ("bf16", 2, ("dp2, fsdp2, dp2 remat=full, fsdp2, dp2, dp2, fsdp2, dp2",)),
+    "nf4": ("fp32", 1, (", ".join(["dp2"] * 8),)),
     "stages": ("fp32", 4, ("single, single, single", "single, single, single, single, single")),
 }
 
@@ -104,7 +134,13 @@ CASES = {
 def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str) -> None:
     precision, count, stages = CASES[name]
     plan = lora_plan(
-        "lora:r=8", "llama", *stages, precision=precision, num_microbatches=count, global_batch=16, num_devices=2
+        "qlora:r=8" if name.startswith("nf4") else "lora:r=8",
+        "llama",
+        *stages,
+        precision=precision,
+        num_microbatches=count,
+        global_batch=16,
+        num_devices=2,
     )
     for stage, terms in enumerate(predict_memory(plan, _job(plan))):
         found = dry_run(plan, plan.stages[stage].ranks[0], backend="gloo")

@@ -11,10 +11,12 @@ from tests.runtime.models import FAMILY_CONFIGS, make_plan
 NUM_DEVICES = 4
 
 
-def lora_plan(text: str, config: str | dict[str, object], *stages: str, **options: object) -> Plan:
+def lora_plan(
+    text: str, config: str | dict[str, object], *stages: str, base: str | None = None, **options: object
+) -> Plan:
     """A plan of a model with these adapters."""
     plan = make_plan(config, *stages, **options)
-    levers = Levers.of({"train": text})
+    levers = Levers.of({"train": text, "base": base})
     found = find_freeze(levers.change(plan.chain()), ())
     return plan.model_copy(update={"levers": levers.texts, "model": plan.model.model_copy(update={"frozen": found})})
 
@@ -46,6 +48,9 @@ CASES: dict[str, Case] = {
         FAMILY_CONFIGS["mistral with one key-value head"], ALL, "dp4, tp4, tp2-dp2+sp, dp4", seq_len=16
     ),
     "qwen2, which has biases": _case("qwen2", SOME, "fsdp4, tp4, fsdp2-tp2+sp, dp4"),
+    "nf4": _case("llama", "qlora:r=4", "fsdp4, dp4, dp4 remat=full, fsdp4 remat=selective, dp4, fsdp4, fsdp4, dp4"),
+    "nf4, stages": _case("qwen2", "qlora:r=4", "dp2, fsdp2", "dp2, fsdp2", num_microbatches=4),
+    "int8": _case("llama", SOME, "fsdp4, dp4, cp4, fsdp4, dp4, fsdp4, dp2-cp2, dp4", base="int8", seq_len=32),
     "latent attention": _case(FAMILY_CONFIGS["deepseek_v3"], ALL, "dp4, fsdp4, dp4, fsdp4", seq_len=16),
 }
 NIGHTLY = {"chunks", "qwen2, which has biases", "tensors of a part"}

@@ -130,6 +130,7 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     )  # DTensor makes a tp embedding's so
     keeps_whole = config.has_several and strategy.keeps_whole
     kept_gradients = trained_shard
+    quantized = layer.buffer_bytes if job.chain.changes else 0
     if keeps_whole:
         kept_gradients = MASTER_BYTES * params * made_whole
     elif config.has_several and shards == 1 and job.chain.changes:
@@ -139,7 +140,8 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     return LayerStates(
         params=params,
         shards=shards,
-        shard=trained_shard
+        shard=quantized
+        + trained_shard
         + job.compute_bytes * (sharded_params(layer, strategy) - sharded_params(layer.trained, strategy)),
         trained_shard=trained_shard,
         copy=0 if shards == 1 and job.compute_bytes == MASTER_BYTES else computed,
@@ -150,7 +152,7 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         cut_gradients=made if made_whole > 1 else 0,
         scratch=MASTER_BYTES * params if shards > 1 and job.cluster.device.backend.copies_what_it_scatters else 0,
         holds_new=layer_type.role is not LayerRole.BLOCK,
-        optimizer=_optimizer_bytes(layer, trained_shard // MASTER_BYTES, job),
+        optimizer=_optimizer_bytes(layer, trained_shard // MASTER_BYTES, job) - quantized,
         has_backward=layer.has_backward,
     )
 

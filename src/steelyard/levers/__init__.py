@@ -10,10 +10,11 @@ from functools import cached_property, reduce
 from steelyard.errors import UserError, nearest
 from steelyard.levers.lever import Asked, Divided, Effects, Lever
 from steelyard.levers.optimizer import Optimizer
+from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.levers.train import Train
 from steelyard.model.chain import ModelChain
 
-LEVERS: dict[str, type[Lever]] = {lever.name: lever for lever in (Train, Optimizer)}
+LEVERS: dict[str, type[Lever]] = {lever.name: lever for lever in (Train, QuantizedBase, Optimizer)}
 """By name, in the order in which they are written. A test may add one of its own."""
 
 
@@ -34,7 +35,11 @@ class Levers:
                     expected="one of " + ", ".join(LEVERS),
                     hint=nearest(name, LEVERS),
                 )
-        found = (LEVERS[name].parse(text) for name in LEVERS if (text := texts.get(name)) is not None)
+        said: dict[str, str] = {}
+        for name, text in texts.items():
+            every = LEVERS[name].said(text) if text is not None else {}
+            said |= {each: own for each, own in every.items() if each == name or texts.get(each) is None}
+        found = (LEVERS[name].parse(said[name]) for name in LEVERS if name in said)
         return cls(tuple(lever for lever in found if not lever.is_default))
 
     def __iter__(self) -> Iterator[Lever]:

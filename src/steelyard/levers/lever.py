@@ -46,6 +46,8 @@ class Asked:
 
     chain: ModelChain
     engine: str
+    levers: tuple[str, ...] = ()
+    """Names of all levers."""
     devices: tuple[Device, ...] = ()
     """Types of the devices, where they are known."""
 
@@ -74,6 +76,11 @@ class Lever(ABC):
     engines: ClassVar[frozenset[str]] = frozenset({"native"})
     """Engines that run it, by name."""
     result: ClassVar[Result] = "exact"
+
+    @classmethod
+    def said(cls, text: str) -> dict[str, str]:
+        """What a text behind the option says: of this lever, by its name, and where it is short for several of all."""
+        return {cls.name: text}
 
     @classmethod
     @abstractmethod

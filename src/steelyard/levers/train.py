@@ -49,9 +49,15 @@ class Train(Lever):
     name: ClassVar[str] = "train"
     help: ClassVar[str] = (
         "What is trained: full, or adapters as in lora:r=16,targets=all-linear (alpha=, dropout=, rslora; targets are "
-        "ends of paths joined by +)."
+        "ends of paths joined by +), or qlora:r=16, beside a base in nf4."
     )
     result: ClassVar[Result] = "fewer trained parameters"
+
+    @classmethod
+    def said(cls, text: str) -> dict[str, str]:
+        """``qlora`` is short for adapters beside a base in nf4."""
+        kind, colon, rest = text.partition(":")
+        return {"train": f"lora{colon}{rest}", "base": "nf4"} if kind == "qlora" else {"train": text}
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -59,7 +65,7 @@ class Train(Lever):
         kind, _, rest = text.partition(":")
         if kind not in ("full", "lora") or (kind == "full" and rest):
             raise _wrong(
-                text, "full, or lora with r=, alpha=, targets=, dropout=, rslora", nearest(kind, ("full", "lora"))
+                text, "full, lora or qlora with r=, alpha=, targets=, dropout=, rslora", nearest(kind, ("full", "lora"))
             )
         if kind == "full":
             return cls()

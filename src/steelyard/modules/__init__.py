@@ -2,5 +2,9 @@
 
 import logging
 
-for _name in ("torchao", "torch.utils._pytree"):  # of kernels for other GPUs, as transformers imports it
+for _name in (
+    "torchao",
+    "bitsandbytes",
+    "torch.utils._pytree",
+):  # of kernels that they lack, as transformers imports them
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -28,7 +28,7 @@ from steelyard.model.own import OwnSplit, Split
 from steelyard.model.split import ModelSplit
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
-from steelyard.modules.levers import change_model, fill_added, is_added
+from steelyard.modules.levers import begin_filling, change_model, fill_added, is_added
 from steelyard.modules.not_split import failed_at
 from steelyard.modules.prepared import prepare, repeat_blocks
 
@@ -233,6 +233,7 @@ def materialize_layer(
     for module in layer_modules(model, chain, layer).values():
         is_new = any(each.is_meta for name, each in module.named_parameters() if not is_added(name))
         if is_new:
+            begin_filling(module)
             module.to_empty(device=device)
             _initialize(model, module, seed=seed, layer=layer)
             fresh.update(module.modules())

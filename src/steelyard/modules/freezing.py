@@ -13,6 +13,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze, FrozenLayers
 from steelyard.model.freezing import nothing_left
 from steelyard.modules.build import build_meta_model, named_layer_modules
+from steelyard.modules.levers import num_quantized
 
 _MOST_NAMED = 24
 """Modules that an error lists."""
@@ -36,7 +37,8 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
     """
     if own is None and not patterns and not chain.changes:
         return None
-    named = list(_named_parameters(build_meta_model(chain) if own is None else own, chain))
+    model = build_meta_model(chain) if own is None else own
+    named = list(_named_parameters(model, chain))
     for pattern in patterns:
         if not any(_matches(each.path, pattern) for each in named):
             paths = [each.path for each in named]
@@ -72,10 +74,11 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
         raise nothing_left(chain.name)
     again = {copy for shared in chain.shared for copy in shared.copies[1:]}
     counted = {id(each.parameter): each for each in reversed(named) if (each.layer, each.local) not in again}.values()
+    quantized = num_quantized(model) if own is None else 0
     return Freeze(
         patterns=(*patterns, *(("all but adapters",) if chain.changes else ())),
-        num_params=sum(each.parameter.numel() for each in counted if (each.layer, each.local) in frozen),
-        of_params=sum(each.parameter.numel() for each in counted),
+        num_params=quantized + sum(each.parameter.numel() for each in counted if (each.layer, each.local) in frozen),
+        of_params=quantized + sum(each.parameter.numel() for each in counted),
         parts=tuple(_parts(named, frozen, chain.num_layers)),
     )
 

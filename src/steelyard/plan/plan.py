@@ -105,7 +105,8 @@ class Plan(PlanPart):
                 hint="name the engine, as in engine: megatron",
             )
         chain.check_seq_len(self.seq_len)
-        self.chosen_levers.check(Asked(chain=chain, engine=self.engine or "native"))
+        asked = Asked(chain=chain, engine=self.engine or "native", levers=tuple(self.levers))
+        self.chosen_levers.check(asked)
         _check_ranks(self)
         if self.global_batch % self.num_microbatches:
             raise InvalidPlanError(

@@ -191,7 +191,9 @@ class PlanRequest:
         _check_what_is_free(self)
         _check_pools(self)
         devices = tuple(pool.device for pool in self.cluster.pools)
-        self.levers.check(Asked(chain=self.chain, engine=self.engine.name, devices=devices))
+        self.levers.check(
+            Asked(chain=self.chain, engine=self.engine.name, levers=tuple(self.levers.texts), devices=devices)
+        )
         _check_engine(self)
         pins_of(self.decisions, self.chain)
         if self.price is not None and self.tokens is None:

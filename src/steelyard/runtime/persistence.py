@@ -70,6 +70,16 @@ class Persistence:
                     hint="load first weights in the builder; read the trained ones from a checkpoint "
                     "(--checkpoint-dir)",
                 )
+        if options.merge and (not self._model.chain.changes or self._state.takers()):
+            quantized = bool(self._model.chain.changes)
+            raise UserError(
+                field="--merge",
+                found="adapters beside quantized weights" if quantized else "a plan without adapters",
+                expected="adapters beside weights in the precision that computes",
+                hint="export the adapters and merge them into the unquantized base with peft (merge_and_unload)"
+                if quantized
+                else "leave it out",
+            )
         # how often torchrun has started the processes again, on the host where it did most often
         counts = [0] * dist.get_world_size()
         dist.all_gather_object(counts, restart_count())

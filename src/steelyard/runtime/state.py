@@ -17,6 +17,7 @@ others are `SharedCopy`, read from the same name and never written.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,6 +125,15 @@ class RunState:
                     raise TypeError(f"the optimizer keeps a {type(value).__name__} as {slot}, which is no tensor")
                 found[f"optimizer.{name}.{slot}"] = value
         return found
+
+    def takers(self) -> dict[str, Any]:
+        """The modules that take weights on in a form of their own, by the name of the weights."""
+        return {
+            f"{self.names.by_path[f'{path}.codes'].removesuffix('codes')}weight": module
+            for chunk in self._model.chunks
+            for path, module in chunk.layers.named_modules()
+            if hasattr(module, "take")
+        }
 
     def fill_optimizers(self) -> None:
         """Makes the optimizers allocate what they keep, without changing a parameter, so that it can be read into.

@@ -36,6 +36,7 @@ from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
 from steelyard.modules.levers import added_beside, is_added, with_added, write_added
+from steelyard.modules.levers.quantized_base import PARTS
 from steelyard.modules.prepared import stored_apart
 from steelyard.modules.replicated import activation_dtype
 from steelyard.modules.updates import local_part
@@ -195,13 +196,16 @@ def load_weights(path: Path, state: RunState, chain: ModelChain) -> list[str]:
         model = build_meta_model(chain.unchanged)
         stored = stored_parameters(model, folder.names)
         may_lack = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()) - stored.keys()
+        takers = state.takers()
+        inside = tuple(f"{name.removesuffix('weight')}{part}" for name in takers for part in PARTS)
         for copy in range(state.names.num_copies):
             weights = {
                 name: each
                 for name, each in state.weights(copy=copy).items()
                 if not (name in may_lack or is_added(name))
             }
-            missing = [name for name in weights if name not in stored]
+            weights = {name: each for name, each in weights.items() if not name.startswith(inside)}
+            missing = [name for name in (*weights, *takers) if name not in stored]
             if missing:
                 raise _bad_init(
                     f"{path} without {_some(missing)}",
@@ -220,9 +224,11 @@ def load_weights(path: Path, state: RunState, chain: ModelChain) -> list[str]:
                 local = local_part(parameter.detach())
                 if local.numel():
                     local.copy_(found.read(folder.tensor, _local_slices(parameter)))
+        for name, module in takers.items():
+            module.take(stored[name].read(folder.tensor, tuple(slice(0, size) for size in module.shape)))
     extra = [
         name
-        for name in unknown_names(stored, state.names.by_path.values())
+        for name in unknown_names(stored, (*state.names.by_path.values(), *takers))
         if not name.endswith((".inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight", "position_ids"))
     ]
     return [f"{len(extra)} tensors of {path} are not of the model: {_some(extra)}"] if extra else []

@@ -70,7 +70,7 @@ def adapters(module: nn.Module) -> Iterator[Any]:
     return (each for each in module.modules() if hasattr(each, "lora_A") and hasattr(each, "base_layer"))
 
 
-def fill_added(module: nn.Module, *, seed: int, layer: int, is_new: bool) -> None:
+def fill_added(_lever: Train, module: nn.Module, *, seed: int, layer: int, is_new: bool) -> None:
     """Gives the adapters in a module of a layer first weights, in place; those that have some only where it
     ``is_new``."""
     device = next((each.device for each in module.parameters() if not each.is_meta), torch.device("meta"))

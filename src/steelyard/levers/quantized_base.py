@@ -1,0 +1,74 @@
+r"""The base that adapters stand beside, in fewer bits (QLoRA).
+
+| name | B a parameter          | what                                                                    |
+|------|------------------------|-------------------------------------------------------------------------|
+| nf4  | $1/2 + 1/64 + 4/16384$ | 4 bits, quantiles of a normal distribution, with a scale for each 64 in |
+|      |                        | 8 bits, and 256 of these with one in fp32                               |
+| int8 | $1 + 4/256$            | 8 bits, each block of 256 with a scale in fp32                          |
+
+Linear layers but the head are so; each is made whole again in the precision that computes for a forward or backward
+pass of its own, and freed behind it. The weights are bitsandbytes'. They are not trained, every rank has all of them
+(fsdp shards what is left), and a layer with some is not divided by tp.
+
+``--train qlora:…`` asks for adapters and nf4.
+
+Source: Dettmers et al. 2023 (QLoRA), bitsandbytes 0.50.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from steelyard.errors import UserError, nearest
+from steelyard.levers.lever import Asked, Lever, Result
+from steelyard.model.chain import ModelChain
+
+FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedBase(Lever):
+    """The type of the weights of linear layers that are not trained."""
+
+    word: str = FULL
+
+    name: ClassVar[str] = "base"
+    values: ClassVar[tuple[str, ...]] = (FULL, "nf4", "int8")
+    help: ClassVar[str] = "What adapters stand beside: full (the precision that computes), nf4 or int8."
+    result: ClassVar[Result] = "rounding"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The base of this name; raises `UserError` for an unknown one."""
+        if text not in cls.values:
+            raise UserError(
+                field="--base",
+                found=repr(text),
+                expected="one of " + ", ".join(cls.values),
+                hint=nearest(text, cls.values),
+            )
+        return cls(text)
+
+    def __str__(self) -> str:
+        return self.word
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is in the precision that computes."""
+        return self.word == FULL
+
+    def check(self, asked: Asked) -> None:
+        """Raises `UserError` where the base itself would be trained."""
+        Lever.check(self, asked)
+        if "train" not in asked.levers:
+            raise UserError(
+                field="--base",
+                found=f"{self} where all of {asked.chain.name} is trained",
+                expected="adapters, beside which the base stays as it is",
+                hint="add --train lora:r=16, or leave --base out",
+            )
+
+    def change(self, chain: ModelChain) -> ModelChain:
+        """The model with its linear layers in fewer bits."""
+        reason = "its weights are quantized, which are not divided"
+        layer_types = tuple(replace(each, no_tp=each.no_tp or reason) for each in chain.layer_types)
+        return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)

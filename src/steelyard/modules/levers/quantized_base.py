@@ -1,0 +1,135 @@
+"""The twin of a quantized base: linear layers of bitsandbytes' weights, which lie in buffers, so that none is trained.
+
+A layer keeps weights in few bits and makes them whole for each pass, forward and backward, instead of saving them.
+
+Legend of shapes: O outputs, I inputs, of a matrix [O, I].
+"""
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from steelyard.levers.quantized_base import QuantizedBase
+
+BLOCK, SCALES_BLOCK, BYTE_BLOCK = 64, 256, 256
+PARTS = ("codes", "scales", "scales_of_scales", "offset")
+"""What is saved of a layer's weights."""
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer whose weights are in few bits."""
+
+    def __init__(self, linear: nn.Linear, word: str) -> None:
+        super().__init__()
+        self.word, self.shape = word, tuple(linear.weight.shape)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_parameter("bias", linear.bias)
+        importlib.import_module("bitsandbytes")  # which takes long, and registers the operations
+        for name, buffer in _quantized(linear.weight.detach(), word).items():
+            self.register_buffer(name, buffer, persistent=name != "table")
+
+    @torch.no_grad()
+    def take(self, weight: Tensor) -> None:
+        """Takes weights [O, I] on."""
+        for name, buffer in _quantized(weight.to(self.codes.device), self.word).items():
+            self.get_buffer(name).copy_(buffer)
+
+    def weight_in(self, dtype: torch.dtype) -> Tensor:
+        """The weights [O, I] made whole."""
+        ops = torch.ops.bitsandbytes
+        if self.word == "int8":
+            return ops.dequantize_blockwise(self.codes, self.scales, self.table, BYTE_BLOCK, dtype)
+        scales = ops.dequantize_blockwise(self.scales, self.scales_of_scales, self.table, SCALES_BLOCK, torch.float32)
+        return ops.dequantize_4bit(self.codes, scales + self.offset, BLOCK, "nf4", self.shape, dtype)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What `torch.nn.Linear` computes."""
+        return _Product.apply(inputs, self) if self.bias is None else _Product.apply(inputs, self) + self.bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, layer: QuantizedLinear) -> Tensor:
+        ctx.layer = layer
+        return functional.linear(inputs, layer.weight_in(inputs.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.layer.weight_in(gradient.dtype), None
+
+
+def _quantized(weight: Tensor, word: str) -> dict[str, Tensor]:
+    """The buffers of weights; bf16 first, in which a base comes."""
+    weight = weight.to(torch.bfloat16)
+    if weight.is_meta or is_fake(weight):
+        return _blank(weight, word)
+    from bitsandbytes.functional import create_dynamic_map
+
+    ops = torch.ops.bitsandbytes
+    table = create_dynamic_map().to(weight.device)  # type: ignore[no-untyped-call]
+    if word == "int8":
+        codes, scales = ops.quantize_blockwise(weight, table, BYTE_BLOCK)
+        return {"codes": codes, "scales": scales, "table": table}
+    codes, scales = ops.quantize_4bit(weight, BLOCK, "nf4", torch.uint8)
+    scales = scales.float()
+    offset = scales.mean()
+    short, scales_of_scales = ops.quantize_blockwise(scales - offset, table, SCALES_BLOCK)
+    found = {"codes": codes, "scales": short, "scales_of_scales": scales_of_scales}
+    return found | {"offset": offset, "table": table}
+
+
+def _blank(weight: Tensor, word: str) -> dict[str, Tensor]:
+    """The same without values."""
+    count, table = weight.numel(), weight.new_empty(SCALES_BLOCK, dtype=torch.float32)
+    if word == "int8":
+        scales = table.new_empty(-(-count // BYTE_BLOCK))
+        return {"codes": torch.empty_like(weight, dtype=torch.uint8), "scales": scales, "table": table}
+    blocks = -(-count // BLOCK)
+    return {
+        "codes": weight.new_empty((-(-count // 2), 1), dtype=torch.uint8),
+        "scales": weight.new_empty(blocks, dtype=torch.uint8),
+        "scales_of_scales": table.new_empty(-(-blocks // SCALES_BLOCK)),
+        "offset": table.new_empty(()),
+        "table": table,
+    }
+
+
+def change_model(lever: QuantizedBase, model: PreTrainedModel) -> None:
+    """Quantizes the linear layers of a model but its head and adapters, in place; twice does no harm."""
+    head = model.get_output_embeddings()
+    for path, parent, name, linear in list(_children(model, nn.Linear)):
+        if linear is not head and ".lora_" not in path:
+            setattr(parent, name, QuantizedLinear(linear, lever.word))
+
+
+class _Unfilled(nn.Linear):
+    """What stands in the place of a quantized layer until it has first weights."""
+
+
+def begin_filling(module: nn.Module) -> None:
+    """Puts linear layers without values in the place of quantized ones, in place: they get the same first weights."""
+    for _, parent, name, layer in list(_children(module, QuantizedLinear)):
+        rows, columns = layer.shape
+        with unset_fake_temporarily():
+            unfilled = _Unfilled(columns, rows, bias=layer.bias is not None, device="meta")
+        setattr(parent, name, unfilled)
+
+
+def fill_added(lever: QuantizedBase, module: nn.Module, *, is_new: bool, **_seeds: int) -> None:
+    """Quantizes the first weights of a module of a layer, in place, where it ``is_new``."""
+    for _, parent, name, linear in list(_children(module, _Unfilled)) if is_new else ():
+        setattr(parent, name, QuantizedLinear(linear, lever.word))
+
+
+def _children(module: nn.Module, of: type[nn.Module]) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """The modules of a type below a module: path, the module that each is in, its name there, and it."""
+    for path, parent in module.named_modules():
+        for name, child in parent.named_children():
+            if isinstance(child, of):
+                yield f"{path}.{name}", parent, name, child
