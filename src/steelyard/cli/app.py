@@ -17,7 +17,20 @@ from steelyard.processes.failure import RankFailedError
 COMMANDS = {
     name: name
     for name in (
-        *("plan", "price", "frontier", "solve", "explain", "diff", "report", "timeline", "profile", "check", "parity"),
+        *(
+            "plan",
+            "price",
+            "advise",
+            "frontier",
+            "solve",
+            "explain",
+            "diff",
+            "report",
+            "timeline",
+            "profile",
+            "check",
+            "parity",
+        ),
         *("train", "measure", "export", "demo", "models"),
     )
 } | {"devices": "models", "links": "models", "schema": "schema"}

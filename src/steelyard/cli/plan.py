@@ -65,6 +65,7 @@ from steelyard.plan.dimensions import modes
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
+from steelyard.planning.advise import hints
 from steelyard.planning.choose import PlanningResult
 from steelyard.planning.complete import ENGINE_LIMIT_S, complete, engine_answers
 from steelyard.planning.problem import problem_of
@@ -73,6 +74,7 @@ from steelyard.planning.request import (
     NUM_FALLBACKS,
     SIMPLIFY,
     Objective,
+    PlanRequest,
     make_request,
     not_with_pools,
 )
@@ -198,7 +200,7 @@ def plan(
     for note in (*([] if global_batch else [assumed]), *result.notes):
         Console(stderr=as_json or result.plan is None).print(note, style="dim", highlight=False)
     if result.plan is None:
-        _print_nothing_fits(result, as_json)
+        _print_nothing_fits(result, request, as_json)
         raise typer.Exit(1)
     if output is not None:
         write_plan(result.plan, output)
@@ -228,12 +230,14 @@ def _print_next(found: Plan, output: Path | None, *, builder: Sequence[str]) -> 
         print("  keep it: add -o plan.json")
 
 
-def _print_nothing_fits(result: PlanningResult, as_json: bool) -> None:
+def _print_nothing_fits(result: PlanningResult, request: PlanRequest, as_json: bool) -> None:
     budget, miss = result.job.budget_bytes, result.miss
     if not as_json:
         print(f"nothing fits in {format_bytes(budget)} per device", file=sys.stderr)
         print(f"  nearest miss: {result.miss_text}", file=sys.stderr)
-        print("  to fix: more memory per device, more devices, or a shorter sequence", file=sys.stderr)
+        print(f"  to fix: {result.remedies}", file=sys.stderr)
+        for hint in hints(request):
+            print(f"  or: {hint}", file=sys.stderr)
         return
     reasons = [
         {"stages": each.pipeline.num_stages, "microbatches": each.pipeline.num_microbatches, "reason": each.reason}

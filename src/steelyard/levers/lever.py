@@ -71,6 +71,8 @@ class Lever(ABC):
     """Its key in a plan file, and its option on the command line behind two dashes."""
     values: ClassVar[tuple[str, ...]] = ()
     """What may be asked for, where that is one of a few words."""
+    offers: ClassVar[tuple[str, ...]] = ()
+    """What advice tries of it."""
     help: ClassVar[str]
     """What the option is, in a sentence."""
     engines: ClassVar[frozenset[str]] = frozenset({"native"})

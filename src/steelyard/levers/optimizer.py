@@ -47,6 +47,7 @@ class Optimizer(Lever):
 
     name: ClassVar[str] = "optimizer"
     values: ClassVar[tuple[str, ...]] = tuple(_KEPT)
+    offers: ClassVar[tuple[str, ...]] = ("adamw-8bit", "adamw-4bit", "adafactor")
     help: ClassVar[str] = "What updates parameters: adamw (fp32 moments), adamw-8bit, adamw-4bit, adafactor or sgd."
     result: ClassVar[Result] = "other updates"
 

@@ -47,6 +47,7 @@ class Train(Lever):
     rslora: bool = False
 
     name: ClassVar[str] = "train"
+    offers: ClassVar[tuple[str, ...]] = ("lora:r=16", "qlora:r=16")
     help: ClassVar[str] = (
         "What is trained: full, or adapters as in lora:r=16,targets=all-linear (alpha=, dropout=, rslora; targets are "
         "ends of paths joined by +), or qlora:r=16, beside a base in nf4."

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from steelyard.cost.build import usable_bytes
-from steelyard.cost.job import Job, JobConfig
+from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.tables import CostTables
@@ -56,6 +56,17 @@ class PlanningResult:
     """The cost tables with their bounds, for further searches within the budget of the job or less."""
     notes: tuple[str, ...] = ()
     """What was assumed, tried or left out on the way."""
+
+    @property
+    def remedies(self) -> str:
+        """What may help where nothing fits."""
+        states = states_bytes(self.job) // sum(each.cluster.num_devices for each in self.job.groups)
+        if states <= self.job.budget_bytes:
+            return "more memory per device, more devices, or a shorter sequence"
+        return (
+            "more memory per device or more devices: parameters, gradients and optimizer states alone are "
+            f"{format_bytes(states)} of each, which no shorter sequence makes less"
+        )
 
     @property
     def has_margin(self) -> bool:
@@ -342,6 +353,17 @@ def _why_unmeasured(job: Job, outcome: ConfigOutcome) -> str:
             reasons = (unmeasured_reason(layer_type, each, config) for each in nearest_first)
             return next((f"left out, {reason}" for reason in reasons if reason is not None), "")
     return ""
+
+
+def states_bytes(job: Job) -> int:
+    """Bytes of parameters, gradients and optimizer states of the whole model, however they are divided."""
+    found, of_one = 0.0, job.by_group[0]
+    for number in range(job.chain.num_layers):
+        layer = of_one.layer(job.chain.type_of(number).name, {})
+        if layer is not None:
+            trained = layer.num_params - layer.frozen_params
+            found += trained * (2 * MASTER_BYTES + job.effects.state_bytes) + layer.frozen_params * job.compute_bytes
+    return int(found)
 
 
 def device_bytes(job: Job, tensor_bytes: int) -> int:

@@ -191,7 +191,7 @@ def find_plan(
             field="memory",
             found=f"{format_bytes(result.job.budget_bytes)} per device, in which no plan fits",
             expected=result.miss_text,
-            hint="more memory per device, more devices, or a smaller sequence length",
+            hint=result.remedies,
         )
     return result.plan
 

@@ -13,7 +13,7 @@ file is still as it was.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -280,11 +280,7 @@ def make_request(
         lambda: Levers.of(levers or {}),
     )
     profiles = _profiles(given, machines)
-    chain = chosen.change(chain)
-    if chain.freeze is None and (own is not None or freeze or chain.changes):
-        require_training("to find what is frozen the model is built")
-        found: Freeze | None = import_module("steelyard.modules.freezing").find_freeze(chain, freeze, own)
-        chain = frozen_chain(chain, found)
+    chain = _changed(chain, chosen, freeze, own)
     batch = machines.num_devices if global_batch == "devices" else global_batch
     return PlanRequest(
         chain=chain,
@@ -351,6 +347,37 @@ def request_of_plan(
         imbalance=imbalance,
         decisions=decisions,
     )
+
+
+def with_levers(request: PlanRequest, texts: Mapping[str, str]) -> PlanRequest:
+    """Return the request with these levers beside its own; raises `UserError` where they cannot be had.
+
+    What changes a model is for one of which nothing is changed or frozen.
+    """
+    levers = Levers.of({**request.levers.texts, **texts})
+    chain = request.chain
+    if Levers.of(texts).change(chain) == chain:
+        return replace(request, levers=levers)
+    if chain.changes or chain.freeze is not None:
+        raise UserError(
+            field="levers",
+            found=f"{levers} for a changed model",
+            expected="a model as its config says",
+            hint="plan anew",
+        )
+    asked = Asked(chain=chain, engine=request.engine.name, levers=tuple(levers.texts))
+    levers.check(asked)
+    return replace(request, levers=levers, chain=_changed(chain, levers, (), request.own))
+
+
+def _changed(chain: ModelChain, levers: Levers, freeze: Sequence[str], own: Any) -> ModelChain:
+    """What levers make of a model, with what is frozen of it."""
+    chain = levers.change(chain)
+    if chain.freeze is not None or not (own is not None or freeze or chain.changes):
+        return chain
+    require_training("to find what is frozen the model is built")
+    found: Freeze | None = import_module("steelyard.modules.freezing").find_freeze(chain, freeze, own)
+    return frozen_chain(chain, found)
 
 
 def _machines(cluster: str | Cluster, network: str | None) -> Cluster:

@@ -1,0 +1,88 @@
+"""``steelyard advise``: what to change where nothing fits, with what each change saves and costs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from steelyard.cli.levers import with_levers
+from steelyard.cli.options import (
+    AsJson,
+    ClusterOption,
+    GlobalBatch,
+    Memory,
+    MemoryMargin,
+    Model,
+    NetworkOption,
+    PrecisionOption,
+    SeqLen,
+    parse_precision,
+    print_json,
+    progress,
+)
+from steelyard.planning.advise import Advice
+from steelyard.planning.advise import advise as advice_of
+from steelyard.planning.request import make_request
+from steelyard.units import format_bytes, format_seconds
+
+
+@with_levers
+def advise(
+    model: Model,
+    cluster: ClusterOption,
+    global_batch: GlobalBatch,
+    seq_len: SeqLen = None,
+    network: NetworkOption = None,
+    memory: Memory = None,
+    memory_margin: MemoryMargin = None,
+    precision: PrecisionOption = "bf16",
+    as_json: AsJson = False,
+    *,
+    levers: Mapping[str, str | None],
+) -> None:
+    """Say what to change to fit, or to fit more: each lever alone and two together, the cheapest GiB first."""
+    with progress("counting the model's layers", silent=as_json) as show:
+        request = make_request(
+            model,
+            cluster,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            network=network,
+            memory=memory,
+            memory_margin=memory_margin,
+            precision=parse_precision(precision),
+            levers=levers,
+        )
+        own, found = advice_of(request, progress=show)
+    if as_json:
+        print_json({"asked": _content(own), "changes": [_content(each) for each in found]})
+        return
+    Console().print(_table(own, found))
+    if found and found[0].fits:
+        print(f"first: steelyard plan {model} --cluster {cluster} … {found[0].options}")
+
+
+def _content(advice: Advice) -> dict[str, object]:
+    """With nothing in the place of what is infinite."""
+    never = {} if advice.fits else {"step_s": None, "slowdown": None}
+    return asdict(advice) | never | {"fits": advice.fits}
+
+
+def _table(own: Advice, found: Sequence[Advice]) -> Table:
+    table = Table(title="What to change", title_justify="left", title_style="bold")
+    table.add_column("change")
+    for name in ("least memory", "saves", "step", "time"):
+        table.add_column(name, justify="right")
+    table.add_column("result")
+    for each in (own, *found):
+        saved = format_bytes(each.saved_bytes) if each.saved_bytes > 0 else "–"
+        table.add_row(
+            each.options or "as asked",
+            "no plan" if each.least_bytes is None else format_bytes(each.least_bytes),
+            saved,
+            format_seconds(each.step_s) if each.fits else f"{format_bytes(each.missing_bytes)} short",
+            f"{100 * each.slowdown:+.0f} %" if each.fits else "–",
+            each.result if each is not own else "",
+        )
+    return table

@@ -1,0 +1,143 @@
+"""What to change where nothing fits, or more should: each lever alone and two together, with what it saves and costs.
+
+Of each change the fewest bytes of a device in which there is a plan, and the fastest plan that fits. Time is set beside
+that of the request itself, if need be with no limit of memory. First come changes with which something fits, one before
+two, by what a GiB that they save costs of a step; then the others, by what is still missing.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from steelyard.errors import UserError
+from steelyard.levers import LEVERS, Levers
+from steelyard.levers.lever import Result
+from steelyard.planning.choose import device_bytes
+from steelyard.planning.request import PlanRequest, with_levers
+from steelyard.planning.variants import FREE_CHOICE, Answer, Progress, Study, within
+from steelyard.units import GIB, format_seconds
+
+LIMIT_S = 1.0
+"""Of the search for the fastest plan under one change."""
+NUM_HINTS = 3
+"""Changes that are named where nothing fits."""
+_NO_LIMIT = 2**50
+_ORDER: tuple[Result, ...] = ("exact", "rounding", "other updates", "fewer trained parameters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What a change does."""
+
+    options: str
+    """As the command line takes it; empty for the request itself."""
+    result: Result
+    """What it makes of what is trained."""
+    least_bytes: int | None
+    """Fewest of a device in which there is a plan; None where no plan is legal."""
+    saved_bytes: int
+    """How many fewer than without it."""
+    step_s: float
+    """Of the fastest plan that fits; infinite where none does."""
+    slowdown: float
+    """Step time over that of the request without a limit of memory, minus one."""
+    missing_bytes: int
+    """What a device lacks; 0 where a plan fits."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether some plan does."""
+        return self.step_s < math.inf
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Sorts the best first: of those that fit by the cost of a GiB, of others by what is missing."""
+        if not self.fits:
+            return (1, self.missing_bytes)
+        saved = max(self.saved_bytes, 1) / GIB
+        cost = self.slowdown / saved if self.slowdown > 0 else self.slowdown * saved
+        return (0, self.options.count("--"), cost, _ORDER.index(self.result))
+
+
+def advise(request: PlanRequest, *, progress: Progress = lambda _: None) -> tuple[Advice, tuple[Advice, ...]]:
+    """Return what the request itself needs, and what each change of levers does, the best first.
+
+    Two changes are tried together where both save memory: the best of each lever.
+    """
+    limited = replace(request, time_limit_s=LIMIT_S)
+    progress("what is asked")
+    study = Study(limited)
+    free = study.answer(within("", _NO_LIMIT))
+    own = _advice(study, {}, math.nan, free.step_s, None)
+    found: dict[str, Advice] = {}
+    best: dict[str, tuple[Advice, dict[str, str]]] = {}
+    for texts in _single(request):
+        progress(" ".join(texts.values()))
+        each = _try(limited, texts, own, free.step_s)
+        if each is None:
+            continue
+        found[each.options] = each
+        name = next(iter(texts))
+        if each.saved_bytes > 0 and (name not in best or each.order < best[name][0].order):
+            best[name] = each, texts
+    for (_, one), (_, other) in combinations(best.values(), 2):
+        progress(" and ".join((*one.values(), *other.values())))
+        each = _try(limited, one | other, own, free.step_s)
+        if each is not None:
+            found[each.options] = each
+    return own, tuple(sorted(found.values(), key=lambda each: each.order))
+
+
+def hints(request: PlanRequest) -> Iterator[str]:
+    """The best changes in a line each, for where nothing fits."""
+    if request.is_mixed or request.seq_len is None or request.global_batch is None:
+        return
+    _, found = advise(request)
+    for each in found[:NUM_HINTS]:
+        if each.fits:
+            yield f"{each.options} ({each.result}, {format_seconds(each.step_s)} a step)"
+
+
+def _single(request: PlanRequest) -> Iterable[dict[str, str]]:
+    """The values of each lever that the request does not set."""
+    for name, lever in LEVERS.items():
+        if name not in request.levers.texts:
+            yield from ({name: text} for text in lever.offers)
+
+
+def _try(request: PlanRequest, texts: Mapping[str, str], own: Advice, free_s: float) -> Advice | None:
+    """What a change does; None where it cannot be had."""
+    try:
+        changed = with_levers(request, texts)
+    except UserError:
+        return None
+    return _advice(Study(changed), texts, own.least_bytes or math.nan, free_s, Levers.of(texts))
+
+
+def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float, levers: Levers | None) -> Advice:
+    answer, least = study.answer(FREE_CHOICE), _least_bytes(study)
+    missing = 0 if answer.plan is not None else _missing(answer, least, study.job.budget_bytes)
+    results = [lever.result for lever in levers or ()]
+    return Advice(
+        options=" ".join(f"--{name} {text}" for name, text in texts.items()),
+        result=max(results, key=_ORDER.index, default="exact"),
+        least_bytes=least,
+        saved_bytes=0 if least is None or math.isnan(before) else int(before) - least,
+        step_s=answer.step_s,
+        slowdown=answer.step_s / free_s - 1,
+        missing_bytes=missing,
+    )
+
+
+def _missing(answer: Answer, least: int | None, budget_bytes: int) -> int:
+    if answer.missing_bytes is not None:
+        return max(1, answer.missing_bytes)
+    return max(1, (least or _NO_LIMIT) - budget_bytes)
+
+
+def _least_bytes(study: Study) -> int | None:
+    """Fewest bytes of a device in which there is a plan, of the configurations that are searched."""
+    plans = (each.any_budget.least_plan for each in study.tables)
+    least = min((each.peak_bytes for each in plans if each is not None), default=None)
+    return None if least is None else device_bytes(study.job, least)
