@@ -1,0 +1,92 @@
+"""Advice: what practitioners do comes first, and what it says of a change is what planning with it finds."""
+
+from dataclasses import replace
+
+import pytest
+
+from steelyard.planning.advise import Advice, advise, hints
+from steelyard.planning.complete import NothingFitsError, complete, find_plan
+from steelyard.planning.price import peak_bytes
+from steelyard.planning.request import PlanRequest, make_request
+
+GIB = 2**30
+
+
+def _request(model: str, cluster: str, **options: object) -> PlanRequest:
+    return make_request(model, cluster, **{"global_batch": 1, "seq_len": 1024, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "cluster", "options", "first"),
+    [
+        # axolotl, LLaMA-Factory and unsloth ask for 16 GB for 16-bit LoRA of 7B, and 6 GB for QLoRA
+        ("llama2-7b", "1x1xrtx-4090", {}, ("--train lora:r=16", "--train qlora:r=16")),
+        # torchtune's configuration of Llama 3 70B for one node of 8 A100: LoRA with the base sharded
+        ("llama3-70b", "1x8xa100-80gb", {"global_batch": 8}, ("--train lora:r=16", "--train qlora:r=16")),
+        # unsloth and litgpt: QLoRA or LoRA of 3B on cards of 12 GB
+        ("llama3.2-3b", "1x1xrtx-4090", {"memory": "12GiB"}, ("--train qlora:r=16", "--train lora:r=16")),
+    ],
+)
+def test_what_practitioners_do_comes_first(
+    model: str, cluster: str, options: dict[str, object], first: tuple[str, ...]
+) -> None:
+    own, found = advise(_request(model, cluster, **options))
+    assert not own.fits
+    assert own.missing_bytes > 10 * GIB
+    assert {each.options for each in found[:2]} == set(first)
+    assert all(each.fits for each in found[:2])
+    assert [each.order for each in found] == sorted(each.order for each in found)
+
+
+def test_what_is_said_of_a_change_is_what_planning_with_it_finds() -> None:
+    asked = _request("llama-demo", "1x1xa100-40gb", memory="1500MiB", seq_len=128, precision="fp32")
+    own, found = advise(asked)
+    assert own.fits
+    for change in found:
+        texts = dict(zip(change.options.split()[::2], change.options.split()[1::2], strict=True))
+        levers = {name.removeprefix("--"): text for name, text in texts.items()}
+        options = {"memory": "1500MiB", "seq_len": 128, "precision": "fp32", "levers": levers}
+        request = replace(_request("llama-demo", "1x1xa100-40gb", **options), simplify=0.0)
+        plan = complete(request).plan
+        assert plan is not None and plan.prediction is not None  # noqa: PT018
+        assert change.step_s == pytest.approx(plan.prediction.step_time_s, rel=0.01)
+        assert change.least_bytes is not None
+        assert change.least_bytes <= 1.001 * peak_bytes(plan)
+        assert change.saved_bytes == (own.least_bytes or 0) - change.least_bytes
+
+
+def test_within_the_least_memory_there_is_a_plan_and_within_less_none() -> None:
+    asked = {"seq_len": 128, "precision": "fp32"}
+    own, _ = advise(_request("llama-demo", "1x1xa100-40gb", **asked))
+    assert own.least_bytes is not None
+    plan = find_plan(
+        "llama-demo", "1x1xa100-40gb", global_batch=1, memory=own.least_bytes + 2**20, memory_margin=0.0, **asked
+    )
+    assert plan.prediction is not None
+    with pytest.raises(NothingFitsError):
+        find_plan("llama-demo", "1x1xa100-40gb", global_batch=1, memory=int(0.9 * own.least_bytes), **asked)
+
+
+def test_where_states_alone_are_too_many_no_shorter_sequence_is_advised() -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        find_plan("llama2-7b", "1x1xrtx-4090", global_batch=1, seq_len=1024)
+    assert "no shorter sequence" in (caught.value.hint or "")
+    with pytest.raises(NothingFitsError) as caught:
+        find_plan("llama3.2-1b", "1x1xrtx-4090", global_batch=1, seq_len=131072)
+    assert "or a shorter sequence" in (caught.value.hint or "")
+
+
+def test_hints_name_what_fits_alone() -> None:
+    found = list(hints(_request("llama2-7b", "1x1xrtx-4090")))
+    assert 1 <= len(found) <= 3
+    assert all("--train" in each for each in found)
+    assert list(hints(_request("llama2-7b", "1x1xrtx-4090+1x1xa100-40gb"))) == []
+
+
+def test_one_change_comes_before_two_and_what_fits_before_what_does_not() -> None:
+    kind = {"result": "exact", "least_bytes": GIB, "missing_bytes": 0}
+    one = Advice(options="--a x", saved_bytes=GIB, step_s=2.0, slowdown=1.0, **kind)
+    two = Advice(options="--a x --b y", saved_bytes=2 * GIB, step_s=1.0, slowdown=0.0, **kind)
+    none = replace(one, options="--b y", step_s=float("inf"), missing_bytes=5)
+    assert one.order < two.order < none.order
