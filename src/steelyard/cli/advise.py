@@ -21,6 +21,7 @@ from steelyard.cli.options import (
     print_json,
     progress,
 )
+from steelyard.output import command
 from steelyard.planning.advise import Advice
 from steelyard.planning.advise import advise as advice_of
 from steelyard.planning.request import make_request
@@ -60,7 +61,11 @@ def advise(
         return
     Console().print(_table(own, found))
     if found and found[0].fits:
-        print(f"first: steelyard plan {model} --cluster {cluster} … {found[0].options}")
+        asked = {"--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--network": network}
+        asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision}
+        asked |= {f"--{name}": text for name, text in levers.items()}
+        words = [word for option, value in asked.items() if value is not None for word in (option, value)]
+        print(f"take the first: {command('plan', model, *words, *found[0].options.split())}")
 
 
 def _content(advice: Advice) -> dict[str, object]:
@@ -70,7 +75,13 @@ def _content(advice: Advice) -> dict[str, object]:
 
 
 def _table(own: Advice, found: Sequence[Advice]) -> Table:
-    table = Table(title="What to change", title_justify="left", title_style="bold")
+    table = Table(
+        title="What to change",
+        title_justify="left",
+        title_style="bold",
+        caption="time: a step beside one of what is asked with no limit of memory",
+        caption_justify="left",
+    )
     table.add_column("change")
     for name in ("least memory", "saves", "step", "time"):
         table.add_column(name, justify="right")
