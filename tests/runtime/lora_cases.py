@@ -12,11 +12,16 @@ NUM_DEVICES = 4
 
 
 def lora_plan(
-    text: str, config: str | dict[str, object], *stages: str, base: str | None = None, **options: object
+    text: str,
+    config: str | dict[str, object],
+    *stages: str,
+    base: str | None = None,
+    loss: str | None = None,
+    **options: object,
 ) -> Plan:
     """A plan of a model with these adapters."""
     plan = make_plan(config, *stages, **options)
-    levers = Levers.of({"train": text, "base": base})
+    levers = Levers.of({"train": text, "base": base, "loss": loss})
     found = find_freeze(levers.change(plan.chain()), ())
     return plan.model_copy(update={"levers": levers.texts, "model": plan.model.model_copy(update={"frozen": found})})
 
@@ -51,8 +56,17 @@ CASES: dict[str, Case] = {
     "nf4": _case("llama", "qlora:r=4", "fsdp4, dp4, dp4 remat=full, fsdp4 remat=selective, dp4, fsdp4, fsdp4, dp4"),
     "nf4, stages": _case("qwen2", "qlora:r=4", "dp2, fsdp2", "dp2, fsdp2", num_microbatches=4),
     "int8": _case("llama", SOME, "fsdp4, dp4, cp4, fsdp4, dp4, fsdp4, dp2-cp2, dp4", base="int8", seq_len=32),
+    "loss in chunks, replicated": _case("llama", "full", ", ".join(["dp4"] * 8), loss="chunked:3"),
+    "loss in chunks, sharded": _case("llama", "full", ", ".join(["fsdp4"] * 8), loss="chunked", precision="fp32"),
+    "loss in chunks, tensors": _case("llama", "full", ", ".join(["dp2-tp2"] * 8), loss="chunked:4"),
+    "loss in chunks, tokens": _case("llama", "full", ", ".join(["dp2-cp2"] * 8), loss="chunked:4", seq_len=32),
+    "loss in chunks, recomputed": _case("llama", "full", ", ".join(["dp4"] * 7 + ["dp4 remat=full"]), loss="chunked:4"),
+    "loss in chunks, tied": _case("llama-tied", "full", "dp2, fsdp2", "fsdp2, dp2", loss="chunked:4"),
+    "loss in chunks beside adapters": _case(
+        "llama", ALL, "fsdp2, dp2, dp2", "dp2, fsdp2, dp2, dp2, fsdp2", loss="chunked:4"
+    ),
     "latent attention": _case(FAMILY_CONFIGS["deepseek_v3"], ALL, "dp4, fsdp4, dp4, fsdp4", seq_len=16),
 }
-NIGHTLY = {"chunks", "qwen2, which has biases", "tensors of a part"}
+NIGHTLY = {"chunks", "qwen2, which has biases", "tensors of a part", "loss in chunks, recomputed"}
 """What they hold has another case."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]

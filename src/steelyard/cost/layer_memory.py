@@ -130,10 +130,11 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     )  # DTensor makes a tp embedding's so
     keeps_whole = config.has_several and strategy.keeps_whole
     kept_gradients = trained_shard
-    quantized = layer.buffer_bytes if job.chain.changes else 0
+    has_adapters = bool(job.chain.changes) and job.chain.freeze is not None
+    quantized = layer.buffer_bytes if has_adapters else 0
     if keeps_whole:
         kept_gradients = MASTER_BYTES * params * made_whole
-    elif config.has_several and shards == 1 and job.chain.changes:
+    elif config.has_several and shards == 1 and has_adapters:
         kept_gradients += MASTER_BYTES * _whole_params(layer_type, layer, strategy, config)
     elif config.has_several and job.execution.keeps_whole_gradients(strategy):
         kept_gradients += made

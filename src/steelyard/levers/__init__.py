@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 
 from steelyard.errors import UserError, nearest
+from steelyard.levers.chunked_loss import ChunkedLoss
 from steelyard.levers.lever import Asked, Divided, Effects, Lever
 from steelyard.levers.optimizer import Optimizer
 from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.levers.train import Train
 from steelyard.model.chain import ModelChain
 
-LEVERS: dict[str, type[Lever]] = {lever.name: lever for lever in (Train, QuantizedBase, Optimizer)}
+LEVERS: dict[str, type[Lever]] = {lever.name: lever for lever in (Train, QuantizedBase, Optimizer, ChunkedLoss)}
 """By name, in the order in which they are written. A test may add one of its own."""
 
 

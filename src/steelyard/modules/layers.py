@@ -22,6 +22,7 @@ parallelism, else S), H hidden size, V vocabulary of this rank.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Self, TypeAlias
 
@@ -38,6 +39,7 @@ from steelyard.model.split import BlockArguments, ModelSplit, local_name
 from steelyard.modules.build import named_layer_modules, outside_buffers
 from steelyard.modules.context_attention import reads_mask
 from steelyard.modules.freezing import freeze_layer
+from steelyard.modules.levers import loss_chunks
 from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
 from steelyard.modules.pieces import BlockInputs, split_run, tensors_in
 from steelyard.modules.remat import REMAT_CONTEXTS
@@ -147,6 +149,8 @@ class ChainLayer(nn.Module):
             self.add_module(name, module)
         self.family, self.layer_type, self.remat = family, layer_type, remat
         self.run_alone: Run = run
+        self.num_chunks = 1
+        """Of a head, the chunks of tokens that it computes one after another, and again in the backward pass."""
         self.entering: tuple[int, ...] | None = None
         """The places in what flows of what the layer reads; None where that is all."""
         self.past: tuple[int, ...] = ()
@@ -155,6 +159,8 @@ class ChainLayer(nn.Module):
         """Over how many ranks, and how, context parallelism divides tokens; None where it does not."""
         self.router_loss: RouterLoss | None = None
         """Of which the layer returns the statistics behind what flows on; None where no router of it is trained."""
+        self.own_parameters: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Within it the layer has the parameters that it computes on, where a replica has others."""
         self.compute: Callable[[Flow, LayerContext], Flow] = self.run
         """What a forward pass does, and does again where the strategy says so; a replica wraps it."""
 
@@ -227,9 +233,21 @@ class HeadLayer(ChainLayer):
 
     def run(self, inputs: Flow, context: LayerContext) -> Tensor:
         """Projects and takes the cross entropy in fp32, as `transformers` does."""
-        assert context.labels_BS is not None, "what a head is trained on"
-        logits = self.run_alone(self, inputs, context).float()
-        loss = functional.cross_entropy(logits.flatten(0, -2), context.labels_BS.flatten(), reduction="sum")
+        labels_BS = context.labels_BS  # noqa: N806
+        assert labels_BS is not None, "what a head is trained on"
+        hidden, *beside = tensors_of(inputs)
+        if self.num_chunks == 1 or hidden.shape[:2] != labels_BS.shape:
+            return self._loss(inputs, context, labels_BS)
+        parts = (each.chunk(self.num_chunks, dim=1) for each in (hidden, labels_BS))
+        return sum(
+            checkpoint(self._loss, as_flow((part, *beside)), context, labels, use_reentrant=False)
+            for part, labels in zip(*parts, strict=True)
+        )
+
+    def _loss(self, inputs: Flow, context: LayerContext, labels_BS: Tensor) -> Tensor:  # noqa: N803
+        with self.own_parameters():
+            logits = self.run_alone(self, inputs, context).float()
+        loss = functional.cross_entropy(logits.flatten(0, -2), labels_BS.flatten(), reduction="sum")
         return (loss.to_local() if isinstance(loss, DTensor) else loss) / context.num_targets
 
 
@@ -255,6 +273,7 @@ def build_layer(model: PreTrainedModel, chain: ModelChain, layer: int, remat: Re
     layer_class = LossLayer if split.module and layer_type.role is LayerRole.HEAD else _LAYERS[layer_type.role]
     found = layer_class(named_layer_modules(model, chain, layer), chain.family, layer_type, remat, run)
     freeze_layer(found, chain, layer)
+    found.num_chunks = loss_chunks(chain) if layer_type.role is LayerRole.HEAD else 1
     if isinstance(split, ModelSplit) and split.streams and layer:
         found.entering, found.past = split.places(layer, layer - 1)
     if chain.trains_routers and layer_type.role is LayerRole.BLOCK:

@@ -56,6 +56,7 @@ class Replica:
         for parameters, name, each in self._places:
             parameters[name] = each.seen
         self._compute, layer.compute = layer.compute, self._compute_on_own
+        layer.own_parameters = self._own_parameters
         self.on_ready: Callable[[], None] = lambda: None
         """Called when the last gradient of a step is made."""
         by_mesh: dict[DeviceMesh, list[_Parameter]] = {}

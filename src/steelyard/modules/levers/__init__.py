@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from steelyard.levers.chunked_loss import ChunkedLoss
 from steelyard.model.chain import ModelChain
 from steelyard.modules.levers import quantized_base, train
 
@@ -18,7 +19,18 @@ CHANGES: dict[str, Any] = {"train": train, "base": quantized_base}
 def change_model(model: PreTrainedModel, chain: ModelChain) -> None:
     """Makes of a model what the levers of a chain make of it, in place; twice does no harm."""
     for change in chain.changes:
-        CHANGES[change.name].change_model(change, model)
+        if change.name in CHANGES:
+            CHANGES[change.name].change_model(change, model)
+
+
+def has_added(chain: ModelChain) -> bool:
+    """Whether levers add parameters to a model."""
+    return any(change.name == "train" for change in chain.changes)
+
+
+def loss_chunks(chain: ModelChain) -> int:
+    """Chunks of a sample's tokens that the head computes one after another."""
+    return next((change.chunks for change in chain.changes if isinstance(change, ChunkedLoss)), 1)
 
 
 def is_added(name: str) -> bool:
@@ -43,7 +55,7 @@ def begin_filling(module: nn.Module) -> None:
 
 def fill_added(module: nn.Module, chain: ModelChain, *, seed: int, layer: int, is_new: bool) -> None:
     """Gives what levers added to a module of a layer first weights: all where it ``is_new``, else what has none."""
-    for change in chain.changes:
+    for change in (each for each in chain.changes if each.name in CHANGES):
         CHANGES[change.name].fill_added(change, module, seed=seed, layer=layer, is_new=is_new)
 
 

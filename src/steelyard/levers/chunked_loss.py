@@ -1,0 +1,69 @@
+"""The loss in chunks of tokens: the logits of a sample are never whole.
+
+The head computes logits and loss of one chunk after another, and does so again in the backward pass, chunk by chunk
+(activation checkpointing), so that of the logits [tokens, vocabulary] one chunk is there at a time, in the types and
+copies that the loss takes. That is one matrix product of the head more.
+
+Of next-token prediction. Under sequence parallelism beside tp the head's ranks hold parts of the sequence, and the loss
+stays whole.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from steelyard.errors import UserError
+from steelyard.levers.lever import Asked, Lever
+from steelyard.model.chain import ModelChain
+from steelyard.model.family import Task
+
+_USUAL = 8
+_MOST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLoss(Lever):
+    """The number of chunks that the tokens of a sample are computed in."""
+
+    chunks: int = 1
+
+    name: ClassVar[str] = "loss"
+    offers: ClassVar[tuple[str, ...]] = ("chunked",)
+    help: ClassVar[str] = f"How the loss is computed: whole, or chunked (chunked:{_USUAL}), logits never whole."
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The number of chunks that a text says; raises `UserError` for another text."""
+        kind, _, count = text.partition(":")
+        if text == "whole":
+            return cls()
+        if kind != "chunked" or (count and not (count.isdigit() and 2 <= int(count) <= _MOST)) or text.endswith(":"):
+            raise UserError(
+                field="--loss",
+                found=repr(text),
+                expected=f"whole, chunked, or chunked: and a number of chunks of 2 to {_MOST}",
+                hint=f"write for example chunked:{_USUAL}",
+            )
+        return cls(int(count or _USUAL))
+
+    def __str__(self) -> str:
+        return "whole" if self.is_default else f"chunked:{self.chunks}"
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is computed whole."""
+        return self.chunks == 1
+
+    def check(self, asked: Asked) -> None:
+        """Raises `UserError` for a model of another task than next-token prediction."""
+        Lever.check(self, asked)
+        if asked.chain.family.task is not Task.CAUSAL_LM:
+            raise UserError(
+                field="--loss",
+                found=f"{self} for {asked.chain.name}",
+                expected="a model that predicts the next token",
+                hint="leave it out",
+            )
+
+    def change(self, chain: ModelChain) -> ModelChain:
+        """The model whose head computes so."""
+        return replace(chain, changes=(*chain.changes, self))
