@@ -257,7 +257,8 @@ def _two_steps(model: ParallelModel, storages: AttributedStorages, read: Callabl
         model.clip_gradients(1.0)
         storages.place = "optimizer"
         for optimizer in optimizers:
-            optimizer.step()
+            with mock.patch.object(Tensor, "item", return_value=1.0):  # of norms that an optimizer reads
+                optimizer.step()
             optimizer.zero_grad()
         states = (state.values() for optimizer in optimizers for state in optimizer.state.values())
         storages.assign("optimizer", (each for of_one in states for each in of_one if isinstance(each, Tensor)))
