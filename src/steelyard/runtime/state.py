@@ -147,7 +147,7 @@ class RunState:
     def round(self) -> None:
         """Quantizes quantized states as reading them from a checkpoint does, so that a resumed run has the same bits.
 
-        A block whose largest entry is negative is not the same after that.
+        Their scales change by rounding errors of fp32.
         """
         for state in (values for each in self._optimizers for values in each.state.values()):
             for value in state.values():

@@ -8,7 +8,7 @@
 | adafactor               | `torch.optim.Adafactor`                                                              |
 
 torchao compiles its update, which is done so on GPUs. On the CPU it runs as it is, since a compiler may be missing, on
-`_CHUNK` entries at a time: its temporaries take about 60 bytes an entry.
+`_CHUNK` entries at a time: its temporaries take 53 bytes an entry, its operations about 110 ns in 8 bits.
 
 A checkpoint holds moments in fp32, since the blocks that share a scale are cut otherwise under another plan: `stored`
 gives them, `take` quantizes them.
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor
 from torch.optim import Optimizer as TorchOptimizer
@@ -35,7 +36,7 @@ _EPS = 1e-8
 _LEAST_QUANTIZED = 4096
 """Entries of a moment, as in torchao."""
 _LEAST_BLOCK = 64
-_CHUNK = 2**18
+_CHUNK = 2**16
 """Entries, a multiple of all blocks."""
 
 
@@ -109,7 +110,22 @@ def take(state: Tensor, values: Tensor) -> None:
     if _is_quantized(state):
         part = local_part(state).detach()
         for quantized, chunk in _chunks([part, local_part(values).contiguous()]):
-            quantized.copy_(chunk.to(part.device))
+            quantized.copy_(_scaled_again(chunk.to(part.device), quantized))
+
+
+def _scaled_again(values: Tensor, quantized: Tensor) -> Tensor:
+    """Values that get the scales that they had, where they are what quantized ones stand for.
+
+    A scale is the largest magnitude of a block, and the lowest code stands for less than a negative scale: 0.993 of it
+    in 8 bits, 0.8875 in 4. So that much more stands in the place of values that have the lowest code.
+    """
+    if not quantized.signed:
+        return values
+    blocks = values.view(-1, quantized.block_size)
+    least = blocks.amin(-1, keepdim=True)
+    scale = least / quantized.qmap[0]
+    has_lowest = (blocks == least) & (scale > blocks.amax(-1, keepdim=True))
+    return torch.where(has_lowest, -scale, blocks).view(-1)
 
 
 def _is_quantized(state: Tensor) -> bool:
@@ -134,9 +150,13 @@ def _like(whole: Tensor, part: Tensor) -> Tensor:
 
 
 def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The same entries of each tensor, a chunk at a time, as views; of a gradient that is not contiguous as copies."""
-    flat = [each.reshape(-1) if type(each) is Tensor else each.view(-1) for each in tensors]
-    for first in range(0, tensors[0].numel(), _CHUNK):
+    """The same entries of each tensor, a chunk at a time, as views; of a gradient that is not contiguous as copies.
+
+    The first chunk of fake tensors stands for all: the others would do and hold the same.
+    """
+    flat = [each.view(-1) if _is_quantized(each) else each.reshape(-1) for each in tensors]
+    num_entries = tensors[0].numel()
+    for first in range(0, min(num_entries, _CHUNK) if isinstance(tensors[0], FakeTensor) else num_entries, _CHUNK):
         yield [each[first : first + _CHUNK] for each in flat]
 
 
