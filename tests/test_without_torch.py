@@ -26,6 +26,7 @@ PLANNED = {
     "explain": ["explain", "plan.json"],
     "explain of a model without a family": ["explain", "phi.json"],
     "report": ["report", "plan.json", "-o", "plan.html", "--time-limit", "3"],
+    "advise": ["advise", "llama3-8b", *JOB],
     "frontier": ["frontier", "llama3-8b", *JOB, "--time-limit", "3"],
     "diff": ["diff", "plan.json", "plan.json"],
     "timeline": ["timeline", "plan.json", "-o", "timeline.json"],

@@ -31,7 +31,7 @@ def _request(model: str, cluster: str, **options: object) -> PlanRequest:
 def test_what_practitioners_do_comes_first(
     model: str, cluster: str, options: dict[str, object], first: tuple[str, ...]
 ) -> None:
-    own, found = advise(_request(model, cluster, **options))
+    own, found, _ = advise(_request(model, cluster, **options))
     assert not own.fits
     assert own.missing_bytes > 10 * GIB
     assert {each.options for each in found[:2]} == set(first)
@@ -41,7 +41,7 @@ def test_what_practitioners_do_comes_first(
 
 def test_what_is_said_of_a_change_is_what_planning_with_it_finds() -> None:
     asked = _request("llama-demo", "1x1xa100-40gb", memory="1500MiB", seq_len=128, precision="fp32")
-    own, found = advise(asked)
+    own, found, _ = advise(asked)
     assert own.fits
     for change in found:
         texts = dict(zip(change.options.split()[::2], change.options.split()[1::2], strict=True))
@@ -58,7 +58,7 @@ def test_what_is_said_of_a_change_is_what_planning_with_it_finds() -> None:
 
 def test_within_the_least_memory_there_is_a_plan_and_within_less_none() -> None:
     asked = {"seq_len": 128, "precision": "fp32"}
-    own, _ = advise(_request("llama-demo", "1x1xa100-40gb", **asked))
+    own, *_ = advise(_request("llama-demo", "1x1xa100-40gb", **asked))
     assert own.least_bytes is not None
     plan = find_plan(
         "llama-demo", "1x1xa100-40gb", global_batch=1, memory=own.least_bytes + 2**20, memory_margin=0.0, **asked

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from steelyard.cost.compute import OPTIMIZER_BYTES, UNSCALING_BYTES
+from steelyard.cost.compute import UNSCALING_BYTES
 from steelyard.cost.job import LINEAR_PEAKS, Job
 from steelyard.cost.predict import predict
 from steelyard.engines import ENGINES
@@ -14,6 +14,7 @@ from steelyard.engines.engine import Engine
 from steelyard.errors import UserError
 from steelyard.hardware import devices
 from steelyard.hardware.values import Device
+from steelyard.levers import Effects
 from steelyard.plan.plan import Plan
 from steelyard.planning.complete import find_plan
 from steelyard.planning.job import job_of
@@ -76,6 +77,6 @@ def test_fp16_is_priced_as_bf16_but_for_unscaling_gradients(planned: Plan) -> No
     for mine, other in zip(ours.stages, theirs.stages, strict=True):
         assert mine.time_s.keys() == other.time_s.keys()
         for term, seconds in mine.time_s.items():
-            more = (OPTIMIZER_BYTES + UNSCALING_BYTES) / OPTIMIZER_BYTES if term == "optimizer" else 1
+            more = 1 + UNSCALING_BYTES / Effects().update_bytes if term == "optimizer" else 1
             assert seconds == pytest.approx(more * other.time_s[term], rel=1e-9), term
     assert replace(of_narrow, precision="bf16").compute_bytes == of_narrow.compute_bytes == 2

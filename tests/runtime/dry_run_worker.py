@@ -1,10 +1,13 @@
 """What two gloo processes measure of every case of `tests.runtime.test_dry_run`."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
-from steelyard.modules.updates import LocalAdamW
 from steelyard.plan.plan import Plan
+from steelyard.runtime.optimizer import make_optimizers
+from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import parallelize_plan
 from steelyard.runtime.peak_memory import LiveStorages
 from tests.runtime.models import make_plan
@@ -12,7 +15,7 @@ from tests.runtime.models import make_plan
 WORLD_SIZE = 2
 
 
-CASES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "sharded and replicated": (("fsdp2, dp2, fsdp2 remat=full, fsdp2 zero2",), {"precision": "bf16"}),
     "replicated and kept whole, fp16": (("dp2, fsdp2 zero1, dp2 remat=full, tp2",), {"precision": "fp16"}),
     "replicated, fp32": (("dp2, dp2 remat=full, dp2, dp2",), {}),
@@ -21,6 +24,9 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "selective remat": (("fsdp2, fsdp2 remat=selective, tp2 remat=selective, fsdp2",), {"precision": "bf16"}),
     "two stages, gpipe": (("single, single remat=full", "single, single"), {"schedule": "gpipe"}),
     "two stages, 1f1b": (("single, single", "single remat=full, single"), {"precision": "bf16"}),
+    "moments in 8 bits": (("fsdp2, dp2, tp2, fsdp2 zero2",), {"levers": {"optimizer": "adamw-8bit"}}),
+    "moments in 4 bits": (("fsdp2, dp2, tp2, fsdp2 zero2",), {"levers": {"optimizer": "adamw-4bit"}}),
+    "rows and columns of moments": (("dp2, dp2, dp2, dp2",), {"levers": {"optimizer": "adafactor"}}),
 }
 """The stages of each, in fp32 under 1f1b unless it says otherwise."""
 
@@ -50,7 +56,7 @@ def _peaks_of_steps(plan: Plan) -> list[int]:
         model = parallelize_plan(plan)
         for state in model.loss_scale.tensors().values() if model.loss_scale else ():
             state.fill_(1)  # so that no step is skipped
-        optimizers = model.make_optimizers(LocalAdamW)
+        optimizers = make_optimizers(model, TrainOptions())
         peaks = []
         for _ in range(STEPS):
             meter.peak_bytes = meter.live_bytes

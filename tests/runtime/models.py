@@ -1,5 +1,6 @@
 """Small models of every family, and plans for them, that the tests of the runtime share."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import steelyard.modules  # noqa: F401  which splits them
@@ -114,6 +115,7 @@ def make_plan(
     num_chunks: int = 1,
     split: Split | None = None,
     sizes: tuple[int, ...] | None = None,
+    levers: Mapping[str, str] | None = None,
 ) -> Plan:
     """A plan whose stages are given as strategies separated by commas, one per layer; all alike without ``sizes``.
 
@@ -141,6 +143,7 @@ def make_plan(
             "num_microbatches": num_microbatches,
             "precision": precision,
             "schedule": schedule,
+            "levers": dict(levers or {}),
             "stages": [stage.model_dump(mode="json") for stage in stages_of(parts)],
         }
     )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.modules.updates import LocalAdamW
-from steelyard.runtime.optimizer import LEAST_LR_SHARE, learning_rate, make_adamw
+from steelyard.runtime.optimizer import LEAST_LR_SHARE, learning_rate, make_optimizers
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import parallelize_plan
 from tests.runtime.models import CONFIGS, make_plan
@@ -44,7 +44,7 @@ def decayed_names(config: str) -> tuple[set[str], set[str]]:
     with one_process():
         model = parallelize_plan(plan)
         names = {id(parameter): path.split(".", 1)[1] for path, parameter in model.named_parameters()}
-        optimizers = make_adamw(model, TrainOptions(weight_decay=0.3))
+        optimizers = make_optimizers(model, TrainOptions(weight_decay=0.3))
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     assert {group["weight_decay"] for group in groups} == {0.0, 0.3}
     decayed, kept = (

@@ -55,11 +55,13 @@ def advise(
             precision=parse_precision(precision),
             levers=levers,
         )
-        own, found = advice_of(request, progress=show)
+        own, found, left_out = advice_of(request, progress=show)
     if as_json:
-        print_json({"asked": _content(own), "changes": [_content(each) for each in found]})
+        print_json({"asked": _content(own), "changes": [_content(each) for each in found], "left_out": left_out})
         return
     Console().print(_table(own, found))
+    for each in left_out:
+        print(f"not tried: {each}")
     if found and found[0].fits:
         asked = {"--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--network": network}
         asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision}

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.job import MASTER_BYTES, Job, JobConfig, Strategies, sample_bytes
 from steelyard.cost.layer_load import held_params, layer_load, layer_profile, rank_samples, sharded_params
+from steelyard.levers import Effects
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.dimensions.dimension import Working, needs_nothing
@@ -169,8 +170,9 @@ def _whole_params(layer_type: LayerType, layer: LayerProfile, strategy: Strategy
 
 def _optimizer_bytes(layer: LayerProfile, num_params: int, job: Job) -> int:
     """What is kept of so many trained parameters of a layer, and of its tensors that are not trained."""
-    kept = math.ceil(job.effects.state_bytes * num_params)
-    return kept + layer.buffer_bytes + (job.effects.layer_state_bytes if num_params else 0)
+    effects = job.effects
+    kept = math.ceil(effects.state_bytes * num_params) + effects.layer_state_bytes
+    return min(kept, math.ceil(Effects().state_bytes * num_params)) + layer.buffer_bytes
 
 
 def working_bytes(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Working:

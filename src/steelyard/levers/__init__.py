@@ -6,6 +6,7 @@ To add one: its file here, where it is run its twin in `steelyard.modules.levers
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from typing import TypeVar
 
 from steelyard.errors import UserError, nearest
 from steelyard.levers.chunked_loss import ChunkedLoss
@@ -14,6 +15,8 @@ from steelyard.levers.optimizer import Optimizer
 from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.levers.train import Train
 from steelyard.model.chain import ModelChain
+
+Value = TypeVar("Value", bound=Lever)
 
 LEVERS: dict[str, type[Lever]] = {lever.name: lever for lever in (Train, QuantizedBase, Optimizer, ChunkedLoss)}
 """By name, in the order in which they are written. A test may add one of its own."""
@@ -56,6 +59,10 @@ class Levers:
     def texts(self) -> dict[str, str]:
         """What a plan file says of them."""
         return {lever.name: str(lever) for lever in self.chosen}
+
+    def value(self, lever: type[Value]) -> Value:
+        """The value of a lever: the default one where none was chosen."""
+        return next((each for each in self.chosen if isinstance(each, lever)), lever())
 
     @cached_property
     def effects(self) -> Effects:

@@ -35,7 +35,7 @@ class Effects:
     state_bytes: float = 8.0
     """Bytes that the optimizer keeps of a trained parameter."""
     layer_state_bytes: int = 0
-    """What it keeps of a layer besides, at most."""
+    """What it keeps of a layer besides, at most; together no more than AdamW keeps."""
     update_bytes: float = 28.0
     """Bytes that a step of it moves for a trained parameter: AdamW reads 16 and writes 12."""
 
@@ -62,6 +62,10 @@ class Divided(Protocol):
     @property
     def tensor_degree(self) -> int:
         """Ranks that divide its matrices."""
+
+    @property
+    def expert_degree(self) -> int:
+        """Ranks that divide its experts."""
 
 
 class Lever(ABC):

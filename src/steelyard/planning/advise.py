@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 from steelyard.errors import UserError
 from steelyard.levers import LEVERS, Levers
@@ -60,8 +61,19 @@ class Advice:
         return (0, self.options.count("--"), cost, _ORDER.index(self.result))
 
 
-def advise(request: PlanRequest, *, progress: Progress = lambda _: None) -> tuple[Advice, tuple[Advice, ...]]:
-    """Return what the request itself needs, and what each change of levers does, the best first.
+class Found(NamedTuple):
+    """What advice there is."""
+
+    own: Advice
+    """Of the request itself."""
+    changes: tuple[Advice, ...]
+    """The best first."""
+    left_out: tuple[str, ...]
+    """Changes that cannot be had, each with the reason."""
+
+
+def advise(request: PlanRequest, *, progress: Progress = lambda _: None) -> Found:
+    """Return what the request itself needs, and what each change of levers does.
 
     Two changes are tried together where both save memory: the best of each lever.
     """
@@ -71,11 +83,13 @@ def advise(request: PlanRequest, *, progress: Progress = lambda _: None) -> tupl
     free = study.answer(within("", _NO_LIMIT))
     own = _advice(study, {}, math.nan, free.step_s, None)
     found: dict[str, Advice] = {}
+    left_out: list[str] = []
     best: dict[str, tuple[Advice, dict[str, str]]] = {}
     for texts in _single(request):
         progress(" ".join(texts.values()))
         each = _try(limited, texts, own, free.step_s)
-        if each is None:
+        if isinstance(each, str):
+            left_out.append(each)
             continue
         found[each.options] = each
         name = next(iter(texts))
@@ -84,17 +98,16 @@ def advise(request: PlanRequest, *, progress: Progress = lambda _: None) -> tupl
     for (_, one), (_, other) in combinations(best.values(), 2):
         progress(" and ".join((*one.values(), *other.values())))
         each = _try(limited, one | other, own, free.step_s)
-        if each is not None:
+        if isinstance(each, Advice):
             found[each.options] = each
-    return own, tuple(sorted(found.values(), key=lambda each: each.order))
+    return Found(own, tuple(sorted(found.values(), key=lambda each: each.order)), tuple(left_out))
 
 
 def hints(request: PlanRequest) -> Iterator[str]:
     """The best changes in a line each, for where nothing fits."""
     if request.is_mixed or request.seq_len is None or request.global_batch is None:
         return
-    _, found = advise(request)
-    for each in found[:NUM_HINTS]:
+    for each in advise(request).changes[:NUM_HINTS]:
         if each.fits:
             yield f"{each.options} ({each.result}, {format_seconds(each.step_s)} a step)"
 
@@ -106,13 +119,13 @@ def _single(request: PlanRequest) -> Iterable[dict[str, str]]:
             yield from ({name: text} for text in lever.offers)
 
 
-def _try(request: PlanRequest, texts: Mapping[str, str], own: Advice, free_s: float) -> Advice | None:
-    """What a change does; None where it cannot be had."""
+def _try(request: PlanRequest, texts: Mapping[str, str], own: Advice, free_s: float) -> Advice | str:
+    """What a change does, or why it cannot be had."""
     try:
-        changed = with_levers(request, texts)
-    except UserError:
-        return None
-    return _advice(Study(changed), texts, own.least_bytes or math.nan, free_s, Levers.of(texts))
+        study = Study(with_levers(request, texts))
+        return _advice(study, texts, own.least_bytes or math.nan, free_s, Levers.of(texts))
+    except UserError as error:
+        return f"{_options(texts)}: {error.field} {error.found}"
 
 
 def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float, levers: Levers | None) -> Advice:
@@ -120,7 +133,7 @@ def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float
     missing = 0 if answer.plan is not None else _missing(answer, least, study.job.budget_bytes)
     results = [lever.result for lever in levers or ()]
     return Advice(
-        options=" ".join(f"--{name} {text}" for name, text in texts.items()),
+        options=_options(texts),
         result=max(results, key=_ORDER.index, default="exact"),
         least_bytes=least,
         saved_bytes=0 if least is None or math.isnan(before) else int(before) - least,
@@ -128,6 +141,10 @@ def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float
         slowdown=answer.step_s / free_s - 1,
         missing_bytes=missing,
     )
+
+
+def _options(texts: Mapping[str, str]) -> str:
+    return " ".join(f"--{name} {text}" for name, text in texts.items())
 
 
 def _missing(answer: Answer, least: int | None, budget_bytes: int) -> int:

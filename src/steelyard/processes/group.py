@@ -63,12 +63,13 @@ def quiet_notices() -> None:
 
     DTensor tells how it redistributes (by all-gather on gloo, or axis by axis); FSDP warns of a layer that returns a
     view, which would matter if the next layer changed it in place, and none does. Fake tensors log the traceback of
-    an operation that fails before it raises.
+    an operation that fails before it raises. torch.compile misses a hash of torchao's states by which to cache.
     """
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     for name in ("_collective_utils", "_redistribute"):
         logging.getLogger(f"torch.distributed.tensor.{name}").addFilter(_is_not_about_redistribution)
-    warnings.filterwarnings("ignore", message=".*returned a view tensor.*", category=UserWarning)
+    for message in (".*returned a view tensor.*", ".*_stable_hash_for_caching.*"):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
 
 def _is_not_about_redistribution(entry: logging.LogRecord) -> bool:

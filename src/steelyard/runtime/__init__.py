@@ -9,7 +9,7 @@
 | `tied`                | embedding and head that share a matrix, under any two strategies                |
 | `observed_strategies` | reads back what was really done to each layer                                   |
 | `data`                | text, token files and images as samples in an order that no plan changes        |
-| `optimizer`           | AdamW on each rank's part of the parameters, and its learning rate              |
+| `optimizer`           | the optimizers of a plan, their learning rate and what decays                   |
 | `progress`            | the line of progress, metrics as JSON lines, TensorBoard                        |
 | `stage_clock`         | how long a rank works in a step, without waiting for other stages               |
 | `train`               | the training loop of one rank, its memory limit, and the run record             |

@@ -171,6 +171,7 @@ class Checkpointer:
             written = dcp.async_save(tensors, storage_writer=writer, process_group=self._group)
         except (CheckpointException, OSError) as error:
             raise _not_written(error, part) from error
+        state.round()
         self._pending = self._thread.submit(self._complete, written, info, files.checksums)
 
     def check(self) -> None:
@@ -257,7 +258,9 @@ def read_checkpoint(path: Path, state: RunState, plan: Plan, device: torch.devic
     state.fill_optimizers()
     reader = CheckpointReader(path)
     for copy in range(state.names.num_copies):
-        _read(reader, _stored_in(reader, state.tensors(copy=copy)))
+        tensors = state.tensors(copy=copy)
+        _read(reader, _stored_in(reader, tensors))
+        state.take(tensors, copy=copy)
     if info.plan_hash == plan_hash(plan) and info.num_processes == dist.get_world_size():
         found = random_states(device)
         _read(reader, found)
@@ -351,6 +354,7 @@ def save_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], fol
     state = RunState(trainer, optimizers)
     state.fill_optimizers()
     dcp.save(state.tensors() | steps, checkpoint_id=folder)
+    state.round()
 
 
 def load_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], folder: str | Path) -> None:
@@ -359,5 +363,7 @@ def load_checkpoint(trainer: ParallelModel, optimizers: Iterable[Optimizer], fol
     state.fill_optimizers()
     steps, reader = {_NUM_STEPS: torch.tensor(0)}, CheckpointReader(Path(folder))
     for copy in range(state.names.num_copies):
-        dcp.load(_stored_in(reader, state.tensors(copy=copy)) | steps, storage_reader=reader)
+        tensors = state.tensors(copy=copy)
+        dcp.load(_stored_in(reader, tensors) | steps, storage_reader=reader)
+        state.take(tensors, copy=copy)
     trainer.num_steps = int(steps[_NUM_STEPS])

@@ -72,7 +72,7 @@ class CheckpointInfo(BaseModel):
 def plan_hash(plan: Plan) -> str:
     """Identifies what a plan does; its predictions do not count."""
     content = plan.model_copy(update={"prediction": None}).model_dump_json(
-        include={"model", "seq_len", "global_batch", "num_microbatches", "precision", "schedule", "stages"}
+        include={"model", "seq_len", "global_batch", "num_microbatches", "precision", "schedule", "stages", "levers"}
     )
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 

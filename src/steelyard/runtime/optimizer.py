@@ -1,4 +1,4 @@
-r"""AdamW and its learning rate.
+r"""The optimizers of a run, as its plan says, and their learning rate.
 
 The rate rises linearly over the warm-up and falls along a cosine to a tenth of its peak: with $w$ warm-up steps of $T$
 
@@ -23,8 +23,9 @@ from collections.abc import Iterable
 from torch import nn
 from torch.optim import Optimizer
 
+from steelyard.levers.optimizer import Optimizer as OptimizerLever
 from steelyard.model.chain import LayerRole, ModelChain
-from steelyard.modules.updates import LocalAdamW
+from steelyard.modules.levers.optimizer import make_optimizer
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 
@@ -33,22 +34,20 @@ LEAST_LR_SHARE = 0.1
 _CONVOLUTION_DIMS = 4
 
 
-def make_adamw(model: ParallelModel, options: TrainOptions) -> list[Optimizer]:
-    """The optimizers of this rank's parameters, one for each kind of sharding."""
+def make_optimizers(model: ParallelModel, options: TrainOptions) -> list[Optimizer]:
+    """The optimizers of this rank's parameters, as the plan says, one for each kind of sharding."""
+    lever = model.plan.chosen_levers.value(OptimizerLever)
     decayed = {id(parameter) for path, parameter in model.named_parameters() if decays(model.chain, path, parameter)}
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         groups: dict[bool, list[nn.Parameter]] = {}
         for parameter in parameters:
             groups.setdefault(id(parameter) in decayed, []).append(parameter)
-        return LocalAdamW(
-            [
-                {"params": group, "weight_decay": options.weight_decay if is_decayed else 0.0}
-                for is_decayed, group in groups.items()
-            ],
-            lr=options.lr,
-            betas=BETAS,
-        )
+        decayed_groups = [
+            {"params": group, "weight_decay": options.weight_decay if is_decayed else 0.0}
+            for is_decayed, group in groups.items()
+        ]
+        return make_optimizer(lever, decayed_groups, lr=options.lr, betas=BETAS)
 
     return model.make_optimizers(make)
 

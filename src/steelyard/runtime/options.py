@@ -48,7 +48,7 @@ class TrainOptions:
     steps: int = _option(100, "training steps", int, least=1)
     lr: float = _option(3e-4, "peak learning rate", least=0, most=1e6)
     warmup_steps: int = _option(10, "steps over which the learning rate rises from zero", int, least=0)
-    weight_decay: float = _option(0.1, "weight decay of AdamW", least=0, most=1e6)
+    weight_decay: float = _option(0.1, "weight decay of the optimizer", least=0, most=1e6)
     max_grad_norm: float = _option(1.0, "gradients are scaled down to this global norm", least=0, most=math.inf)
     seed: int = _option(0, "seed of the first weights and of the sample order", int, least=0, most=MOST_SEED)
     tokenizer: Path | None = _option(None, "a tokenizer.json for text; without it text is read as bytes", Path)  # noqa: RUF009

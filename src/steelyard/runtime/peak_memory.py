@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Self
 from unittest import mock
@@ -82,10 +83,13 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs the operation and follows what it returns; a DTensor's operation is seen as its local operations."""
+        """Runs the operation and follows what it returns.
+
+        Operations of DTensors are seen as local operations, those of quantized states as operations on their parts.
+        """
         if asks_device(func, args):
             return args[0].fake_device
-        if any(issubclass(each, DTensor) for each in types):
+        if any(map(_has_parts, types)):
             return NotImplemented
         result = self._run(func, args, kwargs or {})
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
@@ -97,7 +101,10 @@ class LiveStorages(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _follow(self, tensor: Tensor) -> None:
-        tensor = held_tensor(tensor)
+        for each in held_tensors(tensor):
+            self._follow_storage(each)
+
+    def _follow_storage(self, tensor: Tensor) -> None:
         # whether a tensor is on the meta device; of a fake one asked without an operation, which ``is_meta`` is there
         if self._is_paused or ((tensor.fake_device.type == "meta") if type(tensor) is FakeTensor else tensor.is_meta):
             return
@@ -140,11 +147,22 @@ class LiveStorages(TorchDispatchMode):
         return learn_unseen
 
 
-def held_tensor(tensor: Tensor) -> Tensor:
-    """The tensor that has the memory of ``tensor``: a DTensor and the result of a collective only wrap another."""
+def held_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that have the memory of ``tensor``.
+
+    A DTensor and the result of a collective only wrap another; a quantized state is made of several.
+    """
     while isinstance(tensor, _WRAPPERS):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
-    return tensor
+    if _has_parts(type(tensor)):
+        names, _ = tensor.__tensor_flatten__()
+        return tuple(getattr(tensor, name) for name in names)
+    return (tensor,)
+
+
+def _has_parts(tensor_type: type[Tensor]) -> bool:
+    """Whether tensors of a type are made of others, on which their operations run."""
+    return hasattr(tensor_type, "__tensor_flatten__") and not issubclass(tensor_type, AsyncCollectiveTensor)
 
 
 @contextmanager
@@ -219,8 +237,8 @@ class AttributedStorages(LiveStorages):
 
     def assign(self, term: str, tensors: Iterable[Tensor]) -> None:
         """Counts the storages of these tensors under ``term``, whatever they counted under before."""
-        for tensor in tensors:
-            key = held_tensor(tensor).untyped_storage()._cdata
+        for tensor in chain.from_iterable(map(held_tensors, tensors)):
+            key = tensor.untyped_storage()._cdata
             if key in self._ids:
                 self._terms[self._ids[key]] = term
 

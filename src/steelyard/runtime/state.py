@@ -3,7 +3,7 @@
 | name                       | what                                                                        |
 |----------------------------|-----------------------------------------------------------------------------|
 | ``model.NAME``             | a parameter of the unmodified model, or a buffer that it saves              |
-| ``optimizer.NAME.SLOT``    | what its optimizer keeps of it (AdamW: exp_avg, exp_avg_sq, step)           |
+| ``optimizer.NAME.SLOT``    | what its optimizer keeps of it (AdamW: exp_avg, exp_avg_sq, step), in fp32  |
 | ``rng.RANK.DEVICE``        | state of a rank's random generators                                         |
 | ``loss_scale.PART``        | in fp16: the scale, and the steps since it changed                          |
 
@@ -29,6 +29,7 @@ from steelyard.model.own import OwnSplit
 from steelyard.modules.build import build_meta_model
 from steelyard.modules.layers import build_layer
 from steelyard.modules.levers import own_name
+from steelyard.modules.levers.optimizer import stored, take
 from steelyard.plan.strategy import Remat
 from steelyard.runtime.parallel_model import ParallelModel
 
@@ -96,7 +97,8 @@ def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class RunState:
     """The tensors of a run on this rank by their names that no plan changes.
 
-    The tensors are those that are trained, not copies of them: reading into them resumes the run.
+    The tensors are those that are trained, not copies of them, except quantized states: reading into the tensors, and
+    handing them to `take`, resumes the run.
     """
 
     def __init__(self, model: ParallelModel, optimizers: Iterable[Optimizer]) -> None:
@@ -123,7 +125,7 @@ class RunState:
             for slot, value in states.get(id(parameter), {}).items():
                 if not isinstance(value, Tensor):
                     raise TypeError(f"the optimizer keeps a {type(value).__name__} as {slot}, which is no tensor")
-                found[f"optimizer.{name}.{slot}"] = value
+                found[f"optimizer.{name}.{slot}"] = stored(value)
         return found
 
     def takers(self) -> dict[str, Any]:
@@ -134,6 +136,22 @@ class RunState:
             for path, module in chunk.layers.named_modules()
             if hasattr(module, "take")
         }
+
+    def take(self, tensors: Mapping[str, Tensor], *, copy: int = 0) -> None:
+        """Quantizes what was read into `tensors` of quantized states."""
+        states = {id(parameter): state for each in self._optimizers for parameter, state in each.state.items()}
+        for path, parameter in self._saved(copy):
+            for slot, value in states.get(id(parameter), {}).items():
+                take(value, tensors[f"optimizer.{self.names.by_path[path]}.{slot}"])
+
+    def round(self) -> None:
+        """Quantizes quantized states as reading them from a checkpoint does, so that a resumed run has the same bits.
+
+        Their scales change by rounding errors of fp32.
+        """
+        for state in (values for each in self._optimizers for values in each.state.values()):
+            for value in state.values():
+                take(value, stored(value))
 
     def fill_optimizers(self) -> None:
         """Makes the optimizers allocate what they keep, without changing a parameter, so that it can be read into.

@@ -33,7 +33,7 @@ from steelyard.runtime.checks import check_builder, device_type_of, stage_pool
 from steelyard.runtime.data.source import OwnData, SampleData, open_samples
 from steelyard.runtime.loss_scale import DivergedError
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
-from steelyard.runtime.optimizer import learning_rate, make_adamw
+from steelyard.runtime.optimizer import learning_rate, make_optimizers
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_checked, parallelize_plan
 from steelyard.runtime.peak_memory import measure_peak, memory_method
@@ -192,7 +192,7 @@ class _Trainer:
         self.peak_bytes = 0
         self.strategies: tuple[str, ...] = ()
         self._data, self._options = data, options
-        self._optimizers = make_adamw(model, options)
+        self._optimizers = make_optimizers(model, options)
         self._memory_limit = memory_limit
         self.persistence = Persistence(model, self._optimizers, options, data_samples=data.num_samples)
 

@@ -5,18 +5,20 @@ from collections.abc import Iterator
 from steelyard.cost.efficiency import catalogue_rates
 from steelyard.cost.job import Job, layer_precision
 from steelyard.hardware import Cluster, Link
+from steelyard.levers.optimizer import Optimizer
 from steelyard.plan.plan import Plan, accumulation
 from steelyard.plan.prediction import CostSource, simplicity_line
 from steelyard.report.html.contents import ReportContents
 from steelyard.report.html.markup import Child, Html, section, tag
 from steelyard.units import GB, TERA, format_bytes, format_count, format_plural, format_seconds
 
-_KEPT = "parameters, gradients and both moments of AdamW are kept in fp32, 16 bytes a parameter"
 PRECISIONS = {
-    "bf16": f"computes in bf16; {_KEPT}",
-    "fp16": f"computes in fp16 with a scaled loss, which the optimizer's step undoes; {_KEPT}",
-    "fp32": "computes and keeps everything in fp32, 16 bytes a parameter with both moments of AdamW",
+    "bf16": "computes in bf16",
+    "fp16": "computes in fp16 with a scaled loss, which the optimizer's step undoes",
+    "fp32": "computes in fp32",
 }
+_FP32_BYTES = 8
+"""Of a trained parameter and its gradient."""
 
 
 def assumption_section(found: ReportContents) -> Html:
@@ -75,7 +77,7 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
         f"{format_plural(plan.microbatch_samples, 'sample')}; {accumulation(plan)}",
     )
     alone = "" if plan.precision in PRECISIONS else f"inputs of linear layers in {plan.precision}, all else "
-    yield "precision", f"{plan.precision}: {alone}{PRECISIONS[layer_precision(plan.precision)]}"
+    yield "precision", f"{plan.precision}: {alone}{PRECISIONS[layer_precision(plan.precision)]}; {_kept(plan)}"
     bound = prediction.lower_bound_s
     proven = f"; no plan takes less than {format_seconds(bound)} by the search's closed form" if bound > 0 else ""
     yield "proof", f"{prediction.certificate}{proven}"
@@ -90,6 +92,16 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
     for pool in prediction.pools or ():
         if pool.num_stages:
             yield "costs", f"{pool.name}: {_source(pool.profile)}"
+
+
+def _kept(plan: Plan) -> str:
+    """What is kept of a trained parameter from step to step."""
+    optimizer, state_bytes = plan.chosen_levers.value(Optimizer), plan.chosen_levers.effects.state_bytes
+    states = "both moments of AdamW" if optimizer.is_default else f"the states of {optimizer}"
+    return (
+        f"parameters and gradients are kept in fp32, with {states} {_FP32_BYTES + state_bytes:.3g} bytes of a trained "
+        "parameter"
+    )
 
 
 def _source(profile: CostSource) -> str:

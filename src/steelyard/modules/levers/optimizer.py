@@ -1,0 +1,200 @@
+"""The twin of the optimizer: makes the one that a lever names, each of which updates this rank's part of parameters.
+
+| name                    | made of                                                                              |
+|-------------------------|--------------------------------------------------------------------------------------|
+| adamw                   | `torch.optim.AdamW`, fused                                                           |
+| adamw-8bit, adamw-4bit  | the states and the update of torchao's ``AdamW8bit`` and ``AdamW4bit``               |
+| sgd                     | `torch.optim.SGD` without momentum, fused                                            |
+| adafactor               | `torch.optim.Adafactor`                                                              |
+
+torchao compiles its update, which is done so on GPUs. On the CPU it runs as it is, since a compiler may be missing, on
+`_CHUNK` entries at a time: its temporaries take 53 bytes an entry, its operations about 110 ns in 8 bits.
+
+A checkpoint holds moments in fp32, since the blocks that share a scale are cut otherwise under another plan: `stored`
+gives them, `take` quantizes them.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adafactor
+from torch.optim import Optimizer as TorchOptimizer
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from steelyard.levers.optimizer import BLOCK, Optimizer
+from steelyard.modules.updates import LocalAdamW, LocalUpdates, local_part
+
+_EPS = 1e-8
+_LEAST_QUANTIZED = 4096
+"""Entries of a moment, as in torchao."""
+_LEAST_BLOCK = 64
+_CHUNK = 2**16
+"""Entries, a multiple of all blocks."""
+
+
+def make_optimizer(
+    lever: Optimizer, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]
+) -> TorchOptimizer:
+    """Makes the optimizer of a lever for groups of parameters, all on one mesh; ``betas`` are of AdamW."""
+    if lever.word in BLOCK:
+        return QuantizedAdamW(groups, word=lever.word, lr=lr, betas=betas)
+    make: dict[str, Callable[..., TorchOptimizer]] = {
+        "adamw": partial(LocalAdamW, betas=betas),
+        "sgd": _LocalSGD,
+        "adafactor": _LocalAdafactor,
+    }
+    return make[lever.word](groups, lr=lr)
+
+
+class _LocalSGD(LocalUpdates, SGD):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, fused=True, **options)
+
+
+class _LocalAdafactor(LocalUpdates, Adafactor):
+    """Adafactor on parameters that every rank has whole."""
+
+
+class QuantizedAdamW(TorchOptimizer):
+    """AdamW with moments in 8 or 4 bits; the update and the moments are torchao's."""
+
+    def __init__(
+        self, params: Any, *, word: str, lr: float, betas: tuple[float, float], weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self._word = word
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Updates the parameters that have a gradient."""
+        assert closure is None, "the loss is computed before"
+        for group in self.param_groups:
+            lr = torch.as_tensor(group["lr"], dtype=torch.float32)  # as a number it would be compiled in
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = _moment(self._word, parameter, is_signed=True)
+                    state["exp_avg_sq"] = _moment(self._word, parameter, is_signed=False)
+                state["step"] += 1
+                of_entries = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                parts = [local_part(each).detach() for each in of_entries]
+                for value, gradient, mean, square in _chunks(parts) if parts[0].device.type == "cpu" else [parts]:
+                    _update(parts[0].device.type)(
+                        *(value, gradient, state["step"], mean, square, None, lr, *group["betas"]),
+                        *(group["weight_decay"], _EPS, True, False),
+                    )
+
+
+def stored(state: Tensor) -> Tensor:
+    """A state as a checkpoint holds it: of a quantized one a copy in fp32, in memory of the CPU; any other itself."""
+    if not _is_quantized(state):
+        return state
+    part = local_part(state).detach()
+    values = torch.empty(part.shape, device=part.device)
+    for quantized, chunk in _chunks([part, values]):
+        chunk.copy_(quantized.dequantize())
+    return _like(state, values).cpu()
+
+
+def take(state: Tensor, values: Tensor) -> None:
+    """Quantizes what `stored` gave into a state; does nothing to one that is not quantized."""
+    if _is_quantized(state):
+        part = local_part(state).detach()
+        for quantized, chunk in _chunks([part, local_part(values).contiguous()]):
+            quantized.copy_(_scaled_again(chunk.to(part.device), quantized))
+
+
+def _scaled_again(values: Tensor, quantized: Tensor) -> Tensor:
+    """Values that get the scales that they had, where they are what quantized ones stand for.
+
+    A scale is the largest magnitude of a block, and the lowest code stands for less than a negative scale: 0.993 of it
+    in 8 bits, 0.8875 in 4. So that much more stands in the place of values that have the lowest code.
+    """
+    if not quantized.signed:
+        return values
+    blocks = values.view(-1, quantized.block_size)
+    least = blocks.amin(-1, keepdim=True)
+    scale = least / quantized.qmap[0]
+    has_lowest = (blocks == least) & (scale > blocks.amax(-1, keepdim=True))
+    return torch.where(has_lowest, -scale, blocks).view(-1)
+
+
+def _is_quantized(state: Tensor) -> bool:
+    return is_traceable_wrapper_subclass(local_part(state))
+
+
+def _moment(word: str, parameter: nn.Parameter, *, is_signed: bool) -> Tensor:
+    """A moment of zeros, quantized where this rank's part of the parameter is large enough and divides into blocks."""
+    part = local_part(parameter).detach()
+    block = math.gcd(part.numel(), BLOCK[word])
+    if part.numel() < _LEAST_QUANTIZED or block < _LEAST_BLOCK:
+        return _like(parameter, torch.zeros_like(part))
+    return _like(parameter, _state_type(word).zeros(part.shape, is_signed, block, part.device, dtype=part.dtype))
+
+
+def _like(whole: Tensor, part: Tensor) -> Tensor:
+    """The tensor of which ``part`` is this rank's, placed as ``whole``."""
+    if not isinstance(whole, DTensor):
+        return part
+    place = {"device_mesh": whole.device_mesh, "placements": whole.placements}
+    return DTensor.from_local(part, **place, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The same entries of each tensor, a chunk at a time, as views; of a gradient that is not contiguous as copies.
+
+    The first chunk of fake tensors stands for all: the others would do and hold the same.
+    """
+    flat = [each.view(-1) if _is_quantized(each) else each.reshape(-1) for each in tensors]
+    num_entries = tensors[0].numel()
+    for first in range(0, min(num_entries, _CHUNK) if isinstance(tensors[0], FakeTensor) else num_entries, _CHUNK):
+        yield [each[first : first + _CHUNK] for each in flat]
+
+
+@cache
+def _state_type(word: str) -> Any:
+    """The class of quantized moments."""
+    with _quietly_imported():
+        from torchao.optim import subclass_4bit, subclass_8bit
+
+        for module in (subclass_4bit, subclass_8bit):  # tables that fake tensors cannot make
+            module.get_qmap_signed()
+            module.get_qmap_unsigned()
+    return {"adamw-8bit": subclass_8bit.OptimState8bit, "adamw-4bit": subclass_4bit.OptimState4bit}[word]
+
+
+@cache
+def _update(device_type: str) -> Callable[..., None]:
+    """The update of one tensor on a device of this type."""
+    with _quietly_imported():
+        from torchao.optim.adam import single_param_adam
+    if device_type == "cpu":
+        return single_param_adam
+    compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
+
+    def update(*arguments: Any) -> None:
+        with torch._dynamo.utils.disable_cache_limit():  # one for each shape, as many as there are
+            compiled(*arguments)
+
+    return update
+
+
+@contextlib.contextmanager
+def _quietly_imported() -> Iterator[None]:
+    """torchao tells of kernels that it cannot load and that nothing here calls."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,233 @@
+"""The optimizer as a lever: what is written of it, what it costs, and what is refused; and a lever of a test."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from steelyard.cli import plan as plan_command
+from steelyard.cli.levers import with_levers
+from steelyard.cost.compute import optimizer_s
+from steelyard.cost.job import DeviceGroup, Job
+from steelyard.cost.predict import predict_memory
+from steelyard.errors import InvalidPlanError, UserError
+from steelyard.hardware import parse_cluster
+from steelyard.levers import LEVERS, NO_LEVERS, Effects, Lever, Levers
+from steelyard.levers.optimizer import LAYER_BYTES, Optimizer
+from steelyard.plan.file import dump_json, read_plan, write_plan
+from steelyard.plan.plan import Plan
+from steelyard.planning.complete import find_plan
+from steelyard.runtime.dry_run import dry_run
+from steelyard.tracer.cache import cached_trace
+from tests.cost.examples import CONFIG
+from tests.jobs import make_job
+from tests.runtime.models import make_plan
+
+GIB = 2**30
+KEPT = {"adamw": 8, "adamw-8bit": 2 * (1 + 4 / 256), "adamw-4bit": 2 * (1 / 2 + 4 / 128), "sgd": 0}
+"""Bytes of a parameter."""
+MOVED = {"adamw": 28, "adamw-8bit": 12 + 2 * KEPT["adamw-8bit"], "adamw-4bit": 12 + 2 * KEPT["adamw-4bit"]} | {
+    "sgd": 12,
+    "adafactor": 20,
+}
+
+
+def chosen(word: str) -> Levers:
+    return Levers.of({"optimizer": word})
+
+
+def job(word: str) -> Job:
+    return make_job("llama-demo", "1x2xa100-40gb", global_batch=4, seq_len=64, levers={"optimizer": word})
+
+
+# what is written of it
+
+
+@pytest.mark.parametrize("word", MOVED)
+def test_a_text_says_one_value_and_a_value_one_text(word: str) -> None:
+    assert str(Optimizer.parse(word)) == word
+    assert chosen(word).texts == ({} if word == "adamw" else {"optimizer": word})
+    assert chosen(word).value(Optimizer) == Optimizer(word)
+
+
+def test_another_text_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError) as caught:
+        Optimizer.parse("adamw-8bits")
+    assert (caught.value.field, caught.value.found) == ("--optimizer", "'adamw-8bits'")
+    assert "adamw-8bit" in (caught.value.hint or "")
+
+
+def test_an_unknown_lever_in_a_plan_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError) as caught:
+        small_plan("dp2, dp2, dp2, dp2", levers={"optimiser": "sgd"})
+    assert "levers.optimiser" in caught.value.field
+    assert "optimizer" in (caught.value.hint or "")
+
+
+def test_a_plan_without_levers_says_nothing_of_them() -> None:
+    options: dict[str, Any] = {"global_batch": 4, "seq_len": 64}
+    plain = find_plan("llama-demo", "1x2xa100-40gb", **options)
+    named = find_plan("llama-demo", "1x2xa100-40gb", **options, levers={"optimizer": "adamw", "train": None})
+    assert "levers" not in json.loads(dump_json(plain))
+    assert dump_json(named) == dump_json(plain)
+
+
+def small_plan(*stages: str, **options: Any) -> Plan:
+    sizes = {"num_microbatches": 2, "global_batch": 16, "num_devices": 2}
+    return make_plan("llama-tied", *stages, **sizes | options)
+
+
+# what is refused
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2 zero2", "tp2", "tp2+sp"])
+def test_adafactor_under_what_divides_matrices_is_refused_in_plans(strategy: str) -> None:
+    levers = {"optimizer": "adafactor"}
+    with pytest.raises(InvalidPlanError, match="no fsdp, no tp, no ep"):
+        small_plan(f"dp2, {strategy}, dp2, dp2", levers=levers)
+    assert small_plan("dp2, dp2, dp2 remat=full, dp2", levers=levers).chosen_levers.value(Optimizer).word == "adafactor"
+
+
+def test_no_plan_for_adafactor_divides_matrices() -> None:
+    """Where the fastest plan with SGD, which keeps no more, does."""
+    options: dict[str, Any] = {"global_batch": 8, "seq_len": 512, "memory": 8 * GIB}
+    found = {
+        word: find_plan("llama3.2-1b", "1x8xa100-40gb", **options, levers={"optimizer": word})
+        for word in ("sgd", "adafactor")
+    }
+    divided = {
+        word: any(max(each.state_shards, each.tensor_degree) > 1 for each in plan.strategies)
+        for word, plan in found.items()
+    }
+    assert divided == {"sgd": True, "adafactor": False}
+
+
+# what it costs
+
+
+@pytest.mark.parametrize("word", MOVED)
+def test_the_seconds_of_its_step_go_as_the_bytes_that_it_moves(word: str) -> None:
+    plain, other = (optimizer_s(1e9, job(each)) for each in ("adamw", word))
+    assert other / plain == pytest.approx(MOVED[word] / MOVED["adamw"])
+
+
+@pytest.mark.parametrize("word", KEPT)
+def test_what_it_keeps_goes_as_its_bytes_a_parameter(word: str) -> None:
+    """Of the layers of llama3.2-1b, which have 1.24 billion parameters and the head another 0.26."""
+    plan = find_plan("llama3.2-1b", "1x1xa100-80gb", global_batch=1, seq_len=64, levers={"optimizer": word})
+    assert plan.prediction is not None
+    (stage,) = plan.prediction.stages
+    params = stage.memory_bytes["parameters"] / 4
+    more = stage.memory_bytes.get("optimizer", 0) - KEPT[word] * params
+    assert 0 <= more <= 18 * LAYER_BYTES.get(word, 0) + 4096
+
+
+def test_no_optimizer_keeps_more_than_adamw_of_the_smallest_layers() -> None:
+    plan = small_plan("dp2, dp2, dp2, dp2")
+    kept = {word: sum(terms["optimizer"] for terms in predict_memory(plan, traced_job(plan, word))) for word in KEPT}
+    assert max(kept.values()) == kept["adamw"]
+
+
+def traced_job(plan: Plan, word: str) -> Job:
+    profile = cached_trace(plan.chain(), seq_len=plan.seq_len, precision=plan.precision, degrees=(1, 2))
+    cluster = parse_cluster("1x2xcpu").with_memory(GIB)
+    return Job(
+        chain=plan.chain(),
+        groups=(DeviceGroup(profile=profile, cluster=cluster, budget_bytes=GIB),),
+        seq_len=plan.seq_len,
+        global_batch=plan.global_batch,
+        precision=plan.precision,
+        levers=chosen(word),
+    )
+
+
+MOST = 1.15
+"""Of predicted over found. The allowance of a layer is a tenth of what such small ones keep."""
+LARGER = CONFIG | {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 2000}
+CHECKED = {
+    "replicated": ("fp32", (", ".join(["dp2"] * 6),)),
+    "sharded, bf16": ("bf16", ("fsdp2, fsdp2 zero2, fsdp2, fsdp2 zero1, fsdp2 remat=full, fsdp2",)),
+    "tensors and sequence, bf16": ("bf16", (", ".join(["tp2+sp"] * 6),)),
+    "stages": ("fp32", ("single, single, single", "single, single, single")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", [word for word in MOVED if word != "adamw"])
+@pytest.mark.parametrize("name", CHECKED)
+def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str, word: str) -> None:
+    precision, stages = CHECKED[name]
+    if word == "adafactor" and name not in ("replicated", "stages"):
+        return
+    options: dict[str, Any] = {"precision": precision, "num_microbatches": 4, "global_batch": 8, "num_devices": 2}
+    plan = make_plan(LARGER, *stages, **options, levers=chosen(word).texts)
+    for stage, terms in enumerate(predict_memory(plan, traced_job(plan, word))):
+        found = dry_run(plan, plan.stages[stage].ranks[0], backend="gloo")
+        peak = max((found.first_step, found.later_steps), key=lambda each: each.total_bytes)
+        assert 1.0 <= sum(terms.values()) / peak.total_bytes <= MOST, f"stage {stage}: {terms}, found {peak}"
+        assert terms.get("optimizer", 0) >= found.later_steps.terms.get("optimizer", 0)
+
+
+# a lever of a test: one class and one entry
+
+
+@dataclass(frozen=True, slots=True)
+class Momentum(Lever):
+    """SGD with momentum, in so many bytes."""
+
+    num_bytes: int = 0
+
+    name: ClassVar[str] = "momentum"
+    help: ClassVar[str] = "Bytes of a momentum."
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        return cls(int(text))
+
+    def __str__(self) -> str:
+        return str(self.num_bytes)
+
+    @property
+    def is_default(self) -> bool:
+        return not self.num_bytes
+
+    def effects(self, effects: Effects) -> Effects:
+        return replace(effects, state_bytes=float(self.num_bytes), update_bytes=12.0 + 2 * self.num_bytes)
+
+
+@pytest.fixture
+def momentum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LEVERS, "momentum", Momentum)
+
+
+@pytest.mark.usefixtures("momentum")
+def test_a_lever_more_is_planned_and_priced_and_written(tmp_path: Path) -> None:
+    find: Callable[..., Plan] = find_plan
+    plain, changed = (
+        find("llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, levers=levers)
+        for levers in ({}, {"momentum": "2"})
+    )
+    assert plain.prediction is not None
+    assert changed.prediction is not None
+    before, after = (each.prediction.stages[0] for each in (plain, changed))
+    assert after.memory_bytes["optimizer"] < before.memory_bytes["optimizer"] / 3
+    assert after.time_s["optimizer"] == pytest.approx(before.time_s["optimizer"] * 16 / 28)
+    write_plan(changed, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json").chosen_levers == Levers((Momentum(2),))
+    assert plain.chosen_levers == NO_LEVERS
+
+
+@pytest.mark.usefixtures("momentum")
+def test_a_lever_more_has_an_option(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(with_levers(plan_command.plan.__wrapped__))
+    job = ["llama-demo", "--cluster", "1x1xa100-40gb", "--global-batch", "1", "--seq-len", "64", "--momentum", "2"]
+    result = CliRunner().invoke(app, [*job, "-o", str(tmp_path / "plan.json")])
+    assert result.exit_code == 0, result.output
+    assert "momentum 2" in result.output
+    assert json.loads((tmp_path / "plan.json").read_text())["levers"] == {"momentum": "2"}

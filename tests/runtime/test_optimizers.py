@@ -1,0 +1,165 @@
+"""The optimizers of plans: every plan trains as one process does, and resumes what another plan or optimizer wrote."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from steelyard.errors import InvalidCheckpointError
+from steelyard.plan.file import write_plan
+from steelyard.plan.plan import Plan
+from steelyard.runtime.checkpoint_folder import plan_hash
+from steelyard.runtime.options import TrainOptions
+from steelyard.runtime.train import train
+from tests.runtime.models import CONFIGS, make_plan
+from tests.runtime.processes import one_process, run_module
+
+STEPS, MIDDLE = 4, 2
+RUN = TrainOptions(steps=STEPS, warmup_steps=0, checkpoint_every=MIDDLE)
+RATES = {"adamw": 0.01, "adamw-8bit": 0.01, "adamw-4bit": 0.01, "sgd": 1.0, "adafactor": 0.1}
+"""With which a few steps change the loss by a tenth and more."""
+CONFIG = {**CONFIGS["llama-tied"], "vocab_size": 250}
+"""A tied matrix whose shards are no whole number of usual blocks; shards of others are quantized or too small to be."""
+STAGES: dict[str, tuple[str, ...]] = {
+    "alone": ("single, single, single, single",),
+    "replicated": ("dp2, dp2, dp2, dp2",),
+    "stages": ("single, single", "single, single"),
+    "sharded": ("fsdp2, fsdp2 zero2, fsdp2, fsdp2",),
+    "tensors": ("tp2, tp2+sp, tp2, tp2",),
+    "mixed": ("fsdp4, tp2-fsdp2, dp2-tp2, fsdp4",),
+}
+DEVICES = {"alone": 1, "mixed": 4}
+"""2 of others."""
+WORDS = {
+    "adamw-8bit": tuple(STAGES),
+    "adamw-4bit": tuple(STAGES),
+    "sgd": ("alone", "stages", "mixed"),
+    "adafactor": ("alone", "replicated", "stages"),
+}
+RUNS = [(word, name) for word, names in WORDS.items() for name in names if name != "alone"]
+EXACT_TOLERANCE = 1e-5
+"""Of losses, relative: sums in another order. Of quantized moments too where tensors are whole: `WHOLE`."""
+TOLERANCE = {"adamw-8bit": 2e-4, "adamw-4bit": 1e-2}
+"""Where moments are quantized whose blocks are cut otherwise, or that are in fp32 in shards of under 4,096 entries."""
+WHOLE = {"alone", "replicated", "stages"}
+RESUMED = [
+    ("adamw-8bit", "sharded", "adamw-8bit", "sharded"),
+    ("adamw-8bit", "sharded", "adamw-8bit", "stages"),
+    ("adamw-8bit", "sharded", "adamw-8bit", "mixed"),
+    ("adamw-8bit", "sharded", "adamw", "tensors"),
+    ("adamw-4bit", "stages", "adamw-4bit", "stages"),
+    ("adamw-4bit", "stages", "adamw-4bit", "replicated"),
+    ("adafactor", "stages", "adafactor", "stages"),
+    ("adafactor", "stages", "adafactor", "replicated"),
+    ("sgd", "stages", "sgd", "mixed"),
+]
+"""Optimizer and plan of a run, and of the one that goes on with its checkpoint."""
+
+
+@cache
+def plan_of(word: str, name: str) -> Plan:
+    return make_plan(
+        CONFIG,
+        *STAGES[name],
+        num_microbatches=2,
+        global_batch=8,
+        num_devices=DEVICES.get(name, 2),
+        levers={} if word == "adamw" else {"optimizer": word},
+    )
+
+
+class Runs:
+    """Losses of all runs, and their checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.losses: dict[str, Any] = {}
+
+    def job(self, name: str, plan: Plan, options: TrainOptions) -> dict[str, Any]:
+        path = self.folder / f"{name}.json"
+        write_plan(plan, path)
+        rate = RATES[plan.levers.get("optimizer", "adamw")]
+        data, arguments = str(self.folder / "tokens.npy"), replace(options, lr=rate).arguments()
+        return {"name": name, "plan": str(path), "data": data, "arguments": arguments, "processes": plan.num_devices}
+
+    def jobs(self) -> list[dict[str, Any]]:
+        written = {(word, name) for word, name, *_ in RESUMED}
+        found = []
+        for word, names in WORDS.items():
+            for name in names:
+                folder = self.folder / f"{word} {name}" if (word, name) in written else None
+                found.append(self.job(f"{word} {name}", plan_of(word, name), replace(RUN, checkpoint_dir=folder)))
+        for word, name, other, plan in RESUMED:
+            middle = self.folder / f"{word} {name}" / f"step-{MIDDLE:08d}"
+            options = replace(RUN, resume=str(middle))
+            found.append(self.job(f"{word} {name}, {other} {plan}", plan_of(other, plan), options))
+        return sorted(found, key=lambda job: job["processes"])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("optimizers"))
+    write_tokens(runs.folder)
+    jobs, result = runs.folder / "jobs.json", runs.folder / "result.json"
+    jobs.write_text(json.dumps(runs.jobs()))
+    runs.losses = run_module("tests.runtime.run_worker", jobs, result=result)
+    return runs
+
+
+def write_tokens(folder: Path) -> Path:
+    np.save(folder / "tokens.npy", np.arange(20_000, dtype=np.uint16) % 250)
+    return folder / "tokens.npy"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("word", "name"), RUNS)
+def test_losses_equal_those_of_one_process(runs: Runs, word: str, name: str) -> None:
+    found, expected = ([loss for _, loss in runs.losses[f"{word} {each}"]] for each in (name, "alone"))
+    assert found == pytest.approx(expected, rel=tolerance(word, name))
+    assert found[:2] == pytest.approx(expected[:2], rel=EXACT_TOLERANCE)
+    assert expected[-1] < 0.95 * expected[0]
+
+
+def tolerance(word: str, *names: str) -> float:
+    """Of losses under these plans."""
+    return EXACT_TOLERANCE if WHOLE.issuperset(names) else TOLERANCE.get(word, EXACT_TOLERANCE)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("word", WORDS)
+def test_no_optimizer_trains_as_another(runs: Runs, word: str) -> None:
+    last, *others = (runs.losses[f"{each} alone"][-1] for each in (word, *(each for each in WORDS if each != word)))
+    assert last not in others
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("word", "name", "other", "plan"), RESUMED)
+def test_a_run_goes_on_under_another_plan(runs: Runs, word: str, name: str, other: str, plan: str) -> None:
+    found = runs.losses[f"{word} {name}, {other} {plan}"]
+    expected = runs.losses[f"{word} {name}"][MIDDLE:]
+    if (word, name) == (other, plan):
+        assert found == expected
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], rel=tolerance(word, name, plan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "other"), [("sgd", "adamw"), ("adafactor", "adamw-8bit"), ("adamw-8bit", "adafactor")]
+)
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, word: str, other: str) -> None:
+    data, options = write_tokens(tmp_path), replace(RUN, steps=1, warmup_steps=0, checkpoint_dir=tmp_path / "written")
+    with one_process():
+        train(plan_of(word, "alone"), data, options)
+    again = replace(RUN, resume=str(tmp_path / "written"))
+    with one_process(), pytest.raises(InvalidCheckpointError, match="of the same model and optimizer"):
+        train(plan_of(other, "alone"), data, again)
+
+
+def test_plans_with_unlike_optimizers_are_unlike() -> None:
+    hashes = {plan_hash(plan_of(word, "alone")) for word in (*WORDS, "adamw")}
+    assert len(hashes) == len(WORDS) + 1
