@@ -49,6 +49,7 @@ MAY_HOLD = {
     "engines/__init__.py": THEIRS,
     "engines/config_entries.py": THEIRS,
     "engines/settings.py": LANGUAGE,
+    "levers/quantized_base.py": DATA,
     "model/family.py": DATA,
     "model/own.py": DATA,
     "model/split.py": DATA,
