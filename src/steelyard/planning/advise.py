@@ -6,6 +6,7 @@ two, by what a GiB that they save costs of a step; then the others, by what is s
 """
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -21,6 +22,10 @@ from steelyard.units import GIB, format_seconds
 
 LIMIT_S = 1.0
 """Of the search for the fastest plan under one change."""
+TOTAL_S = 10.0
+"""After which no further change is tried."""
+MOST_HINTED = 64
+"""Devices of a cluster for which changes are tried unasked."""
 NUM_HINTS = 3
 """Changes that are named where nothing fits."""
 _NO_LIMIT = 2**50
@@ -85,8 +90,12 @@ def advise(request: PlanRequest, *, progress: Progress = lambda _: None) -> Foun
     found: dict[str, Advice] = {}
     left_out: list[str] = []
     best: dict[str, tuple[Advice, dict[str, str]]] = {}
+    deadline = time.process_time() + TOTAL_S
     for texts in _single(request):
         progress(" ".join(texts.values()))
+        if time.process_time() > deadline:
+            left_out.append(f"{_options(texts)}: no time was left")
+            continue
         each = _try(limited, texts, own, free.step_s)
         if isinstance(each, str):
             left_out.append(each)
@@ -96,6 +105,8 @@ def advise(request: PlanRequest, *, progress: Progress = lambda _: None) -> Foun
         if each.saved_bytes > 0 and (name not in best or each.order < best[name][0].order):
             best[name] = each, texts
     for (_, one), (_, other) in combinations(best.values(), 2):
+        if time.process_time() > deadline:
+            break
         progress(" and ".join((*one.values(), *other.values())))
         each = _try(limited, one | other, own, free.step_s)
         if isinstance(each, Advice):
@@ -105,7 +116,8 @@ def advise(request: PlanRequest, *, progress: Progress = lambda _: None) -> Foun
 
 def hints(request: PlanRequest) -> Iterator[str]:
     """The best changes in a line each, for where nothing fits."""
-    if request.is_mixed or request.seq_len is None or request.global_batch is None:
+    is_large = request.cluster.num_devices > MOST_HINTED
+    if is_large or request.is_mixed or request.seq_len is None or request.global_batch is None:
         return
     for each in advise(request).changes[:NUM_HINTS]:
         if each.fits:
