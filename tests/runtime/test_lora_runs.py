@@ -29,15 +29,15 @@ pytestmark = [
 TEXT = "lora:r=4,alpha=16,targets=q_proj+v_proj+down_proj"
 
 
-def _plan(*stages: str, num_microbatches: int) -> Plan:
+def _plan(*stages: str, num_microbatches: int, base: str | None = None) -> Plan:
     sizes = {"global_batch": 8, "num_microbatches": num_microbatches, "num_devices": 4}
-    return lora_plan(TEXT, "llama", *stages, **sizes)
+    return lora_plan(TEXT, "llama", *stages, base=base, **sizes)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a base that is written out, a run from it, the rest of it under another plan, and the same with merged
-    weights."""
+    """Of a base that is written out, a run from it and the rest of it under another plan, with merged weights; the same
+    beside a base in 4 bits."""
     folder = tmp_path_factory.mktemp("lora")
     np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 20_000).astype(np.uint16))
     one = _plan("fsdp4, fsdp4, tp4, fsdp2-tp2+sp, dp4, fsdp4, tp2-fsdp2, fsdp4", num_microbatches=2)
@@ -45,11 +45,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = build_model(one.chain().unchanged, seed=7)
     base.save_pretrained(folder / "base")
     lr = replace(RUN, lr=0.05, init=folder / "base", export_hf=folder / "adapters")
-    middle = str(folder / "one" / f"step-{MIDDLE:08d}")
+    short, other_short = (
+        _plan(*stages, num_microbatches=2, base="nf4")
+        for stages in (
+            ["fsdp4, fsdp4, dp4, fsdp4, dp4, fsdp4, dp2-fsdp2, fsdp4"],
+            ["dp2, fsdp2, dp2", ", ".join(["fsdp2"] * 5)],
+        )
+    )
+    middle, short_middle = (str(folder / name / f"step-{MIDDLE:08d}") for name in ("one", "nf4"))
     jobs = []
     for name, plan, options in (
         ("one", one, replace(lr, checkpoint_dir=folder / "one")),
         ("other", other, replace(lr, init=None, resume=middle, export_hf=folder / "merged", merge=True)),
+        ("nf4", short, replace(lr, checkpoint_dir=folder / "nf4", export_hf=folder / "beside nf4")),
+        ("nf4, other", other_short, replace(lr, init=None, resume=short_middle, export_hf=None)),
     ):
         write_plan(plan, folder / f"{name}.json")
         of = {"plan": str(folder / f"{name}.json"), "data": str(folder / "tokens.npy"), "processes": 4}
@@ -65,10 +74,20 @@ def _logits(model: Any) -> Tensor:
     return logits
 
 
-def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(folder: Path) -> None:
+@pytest.mark.parametrize(("whole", "rest"), [("one", "other"), ("nf4", "nf4, other")])
+def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(folder: Path, whole: str, rest: str) -> None:
     losses = json.loads((folder / "losses.json").read_text())
-    expected = [loss for _, loss in losses["one"][MIDDLE:]]
-    assert [loss for _, loss in losses["other"]] == pytest.approx(expected, rel=1e-5)
+    expected = [loss for _, loss in losses[whole][MIDDLE:]]
+    assert [loss for _, loss in losses[rest]] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_base_in_four_bits_begins_near_the_base_and_not_with_it(folder: Path) -> None:
+    losses = json.loads((folder / "losses.json").read_text())
+    (_, first), (_, first_beside) = losses["one"][0], losses["nf4"][0]
+    assert first_beside == pytest.approx(first, rel=1e-2)
+    assert first_beside != pytest.approx(first, rel=1e-7)
+    with_adapters = load_folder(folder / "beside nf4")
+    assert with_adapters.keys() == load_folder(folder / "adapters").keys()
 
 
 def test_peft_reads_adapters_that_compute_what_the_merged_weights_do(folder: Path) -> None:
