@@ -53,6 +53,8 @@ def decision(found: ReportContents) -> Html:
             tag("b", most_used(plan), class_="whole"),
             f": a step of {tokens} tokens takes {step} and {verdict}.",
             f" {gained}." if (gained := gain_sentence(plan)) else "",
+            f" Changed: {plan.chosen_levers}." if plan.levers else "",
+            f" Not trained: {plan.model.frozen}." if plan.model.frozen else "",
         ]
     )
 
