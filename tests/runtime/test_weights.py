@@ -58,6 +58,9 @@ class WholeState:
     def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
         return dict(saved_tensors(self.model)) if copy == 0 else {}
 
+    def takers(self) -> dict[str, Any]:
+        return {}
+
 
 class HeadState:
     """The head of a model, as a rank has it that holds no other layer."""
@@ -73,6 +76,9 @@ class HeadState:
     def weights(self, *, copy: int = 0) -> dict[str, Tensor]:
         saved = [(f"{self._last}.{path}", tensor) for path, tensor in saved_tensors(self.head)]
         return {self.names.by_path[path]: t for path, t in saved if self.names.copy_of_path[path] == copy}
+
+    def takers(self) -> dict[str, Any]:
+        return {}
 
 
 def chain_of(name: str) -> ModelChain:
