@@ -205,16 +205,21 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
     found = np.zeros((15, len(chosen)), dtype=np.int64)
     for place, strategy in enumerate(chosen):
         layer = layer_profile(layer_type, strategy, config)
-        kept = execution.states.kept_bytes(
-            layer.num_params, strategy, execution.shard_degree, expert_params=layer.expert_params
+        trained, states, shards = layer.trained, execution.states, execution.shard_degree
+        kept = states.kept_bytes(
+            trained.num_params, strategy, shards, expert_params=trained.expert_params, effects=job.effects
         )
-        late = (
-            kept["parameters"] * job.compute_bytes // execution.states.parameters if execution.accumulates_late else 0
+        frozen = states.of_frozen.kept_bytes(
+            layer.frozen_params, strategy, shards, expert_params=layer.frozen_expert_params
         )
-        late = max(0, late - int(saved[place]))
-        step = execution.step_bytes(kept["parameters"], strategy.data_degree) - int(saved[place])
-        gradients = kept["gradients"] + late
-        found[:4, place] = kept["parameters"], gradients, kept["optimizer"], max(0, step - late)
+        late = kept["parameters"] * job.compute_bytes // states.parameters if execution.accumulates_late else 0
+        freed = kept["gradients"] if execution.frees_gradients and not config.has_several else 0
+        late = max(0, late + freed - int(saved[place]))
+        step = freed + execution.step_bytes(kept["parameters"], strategy.data_degree) - int(saved[place])
+        gradients = kept["gradients"] - freed + late
+        quantized = layer.buffer_bytes if job.chain.changes else 0
+        optimizer = kept["optimizer"] + (job.effects.layer_state_bytes if trained.num_params else 0)
+        found[:4, place] = kept["parameters"] + frozen["parameters"] + quantized, gradients, optimizer, max(0, step - late)
         bucket = execution.bucket_bytes if strategy.data_degree > 1 else 0
         share = config.microbatch_samples // (strategy.sample_degree * strategy.sequence_degree)
         found[13, place] = share * _entries(layer_type, config)[1] * job.compute_bytes * execution.kept_transfers
