@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from published_runs.frameworks import FIXED_SEGMENTS_RESERVE
-
 from lever_runs.jobs import Case, Skipped, case_of
 from lever_runs.rows import Row
 from steelyard.cost.predict import predict
@@ -102,7 +100,9 @@ def _forecast(case: Case) -> Forecast:
     step_s, terms, budget = price(case, case.seq_len)
     tensors = {name: each for name, each in terms.items() if name not in ("context", "allocator slack")}
     allocated = sum(tensors.values())
-    reserved = allocated + int(FIXED_SEGMENTS_RESERVE * sum(b for name, b in tensors.items() if name not in _STATES))
+    beside = case.framework.reserve * sum(each for name, each in tensors.items() if name not in _STATES)
+    beside += max(0.0, case.blocks_bytes - tensors.get("optimizer step", 0))
+    reserved = max(allocated, min(allocated + int(beside), budget - terms.get("context", 0)))
     seconds = _seconds(case, step_s)
     devices = case.cluster.num_devices
     tokens = case.tokens or (case.global_batch * case.mean_len if case.mean_len else None)

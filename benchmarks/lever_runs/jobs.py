@@ -92,8 +92,6 @@ _BASES: Mapping[tuple[str, str], str] = {
     ("nf4 (torchao)", "4"): "nf4",
 }
 """The base of as many bits: GPTQ's weights have scales of their own, and kernels that are not priced."""
-LONGEST_ALPACA = 1304
-"""Tokens of its longest sample by Llama 2's tokenizer (notes of litgpt_tables)."""
 _MIB = 2**20
 _DRAWS = 200
 
@@ -130,6 +128,12 @@ class Case:
     has_rates: bool
     """Whether the device is in the catalogue."""
 
+    @property
+    def blocks_bytes(self) -> float:
+        """Bytes that the allocator reserves for batches of other lengths than the longest."""
+        entries: float = self.settings.micro_batch * (self.mean_len or 0.0) * self.config["vocab_size"]
+        return self.framework.blocks_of_lengths * 4 * entries
+
     def job(self, seq_len: int) -> Job:
         """The job at a length, with what the framework's modules save beyond ours."""
         request = make_request(
@@ -161,11 +165,13 @@ class Case:
     def _head(self, layer: LayerProfile, job: Job) -> LayerProfile:
         entries = job.seq_len * job.chain.vocab_size
         (kept, peak), (ours, our_peak) = self.framework.loss_bytes, OUR_LOSS
-        layer = _with_more(layer, saved=(kept - ours) * entries, transient=((peak - kept) - (our_peak - ours)) * entries)
+        layer = _with_more(
+            layer, saved=(kept - ours) * entries, transient=((peak - kept) - (our_peak - ours)) * entries
+        )
         matrix = job.chain.vocab_size * job.chain.hidden_size
-        is_own = layer.num_params >= matrix and not job.chain.tied_embeddings
-        if not (is_own and self.framework.quantizes_head and dict(self.levers).get("base")):
+        if not (self.framework.quantizes_head and dict(self.levers).get("base")):
             return self._scaled(layer)
+        layer = _with_constant(layer, job.compute_bytes * matrix)
         fewer = {name: getattr(layer, name) - matrix for name in ("num_params", "frozen_params")}
         return self._scaled(layer.model_copy(update=fewer | {"buffer_bytes": layer.buffer_bytes + int(_NF4 * matrix)}))
 
@@ -180,6 +186,10 @@ class Case:
             more += _adapter_inputs(dict(self.levers).get("train", ""), framework.adapter_input_bytes, hidden, ffn)
         if framework.keeps_fused_qkv:
             more += 2 * (heads + groups) * width
+        if framework.dropout:
+            more -= _DROPPED * hidden * max(0, sum(name in dict(self.levers)["train"] for name in _QKV) - 1)
+        if self.settings.remat is Remat.FULL:
+            layer = _with_stream(layer, (framework.stream_bytes - job.compute_bytes) * hidden * job.seq_len)
         if framework.saves_quantized_inputs and dict(self.levers).get("base"):
             more += 2 * (3 * hidden + ffn)
         return self._scaled(_with_more(layer, saved=more * job.seq_len))
@@ -191,6 +201,26 @@ class Case:
         return layer.model_copy(update={"buffer_bytes": int(layer.buffer_bytes * (1 / 2 + 4 / 64) / _NF4)})
 
 
+def _with_constant(layer: LayerProfile, num_bytes: int) -> LayerProfile:
+    """The layer with so many more bytes while it works."""
+    names = ("forward_transient_bytes", "backward_transient_bytes")
+    lines = {name: getattr(layer, name) for name in names}
+    more = {n: Affine(constant=line.constant + num_bytes, per_sample=line.per_sample) for n, line in lines.items()}
+    return layer.model_copy(update=more)
+
+
+def _with_stream(layer: LayerProfile, num_bytes: int) -> LayerProfile:
+    """The layer with so many more bytes of its input, which is all that full recomputation saves."""
+    again = tuple(
+        each.model_copy(update={"saved_bytes": _more(each.saved_bytes, num_bytes)}) if each.remat == "full" else each
+        for each in layer.recomputations
+    )
+    return layer.model_copy(update={"recomputations": again})
+
+
+_DROPPED = 3
+"""Bytes of an entry that dropout saves: what is left of it, and the mask."""
+_QKV = ("q_proj", "k_proj", "v_proj")
 _NF4 = 1 / 2 + 1 / 64 + 4 / 16384
 """Bytes of a weight: `steelyard.levers.quantized_base`."""
 
@@ -226,8 +256,16 @@ def _adapter_inputs(train: str, entry_bytes: int, hidden: int, ffn: int) -> int:
     if targets == ["all-linear"]:
         targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     is_down = {each: each.startswith(("down", "fc2", "dense_4h")) for each in targets}
-    inputs = {"down" if is_down[each] else "mlp" if each.startswith(("gate", "up", "fc1", "dense_h")) else
-              "out" if each.startswith(("o_", "dense", "attention.", "self_attention.")) else "qkv" for each in targets}
+    inputs = {
+        "down"
+        if is_down[each]
+        else "mlp"
+        if each.startswith(("gate", "up", "fc1", "dense_h"))
+        else "out"
+        if each.startswith(("o_", "dense", "attention.", "self_attention."))
+        else "qkv"
+        for each in targets
+    }
     widths = [ffn if is_down[each] else hidden for each in targets]
     return entry_bytes * sum(widths) - 2 * sum(ffn if each == "down" else hidden for each in inputs)
 
@@ -251,6 +289,8 @@ def _case(row: Row) -> Case:
     framework = framework_of(row, config)
     if framework is None:
         raise _SkipError(f"framework without an engine: {row.text('framework')}")
+    if not framework.ties_head:
+        config = {**config, "tie_word_embeddings": False}
     precision = _precision(row)
     if precision not in framework.engine.precisions:
         raise _SkipError(f"{precision} is no lever yet")
@@ -258,8 +298,6 @@ def _case(row: Row) -> Case:
     accumulation = row.count("grad_accum") or 1
     data = count // (tp * pp * cp)
     cluster, has_rates = _cluster(row, count)
-    if "longest of 2 alpaca" in row.text("notes"):
-        seq_len = min(seq_len, LONGEST_ALPACA)
     mean_len, tokens = _mean_len(row, batch, seq_len)
     return Case(
         row=row,
@@ -295,7 +333,7 @@ def _needed(row: Row, column: str) -> int:
 
 def _refuse(row: Row) -> None:
     """Raises for what no lever has, and for layouts that no settings are."""
-    notes, method = row.text("notes"), row.text("method")
+    method = row.text("method")
     if row.text("scope") != "run":
         raise _SkipError(f"a measurement of scope {row.text('scope')}")
     for column, reason in _NOT_YET.items():
@@ -312,8 +350,8 @@ def _refuse(row: Row) -> None:
         raise _SkipError("layers split over devices that work one after another")
     if row.text("attention") == "eager":
         raise _SkipError("eager attention is no lever")
-    if "all linear" in notes and "multi" in method:
-        raise _SkipError("method not clear")
+    if "alpaca samples, at most" in row.text("notes"):
+        raise _SkipError("padded to the longest of a batch, whose length is not stated")
 
 
 def _precision(row: Row) -> str:
@@ -348,9 +386,10 @@ def _zero(row: Row, framework: Framework, data: int) -> int:
     is_sharded = (row.count("fsdp") or 1) > 1
     own = isinstance(framework.engine.execution.states, StateBytes)
     if is_sharded and own and data > 1:
-        if row.text("method") == "full":
-            raise _SkipError("all in bf16 under FSDP: our engines keep fp32 parameters")
-        raise _SkipError("adapters under FSDP in a framework with states of its own")
+        is_full = row.text("method") == "full"
+        raise _SkipError(
+            "all in bf16 under FSDP" if is_full else "adapters under FSDP1, which shards them with the base"
+        )
     return 3 if is_sharded or not own else 0
 
 
@@ -403,8 +442,9 @@ def _mean_len(row: Row, batch: int, seq_len: int) -> tuple[float | None, float |
 
 @cache
 def _mean_longest(mean: float, deviation: float, count: int, most: int) -> float:
-    """The mean of the longest of so many lognormal lengths, each cut at ``most``."""
+    """The mean of the longest of so many lognormal lengths, each ``most`` or less."""
     variance = math.log(1 + (deviation / mean) ** 2)
     normal = NormalDist(math.log(mean) - variance / 2, math.sqrt(variance))
-    quantiles = (((draw + 0.5) / _DRAWS) ** (1 / count) for draw in range(_DRAWS))
-    return sum(min(most, math.exp(normal.inv_cdf(each))) for each in quantiles) / _DRAWS
+    short = normal.cdf(math.log(most))
+    quantiles = (short * ((draw + 0.5) / _DRAWS) ** (1 / count) for draw in range(_DRAWS))
+    return sum(math.exp(normal.inv_cdf(each)) for each in quantiles) / _DRAWS

@@ -86,6 +86,7 @@ def _phi(hidden: int, layers: int, ffn: int, rotary: float) -> dict[str, Any]:
         "intermediate_size": ffn,
         "vocab_size": 51200,
         "partial_rotary_factor": rotary,
+        "hidden_act": "gelu_pytorch_tanh",  # the same function as gelu_new, in one kernel, as litgpt has it
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
     }
