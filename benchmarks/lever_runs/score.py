@@ -187,18 +187,18 @@ def targets_of(outcomes: Sequence[Outcome]) -> tuple[Target, ...]:
     return (
         Target(name="rows of scope run predicted", bound=0.85, reached=_part(_predicted(runs)), at_most=False),
         Target(
-            name="adapters, memory: median |error|", bound=0.05, reached=None if memory is None else memory.median_abs
+            name="adapters, memory: median error", bound=0.05, reached=None if memory is None else memory.median_abs
         ),
         Target(
-            name="adapters, memory: 90 % of |error|", bound=0.12, reached=None if memory is None else memory.p90_abs
+            name="adapters, memory: 90 % of errors", bound=0.12, reached=None if memory is None else memory.p90_abs
         ),
         Target(name="adapters, more than 5 % below allocated", bound=0.0, reached=_part([e < -MARGIN for e in low])),
         Target(name="ran, refused", bound=0.03, reached=_ratio(verdicts.refused, verdicts.num_ran)),
         Target(name="out of memory, accepted", bound=0.0, reached=_ratio(verdicts.accepted, verdicts.num_oom)),
         Target(name="pairs in memory: sign right", bound=0.97, reached=_signs(held), at_most=False),
-        Target(name="pairs in memory: median |error|", bound=0.10, reached=_median([abs(p.error) for p in held])),
+        Target(name="pairs in memory: median error", bound=0.10, reached=_median([abs(p.error) for p in held])),
         Target(name="pairs in time: sign right", bound=0.97, reached=_signs(timed), at_most=False),
-        Target(name="pairs in time: median |error|", bound=0.10, reached=_median([abs(p.error) for p in timed])),
+        Target(name="pairs in time: median error", bound=0.10, reached=_median([abs(p.error) for p in timed])),
         Target(name="adapters, time on fitted cards: median", bound=0.12, reached=_median(list(map(abs, times)))),
         Target(name="compile and float8 pairs: median", bound=0.06, reached=_median(special)),
     )
