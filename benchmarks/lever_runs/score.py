@@ -189,9 +189,7 @@ def targets_of(outcomes: Sequence[Outcome]) -> tuple[Target, ...]:
         Target(
             name="adapters, memory: median error", bound=0.05, reached=None if memory is None else memory.median_abs
         ),
-        Target(
-            name="adapters, memory: 90 % of errors", bound=0.12, reached=None if memory is None else memory.p90_abs
-        ),
+        Target(name="adapters, memory: 90 % of errors", bound=0.12, reached=None if memory is None else memory.p90_abs),
         Target(name="adapters, more than 5 % below allocated", bound=0.0, reached=_part([e < -MARGIN for e in low])),
         Target(name="ran, refused", bound=0.03, reached=_ratio(verdicts.refused, verdicts.num_ran)),
         Target(name="out of memory, accepted", bound=0.0, reached=_ratio(verdicts.accepted, verdicts.num_oom)),
