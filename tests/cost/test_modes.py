@@ -15,6 +15,7 @@ from steelyard.cost.switching import switch_table
 from steelyard.engines.execution import FSDP2_STATES, OURS, Execution, StateBytes
 from steelyard.engines.native import NATIVE
 from steelyard.hardware import Backend
+from steelyard.levers import Effects
 from steelyard.plan.strategy import parse_strategy
 from steelyard.profiles.profile import MeasuredTime
 from tests.cost.examples import config, job, plan
@@ -134,3 +135,30 @@ def test_divided_experts_share_no_optimizer_state_beyond_their_replicas() -> Non
     own = StateBytes(parameters=2, gradients=4, optimizer=12, zero=1)
     kept = own.kept_bytes(80 + 160, parse_strategy("dp8 ep4"), None, expert_params=160)
     assert kept == {"parameters": 2 * (80 + 40), "gradients": 4 * (80 + 40), "optimizer": 12 * (10 + 20)}
+
+
+def test_frozen_parameters_are_kept_once_without_gradients_and_states() -> None:
+    own = StateBytes(parameters=4, gradients=4, optimizer=8, zero=0)
+    single = parse_strategy("single")
+    assert own.of_frozen.kept_bytes(80, single, None) == {"parameters": 160, "gradients": 0, "optimizer": 0}
+    wider = replace(own, frozen=4).of_frozen.kept_bytes(80, single, None)
+    assert wider["parameters"] == 320
+
+
+def test_another_optimizer_keeps_as_much_of_moments_in_every_framework_and_master_copies_beside() -> None:
+    eight_bit = Effects(state_bytes=2.0)
+    single = parse_strategy("single")
+    in_bf16 = StateBytes(parameters=2, gradients=2, optimizer=4, zero=0)
+    assert in_bf16.kept_bytes(80, single, None, effects=eight_bit)["optimizer"] == 160
+    assert in_bf16.kept_bytes(80, single, None, effects=Effects())["optimizer"] == 320
+    assert OWN.kept_bytes(80, single, None, effects=eight_bit)["optimizer"] == 80 * (12 - 8 + 2)
+
+
+def test_gradients_that_are_freed_are_there_as_activations_no_longer_are() -> None:
+    same = ", ".join(["dp8"] * 6)
+    kept = replace(job(), engine=replace(NATIVE, execution=Execution(states=replace(OWN, zero=0))))
+    freed = replace(kept, engine=replace(NATIVE, execution=replace(kept.execution, frees_gradients=True)))
+    one, several = (plan(kept, same, num_microbatches=count) for count in (1, 2))
+    whole = predict_memory(one, kept)[0]
+    assert predict_memory(one, freed)[0].get("gradients", 0) < whole["gradients"]
+    assert predict_memory(several, freed) == predict_memory(several, kept)

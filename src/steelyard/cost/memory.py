@@ -55,6 +55,7 @@ from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.stages import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
+from steelyard.profiles.profile import LayerProfile
 from steelyard.schedules import USUAL
 
 IntTable = NDArray[np.int64]
@@ -203,24 +204,39 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
     assert isinstance(execution.states, StateBytes), "no other keeps buffers of its own"
     saved, _, _, forward, backward, read = LayerRow.of(layer_type, chosen, config).work(config)
     found = np.zeros((15, len(chosen)), dtype=np.int64)
+    is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and not config.is_piped
     for place, strategy in enumerate(chosen):
         layer = layer_profile(layer_type, strategy, config)
-        kept = execution.states.kept_bytes(
-            layer.num_params, strategy, execution.shard_degree, expert_params=layer.expert_params
+        layer = _without_tied(layer, job.chain.vocab_size * job.chain.hidden_size, strategy) if is_again else layer
+        trained, states, shards = layer.trained, execution.states, execution.shard_degree
+        kept = states.kept_bytes(
+            trained.num_params, strategy, shards, expert_params=trained.expert_params, effects=job.effects
         )
-        late = (
-            kept["parameters"] * job.compute_bytes // execution.states.parameters if execution.accumulates_late else 0
+        frozen = states.of_frozen.kept_bytes(
+            layer.frozen_params, strategy, shards, expert_params=layer.frozen_expert_params
         )
-        late = max(0, late - int(saved[place]))
-        step = execution.step_bytes(kept["parameters"], strategy.data_degree) - int(saved[place])
-        gradients = kept["gradients"] + late
-        found[:4, place] = kept["parameters"], gradients, kept["optimizer"], max(0, step - late)
+        late = kept["parameters"] * job.compute_bytes // states.parameters if execution.accumulates_late else 0
+        freed = kept["gradients"] if execution.frees_gradients and not config.has_several else 0
+        late = max(0, late + freed - int(saved[place]))
+        step = freed + execution.step_bytes(kept["parameters"], strategy.data_degree) - int(saved[place])
+        gradients = kept["gradients"] - freed + late
+        quantized = layer.buffer_bytes if job.chain.changes else 0
+        optimizer = kept["optimizer"] + (job.effects.layer_state_bytes if trained.num_params else 0)
+        parameters = kept["parameters"] + frozen["parameters"] + quantized
+        found[:4, place] = parameters, gradients, optimizer, max(0, step - late)
         bucket = execution.bucket_bytes if strategy.data_degree > 1 else 0
         share = config.microbatch_samples // (strategy.sample_degree * strategy.sequence_degree)
         found[13, place] = share * _entries(layer_type, config)[1] * job.compute_bytes * execution.kept_transfers
         found[8:11, place] = max(int(forward[place]), int(backward[place]), 0) + bucket
     found[4], found[6] = read, saved
     return found
+
+
+def _without_tied(layer: LayerProfile, num_params: int, strategy: Strategy) -> LayerProfile:
+    """The head without the matrix of so many parameters that the embedding has, which no buffer holds twice."""
+    shared = min(num_params // strategy.tensor_degree, layer.num_params)
+    fewer = {"num_params": layer.num_params - shared, "frozen_params": max(0, layer.frozen_params - shared)}
+    return layer.model_copy(update=fewer)
 
 
 def memory_tables(config: JobConfig, strategies: Sequence[Strategy], rows: LayerRows) -> dict[str, Any]:

@@ -4,10 +4,12 @@
 read in code or papers and which were chosen on those runs.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
 from steelyard.engines.kernels import Kernels
+from steelyard.levers.lever import Effects
 from steelyard.plan.strategy import Strategy
 
 Dispatcher = Literal["all-to-all", "deep", "all-gather"]
@@ -28,6 +30,8 @@ class StateBytes:
     gradients: int
     optimizer: int
     zero: int
+    frozen: int = 2
+    """Bytes of a parameter that is not trained, which has no gradient and no optimizer state."""
 
     kept_apart: ClassVar[tuple[str, ...]] = ("context", "parameters", "gradients", "optimizer", "optimizer step")
     """Terms of memory that no allocator holds more for than they are."""
@@ -36,12 +40,29 @@ class StateBytes:
         """Ranks over which the optimizer states of a replicated layer are divided."""
         return 1 if self.zero == 0 else min(shard_degree or data_degree, data_degree)
 
+    @property
+    def of_frozen(self) -> "StateBytes":
+        """The same for parameters that are not trained."""
+        return replace(self, parameters=self.frozen, gradients=0, optimizer=0)
+
     def kept_bytes(
-        self, num_params: int, strategy: Strategy, shard_degree: int | None, *, expert_params: int = 0
+        self,
+        num_params: int,
+        strategy: Strategy,
+        shard_degree: int | None,
+        *,
+        expert_params: int = 0,
+        effects: Effects | None = None,
     ) -> dict[str, int]:
-        """Bytes of a layer's states on one rank, ``expert_params`` of whose parameters are in routed experts."""
+        """Bytes of a layer's states on one rank, ``expert_params`` of whose parameters are in routed experts.
+
+        ``effects`` are of an optimizer other than AdamW, which keeps as much in every framework, beside master copies.
+        """
         experts = expert_params if strategy.expert_degree > 1 else 0
-        parts = {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer}
+        optimizer: float = self.optimizer
+        if effects is not None and effects.state_bytes != Effects().state_bytes:
+            optimizer = max(0, self.optimizer - Effects().state_bytes) + effects.state_bytes
+        parts = {"parameters": self.parameters, "gradients": self.gradients, "optimizer": optimizer}
         first_sharded = {"parameters": 3, "gradients": 2, "optimizer": 1}
         divided = (
             (num_params - experts, strategy.state_shards, strategy.replicas),
@@ -52,7 +73,7 @@ class StateBytes:
             if strategy.state_shards == 1:
                 of_all = replicas / strategy.replicas
                 shards = max(1, min(replicas, int(of_all * (shard_degree or strategy.replicas))))
-            return -(-count * parts[name] // (shards if self.zero >= first_sharded[name] else 1))
+            return math.ceil(count * parts[name] / (shards if self.zero >= first_sharded[name] else 1))
 
         return {name: sum(kept(name, *part) for part in divided) for name in parts}
 
@@ -102,6 +123,9 @@ class Execution:
     them reads and writes the 4-byte ones, 2 where it does so with 2-byte ones."""
     accumulates_late: bool = False
     """Whether those of a whole backward pass are there at once, before any is added to the fp32 ones."""
+    frees_gradients: bool = False
+    """Whether a framework with states of its own makes gradients in a backward pass and frees them after the step,
+    instead of keeping them in a buffer: with one microbatch they are there as activations no longer are."""
     overlaps_data: bool = True
     """Whether data-parallel communication runs beside compute."""
     hidden_collectives: float = 0.0

@@ -1,0 +1,184 @@
+"""Engines for the frameworks of the table: those of the product, and values of the same kind, each with its reason.
+
+| framework             | full                         | adapters         | reason                                 |
+|-----------------------|------------------------------|------------------|----------------------------------------|
+| litgpt                | all in bf16                  | all in bf16      | ``bf16-true`` of its configurations    |
+| torchtune             | all in bf16, AdamW fused     | all in bf16      | ``dtype: bf16`` of its recipes         |
+| peft's scripts        | all in bf16                  | adapters in fp32 | peft's ``autocast_adapter_dtype``      |
+| Trainer               | all in bf16                  | adapters in fp32 | models load in the type of their files |
+| Qwen                  | DeepSpeed's ZeRO             | adapters in fp32 | finetune_ds.sh, finetune_lora_*.sh     |
+| torchtitan, Automodel | the product's engines        | our runtime's    |                                        |
+
+An optimizer step of ``torch.optim.AdamW`` takes the square root of all second moments at once
+(``torch._foreach_sqrt`` in ``_multi_tensor_adam``), a moment's bytes for each trained parameter, where it is not fused.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from published_runs.frameworks import FIXED_SEGMENTS_RESERVE, MIXED_16
+
+from lever_runs.rows import Row
+from steelyard.engines.automodel import AUTOMODEL
+from steelyard.engines.engine import Engine
+from steelyard.engines.execution import Execution, StateBytes
+from steelyard.engines.native import NATIVE
+from steelyard.engines.torchtitan import TORCHTITAN, WHOLE_LOSS
+
+OUR_LOSS = (4, 12)
+"""Bytes of each logit that our head saves, and holds at most: `steelyard.modules.layers.HeadLayer`."""
+_BF16 = Execution(
+    states=StateBytes(parameters=2, gradients=2, optimizer=4, zero=0), frees_gradients=True, step_shard_bytes=2
+)
+_FP32_ADAPTERS = Execution(
+    states=StateBytes(parameters=4, gradients=4, optimizer=8, zero=0), frees_gradients=True, step_shard_bytes=4
+)
+_DEEPSPEED = Execution(
+    states=MIXED_16, reduce_bytes=2, overlaps_data=False, bucket_bytes=2 * 2 * 500_000_000, step_shard_bytes=2 + 4
+)
+"""As `published_runs.frameworks`: buffers of 500 million entries, an fp16 and an fp32 copy of gradients in a step."""
+
+
+_BLOCKS_OF_LENGTHS = 11.5
+"""Of texts of every length in any order: a block that served the logits of one length is too small for a longer one and
+stays reserved. Chosen on the LoRA rows of Qwen-7B by length in msswift_bench, with which those by batch, bits and remat
+agree: what is reserved there beyond what is allocated goes with the vocabulary and the mean length alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """What a framework does otherwise than our runtime, for a method."""
+
+    engine: Engine
+    loss_bytes: tuple[int, int] = OUR_LOSS
+    """As `OUR_LOSS`."""
+    adapter_input_bytes: int = 0
+    """Bytes of an entry of the copy of its input that each adapter saves; 0 where they share the input."""
+    dropout: float = 0.0
+    """Of adapters."""
+    keeps_fused_qkv: bool = False
+    """Whether values saved for attention are a part of the fused projection's result, which they keep alive; the
+    projection's adapters drop entries of one input for queries, keys and values together."""
+    saves_quantized_inputs: bool = False
+    """Whether layers with weights in few bits save their input, as bitsandbytes before 0.43 has it (`MatMul4Bit`:
+    ``ctx.tensors = (A, B)``)."""
+    quantizes_head: bool = False
+    """Whether the head is in few bits as well, so that its matrix is made whole while all activations are there."""
+    ties_head: bool = True
+    """Whether a head that has the embedding's matrix has no copy of its own."""
+    stream_bytes: int = 2
+    """Bytes of an entry of what flows between blocks."""
+    reserve: float = FIXED_SEGMENTS_RESERVE
+    """Part of what comes and goes by which the allocator reserves more than is allocated."""
+    blocks_of_lengths: float = 0.0
+    """Blocks, each of the logits of the mean batch in fp32, that it reserves beside for batches of other lengths."""
+    single_scales: bool = False
+    """Whether scales of nf4 are in fp32 (no double quantization), which is 4 bytes for 64 weights."""
+    default_remat: str = "none"
+
+
+def _engine(name: str, execution: Execution) -> Engine:
+    """An engine that runs levers as our runtime, with states of its own."""
+    return replace(NATIVE, name=f"native+{name}", execution=execution)
+
+
+def framework_of(row: Row, config: Mapping[str, Any]) -> Framework | None:
+    """The framework of a row as it runs the row's method; None where it is not known."""
+    name, is_full = row.text("framework"), row.text("method") == "full"
+    make = next((make for start, make in _FRAMEWORKS if name.startswith(start)), None)
+    return None if make is None else make(row, config, is_full)
+
+
+def _litgpt(row: Row, config: Mapping[str, Any], is_full: bool) -> Framework:
+    heads = config["num_attention_heads"]
+    groups = 1 if config.get("multi_query") else config.get("num_key_value_heads") or heads
+    return Framework(
+        engine=_engine("litgpt", _BF16),
+        loss_bytes=(4, 6),  # chunked_cross_entropy in bf16, of logits that the caller's list keeps
+        dropout=0.0 if is_full else 0.05,
+        keeps_fused_qkv=groups in (1, heads),  # a view that `CausalSelfAttention` splits; others it expands
+        saves_quantized_inputs=True,  # it requires bitsandbytes 0.41 or 0.42
+        quantizes_head=True,  # BitsandbytesPrecision converts every linear layer
+        ties_head=False,  # its checkpoints have the matrix twice (convert_hf_checkpoint.py)
+        single_scales="double" not in row.text("quant_type"),
+    )
+
+
+def _torchtune(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
+    return Framework(engine=_engine("torchtune", replace(_BF16, step_shard_bytes=0)))
+
+
+def _peft(_row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
+    return Framework(
+        engine=_engine("peft", _BF16 if is_full else _FP32_ADAPTERS),
+        loss_bytes=(6, 14),  # the script keeps `outputs`, with the logits in bf16, until the next step
+        adapter_input_bytes=0 if is_full else 4,  # it runs without autocast, peft casts inputs to fp32
+        reserve=0.0,  # it empties the cache every 10 steps, and makes batches of texts of one length
+    )
+
+
+def _qwen(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
+    if (row.count("fsdp") or 1) > 1:
+        return Framework(engine=_engine("qwen", Execution()), adapter_input_bytes=2)  # ZeRO-3: as FSDP2 shards
+    is_deepspeed = is_full or "DeepSpeed" in row.text("framework")
+    execution = replace(_DEEPSPEED, states=replace(MIXED_16, zero=0)) if is_deepspeed else _FP32_ADAPTERS
+    return Framework(engine=_engine("qwen", execution), adapter_input_bytes=0 if is_full else 2)
+
+
+def _fitcheck(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
+    """What is not quantized is in fp32 (peft's prepare_model_for_kbit_training)."""
+    states = StateBytes(parameters=4, gradients=4, optimizer=8, zero=0, frozen=4)
+    return Framework(
+        engine=_engine("transformers", replace(_FP32_ADAPTERS, states=states)),
+        loss_bytes=(8, 16),  # of a head in fp32, whose logits `outputs` keeps
+        adapter_input_bytes=2,
+        stream_bytes=4,
+    )
+
+
+def _trainer(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
+    name = row.text("framework")
+    return Framework(
+        engine=_engine(name.lower(), _BF16 if is_full else _FP32_ADAPTERS),
+        adapter_input_bytes=0 if is_full else 2,  # autocast casts the input of each adapter
+        reserve=0.0 if name == "ms-swift" else FIXED_SEGMENTS_RESERVE,
+        blocks_of_lengths=_BLOCKS_OF_LENGTHS if name == "ms-swift" else 0.0,
+        default_remat="full" if name == "LLaMA-Factory" else "none",
+    )
+
+
+def _titan(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
+    return Framework(engine=_torchtitan(row), reserve=Execution().reserve)  # run_train.sh: expandable segments
+
+
+def _automodel(_row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
+    return Framework(engine=AUTOMODEL if is_full else _engine("automodel", Execution()))
+
+
+_FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework]], ...] = (
+    ("litgpt", _litgpt),
+    ("torchtune", _torchtune),
+    ("peft + transformers", _peft),
+    ("Qwen finetune.py", _qwen),
+    ("transformers + peft (scripts/measure.py)", _fitcheck),
+    ("ms-swift", _trainer),
+    ("LLaMA-Factory", _trainer),
+    ("transformers Trainer", _trainer),
+    ("axolotl", _trainer),
+    ("torchtitan", _titan),
+    ("NeMo Automodel", _automodel),
+)
+"""The beginning of a framework's name."""
+
+
+def _torchtitan(row: Row) -> Engine:
+    """torchtitan with its loss at once, and with what ``torch.compile`` fuses where a row is compiled."""
+    engine = TORCHTITAN.with_options([WHOLE_LOSS])
+    kernels, execution = engine.execution.kernels, engine.execution
+    assert kernels is not None, "of torchtitan"
+    if row.text("compile") == "1":
+        kernels = replace(kernels, norm=True, rotary=True, activation=True)
+    if "async" in row.text("notes") and "async_tp" in row.text("lever"):
+        execution = replace(execution, hidden_collectives=0.5)
+    return replace(engine, execution=replace(execution, kernels=kernels))

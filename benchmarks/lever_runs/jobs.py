@@ -1,0 +1,450 @@
+r"""Turns a row into a priced job, or into the reason why not.
+
+Nothing is guessed: a row that lacks a size, a batch or a length is skipped, and so is one with a lever that the product
+has not yet (`_NOT_YET`).
+
+**Lengths.** Memory is that of the longest batch: ``seq_len``, to which texts are cut or padded. Time is that of the
+mean batch. Where texts are padded to the longest of a batch and the notes say how many tokens they have, that is their
+mean (peft sorts by length before it makes batches), or, where mean $m$ and deviation $s$ are told, the mean over
+batches of the longest text of a lognormal distribution with these, cut at ``seq_len``. Where they say nothing there is
+no time.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import NormalDist
+from typing import Any
+
+from lever_runs.frameworks import OUR_LOSS, Framework, framework_of
+from lever_runs.models import config_of, targets_of
+from lever_runs.rows import Row
+from steelyard.cost.job import Job, layer_precision
+from steelyard.cost.kernels import job_under
+from steelyard.engines.execution import StateBytes
+from steelyard.errors import UserError
+from steelyard.hardware import Cluster, Device, NodeGroup, find_device
+from steelyard.hardware.files import default_links
+from steelyard.model.chain import LayerRole
+from steelyard.plan.strategy import Remat
+from steelyard.planning.job import job_of
+from steelyard.planning.request import make_request
+from steelyard.planning.settings import Settings
+from steelyard.profiles.profile import LayerProfile
+from steelyard.profiles.shapes import Affine
+
+_DEVICES: Mapping[tuple[str, str], str] = {
+    ("A100", "40"): "a100-40gb",
+    ("A100", "80"): "a100-80gb",
+    ("A100", ""): "a100-80gb",
+    ("A100-SXM4-40GB", "40"): "a100-40gb",
+    ("A100-SXM4-80GB", "80"): "a100-80gb",
+    ("A100 80GB PCIe", "80"): "a100-pcie-80gb",
+    ("B200", "180"): "b200-180gb",
+    ("GeForce RTX 4090", "24"): "rtx-4090",
+    ("GB200", ""): "gb200-186gb",
+    ("H100", ""): "h100-80gb",
+    ("H100", "80"): "h100-80gb",
+    ("H100", "95"): "h100-96gb-hbm2e",
+    ("H200", "141"): "h200-141gb",
+    ("L40S", "48"): "l40s",
+    ("MI300X", "192"): "mi300x",
+    ("RTX 3090", "24"): "rtx-3090",
+    ("RTX 4090", "24"): "rtx-4090",
+    ("V100", "16"): "v100-16gb",
+}
+_LIKE: Mapping[tuple[str, str], tuple[str, int]] = {
+    ("A10G", "24"): ("a10", 22_500),
+    ("T4", "16"): ("l4", 14_912),
+    ("RTX 4070 Ti SUPER", "16"): ("rtx-4090", 16_076),
+    ("RTX A6000", "48"): ("l40s", 48_600),
+    ("GeForce RTX 4090 Laptop GPU", "16"): ("rtx-4090", 16_076),
+}
+"""Cards that the catalogue has not, by another of the same kind and their memory in MiB: their memory alone is
+predicted."""
+_ANY = "h200-141gb"
+"""The device where none is stated: its memory alone is predicted, and not whether it fits."""
+_ADAPTERS = ("lora", "qlora", "rslora")
+_NOT_YET: Mapping[str, str] = {
+    "offload": "offload is no lever yet",
+    "chunked_loss": "a loss in chunks is no lever yet",
+    "compile": "torch.compile is no lever yet",
+}
+"""Levers that the product has not yet, by their column; take a line out when it has."""
+_OPTIMIZERS: Mapping[str, str] = {
+    **dict.fromkeys(("", "adam", "adamw", "adamw_torch", "adamw_torch_fused"), "adamw"),
+    **dict.fromkeys(("adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw-8bit"),
+    **dict.fromkeys(("adamw8bit (torchao)", "adamw8bit (bitsandbytes)", "adam8bit (bitsandbytes)"), "adamw-8bit"),
+    **dict.fromkeys(("adamw4bit (torchao)", "adamw_torch_4bit"), "adamw-4bit"),
+    "adafactor": "adafactor",
+}
+_BASES: Mapping[tuple[str, str], str] = {
+    ("bnb nf4", "4"): "nf4",
+    ("bnb nf4 double quantization", "4"): "nf4",
+    ("bnb", "4"): "nf4",
+    ("bnb", "8"): "int8",
+    ("bnb int8", "8"): "int8",
+    ("gptq int4", "4"): "nf4",
+    ("gptq", "4"): "nf4",
+    ("gptq", "8"): "int8",
+    ("nf4 (torchao)", "4"): "nf4",
+}
+"""The base of as many bits: GPTQ's weights have scales of their own, and kernels that are not priced."""
+_MIB = 2**20
+_DRAWS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """Why a row is not predicted."""
+
+    reason: str
+
+
+class _SkipError(Exception):
+    """A reason to skip a row; never leaves this module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A row as the cost model sees it."""
+
+    row: Row
+    config: Mapping[str, Any]
+    cluster: Cluster
+    framework: Framework
+    levers: tuple[tuple[str, str], ...]
+    settings: Settings
+    precision: str
+    global_batch: int
+    seq_len: int
+    """Of the longest batch."""
+    mean_len: float | None
+    """Of the mean batch; None where it is not known."""
+    tokens: float | None
+    """That a step counts in the row's rate, of all devices; None for those of the mean batch."""
+    has_rates: bool
+    """Whether the device is in the catalogue."""
+
+    @property
+    def blocks_bytes(self) -> float:
+        """Bytes that the allocator reserves for batches of other lengths than the longest."""
+        entries: float = self.settings.micro_batch * (self.mean_len or 0.0) * self.config["vocab_size"]
+        return self.framework.blocks_of_lengths * 4 * entries
+
+    def job(self, seq_len: int) -> Job:
+        """The job at a length, with what the framework's modules save beyond ours."""
+        request = make_request(
+            self.config,
+            self.cluster,
+            global_batch=self.global_batch,
+            seq_len=seq_len,
+            levers=dict(self.levers),
+            memory_margin=0.0,
+            precision=layer_precision(self.precision),  # type: ignore[arg-type]
+        )
+        engine = self.framework.engine
+        states = engine.execution.states
+        if isinstance(states, StateBytes) and self.settings.zero == 0:
+            engine = replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))
+        job = replace(job_under(job_of(request), engine), precision=self.precision)  # type: ignore[arg-type]
+        return job if engine.execution.kernels is not None else self._as_framework(job)
+
+    def _as_framework(self, job: Job) -> Job:
+        roles = {each.name: each.role for each in job.chain.layer_types}
+        layers = []
+        for layer in job.profile.layers:
+            if roles[layer.kind] is LayerRole.HEAD:
+                layers.append(self._head(layer, job))
+            else:
+                layers.append(self._block(layer, job) if roles[layer.kind] is LayerRole.BLOCK else layer)
+        return job.on(profile=job.profile.model_copy(update={"layers": tuple(layers)}))
+
+    def _head(self, layer: LayerProfile, job: Job) -> LayerProfile:
+        entries = job.seq_len * job.chain.vocab_size
+        (kept, peak), (ours, our_peak) = self.framework.loss_bytes, OUR_LOSS
+        layer = _with_more(
+            layer, saved=(kept - ours) * entries, transient=((peak - kept) - (our_peak - ours)) * entries
+        )
+        matrix = job.chain.vocab_size * job.chain.hidden_size
+        if not (self.framework.quantizes_head and dict(self.levers).get("base")):
+            return self._scaled(layer)
+        layer = _with_constant(layer, job.compute_bytes * matrix)
+        fewer = {name: getattr(layer, name) - matrix for name in ("num_params", "frozen_params")}
+        return self._scaled(layer.model_copy(update=fewer | {"buffer_bytes": layer.buffer_bytes + int(_NF4 * matrix)}))
+
+    def _block(self, layer: LayerProfile, job: Job) -> LayerProfile:
+        config, framework = self.config, self.framework
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        width = config.get("head_dim") or hidden // heads
+        ffn = config.get("intermediate_size") or 4 * hidden
+        groups = 1 if config.get("multi_query") else config.get("num_key_value_heads") or heads
+        more = 0
+        if framework.adapter_input_bytes:
+            more += _adapter_inputs(dict(self.levers).get("train", ""), framework.adapter_input_bytes, hidden, ffn)
+        if framework.keeps_fused_qkv:
+            more += 2 * (heads + groups) * width
+        if framework.dropout:
+            more -= _DROPPED * hidden * max(0, sum(name in dict(self.levers)["train"] for name in _QKV) - 1)
+        if self.settings.remat is Remat.FULL:
+            layer = _with_stream(layer, (framework.stream_bytes - job.compute_bytes) * hidden * job.seq_len)
+        if framework.saves_quantized_inputs and dict(self.levers).get("base"):
+            more += 2 * (3 * hidden + ffn)
+        return self._scaled(_with_more(layer, saved=more * job.seq_len))
+
+    def _scaled(self, layer: LayerProfile) -> LayerProfile:
+        """With scales in fp32, where the framework has them so."""
+        if not (self.framework.single_scales and dict(self.levers).get("base") == "nf4"):
+            return layer
+        return layer.model_copy(update={"buffer_bytes": int(layer.buffer_bytes * (1 / 2 + 4 / 64) / _NF4)})
+
+
+def _with_constant(layer: LayerProfile, num_bytes: int) -> LayerProfile:
+    """The layer with so many more bytes while it works."""
+    names = ("forward_transient_bytes", "backward_transient_bytes")
+    lines = {name: getattr(layer, name) for name in names}
+    more = {n: Affine(constant=line.constant + num_bytes, per_sample=line.per_sample) for n, line in lines.items()}
+    return layer.model_copy(update=more)
+
+
+def _with_stream(layer: LayerProfile, num_bytes: int) -> LayerProfile:
+    """The layer with so many more bytes of its input, which is all that full recomputation saves."""
+    again = tuple(
+        each.model_copy(update={"saved_bytes": _more(each.saved_bytes, num_bytes)}) if each.remat == "full" else each
+        for each in layer.recomputations
+    )
+    return layer.model_copy(update={"recomputations": again})
+
+
+_DROPPED = 3
+"""Bytes of an entry that dropout saves: what is left of it, and the mask."""
+_QKV = ("q_proj", "k_proj", "v_proj")
+_NF4 = 1 / 2 + 1 / 64 + 4 / 16384
+"""Bytes of a weight: `steelyard.levers.quantized_base`."""
+
+
+def _with_more(layer: LayerProfile, *, saved: float = 0.0, transient: float = 0.0) -> LayerProfile:
+    """The layer with so many more bytes of a sample; recomputed in full it has what it saves as it works backwards."""
+    again = tuple(
+        each.model_copy(
+            update={
+                "backward_transient_bytes": _more(
+                    each.backward_transient_bytes, transient + (saved if each.remat == "full" else 0.0)
+                ),
+                "saved_bytes": _more(each.saved_bytes, 0.0 if each.remat == "full" else saved),
+            }
+        )
+        for each in layer.recomputations
+    )
+    lines = {
+        "saved_bytes": _more(layer.saved_bytes, saved),
+        "forward_transient_bytes": _more(layer.forward_transient_bytes, transient),
+        "backward_transient_bytes": _more(layer.backward_transient_bytes, transient),
+    }
+    return layer.model_copy(update=lines | {"recomputations": again})
+
+
+def _more(line: Affine, num_bytes: float) -> Affine:
+    return Affine(constant=line.constant, per_sample=line.per_sample + num_bytes)
+
+
+def _adapter_inputs(train: str, entry_bytes: int, hidden: int, ffn: int) -> int:
+    """Bytes of a token that adapters of a block save of their inputs each, less those that ours share."""
+    targets = train.partition("targets=")[2].partition(",")[0].split("+") if "targets=" in train else ["all-linear"]
+    if targets == ["all-linear"]:
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    is_down = {each: each.startswith(("down", "fc2", "dense_4h")) for each in targets}
+    inputs = {
+        "down"
+        if is_down[each]
+        else "mlp"
+        if each.startswith(("gate", "up", "fc1", "dense_h"))
+        else "out"
+        if each.startswith(("o_", "dense", "attention.", "self_attention."))
+        else "qkv"
+        for each in targets
+    }
+    widths = [ffn if is_down[each] else hidden for each in targets]
+    return entry_bytes * sum(widths) - 2 * sum(ffn if each == "down" else hidden for each in inputs)
+
+
+def case_of(row: Row) -> Case | Skipped:
+    """The case of a row, or why it cannot be predicted."""
+    try:
+        return _case(row)
+    except _SkipError as skip:
+        return Skipped(reason=str(skip))
+    except UserError as error:
+        return Skipped(reason=f"{error.field}: found {error.found}; expected {error.expected}")
+
+
+def _case(row: Row) -> Case:
+    _refuse(row)
+    config = config_of(row.text("model"))
+    if config is None:
+        raise _SkipError(f"config not known: {row.text('model') or 'model not stated'}")
+    batch, seq_len = (_needed(row, column) for column in ("batch_per_gpu", "seq_len"))
+    framework = framework_of(row, config)
+    if framework is None:
+        raise _SkipError(f"framework without an engine: {row.text('framework')}")
+    if not framework.ties_head:
+        config = {**config, "tie_word_embeddings": False}
+    precision = _precision(row)
+    if precision not in framework.engine.precisions:
+        raise _SkipError(f"{precision} is no lever yet")
+    count, pp, tp, cp = (row.count(column) or 1 for column in ("num_gpus", "pp", "tp", "cp"))
+    accumulation = row.count("grad_accum") or 1
+    data = count // (tp * pp * cp)
+    cluster, has_rates = _cluster(row, count)
+    mean_len, tokens = _mean_len(row, batch, seq_len)
+    return Case(
+        row=row,
+        config=config,
+        cluster=cluster,
+        framework=framework,
+        levers=_levers(row, config, framework),
+        settings=Settings(
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            ep=row.count("ep") or 1,
+            micro_batch=batch,
+            zero=_zero(row, framework, data),
+            replicas=max(1, data * cp // max(1, row.count("fsdp") or 1) // cp) if (row.count("fsdp") or 1) > 1 else 1,
+            remat=Remat(row.text("remat") or framework.default_remat),
+        ),
+        precision=precision,
+        global_batch=batch * accumulation * data,
+        seq_len=seq_len,
+        mean_len=mean_len,
+        tokens=tokens,
+        has_rates=has_rates,
+    )
+
+
+def _needed(row: Row, column: str) -> int:
+    value = row.count(column)
+    if value is None:
+        raise _SkipError(f"{column} not stated")
+    return value
+
+
+def _refuse(row: Row) -> None:
+    """Raises for what no lever has, and for layouts that no settings are."""
+    method = row.text("method")
+    if row.text("scope") != "run":
+        raise _SkipError(f"a measurement of scope {row.text('scope')}")
+    for column, reason in _NOT_YET.items():
+        is_of_engine = column == "compile" and row.text("framework") == "torchtitan"
+        if row.text(column) not in ("", "0", "none") and not is_of_engine:
+            raise _SkipError(reason)
+    if method not in ("full", *_ADAPTERS):
+        raise _SkipError(f"{method or 'no method stated'} is no lever")
+    if row.text("method") == "lora" and row.text("quant_type"):
+        raise _SkipError(f"{row.text('quant_type')} is no lever")
+    if row.text("optimizer") not in _OPTIMIZERS:
+        raise _SkipError(f"optimizer {row.text('optimizer')} is no lever")
+    if row.text("source") == "msswift_bench" and (row.count("num_gpus") or 1) > 1:
+        raise _SkipError("layers split over devices that work one after another")
+    if row.text("attention") == "eager":
+        raise _SkipError("eager attention is no lever")
+    if "alpaca samples, at most" in row.text("notes"):
+        raise _SkipError("padded to the longest of a batch, whose length is not stated")
+
+
+def _precision(row: Row) -> str:
+    text = row.text("precision")
+    if text.startswith("fp8"):
+        if "gw-hp" in text:
+            raise _SkipError(f"{text} is no lever yet")
+        return "fp8"
+    return {"": "bf16", "bf16 or fp16 (not stated)": "bf16", "16 bit": "bf16"}.get(text, text)
+
+
+def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[tuple[str, str], ...]:
+    found = {}
+    if row.text("method") != "full":
+        rank, targets = row.count("rank"), targets_of(row.text("target_modules"), config)
+        if rank is None or targets is None:
+            raise _SkipError("rank or targets of adapters not stated" if rank is None else "targets not known")
+        found["train"] = f"lora:r={rank},targets={'+'.join(targets)}"
+        found["train"] += f",dropout={framework.dropout:g}" if framework.dropout else ""
+        found["train"] += ",rslora" if row.text("method") == "rslora" else ""
+    if row.text("quant_type"):
+        base = _BASES.get((row.text("quant_type"), row.text("quant_bits")))
+        if base is None:
+            raise _SkipError(f"base {row.text('quant_type')} is no lever")
+        found["base"] = base
+    optimizer = _OPTIMIZERS[row.text("optimizer")]
+    return tuple((found | ({} if optimizer == "adamw" else {"optimizer": optimizer})).items())
+
+
+def _zero(row: Row, framework: Framework, data: int) -> int:
+    """The ZeRO stage: 3 where ``fsdp`` is above 1 or the engine is an FSDP engine, else what the states say."""
+    is_sharded = (row.count("fsdp") or 1) > 1
+    own = isinstance(framework.engine.execution.states, StateBytes)
+    if is_sharded and own and data > 1:
+        is_full = row.text("method") == "full"
+        raise _SkipError(
+            "all in bf16 under FSDP" if is_full else "adapters under FSDP1, which shards them with the base"
+        )
+    return 3 if is_sharded or not own else 0
+
+
+def _cluster(row: Row, count: int) -> tuple[Cluster, bool]:
+    key = row.text("gpu"), row.text("gpu_mem_gib")
+    has_rates = key in _DEVICES
+    if has_rates:
+        device = find_device(_DEVICES[key])
+    elif key in _LIKE:
+        like, mib = _LIKE[key]
+        device = replace(find_device(like), memory_bytes=mib * _MIB)
+    elif not key[0] and count == 1:
+        device = find_device(_ANY)
+    else:
+        raise _SkipError(f"device not known: {' '.join(key).strip() or 'not stated'}")
+    return _of_nodes(device, count, _nodes(row, count)), has_rates
+
+
+def _nodes(row: Row, count: int) -> int:
+    """Nodes as the notes count them, or of 8 devices."""
+    told = re.search(r"(\d+) node\(s\) x (\d+) GPU", row.text("notes"))
+    return int(told[1]) if told and int(told[1]) * int(told[2]) == count else max(1, count // 8)
+
+
+def _of_nodes(device: Device, count: int, nodes: int) -> Cluster:
+    intra, inter = default_links(device.name, num_devices=count)
+    group = NodeGroup(
+        name=f"{nodes}x{count // nodes}x{device.name}",
+        num_nodes=nodes,
+        devices_per_node=count // nodes,
+        device=device,
+        intra_link=intra,
+        inter_link=inter if nodes > 1 else None,
+    )
+    return Cluster(groups=(group,))
+
+
+def _mean_len(row: Row, batch: int, seq_len: int) -> tuple[float | None, float | None]:
+    """Tokens of a sample of the mean batch, padding included, and those of a step that the row's rate counts."""
+    if row.text("seq_len_kind") in ("padded", "packed"):
+        return float(seq_len), None
+    notes = row.text("notes")
+    if told := re.search(r"(\d+) unpadded tokens in (\d+) steps of (\d+)", notes):
+        tokens, steps, samples = map(int, told.groups())
+        return tokens / steps / samples, tokens / steps
+    if told := re.search(r"(\d+) \+- (\d+) tokens", notes):
+        return _mean_longest(float(told[1]), float(told[2]), batch, seq_len), None
+    return None, None
+
+
+@cache
+def _mean_longest(mean: float, deviation: float, count: int, most: int) -> float:
+    """The mean of the longest of so many lognormal lengths, each ``most`` or less."""
+    variance = math.log(1 + (deviation / mean) ** 2)
+    normal = NormalDist(math.log(mean) - variance / 2, math.sqrt(variance))
+    short = normal.cdf(math.log(most))
+    quantiles = (short * ((draw + 0.5) / _DRAWS) ** (1 / count) for draw in range(_DRAWS))
+    return sum(math.exp(normal.inv_cdf(each)) for each in quantiles) / _DRAWS
