@@ -65,7 +65,6 @@ from steelyard.plan.dimensions import modes
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
-from steelyard.planning.advise import hints
 from steelyard.planning.choose import PlanningResult
 from steelyard.planning.complete import ENGINE_LIMIT_S, complete, engine_answers
 from steelyard.planning.problem import problem_of
@@ -236,6 +235,8 @@ def _print_nothing_fits(result: PlanningResult, request: PlanRequest, as_json: b
         print(f"nothing fits in {format_bytes(budget)} per device", file=sys.stderr)
         print(f"  nearest miss: {result.miss_text}", file=sys.stderr)
         print(f"  to fix: {result.remedies}", file=sys.stderr)
+        from steelyard.planning.advise import hints  # which a plan that fits does not need
+
         for hint in hints(request):
             print(f"  or: {hint}", file=sys.stderr)
         return
