@@ -13,6 +13,7 @@ from steelyard.levers import Levers
 from steelyard.levers.train import Train
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
+from steelyard.plan.shrink import shrunk_plan
 from steelyard.planning.complete import NothingFitsError, find_plan
 from steelyard.planning.request import make_request
 from steelyard.runtime.dry_run import dry_run
@@ -159,3 +160,10 @@ def _job(plan: Plan) -> Job:
         precision=plan.precision,
         levers=plan.chosen_levers,
     )
+
+
+def test_a_plan_at_small_width_drops_nothing() -> None:
+    plan = lora_plan(
+        "lora:r=8,dropout=0.1", "llama", ", ".join(["dp2"] * 8), num_microbatches=1, global_batch=2, num_devices=2
+    )
+    assert shrunk_plan(plan).levers == {"train": "lora:r=8,alpha=16,targets=all-linear"}

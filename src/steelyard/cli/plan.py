@@ -237,7 +237,9 @@ def _print_nothing_fits(result: PlanningResult, request: PlanRequest, as_json: b
         print(f"  to fix: {result.remedies}", file=sys.stderr)
         from steelyard.planning.advise import hints  # which a plan that fits does not need
 
-        for hint in hints(request):
+        with progress("trying what would fit") as show:
+            found = list(hints(request, progress=show))
+        for hint in found:
             print(f"  or: {hint}", file=sys.stderr)
         return
     reasons = [

@@ -82,6 +82,8 @@ class Lever(ABC):
     engines: ClassVar[frozenset[str]] = frozenset({"native"})
     """Engines that run it, by name."""
     result: ClassVar[Result] = "exact"
+    adds_parameters: ClassVar[bool] = False
+    """Whether it adds parameters to a model, and leaves all else untrained."""
 
     @classmethod
     def said(cls, text: str) -> dict[str, str]:
@@ -111,6 +113,11 @@ class Lever(ABC):
                 expected="one of the engines " + ", ".join(sorted(self.engines)),
                 hint=f"leave --engine or --{self.name} out",
             )
+
+    @property
+    def without_chance(self) -> "Lever":
+        """The same with nothing drawn at random."""
+        return self
 
     def change(self, chain: ModelChain) -> ModelChain:
         """What it makes of a model."""

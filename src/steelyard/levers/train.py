@@ -53,6 +53,7 @@ class Train(Lever):
         "ends of paths joined by +), or qlora:r=16, beside a base in nf4."
     )
     result: ClassVar[Result] = "fewer trained parameters"
+    adds_parameters: ClassVar[bool] = True
 
     @classmethod
     def said(cls, text: str) -> dict[str, str]:
@@ -106,6 +107,11 @@ class Train(Lever):
     def scale(self) -> float:
         """What the product of $B$ and $A$ is multiplied by."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    @property
+    def without_chance(self) -> "Train":
+        """The same without dropout."""
+        return replace(self, dropout=0.0)
 
     def check(self, asked: Asked) -> None:
         """Raises `UserError` for a module of the user's own, whose linear layers peft is not shown."""

@@ -80,7 +80,7 @@ def shrunk_plan(plan: Plan) -> Plan:
         num_microbatches=microbatches,
         precision="fp32" if chain.family.task is Task.IMAGE_TEXT or _has_experts(chain) else plan.precision,
         schedule=plan.schedule,
-        levers=plan.levers,
+        levers={lever.name: str(lever.without_chance) for lever in plan.chosen_levers},
         stages=stages_of(parts),
     )
 

@@ -114,12 +114,12 @@ def advise(request: PlanRequest, *, progress: Progress = lambda _: None) -> Foun
     return Found(own, tuple(sorted(found.values(), key=lambda each: each.order)), tuple(left_out))
 
 
-def hints(request: PlanRequest) -> Iterator[str]:
+def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Iterator[str]:
     """The best changes in a line each, for where nothing fits."""
     is_large = request.cluster.num_devices > MOST_HINTED
     if is_large or request.is_mixed or request.seq_len is None or request.global_batch is None:
         return
-    for each in advise(request).changes[:NUM_HINTS]:
+    for each in advise(request, progress=progress).changes[:NUM_HINTS]:
         if each.fits:
             yield f"{each.options} ({each.result}, {format_seconds(each.step_s)} a step)"
 

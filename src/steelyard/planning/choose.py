@@ -16,6 +16,7 @@ from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.tables import CostTables
+from steelyard.engines.execution import StateBytes
 from steelyard.errors import UserError
 from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import FREE, Decisions, Partition
@@ -357,12 +358,16 @@ def _why_unmeasured(job: Job, outcome: ConfigOutcome) -> str:
 
 def states_bytes(job: Job) -> int:
     """Bytes of parameters, gradients and optimizer states of the whole model, however they are divided."""
-    found, of_one = 0.0, job.by_group[0]
+    found, of_one, states = 0.0, job.by_group[0], job.execution.states
+    if isinstance(states, StateBytes):
+        of_trained = float(states.parameters + states.gradients + states.optimizer)
+    else:
+        of_trained = 2 * MASTER_BYTES + job.effects.state_bytes
     for number in range(job.chain.num_layers):
         layer = of_one.layer(job.chain.type_of(number).name, {})
         if layer is not None:
             trained = layer.num_params - layer.frozen_params
-            found += trained * (2 * MASTER_BYTES + job.effects.state_bytes) + layer.frozen_params * job.compute_bytes
+            found += trained * of_trained + layer.frozen_params * job.compute_bytes
     return int(found)
 
 
