@@ -1,4 +1,4 @@
-"""What the cost model says of each row: seconds, tokens per second, memory, whether it fits, or why it says nothing."""
+"""Predictions of each row: seconds, tokens per second, memory, whether it fits, or why the cost model says nothing."""
 
 import csv
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _SHORTEST = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What is expected of a row; times are None where no length or rate is known, ``fits`` where no device is."""
+    """Prediction of a row; times are None where no length or rate is known, ``fits`` where no device is."""
 
     row: Row
     step_time_s: float | None

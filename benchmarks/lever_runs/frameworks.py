@@ -48,7 +48,7 @@ agree: what is reserved there beyond what is allocated goes with the vocabulary 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """What a framework does otherwise than our runtime, for a method."""
+    """Differences of a framework from our runtime, for a method."""
 
     engine: Engine
     loss_bytes: tuple[int, int] = OUR_LOSS
@@ -127,7 +127,7 @@ def _qwen(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
 
 
 def _fitcheck(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
-    """What is not quantized is in fp32 (peft's prepare_model_for_kbit_training)."""
+    """Keeps in fp32 what is not quantized (peft's prepare_model_for_kbit_training)."""
     states = StateBytes(parameters=4, gradients=4, optimizer=8, zero=0, frozen=4)
     return Framework(
         engine=_engine("transformers", replace(_FP32_ADAPTERS, states=states)),

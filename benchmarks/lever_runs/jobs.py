@@ -195,7 +195,7 @@ class Case:
         return self._scaled(_with_more(layer, saved=more * job.seq_len))
 
     def _scaled(self, layer: LayerProfile) -> LayerProfile:
-        """With scales in fp32, where the framework has them so."""
+        """Returns it with scales in fp32, where the framework has them so."""
         if not (self.framework.single_scales and dict(self.levers).get("base") == "nf4"):
             return layer
         return layer.model_copy(update={"buffer_bytes": int(layer.buffer_bytes * (1 / 2 + 4 / 64) / _NF4)})

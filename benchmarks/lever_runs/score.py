@@ -144,7 +144,7 @@ class Verdicts:
 
     @classmethod
     def of(cls, outcomes: Iterable[Outcome]) -> "Verdicts":
-        """Those of open rows on a known device."""
+        """Outcomes of open rows on a known device."""
         known = [each for each in outcomes if isinstance(each, Forecast) and each.row.is_open and each.fits is not None]
         ran = [each for each in known if each.row.text("status") == "ok"]
         oom = [each for each in known if each.row.text("status") == "oom"]

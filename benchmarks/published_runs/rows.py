@@ -23,8 +23,8 @@ class InvalidRunsError(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedRun:
-    """One row. ``cells`` holds every column as text; what is asked most often has a property."""
+class Cells:
+    """One row of a table; ``cells`` holds every column as text."""
 
     cells: Mapping[str, str]
 
@@ -57,6 +57,16 @@ class PublishedRun:
         return self.cells["id"]
 
     @property
+    def is_open(self) -> bool:
+        """Whether the row shows its measurement."""
+        return self.cells["split"] == "open"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRun(Cells):
+    """One run; what is asked most often has a property."""
+
+    @property
     def job(self) -> str:
         """The runs of one job differ in their plans only."""
         return self.cells["job"]
@@ -65,11 +75,6 @@ class PublishedRun:
     def source(self) -> str:
         """Who published it."""
         return self.cells["source_file"]
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the row shows its measurement."""
-        return self.cells["split"] == "open"
 
     @property
     def is_recommended(self) -> bool:

@@ -11,9 +11,10 @@ import pytest
 from lever_runs.forecast import COLUMNS, Forecast, Outcome, Unpredicted, forecast, write_predictions
 from lever_runs.jobs import Case, case_of
 from lever_runs.models import config_of, targets_of
-from lever_runs.rows import InvalidRowsError, Row, read_rows
+from lever_runs.rows import Row, read_rows
 from lever_runs.score import Pair, Summary, Verdicts, figures, pairs_of
 from lever_runs.score import targets_of as all_targets
+from published_runs.rows import InvalidRunsError
 
 from steelyard.units import GIB
 
@@ -185,12 +186,12 @@ def test_columns_that_are_not_known_are_ignored(tmp_path: Path) -> None:
 
 
 def test_errors_name_the_file_and_the_column(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRowsError, match=r"runs\.csv"):
+    with pytest.raises(InvalidRunsError, match=r"runs\.csv"):
         read_rows(tmp_path)
     (tmp_path / "runs.csv").write_text("id,split\n1,open\n")
-    with pytest.raises(InvalidRowsError, match="no column source"):
+    with pytest.raises(InvalidRunsError, match="no column source"):
         read_rows(tmp_path)
-    with pytest.raises(InvalidRowsError, match="a whole number"):
+    with pytest.raises(InvalidRunsError, match="a whole number"):
         with_cells("lv-0468", seq_len="1.5").count("seq_len")
 
 

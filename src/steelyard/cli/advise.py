@@ -71,7 +71,7 @@ def advise(
 
 
 def _content(advice: Advice) -> dict[str, object]:
-    """With nothing in the place of what is infinite."""
+    """Fields for JSON, with nothing in the place of what is infinite."""
     never = {} if advice.fits else {"step_s": None, "slowdown": None}
     return asdict(advice) | never | {"fits": advice.fits}
 

@@ -17,21 +17,8 @@ from steelyard.processes.failure import RankFailedError
 COMMANDS = {
     name: name
     for name in (
-        *(
-            "plan",
-            "price",
-            "advise",
-            "frontier",
-            "solve",
-            "explain",
-            "diff",
-            "report",
-            "timeline",
-            "profile",
-            "check",
-            "parity",
-        ),
-        *("train", "measure", "export", "demo", "models"),
+        *("plan", "price", "advise", "frontier", "solve", "explain", "diff", "report", "timeline", "profile"),
+        *("check", "parity", "train", "measure", "export", "demo", "models"),
     )
 } | {"devices": "models", "links": "models", "schema": "schema"}
 """The module of each command, in the order in which they are listed."""

@@ -160,7 +160,7 @@ class Job:
 
     @property
     def effects(self) -> Effects:
-        """What its levers change beside the work of layers."""
+        """Effects of its levers beside the work of layers."""
         return self.levers.effects
 
     @property

@@ -69,7 +69,8 @@ class LayerStates:
     holds_new: bool = False
     """Whether autograd still holds the new gradients as FSDP reduces them: of an embedding and a head."""
     optimizer: int
-    """What the optimizer keeps, with counts of steps, and tensors that are kept and not trained."""
+    """What the optimizer keeps, with counts of steps, and tensors that are kept and not trained; of a model with
+    adapters, most of whose such tensors are quantized weights, these are of ``shard``."""
     has_backward: bool = True
 
     @property
@@ -94,17 +95,10 @@ class LayerStates:
         step, the shards, what a backward pass makes and reduces, gradients in the first reduction and later ones;
         whether it trains, frees and works backwards."""
         first, later = (self.reduced_states(is_first=each) for each in (True, False))
-        kept = (
-            self.shard,
-            self.kept_gradients,
-            self.optimizer,
-            self.copy,
-            self.keeps_copy,
-            self.keeps_whole,
-            self.shards,
-        )
+        kept = self.shard, self.kept_gradients, self.optimizer, self.copy
+        how = self.keeps_copy, self.keeps_whole, self.shards
         trains, frees_saved = self.params > 0 and self.has_backward, self.holds_new and self.shards > 1
-        return (*kept, self.made_gradients, self.reduced, first, later, trains, frees_saved, self.has_backward)
+        return (*kept, *how, self.made_gradients, self.reduced, first, later, trains, frees_saved, self.has_backward)
 
 
 def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
@@ -131,8 +125,8 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     )  # DTensor makes a tp embedding's so
     keeps_whole = config.has_several and strategy.keeps_whole
     kept_gradients = trained_shard
-    has_adapters = bool(job.chain.changes) and job.chain.freeze is not None
-    quantized = layer.buffer_bytes if has_adapters else 0
+    has_adapters = job.chain.has_adapters
+    resting = job.compute_bytes * (sharded_params(layer, strategy) - sharded_params(layer.trained, strategy))
     if keeps_whole:
         kept_gradients = MASTER_BYTES * params * made_whole
     elif config.has_several and shards == 1 and has_adapters:
@@ -142,9 +136,7 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     return LayerStates(
         params=params,
         shards=shards,
-        shard=quantized
-        + trained_shard
-        + job.compute_bytes * (sharded_params(layer, strategy) - sharded_params(layer.trained, strategy)),
+        shard=trained_shard + resting + (layer.buffer_bytes if has_adapters else 0),
         trained_shard=trained_shard,
         copy=0 if shards == 1 and job.compute_bytes == MASTER_BYTES else computed,
         keeps_copy=strategy.keeps_gathered and (shards == 1 or layer.has_backward or keeps_whole),
@@ -154,7 +146,7 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         cut_gradients=made if made_whole > 1 else 0,
         scratch=MASTER_BYTES * params if shards > 1 and job.cluster.device.backend.copies_what_it_scatters else 0,
         holds_new=layer_type.role is not LayerRole.BLOCK,
-        optimizer=_optimizer_bytes(layer, trained_shard // MASTER_BYTES, job) - quantized,
+        optimizer=_optimizer_bytes(trained_shard // MASTER_BYTES, job) + (0 if has_adapters else layer.buffer_bytes),
         has_backward=layer.has_backward,
     )
 
@@ -168,11 +160,11 @@ def _whole_params(layer_type: LayerType, layer: LayerProfile, strategy: Strategy
     return max(0, degree * layer.trained.num_params - undivided.trained.num_params) // (degree - 1)
 
 
-def _optimizer_bytes(layer: LayerProfile, num_params: int, job: Job) -> int:
-    """What is kept of so many trained parameters of a layer, and of its tensors that are not trained."""
+def _optimizer_bytes(num_params: int, job: Job) -> int:
+    """Bytes that the optimizer keeps of so many trained parameters of a layer."""
     effects = job.effects
     kept = math.ceil(effects.state_bytes * num_params) + effects.layer_state_bytes
-    return min(kept, math.ceil(Effects().state_bytes * num_params)) + layer.buffer_bytes
+    return min(kept, math.ceil(Effects().state_bytes * num_params))
 
 
 def working_bytes(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Working:

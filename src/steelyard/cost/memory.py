@@ -220,7 +220,7 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
         late = max(0, late + freed - int(saved[place]))
         step = freed + execution.step_bytes(kept["parameters"], strategy.data_degree) - int(saved[place])
         gradients = kept["gradients"] - freed + late
-        quantized = layer.buffer_bytes if job.chain.changes else 0
+        quantized = layer.buffer_bytes if job.chain.has_adapters else 0
         optimizer = kept["optimizer"] + (job.effects.layer_state_bytes if trained.num_params else 0)
         parameters = kept["parameters"] + frozen["parameters"] + quantized
         found[:4, place] = parameters, gradients, optimizer, max(0, step - late)

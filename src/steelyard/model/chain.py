@@ -27,6 +27,7 @@ class ModelChange(Protocol):
     """What a lever makes of a model, as a frozen value; its text says all of it."""
 
     name: ClassVar[str]
+    adds_parameters: ClassVar[bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,11 @@ class ModelChain(Layout):
     def features(self) -> SplitFeatures | None:
         """What the first layer reads, where samples hold it beside the token ids of a later one."""
         return self.split.features
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether levers add parameters, and leave all else untrained."""
+        return any(change.adds_parameters for change in self.changes)
 
     @property
     def unchanged(self) -> "ModelChain":

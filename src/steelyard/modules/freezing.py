@@ -13,7 +13,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze, FrozenLayers
 from steelyard.model.freezing import nothing_left
 from steelyard.modules.build import build_meta_model, named_layer_modules
-from steelyard.modules.levers import has_added, num_quantized
+from steelyard.modules.levers import num_quantized
 
 _MOST_NAMED = 24
 """Modules that an error lists."""
@@ -76,7 +76,7 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
     counted = {id(each.parameter): each for each in reversed(named) if (each.layer, each.local) not in again}.values()
     quantized = num_quantized(model) if own is None else 0
     return Freeze(
-        patterns=(*patterns, *(("all but adapters",) if has_added(chain) else ())),
+        patterns=(*patterns, *(("all but adapters",) if chain.has_adapters else ())),
         num_params=quantized + sum(each.parameter.numel() for each in counted if (each.layer, each.local) in frozen),
         of_params=quantized + sum(each.parameter.numel() for each in counted),
         parts=tuple(_parts(named, frozen, chain.num_layers)),

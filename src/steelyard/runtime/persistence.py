@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from steelyard.errors import InvalidCheckpointError, InvalidDataError, UserError
-from steelyard.modules.levers import has_added
 from steelyard.output import say, write_file
 from steelyard.processes.failure import Standing, previous_failures, read_standing, restart_count, write_standing
 from steelyard.processes.start import LOST_PEER, TAKEN_IN_VARIABLE
@@ -71,8 +70,8 @@ class Persistence:
                     hint="load first weights in the builder; read the trained ones from a checkpoint "
                     "(--checkpoint-dir)",
                 )
-        if options.merge and (not has_added(self._model.chain) or self._state.takers()):
-            quantized = has_added(self._model.chain)
+        if options.merge and (not self._model.chain.has_adapters or self._state.takers()):
+            quantized = self._model.chain.has_adapters
             raise UserError(
                 field="--merge",
                 found="adapters beside quantized weights" if quantized else "a plan without adapters",
@@ -167,7 +166,7 @@ class Persistence:
             self._checkpointer.wait()
         if self._options.export_hf is not None:
             merge, reader = self._options.merge, "transformers"
-            if has_added(self._model.chain) and not merge:
+            if self._model.chain.has_adapters and not merge:
                 reader = "peft"
             export_weights(
                 self._options.export_hf, self._state, self._model.plan, tokenizer=self._tokenizer, merge=merge

@@ -35,7 +35,7 @@ from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
-from steelyard.modules.levers import added_beside, has_added, is_added, with_added, write_added
+from steelyard.modules.levers import added_beside, is_added, with_added, write_added
 from steelyard.modules.levers.quantized_base import PARTS
 from steelyard.modules.prepared import stored_apart
 from steelyard.modules.replicated import activation_dtype
@@ -313,7 +313,7 @@ def export_weights(
             part.mkdir(parents=True)
         dist.barrier()
         chain = plan.chain()
-        alone = has_added(chain) and not merge
+        alone = chain.has_adapters and not merge
         mine = _write_stage(part, state, chain, plan, dtype, alone=alone)
         found: list[list[tuple[str, dict[str, int]]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(found, mine)

@@ -23,11 +23,6 @@ def change_model(model: PreTrainedModel, chain: ModelChain) -> None:
             CHANGES[change.name].change_model(change, model)
 
 
-def has_added(chain: ModelChain) -> bool:
-    """Whether levers add parameters to a model."""
-    return any(change.name == "train" for change in chain.changes)
-
-
 def loss_chunks(chain: ModelChain) -> int:
     """Chunks of a sample's tokens that the head computes one after another."""
     return next((change.chunks for change in chain.changes if isinstance(change, ChunkedLoss)), 1)
@@ -75,4 +70,4 @@ def write_added(folder: Path, files: Sequence[Path], model: PreTrainedModel, cha
 
 
 def _adapters(chain: ModelChain) -> Any:
-    return next(change for change in chain.changes if change.name == "train")
+    return next(change for change in chain.changes if change.adds_parameters)
