@@ -40,7 +40,7 @@ _DEEPSPEED = Execution(
 """As `published_runs.frameworks`: buffers of 500 million entries, an fp16 and an fp32 copy of gradients in a step."""
 
 
-_BLOCKS_OF_LENGTHS = 11.5
+_BLOCKS_OF_LENGTHS = 14.0
 """Of texts of every length in any order: a block that served the logits of one length is too small for a longer one and
 stays reserved. Chosen on the LoRA rows of Qwen-7B by length in msswift_bench, with which those by batch, bits and remat
 agree: what is reserved there beyond what is allocated goes with the vocabulary and the mean length alone."""

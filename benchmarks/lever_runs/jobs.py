@@ -6,8 +6,9 @@ has not yet (`_NOT_YET`).
 **Lengths.** Memory is that of the longest batch: ``seq_len``, to which texts are cut or padded. Time is that of the
 mean batch. Where texts are padded to the longest of a batch and the notes say how many tokens they have, that is their
 mean (peft sorts by length before it makes batches), or, where mean $m$ and deviation $s$ are told, the mean over
-batches of the longest text of a lognormal distribution with these, cut at ``seq_len``. Where they say nothing there is
-no time.
+batches of the longest text of a Weibull distribution with these, texts longer than ``seq_len`` left out (ms-swift's
+``truncation_strategy delete``, its default). For the one set of texts told so, of which the longest has 19,548 tokens,
+it expects 18,600 of the longest of 5,000; a lognormal distribution 29,700. Where they say nothing there is no time.
 """
 
 import math
@@ -15,7 +16,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from statistics import NormalDist
 from typing import Any
 
 from lever_runs.frameworks import OUR_LOSS, Framework, framework_of
@@ -442,9 +442,9 @@ def _mean_len(row: Row, batch: int, seq_len: int) -> tuple[float | None, float |
 
 @cache
 def _mean_longest(mean: float, deviation: float, count: int, most: int) -> float:
-    """The mean of the longest of so many lognormal lengths, each ``most`` or less."""
-    variance = math.log(1 + (deviation / mean) ** 2)
-    normal = NormalDist(math.log(mean) - variance / 2, math.sqrt(variance))
-    short = normal.cdf(math.log(most))
+    """The mean of the longest of so many lengths of texts, each ``most`` or less."""
+    shape = (deviation / mean) ** -1.086  # Justus et al. 1978, within 1 % for deviations of 0.2 to 1 of the mean
+    scale = mean / math.gamma(1 + 1 / shape)
+    short = -math.expm1(-((most / scale) ** shape))
     quantiles = (short * ((draw + 0.5) / _DRAWS) ** (1 / count) for draw in range(_DRAWS))
-    return sum(math.exp(normal.inv_cdf(each)) for each in quantiles) / _DRAWS
+    return sum(scale * (-math.log1p(-each)) ** (1 / shape) for each in quantiles) / _DRAWS

@@ -1,7 +1,8 @@
 """Configs of the models in the table: packaged ones, and others by sizes that their own config files state.
 
 Models with code of their own (Qwen, ChatGLM, Baichuan) are given the form of a model of transformers that has the same
-matrices: their fused projections count as separate ones.
+matrices. Where queries, keys and values are one product, as in the first two, that is Phi-3, which makes one of the two
+of the gated layer as well; Baichuan's count as separate ones.
 """
 
 from collections.abc import Mapping
@@ -63,9 +64,10 @@ layer (13,696), which is set below."""
 
 
 def _qwen(hidden: int, layers: int, heads: int, ffn: int, vocab: int, kv_heads: int = 0) -> dict[str, Any]:
-    """A decoder with biases on queries, keys and values alone, a gated feed-forward layer and a head of its own."""
+    """A decoder with one product for queries, keys and values, a gated feed-forward layer and a head of its own."""
     return {
-        "model_type": "qwen2",
+        "model_type": "phi3",
+        "pad_token_id": None,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,

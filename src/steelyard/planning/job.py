@@ -217,6 +217,7 @@ def slowed(rates: Efficiency, factor: float) -> Efficiency:
         memory=rates.memory / factor,
         ramp_s=rates.ramp_s * factor,
         launch_s=rates.launch_s * factor,
+        traced_launch_s=rates.traced_launch_s * factor,
     )
 
 
