@@ -93,6 +93,19 @@ def optimizer_s(num_params: float, job: Job) -> float:
     return moving_s(num_params * num_bytes, job)
 
 
+def host_copies_s(num_params: float, job: Job) -> float:
+    """Seconds that a step copies what lies in host memory for ``num_params`` parameters of one rank, there and back.
+
+    Where the host's memory is the device's own, as bytes that are read and written.
+    """
+    moved, rate = num_params * job.effects.moved_bytes, job.cluster.device.host_bytes_per_s
+    if rate is not None or not moved:
+        return moved / (rate or 1.0)
+    if job.profile.optimizer_s_per_param is not None:
+        return 2 * moved * job.profile.optimizer_s_per_param / Effects().update_bytes
+    return moving_s(2 * moved, job)
+
+
 def step_overhead_s(job: Job) -> float:
     """Seconds of a step that no layer accounts for: measured, or what the device's calibration says."""
     if job.cluster.device.needs_profile or job.profile.identity.is_measured:

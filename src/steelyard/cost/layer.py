@@ -24,7 +24,16 @@ from typing import Generic, NamedTuple, TypeVar, cast
 import numpy as np
 
 from steelyard.cost.communication import Group
-from steelyard.cost.compute import ComputeTime, compute_time, launch_s, moving_s, optimizer_s, wait_s, work_s
+from steelyard.cost.compute import (
+    ComputeTime,
+    compute_time,
+    host_copies_s,
+    launch_s,
+    moving_s,
+    optimizer_s,
+    wait_s,
+    work_s,
+)
 from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
 from steelyard.cost.layer_load import (
     held_params,
@@ -320,7 +329,10 @@ def _once_time(
     Where a framework shards the optimizer (ZeRO-1) the gradients are scattered and the new parameters gathered.
     """
     job, execution, strategy = config.job, config.job.execution, sent.strategy
-    terms: Terms = {"optimizer": optimizer_s(_stepped(layer.trained, strategy, execution), job)}
+    stepped = _stepped(layer.trained, strategy, execution)
+    terms: Terms = {"optimizer": optimizer_s(stepped, job)}
+    if job.effects.moved_bytes:
+        terms["offload"] = host_copies_s(stepped, job)
     forward_s, backward_s = sum(forward.values()), sum(backward.values())
     for dimension in strategy.dimensions:
         reduce_s: Amount = 0.0

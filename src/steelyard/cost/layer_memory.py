@@ -10,6 +10,7 @@ tp, sharded $f$ ways, and $q$ bytes of one in compute:
 | gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
 | the same     | 4 N          | ZeRO-1, from the first backward to the last: in the type in which they are reduced |
 | optimizer    | 8 N / f      | always (`Effects.state_bytes`: two AdamW moments), with counts of steps and buffers |
+| step         | `Effects.buffer_bytes` | of what lies in host memory, while the optimizer steps; no activations then |
 | gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to the last backward |
 | activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | traced, with the parameters and new gradients of the layer | while the layer runs |
@@ -72,6 +73,10 @@ class LayerStates:
     """What the optimizer keeps, with counts of steps, and tensors that are kept and not trained; of a model with
     adapters, most of whose such tensors are quantized weights, these are of ``shard``."""
     has_backward: bool = True
+    host: int = 0
+    """What lies in the memory of the host."""
+    buffer: int = 0
+    """What of that is on the device while the optimizer steps, at most."""
 
     @property
     def reduced(self) -> int:
@@ -93,12 +98,13 @@ class LayerStates:
     def numbers(self) -> tuple[int, ...]:
         """The rank's parameters, gradients and optimizer states kept, the copy, whether it stays, and for the whole
         step, the shards, what a backward pass makes and reduces, gradients in the first reduction and later ones;
-        whether it trains, frees and works backwards."""
+        whether it trains, frees and works backwards; what the optimizer has of the host's."""
         first, later = (self.reduced_states(is_first=each) for each in (True, False))
         kept = self.shard, self.kept_gradients, self.optimizer, self.copy
         how = self.keeps_copy, self.keeps_whole, self.shards
         trains, frees_saved = self.params > 0 and self.has_backward, self.holds_new and self.shards > 1
-        return (*kept, *how, self.made_gradients, self.reduced, first, later, trains, frees_saved, self.has_backward)
+        moves = trains, frees_saved, self.has_backward, self.buffer
+        return (*kept, *how, self.made_gradients, self.reduced, first, later, *moves)
 
 
 def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
@@ -126,6 +132,7 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     keeps_whole = config.has_several and strategy.keeps_whole
     kept_gradients = trained_shard
     has_adapters = job.chain.has_adapters
+    host = math.ceil(job.effects.host_bytes * (trained_shard // MASTER_BYTES))
     resting = job.compute_bytes * (sharded_params(layer, strategy) - sharded_params(layer.trained, strategy))
     if keeps_whole:
         kept_gradients = MASTER_BYTES * params * made_whole
@@ -148,6 +155,8 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         holds_new=layer_type.role is not LayerRole.BLOCK,
         optimizer=_optimizer_bytes(trained_shard // MASTER_BYTES, job) + (0 if has_adapters else layer.buffer_bytes),
         has_backward=layer.has_backward,
+        host=host,
+        buffer=min(host, job.effects.buffer_bytes),
     )
 
 
@@ -202,7 +211,7 @@ class LayerRow:
     chosen: Sequence[Strategy]
     numbers: Strategies
     states: IntTable
-    """[14, S] as `LayerStates.numbers` has them."""
+    """[15, S] as `LayerStates.numbers` has them."""
     lines: NDArray[np.float64]
     """[2, 4, S] bytes that a layer saves, of its input, and that its forward and backward work take: of no samples, and
     of each."""

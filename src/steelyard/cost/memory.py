@@ -31,6 +31,8 @@ stage that holds all microbatches in flight has of a layer either those or what 
 latter is more. The last layer of a stage has rows of its own with what it sends. A stage of several chunks holds what
 its passes in flight saved, the states of all chunks, and a buffer for each that pauses.
 
+What a step copies from the host counts as work of a layer of which $f$ is gone, as it is of all others then.
+
 Layers kept whole (ZeRO-1, with several microbatches) free and reduce in the last backward pass alone, with one
 microbatch in flight: $f = b$ and $r = 0$, since what one of them reduces it has freed before, whole gradients and $c$.
 
@@ -48,7 +50,7 @@ from numpy.typing import NDArray
 from steelyard.cost.context import communicator_bytes, context_bytes
 from steelyard.cost.job import MASTER_BYTES, JobConfig, side_bytes
 from steelyard.cost.layer_load import layer_profile
-from steelyard.cost.layer_memory import LayerRow
+from steelyard.cost.layer_memory import LayerRow, layer_states
 from steelyard.cost.tables import CostTables, Received
 from steelyard.engines.execution import StateBytes
 from steelyard.limits import MOST_BYTES
@@ -116,7 +118,7 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     """[15, S] the fields of `LayerRows`."""
     job, row = config.job, LayerRow.of(layer_type, chosen, config)
     saved, entered, reducing, forward, backward, read = row.work(config)
-    shard, gradients, optimizer, copy, keeps, whole, shards, made, reduced, first, later, trains, drops, moves = (
+    shard, gradients, optimizer, copy, keeps, whole, shards, made, reduced, first, later, trains, drops, moves, step = (
         row.states
     )
     is_sharded, one = shards > 1, config.pipeline.num_microbatches == 1
@@ -139,8 +141,9 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     reduction, reduction_first = (np.where(trains, rest + each, _NEVER) for each in (first if one else later, first))
     tied = np.array([_tied_bytes(layer_type, each, config) for each in chosen])
     tied = np.where(tied > 0, tied + np.maximum(0, -freed) - kept, _NEVER)
-    inner = np.maximum.reduce([forward, backward + beside, tied])
-    ends = np.maximum.reduce([forward, sending + beside, reduction, tied])
+    stepping = np.where(step > 0, step - freed, _NEVER)
+    inner = np.maximum.reduce([forward, backward + beside, tied, stepping])
+    ends = np.maximum.reduce([forward, sending + beside, reduction, tied, stepping])
     found = [shard, (not one) * gradients, optimizer, 0, read, kept, saved, freed]
     found += [np.maximum(inner, reduction - left), ends, np.maximum(inner, reduction_first - left)]
     found += [(1 - keeps) * gathered, left, share * flowing // sequence_degree, gathered]
@@ -372,6 +375,21 @@ def plan_memory(
         before = strategies[mine[0][0] - 1] if stage and configs[stage - 1] is config else None
         found.append(_stage_terms(*made[config], stage, mine, strategies, config, before))
     return found
+
+
+def host_bytes(parts: Sequence[range], strategies: Sequence[Strategy], configs: Sequence[JobConfig]) -> list[int]:
+    """Bytes in the memory of the host for a rank of each stage; arguments as of `plan_memory`."""
+    if not configs[0].job.effects.host_bytes:
+        return [0] * len(configs)
+    chain = configs[0].job.chain
+    return [
+        sum(
+            layer_states(chain.type_of(layer), strategies[layer], config).host
+            for part in parts[stage :: len(configs)]
+            for layer in part
+        )
+        for stage, config in enumerate(configs)
+    ]
 
 
 def _of_pairs(config: JobConfig, pairs: Sequence[tuple[int, Strategy]]) -> tuple[CostTables, CostTables, LayerRows]:

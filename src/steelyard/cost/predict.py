@@ -13,7 +13,7 @@ from steelyard.cost.build import border_s, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.job import Job, JobConfig, stage_configs
 from steelyard.cost.layer import LayerCost, layer_cost
-from steelyard.cost.memory import plan_memory
+from steelyard.cost.memory import host_bytes, plan_memory
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.cost.switching import border_table, switch_table
 from steelyard.errors import InvalidPlanError
@@ -66,11 +66,14 @@ def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) 
         overlap_sends=overlaps == "always" or (overlaps == "with chunks" and plan.num_chunks > 1),
         speeds=list(zip(map(jobs.index, jobs), speeds, strict=True)) if any(speeds) else [],
     )
-    memories = memory_terms([part.layers for part in plan.parts], plan.strategies, configs)
+    parts_layers = [part.layers for part in plan.parts]
+    memories = memory_terms(parts_layers, plan.strategies, configs)
+    on_host = host_bytes(parts_layers, plan.strategies, configs)
     stages = [
         StagePrediction(
             time_s=_time_terms(parts[stage :: plan.num_stages], config, timeline, stage),
             memory_bytes=memories[stage],
+            host_bytes=on_host[stage],
         )
         for stage, config in enumerate(configs)
     ]

@@ -38,6 +38,12 @@ class Effects:
     """What it keeps of a layer besides, at most; together no more than AdamW keeps."""
     update_bytes: float = 28.0
     """Bytes that a step of it moves for a trained parameter: AdamW reads 16 and writes 12."""
+    host_bytes: float = 0.0
+    """Bytes that training keeps of a trained parameter in the memory of the host."""
+    moved_bytes: float = 0.0
+    """Bytes that a step copies from and to the host for a trained parameter, both directions together."""
+    buffer_bytes: int = 0
+    """What of a layer's bytes in host memory a step has on the device at a time, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

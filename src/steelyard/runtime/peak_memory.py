@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from steelyard.modules.fake_op_cache import FakeOpCache, asks_device
+from steelyard.modules.host_memory import is_on_host
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 CUDA_METHOD = "torch.cuda.max_memory_allocated"
@@ -109,6 +110,8 @@ class LiveStorages(TorchDispatchMode):
         if self._is_paused or ((tensor.fake_device.type == "meta") if type(tensor) is FakeTensor else tensor.is_meta):
             return
         storage = tensor.untyped_storage()
+        if is_on_host(storage):
+            return
         key = storage._cdata
         num_bytes = storage.nbytes()
         if key not in self._references:
