@@ -12,13 +12,16 @@ from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from tests.runtime.models import make_plan
 from tests.runtime.processes import run_module
-from tests.runtime.test_optimizers import CONFIG, DEVICES, EXACT_TOLERANCE, MIDDLE, RUN, STAGES, write_tokens
+from tests.runtime.test_optimizers import CONFIG, DEVICES, EXACT_TOLERANCE, MIDDLE, RUN, write_tokens
+from tests.runtime.test_optimizers import STAGES as PLAIN
 
-WORDS = ("none", "optimizer")
+WORDS = ("none", "optimizer", "activations", "optimizer+activations")
+STAGES = {**PLAIN, "remat": ("tp2, tp2+sp remat=full, fsdp2 remat=full, fsdp2 zero2",)}
 RESUMED = [
     ("optimizer", "sharded", "optimizer", "sharded"),
     ("optimizer", "sharded", "none", "mixed"),
     ("none", "sharded", "optimizer", "stages"),
+    ("optimizer", "sharded", "optimizer+activations", "remat"),
 ]
 """What is offloaded and the plan of a run, and of the one that goes on with its checkpoint."""
 

@@ -93,17 +93,17 @@ def optimizer_s(num_params: float, job: Job) -> float:
     return moving_s(num_params * num_bytes, job)
 
 
-def host_copies_s(num_params: float, job: Job) -> float:
-    """Seconds that a step copies what lies in host memory for ``num_params`` parameters of one rank, there and back.
+def host_copies_s(num_bytes: Amount, job: Job) -> Amount:
+    """Seconds that a device copies so many bytes from or to its host, alone.
 
     Where the host's memory is the device's own, as bytes that are read and written.
     """
-    moved, rate = num_params * job.effects.moved_bytes, job.cluster.device.host_bytes_per_s
-    if rate is not None or not moved:
-        return moved / (rate or 1.0)
+    rate = job.cluster.device.host_bytes_per_s
+    if rate is not None:
+        return num_bytes / rate
     if job.profile.optimizer_s_per_param is not None:
-        return 2 * moved * job.profile.optimizer_s_per_param / Effects().update_bytes
-    return moving_s(2 * moved, job)
+        return 2 * num_bytes * job.profile.optimizer_s_per_param / Effects().update_bytes
+    return 2 * num_bytes / (job.efficiency.memory * job.cluster.device.known_memory_bytes_per_s())
 
 
 def step_overhead_s(job: Job) -> float:

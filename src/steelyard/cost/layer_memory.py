@@ -201,6 +201,8 @@ class RowWork(NamedTuple):
     backward: IntTable
     read: IntTable
     """As `sample_bytes` has it."""
+    on_host: IntTable
+    """What it saves in the memory of the host, and has on the device while it works; ``saved`` is none of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -260,8 +262,11 @@ class LayerRow:
             needed[:, places] = np.vstack((more.saved, 0.0, more.forward, more.backward))
         found = np.clip(self.lines[0] + self.lines[1] * samples + needed, -_BEYOND_BYTES, _BEYOND_BYTES)
         saved, entered, forward, backward = found.astype(np.int64)
+        on_host = np.zeros_like(saved)
+        if config.job.effects.saves_on_host and self.layer_type.role is LayerRole.BLOCK:
+            saved, on_host = on_host, saved
         read = np.broadcast_to(sample_bytes(self.layer_type, self.numbers, config), saved.shape).astype(np.int64)
-        return RowWork(saved, entered, self.inputs * entered, forward, backward, read)
+        return RowWork(saved, entered, self.inputs * entered, forward + on_host, backward + on_host, read, on_host)
 
 
 class _Cell(NamedTuple):

@@ -117,7 +117,7 @@ def layer_rows(config: JobConfig, strategies: Sequence[Strategy], legal: NDArray
 def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
     """[15, S] the fields of `LayerRows`."""
     job, row = config.job, LayerRow.of(layer_type, chosen, config)
-    saved, entered, reducing, forward, backward, read = row.work(config)
+    saved, entered, reducing, forward, backward, read, on_host = row.work(config)
     shard, gradients, optimizer, copy, keeps, whole, shards, made, reduced, first, later, trains, drops, moves, step = (
         row.states
     )
@@ -137,7 +137,7 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     copies = np.array([1 if each.remat is Remat.FULL else 2 for each in chosen])
     sending = np.maximum(0, backward - copies * (share * handed // sequence_degree))
     beside = np.where(moves, made + own, _NEVER)
-    rest = entered + reducing - drops * np.maximum(0, saved - entered) - is_sharded * kept
+    rest = entered + reducing + on_host - drops * np.maximum(0, saved - entered) - is_sharded * kept
     reduction, reduction_first = (np.where(trains, rest + each, _NEVER) for each in (first if one else later, first))
     tied = np.array([_tied_bytes(layer_type, each, config) for each in chosen])
     tied = np.where(tied > 0, tied + np.maximum(0, -freed) - kept, _NEVER)
@@ -205,7 +205,7 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
     """
     execution, job = config.job.execution, config.job
     assert isinstance(execution.states, StateBytes), "no other keeps buffers of its own"
-    saved, _, _, forward, backward, read = LayerRow.of(layer_type, chosen, config).work(config)
+    saved, _, _, forward, backward, read, _ = LayerRow.of(layer_type, chosen, config).work(config)
     found = np.zeros((15, len(chosen)), dtype=np.int64)
     is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and not config.is_piped
     for place, strategy in enumerate(chosen):
@@ -379,17 +379,24 @@ def plan_memory(
 
 def host_bytes(parts: Sequence[range], strategies: Sequence[Strategy], configs: Sequence[JobConfig]) -> list[int]:
     """Bytes in the memory of the host for a rank of each stage; arguments as of `plan_memory`."""
-    if not configs[0].job.effects.host_bytes:
+    effects = configs[0].job.effects
+    if not (effects.host_bytes or effects.saves_on_host):
         return [0] * len(configs)
-    chain = configs[0].job.chain
-    return [
-        sum(
-            layer_states(chain.type_of(layer), strategies[layer], config).host
-            for part in parts[stage :: len(configs)]
-            for layer in part
-        )
-        for stage, config in enumerate(configs)
-    ]
+    found = []
+    for stage, config in enumerate(configs):
+        of_parts = [
+            sum(_on_host(layer, strategies[layer], config) for layer in part) for part in parts[stage :: len(configs)]
+        ]
+        states, saved = np.stack(of_parts).T
+        found.append(int(states.sum() + config.pipeline.in_flight(stage) * saved.max()))
+    return found
+
+
+def _on_host(layer: int, strategy: Strategy, config: JobConfig) -> NDArray[np.int64]:
+    """[2] of a layer: its states in host memory, and what it saves there of a microbatch."""
+    layer_type = config.job.chain.type_of(layer)
+    saved = LayerRow.of(layer_type, (strategy,), config).work(config).on_host
+    return np.array([layer_states(layer_type, strategy, config).host, int(saved[0])])
 
 
 def _of_pairs(config: JobConfig, pairs: Sequence[tuple[int, Strategy]]) -> tuple[CostTables, CostTables, LayerRows]:

@@ -66,9 +66,8 @@ def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) 
         overlap_sends=overlaps == "always" or (overlaps == "with chunks" and plan.num_chunks > 1),
         speeds=list(zip(map(jobs.index, jobs), speeds, strict=True)) if any(speeds) else [],
     )
-    parts_layers = [part.layers for part in plan.parts]
-    memories = memory_terms(parts_layers, plan.strategies, configs)
-    on_host = host_bytes(parts_layers, plan.strategies, configs)
+    memories = memory_terms([part.layers for part in plan.parts], plan.strategies, configs)
+    on_host = predict_host(plan, job)
     stages = [
         StagePrediction(
             time_s=_time_terms(parts[stage :: plan.num_stages], config, timeline, stage),
@@ -123,6 +122,11 @@ def predict_memory(plan: Plan, job: Job) -> tuple[dict[str, int], ...]:
     Raises `InvalidPlanError` if plan and job differ.
     """
     return memory_terms([part.layers for part in plan.parts], plan.strategies, _configs(plan, job))
+
+
+def predict_host(plan: Plan, job: Job) -> list[int]:
+    """Bytes in the memory of the host for a rank of each stage, which no term of memory counts."""
+    return host_bytes([part.layers for part in plan.parts], plan.strategies, _configs(plan, job))
 
 
 def memory_terms(

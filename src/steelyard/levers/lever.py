@@ -44,6 +44,8 @@ class Effects:
     """Bytes that a step copies from and to the host for a trained parameter, both directions together."""
     buffer_bytes: int = 0
     """What of a layer's bytes in host memory a step has on the device at a time, at most."""
+    saves_on_host: bool = False
+    """Whether what blocks save for their backward passes lies in the memory of the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,10 @@ class Divided(Protocol):
     @property
     def expert_degree(self) -> int:
         """Ranks that divide its experts."""
+
+    @property
+    def remat(self) -> str:
+        """What of it is computed again in the backward pass: none, selective or full."""
 
 
 class Lever(ABC):

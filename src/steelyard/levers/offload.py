@@ -1,8 +1,13 @@
 r"""Offload: what lies in the memory of the host, because a device has too little of its own.
 
-| word          | in host memory, B a trained parameter | over the link, B a step | what                             |
-|---------------|---------------------------------------|-------------------------|----------------------------------|
-| ``optimizer`` | 8                                     | 16                      | both moments of AdamW, in fp32   |
+| word            | in host memory                            | over the link                              |
+|-----------------|-------------------------------------------|--------------------------------------------|
+| ``optimizer``   | both moments of AdamW in fp32, 8 B a      | 16 B a trained parameter, once a step      |
+|                 | trained parameter                         |                                            |
+| ``activations`` | what blocks save for the backward pass,   | the same there and back, every microbatch  |
+|                 | of microbatches in flight                 |                                            |
+
+``optimizer+activations`` is both.
 
 **optimizer.** Parameters and gradients stay in fp32 on the device, which computes the step: `CHUNK` entries of both
 moments at a time are copied to it, updated by the same kernel as without offload, and copied back, so that parameters
@@ -19,8 +24,14 @@ parameter over the link, and 28 of the host's memory, which the devices of a nod
 to 0.30 s a billion parameters on two Xeon 8168, torch's then 1.4). It needs copies of parameters and gradients on the
 host, and no fewer seconds where several devices share one.
 
-Not modelled: devices of a node that share a PCIe switch or the memory of the host as they copy at the same time; what
-both directions at once would gain.
+**activations.** What a block saves (all without remat, its input under full remat) is copied to the host as it works
+forward and back as it works backwards, and is then on the device as without offload; embedding and head keep theirs.
+Copies follow the work of the block in one stream, so that none is hidden: $2 b / W$ a microbatch, with $b$ the bytes
+that it saves. Selective remat keeps what it chose in a cache of torch's own, which no hook sees, so that it is refused.
+torchtune and Megatron copy in streams of their own, beside other blocks; then a device has more, and waits less.
+
+Not modelled: what starting a copy takes, a few microseconds for each tensor; devices of a node that share a PCIe switch
+or the memory of the host as they copy at the same time; what both directions at once would gain.
 
 Source: Ren et al. 2021 (ZeRO-Offload, arXiv 2101.06840), table 4.
 """
@@ -29,13 +40,15 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from steelyard.errors import UserError, nearest
-from steelyard.levers.lever import Asked, Effects, Lever
+from steelyard.levers.lever import Asked, Divided, Effects, Lever
+from steelyard.levers.optimizer import Optimizer
 
 NONE = "none"
 CHUNK = 2**22
 """Entries of a moment that are copied to the device at a time: 16 MiB, at which a copy reaches the rate of the link."""
 _MOMENT_BYTES = 4
 _MOMENTS = 2
+_OPTIMIZER, _ACTIVATIONS = "optimizer", "activations"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +58,12 @@ class Offload(Lever):
     word: str = NONE
 
     name: ClassVar[str] = "offload"
-    values: ClassVar[tuple[str, ...]] = (NONE, "optimizer")
-    offers: ClassVar[tuple[str, ...]] = ("optimizer",)
-    help: ClassVar[str] = "What lies in the memory of the host: none, or optimizer (the moments of AdamW)."
+    values: ClassVar[tuple[str, ...]] = (NONE, _OPTIMIZER, _ACTIVATIONS, f"{_OPTIMIZER}+{_ACTIVATIONS}")
+    offers: ClassVar[tuple[str, ...]] = values[1:]
+    help: ClassVar[str] = (
+        "What lies in the memory of the host: none, optimizer (the moments of AdamW), activations (what blocks save), "
+        "or both."
+    )
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -69,10 +85,20 @@ class Offload(Lever):
         """Whether all lies on the device."""
         return self.word == NONE
 
+    @property
+    def moves_optimizer(self) -> bool:
+        """Whether the states of the optimizer lie in host memory."""
+        return _OPTIMIZER in self.word.split("+")
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether what blocks save lies in host memory."""
+        return _ACTIVATIONS in self.word.split("+")
+
     def check(self, asked: Asked) -> None:
         """Raises `UserError` for another optimizer, and for a GPU whose link to the host is not known."""
         Lever.check(self, asked)
-        if "optimizer" in asked.levers:
+        if self.moves_optimizer and Optimizer.name in asked.levers:
             raise UserError(
                 field="--offload",
                 found=f"{self} beside another optimizer",
@@ -88,8 +114,17 @@ class Offload(Lever):
                     hint="add host_GBps to the device in the cluster file: 24.8 over PCIe 4, 55 over PCIe 5",
                 )
 
+    def refusal(self, strategy: Divided) -> str | None:
+        """Hooks do not see what selective remat keeps."""
+        if self.moves_activations and strategy.remat == "selective":
+            return "what selective remat keeps is not copied to the host: no or full remat"
+        return None
+
     def effects(self, effects: Effects) -> Effects:
-        """The moments lie in host memory, and a step moves them there and back."""
+        """What lies in host memory, and what a step moves there and back."""
+        effects = replace(effects, saves_on_host=self.moves_activations)
+        if not self.moves_optimizer:
+            return effects
         return replace(
             effects,
             state_bytes=0.0,

@@ -9,11 +9,11 @@ from torch import Tensor
 _MARK = "lies_on_host"
 
 
-def zeros_on_host(part: Tensor) -> Tensor:
-    """Zeros of the shape and type of a tensor of the device, in memory of its host."""
+def empty_on_host(part: Tensor) -> Tensor:
+    """A tensor without values of the shape and type of one of the device, in memory of its host."""
     made = torch.empty(0, dtype=part.dtype, pin_memory=part.device.type == "cuda")
     setattr(made.untyped_storage(), _MARK, True)  # before it has any memory that a meter would see
-    return made.resize_(part.shape).zero_()
+    return made.resize_(part.shape)
 
 
 def is_on_host(storage: torch.UntypedStorage) -> bool:

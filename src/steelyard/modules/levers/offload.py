@@ -1,19 +1,26 @@
-"""The twin of offload: AdamW whose moments lie in the memory of the host and come to the device a part at a time.
+"""The twin of offload: AdamW whose moments lie in the memory of the host, and blocks that save there.
 
-Everything is queued in one stream of the device, in the order copy, update, copy back, and the host waits for nothing.
-So who reads moments elsewhere waits for the device first, as the end of a step of `steelyard.runtime.train` does.
+Moments come to the device a part at a time; what a block saved comes back as its backward pass needs the first of it.
+Everything is queued in one stream of the device, copies in their order with updates and layers, and the host waits for
+nothing. So who reads moments elsewhere waits for the device first, as the end of a step of `steelyard.runtime.train`
+does.
 """
 
-from typing import Any
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer as TorchOptimizer
 
 from steelyard.levers.offload import CHUNK
-from steelyard.modules.host_memory import zeros_on_host
+from steelyard.modules.host_memory import empty_on_host
 from steelyard.modules.updates import local_part
 
 _EPS = 1e-8
@@ -76,5 +83,91 @@ class OffloadedAdamW(TorchOptimizer):
 
 def _on_host(parameter: nn.Parameter) -> Tensor:
     """A moment of zeros, of which this rank's part lies in host memory, placed as the parameter."""
-    part = zeros_on_host(local_part(parameter).detach())
+    part = empty_on_host(local_part(parameter).detach()).zero_()
     return DTensor(part, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else part
+
+
+@contextmanager
+def saving_on_host(layer: nn.Module, shared: Iterable[Tensor]) -> Iterator[None]:
+    """A forward pass of a layer, of which what autograd saves lies in host memory; not parameters and what is
+    ``shared`` with other layers.
+    """
+    group = _Group(layer, shared)
+    with saved_tensors_hooks(group.pack, _Saved.unpack):
+        yield
+    group.kept.clear()
+
+
+class _Group:
+    """What one pass through a layer saves."""
+
+    def __init__(self, layer: nn.Module, shared: Iterable[Tensor]) -> None:
+        self._layer, self._shared = layer, {_key(each) for each in shared}
+        self.kept: dict[tuple[int, torch.dtype], tuple[Tensor, _Storage]] = {}
+        """By the storage on the device, which stays until the pass has ended, so that no other takes its place."""
+        self.storages: weakref.WeakSet[_Storage] = weakref.WeakSet()
+
+    def pack(self, tensor: Tensor) -> "_Saved | Tensor":
+        """What is saved in the place of a tensor."""
+        local = _local(tensor)
+        key = _key(local)
+        if key not in self.kept:
+            own = (*self._layer.parameters(), *self._layer.buffers())
+            if key in self._shared or not local.untyped_storage().nbytes() or any(_key(each) == key for each in own):
+                return tensor
+            self.kept[key] = local, _Storage(local, self)
+        spec = tensor._spec if isinstance(tensor, DTensor) else None
+        return _Saved(self.kept[key][1], local.shape, local.stride(), local.storage_offset(), spec)
+
+
+class _Storage:
+    """A storage that tensors share, on the host until the first tensor of its group is needed."""
+
+    def __init__(self, local: Tensor, group: _Group) -> None:
+        whole = local.detach().as_strided((local.untyped_storage().nbytes() // local.itemsize,), (1,), 0)
+        self._there, self._device, self._group = empty_on_host(whole), whole.device, group
+        self._there.copy_(whole, non_blocking=True)
+        self._is_back = False
+        group.storages.add(self)
+
+    def back(self) -> Tensor:
+        """All of it on the device; with it come the others of its group."""
+        if not self._is_back:
+            for each in self._group.storages:
+                each._there = torch.empty_like(each._there, device=each._device).copy_(each._there, non_blocking=True)
+                each._is_back = True
+        return self._there
+
+
+class _Saved(NamedTuple):
+    """A tensor in a storage."""
+
+    storage: _Storage
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    spec: Any
+    """As whose part a DTensor has it."""
+
+    @staticmethod
+    def unpack(saved: "_Saved | Tensor") -> Tensor:
+        """The tensor that was packed."""
+        if isinstance(saved, Tensor):
+            return saved
+        local = saved.storage.back().as_strided(saved.shape, saved.stride, saved.offset)
+        return local if saved.spec is None else DTensor(local, saved.spec, requires_grad=False)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, when it has arrived; of a fake one what is waited for is another storage."""
+    part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(part, AsyncCollectiveTensor):
+        part.trigger_wait()
+        part = part.elem
+    return part
+
+
+def _key(tensor: Tensor) -> tuple[int, torch.dtype]:
+    """The storage of a tensor, and as what it is read."""
+    local = _local(tensor)
+    return local.untyped_storage()._cdata, local.dtype

@@ -46,7 +46,7 @@ def make_optimizer(
     lever: Optimizer, groups: list[dict[str, Any]], *, offload: Offload, lr: float, betas: tuple[float, float]
 ) -> TorchOptimizer:
     """Makes the optimizer of a lever for groups of parameters, all on one mesh; ``betas`` are of AdamW."""
-    if not offload.is_default:
+    if offload.moves_optimizer:
         return OffloadedAdamW(groups, lr=lr, betas=betas)
     if lever.word in BLOCK:
         return QuantizedAdamW(groups, word=lever.word, lr=lr, betas=betas)
