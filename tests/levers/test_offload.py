@@ -18,6 +18,7 @@ from steelyard.levers import Levers
 from steelyard.levers.offload import CHUNK, Offload
 from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.plan.plan import headline
+from steelyard.plan.prediction import HostUse
 from steelyard.planning.advise import advise
 from steelyard.planning.complete import find_plan
 from steelyard.planning.request import make_request
@@ -58,8 +59,9 @@ def test_a_plan_says_it_and_what_lies_on_the_host(tmp_path: Path) -> None:
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
     assert "offload optimizer" in headline(plan)
-    assert "in the host memory of a node, of which the cluster does not say how much there is: not checked" in headline(
-        plan
+    assert (
+        "of tensors in the host memory of a node, of which the cluster does not say how much there is: not checked"
+        in headline(plan)
     )
 
 
@@ -217,11 +219,30 @@ def test_the_memory_of_a_host_is_that_of_all_its_ranks(tmp_path: Path) -> None:
 # what is refused
 
 
-def test_more_than_the_host_has_is_refused(tmp_path: Path) -> None:
+def test_more_than_the_host_has_is_refused_and_not_advised(tmp_path: Path) -> None:
+    cluster = write_cluster(tmp_path, host_memory_GiB=0.001)
     with pytest.raises(UserError) as caught:
-        find_plan("llama-demo", write_cluster(tmp_path, host_memory_GiB=0.001), **OPTIONS, levers=OFFLOAD)
+        find_plan("llama-demo", cluster, **OPTIONS, levers=OFFLOAD)
     assert caught.value.field == "host_memory_GiB"
     assert "more than its 1.02 MiB" in caught.value.found
+    found = advise(make_request("llama-demo", cluster, **OPTIONS))
+    assert any(each.startswith("--offload optimizer: host_memory_GiB") for each in found.left_out)
+    assert not any(each.options == "--offload optimizer" for each in found.changes)
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "words"),
+    [
+        (20, "of 20 B"),
+        (19, "of 19 B; pinned, each may take up to twice its size"),
+        (9, "more than its 9 B"),
+        (None, "not checked"),
+    ],
+)
+def test_what_is_said_of_host_memory_is_what_is_known(memory_bytes: int | None, words: str) -> None:
+    use = HostUse(node_bytes=10, memory_bytes=memory_bytes)
+    assert str(use).endswith(words)
+    assert use.fits == (memory_bytes != 9)
 
 
 @pytest.mark.parametrize("word", ["adamw-8bit", "adafactor", "sgd"])

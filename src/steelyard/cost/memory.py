@@ -379,8 +379,7 @@ def plan_memory(
 
 def host_bytes(parts: Sequence[range], strategies: Sequence[Strategy], configs: Sequence[JobConfig]) -> list[int]:
     """Bytes in the memory of the host for a rank of each stage; arguments as of `plan_memory`."""
-    effects = configs[0].job.effects
-    if not (effects.host_bytes or effects.saves_on_host):
+    if not configs[0].job.effects.uses_host:
         return [0] * len(configs)
     found = []
     for stage, config in enumerate(configs):

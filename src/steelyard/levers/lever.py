@@ -47,6 +47,11 @@ class Effects:
     saves_on_host: bool = False
     """Whether what blocks save for their backward passes lies in the memory of the host."""
 
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything lies in the memory of the host."""
+        return self.host_bytes > 0 or self.saves_on_host
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:

@@ -295,7 +295,10 @@ class PoolUse(PlanPart):
 
 
 class HostUse(PlanPart):
-    """What the ranks of a node hold in the memory of their host, of the node that has least left."""
+    """Tensors of the ranks of a node in the memory of their host, of the node that has least left.
+
+    On GPUs they are pinned, in which torch rounds each of them up to a power of two.
+    """
 
     node_bytes: Bytes
     memory_bytes: Bytes | None = None
@@ -307,10 +310,13 @@ class HostUse(PlanPart):
         return self.memory_bytes is None or self.node_bytes <= self.memory_bytes
 
     def __str__(self) -> str:
-        taken = f"{format_bytes(self.node_bytes)} in the host memory of a node"
+        taken = f"{format_bytes(self.node_bytes)} of tensors in the host memory of a node"
         if self.memory_bytes is None:
             return f"{taken}, of which the cluster does not say how much there is: not checked"
-        return f"{taken}, {'of' if self.fits else 'more than its'} {format_bytes(self.memory_bytes)}"
+        if not self.fits:
+            return f"{taken}, more than its {format_bytes(self.memory_bytes)}"
+        rounded = "; pinned, each may take up to twice its size" if 2 * self.node_bytes > self.memory_bytes else ""
+        return f"{taken}, of {format_bytes(self.memory_bytes)}{rounded}"
 
 
 class Prediction(PlanPart):

@@ -1,9 +1,8 @@
 """The twin of offload: AdamW whose moments lie in the memory of the host, and blocks that save there.
 
 Moments come to the device a part at a time; what a block saved comes back as its backward pass needs the first of it.
-Everything is queued in one stream of the device, copies in their order with updates and layers, and the host waits for
-nothing. So who reads moments elsewhere waits for the device first, as the end of a step of `steelyard.runtime.train`
-does.
+Everything is queued in one stream of the device, copies in their order with updates and layers; a step of the optimizer
+ends when its copies have, since others read moments in host memory without a stream.
 """
 
 import weakref
@@ -48,6 +47,8 @@ class OffloadedAdamW(TorchOptimizer):
                 if parameter.device not in buffers:
                     buffers[parameter.device] = torch.empty((2, self._chunk), device=parameter.device)
                 self._update(parameter, state, buffers[parameter.device], group)
+        for device in (each for each in buffers if each.type == "cuda"):
+            torch.cuda.current_stream(device).synchronize()
 
     @property
     def _chunk(self) -> int:
@@ -56,8 +57,9 @@ class OffloadedAdamW(TorchOptimizer):
         return min(CHUNK, max(parts, default=0))
 
     def _update(self, parameter: nn.Parameter, state: dict[str, Tensor], buffer: Tensor, group: dict[str, Any]) -> None:
-        of_entries = parameter, parameter.grad, *(state[slot] for slot in _SLOTS)
-        values, gradients, *moments = (local_part(each).detach().view(-1) for each in of_entries)
+        of_entries = parameter, *(state[slot] for slot in _SLOTS)
+        values, *moments = (local_part(each).detach().view(-1) for each in of_entries)
+        gradients = local_part(parameter.grad).reshape(-1)
         beta1, beta2 = group["betas"]
         # the first chunk of fake tensors stands for all
         count = min(values.numel(), buffer.shape[1]) if isinstance(values, FakeTensor) else values.numel()
