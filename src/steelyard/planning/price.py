@@ -201,7 +201,7 @@ def refuse_host(plan: Plan) -> Plan:
             field="host_memory_GiB",
             found=f"{use}, with {plan.chosen_levers}",
             expected="as much as the host has, of which the cluster file says what a node's processes may take",
-            hint="shard states over more ranks, as in --pin fsdp=…, put less into host memory, or use more nodes",
+            hint="shard states over more ranks, as with --pin fsdp, put less into host memory, or use more nodes",
         )
     return plan
 
