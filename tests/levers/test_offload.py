@@ -22,6 +22,7 @@ from steelyard.plan.prediction import HostUse
 from steelyard.planning.advise import advise
 from steelyard.planning.complete import find_plan
 from steelyard.planning.request import make_request
+from steelyard.report.plan_table import link_lines
 from steelyard.runtime.dry_run import dry_run
 from tests.jobs import make_job
 from tests.levers.test_optimizer import CHECKED, LARGER, traced_job
@@ -59,6 +60,8 @@ def test_a_plan_says_it_and_what_lies_on_the_host(tmp_path: Path) -> None:
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
     assert "offload optimizer" in headline(plan)
+    assert plan.prediction is not None
+    assert link_lines(plan, plan.prediction)[-1].endswith("24.8 GB/s on a100-40gb")
     assert (
         "of tensors in the host memory of a node, of which the cluster does not say how much there is: not checked"
         in headline(plan)
