@@ -24,6 +24,7 @@ from steelyard.engines import (
     Export,
     Request,
     Target,
+    check_levers,
     describe_uniform,
     engine_of,
     export_plan,
@@ -92,6 +93,7 @@ def export(
             expected="a plan for steelyard's own runtime",
             hint=f"plan without --engine, or export --to {plan.engine.partition('+')[0]}",
         )
+    _check_levers(plan, engine, target)
     engine.refuse(plan.chain(), plan.seq_len)
     with progress(f"fitting the plan into {target.name}", silent=as_json):
         given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
@@ -116,13 +118,27 @@ def export(
     _print_statement(exported, fitted, headline, written, on_error=output is None)
 
 
+def _check_levers(plan: Plan, engine: Engine, target: Target) -> None:
+    """Raises `UserError` for a lever that the engine of a target does not run."""
+    try:
+        check_levers(plan.chosen_levers, plan.chain(), engine)
+    except UserError as error:
+        raise UserError(
+            field="--to",
+            found=f"{target.name} for a plan with {error.found}",
+            expected=f"{error.expected}, or steelyard's own runtime",
+            hint="write it with --to torchrun, or plan without the options of levers",
+        ) from None
+
+
 def _fitted(plan: Plan, folder: Path, engine: Engine, given: Elsewhere) -> FittedPlan:
     """The best plan that the engine can run, as it runs it; the plan itself, unpriced, where nothing is to search.
 
     That is where the engine can run it, and it was written by hand or found for this engine or one that works alike.
     """
-    is_for_it = plan.prediction is None or engine_of(plan.engine or NATIVE.name).execution == engine.execution
-    if is_for_it and not unsupported(plan, engine.capabilities):
+    own, theirs = (each.running(plan.chosen_levers) for each in (engine_of(plan.engine or NATIVE.name), engine))
+    is_for_it = plan.prediction is None or own.execution == theirs.execution
+    if is_for_it and not unsupported(plan, theirs.capabilities):
         kept = tuple(plan.asked.one_by_one()) if plan.asked else ()
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None, kept=kept, is_wanted=True)
     given["engine"] = NATIVE.name

@@ -31,6 +31,9 @@ from steelyard.engines import (
 from steelyard.engines.engine import Engine
 from steelyard.engines.writing import Export, Request, Target, describe_uniform, export_plan
 from steelyard.errors import UserError, nearest
+from steelyard.hardware import Device
+from steelyard.levers import Asked, Levers
+from steelyard.model.chain import ModelChain
 
 ENGINES: dict[str, Engine] = {
     engine.name: engine
@@ -69,6 +72,12 @@ def engine_of(name: str) -> Engine:
     return found.with_options(options) if options else found
 
 
+def check_levers(levers: Levers, chain: ModelChain, engine: Engine, devices: tuple[Device, ...] = ()) -> None:
+    """Raise `UserError` for the first lever that an engine, a model or devices, if they are known, cannot have."""
+    names, known = tuple(levers.texts), tuple(ENGINES.values())
+    levers.check(Asked(chain=chain, engine=engine, engines=known, levers=names, devices=devices))
+
+
 def target_of(name: str) -> Target:
     """Return the target of a name; raise `UserError` for one that is not known."""
     return _named(name, TARGETS, "--to")
@@ -94,6 +103,7 @@ __all__ = [
     "Export",
     "Request",
     "Target",
+    "check_levers",
     "describe_uniform",
     "engine_of",
     "export_plan",

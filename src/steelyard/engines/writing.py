@@ -262,13 +262,6 @@ class Target:
 
 def export_plan(target: Target, request: Request) -> Export:
     """The files of a target for a plan that its engine can run; raises `UserError` where they cannot be written."""
-    if request.plan.levers and not target.starts_steelyard:
-        raise UserError(
-            field="--to",
-            found=f"{target.name} for a plan with {request.plan.chosen_levers}",
-            expected="a target that starts steelyard's own runtime, which alone has it",
-            hint="write it with --to torchrun, or plan without the options of levers",
-        )
     draft = target.write(request)
     carried = (*draft.carried, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
     trains_other = request.plan.chain().trains_routers and not target.starts_steelyard
