@@ -126,7 +126,7 @@ def _check_levers(plan: Plan, engine: Engine, target: Target) -> None:
         raise UserError(
             field="--to",
             found=f"{target.name} for a plan with {error.found}",
-            expected=f"{error.expected}, or steelyard's own runtime",
+            expected=error.expected,
             hint="write it with --to torchrun, or plan without the options of levers",
         ) from None
 

@@ -6,6 +6,7 @@
 | `capabilities`        | which plans an engine can run, and what of a given plan it cannot       |
 | `execution`           | how an engine runs a plan, as far as that changes time or memory        |
 | `writing`             | how a plan is written: `Target`, and a uniform plan in words they share |
+| `peft`                | levers of the engines that train models of transformers by peft         |
 | `native`              | steelyard's own runtime; its targets are in `pytorch` and `launch`      |
 | `axolotl`, `ms_swift` | files of software that drives an engine of the others                   |
 | the others            | one engine each                                                         |
