@@ -1,5 +1,6 @@
 """Levers under engines: who runs which values, what the files say, and what execution makes of memory."""
 
+import json
 import types
 import warnings
 from pathlib import Path
@@ -7,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
-from steelyard.engines import ENGINES
+from steelyard.engines import ENGINE_OF_TARGET, ENGINES
 from steelyard.errors import UserError
 from steelyard.levers import LEVERS, Levers
 from steelyard.levers.train import Train
@@ -19,6 +21,7 @@ from steelyard.planning.price import peak_bytes
 from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, price_settings
 from tests.engines.examples import exported, text_of, uniform
+from tests.engines.known import known_names
 
 LORA = {"train": "lora:r=8,alpha=12,targets=q_proj+v_proj,dropout=0.05,rslora"}
 QLORA = {"train": "lora:r=16", "base": "nf4", "optimizer": "adamw-8bit"}
@@ -78,7 +81,7 @@ def test_a_price_is_refused_as_a_plan_is() -> None:
         price_settings(request, ENGINES["megatron"], "bf16", Settings())
 
 
-@pytest.mark.parametrize("engine", ["accelerate", "transformers"])
+@pytest.mark.parametrize("engine", ["accelerate", "deepspeed", "transformers"])
 def test_adapters_of_peft_go_with_data_parallelism_alone(engine: str) -> None:
     found = ENGINES[engine].running(Levers.of({"train": "lora"}))
     assert all(len(each.name) and each.name in ("dp", "fsdp") for one in found.capabilities.dimensions for each in one)
@@ -209,3 +212,56 @@ def test_such_copies_are_priced_where_adapters_are_not_sharded() -> None:
     )
     with_dropout = {"train": "lora:r=4,dropout=0.1"}  # whose inputs are no tensor that they share
     assert total_bytes("transformers", with_dropout) == total_bytes("native", with_dropout)
+
+
+# axolotl
+
+
+def axolotl(plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(text_of(plan, "axolotl", ".yaml"))
+    return found
+
+
+def test_axolotl_says_the_adapters_and_the_base_of_the_plan() -> None:
+    content = axolotl(with_levers(LORA))
+    assert (content["adapter"], content["load_in_4bit"], content["peft_use_rslora"]) == ("lora", False, True)
+    assert (content["lora_r"], content["lora_alpha"], content["lora_dropout"]) == (8, 12, 0.05)
+    assert content["lora_target_modules"] == ["q_proj", "v_proj"]
+    content = axolotl(with_levers(QLORA))
+    assert (content["adapter"], content["load_in_4bit"], content["lora_target_linear"]) == ("qlora", True, True)
+    assert content["optimizer"] == "adamw_torch_8bit"
+    assert not any(content[key] for key in content if key.endswith("_kernel"))
+
+
+@pytest.mark.parametrize("levers", [LORA, QLORA, {"optimizer": "adafactor"}])
+def test_names_of_levers_are_those_of_axolotls_schemas(levers: dict[str, str]) -> None:
+    assert set(axolotl(with_levers(levers))) <= known_names("axolotl-0.19.0.txt")
+
+
+def test_axolotl_says_alpha_as_a_whole_number() -> None:
+    refused = ENGINE_OF_TARGET["axolotl"].lever_refusal(Train.parse("lora:r=8,alpha=1.5"))
+    assert refused is not None
+    assert "whole number" in refused
+
+
+def test_axolotl_has_a_base_in_four_bits_where_it_does_not_shard_it() -> None:
+    dimensions = ENGINE_OF_TARGET["axolotl"].running(Levers.of(QLORA)).capabilities.dimensions
+    assert {each.name for one in dimensions for each in one} == {"dp"}
+
+
+# DeepSpeed
+
+
+def test_deepspeed_is_given_adapters_and_an_optimizer_by_the_script() -> None:
+    plan = with_levers({"train": "lora:r=8", "optimizer": "adamw-8bit"}, "fsdp8", zero=2)
+    content = json.loads(text_of(plan, "deepspeed", ".json"))
+    assert content["zero_allow_untested_optimizer"] is True
+    assert any("bitsandbytes.optim.AdamW8bit" in line for line in content["_comment"])
+    assert module_of(plan, "deepspeed").lora_config.r == 8
+    assert set(content) - {"_comment"} <= known_names("deepspeed-0.19.8.txt")
+
+
+@pytest.mark.parametrize("word", ["adamw-4bit", "adafactor"])
+def test_deepspeed_refuses_moments_in_blocks_of_tensors(word: str) -> None:
+    with pytest.raises(UserError, match="ZeRO flattens"):
+        make_request(TINY, "1x1xa100-40gb", global_batch=1, seq_len=64, engine="deepspeed", levers={"optimizer": word})

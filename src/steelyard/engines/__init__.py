@@ -51,7 +51,7 @@ ENGINES: dict[str, Engine] = {
     )
 }
 FRONT_ENDS: Mapping[Target, Engine] = {
-    axolotl.TARGET: accelerate.ACCELERATE,
+    axolotl.TARGET: axolotl.ENGINE,
     ms_swift.TARGET: megatron.MEGATRON,
 }
 """Software that drives an engine from files of its own, by what writes them."""

@@ -67,13 +67,14 @@ def _write(request: Request) -> Draft:
         left_out += kept_gathered(request)
     elif view.remat is Remat.FULL:
         usage.append("in train.py: model.gradient_checkpointing_enable()")
-    imports, changes = peft.model_lines(levers, view.precision)
-    model = (("steelyard_model.py", "\n".join([*imports, "", *changes]) + "\n"),) if imports else ()
     usage += [*peft.model_usage(levers, view.precision), *_optimizer(levers)]
     if request.cluster is None:
         left_out.append("hosts: the cluster is not known here, so all processes are taken to be on one")
     return Draft(
-        files=(("accelerate.yaml", yaml.safe_dump(_content(request, view), sort_keys=False)), *model),
+        files=(
+            ("accelerate.yaml", yaml.safe_dump(_content(request, view), sort_keys=False)),
+            *peft.model_files(levers, view.precision),
+        ),
         carried=view.carried,
         left_out=tuple(left_out),
         launch=f"accelerate launch --config_file accelerate.yaml{meeting} train.py",

@@ -98,6 +98,12 @@ def model_lines(levers: Levers, precision: Precision) -> tuple[list[str], list[s
     return imports, lines
 
 
+def model_files(levers: Levers, precision: Precision) -> tuple[tuple[str, str], ...]:
+    """Return a file with `model_lines` for a training script to import, if there are any."""
+    imports, lines = model_lines(levers, precision)
+    return (("steelyard_model.py", "\n".join([*imports, "", *lines]) + "\n"),) if imports else ()
+
+
 def model_usage(levers: Levers, precision: Precision) -> tuple[str, ...]:
     """Return what a training script does to have the model of these levers."""
     if levers.value(Train).is_default:
@@ -121,7 +127,7 @@ def whole_if_so(value: float) -> int | float:
 
 
 def one_of(names: Mapping[str, Any], words: str) -> Taken:
-    """Return a lever of which these values are taken, ``words`` being what the engine has."""
+    """Return a lever of which these values are taken; ``words`` say what the engine has instead of others."""
 
     def refuse(lever: Lever) -> str | None:
         return None if str(lever) in names else f"which has {words}"
