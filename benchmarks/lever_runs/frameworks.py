@@ -156,8 +156,8 @@ def _titan(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
     return Framework(engine=_torchtitan(row), reserve=Execution().reserve)  # run_train.sh: expandable segments
 
 
-def _automodel(_row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
-    return Framework(engine=AUTOMODEL if is_full else _engine("automodel", Execution()))
+def _automodel(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
+    return Framework(engine=AUTOMODEL)
 
 
 _FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework]], ...] = (

@@ -1,5 +1,6 @@
 """Levers under engines: who runs which values, what the files say, and what execution makes of memory."""
 
+import importlib
 import json
 import types
 import warnings
@@ -265,3 +266,48 @@ def test_deepspeed_is_given_adapters_and_an_optimizer_by_the_script() -> None:
 def test_deepspeed_refuses_moments_in_blocks_of_tensors(word: str) -> None:
     with pytest.raises(UserError, match="ZeRO flattens"):
         make_request(TINY, "1x1xa100-40gb", global_batch=1, seq_len=64, engine="deepspeed", levers={"optimizer": word})
+
+
+# NeMo Automodel
+
+
+def automodel(plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(text_of(plan, "automodel", ".yaml"))
+    return found
+
+
+def test_automodel_says_the_adapters_of_the_plan() -> None:
+    content = automodel(with_levers({"train": "lora:r=8,alpha=12,targets=q_proj+v_proj,dropout=0.05"}, "fsdp8"))
+    adapters = content["peft"]
+    assert (adapters["dim"], adapters["alpha"], adapters["dropout"]) == (8, 12, 0.05)
+    assert (adapters["target_modules"], adapters["dropout_position"]) == (["*.q_proj", "*.v_proj"], "pre")
+    assert content["model"]["torch_dtype"] == "bfloat16"
+    assert automodel(with_levers({"train": "lora"}, "fsdp8"))["peft"]["exclude_modules"] == ["lm_head"]
+    assert {f"peft.{key}" for key in adapters} <= known_names("automodel-0.7.0.txt")
+    assert "peft" not in automodel(uniform("fsdp8", devices=8))
+
+
+@pytest.mark.parametrize("word", ["adamw", "adamw-8bit", "adamw-4bit", "sgd"])
+def test_automodel_names_an_optimizer_that_there_is(word: str) -> None:
+    section = automodel(with_levers({} if word == "adamw" else {"optimizer": word}, "fsdp8"))["optimizer"]
+    module, _, name = section.pop("_target_").rpartition(".")
+    made = getattr(importlib.import_module(module), name)([nn.Parameter(torch.zeros(4, 4))], **section)
+    assert isinstance(made, torch.optim.Optimizer)
+
+
+def test_automodel_refuses_what_it_has_not() -> None:
+    engine = ENGINES["automodel"]
+    assert engine.lever_refusal(Train.parse("lora:rslora")) is not None
+    for levers in ({"optimizer": "adafactor"}, {"base": "nf4"}):
+        assert engine.lever_refusal(next(iter(Levers.of(levers)))) is not None
+
+
+@pytest.mark.parametrize("engine", ["automodel", "megatron-bridge"])
+def test_frozen_weights_have_no_gradients_and_states_there(engine: str) -> None:
+    sizes = {"global_batch": 2, "seq_len": 256, "levers": {"train": "lora:r=4"}}
+    request = make_request("llama-demo", "1x2xa100-40gb", **sizes)
+    zero = 3 if engine == "automodel" else 1
+    plan, _ = price_settings(request, ENGINES[engine], "bf16", Settings(zero=zero))
+    assert plan.prediction is not None
+    terms = plan.prediction.stages[0].memory_bytes
+    assert 3 * (terms.get("gradients", 0) + terms["optimizer"]) < terms["parameters"]
