@@ -13,6 +13,7 @@ import yaml
 from torch import nn
 
 from steelyard.engines import ENGINE_OF_TARGET, ENGINES
+from steelyard.engines.writing import UniformPlan
 from steelyard.errors import UserError
 from steelyard.levers import LEVERS, Levers
 from steelyard.levers.train import Train
@@ -311,3 +312,37 @@ def test_frozen_weights_have_no_gradients_and_states_there(engine: str) -> None:
     assert plan.prediction is not None
     terms = plan.prediction.stages[0].memory_bytes
     assert 3 * (terms.get("gradients", 0) + terms["optimizer"]) < terms["parameters"]
+
+
+# ms-swift on transformers
+
+
+def swift(plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(text_of(plan, "swift-sft", ".yaml"))
+    return found
+
+
+def test_swift_says_the_adapters_and_the_base_of_the_plan() -> None:
+    content = swift(with_levers(LORA))
+    assert (content["tuner_type"], content["lora_rank"], content["lora_alpha"]) == ("lora", 8, 12)
+    assert (content["target_modules"], content["use_rslora"]) == (["q_proj", "v_proj"], True)
+    content = swift(with_levers(QLORA))
+    assert (content["quant_method"], content["quant_bits"], content["bnb_4bit_quant_type"]) == ("bnb", 4, "nf4")
+    assert (content["target_modules"], content["optim"]) == (["all-linear"], "adamw_torch_8bit")
+
+
+@pytest.mark.parametrize("plan", [uniform("dp8", devices=8, remat="full"), uniform("fsdp8", devices=8, zero=2)])
+def test_swift_says_batch_sharding_and_remat_of_the_plan(plan: Plan) -> None:
+    content, view = swift(plan), UniformPlan.of(plan)
+    batch = content["per_device_train_batch_size"] * content["gradient_accumulation_steps"] * view.data_degree
+    assert (content["tuner_type"], batch, content["max_length"]) == ("full", plan.global_batch, plan.seq_len)
+    assert content["gradient_checkpointing"] is (view.fsdp == 1)
+    assert ("fsdp" in content) is (view.fsdp > 1)
+    if view.fsdp > 1:
+        assert content["fsdp"]["fsdp_config"]["reshard_after_forward"] is False
+    assert "NPROC_PER_NODE=8 swift sft swift_sft.yaml" in text_of(plan, "swift-sft", ".yaml")
+
+
+def test_names_of_swift_are_those_of_its_arguments() -> None:
+    plans = [with_levers(LORA), with_levers(QLORA), uniform("fsdp8", devices=8)]
+    assert {name for plan in plans for name in swift(plan)} <= known_names("ms-swift-4.6.0-sft.txt")

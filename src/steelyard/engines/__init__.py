@@ -8,7 +8,7 @@
 | `writing`             | how a plan is written: `Target`, and a uniform plan in words they share |
 | `peft`                | levers of the engines that train models of transformers by peft         |
 | `native`              | steelyard's own runtime; its targets are in `pytorch` and `launch`      |
-| `axolotl`, `ms_swift` | files of software that drives an engine of the others                   |
+| `axolotl`, `ms_swift`, `swift_sft` | files of software that drives an engine of the others      |
 | the others            | one engine each                                                         |
 
 A new engine is one module and one entry of `ENGINES`.
@@ -26,6 +26,7 @@ from steelyard.engines import (
     megatron_bridge,
     ms_swift,
     native,
+    swift_sft,
     torchtitan,
     transformers,
 )
@@ -53,6 +54,7 @@ ENGINES: dict[str, Engine] = {
 FRONT_ENDS: Mapping[Target, Engine] = {
     axolotl.TARGET: axolotl.ENGINE,
     ms_swift.TARGET: megatron.MEGATRON,
+    swift_sft.TARGET: swift_sft.ENGINE,
 }
 """Software that drives an engine from files of its own, by what writes them."""
 _ENGINES_OF: Mapping[Target, Engine] = {
