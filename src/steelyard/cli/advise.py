@@ -1,8 +1,10 @@
-"""``steelyard advise``: what to change where nothing fits, with what each change saves and costs."""
+"""``steelyard advise``: what to change where nothing fits, with what each change saves; and the largest that fits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +19,8 @@ from steelyard.cli.options import (
     NetworkOption,
     PrecisionOption,
     SeqLen,
+    check_choices,
+    complete_one_of,
     parse_precision,
     print_json,
     progress,
@@ -24,7 +28,8 @@ from steelyard.cli.options import (
 from steelyard.output import command
 from steelyard.planning.advise import Advice
 from steelyard.planning.advise import advise as advice_of
-from steelyard.planning.request import make_request
+from steelyard.planning.largest import Largest, kinds, largest
+from steelyard.planning.request import PlanRequest, make_request
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -38,13 +43,22 @@ def advise(
     memory: Memory = None,
     memory_margin: MemoryMargin = None,
     precision: PrecisionOption = "bf16",
+    most: Annotated[
+        str | None,
+        typer.Option(
+            "--max",
+            help=f"Find the largest that fits instead: {', '.join(kinds())} (batch: computed at once, one microbatch).",
+            autocompletion=complete_one_of(kinds()),
+        ),
+    ] = None,
     as_json: AsJson = False,
     *,
     levers: Mapping[str, str | None],
 ) -> None:
     """Say what to change to fit, or to fit more: each lever alone and two together, the cheapest GiB first."""
-    with progress("counting the model's layers", silent=as_json) as show:
-        request = make_request(
+
+    def ask(levers: Mapping[str, str | None]) -> PlanRequest:
+        return make_request(
             model,
             cluster,
             global_batch=global_batch,
@@ -55,7 +69,16 @@ def advise(
             precision=parse_precision(precision),
             levers=levers,
         )
-        own, found, left_out = advice_of(request, progress=show)
+
+    with progress("counting the model's layers", silent=as_json) as show:
+        if most is not None:
+            what = check_choices("--max", most, {each: each for each in kinds()})[0]
+            size = largest(what, ask(levers), ask, progress=show)
+        else:
+            own, found, left_out = advice_of(ask(levers), progress=show)
+    if most is not None:
+        print_json(size) if as_json else print(_size_text(size))
+        return
     if as_json:
         print_json({"asked": _content(own), "changes": [_content(each) for each in found], "left_out": left_out})
         return
@@ -68,6 +91,15 @@ def advise(
         asked |= {f"--{name}": text for name, text in levers.items()}
         words = [word for option, value in asked.items() if value is not None for word in (option, value)]
         print(f"take the first: {command('plan', model, *words, *found[0].options.split())}")
+
+
+def _size_text(found: Largest) -> str:
+    beyond = "" if found.too_large is None else f"; {found.too_large} does not fit"
+    return (
+        f"largest {found.what}: {found.size}, which needs {format_bytes(found.least_bytes)} of "
+        f"{format_bytes(found.budget_bytes)} per device{beyond}\n"
+        f"its fastest plan takes {format_seconds(found.step_s)} a step: steelyard plan ... {found.options}"
+    )
 
 
 def _content(advice: Advice) -> dict[str, object]:

@@ -34,6 +34,7 @@ from steelyard.engines.capabilities import Capabilities, unsupported
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, parse_cluster
+from steelyard.levers import LEVERS
 from steelyard.output import make_folder, write_files
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
@@ -256,6 +257,7 @@ def _print_targets(as_json: bool) -> None:
                     "software": target.software,
                     "summary": target.summary,
                     "capabilities": _capabilities_content(ENGINE_OF_TARGET[target.name].capabilities),
+                    "levers": _levers(target),
                 }
                 for target in TARGETS.values()
             ]
@@ -268,8 +270,14 @@ def _print_targets(as_json: bool) -> None:
         console.print(
             f"  strategies: {capabilities['strategies']}; remat: {capabilities['remat']}; "
             f"pipeline: {capabilities['pipeline']}"
+            + (f"; levers: {', '.join(_levers(target))}" if _levers(target) else "")
         )
         console.print(f"  writes {target.summary}", style="dim")
+
+
+def _levers(target: Target) -> tuple[str, ...]:
+    """Names of the levers of which a target takes some values."""
+    return tuple(LEVERS) if target.starts_steelyard else tuple(ENGINE_OF_TARGET[target.name].levers)
 
 
 def _capabilities_content(capabilities: Capabilities) -> dict[str, str]:

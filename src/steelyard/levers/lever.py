@@ -98,6 +98,9 @@ class Lever(ABC):
     adds_parameters: ClassVar[bool] = False
     """Whether it adds parameters to a model, and leaves all else untrained."""
 
+    size: ClassVar[str] = ""
+    """What is called its size, if it has one: advice finds the largest that fits."""
+
     @classmethod
     def said(cls, text: str) -> dict[str, str]:
         """What a text behind the option says: of this lever, by its name, and where it is short for several of all."""
@@ -129,6 +132,10 @@ class Lever(ABC):
             expected="one of the engines " + ", ".join(others),
             hint=f"leave --engine or --{self.name} out",
         )
+
+    def sized(self, _size: int) -> "Lever":
+        """The same of another size, if it has one."""
+        return self
 
     @property
     def without_chance(self) -> "Lever":
