@@ -11,7 +11,7 @@ nothing about the model of costs: predicted and measured seconds are means over 
 round alone stand beside. Memory is what the tensors of a process hold at most.
 
 Run: python benchmarks/prediction_accuracy.py [--model M] [--seq-len S] [--global-batch B] [--processes 2 4]
-     [--rounds N] [--steps N] [--json OUT]
+     [--lever NAME=TEXT ...] [--rounds N] [--steps N] [--json OUT]
 """
 
 import argparse
@@ -21,17 +21,20 @@ import statistics
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.ranks import on_ranks
 from steelyard.cost.job import Job
+from steelyard.errors import UserError
+from steelyard.levers import Levers
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
@@ -39,7 +42,7 @@ from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of
 from steelyard.planning.price import with_price
-from steelyard.planning.request import make_request, request_of_plan
+from steelyard.planning.request import changed_chain, make_request, request_of_plan
 from steelyard.profiles.profile import Profile
 from steelyard.profiles.record import RunRecord
 from steelyard.units import format_bytes, format_seconds
@@ -126,7 +129,8 @@ def build(job: Job, case: Case) -> Plan:
         for index, (first, end) in enumerate(pairwise(cuts))
     )
     return Plan(
-        model=PlanModel(name=chain.name, config=dict(chain.config)),
+        model=PlanModel(name=chain.name, config=dict(chain.config), frozen=chain.freeze),
+        levers=job.levers.texts,
         cluster=job.cluster.name,
         seq_len=job.seq_len,
         global_batch=job.global_batch,
@@ -137,20 +141,27 @@ def build(job: Job, case: Case) -> Plan:
     )
 
 
-def measure_profile(model: str, processes: int, seq_len: int, budget_s: float) -> Profile:
-    """The measured profile of a model on this many processes."""
+def measure_profile(
+    model: str, processes: int, seq_len: int, budget_s: float, levers: Mapping[str, str] = MappingProxyType({})
+) -> Profile:
+    """The measured profile of a model on this many processes, as levers change it."""
     from steelyard.profiler.launch import launch_profiler
     from steelyard.tracer.cache import cached_trace
 
     degrees = tuple(degree for degree in (1, 2, 4) if processes % degree == 0)
-    chain = load_model(model)
+    chain = changed_chain(load_model(model), Levers.of(levers), ())
     traced = cached_trace(chain, seq_len=seq_len, precision="fp32", degrees=degrees)
     return launch_profiler(chain, traced, num_processes=processes, samples=(1, 2, 4, 8), budget_s=budget_s)
 
 
 def named_plans(job: Job) -> list[tuple[str, Plan]]:
-    """The plans by hand, and the searched one, which may be one of them."""
-    named = [(case.name, build(job, case)) for case in CASES[job.cluster.num_devices]]
+    """The plans by hand that the levers of the job allow, and the searched one, which may be one of them."""
+    named = []
+    for case in CASES[job.cluster.num_devices]:
+        try:
+            named.append((case.name, build(job, case)))
+        except UserError as error:
+            print(f"left out: {case.name}: {error.found}")
     searched = plan_job(job).plan
     if searched is None:
         return named
@@ -199,7 +210,8 @@ def measure_rounds(processes: int, options: argparse.Namespace) -> list[list[Row
     rounds: list[list[Row]] = []
     plans: list[tuple[str, Plan]] = []
     for _ in range(options.rounds):
-        profile = measure_profile(options.model, processes, options.seq_len, options.budget)
+        levers = dict(text.split("=", 1) for text in options.lever)
+        profile = measure_profile(options.model, processes, options.seq_len, options.budget, levers)
         if not plans:
             job = job_of(
                 make_request(
@@ -210,6 +222,7 @@ def measure_rounds(processes: int, options: argparse.Namespace) -> list[list[Row
                     precision="fp32",
                     memory=MEMORY,
                     profile=profile,
+                    levers=levers,
                 )
             )
             plans = named_plans(job)
@@ -281,6 +294,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama-demo", help="as `steelyard plan` takes it: a name, config or folder")
     parser.add_argument("--global-batch", type=int, default=16)
+    parser.add_argument("--lever", nargs="*", default=[], metavar="NAME=TEXT", help="as in train=lora:r=8")
     parser.add_argument("--rounds", type=int, default=2, help="how often all is profiled, priced and run")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], choices=sorted(CASES))

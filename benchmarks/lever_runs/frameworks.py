@@ -30,9 +30,8 @@ from steelyard.levers import Levers
 
 OUR_LOSS = (4, 12)
 """Bytes of each logit that our head saves, and holds at most: `steelyard.modules.layers.HeadLayer`."""
-_BF16 = Execution(
-    states=StateBytes(parameters=2, gradients=2, optimizer=4, zero=0), frees_gradients=True, step_shard_bytes=2
-)
+_BF16_STATES = StateBytes(parameters=2, gradients=2, optimizer=4, zero=0)
+_BF16 = Execution(states=_BF16_STATES, frees_gradients=True, step_shard_bytes=2)
 _ADAPTERS = TRANSFORMERS.running(Levers.of({"train": "lora"})).execution
 """As the product prices adapters of peft under autocast."""
 _FP32_ADAPTERS = replace(
@@ -47,7 +46,7 @@ _DEEPSPEED = Execution(
 """As `published_runs.frameworks`: buffers of 500 million entries, an fp16 and an fp32 copy of gradients in a step."""
 
 
-_BLOCKS_OF_LENGTHS = 11.5
+_BLOCKS_OF_LENGTHS = 14.0
 """Of texts of every length in any order: a block that served the logits of one length is too small for a longer one and
 stays reserved. Chosen on the LoRA rows of Qwen-7B by length in msswift_bench, with which those by batch, bits and remat
 agree: what is reserved there beyond what is allocated goes with the vocabulary and the mean length alone."""
@@ -60,6 +59,8 @@ class Framework:
     engine: Engine
     loss_bytes: tuple[int, int] = OUR_LOSS
     """As `OUR_LOSS`."""
+    chunked_logits_bytes: int = 0
+    """Bytes of each logit that it saves where the loss is computed in chunks."""
     adapter_input_bytes: int = 0
     """Bytes of an entry of the copy of its input that each adapter saves; 0 where they share the input."""
     dropout: float = 0.0
@@ -98,10 +99,13 @@ def framework_of(row: Row, config: Mapping[str, Any]) -> Framework | None:
 
 
 def _litgpt(row: Row, config: Mapping[str, Any], is_full: bool) -> Framework:
+    """FSDP1 shards adapters with the base, and without synchronisation has gradients of all, whole on each rank."""
+    shards = row.count("fsdp") or 1
+    sharded = replace(_BF16_STATES, zero=3, frozen=2 + 2 * shards)
     heads = config["num_attention_heads"]
     groups = 1 if config.get("multi_query") else config.get("num_key_value_heads") or heads
     return Framework(
-        engine=_engine("litgpt", _BF16),
+        engine=_engine("litgpt", replace(_BF16, states=sharded) if shards > 1 else _BF16),
         loss_bytes=(4, 6),  # chunked_cross_entropy in bf16, of logits that the caller's list keeps
         dropout=0.0 if is_full else 0.05,
         keeps_fused_qkv=groups in (1, heads),  # a view that `CausalSelfAttention` splits; others it expands
@@ -113,7 +117,8 @@ def _litgpt(row: Row, config: Mapping[str, Any], is_full: bool) -> Framework:
 
 
 def _torchtune(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
-    return Framework(engine=_engine("torchtune", replace(_BF16, step_shard_bytes=0)))
+    """Its chunks of logits are of the output, which is whole, in bf16, and has a gradient."""
+    return Framework(engine=_engine("torchtune", replace(_BF16, step_shard_bytes=0)), chunked_logits_bytes=4)
 
 
 def _peft(_row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:

@@ -1,7 +1,8 @@
 """Configs of the models in the table: packaged ones, and others by sizes that their own config files state.
 
 Models with code of their own (Qwen, ChatGLM, Baichuan) are given the form of a model of transformers that has the same
-matrices: their fused projections count as separate ones.
+matrices. Where queries, keys and values are one product, as in the first two, that is Phi-3, which makes one of the two
+of the gated layer as well; Baichuan's count as separate ones.
 """
 
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ _PACKAGED: Mapping[str, str] = {
     "Qwen/Qwen3-4B": "qwen3-4b",
     "Qwen/Qwen3-4B-Base": "qwen3-4b",
     "Qwen/Qwen3-4B-Instruct-2507": "qwen3-4b",
+    "katanemo/Plano-Orchestrator-4B": "qwen3-4b",
     "Qwen/Qwen3-8B": "qwen3-8b",
     "LLaMA-7B (GaLore configuration)": "llama2-7b",
     "google-t5/t5-base": "t5-base",
@@ -42,8 +44,12 @@ _PACKAGED: Mapping[str, str] = {
     "meta-llama/Llama-3.3-70B-Instruct": "llama3.3-70b",
     "meta-llama/Meta-Llama-3-70B": "llama3-70b",
     "meta-llama/Meta-Llama-3-8B": "llama3-8b",
+    "meta-llama/Meta-Llama-3-8B-Instruct": "llama3-8b",
     "meta-llama/Meta-Llama-3.1-8B": "llama3.1-8b",
     "microsoft/Phi-3-mini-4k-instruct": "phi-3-mini",
+    "mistralai/Devstral-Small-2507": "mistral-small-24b",
+    "mistralai/Magistral-Small-2506": "mistral-small-24b",
+    "mistralai/Magistral-Small-2507": "mistral-small-24b",
     "mistralai/Mistral-7B-v0.1": "mistral-7b-v0.1",
     "openai/gpt-oss-120b": "gpt-oss-120b",
     "openai/gpt-oss-20b": "gpt-oss-20b",
@@ -63,9 +69,10 @@ layer (13,696), which is set below."""
 
 
 def _qwen(hidden: int, layers: int, heads: int, ffn: int, vocab: int, kv_heads: int = 0) -> dict[str, Any]:
-    """A decoder with biases on queries, keys and values alone, a gated feed-forward layer and a head of its own."""
+    """A decoder with one product for queries, keys and values, a gated feed-forward layer and a head of its own."""
     return {
-        "model_type": "qwen2",
+        "model_type": "phi3",
+        "pad_token_id": None,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -74,6 +81,23 @@ def _qwen(hidden: int, layers: int, heads: int, ffn: int, vocab: int, kv_heads: 
         "vocab_size": vocab,
         "max_position_embeddings": 32768,
         "tie_word_embeddings": False,
+    }
+
+
+def _llama(kind: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> dict[str, Any]:
+    """A decoder of a type of transformers with heads of 128 and a head of its own."""
+    return {
+        "model_type": kind,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
 
 
@@ -98,6 +122,12 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen-14B-Chat": _qwen(5120, 40, 40, 13696, 152064),
     "Qwen/Qwen-72B-Chat": _qwen(8192, 80, 64, 24576, 152064),
     "THUDM/chatglm3-6b": _qwen(4096, 28, 32, 13696, 65024, kv_heads=2),
+    "XiaomiMiMo/MiMo-7B-RL": _llama("qwen2", 4096, 36, 32, 8, 11008, 151680),
+    "allenai/Olmo-3-7B-Instruct-SFT": _llama("olmo3", 4096, 32, 32, 32, 11008, 100278),
+    "arcee-ai/AFM-4.5B": _llama("arcee", 2560, 36, 20, 4, 18432, 128004),
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": _llama("seed_oss", 5120, 64, 80, 8, 27648, 155136),
+    "mistralai/Ministral-8B-Instruct-2410": _llama("mistral", 4096, 36, 32, 8, 12288, 131072),
+    "swiss-ai/Apertus-8B-Instruct-2509": _llama("apertus", 4096, 32, 32, 8, 21504, 131072),
     "microsoft/phi-2": _phi(2560, 32, 10240, 0.4),
     "microsoft/phi-1_5": _phi(2048, 24, 8192, 0.5),
     "stabilityai/stablelm-base-alpha-3b": {
@@ -125,7 +155,9 @@ def config_of(name: str) -> Mapping[str, Any] | None:
     return _CONFIGS.get(name)
 
 
+_LLAMA: Mapping[str, tuple[str, ...]] = {part: (f"{part}_proj",) for part in ("q", "k", "v", "o", "gate", "up", "down")}
 _PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    **{key: {**_LLAMA, "gate": ()} for key in ("apertus", "arcee")},
     "phi": {
         **{"q": ("q_proj",), "k": ("k_proj",), "v": ("v_proj",), "o": ("dense",)},
         **{"gate": ("fc1",), "up": ("fc1",), "down": ("fc2",)},
@@ -145,7 +177,6 @@ _PARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
 }
 """Linear layers of transformers' models that are not named as Llama's."""
-_LLAMA = {part: (f"{part}_proj",) for part in ("q", "k", "v", "o", "gate", "up", "down")}
 _WORDS: Mapping[str, tuple[str, ...]] = {
     **{"query": ("q",), "key": ("k",), "value": ("v",), "projection": ("o",), "mlp": ("gate", "up", "down")},
     **{f"{part}_proj": (part,) for part in _LLAMA},

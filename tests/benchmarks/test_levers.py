@@ -104,7 +104,6 @@ def test_rows_without_a_length_have_no_time() -> None:
     ("cells", "words"),
     [
         ({"offload": "optimizer"}, "offload is no lever yet"),
-        ({"chunked_loss": "1"}, "a loss in chunks is no lever yet"),
         ({"compile": "1"}, "torch.compile is no lever yet"),
         ({"method": "prompt_tuning"}, "prompt_tuning is no lever"),
         ({"batch_per_gpu": ""}, "batch_per_gpu not stated"),

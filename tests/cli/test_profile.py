@@ -40,6 +40,24 @@ def test_other_samples_or_both_are_an_error(text: str, batch: int | None) -> Non
 
 
 @pytest.mark.processes
+def test_a_profile_with_adapters_plans_for_a_job_with_them_alone(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-tied"]))
+    job = (tmp_path / "config.json", "--seq-len", 32, "--precision", "fp32")
+    asked = ("--train", "lora:r=4,targets=q_proj")
+    measured = run("profile", *job, *asked, "-n", 1, "--samples", "1,2", "--budget", 1, "-o", tmp_path / "of.json")
+    assert measured.exit_code == 0, measured.output
+    assert "--train lora:r=4,alpha=8,targets=q_proj --profile" in " ".join(measured.output.split())
+    layers = json.loads((tmp_path / "of.json").read_text())["layers"]
+    assert all(each["times"] for each in layers)
+    options = ("--cluster", "1x1xcpu", "--memory", "1GiB", "--global-batch", 4, "--profile", tmp_path / "of.json")
+    planned = run("plan", *job, *asked, *options)
+    assert planned.exit_code == 0, planned.output
+    for others in ((), ("--train", "lora:r=8,targets=q_proj")):
+        refused = run("plan", *job, *others, *options)
+        assert "found train lora:r=4,alpha=8,targets=q_proj, freeze all but adapters" in str(refused.exception)
+
+
+@pytest.mark.processes
 def test_a_profile_of_one_process_plans_for_four_with_the_links_of_a_cluster_file(run: Run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-tied"]))
     (tmp_path / "cluster.yaml").write_text(LINKED)

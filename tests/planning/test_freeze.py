@@ -120,7 +120,7 @@ def test_a_tied_matrix_is_frozen_in_both_places() -> None:
 def test_a_measured_profile_is_of_a_model_that_is_trained_whole() -> None:
     whole = _chain()
     given: dict[str, Any] = {"global_batch": 4, "seq_len": 32, "precision": "bf16", "memory": "1GiB"}
-    with pytest.raises(InvalidProfileError, match="measured with everything trained"):
+    with pytest.raises(InvalidProfileError, match="found all of the model trained"):
         make_job(whole, "1x4xcpu", freeze=FROZEN, profile=measured_profile(whole), **given)
 
 

@@ -1,5 +1,7 @@
 """What is measured of a step beside its layers, from the seconds that were found: no process runs."""
 
+from dataclasses import replace
+
 import pytest
 
 from steelyard.profiler.overheads import AddedBySharding
@@ -31,7 +33,9 @@ COLLECTIVES = [
 
 
 def test_sharding_and_the_collectives_together_take_what_was_measured() -> None:
-    added = AddedBySharding(group_size=2, seconds=100.0, params_of_layers=(25, 50), gathered_bytes=4)
+    added = AddedBySharding(
+        group_size=2, seconds=100.0, params_of_layers=(25, 50), trained_of_layers=(25, 50), gathered_bytes=4
+    )
     gathers_s, reductions_s = 2 * (1 + 1 + 1 + 2), 10 * (1 + 1 + 1 + 2)
     beside = added.beside(COLLECTIVES)
     assert beside.group_size == 2
@@ -40,12 +44,24 @@ def test_sharding_and_the_collectives_together_take_what_was_measured() -> None:
 
 def test_parameters_are_gathered_at_their_precision_and_reduced_in_fp32() -> None:
     half, whole = (
-        AddedBySharding(group_size=2, seconds=100.0, params_of_layers=(50,), gathered_bytes=count).beside(COLLECTIVES)
+        AddedBySharding(
+            group_size=2, seconds=100.0, params_of_layers=(50,), trained_of_layers=(50,), gathered_bytes=count
+        ).beside(COLLECTIVES)
         for count in (2, 4)
     )
     assert half.seconds - whole.seconds == pytest.approx(2 * 50 * (4 - 2) / 100)
 
 
+def test_what_is_not_trained_is_gathered_and_not_reduced() -> None:
+    added = AddedBySharding(
+        group_size=2, seconds=100.0, params_of_layers=(50,), trained_of_layers=(0,), gathered_bytes=4
+    )
+    frozen = replace(added, trained_of_layers=(25,))
+    assert added.beside(COLLECTIVES).seconds > frozen.beside(COLLECTIVES).seconds
+
+
 def test_sharding_takes_nothing_beside_collectives_that_come_out_slower() -> None:
-    added = AddedBySharding(group_size=4, seconds=100.0, params_of_layers=(25,), gathered_bytes=4)
+    added = AddedBySharding(
+        group_size=4, seconds=100.0, params_of_layers=(25,), trained_of_layers=(25,), gathered_bytes=4
+    )
     assert added.beside(COLLECTIVES).seconds == 0.0

@@ -1,19 +1,23 @@
 """``steelyard profile``: measures layers and collectives on the processes of this host."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, Model, PrecisionOption, SeqLen, parse_precision, print_json, tried
+from steelyard.cli.levers import with_levers
+from steelyard.cli.options import AsJson, Freezes, Model, PrecisionOption, SeqLen, parse_precision, print_json, tried
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.installed import require_training
+from steelyard.levers import Levers
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
 from steelyard.model.read import load_model
 from steelyard.output import command, write_file
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.plan.strategy import divisors
+from steelyard.planning.request import changed_chain
 from steelyard.precision import LayerPrecision
 from steelyard.profiles.profile import Profile, merge_profiles
 from steelyard.report.run_table import profile_view
@@ -24,6 +28,7 @@ MOST_MEASURED = 32
 BUDGET_S = 120.0
 
 
+@with_levers
 def profile(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", callback=tried, help="Where to write the profile.")],
@@ -49,12 +54,18 @@ def profile(
             "--budget", help="About how many seconds it may take, the start included.", min=1, max=MOST_SECONDS
         ),
     ] = BUDGET_S,
+    freeze: Freezes = None,
     merge: Annotated[
         Path | None, typer.Option("--merge", help="A profile of this model and machine to add the new one to.")
     ] = None,
     as_json: AsJson = False,
+    *,
+    levers: Mapping[str, str | None],
 ) -> None:
-    """Measure what layers and collectives take on this machine."""
+    """Measure what layers and collectives take on this machine, of the model as levers change it.
+
+    The optimizer that is measured is AdamW: of others the bytes that they move count.
+    """
     require_training("`steelyard profile` measures their layers and collectives")
     from rich.console import Console
 
@@ -62,7 +73,7 @@ def profile(
     from steelyard.tracer.cache import cached_trace
 
     began_s, sizes = time.time(), parse_samples(samples, global_batch)
-    chain = load_model(model)
+    chain = changed_chain(load_model(model), Levers.of(levers), freeze or ())
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
     degrees = divisors(processes)
     traced = cached_trace(
@@ -82,7 +93,9 @@ def profile(
         return
     Console().print(profile_view(measured))
     machine = "NODESxDEVICESxDEVICE of any number" if processes == 1 else f"1x{processes}xcpu"
-    plan = command("plan", model, "--profile", output, "--cluster")
+    asked = [part for change in chain.changes for part in (f"--{change.name}", str(change))]
+    asked += [part for pattern in freeze or () for part in ("--freeze", pattern)]
+    plan = command("plan", model, *asked, "--profile", output, "--cluster")
     print(f"written to {output}; plan with: {plan} {machine} …")
 
 

@@ -111,7 +111,8 @@ def launch_s(work: Work, collectives: tuple[CollectiveCount, ...], job: Job) -> 
     if not job.execution.eager_launch:
         return 0.0
     rate = job.efficiency
-    return work.num_kernels * rate.launch_s + sum(each.count for each in collectives) * rate.collective_launch_s
+    kernel_s = rate.traced_launch_s if job.execution.kernels is None else rate.launch_s
+    return work.num_kernels * kernel_s + sum(each.count for each in collectives) * rate.collective_launch_s
 
 
 def wait_s(job: Job) -> float:

@@ -89,7 +89,9 @@ class Efficiency:
     ramp_s: float
     """From the end of one kernel to the full rate of the next."""
     launch_s: float
-    """Of the host, per kernel launched one by one."""
+    """Of the host, per kernel of a decoder's closed form (`steelyard.cost.decoder`) launched one by one."""
+    traced_launch_s: float
+    """Per kernel of a trace, which finds more of them in the same layer."""
     collective_launch_s: float
     """Of the host, per collective."""
     links: LinkEfficiency
@@ -135,6 +137,7 @@ class _EfficiencyFile(_Part):
     memory: float = Field(gt=0, le=1)
     ramp_us: float = Field(ge=0)
     launch_us: float = Field(ge=0)
+    traced_launch_us: float = Field(ge=0)
     collective_launch_us: float = Field(ge=0)
     jitter_us: float = Field(ge=0)
     intra: float = Field(gt=0, le=1)
@@ -168,6 +171,7 @@ def efficiency_of(device_name: str, network: str) -> Efficiency:
         memory=file.memory,
         ramp_s=file.ramp_us * 1e-6,
         launch_s=file.launch_us * 1e-6,
+        traced_launch_s=file.traced_launch_us * 1e-6,
         collective_launch_s=file.collective_launch_us * 1e-6,
         links=LinkEfficiency(
             intra=file.intra,

@@ -80,6 +80,12 @@ class ModelChain(Layout):
         return any(change.adds_parameters for change in self.changes)
 
     @property
+    def differences(self) -> tuple[str, ...]:
+        """What makes it another job than to train all of the model of the config, in words."""
+        frozen = (f"freeze {self.freeze.of}",) if self.freeze else ()
+        return (*(f"{change.name} {change}" for change in self.changes), *frozen)
+
+    @property
     def unchanged(self) -> "ModelChain":
         """The model of the config itself, as far as its modules go."""
         return replace(self, changes=())

@@ -278,7 +278,7 @@ def make_request(
         lambda: Levers.of(levers or {}),
     )
     profiles = _profiles(given, machines)
-    chain = _changed(chain, chosen, freeze, own)
+    chain = changed_chain(chain, chosen, freeze, own)
     batch = machines.num_devices if global_batch == "devices" else global_batch
     return PlanRequest(
         chain=chain,
@@ -364,11 +364,11 @@ def with_levers(request: PlanRequest, texts: Mapping[str, str]) -> PlanRequest:
             hint="plan anew",
         )
     check_levers(levers, chain, request.engine)
-    return replace(request, levers=levers, chain=_changed(chain, levers, (), request.own))
+    return replace(request, levers=levers, chain=changed_chain(chain, levers, (), request.own))
 
 
-def _changed(chain: ModelChain, levers: Levers, freeze: Sequence[str], own: Any) -> ModelChain:
-    """What levers make of a model, with what is frozen of it."""
+def changed_chain(chain: ModelChain, levers: Levers, freeze: Sequence[str], own: Any = None) -> ModelChain:
+    """Return what levers make of a model, with what is frozen of it."""
     chain = levers.change(chain)
     if chain.freeze is not None or not (own is not None or freeze or chain.changes):
         return chain

@@ -15,7 +15,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from steelyard.errors import InvalidProfileError
+from steelyard.levers import Levers
 from steelyard.model.chain import ModelChain
+from steelyard.model.freeze import Freeze
+from steelyard.model.freezing import frozen_chain
 from steelyard.model.read import load_model
 from steelyard.output import write_file
 from steelyard.plan.file import dump_json, parse_file
@@ -33,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and writes the profile, and ends the process: 0 done, 1 failed, 2 a mistake of the user."""
     parser = argparse.ArgumentParser(prog="steelyard.profiler", description="Measures a model on this machine.")
     parser.add_argument("--model", required=True, help="packaged model or path of a config.json")
+    parser.add_argument("--levers", type=json.loads, default={}, help="what levers change of it, as JSON")
+    parser.add_argument("--frozen", type=Freeze.model_validate_json, help="what is frozen of it, as JSON")
     parser.add_argument("--traced", required=True, type=Path, help="traced profile of the model")
     parser.add_argument("--samples", nargs="+", type=int, default=[1, 2, 4], help="samples of a rank in a microbatch")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds that measuring may take, about")
@@ -45,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _measure_and_write(options: argparse.Namespace) -> None:
-    chain = load_model(options.model)
+    chain = frozen_chain(Levers.of(options.levers).change(load_model(options.model)), options.frozen)
     trace = parse_file(options.traced, Profile, InvalidProfileError, what="profile")
     with process_group(_TIMEOUT_S):
         profile = measure(
@@ -105,6 +110,8 @@ def launch_profiler(
         traced.write_text(dump_json(trace))
         arguments = ["--model", str(config), "--traced", str(traced), "-o", str(output), "--budget", str(budget_s)]
         arguments += [] if began_s is None else ["--began", str(began_s)]
+        arguments += ["--levers", json.dumps({change.name: str(change) for change in chain.changes})]
+        arguments += ["--frozen", chain.freeze.model_dump_json()] if chain.freeze else []
         arguments += ["--samples", *map(str, samples)]
         run_processes(_MODULE, arguments, num_processes=num_processes)
         return parse_file(output, Profile, InvalidProfileError, what="profile")

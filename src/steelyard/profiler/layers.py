@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
 from steelyard.modules.dimensions import divide_layer
+from steelyard.modules.freezing import rest_in
 from steelyard.modules.layers import (
     BlockLayer,
     ChainLayer,
@@ -70,8 +71,8 @@ class ShortChain:
     """What divides the layers' shapes; of one level at most."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all layers."""
-        return [parameter for layer in self.layers for parameter in layer.parameters()]
+        """The parameters of all layers that are trained."""
+        return [each for layer in self.layers for each in layer.parameters() if each.requires_grad]
 
     def microbatch(self, samples: int) -> tuple[Tensor, Tensor]:
         """What the first layer reads (token ids [B, S] or a hidden state [B, s, H]) and labels [B, S], on all ranks."""
@@ -82,15 +83,15 @@ class ShortChain:
         sequence, width = self.chain.hidden_shape(self.places[0] - 1, self.seq_len)
         shape = (samples, sequence // self.strategy.sequence_degree, width)
         hidden = torch.randn(shape, generator=generator).to(self.device, self.dtype)
-        return hidden.requires_grad_(), labels.to(self.device)
+        return hidden, labels.to(self.device)
 
     def entering(self, number: int, flow: Flow) -> Flow:
         """What enters a layer after ``flow`` came out of the one before: as many hidden states as it reads.
 
-        What else it reads, which others may have made, is made here.
+        What else it reads, which others may have made, is made here. It needs gradients where it does in the model.
         """
         place = self.places[number]
-        tensors = tensors_of(flow)
+        tensors = tuple(each.detach() for each in tensors_of(flow))
         wanted = self.chain.type_of(place - 1).num_streams if place else 1
         states = [tensors[min(each, len(tensors) - 1)] for each in range(wanted)]
         shapes = self.chain.read_shapes(place, self.seq_len) if place else ()
@@ -99,7 +100,10 @@ class ShortChain:
         made = [_entering((len(states[0]), shape[0] // parts, *shape[1:]), whole, options) for shape, whole in streams]
         if wanted > 1 and shapes[0] != shapes[1]:  # a decoder's state of another length than the encoder's output
             states[1:] = [torch.randn((len(states[0]), *shape), **options) for shape in shapes[1:wanted]]
-        return as_flow((*states, *made))
+        read, needed = (*states, *made), self.chain.read_needs_gradient(place) if place else ()
+        for tensor, is_needed in zip(read, needed, strict=False):
+            tensor.requires_grad_(is_needed and tensor.is_floating_point())
+        return as_flow(read)
 
 
 def _entering(shape: tuple[int, ...], whole: str, options: Mapping[str, Any]) -> Tensor:
@@ -135,6 +139,8 @@ def build_short_chain(
     prepare_model(model, chain)
     layers = tuple(_build(model, chain, layer, strategy, device, mesh) for layer in picked)
     for layer in layers:
+        if chain.freeze is not None:
+            rest_in(layer, activation_dtype(precision))
         if shard_mesh is not None:
             shard_over(layer, shard_mesh, precision, reshard_after_forward=True)
         else:
@@ -268,18 +274,18 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
         for number, layer in enumerate(short.layers):
             inputs.append(short.entering(number, hidden))
             outputs.append(layer(inputs[-1], context))
-            hidden = as_flow(
-                tuple(each.detach().requires_grad_(each.is_floating_point()) for each in tensors_of(outputs[-1]))
-            )
+            hidden = outputs[-1]
             watch.mark()
         gradients = [
             torch.randn_like(each) if each.dim() and each.requires_grad else None for each in tensors_of(hidden)
         ]
         while outputs:
             made, states = tensors_of(outputs.pop()), short.chain.type_of(short.places[len(outputs)]).num_streams
-            beside = [each for each in made[states:] if each.is_floating_point()]
-            zeros = [torch.zeros_like(each) for each in beside]
-            torch.autograd.backward((*made[:states], *beside), [*gradients[:states], *zeros])
+            entered = list(zip(made[:states], gradients[:states], strict=True))
+            entered += [(each, torch.zeros_like(each)) for each in made[states:]]
+            trained = [(each, gradient) for each, gradient in entered if each.requires_grad]
+            if trained:
+                torch.autograd.backward(*map(list, zip(*trained, strict=True)))
             gradients = [each.grad for each in tensors_of(inputs.pop())]
             watch.mark()
 

@@ -104,6 +104,8 @@ class AddedBySharding:
     seconds: float
     params_of_layers: tuple[int, ...]
     """Parameters of each layer of the chain."""
+    trained_of_layers: tuple[int, ...]
+    """Those of them that are trained."""
     gathered_bytes: int
     """Of one parameter."""
 
@@ -117,10 +119,8 @@ class AddedBySharding:
             each.kind: each for each in collectives if each.group_size == self.group_size and not each.strided
         }
         gather, scatter = by_collective["all_gather"], by_collective["reduce_scatter"]
-        communication_s = sum(
-            2 * gather.time_s(self.gathered_bytes * num_params) + scatter.time_s(_REDUCED_BYTES * num_params)
-            for num_params in self.params_of_layers
-        )
+        communication_s = sum(2 * gather.time_s(self.gathered_bytes * count) for count in self.params_of_layers)
+        communication_s += sum(scatter.time_s(_REDUCED_BYTES * count) for count in self.trained_of_layers)
         beside_s = max(self.seconds - communication_s, 0.0) / len(self.params_of_layers)
         return ShardingTime(group_size=self.group_size, seconds=beside_s)
 
@@ -143,8 +143,9 @@ def measure_sharding(
         added = AddedBySharding(
             group_size=shape.size,
             seconds=_added_s(replicated, sharded, samples, budget_s=budget_s / len(shapes)),
-            params_of_layers=tuple(
-                sum(parameter.numel() for parameter in layer.parameters()) for layer in sharded.layers
+            params_of_layers=tuple(sum(each.numel() for each in layer.parameters()) for layer in sharded.layers),
+            trained_of_layers=tuple(
+                sum(each.numel() for each in layer.parameters() if each.requires_grad) for layer in sharded.layers
             ),
             gathered_bytes=sharded.dtype.itemsize,
         )

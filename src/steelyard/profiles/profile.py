@@ -349,6 +349,8 @@ class ProfileIdentity(ProfilePart):
     method: Literal["traced", "measured"]
     model_name: str
     config_hash: str
+    differences: tuple[str, ...] | None = None
+    """What was changed or frozen of the model (`ModelChain.differences`); absent where nothing was."""
     seq_len: Tokens
     precision: LayerPrecision
     device: str
@@ -416,7 +418,8 @@ class Profile(ProfilePart):
         of, shapes = self.identity, len(self.layers)
         where = f"measured on {of.num_devices} × {of.device}" if of.is_measured else "traced"
         layer_types = ", ".join(dict.fromkeys(layer.kind for layer in self.layers))
-        return f"{of.model_name}, {of.seq_len} tokens, {of.precision}, {where}: {layer_types} in {shapes} shapes"
+        what = ", ".join((of.model_name, *(of.differences or ())))
+        return f"{what}, {of.seq_len} tokens, {of.precision}, {where}: {layer_types} in {shapes} shapes"
 
     def stage_speeds(self, num_stages: int) -> tuple[float, ...]:
         """How fast a stage computes while 1, 2, … stages do; empty where stages have devices of their own."""

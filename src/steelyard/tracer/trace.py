@@ -119,6 +119,7 @@ def trace(
             method="traced",
             model_name=chain.name,
             config_hash=chain.config_hash,
+            differences=chain.differences or None,
             seq_len=seq_len,
             precision=precision,
             device="any",
