@@ -12,6 +12,7 @@ from steelyard.cli.levers import with_levers
 from steelyard.cli.options import (
     AsJson,
     ClusterOption,
+    EngineOption,
     GlobalBatch,
     Memory,
     MemoryMargin,
@@ -43,6 +44,7 @@ def advise(
     memory: Memory = None,
     memory_margin: MemoryMargin = None,
     precision: PrecisionOption = "bf16",
+    engine: EngineOption = None,
     most: Annotated[
         str | None,
         typer.Option(
@@ -67,6 +69,7 @@ def advise(
             memory=memory,
             memory_margin=memory_margin,
             precision=parse_precision(precision),
+            engine=engine,
             levers=levers,
         )
 
@@ -76,8 +79,19 @@ def advise(
             size = largest(what, ask(levers), ask, progress=show)
         else:
             own, found, left_out = advice_of(ask(levers), progress=show)
+    asked = {"--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--network": network}
+    asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision, "--engine": engine}
+    asked |= {f"--{name}": text for name, text in levers.items()}
+
+    def plan_with(options: str) -> str:
+        words = options.split()
+        given = asked | dict(zip(words[::2], words[1::2], strict=True))
+        return command(
+            "plan", model, *(word for each, text in given.items() if text is not None for word in (each, text))
+        )
+
     if most is not None:
-        print_json(size) if as_json else print(_size_text(size))
+        print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options)}")
         return
     if as_json:
         print_json({"asked": _content(own), "changes": [_content(each) for each in found], "left_out": left_out})
@@ -86,11 +100,7 @@ def advise(
     for each in left_out:
         print(f"not tried: {each}")
     if found and found[0].fits:
-        asked = {"--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--network": network}
-        asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision}
-        asked |= {f"--{name}": text for name, text in levers.items()}
-        words = [word for option, value in asked.items() if value is not None for word in (option, value)]
-        print(f"take the first: {command('plan', model, *words, *found[0].options.split())}")
+        print(f"take the first: {plan_with(found[0].options)}")
 
 
 def _size_text(found: Largest) -> str:
@@ -98,7 +108,7 @@ def _size_text(found: Largest) -> str:
     return (
         f"largest {found.what}: {found.size}, which needs {format_bytes(found.least_bytes)} of "
         f"{format_bytes(found.budget_bytes)} per device{beyond}\n"
-        f"its fastest plan takes {format_seconds(found.step_s)} a step: steelyard plan ... {found.options}"
+        f"its fastest plan takes {format_seconds(found.step_s)} a step"
     )
 
 
