@@ -25,13 +25,20 @@ from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution, StateBytes
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import TORCHTITAN, WHOLE_LOSS
+from steelyard.engines.transformers import TRANSFORMERS
+from steelyard.levers import Levers
 
 OUR_LOSS = (4, 12)
 """Bytes of each logit that our head saves, and holds at most: `steelyard.modules.layers.HeadLayer`."""
 _BF16_STATES = StateBytes(parameters=2, gradients=2, optimizer=4, zero=0)
 _BF16 = Execution(states=_BF16_STATES, frees_gradients=True, step_shard_bytes=2)
-_FP32_ADAPTERS = Execution(
-    states=StateBytes(parameters=4, gradients=4, optimizer=8, zero=0), frees_gradients=True, step_shard_bytes=4
+_ADAPTERS = TRANSFORMERS.running(Levers.of({"train": "lora"})).execution
+"""As the product prices adapters of peft under autocast."""
+_FP32_ADAPTERS = replace(
+    _ADAPTERS,
+    states=StateBytes(parameters=4, gradients=4, optimizer=8, zero=0),
+    frees_gradients=True,
+    step_shard_bytes=4,
 )
 _DEEPSPEED = Execution(
     states=MIXED_16, reduce_bytes=2, overlaps_data=False, bucket_bytes=2 * 2 * 500_000_000, step_shard_bytes=2 + 4
@@ -116,9 +123,8 @@ def _torchtune(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framewo
 
 def _peft(_row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
     return Framework(
-        engine=_engine("peft", _BF16 if is_full else _FP32_ADAPTERS),
+        engine=_engine("peft", _BF16 if is_full else replace(_FP32_ADAPTERS, adapter_input_bytes=4)),  # no autocast
         loss_bytes=(6, 14),  # the script keeps `outputs`, with the logits in bf16, until the next step
-        adapter_input_bytes=0 if is_full else 4,  # it runs without autocast, peft casts inputs to fp32
         reserve=0.0,  # it empties the cache every 10 steps, and makes batches of texts of one length
     )
 
@@ -128,7 +134,7 @@ def _qwen(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
         return Framework(engine=_engine("qwen", Execution()), adapter_input_bytes=2)  # ZeRO-3: as FSDP2 shards
     is_deepspeed = is_full or "DeepSpeed" in row.text("framework")
     execution = replace(_DEEPSPEED, states=replace(MIXED_16, zero=0)) if is_deepspeed else _FP32_ADAPTERS
-    return Framework(engine=_engine("qwen", execution), adapter_input_bytes=0 if is_full else 2)
+    return Framework(engine=_engine("qwen", replace(execution, adapter_input_bytes=0 if is_full else 2)))
 
 
 def _fitcheck(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
@@ -137,7 +143,6 @@ def _fitcheck(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framewor
     return Framework(
         engine=_engine("transformers", replace(_FP32_ADAPTERS, states=states)),
         loss_bytes=(8, 16),  # of a head in fp32, whose logits `outputs` keeps
-        adapter_input_bytes=2,
         stream_bytes=4,
     )
 
@@ -145,8 +150,7 @@ def _fitcheck(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framewor
 def _trainer(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
     name = row.text("framework")
     return Framework(
-        engine=_engine(name.lower(), _BF16 if is_full else _FP32_ADAPTERS),
-        adapter_input_bytes=0 if is_full else 2,  # autocast casts the input of each adapter
+        engine=_engine(name.lower(), _BF16 if is_full else _ADAPTERS),
         reserve=0.0 if name == "ms-swift" else FIXED_SEGMENTS_RESERVE,
         blocks_of_lengths=_BLOCKS_OF_LENGTHS if name == "ms-swift" else 0.0,
         default_remat="full" if name == "LLaMA-Factory" else "none",
@@ -157,8 +161,8 @@ def _titan(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
     return Framework(engine=_torchtitan(row), reserve=Execution().reserve)  # run_train.sh: expandable segments
 
 
-def _automodel(_row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
-    return Framework(engine=AUTOMODEL if is_full else _engine("automodel", Execution()))
+def _automodel(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
+    return Framework(engine=AUTOMODEL)
 
 
 _FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework]], ...] = (

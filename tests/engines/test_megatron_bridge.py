@@ -15,6 +15,7 @@ import pytest
 from steelyard.engines import ENGINES, engine_of
 from steelyard.engines.capabilities import unsupported
 from steelyard.errors import UserError
+from steelyard.levers.train import Train
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan, PlanModel
 from tests.engines.examples import divided_experts, exported, text_of, uneven_pipeline, uniform
@@ -23,8 +24,10 @@ from tests.engines.known import known_names
 MODULES = (
     "megatron",
     "megatron.bridge",
+    "megatron.bridge.peft.canonical_lora",
     "megatron.bridge.recipes.utils.optimizer_utils",
     "megatron.bridge.training.config",
+    "megatron.bridge.training.finetune",
     "megatron.bridge.training.flex_dispatcher_backend",
     "megatron.bridge.training.gpt_step",
     "megatron.bridge.training.mixed_precision",
@@ -188,3 +191,34 @@ def test_what_megatron_would_lose_is_refused() -> None:
     chain = load_model("pythia-6.9b")
     with pytest.raises(UserError, match="gpt_neox"):
         engine_of("megatron-bridge").refuse(chain, 2048)
+
+
+LORA = {"train": "lora:r=8,alpha=12,dropout=0.05"}
+
+
+def test_it_is_given_the_adapters_of_the_plan(recipe_of: Any) -> None:
+    container = recipe_of(uniform("dp4-tp2", devices=8, sp=True, levers=LORA))
+    adapters = container.peft
+    assert (adapters.dim, adapters.alpha, adapters.dropout) == (8, 12, 0.05)
+    assert len(adapters.target_modules) == 7
+    assert container.checkpoint.pretrained_checkpoint == "base"
+    some = recipe_of(uniform("dp8", devices=8, levers={"train": "lora:targets=o_proj+down_proj"})).peft
+    assert some.target_modules == ["linear_proj", "linear_fc2"]
+    used = {f"CanonicalLoRA.{each}" for each in vars(adapters)}
+    assert used | {"ConfigContainer.peft"} <= known_names("megatron-bridge-0.3.1.txt")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("lora:rslora", "alpha / r"), ("lora:targets=q_proj+v_proj", "or none"), ("lora:targets=mlp.up_proj", "alone")],
+)
+def test_adapters_that_it_has_not_are_refused(text: str, reason: str) -> None:
+    refused = ENGINES["megatron-bridge"].lever_refusal(Train.parse(text))
+    assert refused is not None
+    assert reason in refused
+
+
+def test_adapters_are_not_written_for_a_model_with_experts() -> None:
+    plan = divided_experts("mixtral-8x22b", ep=1, num_layers=56, parallel="dp8")
+    with pytest.raises(UserError, match="which has experts"):
+        exported(plan.model_copy(update={"levers": LORA}), "megatron-bridge")

@@ -90,3 +90,10 @@ def test_one_change_comes_before_two_and_what_fits_before_what_does_not() -> Non
     two = Advice(options="--a x --b y", saved_bytes=2 * GIB, step_s=1.0, slowdown=0.0, **kind)
     none = replace(one, options="--b y", step_s=float("inf"), missing_bytes=5)
     assert one.order < two.order < none.order
+
+
+def test_advice_for_an_engine_says_what_it_does_not_run() -> None:
+    asked = _request("llama-demo", "1x1xa100-40gb", seq_len=128, engine="deepspeed")
+    _, found, left_out = advise(asked)
+    assert any("adafactor" in each and "the engine deepspeed" in each for each in left_out)
+    assert {"--train lora:r=16", "--optimizer adamw-8bit"} <= {each.options for each in found}

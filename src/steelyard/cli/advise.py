@@ -1,8 +1,10 @@
-"""``steelyard advise``: what to change where nothing fits, with what each change saves and costs."""
+"""``steelyard advise``: what to change where nothing fits, with what each change saves; and the largest that fits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -10,6 +12,7 @@ from steelyard.cli.levers import with_levers
 from steelyard.cli.options import (
     AsJson,
     ClusterOption,
+    EngineOption,
     GlobalBatch,
     Memory,
     MemoryMargin,
@@ -17,6 +20,8 @@ from steelyard.cli.options import (
     NetworkOption,
     PrecisionOption,
     SeqLen,
+    check_choices,
+    complete_one_of,
     parse_precision,
     print_json,
     progress,
@@ -24,7 +29,8 @@ from steelyard.cli.options import (
 from steelyard.output import command
 from steelyard.planning.advise import Advice
 from steelyard.planning.advise import advise as advice_of
-from steelyard.planning.request import make_request
+from steelyard.planning.largest import Largest, kinds, largest
+from steelyard.planning.request import PlanRequest, make_request
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -38,13 +44,23 @@ def advise(
     memory: Memory = None,
     memory_margin: MemoryMargin = None,
     precision: PrecisionOption = "bf16",
+    engine: EngineOption = None,
+    most: Annotated[
+        str | None,
+        typer.Option(
+            "--max",
+            help=f"Find the largest that fits instead: {', '.join(kinds())} (batch: computed at once, one microbatch).",
+            autocompletion=complete_one_of(kinds()),
+        ),
+    ] = None,
     as_json: AsJson = False,
     *,
     levers: Mapping[str, str | None],
 ) -> None:
     """Say what to change to fit, or to fit more: each lever alone and two together, the cheapest GiB first."""
-    with progress("counting the model's layers", silent=as_json) as show:
-        request = make_request(
+
+    def ask(levers: Mapping[str, str | None]) -> PlanRequest:
+        return make_request(
             model,
             cluster,
             global_batch=global_batch,
@@ -53,9 +69,30 @@ def advise(
             memory=memory,
             memory_margin=memory_margin,
             precision=parse_precision(precision),
+            engine=engine,
             levers=levers,
         )
-        own, found, left_out = advice_of(request, progress=show)
+
+    with progress("counting the model's layers", silent=as_json) as show:
+        if most is not None:
+            what = check_choices("--max", most, {each: each for each in kinds()})[0]
+            size = largest(what, ask(levers), ask, progress=show)
+        else:
+            own, found, left_out = advice_of(ask(levers), progress=show)
+    asked = {"--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--network": network}
+    asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision, "--engine": engine}
+    asked |= {f"--{name}": text for name, text in levers.items()}
+
+    def plan_with(options: str) -> str:
+        words = options.split()
+        given = asked | dict(zip(words[::2], words[1::2], strict=True))
+        return command(
+            "plan", model, *(word for each, text in given.items() if text is not None for word in (each, text))
+        )
+
+    if most is not None:
+        print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options)}")
+        return
     if as_json:
         print_json({"asked": _content(own), "changes": [_content(each) for each in found], "left_out": left_out})
         return
@@ -63,11 +100,16 @@ def advise(
     for each in left_out:
         print(f"not tried: {each}")
     if found and found[0].fits:
-        asked = {"--cluster": cluster, "--global-batch": global_batch, "--seq-len": seq_len, "--network": network}
-        asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision}
-        asked |= {f"--{name}": text for name, text in levers.items()}
-        words = [word for option, value in asked.items() if value is not None for word in (option, value)]
-        print(f"take the first: {command('plan', model, *words, *found[0].options.split())}")
+        print(f"take the first: {plan_with(found[0].options)}")
+
+
+def _size_text(found: Largest) -> str:
+    beyond = "" if found.too_large is None else f"; {found.too_large} does not fit"
+    return (
+        f"largest {found.what}: {found.size}, which needs {format_bytes(found.least_bytes)} of "
+        f"{format_bytes(found.budget_bytes)} per device{beyond}\n"
+        f"its fastest plan takes {format_seconds(found.step_s)} a step"
+    )
 
 
 def _content(advice: Advice) -> dict[str, object]:

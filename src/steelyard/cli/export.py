@@ -24,6 +24,7 @@ from steelyard.engines import (
     Export,
     Request,
     Target,
+    check_levers,
     describe_uniform,
     engine_of,
     export_plan,
@@ -33,6 +34,7 @@ from steelyard.engines.capabilities import Capabilities, unsupported
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, parse_cluster
+from steelyard.levers import LEVERS
 from steelyard.output import make_folder, write_files
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
@@ -92,6 +94,7 @@ def export(
             expected="a plan for steelyard's own runtime",
             hint=f"plan without --engine, or export --to {plan.engine.partition('+')[0]}",
         )
+    _check_levers(plan, engine, target)
     engine.refuse(plan.chain(), plan.seq_len)
     with progress(f"fitting the plan into {target.name}", silent=as_json):
         given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
@@ -116,13 +119,27 @@ def export(
     _print_statement(exported, fitted, headline, written, on_error=output is None)
 
 
+def _check_levers(plan: Plan, engine: Engine, target: Target) -> None:
+    """Raises `UserError` for a lever that the engine of a target does not run."""
+    try:
+        check_levers(plan.chosen_levers, plan.chain(), engine)
+    except UserError as error:
+        raise UserError(
+            field="--to",
+            found=f"{target.name} for a plan with {error.found}",
+            expected=error.expected,
+            hint="write it with --to torchrun, or plan without the options of levers",
+        ) from None
+
+
 def _fitted(plan: Plan, folder: Path, engine: Engine, given: Elsewhere) -> FittedPlan:
     """The best plan that the engine can run, as it runs it; the plan itself, unpriced, where nothing is to search.
 
     That is where the engine can run it, and it was written by hand or found for this engine or one that works alike.
     """
-    is_for_it = plan.prediction is None or engine_of(plan.engine or NATIVE.name).execution == engine.execution
-    if is_for_it and not unsupported(plan, engine.capabilities):
+    own, theirs = (each.running(plan.chosen_levers) for each in (engine_of(plan.engine or NATIVE.name), engine))
+    is_for_it = plan.prediction is None or own.execution == theirs.execution
+    if is_for_it and not unsupported(plan, theirs.capabilities):
         kept = tuple(plan.asked.one_by_one()) if plan.asked else ()
         return FittedPlan(plan=plan, reasons=(), wanted_step_s=None, kept=kept, is_wanted=True)
     given["engine"] = NATIVE.name
@@ -240,6 +257,7 @@ def _print_targets(as_json: bool) -> None:
                     "software": target.software,
                     "summary": target.summary,
                     "capabilities": _capabilities_content(ENGINE_OF_TARGET[target.name].capabilities),
+                    "levers": _levers(target),
                 }
                 for target in TARGETS.values()
             ]
@@ -252,8 +270,14 @@ def _print_targets(as_json: bool) -> None:
         console.print(
             f"  strategies: {capabilities['strategies']}; remat: {capabilities['remat']}; "
             f"pipeline: {capabilities['pipeline']}"
+            + (f"; levers: {', '.join(_levers(target))}" if _levers(target) else "")
         )
         console.print(f"  writes {target.summary}", style="dim")
+
+
+def _levers(target: Target) -> tuple[str, ...]:
+    """Names of the levers of which a target takes some values."""
+    return tuple(LEVERS) if target.starts_steelyard else tuple(ENGINE_OF_TARGET[target.name].levers)
 
 
 def _capabilities_content(capabilities: Capabilities) -> dict[str, str]:

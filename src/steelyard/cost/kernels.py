@@ -22,6 +22,7 @@ def job_under(job: Job, engine: Engine) -> Job:
 
     What was measured, is in fp32, is frozen in parts or has other layers than the closed forms stays as it was.
     """
+    engine = engine.running(job.levers)
     profile, kernels = job.profile, kernels_of(engine, job.precision)
     imbalance = 1.0 if engine.execution.balances_experts else job.imbalance
     if kernels is not None and not profile.identity.is_measured and job.precision != "fp32":

@@ -36,6 +36,7 @@ from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.dimensions.dimension import Working, needs_nothing
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import LayerProfile
+from steelyard.profiles.shapes import Affine
 
 _RECOMPUTED_INPUTS = 4
 """What the first norm of a block makes of its input, in inputs: a copy in fp32, which is two of bf16, and two more."""
@@ -169,6 +170,14 @@ def _whole_params(layer_type: LayerType, layer: LayerProfile, strategy: Strategy
     return max(0, degree * layer.trained.num_params - undivided.trained.num_params) // (degree - 1)
 
 
+def _adapter_copies(layer: LayerProfile, strategy: Strategy, job: Job) -> Affine:
+    """Bytes that adapters keep of inputs of their own, beyond those that they would share."""
+    each = job.execution.adapter_input_bytes
+    if not each or job.compute_bytes == MASTER_BYTES or strategy.state_shards > 1:
+        return Affine()
+    return layer.adapter_inputs * each + layer.shared_adapter_inputs * -job.compute_bytes
+
+
 def _optimizer_bytes(num_params: int, job: Job) -> int:
     """Bytes that the optimizer keeps of so many trained parameters of a layer."""
     effects = job.effects
@@ -281,7 +290,9 @@ class _Cell(NamedTuple):
 def _cell(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> _Cell:
     layer, remat = layer_profile(layer_type, strategy, config), strategy.remat
     held = layer if remat is Remat.NONE else layer.recomputation(remat)
-    lines = held.saved_bytes, layer.input_bytes, held.forward_transient_bytes, held.backward_transient_bytes
+    lines = [held.saved_bytes, layer.input_bytes, held.forward_transient_bytes, held.backward_transient_bytes]
+    kept = 3 if remat is Remat.FULL else 0  # recomputed, what is saved is there as the layer works backwards
+    lines[kept] = lines[kept] + _adapter_copies(layer, strategy, config.job)
     inputs = _RECOMPUTED_INPUTS if remat is Remat.FULL else 0
     is_needy = any(dimension.working is not needs_nothing for dimension in strategy.dimensions)
     return _Cell(

@@ -6,8 +6,9 @@
 | `capabilities`        | which plans an engine can run, and what of a given plan it cannot       |
 | `execution`           | how an engine runs a plan, as far as that changes time or memory        |
 | `writing`             | how a plan is written: `Target`, and a uniform plan in words they share |
+| `peft`                | levers of the engines that train models of transformers by peft         |
 | `native`              | steelyard's own runtime; its targets are in `pytorch` and `launch`      |
-| `axolotl`, `ms_swift` | files of software that drives an engine of the others                   |
+| `axolotl`, `ms_swift`, `swift_sft` | files of software that drives an engine of the others      |
 | the others            | one engine each                                                         |
 
 A new engine is one module and one entry of `ENGINES`.
@@ -25,12 +26,16 @@ from steelyard.engines import (
     megatron_bridge,
     ms_swift,
     native,
+    swift_sft,
     torchtitan,
     transformers,
 )
 from steelyard.engines.engine import Engine
 from steelyard.engines.writing import Export, Request, Target, describe_uniform, export_plan
 from steelyard.errors import UserError, nearest
+from steelyard.hardware import Device
+from steelyard.levers import Asked, Levers
+from steelyard.model.chain import ModelChain
 
 ENGINES: dict[str, Engine] = {
     engine.name: engine
@@ -47,8 +52,9 @@ ENGINES: dict[str, Engine] = {
     )
 }
 FRONT_ENDS: Mapping[Target, Engine] = {
-    axolotl.TARGET: accelerate.ACCELERATE,
+    axolotl.TARGET: axolotl.ENGINE,
     ms_swift.TARGET: megatron.MEGATRON,
+    swift_sft.TARGET: swift_sft.ENGINE,
 }
 """Software that drives an engine from files of its own, by what writes them."""
 _ENGINES_OF: Mapping[Target, Engine] = {
@@ -67,6 +73,12 @@ def engine_of(name: str) -> Engine:
     plain, *options = name.split("+")
     found = _named(plain, ENGINES, "--engine")
     return found.with_options(options) if options else found
+
+
+def check_levers(levers: Levers, chain: ModelChain, engine: Engine, devices: tuple[Device, ...] = ()) -> None:
+    """Raise `UserError` for the first lever that an engine, a model or devices, if they are known, cannot have."""
+    names, known = tuple(levers.texts), tuple(ENGINES.values())
+    levers.check(Asked(chain=chain, engine=engine, engines=known, levers=names, devices=devices))
 
 
 def target_of(name: str) -> Target:
@@ -94,6 +106,7 @@ __all__ = [
     "Export",
     "Request",
     "Target",
+    "check_levers",
     "describe_uniform",
     "engine_of",
     "export_plan",

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
@@ -21,6 +22,8 @@ from steelyard.engines.writing import (
     UniformPlan,
     refuse_untold,
 )
+from steelyard.levers import Levers
+from steelyard.levers.optimizer import Optimizer
 from steelyard.plan.strategy import Remat
 from steelyard.units import format_plural
 
@@ -32,6 +35,13 @@ CAPABILITIES = Capabilities(
     remats=frozenset({Remat.NONE, Remat.FULL}),
 )
 
+OPTIMIZERS = {
+    "adamw-8bit": "torchao.optim.AdamW8bit",
+    "adamw-4bit": "torchao.optim.AdamW4bit",
+    "adafactor": "torch.optim.Adafactor",
+    "sgd": "torch.optim.SGD",
+}
+"""Those that our runtime has too."""
 _TIED = (
     "freeing the tied matrix: embedding, final norm and head are one unit, gathered from its first use in forward to "
     "its last in backward"
@@ -41,6 +51,7 @@ GATHERED_TAIL = "freeing the head after forward: it and the final norm stay gath
 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
+    levers = request.plan.chosen_levers
     left_out = ["optimizer, data and first weights: those of the training script"]
     several = request.cluster is not None and request.cluster.num_nodes > 1
     meeting = " --machine_rank RANK --main_process_ip FIRST_HOST" if several else ""
@@ -56,15 +67,25 @@ def _write(request: Request) -> Draft:
         left_out += kept_gathered(request)
     elif view.remat is Remat.FULL:
         usage.append("in train.py: model.gradient_checkpointing_enable()")
+    usage += [*peft.model_usage(levers, view.precision), *_optimizer(levers)]
     if request.cluster is None:
         left_out.append("hosts: the cluster is not known here, so all processes are taken to be on one")
     return Draft(
-        files=(("accelerate.yaml", yaml.safe_dump(_content(request, view), sort_keys=False)),),
+        files=(
+            ("accelerate.yaml", yaml.safe_dump(_content(request, view), sort_keys=False)),
+            *peft.model_files(levers, view.precision),
+        ),
         carried=view.carried,
         left_out=tuple(left_out),
         launch=f"accelerate launch --config_file accelerate.yaml{meeting} train.py",
         usage=tuple(usage),
     )
+
+
+def _optimizer(levers: Levers) -> tuple[str, ...]:
+    """What the training script makes its optimizer with."""
+    word = str(levers.value(Optimizer))
+    return (f"in train.py: the optimizer is {OPTIMIZERS[word]}",) if word in OPTIMIZERS else ()
 
 
 def kept_gathered(request: Request) -> list[str]:
@@ -114,6 +135,7 @@ ACCELERATE = Engine(
     execution=Execution(whole_gradients="always"),
     precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_untold("accelerate", chain),
+    levers=peft.LEVERS,
     targets=(
         Target(
             name="accelerate",

@@ -5,6 +5,10 @@ Names are those of NVIDIA-NeMo/Automodel on GitHub (``components/distributed/con
 ``components/distributed/mesh_utils.py`` at 210f58f, ``components/moe/parallelizer.py`` at 005f663) and of its
 documentation of 0.7.0. States are sharded over the ranks of fsdp and cp together. Experts are divided in models that
 Automodel has code of its own for (``_transformers/registry.py`` at 003a961), which take no tp.
+
+Adapters are its own (``components/_peft/lora.py`` of 0.7.0), of the form of peft's: beside linear layers that a pattern
+names, first weights and dropout as there. They and their states are in the type of the base. A base in 4 bits is read
+from weights alone, and the file has a config. Any class of optimizer can be named (``components/optim/optimizer.py``).
 """
 
 from collections.abc import Mapping
@@ -15,10 +19,11 @@ import yaml
 
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import hub_config
-from steelyard.engines.engine import Engine
+from steelyard.engines.engine import Engine, Taken
 from steelyard.engines.execution import Execution
 from steelyard.engines.kernels import FUSED
 from steelyard.engines.megatron_bridge import TE_SPEEDUP
+from steelyard.engines.peft import DTYPES, one_of, whole_if_so
 from steelyard.engines.writing import (
     ROUTERS_BY_RANK,
     Draft,
@@ -29,6 +34,9 @@ from steelyard.engines.writing import (
     refuse_untold,
 )
 from steelyard.errors import UserError
+from steelyard.levers import Levers
+from steelyard.levers.optimizer import Optimizer
+from steelyard.levers.train import ALL_LINEAR, Train
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.plan.dimensions.ep import DEGREE
@@ -75,6 +83,12 @@ def _write(request: Request) -> Draft:
             hint="plan with --max-tp 1",
         )
     left_out = ["tokenizer, learning rate and first weights: set them in the file"]
+    levers = request.plan.chosen_levers
+    if not levers.value(Train).is_default:
+        left_out.append(
+            "fp32 adapters: Automodel keeps them and their states in the type of the base; and the base: its weights "
+            "are read where model._target_ is NeMoAutoModelForCausalLM.from_pretrained"
+        )
     if view.remat is Remat.FULL and not view.has_experts:
         left_out.append(
             "full remat to the letter: attention, MLP and norms are recomputed each, so that the inputs of all of them "
@@ -88,7 +102,7 @@ def _write(request: Request) -> Draft:
     if has_own_code and view.ep == 1 and view.zero == 3:
         left_out.append("ZeRO-3: with undivided experts Automodel's own models keep parameters after forward")
     return Draft(
-        files=(("automodel.yaml", yaml.safe_dump(_content(view, chain), sort_keys=False, width=120)),),
+        files=(("automodel.yaml", yaml.safe_dump(_content(view, chain, levers), sort_keys=False, width=120)),),
         carried=view.carried,
         left_out=tuple(left_out),
         launch=f"{request.torchrun} -m nemo_automodel.cli.app automodel.yaml",
@@ -96,7 +110,36 @@ def _write(request: Request) -> Draft:
     )
 
 
-def _content(view: UniformPlan, chain: ModelChain) -> dict[str, Any]:
+_OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"_target_": "torch.optim.AdamW", "lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1},
+    "adamw-8bit": {"_target_": "torchao.optim.AdamW8bit", "lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1},
+    "adamw-4bit": {"_target_": "torchao.optim.AdamW4bit", "lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1},
+    "sgd": {"_target_": "torch.optim.SGD", "lr": 3e-4},
+}
+
+
+def _peft(train: Train) -> dict[str, Any]:
+    """What the YAML says of adapters."""
+    is_all = train.targets == (ALL_LINEAR,)
+    places = {"exclude_modules": ["lm_head"]} if is_all else {"target_modules": [f"*.{each}" for each in train.targets]}
+    return {
+        "_target_": "nemo_automodel.components._peft.lora.PeftConfig",
+        **places,
+        "dim": train.r,
+        "alpha": whole_if_so(train.alpha),
+        "dropout": train.dropout,
+        "dropout_position": "pre",
+        "lora_A_init": "uniform",  # Kaiming's, as in peft
+        "use_memory_efficient_lora": False,
+        "use_triton": False,
+    }
+
+
+def _refuse_part(train: Train) -> str | None:
+    return "which scales adapters by alpha / r alone" if train.rslora else None
+
+
+def _content(view: UniformPlan, chain: ModelChain, levers: Levers) -> dict[str, Any]:
     has_stages = view.pipeline.num_stages > 1
     number = "bfloat16" if view.precision == "bf16" else "float32"
     # samples that one data rank takes at once: all microbatches of a pipeline, one of them without
@@ -129,6 +172,7 @@ def _content(view: UniformPlan, chain: ModelChain) -> dict[str, Any]:
         }
     if view.ep > 1:
         distributed["moe"] = {"reshard_after_forward": view.zero == 3}
+    train = levers.value(Train)
     return {
         "recipe": "TrainFinetuneRecipeForNextTokenPrediction",
         "step_scheduler": {"global_batch_size": view.global_batch, "local_batch_size": samples, "max_steps": 1000},
@@ -136,12 +180,13 @@ def _content(view: UniformPlan, chain: ModelChain) -> dict[str, Any]:
         "model": {
             "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_config",
             "config": {"_target_": "transformers.AutoConfig.for_model", **hub_config(chain)},
-            "torch_dtype": "float32",
+            "torch_dtype": "float32" if train.is_default else DTYPES[view.precision],
         },
+        **({} if train.is_default else {"peft": _peft(train)}),
         "distributed": distributed,
         "checkpoint": {"enabled": False, "model_save_format": "safetensors", "save_consolidated": True},
         "loss_fn": {"_target_": "nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy"},
-        "optimizer": {"_target_": "torch.optim.AdamW", "lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        "optimizer": dict(_OPTIMIZERS[str(levers.value(Optimizer))]),
         "dataset": {
             "_target_": "nemo_automodel.components.datasets.llm.mock_iterable_dataset.MockIterableDataset",
             "vocab_size": chain.vocab_size,
@@ -158,6 +203,7 @@ def _fqns(part: PipelinePart) -> list[str]:
     return [*names, *["model.norm", "lm_head"] * part.has_head, "model.rotary_emb"]
 
 
+_WITHOUT_EP = frozenset(each for each in CAPABILITIES.dimensions if all(one.name != "ep" for one in each))
 AUTOMODEL = Engine(
     name="automodel",
     software="NeMo Automodel 0.7.0",
@@ -167,6 +213,13 @@ AUTOMODEL = Engine(
         tuned_linear_speedup=TE_SPEEDUP,
     ),
     refuse=_refuse,
+    levers={
+        "train": Taken(refuse=_refuse_part, dimensions=_WITHOUT_EP),
+        "optimizer": replace(
+            one_of(_OPTIMIZERS, "no optimizer of whole matrices, since FSDP2 shards all of them"),
+            dimensions=frozenset(each for each in _WITHOUT_EP if all(one.name != "tp" for one in each)),
+        ),
+    },
     targets=(
         Target(
             name="automodel",

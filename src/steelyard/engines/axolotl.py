@@ -4,30 +4,68 @@ Names are those of the package axolotl 0.19.0 (``utils/schemas/config.py``, ``ut
 ``utils/distributed.py`` gives the degrees to accelerate's ParallelismConfig, tp with them, although the schema's words
 name DeepSpeed alone for it. It is a front end of `steelyard.engines.accelerate`, which says what plans it can have and
 how they run.
+
+Adapters are peft's (``utils/schemas/peft.py``, ``loaders/adapter.py``), with its own kernels for them turned off
+(``lora_*_kernel``), which keep other tensors. A base in 4 bits is for one device or DDP: under FSDP2 axolotl shards it
+(``loaders/model.py``: bnb_4bit_quant_storage), and our runtime does not.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
-from steelyard.engines.accelerate import kept_gathered
+from steelyard.engines import peft
+from steelyard.engines.accelerate import ACCELERATE, kept_gathered
+from steelyard.engines.capabilities import dimensions_of
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan
+from steelyard.levers import Levers
+from steelyard.levers.quantized_base import QuantizedBase
+from steelyard.levers.train import ALL_LINEAR, Train
 from steelyard.plan.strategy import Remat
 
 
 def _write(request: Request) -> Draft:
-    view = UniformPlan.of(request.plan)
+    view, levers = UniformPlan.of(request.plan), request.plan.chosen_levers
     return Draft(
-        files=(("axolotl.yaml", yaml.safe_dump(_content(view), sort_keys=False)),),
+        files=(("axolotl.yaml", yaml.safe_dump(_content(view) | _levers(levers), sort_keys=False)),),
         carried=view.carried,
         left_out=(
             f"the model: add base_model, an id or folder of Hugging Face with the config of {request.plan.model.name}",
             "datasets, learning rate and number of steps: add them to the file",
             *(kept_gathered(request) if view.fsdp > 1 else ()),
+            *peft.left_out(levers),
         ),
         launch=f"{request.torchrun} -m axolotl.cli.train axolotl.yaml",
         usage=("for DeepSpeed instead: export --to deepspeed, and deepspeed: ds_config.json in the file of axolotl",),
     )
+
+
+_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+
+
+def _levers(levers: Levers) -> dict[str, Any]:
+    """What the YAML says of levers."""
+    train, base = levers.value(Train), levers.value(QuantizedBase)
+    found = peft.training_arguments(levers)
+    content: dict[str, Any] = {"optimizer": found["optim"]} if found else {}
+    if train.is_default:
+        return content
+    is_all = train.targets == (ALL_LINEAR,)
+    return content | {
+        "adapter": "lora" if base.is_default else "qlora",
+        "load_in_4bit": not base.is_default,
+        "lora_r": train.r,
+        "lora_alpha": int(train.alpha),
+        "lora_dropout": train.dropout,
+        **({"lora_target_linear": True} if is_all else {"lora_target_modules": list(train.targets)}),
+        "peft_use_rslora": train.rslora,
+        **dict.fromkeys(_KERNELS, False),
+    }
+
+
+def _refuse_part(train: Train) -> str | None:
+    return None if train.alpha == int(train.alpha) else "whose lora_alpha is a whole number"
 
 
 def _content(view: UniformPlan) -> dict[str, Any]:
@@ -59,6 +97,15 @@ def _content(view: UniformPlan) -> dict[str, Any]:
     }
 
 
+ENGINE = replace(
+    ACCELERATE,
+    levers={
+        **peft.LEVERS,
+        "train": replace(peft.LEVERS["train"], refuse=_refuse_part),
+        "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
+    },
+)
+"""accelerate with the levers that the YAML can say."""
 TARGET = Target(
     name="axolotl",
     software="axolotl 0.19.0",

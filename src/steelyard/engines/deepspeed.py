@@ -6,17 +6,23 @@ Names are those of DeepSpeed 0.19.8 (``runtime/config.py``, ``runtime/zero/confi
 (``module_inject/auto_ep_presets``); the ranks of tp divide whole experts, too. DeepSpeed's pipelines want the model
 written as a ``PipelineModule``, which a JSON file cannot make of a Hugging Face model. It has no hybrid sharding any
 more: MiCS is removed, and the groups of ZeRO++ hold a second copy of parameters that stay sharded over all ranks.
+
+Adapters are peft's, which the training script puts into the model. ZeRO flattens parameters, whose number blocks of
+torchao's moments need not divide: bitsandbytes' take any (``zero_allow_untested_optimizer``).
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
+from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
 from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_untold
 from steelyard.files import parse_json
+from steelyard.levers.optimizer import Optimizer
 from steelyard.model.chain import ModelChain
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
@@ -39,6 +45,7 @@ _SCALED = {
     "min_loss_scale": 1,
 }
 """fp16 with a loss scale that follows overflow (0), as torch's `GradScaler` lets it, and ends the run below 1."""
+_OPTIMIZERS = {"adamw-8bit": "bitsandbytes.optim.AdamW8bit", "sgd": "torch.optim.SGD"}
 CAPABILITIES = Capabilities(
     mixes_layers=False,
     dimensions=dimensions_of("dp", "fsdp", "tp", "dp+tp", "fsdp+tp", "fsdp+ep", "fsdp+tp+ep"),
@@ -50,6 +57,7 @@ CAPABILITIES = Capabilities(
 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
+    levers = request.plan.chosen_levers
     left_out = ["optimizer, data and first weights: those of the training script"]
     if view.fsdp > 1 and view.zero == 2:
         left_out.append(
@@ -64,8 +72,13 @@ def _write(request: Request) -> Draft:
     ]
     if view.remat is Remat.FULL:
         usage.append("in train.py: model.gradient_checkpointing_enable(): the JSON alone recomputes nothing")
+    content = _content(view, PRESETS.get(request.plan.chain().family.model_type))
+    if (word := str(levers.value(Optimizer))) in _OPTIMIZERS:
+        content["zero_allow_untested_optimizer"] = True
+        usage.append(f"in train.py: deepspeed.initialize(..., optimizer=...), which is {_OPTIMIZERS[word]}")
+    usage += peft.model_usage(levers, view.precision)
     return Draft(
-        files=(("ds_config.json", json.dumps(_content(view, PRESETS.get(request.plan.chain().family.model_type)))),),
+        files=(("ds_config.json", json.dumps(content)), *peft.model_files(levers, view.precision)),
         carried=view.carried,
         left_out=tuple(left_out),
         launch=f"{request.torchrun} train.py",
@@ -144,6 +157,11 @@ DEEPSPEED = Engine(
     execution=Execution(reduce_bytes=2),
     precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_untold("deepspeed", chain),
+    levers={
+        "train": peft.LEVERS["train"],
+        "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
+        "optimizer": peft.one_of(_OPTIMIZERS, "no such states for what ZeRO flattens"),
+    },
     reader=Reader(suffixes=(".json",), read=_read),
     targets=(
         Target(

@@ -7,13 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from steelyard.engines.capabilities import Capabilities
+from steelyard.engines.capabilities import Capabilities, Dimensions
 from steelyard.engines.execution import OURS, Execution
 from steelyard.engines.settings import Reader
 from steelyard.engines.writing import Target
 from steelyard.errors import UserError, nearest
+from steelyard.levers import Lever, Levers
 from steelyard.model.chain import ModelChain
 from steelyard.precision import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """How an engine runs a lever; its writer says it in words of the engine."""
+
+    refuse: Callable[[Any], str | None] = lambda lever: None
+    """Why it does not run a value, in words behind its name; None where it does."""
+    dimensions: frozenset[Dimensions] | None = None
+    """The sets of parallelism dimensions that may share a layer beside it; None: all that the engine has."""
+    execution: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of the execution that it changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +51,26 @@ class Engine:
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What its users set beside a plan, by name, with the fields of its execution that this changes. An engine with
     some of them has them in its name, ``megatron+deepep``, so that a plan names them too."""
+
+    levers: Mapping[str, Taken] = field(default_factory=dict)
+    """How it runs each lever that it has, by name; an engine that ``mixes_layers`` runs all, as our runtime does."""
+
+    def lever_refusal(self, lever: Lever) -> str | None:
+        """Why it does not run this value of a lever, in words behind its name; None where it does."""
+        if self.capabilities.mixes_layers:
+            return None
+        taken = self.levers.get(lever.name)
+        return "" if taken is None else taken.refuse(lever)
+
+    def running(self, levers: Levers) -> "Engine":
+        """The engine as it runs these levers."""
+        found = self
+        for taken in (self.levers[lever.name] for lever in levers if lever.name in self.levers):
+            means = found.capabilities
+            if taken.dimensions is not None:
+                means = replace(means, dimensions=means.dimensions & taken.dimensions)
+            found = replace(found, capabilities=means, execution=replace(found.execution, **taken.execution))
+        return found
 
     def with_options(self, chosen: Sequence[str]) -> "Engine":
         """The engine with these of its options; raises `UserError` for one that it does not have."""

@@ -157,6 +157,10 @@ class Execution:
     buffers_every_microbatch: bool = False
     """Whether a stage has a buffer for what arrives of every microbatch of a step, and what it sent stays until the
     schedule waits for it, as the stages of `torch.distributed.pipelining` have it."""
+    adapter_input_bytes: int = 0
+    """Bytes of an entry of the copy of its input that each adapter keeps where its weights are in fp32 and all else
+    computes in 16 bits: 2 under autocast, 4 without; 0 where adapters share the input. Under fsdp their weights are
+    gathered in the type that computes, and nothing is copied."""
     eager_launch: bool = True
     """Whether the host launches every kernel (False under CUDA graphs or compiled regions)."""
     pipelined_collective_s: float = 0.0

@@ -7,6 +7,9 @@ Names are those of the package megatron-bridge 0.3.1 and of NVIDIA-NeMo/Megatron
 The bridge reads the entries of the config that `steelyard.engines.megatron` carries as flags, but not each version all
 of them: biases of every linear layer, windows, interpolated rotary embeddings, and how a router scores and balances.
 The recipe sets these afterwards, by the same flags, and refuses the models that Megatron-LM's script refuses.
+
+Adapters are those of ``peft/canonical_lora.py``, one beside each of the matrices that Megatron-Core holds as one
+(``linear_qkv``, ``linear_fc1``), as peft has them; ``peft/lora.py`` has one for all of these, which is another model.
 """
 
 import json
@@ -15,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from steelyard.engines.config_entries import hub_config
-from steelyard.engines.engine import options_in
+from steelyard.engines.engine import Taken, options_in
 from steelyard.engines.execution import StateBytes
 from steelyard.engines.megatron import (
     KERNELS,
@@ -26,7 +29,10 @@ from steelyard.engines.megatron import (
     refuse_cut_token,
     remat_flags,
 )
+from steelyard.engines.peft import whole_if_so
 from steelyard.engines.writing import Draft, Request, Target, UniformPlan
+from steelyard.errors import UserError
+from steelyard.levers.train import ALL_LINEAR, Train
 from steelyard.model.chain import ModelChain
 
 _OF_GRADIENTS = frozenset({"use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce"})
@@ -45,9 +51,60 @@ _PRECISIONS = {
 }
 
 
+_MATRICES = {
+    "q_proj": "linear_q",
+    "k_proj": "linear_k",
+    "v_proj": "linear_v",
+    "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1_gate",
+    "up_proj": "linear_fc1_up",
+    "down_proj": "linear_fc2",
+}
+"""What `CanonicalLoRA` calls the linear layers of a block."""
+_TOGETHER = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Matrices that are held as one, all of which have adapters, or none (`LoRALinearSplitQKV.forward`)."""
+
+
+def _names(train: Train) -> list[str]:
+    return list(_MATRICES) if train.targets == (ALL_LINEAR,) else list(train.targets)
+
+
+def _refuse_part(train: Train) -> str | None:
+    names = {*_names(train)}
+    if train.rslora:
+        return "which scales adapters by alpha / r alone"
+    if not names <= _MATRICES.keys():
+        return f"whose adapters stand beside {', '.join(_MATRICES)} alone"
+    parted = next((each for each in _TOGETHER if 0 < len(each & names) < len(each)), None)
+    return None if parted is None else f"which has adapters beside all of {', '.join(sorted(parted))}, or none"
+
+
+def _adapters(train: Train) -> list[str]:
+    """Lines of the recipe that make adapters."""
+    if train.is_default:
+        return []
+    return [
+        "        peft=CanonicalLoRA(",
+        f"            target_modules={[_MATRICES[each] for each in _names(train)]!r},",
+        f"            dim={train.r!r},",
+        f"            alpha={whole_if_so(train.alpha)!r},",
+        f"            dropout={train.dropout!r},",
+        '            lora_A_init_method="kaiming",',
+        "        ),",
+    ]
+
+
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     chain = request.plan.chain()
+    train = request.plan.chosen_levers.value(Train)
+    if not train.is_default and view.has_experts:
+        raise UserError(
+            field="--to",
+            found=f"megatron-bridge for adapters in {chain.name}, which has experts",
+            expected="a model without experts: its adapters stand beside those of experts too",
+            hint="export --to automodel or transformers",
+        )
     refuse_cut_token("megatron-bridge", chain, view.tp)
     options = options_in(request.plan.engine)
     of_plan = attributes([*parallel_flags(view, options), *remat_flags(view)])
@@ -58,9 +115,12 @@ def _write(request: Request) -> Draft:
     model |= _of_model(chain, view.seq_len)
     is_deep = view.has_experts and not {"alltoall", "allgather"} & set(options)
     return Draft(
-        files=(("bridge_recipe.py", _recipe(view, chain, model, gradients, sends_deep=is_deep)),),
+        files=(("bridge_recipe.py", _recipe(view, chain, model, gradients, train, sends_deep=is_deep)),),
         carried=view.carried,
-        left_out=("tokenizer, data, learning rate and first weights: set them in the recipe",),
+        left_out=(
+            "tokenizer, data, learning rate and first weights: set them in the recipe",
+            *(() if train.is_default else ("the base: put what import wrote of it into the folder base",)),
+        ),
         launch=f"{request.torchrun} bridge_recipe.py",
         usage=("data are made up until dataset.blend names some",),
     )
@@ -75,16 +135,24 @@ def _of_model(chain: ModelChain, seq_len: int) -> dict[str, Any]:
 
 
 def _recipe(
-    view: UniformPlan, chain: ModelChain, model: Mapping[str, Any], gradients: Mapping[str, Any], *, sends_deep: bool
+    view: UniformPlan,
+    chain: ModelChain,
+    model: Mapping[str, Any],
+    gradients: Mapping[str, Any],
+    train: Train,
+    *,
+    sends_deep: bool,
 ) -> str:
     name = "".join(part.capitalize() for part in chain.family.model_type.split("_"))
     config = hub_config(chain) | {"architectures": [f"{name}ForCausalLM"]}
     precision = _PRECISIONS[view.precision]
+    start, base = ("pretrain", "") if train.is_default else ("finetune", ', pretrained_checkpoint="base"')
     lines = [
         "import json",
         "",
         "import torch",
         "from megatron.bridge import AutoBridge",
+        *([] if train.is_default else ["from megatron.bridge.peft.canonical_lora import CanonicalLoRA"]),
         "from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing",
         "from megatron.bridge.training.config import (",
         *(f"    {each}," for each in _CONFIGS),
@@ -94,7 +162,7 @@ def _recipe(
         "from megatron.bridge.training.mixed_precision import (",
         *(f"    {each}," for each in dict.fromkeys(("MixedPrecisionConfig", precision.partition("(")[0]))),
         ")",
-        "from megatron.bridge.training.pretrain import pretrain",
+        f"from megatron.bridge.training.{start} import {start}",
         "from transformers import AutoConfig",
         "",
         f"HF_CONFIG = json.loads({json.dumps(config)!r})",
@@ -134,7 +202,8 @@ def _recipe(
         "        ),",
         "        logger=LoggerConfig(log_interval=10),",
         f'        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size={chain.vocab_size}),',
-        '        checkpoint=CheckpointConfig(save_interval=500, save="checkpoints", ckpt_format="torch_dist"),',
+        f'        checkpoint=CheckpointConfig(save_interval=500, save="checkpoints", ckpt_format="torch_dist"{base}),',
+        *_adapters(train),
         "        rng=RNGConfig(seed=1234),",
         "        dist=DistributedInitConfig(),",
         "        mixed_precision=precision,",
@@ -144,7 +213,7 @@ def _recipe(
         "",
         "",
         'if __name__ == "__main__":',
-        "    pretrain(recipe(), forward_step)",
+        f"    {start}(recipe(), forward_step)",
     ]
     return "\n".join(lines) + "\n"
 
@@ -179,6 +248,7 @@ MEGATRON_BRIDGE = replace(
         kernels=replace(KERNELS, expert_copies=0),
         dispatcher="deep",
     ),
+    levers={"train": Taken(refuse=_refuse_part)},
     targets=(
         Target(
             name="megatron-bridge",

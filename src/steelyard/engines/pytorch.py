@@ -78,7 +78,14 @@ def _write(request: Request) -> Draft:
 
 
 def _check(plan: Plan, chain: ModelChain) -> None:
-    """Raises `UserError` for a model, or a tensor parallelism of it, that the script has no stock calls for."""
+    """Raises `UserError` for levers, a model, or a tensor parallelism of it, that the script has no stock calls for."""
+    if plan.levers:
+        raise UserError(
+            field="--to",
+            found=f"pytorch for a plan with {plan.chosen_levers}",
+            expected="a target that starts steelyard's own runtime, which has it",
+            hint="write it with --to torchrun, or plan without the options of levers",
+        )
     refuse_untold("pytorch", chain)
     divided = {chain.type_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tensor_degree > 1}
     reason = _why_not(chain) or next(

@@ -7,12 +7,14 @@ tp. Hybrid sharding without tp or ep is accelerate's (its `ParallelismConfig`, w
 
 from typing import Any
 
+from steelyard.engines import peft
 from steelyard.engines.accelerate import GATHERED_TAIL, kept_gathered
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution
 from steelyard.engines.writing import ROUTERS_BY_RANK, Draft, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
+from steelyard.levers import Levers
 from steelyard.plan.dimensions.ep import DEGREE
 from steelyard.plan.strategy import Remat
 
@@ -42,20 +44,25 @@ def _write(request: Request) -> Draft:
             expected="bf16, in which its DistributedConfig computes, or fsdp without them",
             hint="plan with --max-tp 1, or for --engine deepspeed",
         )
-    left_out = ["optimizer, data and first weights: those of the training script"]
+    levers = request.plan.chosen_levers
+    left_out = [
+        f"{'' if 'optimizer' in levers.texts else 'optimizer, '}data and first weights: those of the training script"
+    ]
     if _shards_itself(view):
         left_out.append(GATHERED_TAIL)
     elif view.fsdp > 1:
         left_out += kept_gathered(request)
+    left_out += peft.left_out(levers)
     model = "distributed_config=distributed_config" if _shards_itself(view) else "..."
     return Draft(
-        files=(("steelyard_trainer.py", _trainer(view, CAPABILITIES.divides_experts(request.plan.chain()))),),
+        files=(("steelyard_trainer.py", _trainer(view, levers, CAPABILITIES.divides_experts(request.plan.chain()))),),
         carried=view.carried,
         left_out=tuple(left_out),
         launch=f"{request.torchrun} train.py",
         usage=(
             f"in train.py: model = AutoModelForCausalLM.from_pretrained(NAME, {model}); "
             "Trainer(model=model, args=TrainingArguments(output_dir, **training_arguments), ...)",
+            *peft.model_usage(levers, view.precision),
         ),
     )
 
@@ -64,13 +71,14 @@ def _shards_itself(view: UniformPlan) -> bool:
     return view.tp > 1 or view.ep > 1
 
 
-def _trainer(view: UniformPlan, divides_experts: bool) -> str:
+def _trainer(view: UniformPlan, levers: Levers, divides_experts: bool) -> str:
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": view.microbatch_per_rank,
         "gradient_accumulation_steps": view.pipeline.num_microbatches,
         "bf16": view.precision == "bf16",
         "fp16": view.precision == "fp16",
         "max_grad_norm": 1.0,
+        **peft.training_arguments(levers),
     }
     is_accelerates = view.fsdp > 1 and not _shards_itself(view)
     if is_accelerates:
@@ -113,7 +121,10 @@ def _trainer(view: UniformPlan, divides_experts: bool) -> str:
             ")",
             *lines,
         ]
-    return "\n".join(lines) + "\n"
+    imports, changes = peft.model_lines(levers, view.precision)
+    if imports:
+        lines = [*imports, *lines] if lines[0].startswith("from") else [*imports, "", *lines]
+    return "\n".join([*lines, *changes]) + "\n"
 
 
 TRANSFORMERS = Engine(
@@ -123,6 +134,7 @@ TRANSFORMERS = Engine(
     execution=Execution(whole_gradients="without tp"),
     precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_untold("transformers", chain),
+    levers=peft.LEVERS,
     targets=(
         Target(
             name="transformers",

@@ -262,15 +262,9 @@ class Target:
 
 def export_plan(target: Target, request: Request) -> Export:
     """The files of a target for a plan that its engine can run; raises `UserError` where they cannot be written."""
-    if request.plan.levers and not target.starts_steelyard:
-        raise UserError(
-            field="--to",
-            found=f"{target.name} for a plan with {request.plan.chosen_levers}",
-            expected="a target that starts steelyard's own runtime, which alone has it",
-            hint="write it with --to torchrun, or plan without the options of levers",
-        )
     draft = target.write(request)
-    carried = (*draft.carried, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
+    levers = (f"levers: {request.plan.chosen_levers}",) if request.plan.levers else ()
+    carried = (*draft.carried, *levers, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
     trains_other = request.plan.chain().trains_routers and not target.starts_steelyard
     left_out = (*request.unsupported, *draft.left_out, *((target.routers,) if trains_other else ()))
     usage = (
@@ -304,9 +298,9 @@ def refuse_own_module(name: str, chain: ModelChain) -> None:
 
 
 def refuse_untold(name: str, chain: ModelChain) -> None:
-    """Raise `UserError` for a module of the user's own and for frozen parameters, which files here do not mention."""
+    """Raise `UserError` for a module of the user's own, and for what is frozen beside what stays under adapters."""
     refuse_own_module(name, chain)
-    if chain.freeze is not None:
+    if chain.freeze is not None and not (chain.has_adapters and len(chain.freeze.patterns) == 1):
         raise UserError(
             field="--to",
             found=f"{name} for a plan that freezes {chain.freeze.of}",

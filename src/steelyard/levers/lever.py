@@ -7,12 +7,13 @@ and commands know no lever by name.
 | asked                                                       | answered by         |
 |-------------------------------------------------------------|---------------------|
 | what it is, as it is written                                | `Lever.parse`, str  |
-| for which engines, devices, models, beside which others     | `Lever.check`       |
+| for which devices, models, beside which others              | `Lever.check`       |
 | which layers it forbids to be trained in which way          | `Lever.refusal`     |
 | what it makes of the model                                  | `Lever.change`      |
 | what training keeps and moves for each parameter            | `Lever.effects`     |
 
-How it is run is said by its twin in `steelyard.modules.levers`.
+How it is run is said by its twin in `steelyard.modules.levers`, and by each engine which of its values it takes
+(`steelyard.engines.engine.Engine.levers`).
 """
 
 from abc import ABC, abstractmethod
@@ -53,12 +54,26 @@ class Effects:
         return self.host_bytes > 0 or self.saves_on_host
 
 
+class Runner(Protocol):
+    """What runs levers: an engine."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    def lever_refusal(self, lever: "Lever", /) -> str | None:
+        """Why it does not run this value, in words behind its name; None where it does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What a lever is asked for, beside other levers."""
 
     chain: ModelChain
-    engine: str
+    engine: Runner | None = None
+    """What runs it; None where that is asked elsewhere."""
+    engines: tuple[Runner, ...] = ()
+    """All that are known."""
     levers: tuple[str, ...] = ()
     """Names of all levers."""
     devices: tuple[Device, ...] = ()
@@ -96,11 +111,12 @@ class Lever(ABC):
     """What advice tries of it."""
     help: ClassVar[str]
     """What the option is, in a sentence."""
-    engines: ClassVar[frozenset[str]] = frozenset({"native"})
-    """Engines that run it, by name."""
     result: ClassVar[Result] = "exact"
     adds_parameters: ClassVar[bool] = False
     """Whether it adds parameters to a model, and leaves all else untrained."""
+
+    size: ClassVar[str] = ""
+    """What is called its size, if it has one: advice finds the largest that fits."""
 
     @classmethod
     def said(cls, text: str) -> dict[str, str]:
@@ -123,13 +139,20 @@ class Lever(ABC):
 
     def check(self, asked: Asked) -> None:
         """Raises `UserError` where it cannot be had for this."""
-        if asked.engine.partition("+")[0] not in self.engines:
-            raise UserError(
-                field=f"--{self.name}",
-                found=f"{self} with the engine {asked.engine}",
-                expected="one of the engines " + ", ".join(sorted(self.engines)),
-                hint=f"leave --engine or --{self.name} out",
-            )
+        refused = asked.engine and asked.engine.lever_refusal(self)
+        if asked.engine is None or refused is None:
+            return
+        others = sorted(each.name for each in asked.engines if each.lever_refusal(self) is None)
+        raise UserError(
+            field=f"--{self.name}",
+            found=f"{self} with the engine {asked.engine.name}" + f", {refused}" * bool(refused),
+            expected="one of the engines " + ", ".join(others),
+            hint=f"leave --engine or --{self.name} out",
+        )
+
+    def sized(self, _size: int) -> "Lever":
+        """The same of another size, if it has one."""
+        return self
 
     @property
     def without_chance(self) -> "Lever":

@@ -54,6 +54,7 @@ class Train(Lever):
     )
     result: ClassVar[Result] = "fewer trained parameters"
     adds_parameters: ClassVar[bool] = True
+    size: ClassVar[str] = "rank"
 
     @classmethod
     def said(cls, text: str) -> dict[str, str]:
@@ -107,6 +108,10 @@ class Train(Lever):
     def scale(self) -> float:
         """What the product of $B$ and $A$ is multiplied by."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    def sized(self, size: int) -> "Train":
+        """The same of another rank, with alpha in proportion."""
+        return replace(self, r=size, alpha=self.alpha * size / self.r)
 
     @property
     def without_chance(self) -> "Train":

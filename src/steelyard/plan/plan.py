@@ -105,8 +105,7 @@ class Plan(PlanPart):
                 hint="name the engine, as in engine: megatron",
             )
         chain.check_seq_len(self.seq_len)
-        asked = Asked(chain=chain, engine=self.engine or "native", levers=tuple(self.levers))
-        self.chosen_levers.check(asked)
+        self.chosen_levers.check(Asked(chain=chain, levers=tuple(self.levers)))
         _check_ranks(self)
         if self.global_batch % self.num_microbatches:
             raise InvalidPlanError(

@@ -142,7 +142,7 @@ def _try(request: PlanRequest, texts: Mapping[str, str], own: Advice, free_s: fl
 
 
 def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float, levers: Levers | None) -> Advice:
-    answer, least = study.answer(FREE_CHOICE), _least_bytes(study)
+    answer, least = study.answer(FREE_CHOICE), least_bytes(study)
     if answer.plan is not None and study.job.effects.uses_host:
         refuse_host(with_price(answer.plan, study.job))
     missing = 0 if answer.plan is not None else _missing(answer, least, study.job.budget_bytes)
@@ -168,8 +168,8 @@ def _missing(answer: Answer, least: int | None, budget_bytes: int) -> int:
     return max(1, (least or _NO_LIMIT) - budget_bytes)
 
 
-def _least_bytes(study: Study) -> int | None:
-    """Fewest bytes of a device in which there is a plan, of the configurations that are searched."""
+def least_bytes(study: Study) -> int | None:
+    """Return the fewest bytes of a device in which there is a plan, of the configurations that are searched."""
     plans = (each.any_budget.least_plan for each in study.tables)
     least = min((each.peak_bytes for each in plans if each is not None), default=None)
     return None if least is None else device_bytes(study.job, least)

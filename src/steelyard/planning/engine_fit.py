@@ -51,7 +51,7 @@ def fit_plan(plan: Plan, job: Job, engine: Engine) -> FittedPlan:
     hand. Raises `NothingFitsError` naming the nearest miss, and `NoUniformPlanError` where no plan is legal at all.
     """
     theirs = job_under(job, engine)
-    wanted, reasons = with_price(plan, job), unsupported(plan, engine.capabilities)
+    wanted, reasons = with_price(plan, job), unsupported(plan, theirs.engine.capabilities)
     demands = plan.asked.one_by_one() if plan.asked else {}
     itself = None if reasons else with_price(plan, theirs)
     kept, given_up, best = tuple(demands), tuple[str, ...](), itself

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from steelyard.cost.job import ASSUMED_IMBALANCE
-from steelyard.engines import Engine, engine_of
+from steelyard.engines import Engine, check_levers, engine_of
 from steelyard.engines.capabilities import unsupported
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, all_of
 from steelyard.hardware import Cluster, parse_pools, with_network
 from steelyard.installed import require_training
-from steelyard.levers import NO_LEVERS, Asked, Levers
+from steelyard.levers import NO_LEVERS, Levers
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
@@ -191,9 +191,7 @@ class PlanRequest:
         _check_what_is_free(self)
         _check_pools(self)
         devices = tuple(pool.device for pool in self.cluster.pools)
-        self.levers.check(
-            Asked(chain=self.chain, engine=self.engine.name, levers=tuple(self.levers.texts), devices=devices)
-        )
+        check_levers(self.levers, self.chain, self.engine, devices)
         _check_engine(self)
         pins_of(self.decisions, self.chain)
         if self.price is not None and self.tokens is None:
@@ -308,7 +306,7 @@ def request_of_plan(
     cluster, network, memory = given.get("cluster"), given.get("network"), given.get("memory")
     machines = _machines(plan.hardware_value() if cluster is None else cluster, network)
     engine = engine_of(given.get("engine") or plan.engine or NATIVE.name)
-    if reasons := unsupported(plan, engine.capabilities):
+    if reasons := unsupported(plan, engine.running(plan.chosen_levers).capabilities):
         raise UserError(
             field="--engine",
             found=f"{engine.name} for a plan with {'; '.join(reasons)}",
@@ -365,8 +363,7 @@ def with_levers(request: PlanRequest, texts: Mapping[str, str]) -> PlanRequest:
             expected="a model as its config says",
             hint="plan anew",
         )
-    asked = Asked(chain=chain, engine=request.engine.name, levers=tuple(levers.texts))
-    levers.check(asked)
+    check_levers(levers, chain, request.engine)
     return replace(request, levers=levers, chain=changed_chain(chain, levers, (), request.own))
 
 

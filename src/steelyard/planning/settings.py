@@ -5,7 +5,7 @@ from pathlib import Path
 
 from steelyard.cost.job import Job, layer_precision
 from steelyard.cost.kernels import job_under
-from steelyard.engines import ENGINES, Engine, engine_of
+from steelyard.engines import ENGINES, Engine, check_levers, engine_of
 from steelyard.engines.capabilities import block_layers, unsupported
 from steelyard.engines.execution import StateBytes
 from steelyard.engines.settings import Settings
@@ -33,6 +33,7 @@ def price_settings(request: PlanRequest, engine: Engine, precision: Precision, s
     ``request`` is one of our own runtime. Optimizer states are replicated for ``zero`` 0, also where the engine shards
     them by itself. Raises `UserError` as `plan_of_settings`.
     """
+    check_levers(request.levers, request.chain, engine)
     states = engine.execution.states
     if settings.zero == 0 and isinstance(states, StateBytes):
         engine = replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))

@@ -150,6 +150,10 @@ class LayerProfile(ProfilePart):
     """Keys and values that attention reads."""
     attention_bytes: Affine = Affine()
     """Queries, keys, values and results of attention."""
+    adapter_inputs: Affine = Field(default=Affine(), exclude_if=lambda line: line == Affine())
+    """Entries of the inputs of adapters, of each by itself."""
+    shared_adapter_inputs: Affine = Field(default=Affine(), exclude_if=lambda line: line == Affine())
+    """Entries of tensors that are saved for adapters alone, of each once however many of them read it."""
     square_flop: Affine | None = None
     """FLOP of attention in a forward pass if every query saw every key; absent in profiles written before it was
     counted."""

@@ -27,6 +27,12 @@ class Affine(ProfilePart):
     constant: Quantity = 0.0
     per_sample: Quantity = 0.0
 
+    def __add__(self, other: "Affine") -> "Affine":
+        return Affine(constant=self.constant + other.constant, per_sample=self.per_sample + other.per_sample)
+
+    def __mul__(self, factor: float) -> "Affine":
+        return Affine(constant=self.constant * factor, per_sample=self.per_sample * factor)
+
     @overload
     def at(self, samples: float) -> float: ...
     @overload

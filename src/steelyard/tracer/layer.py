@@ -6,6 +6,7 @@ is bounded by the larger of that part of the forward pass and of the backward pa
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from steelyard.modules.layers import (
     shared_inputs_of,
     tensors_of,
 )
+from steelyard.modules.levers import added_that_read
 from steelyard.modules.model_inputs import blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.modules.pieces import ShellPiece
@@ -64,6 +66,8 @@ class Observation:
     input_bytes: int
     forward_transient_bytes: int
     backward_transient_bytes: int
+    adapter_inputs: int
+    shared_adapter_inputs: int
     recomputed: dict[Remat, "Recomputed"]
 
 
@@ -203,6 +207,8 @@ def observation(
         input_bytes=plain.input_bytes,
         forward_transient_bytes=plain.forward_peak_bytes - plain.saved_bytes,
         backward_transient_bytes=plain.backward_peak_bytes - plain.saved_bytes,
+        adapter_inputs=plain.adapter_inputs,
+        shared_adapter_inputs=plain.shared_adapter_inputs,
         recomputed=recomputed,
     )
 
@@ -212,7 +218,7 @@ class CountedLayer:
     """Counts of a forward and a backward pass, and the bytes alive in them (parameters and gradients left out).
 
     ``needed`` is the part of the forward pass that ends with the last tensor saved for backward; ``label_bytes`` are
-    of the labels that the head reads.
+    of the labels that the head reads; ``adapter_inputs`` and ``shared_adapter_inputs`` as in `LayerProfile`.
     """
 
     forward: OpCounts
@@ -225,6 +231,8 @@ class CountedLayer:
     forward_peak_bytes: int
     needed_peak_bytes: int
     backward_peak_bytes: int
+    adapter_inputs: int
+    shared_adapter_inputs: int
     has_backward: bool
 
 
@@ -273,15 +281,22 @@ def count_passes(
     counter.watch(inputs)
     input_ids = counter.storage_ids(inputs)
     needed, num_needed = OpCounts(), 0
-    saved_ids: set[int] = set()
+    saves: Counter[int] = Counter()
+    entered: list[tuple[int, int]] = []
 
     def save(tensor: Tensor) -> Tensor:
         nonlocal needed, num_needed
         needed, num_needed = counter.counts.copy(), len(counter.log)
-        saved_ids.update(counter.storage_ids([tensor]))
+        saves.update(counter.storage_ids([tensor]))
         return tensor
 
-    with counter:
+    def enter(_module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        part = local_part(given[0])
+        entered.extend((each, part.numel()) for each in counter.storage_ids([part]))
+
+    with counter, ExitStack() as stack:
+        for each in added_that_read(module):
+            stack.callback(each.register_forward_pre_hook(enter).remove)
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             outputs = call()
         forward, counter.counts = counter.counts, OpCounts()
@@ -294,10 +309,12 @@ def count_passes(
         if has_backward:
             torch.autograd.backward(trained, gradients_of_outputs)
         gradients = counter.storage_ids(p.grad for p in module.parameters() if p.grad is not None)
-    needed_ids = counter.storage_ids(each for each in inputs if all_inputs or each.requires_grad) | saved_ids
+    needed_ids = counter.storage_ids(each for each in inputs if all_inputs or each.requires_grad) | {*saves}
     not_saved = (output_ids | input_ids) - (needed_ids & input_ids if has_backward else set())
     del outputs, trained, gradients_of_outputs
     history = live_bytes(counter.log, without=gradients)
+    uses = Counter(place for place, _ in entered)
+    shared = {place: entries for place, entries in entered if saves[place] <= uses[place]}
     return CountedLayer(
         forward=forward,
         needed=needed,
@@ -309,6 +326,8 @@ def count_passes(
         forward_peak_bytes=max(history[: num_forward + 1]),
         needed_peak_bytes=max(history[: num_needed + 1]),
         backward_peak_bytes=max(history[num_forward:]) if has_backward else 0,
+        adapter_inputs=sum(entries for _, entries in entered),
+        shared_adapter_inputs=sum(shared.values()),
         has_backward=has_backward,
     )
 

@@ -219,6 +219,8 @@ def layer_profile(
         square_flop=line(lambda o: o.forward.square_flop),
         forward_transient_bytes=line(lambda o: o.forward_transient_bytes),
         backward_transient_bytes=line(lambda o: o.backward_transient_bytes),
+        adapter_inputs=line(lambda o: o.adapter_inputs),
+        shared_adapter_inputs=line(lambda o: o.shared_adapter_inputs),
         recomputations=tuple(_recomputation(remat, observations, line) for remat in observations[0].recomputed),
     )
 

@@ -1,7 +1,7 @@
 """The twins of the levers that change a model, each of one lever of `steelyard.levers`."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,11 @@ def fill_added(module: nn.Module, chain: ModelChain, *, seed: int, layer: int, i
     """Gives what levers added to a module of a layer first weights: all where it ``is_new``, else what has none."""
     for change in (each for each in chain.changes if each.name in CHANGES):
         CHANGES[change.name].fill_added(change, module, seed=seed, layer=layer, is_new=is_new)
+
+
+def added_that_read(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that levers have added to a module and that read what linear layers read."""
+    return train.entered(module)
 
 
 def added_beside(name: str) -> tuple[str, ...]:

@@ -70,6 +70,11 @@ def adapters(module: nn.Module) -> Iterator[Any]:
     return (each for each in module.modules() if hasattr(each, "lora_A") and hasattr(each, "base_layer"))
 
 
+def entered(module: nn.Module) -> Iterator[nn.Module]:
+    """The parts of adapters in a module that inputs of linear layers enter."""
+    return (each.lora_A[name] for each in adapters(module) for name in each.active_adapters)
+
+
 def fill_added(_lever: Train, module: nn.Module, *, seed: int, layer: int, is_new: bool) -> None:
     """Gives the adapters in a module of a layer first weights, in place; those that have some only where it
     ``is_new``."""

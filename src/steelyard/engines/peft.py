@@ -1,0 +1,139 @@
+"""Levers of trainers that put peft's adapters into models of transformers: which they run, and in which words.
+
+| lever               | there                                                                      |
+|---------------------|----------------------------------------------------------------------------|
+| adapters            | `peft.LoraConfig`, whose layers our runtime has too                        |
+| base in nf4         | `transformers.BitsAndBytesConfig` in 4 bits, with scales in 8              |
+| optimizer           | ``optim`` of `TrainingArguments`: torchao's for 8 and 4 bits               |
+
+Adapters are in fp32 (``autocast_adapter_dtype`` of peft), the base is in the precision that computes. Under autocast
+each adapter casts its input to fp32 (`_cast_input_dtype`) and then to 16 bits, and keeps that. FSDP2 of accelerate
+leaves weights in 4 bits whole on every rank (``utils/fsdp_utils.py``), as our runtime does.
+
+Not the same, and refused: ``load_in_8bit``, which is LLM.int8() and multiplies in 8 bits; ``use_liger_kernel``, whose
+loss makes its gradients in the forward pass, for a loss in chunks that are computed again.
+
+Names are those of peft 0.21.2 (``tuners/lora/config.py``) and transformers 5.23.0 (``training_args.py``,
+``trainer_optimizer.py``, ``utils/quantization_config.py``).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from steelyard.engines.capabilities import dimensions_of
+from steelyard.engines.engine import Taken
+from steelyard.levers import Lever, Levers
+from steelyard.levers.optimizer import Optimizer
+from steelyard.levers.quantized_base import QuantizedBase
+from steelyard.levers.train import ALL_LINEAR, Train
+from steelyard.precision import Precision
+
+OPTIM: Mapping[str, str] = {
+    "adamw-8bit": "adamw_torch_8bit",
+    "adamw-4bit": "adamw_torch_4bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+"""``optim`` by the optimizer."""
+DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""The type of a base that is not trained, by the precision that computes."""
+WITHOUT_TP = dimensions_of("dp", "fsdp", "dp+fsdp")
+_OTHERWISE = {
+    "adafactor": "Adafactor's rule: that of transformers keeps as much, and bounds steps by the size of the update, "
+    "not by that of the parameter",
+    "adamw-4bit": "blocks of 128 moments: transformers' have 256, and it takes no other number",
+}
+
+
+def refuse_base(base: QuantizedBase) -> str | None:
+    """Why a base is not the same there."""
+    return "whose load_in_8bit multiplies in 8 bits (LLM.int8)" if str(base) == "int8" else None
+
+
+LEVERS: Mapping[str, Taken] = {
+    "train": Taken(dimensions=WITHOUT_TP, execution={"adapter_input_bytes": 2}),
+    "base": Taken(dimensions=WITHOUT_TP, refuse=refuse_base),
+    "optimizer": Taken(),
+}
+
+
+def lora_config(train: Train) -> dict[str, Any]:
+    """Return the arguments of `peft.LoraConfig` that say the same."""
+    return {
+        "r": train.r,
+        "lora_alpha": whole_if_so(train.alpha),
+        "target_modules": ALL_LINEAR if train.targets == (ALL_LINEAR,) else list(train.targets),
+        "lora_dropout": train.dropout,
+        "use_rslora": train.rslora,
+    }
+
+
+def quantization_config(precision: Precision) -> dict[str, Any]:
+    """Return the arguments of `transformers.BitsAndBytesConfig` for a base in nf4."""
+    return {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": DTYPES[precision],
+    }
+
+
+def training_arguments(levers: Levers) -> dict[str, Any]:
+    """Return the arguments of `transformers.TrainingArguments` for an optimizer that is not the usual one."""
+    word = str(levers.value(Optimizer))
+    return {"optim": OPTIM[word]} if word in OPTIM else {}
+
+
+def model_lines(levers: Levers, precision: Precision) -> tuple[list[str], list[str]]:
+    """Return lines of Python that import and that make ``lora_config`` and ``quantization_config``, if there are
+    any."""
+    imports, lines = [], []
+    train, base = levers.value(Train), levers.value(QuantizedBase)
+    if not train.is_default:
+        imports.append("from peft import LoraConfig")
+        lines += _call("lora_config", "LoraConfig", lora_config(train))
+    if not base.is_default:
+        imports.append("from transformers import BitsAndBytesConfig")
+        lines += _call("quantization_config", "BitsAndBytesConfig", quantization_config(precision))
+    return imports, lines
+
+
+def model_files(levers: Levers, precision: Precision) -> tuple[tuple[str, str], ...]:
+    """Return a file with `model_lines` for a training script to import, if there are any."""
+    imports, lines = model_lines(levers, precision)
+    return (("steelyard_model.py", "\n".join([*imports, "", *lines]) + "\n"),) if imports else ()
+
+
+def model_usage(levers: Levers, precision: Precision) -> tuple[str, ...]:
+    """Return what a training script does to have the model of these levers."""
+    if levers.value(Train).is_default:
+        return ()
+    quantized = "" if levers.value(QuantizedBase).is_default else ", quantization_config=quantization_config"
+    return (
+        f"in train.py: from_pretrained(..., dtype={DTYPES[precision]!r}{quantized}), then peft.get_peft_model(model, "
+        "lora_config); prepare_model_for_kbit_training would keep more in fp32 than is priced",
+    )
+
+
+def left_out(levers: Levers) -> tuple[str, ...]:
+    """Return what is not the same there."""
+    word = str(levers.value(Optimizer))
+    return (_OTHERWISE[word],) if word in _OTHERWISE else ()
+
+
+def whole_if_so(value: float) -> int | float:
+    """Return a number as a whole one where it is."""
+    return int(value) if value == int(value) else value
+
+
+def one_of(names: Mapping[str, Any], words: str) -> Taken:
+    """Return a lever of which these values are taken; ``words`` say what the engine has instead of others."""
+
+    def refuse(lever: Lever) -> str | None:
+        return None if str(lever) in names else f"which has {words}"
+
+    return Taken(refuse=refuse)
+
+
+def _call(name: str, function: str, arguments: Mapping[str, Any]) -> list[str]:
+    return [f"{name} = {function}(", *(f"    {key}={value!r}," for key, value in arguments.items()), ")"]

@@ -1,0 +1,348 @@
+"""Levers under engines: who runs which values, what the files say, and what execution makes of memory."""
+
+import importlib
+import json
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from steelyard.engines import ENGINE_OF_TARGET, ENGINES
+from steelyard.engines.writing import UniformPlan
+from steelyard.errors import UserError
+from steelyard.levers import LEVERS, Levers
+from steelyard.levers.train import Train
+from steelyard.plan.plan import Plan
+from steelyard.planning.job import job_of
+from steelyard.planning.price import peak_bytes
+from steelyard.planning.request import make_request
+from steelyard.planning.settings import Settings, price_settings
+from tests.engines.examples import exported, text_of, uniform
+from tests.engines.known import known_names
+
+LORA = {"train": "lora:r=8,alpha=12,targets=q_proj+v_proj,dropout=0.05,rslora"}
+QLORA = {"train": "lora:r=16", "base": "nf4", "optimizer": "adamw-8bit"}
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 160,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+}
+
+
+def with_levers(levers: dict[str, str], parallel: str = "dp8", **changes: Any) -> Plan:
+    return uniform(parallel, devices=8, levers=levers, **changes)
+
+
+def module_of(plan: Plan, to: str) -> types.ModuleType:
+    module = types.ModuleType("written")
+    exec(text_of(plan, to, ".py"), module.__dict__)
+    return module
+
+
+# who runs what
+
+
+def test_our_runtime_runs_every_value() -> None:
+    for lever in LEVERS.values():
+        for text in (*lever.offers, *lever.values):
+            assert ENGINES["native"].lever_refusal(next(iter(Levers.of({lever.name: text})), lever())) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "levers", "field", "found"),
+    [
+        ("megatron", {"train": "lora"}, "--train", "the engine megatron"),
+        ("megatron+deepep", {"optimizer": "sgd"}, "--optimizer", "the engine megatron+deepep"),
+        ("transformers", {"train": "lora", "base": "int8"}, "--base", "LLM.int8"),
+        ("transformers", {"loss": "chunked"}, "--loss", "the engine transformers"),
+    ],
+)
+def test_an_engine_without_a_value_refuses_it_before_any_search(
+    engine: str, levers: dict[str, str], field: str, found: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        make_request("llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, engine=engine, levers=levers)
+    assert (caught.value.field, found in caught.value.found) == (field, True)
+    assert "native" in caught.value.expected
+    assert engine.partition("+")[0] not in caught.value.expected.split(", ")
+
+
+def test_a_price_is_refused_as_a_plan_is() -> None:
+    request = make_request("llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, levers={"optimizer": "sgd"})
+    with pytest.raises(UserError, match="the engine megatron"):
+        price_settings(request, ENGINES["megatron"], "bf16", Settings())
+
+
+@pytest.mark.parametrize("engine", ["accelerate", "deepspeed", "transformers"])
+def test_adapters_of_peft_go_with_data_parallelism_alone(engine: str) -> None:
+    found = ENGINES[engine].running(Levers.of({"train": "lora"}))
+    assert all(len(each.name) and each.name in ("dp", "fsdp") for one in found.capabilities.dimensions for each in one)
+    assert ENGINES[engine].running(Levers.of({"optimizer": "sgd"})).capabilities == ENGINES[engine].capabilities
+
+
+# transformers and accelerate, whose parts are installed wherever the tests run
+
+
+@pytest.mark.parametrize("to", ["transformers", "accelerate"])
+@pytest.mark.parametrize("levers", [LORA, QLORA])
+def test_peft_reads_the_adapters_of_the_plan(to: str, levers: dict[str, str]) -> None:
+    config, train = module_of(with_levers(levers), to).lora_config, Levers.of(levers).value(Train)
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (train.r, train.alpha, train.dropout)
+    assert config.use_rslora is train.rslora
+    assert config.target_modules in ("all-linear", {*train.targets})
+
+
+@pytest.mark.parametrize("to", ["transformers", "accelerate"])
+def test_transformers_reads_the_base_of_the_plan(to: str) -> None:
+    config = module_of(with_levers(QLORA), to).quantization_config
+    assert (config.load_in_4bit, config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == (True, "nf4", True)
+    assert config.bnb_4bit_compute_dtype is torch.bfloat16
+    assert not hasattr(module_of(with_levers(LORA), to), "quantization_config")
+
+
+@pytest.mark.parametrize("parallel", ["dp8", "fsdp8"])
+def test_transformers_makes_the_optimizer_of_the_plan(parallel: str, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    expected = {"adamw-8bit": "AdamW8bit", "adamw-4bit": "AdamW4bit", "sgd": "SGD", "adafactor": "Adafactor"}
+    for word, name in expected.items():
+        if word == "adafactor" and parallel != "dp8":
+            continue
+        given = module_of(with_levers({"optimizer": word}, parallel), "transformers").training_arguments
+        own = {key: value for key, value in given.items() if key.startswith("optim")}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **own)
+            made, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
+        assert made.__name__ == name
+        assert options.get("block_size", 256) == 256
+
+
+def test_an_export_says_its_levers_and_what_is_not_the_same() -> None:
+    found = exported(with_levers({"optimizer": "adafactor"}), "transformers")
+    assert "levers: optimizer adafactor" in found.carried
+    assert any("Adafactor's rule" in line for line in found.left_out)
+    assert "torch.optim.Adafactor" in text_of(with_levers({"optimizer": "adafactor"}), "accelerate", ".yaml")
+
+
+def test_a_plan_without_levers_is_written_as_before() -> None:
+    assert "lever" not in text_of(uniform("dp8", devices=8), "transformers", ".py")
+    assert [name for name, _ in exported(uniform("dp8", devices=8), "accelerate").files] == ["accelerate.yaml"]
+
+
+def test_the_written_adapters_train_as_many_parameters_as_the_plan_counts() -> None:
+    model = adapted(module_of(with_levers(LORA), "transformers").lora_config)
+    request = make_request(TINY, "1x1xa100-40gb", global_batch=1, seq_len=32, levers=LORA)
+    layers = {each.kind: each for each in job_of(request).profile.layers}
+    counted = sum(layers[request.chain.type_of(place).name].trained.num_params for place in range(4))
+    assert counted == sum(each.numel() for each in model.parameters() if each.requires_grad)
+
+
+# how peft's adapters execute
+
+
+def adapted(config: Any, **options: bool) -> nn.Module:
+    from peft import get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names that peft still calls
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY)).to(torch.bfloat16)
+        found: nn.Module = get_peft_model(model, config, **options)
+    return found
+
+
+def saved_bytes(targets: Any, *, in_fp32: bool) -> int:
+    """Bytes that a block of peft's saves in a forward pass of two samples of 32 tokens, weights left out; with adapters
+    in fp32 under autocast."""
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets)
+    model = adapted(config, autocast_adapter_dtype=in_fp32).train()
+    parts: Any = model.base_model.model.model
+    hidden = torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True)
+    positions = parts.rotary_emb(hidden, torch.arange(32)[None])
+    weights = {each.data_ptr() for each in model.parameters()}
+    seen: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        is_copy_of_weight = (
+            tensor.dim() == 2 and 4 in tensor.shape
+        )  # autocast's, which count as the copies that compute
+        if storage.data_ptr() not in weights and not is_copy_of_weight:
+            seen[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with torch.autocast("cpu", torch.bfloat16, enabled=in_fp32), hooks:
+        parts.layers[0](hidden, position_embeddings=positions, attention_mask=None)
+    return sum(num_bytes for num_bytes, _ in seen.values())
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj+v_proj", "down_proj+o_proj+q_proj"])
+def test_copies_of_inputs_under_autocast_are_those_that_are_counted(targets: str) -> None:
+    levers = {"train": f"lora:r=4,targets={targets}"}
+    job = job_of(make_request(TINY, "1x1xa100-40gb", global_batch=2, seq_len=32, levers=levers))
+    block = max(job.profile.layers, key=lambda each: each.adapter_inputs.per_sample)
+    counted = 2 * (block.adapter_inputs.at(2) - block.shared_adapter_inputs.at(2))
+    names = targets if targets == "all-linear" else targets.split("+")
+    assert counted == saved_bytes(names, in_fp32=True) - saved_bytes(names, in_fp32=False) > 0
+
+
+def total_bytes(engine: str, levers: dict[str, str], zero: int = 0) -> int:
+    request = make_request(TINY, "1x2xa100-40gb", global_batch=4, seq_len=128, levers=levers)
+    plan, _ = price_settings(request, ENGINES[engine], "bf16", Settings(micro_batch=2, zero=zero))
+    return peak_bytes(plan)
+
+
+def test_such_copies_are_priced_where_adapters_are_not_sharded() -> None:
+    assert total_bytes("transformers", {"train": "lora:r=4"}) > total_bytes("native", {"train": "lora:r=4"})
+    assert total_bytes("transformers", {}) == total_bytes("native", {})
+    assert total_bytes("transformers", {"train": "lora:r=4"}, zero=3) == total_bytes(
+        "native", {"train": "lora:r=4"}, zero=3
+    )
+    with_dropout = {"train": "lora:r=4,dropout=0.1"}  # whose inputs are no tensor that they share
+    assert total_bytes("transformers", with_dropout) == total_bytes("native", with_dropout)
+
+
+# axolotl
+
+
+def axolotl(plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(text_of(plan, "axolotl", ".yaml"))
+    return found
+
+
+def test_axolotl_says_the_adapters_and_the_base_of_the_plan() -> None:
+    content = axolotl(with_levers(LORA))
+    assert (content["adapter"], content["load_in_4bit"], content["peft_use_rslora"]) == ("lora", False, True)
+    assert (content["lora_r"], content["lora_alpha"], content["lora_dropout"]) == (8, 12, 0.05)
+    assert content["lora_target_modules"] == ["q_proj", "v_proj"]
+    content = axolotl(with_levers(QLORA))
+    assert (content["adapter"], content["load_in_4bit"], content["lora_target_linear"]) == ("qlora", True, True)
+    assert content["optimizer"] == "adamw_torch_8bit"
+    assert not any(content[key] for key in content if key.endswith("_kernel"))
+
+
+@pytest.mark.parametrize("levers", [LORA, QLORA, {"optimizer": "adafactor"}])
+def test_names_of_levers_are_those_of_axolotls_schemas(levers: dict[str, str]) -> None:
+    assert set(axolotl(with_levers(levers))) <= known_names("axolotl-0.19.0.txt")
+
+
+def test_axolotl_says_alpha_as_a_whole_number() -> None:
+    refused = ENGINE_OF_TARGET["axolotl"].lever_refusal(Train.parse("lora:r=8,alpha=1.5"))
+    assert refused is not None
+    assert "whole number" in refused
+
+
+def test_axolotl_has_a_base_in_four_bits_where_it_does_not_shard_it() -> None:
+    dimensions = ENGINE_OF_TARGET["axolotl"].running(Levers.of(QLORA)).capabilities.dimensions
+    assert {each.name for one in dimensions for each in one} == {"dp"}
+
+
+# DeepSpeed
+
+
+def test_deepspeed_is_given_adapters_and_an_optimizer_by_the_script() -> None:
+    plan = with_levers({"train": "lora:r=8", "optimizer": "adamw-8bit"}, "fsdp8", zero=2)
+    content = json.loads(text_of(plan, "deepspeed", ".json"))
+    assert content["zero_allow_untested_optimizer"] is True
+    assert any("bitsandbytes.optim.AdamW8bit" in line for line in content["_comment"])
+    assert module_of(plan, "deepspeed").lora_config.r == 8
+    assert set(content) - {"_comment"} <= known_names("deepspeed-0.19.8.txt")
+
+
+@pytest.mark.parametrize("word", ["adamw-4bit", "adafactor"])
+def test_deepspeed_refuses_moments_in_blocks_of_tensors(word: str) -> None:
+    with pytest.raises(UserError, match="ZeRO flattens"):
+        make_request(TINY, "1x1xa100-40gb", global_batch=1, seq_len=64, engine="deepspeed", levers={"optimizer": word})
+
+
+# NeMo Automodel
+
+
+def automodel(plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(text_of(plan, "automodel", ".yaml"))
+    return found
+
+
+def test_automodel_says_the_adapters_of_the_plan() -> None:
+    content = automodel(with_levers({"train": "lora:r=8,alpha=12,targets=q_proj+v_proj,dropout=0.05"}, "fsdp8"))
+    adapters = content["peft"]
+    assert (adapters["dim"], adapters["alpha"], adapters["dropout"]) == (8, 12, 0.05)
+    assert (adapters["target_modules"], adapters["dropout_position"]) == (["*.q_proj", "*.v_proj"], "pre")
+    assert content["model"]["torch_dtype"] == "bfloat16"
+    assert automodel(with_levers({"train": "lora"}, "fsdp8"))["peft"]["exclude_modules"] == ["lm_head"]
+    assert {f"peft.{key}" for key in adapters} <= known_names("automodel-0.7.0.txt")
+    assert "peft" not in automodel(uniform("fsdp8", devices=8))
+
+
+@pytest.mark.parametrize("word", ["adamw", "adamw-8bit", "adamw-4bit", "sgd"])
+def test_automodel_names_an_optimizer_that_there_is(word: str) -> None:
+    section = automodel(with_levers({} if word == "adamw" else {"optimizer": word}, "fsdp8"))["optimizer"]
+    module, _, name = section.pop("_target_").rpartition(".")
+    made = getattr(importlib.import_module(module), name)([nn.Parameter(torch.zeros(4, 4))], **section)
+    assert isinstance(made, torch.optim.Optimizer)
+
+
+def test_automodel_refuses_what_it_has_not() -> None:
+    engine = ENGINES["automodel"]
+    assert engine.lever_refusal(Train.parse("lora:rslora")) is not None
+    for levers in ({"optimizer": "adafactor"}, {"base": "nf4"}):
+        assert engine.lever_refusal(next(iter(Levers.of(levers)))) is not None
+
+
+@pytest.mark.parametrize("engine", ["automodel", "megatron-bridge"])
+def test_frozen_weights_have_no_gradients_and_states_there(engine: str) -> None:
+    sizes = {"global_batch": 2, "seq_len": 256, "levers": {"train": "lora:r=4"}}
+    request = make_request("llama-demo", "1x2xa100-40gb", **sizes)
+    zero = 3 if engine == "automodel" else 1
+    plan, _ = price_settings(request, ENGINES[engine], "bf16", Settings(zero=zero))
+    assert plan.prediction is not None
+    terms = plan.prediction.stages[0].memory_bytes
+    assert 3 * (terms.get("gradients", 0) + terms["optimizer"]) < terms["parameters"]
+
+
+# ms-swift on transformers
+
+
+def swift(plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(text_of(plan, "swift-sft", ".yaml"))
+    return found
+
+
+def test_swift_says_the_adapters_and_the_base_of_the_plan() -> None:
+    content = swift(with_levers(LORA))
+    assert (content["tuner_type"], content["lora_rank"], content["lora_alpha"]) == ("lora", 8, 12)
+    assert (content["target_modules"], content["use_rslora"]) == (["q_proj", "v_proj"], True)
+    content = swift(with_levers(QLORA))
+    assert (content["quant_method"], content["quant_bits"], content["bnb_4bit_quant_type"]) == ("bnb", 4, "nf4")
+    assert (content["target_modules"], content["optim"]) == (["all-linear"], "adamw_torch_8bit")
+
+
+@pytest.mark.parametrize("plan", [uniform("dp8", devices=8, remat="full"), uniform("fsdp8", devices=8, zero=2)])
+def test_swift_says_batch_sharding_and_remat_of_the_plan(plan: Plan) -> None:
+    content, view = swift(plan), UniformPlan.of(plan)
+    batch = content["per_device_train_batch_size"] * content["gradient_accumulation_steps"] * view.data_degree
+    assert (content["tuner_type"], batch, content["max_length"]) == ("full", plan.global_batch, plan.seq_len)
+    assert content["gradient_checkpointing"] is (view.fsdp == 1)
+    assert ("fsdp" in content) is (view.fsdp > 1)
+    if view.fsdp > 1:
+        assert content["fsdp"]["fsdp_config"]["reshard_after_forward"] is False
+    assert "NPROC_PER_NODE=8 swift sft swift_sft.yaml" in text_of(plan, "swift-sft", ".yaml")
+
+
+def test_names_of_swift_are_those_of_its_arguments() -> None:
+    plans = [with_levers(LORA), with_levers(QLORA), uniform("fsdp8", devices=8)]
+    assert {name for plan in plans for name in swift(plan)} <= known_names("ms-swift-4.6.0-sft.txt")

@@ -1,0 +1,64 @@
+"""The largest that fits: that it does, that the next does not, and what is refused."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from steelyard.errors import UserError
+from steelyard.plan.decisions import Decisions
+from steelyard.planning.choose import plan_request
+from steelyard.planning.job import job_of
+from steelyard.planning.largest import MOST_TRIED, kinds, largest
+from steelyard.planning.request import PlanRequest, make_request
+
+
+def ask(levers: Mapping[str, str | None], **changes: object) -> PlanRequest:
+    given = {"global_batch": 1, "seq_len": 128, "memory": "2GiB", "levers": levers, **changes}
+    return make_request("llama-demo", "1x1xa100-40gb", **given)
+
+
+def fits(request: PlanRequest) -> bool:
+    return plan_request(request, job_of(request)).plan is not None
+
+
+@pytest.mark.parametrize("levers", [{}, {"optimizer": "sgd"}])
+def test_the_largest_batch_fits_and_one_sample_more_does_not(levers: dict[str, str]) -> None:
+    tried: list[str] = []
+    request = ask(levers)
+    found = largest("batch", request, ask, progress=tried.append)
+    at_once = replace(request, decisions=Decisions(num_microbatches=1))
+    assert fits(replace(at_once, global_batch=found.size))
+    assert found.too_large == found.size + 1
+    assert not fits(replace(at_once, global_batch=found.too_large))
+    assert len(tried) <= MOST_TRIED
+
+
+def test_the_largest_rank_and_the_longest_sequence_fit() -> None:
+    levers = {"train": "lora:r=4,alpha=4"}
+    found = largest("rank", ask(levers), ask)
+    text = found.options.partition("--train ")[2]
+    assert f"r={found.size},alpha={found.size}" in text
+    assert fits(ask({"train": text}))
+    longest = largest("seq-len", ask(levers), ask)
+    assert longest.too_large is not None
+    assert fits(replace(ask(levers), seq_len=longest.size))
+    assert not fits(replace(ask(levers), seq_len=longest.too_large))
+
+
+def test_an_optimizer_that_keeps_less_never_makes_the_largest_smaller() -> None:
+    sizes = [largest("batch", ask(levers), ask).size for levers in ({}, {"optimizer": "sgd"})]
+    assert sizes == sorted(sizes)
+
+
+def test_a_rank_needs_adapters() -> None:
+    assert kinds() == ("seq-len", "batch", "rank")
+    with pytest.raises(UserError, match="rank without --train"):
+        largest("rank", ask({}), ask)
+
+
+def test_where_no_size_fits_it_is_said() -> None:
+    small = partial(ask, memory="530MiB")
+    with pytest.raises(UserError, match="batch 1, which takes"):
+        largest("batch", small({}), small)
