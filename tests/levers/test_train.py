@@ -97,7 +97,7 @@ def test_adapters_at_a_matrix_of_embedding_and_head_are_refused() -> None:
 
 
 def test_biases_of_the_base_are_not_trained_beside_adapters() -> None:
-    with pytest.raises(UserError, match="which trains model.*bias"):
+    with pytest.raises(UserError, match=r"which trains model.*bias"):
         lora_plan("lora:r=4,bias=all", "qwen2", "dp2, dp2, dp2, dp2", num_devices=2)
 
 

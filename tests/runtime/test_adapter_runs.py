@@ -1,4 +1,4 @@
-"""Runs of other kinds of adapters than LoRA: first weights beside a given base, what peft reads, and how they resume."""
+"""Runs of other adapters than LoRA: first weights beside a given base, what peft reads, and how they resume."""
 
 import json
 from dataclasses import replace
