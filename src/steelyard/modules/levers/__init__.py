@@ -22,6 +22,13 @@ def change_model(model: PreTrainedModel, chain: ModelChain) -> None:
         CHANGES[change.name].change_model(change, model, chain)
 
 
+def changed_by_user(model: nn.Module) -> tuple[PreTrainedModel, dict[str, str]] | None:
+    """The model of transformers in one that its user has changed as a lever does, and what such levers say; None for
+    any other module."""
+    found = train.changed_by_user(model)
+    return None if found is None else (found[0], {found[1].name: str(found[1])})
+
+
 def loss_chunks(chain: ModelChain) -> int:
     """Chunks of a sample's tokens that the head computes one after another."""
     return next((change.chunks for change in chain.changes if isinstance(change, ChunkedLoss)), 1)

@@ -7,6 +7,7 @@ whatever their kind.
 
 import copy
 import dataclasses
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,57 @@ def config_of(lever: Train, model: PreTrainedModel) -> Any:
             return config_class(**values)
     except (ValueError, TypeError, ImportError) as error:
         raise _refused(str(lever), "settings that peft accepts", _words(error)) from error
+
+
+def lever_of(config: Any) -> Train:
+    """What a config of peft says; raises `UserError` for one that no lever says."""
+    kind, values = str(config.peft_type.value).lower(), []
+    usual = {each.name: each for each in dataclasses.fields(config) if each.name not in _NOT_SAID}
+    targets = getattr(config, "target_modules", None)
+    if isinstance(targets, str):
+        raise _refused(f"target_modules={targets!r}", "a list of ends of paths", "name the modules in a list")
+    values = [f"targets={'+'.join(sorted(targets))}"] if targets else []
+    for name, field in usual.items():
+        value = getattr(config, name)
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        if name == "target_modules" or (value == default and not (kind == LORA and name in ("r", "lora_alpha"))):
+            continue
+        parts = (
+            sorted(value)
+            if isinstance(value, set | frozenset)
+            else value
+            if isinstance(value, list | tuple)
+            else [value]
+        )
+        if not all(isinstance(each, str | int | float) for each in parts):
+            raise _refused(f"{name}={value!r}", "a word, a number or a list of them", "leave the setting out")
+        words = (str(each).lower() if isinstance(each, bool) else str(each) for each in parts)
+        values.append(f"{name}={'+'.join(words)}")
+    return Train.parse(f"{kind}:{','.join(values)}" if values else kind)
+
+
+def changed_by_user(model: nn.Module) -> tuple[PreTrainedModel, Train] | None:
+    """The model in a `peft.PeftModel`, and what its adapters are; None for a module that peft has not changed.
+
+    Raises `UserError` for adapters that the runtime cannot train.
+    """
+    peft = sys.modules.get("peft")  # whose models it has made
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return None
+    configs = model.peft_config
+    if list(configs) != [_NAME]:
+        raise _refused(
+            f"adapters named {', '.join(configs)}",
+            f"one set of them, of the name {_NAME}",
+            "leave adapter_name out, and delete the others (delete_adapter)",
+        )
+    config = configs[_NAME]
+    lever = lever_of(config)
+    if getattr(config, "save_projection", False):
+        raise _refused("save_projection=True", "projections that every rank draws", "set save_projection=False")
+    if not any(each.requires_grad for each in model.parameters()):
+        raise _refused("adapters without gradients", "adapters to train", "load them with is_trainable=True")
+    return model.get_base_model(), lever
 
 
 def _value(text: str, annotation: str) -> Any:
