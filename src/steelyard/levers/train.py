@@ -37,7 +37,7 @@ from steelyard.model.chain import LayerType, ModelChain
 ALL_LINEAR = "all-linear"
 FULL, LORA = "full", "lora"
 KINDS = (
-    *("lora", "beft", "boft", "c3a", "deft", "delora", "fourierft", "glora", "gralora", "hira", "hra", "ia3"),
+    *("lora", "beft", "c3a", "deft", "delora", "fourierft", "glora", "gralora", "hira", "hra", "ia3"),
     *("ln_tuning", "loha", "lokr", "miss", "oft", "peanut", "pvera", "randlora", "road", "trainable_tokens", "vera"),
 )
 """Kinds of peft's adapters, as it calls them."""
@@ -47,6 +47,7 @@ _PROMPT = "which adds tokens or prefixes that flow along, and nothing in a layer
 REFUSED = {
     "adalora": "whose ranks a training loop changes by calls of its own",
     **dict.fromkeys(("adamss", "frod", "osf", "psoft"), _DECOMPOSED),
+    "boft": "which is another model where its own kernel cannot be compiled",
     "shira": "which trains entries that are drawn from the weights themselves",
     "supertuning": "which trains entries that are chosen by the weights themselves",
     **dict.fromkeys(("lily", "tinylora", "unilora", "vblora"), _SHARED),

@@ -10,7 +10,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,7 @@ def _inject(lever: Train, config: Any, path: str, module: nn.Module, model_type:
     parent.add_module(name, module)
     root.config = {"model_type": model_type}  # by which peft knows usual targets
     try:
-        with _quiet():
+        with _quiet(), torch.device("meta") if empty else nullcontext():
             PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](root, config, adapter_name=_NAME, low_cpu_mem_usage=empty)
     except Exception as error:  # of many types
         raise _refused(str(lever), "adapters that peft puts into this model", _words(error)) from error
@@ -284,7 +284,7 @@ def _put_back(module: nn.Module, taken: Mapping[str, nn.Module]) -> nn.Module:
     found = taken.get("", module)
     for path, owner in found.named_modules():
         for name, each in (*owner._parameters.items(), *owner._buffers.items()):
-            if each is not None and is_added(f"{path}.{name}"):
+            if each is not None and (each.is_meta or is_added(f"{path}.{name}")):
                 fake = torch.empty(each.shape, dtype=each.dtype, device=device)
                 if isinstance(each, nn.Parameter):
                     owner._parameters[name] = nn.Parameter(fake, requires_grad=each.requires_grad)
