@@ -397,7 +397,7 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
 def _adapters(row: Row) -> str:
     """The text of adapters whose settings are those of a config of peft."""
     kind = _KINDS.get(row.text("method"), row.text("method"))
-    settings = {"targets": row.text("target_modules").split(), "r": row.text("rank")}
+    settings: dict[str, Any] = {"targets": row.text("target_modules").split(), "r": row.text("rank")}
     settings |= {"oft_block_size": 0} if kind == "oft" else {}  # its rank is a count of blocks
     settings |= json.loads(row.text("method_config") or "{}")
     said = []

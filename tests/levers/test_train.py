@@ -14,6 +14,7 @@ from steelyard.levers.train import Train
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
+from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.complete import NothingFitsError, find_plan
 from steelyard.planning.request import make_request
 from steelyard.runtime.dry_run import dry_run
@@ -110,6 +111,12 @@ def test_layers_with_other_adapters_than_lora_are_not_divided_by_tp() -> None:
     lora, dora = (lora_plan(text, "llama", ", ".join(["dp2"] * 8), num_devices=2).chain() for text in ("lora", "dora"))
     assert "" in {each.no_tp for each in lora.layer_types}
     assert {each.no_tp for each in dora.layer_types} == {"lora with use_dora adapters are not divided"}
+
+
+def test_other_adapters_than_lora_go_with_no_expert_parallelism() -> None:
+    strategy = parse_strategy("fsdp4 ep2")
+    assert Levers.of({"train": "lora"}).refusal(strategy) is None
+    assert Levers.of({"train": "ia3"}).refusal(strategy) == "ia3 adapters go with no ep"
 
 
 def test_another_engine_is_refused_before_any_search() -> None:
