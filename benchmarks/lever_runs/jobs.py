@@ -11,6 +11,7 @@ batches of the longest text of a Weibull distribution with these, texts longer t
 it expects 18,600 of the longest of 5,000; a lognormal distribution 29,700. Where they say nothing there is no time.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from steelyard.engines.execution import StateBytes
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, Device, NodeGroup, find_device
 from steelyard.hardware.files import default_links
+from steelyard.levers.train import KINDS, LORA
 from steelyard.model.chain import LayerRole
 from steelyard.plan.strategy import Remat
 from steelyard.planning.job import job_of
@@ -66,7 +68,13 @@ _LIKE: Mapping[tuple[str, str], tuple[str, int]] = {
 predicted."""
 _ANY = "h200-141gb"
 """The device where none is stated: its memory alone is predicted, and not whether it fits."""
-_ADAPTERS = ("lora", "qlora", "rslora")
+_ADAPTERS = ("lora", "qlora", "rslora", "dora", "lora+embeddings")
+_KINDS: Mapping[str, str] = {"bone": "miss"}
+"""Kinds of adapters that peft has under another name by now."""
+_OF_VALUES = ("random_loc_seed", "scaling", "eps", "d_initial", "init_scale", "delora_lambda", "save_projection")
+"""Settings that change values alone; without them rows share a trace."""
+_EMBEDDINGS = "embed_tokens+lm_head"
+"""What is trained beside LoRA with its embeddings, in names of Llama, as which Qwen is built."""
 _NOT_YET: Mapping[str, str] = {
     "compile": "torch.compile is no lever yet",
 }
@@ -344,7 +352,8 @@ def _refuse(row: Row) -> None:
             raise _SkipError(reason)
     if row.text("offload") not in ("", "0", "none", *_OFFLOADS):
         raise _SkipError(f"offload of {row.text('offload')} is no lever")
-    if method not in ("full", *_ADAPTERS):
+    kind = _KINDS.get(method, method)
+    if method not in ("full", *_ADAPTERS) and kind not in KINDS:
         raise _SkipError(f"{method or 'no method stated'} is no lever")
     if row.text("method") == "lora" and row.text("quant_type"):
         raise _SkipError(f"{row.text('quant_type')} is no lever")
@@ -369,13 +378,17 @@ def _precision(row: Row) -> str:
 
 def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[tuple[str, str], ...]:
     found = {}
-    if row.text("method") != "full":
+    if _KINDS.get(row.text("method"), row.text("method")) in {*KINDS} - {LORA}:
+        found["train"] = _adapters(row)
+    elif row.text("method") != "full":
         rank, targets = row.count("rank"), targets_of(row.text("target_modules"), config)
         if rank is None or targets is None:
             raise _SkipError("rank or targets of adapters not stated" if rank is None else "targets not known")
         found["train"] = f"lora:r={rank},targets={'+'.join(targets)}"
         found["train"] += f",dropout={framework.dropout:g}" if framework.dropout else ""
         found["train"] += ",rslora" if row.text("method") == "rslora" else ""
+        found["train"] += ",use_dora=true" if row.text("method") == "dora" else ""
+        found["train"] += f",modules_to_save={_EMBEDDINGS}" if row.text("method") == "lora+embeddings" else ""
     if row.text("quant_type"):
         base = _BASES.get((row.text("quant_type"), row.text("quant_bits")))
         if base is None:
@@ -387,6 +400,21 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
         found["offload"] = row.text("offload")
     optimizer = _OPTIMIZERS[row.text("optimizer")]
     return tuple((found | ({} if optimizer == "adamw" else {"optimizer": optimizer})).items())
+
+
+def _adapters(row: Row) -> str:
+    """The text of adapters whose settings are those of a config of peft."""
+    kind = _KINDS.get(row.text("method"), row.text("method"))
+    settings: dict[str, Any] = {"targets": row.text("target_modules").split(), "r": row.text("rank")}
+    settings |= {"oft_block_size": 0} if kind == "oft" else {}  # its rank is a count of blocks
+    settings |= json.loads(row.text("method_config") or "{}")
+    said = []
+    for name, value in settings.items():
+        parts = value if isinstance(value, list) else [value]
+        words = (str(each).lower() if isinstance(each, bool) else str(each) for each in parts)
+        if value not in ("", [], "none", None) and name not in _OF_VALUES:
+            said.append(f"{name}={'+'.join(words)}")
+    return f"{kind}:{','.join(said)}" if said else kind
 
 
 def _zero(row: Row, framework: Framework, data: int) -> int:

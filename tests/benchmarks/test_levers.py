@@ -164,6 +164,31 @@ def test_settings_are_the_rows() -> None:
     assert (case.settings.micro_batch, case.global_batch, case.seq_len) == (4, 128, 1304)
 
 
+@pytest.mark.parametrize(
+    ("cells", "text"),
+    [
+        (
+            {"method": "oft", "rank": "32", "method_config": '{"bias": "none", "eps": 6e-05, "init_weights": true}'},
+            "oft:targets=q_proj+v_proj,r=32,oft_block_size=0,init_weights=true",
+        ),
+        ({"method": "ln_tuning", "rank": "", "target_modules": "norm"}, "ln_tuning:targets=norm"),
+        (
+            {"method": "bone", "rank": "64", "method_config": '{"init_weights": "bat"}'},
+            "miss:targets=q_proj+v_proj,r=64,init_weights=bat",
+        ),
+        ({"method": "dora"}, "lora:r=8,targets=q_proj+v_proj,dropout=0.05,use_dora=true"),
+        (
+            {"method": "lora+embeddings"},
+            "lora:r=8,targets=q_proj+v_proj,dropout=0.05,modules_to_save=embed_tokens+lm_head",
+        ),
+    ],
+)
+def test_settings_of_adapters_are_those_of_peft(cells: dict[str, str], text: str) -> None:
+    case = case_of(with_cells("lv-0477", **{"target_modules": "q_proj v_proj"} | cells))
+    assert isinstance(case, Case)
+    assert case.levers == (("train", text),)
+
+
 def test_predictions_have_a_line_for_every_row(tmp_path: Path) -> None:
     write_predictions([outcome("lv-0102"), outcome("lv-0489")], tmp_path / "out.csv")
     with (tmp_path / "out.csv").open() as file:

@@ -14,6 +14,7 @@ from steelyard.levers.train import Train
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
+from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.complete import NothingFitsError, find_plan
 from steelyard.planning.request import make_request
 from steelyard.runtime.dry_run import dry_run
@@ -31,20 +32,26 @@ GIB = 2**30
         ("lora:alpha=8,r=4,targets=q_proj+mlp.up_proj,rslora", "lora:r=4,alpha=8,targets=q_proj+mlp.up_proj,rslora"),
         ("lora:dropout=0.1,rslora=false", "lora:r=16,alpha=32,targets=all-linear,dropout=0.1"),
         ("full", "full"),
+        ("lora:lora_alpha=8,use_rslora=true,r=4", "lora:r=4,alpha=8,targets=all-linear,rslora"),
+        ("dora:r=4,targets=q_proj", "lora:r=4,alpha=8,targets=q_proj,use_dora=true"),
+        ("dora", "lora:r=16,alpha=32,targets=all-linear,use_dora=true"),
+        ("ia3", "ia3"),
+        ("oft:oft_block_size=32,target_modules=q_proj+v_proj", "oft:targets=q_proj+v_proj,oft_block_size=32"),
     ],
 )
 def test_a_text_says_one_value_and_a_value_one_text(text: str, expected: str) -> None:
-    found = Train.parse(text)
+    found = Train.parse(expected)
     assert str(found) == expected
-    assert Train.parse(str(found)) == found
     assert Levers.of({"train": text}).texts == ({} if text == "full" else {"train": expected})
 
 
 @pytest.mark.parametrize(
     ("text", "field"),
     [
-        *(("lora:r=0", "r=0"), ("lora:r=1.5", "r=1.5"), ("lora:rank=8", "rank=8"), ("lora:r=4,r=5", "r=5")),
+        *(("lora:r=0", "r=0"), ("lora:r=1.5", "r=1.5"), ("lora:x y=1", "x y=1"), ("lora:r=4,r=5", "r=5")),
         *(("lora:dropout=1", "dropout=1"), ("lora:targets=", "targets="), ("dora:r=4", "dora:r=4")),
+        *(("prompt_tuning", "tokens or prefixes"), ("adalora:r=4", "calls of its own"), ("osf", "decomposition")),
+        *(("vblora", "share trained parameters"), ("lora:init_lora_weights=pissa", "pissa"), ("ia4", "ia4")),
         *(("full:r=4", "full:r=4"), ("lora:rslora=no", "rslora=no"), ("lora:alpha=x", "alpha=x")),
     ],
 )
@@ -63,6 +70,53 @@ def test_targets_of_no_linear_layer_are_refused_before_anything_is_traced(target
         )
     assert target in caught.value.found
     assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "hint"),
+    [
+        ("lora:rank=8", "rank", "r"),
+        ("ia3:targets=k_prjo", "k_prjo", "k_proj"),
+        ("oft:r=8,oft_block_size=4", "oft:", ""),
+        ("lora:layer_replication=0", "lora:", ""),
+        ("lora:modules_to_save=lm_head,trainable_token_indices=1", "changes the layers", ""),
+        ("lily:r=8", "share trained parameters", ""),
+    ],
+)
+def test_settings_that_peft_refuses_or_that_change_the_base_are_told_before_anything_is_traced(
+    text: str, found: str, hint: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        make_request("llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, levers={"train": text})
+    assert found in caught.value.found
+    assert hint in (caught.value.hint or "")
+
+
+def test_adapters_at_a_matrix_of_embedding_and_head_are_refused() -> None:
+    with pytest.raises(UserError, match="which several layers share"):
+        lora_plan("lora:r=4,modules_to_save=embed_tokens", "llama-tied", "dp2, fsdp2", "fsdp2, dp2", num_devices=4)
+
+
+def test_biases_of_the_base_are_not_trained_beside_adapters() -> None:
+    with pytest.raises(UserError, match=r"which trains model.*bias"):
+        lora_plan("lora:r=4,bias=all", "qwen2", "dp2, dp2, dp2, dp2", num_devices=2)
+
+
+def test_adapters_other_than_lora_beside_a_quantized_base_are_refused() -> None:
+    with pytest.raises(UserError, match="beside a quantized base"):
+        make_request("llama-demo", "1x1xa100-40gb", global_batch=1, seq_len=64, levers={"train": "ia3", "base": "nf4"})
+
+
+def test_layers_with_other_adapters_than_lora_are_not_divided_by_tp() -> None:
+    lora, dora = (lora_plan(text, "llama", ", ".join(["dp2"] * 8), num_devices=2).chain() for text in ("lora", "dora"))
+    assert "" in {each.no_tp for each in lora.layer_types}
+    assert {each.no_tp for each in dora.layer_types} == {"lora with use_dora adapters are not divided"}
+
+
+def test_other_adapters_than_lora_go_with_no_expert_parallelism() -> None:
+    strategy = parse_strategy("fsdp4 ep2")
+    assert Levers.of({"train": "lora"}).refusal(strategy) is None
+    assert Levers.of({"train": "ia3"}).refusal(strategy) == "ia3 adapters go with no ep"
 
 
 def test_another_engine_is_refused_before_any_search() -> None:
@@ -126,7 +180,21 @@ CASES = {
     "tensors and sequence, bf16": ("bf16", 2, (", ".join(["tp2+sp"] * 8),)),
     "nf4, bf16": ("bf16", 2, ("dp2, fsdp2, dp2 remat=full, fsdp2, dp2, dp2, fsdp2, dp2",)),
     "nf4": ("fp32", 1, (", ".join(["dp2"] * 8),)),
+    "dora, bf16": ("bf16", 2, ("fsdp2, dp2, fsdp2 zero2, dp2 remat=full, fsdp2, dp2 remat=selective, dp2, fsdp2",)),
+    "dora, stages": ("fp32", 4, ("single, single, single", "single, single, single, single, single")),
+    "oft, bf16": ("bf16", 2, ("fsdp2, dp2, fsdp2 zero2, dp2 remat=full, fsdp2, dp2 remat=selective, dp2, fsdp2",)),
+    "vera, bf16": ("bf16", 2, ("fsdp2, dp2, fsdp2 zero2, dp2 remat=full, fsdp2, dp2 remat=selective, dp2, fsdp2",)),
+    "copies, bf16": ("bf16", 2, ("fsdp2, dp2, fsdp2 zero2, dp2 remat=full, fsdp2, dp2 remat=selective, dp2, fsdp2",)),
     "stages": ("fp32", 4, ("single, single, single", "single, single, single, single, single")),
+}
+
+
+TEXTS = {
+    "nf4": "qlora:r=8",
+    "dora": "dora:r=8",
+    "oft": "oft:oft_block_size=4,targets=all-linear",
+    "vera": "vera:r=8,targets=all-linear",
+    "copies": "lora:r=8,modules_to_save=embed_tokens+lm_head",
 }
 
 
@@ -135,7 +203,7 @@ CASES = {
 def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str) -> None:
     precision, count, stages = CASES[name]
     plan = lora_plan(
-        "qlora:r=8" if name.startswith("nf4") else "lora:r=8",
+        TEXTS.get(name.partition(",")[0], "lora:r=8"),
         "llama",
         *stages,
         precision=precision,

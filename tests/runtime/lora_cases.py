@@ -34,6 +34,25 @@ def _case(
 
 
 ALL, SOME = "lora:r=4", "lora:r=2,alpha=8,targets=q_proj+v_proj+down_proj,rslora"
+_SOME = "targets=q_proj+v_proj+down_proj"
+KINDS = {
+    "ia3": "ia3:feedforward_modules=down_proj,targets=k_proj+v_proj+down_proj",
+    "oft": f"oft:oft_block_size=4,{_SOME}",
+    "vera": f"vera:r=8,{_SOME}",
+    "ln_tuning": "ln_tuning",
+    "trainable_tokens": "trainable_tokens:token_indices=1+2,targets=embed_tokens",
+    "loha": f"loha:r=4,{_SOME}",
+    "lokr": f"lokr:r=4,{_SOME}",
+    "hra": f"hra:r=4,{_SOME}",
+    "fourierft": f"fourierft:n_frequency=10,{_SOME}",
+    "c3a": f"c3a:block_size=8,{_SOME}",
+    "randlora": f"randlora:r=4,{_SOME}",
+    "road": f"road:group_size=8,{_SOME}",
+    **{kind: f"{kind}:{_SOME}" for kind in ("beft", "deft", "delora", "gralora", "hira", "miss", "peanut")},
+    "glora": f"glora:r=4,{_SOME}",
+}
+"""Kinds of adapters but those that draw numbers as they compute."""
+MIXED = "fsdp4, dp4, fsdp4 remat=full, dp4, fsdp4 zero2, dp4 remat=selective, fsdp4, dp4"
 CASES: dict[str, Case] = {
     "replicated": _case("llama", ALL, "dp4, dp4, dp4 remat=full, dp4, dp4, dp4 remat=selective, dp4, dp4"),
     "sharded": _case(
@@ -65,8 +84,25 @@ CASES: dict[str, Case] = {
     "loss in chunks beside adapters": _case(
         "llama", ALL, "fsdp2, dp2, dp2", "dp2, fsdp2, dp2, dp2, fsdp2", loss="chunked:4"
     ),
+    "dora": _case(
+        "llama", "dora:r=4", "dp4, dp4, fsdp4, dp4 remat=full, fsdp4 zero2, cp4, dp4 remat=selective, dp4", seq_len=32
+    ),
+    "dora, stages": _case(
+        "llama",
+        "dora:r=4,targets=q_proj+v_proj+down_proj",
+        "dp2, fsdp2",
+        "dp2 remat=full, fsdp2, fsdp2, dp2, dp2, fsdp2",
+    ),
+    "copies of embedding and head": _case("llama", "lora:r=4,modules_to_save=embed_tokens+lm_head", MIXED),
+    **{kind: _case("llama", text, MIXED) for kind, text in KINDS.items()},
     "latent attention": _case(FAMILY_CONFIGS["deepseek_v3"], ALL, "dp4, fsdp4, dp4, fsdp4", seq_len=16),
 }
-NIGHTLY = {"chunks", "qwen2, which has biases", "tensors of a part", "loss in chunks, recomputed"}
+NIGHTLY = {
+    *KINDS.keys() - {"ia3", "oft", "vera"},
+    "chunks",
+    "qwen2, which has biases",
+    "tensors of a part",
+    "loss in chunks, recomputed",
+}
 """What they hold has another case."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]

@@ -23,7 +23,7 @@ from steelyard.engines.engine import Engine, Taken
 from steelyard.engines.execution import Execution
 from steelyard.engines.kernels import FUSED
 from steelyard.engines.megatron_bridge import TE_SPEEDUP
-from steelyard.engines.peft import DTYPES, one_of, whole_if_so
+from steelyard.engines.peft import DTYPES, one_of, refuse_kind, whole_if_so
 from steelyard.engines.writing import (
     ROUTERS_BY_RANK,
     Draft,
@@ -136,7 +136,7 @@ def _peft(train: Train) -> dict[str, Any]:
 
 
 def _refuse_part(train: Train) -> str | None:
-    return "which scales adapters by alpha / r alone" if train.rslora else None
+    return refuse_kind(train) or ("which scales adapters by alpha / r alone" if train.rslora else None)
 
 
 def _content(view: UniformPlan, chain: ModelChain, levers: Levers) -> dict[str, Any]:

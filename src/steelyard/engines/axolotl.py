@@ -65,7 +65,8 @@ def _levers(levers: Levers) -> dict[str, Any]:
 
 
 def _refuse_part(train: Train) -> str | None:
-    return None if train.alpha == int(train.alpha) else "whose lora_alpha is a whole number"
+    fraction = None if train.alpha == int(train.alpha) else "whose lora_alpha is a whole number"
+    return peft.refuse_kind(train) or fraction
 
 
 def _content(view: UniformPlan) -> dict[str, Any]:

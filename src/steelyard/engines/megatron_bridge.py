@@ -29,7 +29,7 @@ from steelyard.engines.megatron import (
     refuse_cut_token,
     remat_flags,
 )
-from steelyard.engines.peft import whole_if_so
+from steelyard.engines.peft import refuse_kind, whole_if_so
 from steelyard.engines.writing import Draft, Request, Target, UniformPlan
 from steelyard.errors import UserError
 from steelyard.levers.train import ALL_LINEAR, Train
@@ -71,6 +71,8 @@ def _names(train: Train) -> list[str]:
 
 def _refuse_part(train: Train) -> str | None:
     names = {*_names(train)}
+    if not train.is_plain:
+        return refuse_kind(train)
     if train.rslora:
         return "which scales adapters by alpha / r alone"
     if not names <= _MATRICES.keys():

@@ -45,13 +45,18 @@ _OTHERWISE = {
 }
 
 
+def refuse_kind(train: Train) -> str | None:
+    """Why adapters are not the same there."""
+    return None if train.is_plain else "whose files are written for plain LoRA alone"
+
+
 def refuse_base(base: QuantizedBase) -> str | None:
     """Why a base is not the same there."""
     return "whose load_in_8bit multiplies in 8 bits (LLM.int8)" if str(base) == "int8" else None
 
 
 LEVERS: Mapping[str, Taken] = {
-    "train": Taken(dimensions=WITHOUT_TP, execution={"adapter_input_bytes": 2}),
+    "train": Taken(refuse=refuse_kind, dimensions=WITHOUT_TP, execution={"adapter_input_bytes": 2}),
     "base": Taken(dimensions=WITHOUT_TP, refuse=refuse_base),
     "optimizer": Taken(),
 }

@@ -1,10 +1,11 @@
-r"""What is trained: all of a model, or adapters beside linear layers that stay as they are (LoRA).
+r"""What is trained: all of a model, or adapters in layers that stay as they are, of any kind that peft has.
 
     lora:r=16,alpha=32,targets=q_proj+v_proj,dropout=0.05,rslora
+    oft:oft_block_size=32,targets=all-linear
 
-A linear layer $W$ of ``targets`` computes $W x + s\, B A x$ with $A$ of $r \times n$ and $B$ of $m \times r$, of which
-$A$ and $B$ are trained, $s = \alpha / r$, or $\alpha / \sqrt r$ under rslora. The layers are those of `peft`, put into
-the model; at first $B = 0$, so that it computes what it did.
+A linear layer $W$ of the ``targets`` of LoRA computes $W x + s\, B A x$ with $A$ of $r \times n$ and $B$ of
+$m \times r$, of which $A$ and $B$ are trained, $s = \alpha / r$, or $\alpha / \sqrt r$ under rslora. At first $B = 0$,
+so that it computes what it did.
 
 | part         | default      | in peft          |
 |--------------|--------------|------------------|
@@ -14,43 +15,82 @@ the model; at first $B = 0$, so that it computes what it did.
 | ``dropout``  | 0            | ``lora_dropout`` |
 | ``rslora``   | not          | ``use_rslora``   |
 
-What is not trained has no gradient and no optimizer state, and lies in the precision that layers compute in.
+Any other part is a field of peft's ``LoraConfig``, and of other kinds all parts are fields of their own config, under
+the names and with the defaults that peft has; lists are joined by +. They are checked where peft is: as the model is
+read. ``dora:…`` is short for ``lora:…,use_dora=true``.
 
-Source: Hu et al. 2021 (LoRA); Kalajdzievski 2023 (rslora).
+What is not trained has no gradient and no optimizer state, and lies in the precision that layers compute in. LoRA alone
+is divided by tp.
+
+Source: Hu et al. 2021 (LoRA); Kalajdzievski 2023 (rslora); Liu et al. 2024 (DoRA); peft 0.21.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from steelyard.errors import UserError, nearest
-from steelyard.levers.lever import Asked, Lever, Result
+from steelyard.levers.lever import Asked, Divided, Lever, Result
 from steelyard.model.chain import LayerType, ModelChain
 
 ALL_LINEAR = "all-linear"
+FULL, LORA = "full", "lora"
+KINDS = (
+    *("lora", "beft", "c3a", "deft", "delora", "fourierft", "glora", "gralora", "hira", "hra", "ia3"),
+    *("ln_tuning", "loha", "lokr", "miss", "oft", "peanut", "pvera", "randlora", "road", "trainable_tokens", "vera"),
+)
+"""Kinds of peft's adapters, as it calls them."""
+_DECOMPOSED = "whose first values are made of a decomposition of the weights, which a model without values has not"
+_SHARED = "of which all layers share trained parameters"
+_PROMPT = "which adds tokens or prefixes that flow along, and nothing in a layer"
+REFUSED = {
+    "adalora": "whose ranks a training loop changes by calls of its own",
+    **dict.fromkeys(("adamss", "frod", "osf", "psoft"), _DECOMPOSED),
+    "boft": "which is another model where its own kernel cannot be compiled",
+    "shira": "which trains entries that are drawn from the weights themselves",
+    "supertuning": "which trains entries that are chosen by the weights themselves",
+    **dict.fromkeys(("lily", "tinylora", "unilora", "vblora"), _SHARED),
+    **dict.fromkeys(("adaption_prompt", "cartridge", "cpt", "multitask_prompt_tuning"), _PROMPT),
+    **dict.fromkeys(("p_tuning", "prefix_tuning", "prompt_tuning"), _PROMPT),
+    "waveft": "whose tensors have sizes that follow from values",
+    "poly": "which reads the task of each sample",
+    "shadow": "which is a model of its own",
+    "xlora": "which mixes other adapters",
+}
+"""Kinds that peft has and the runtime cannot train, with the reason."""
+_FIRST_VALUES = ("pissa", "olora", "loftq", "eva", "corda", "lora_ga", "mica")
+"""First values of LoRA that need data, or a decomposition of the weights."""
 _MOST_RANK = 2**16
 _DIVIDED = frozenset({"columns", "rows", "whole", "on_part", "sequence", "vocabulary", "logits", "enter", "region"})
 """Styles of tp (`steelyard.modules.dimensions.styles`) beside which adapters are divided too, or do not stand."""
 _LENT = 3
 _KEYS = ("r", "alpha", "targets", "dropout", "rslora")
+_SHORT = {"target_modules": "targets", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora"}
+"""Names of peft that have a short one; those of LoRA for LoRA alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Train(Lever):
-    """All of the model, or adapters of rank ``r`` beside linear layers."""
+    """All of the model, or adapters of a kind."""
 
+    kind: str = FULL
     r: int = 0
-    """0 where all is trained."""
+    """Of LoRA, as what follows but ``targets``."""
     alpha: float = 0.0
-    targets: tuple[str, ...] = (ALL_LINEAR,)
+    targets: tuple[str, ...] = ()
+    """Empty for those that peft has for the model and the kind."""
     dropout: float = 0.0
     rslora: bool = False
+    more: tuple[tuple[str, str], ...] = ()
+    """Other settings, by their names, sorted."""
 
     name: ClassVar[str] = "train"
     offers: ClassVar[tuple[str, ...]] = ("lora:r=16", "qlora:r=16")
     help: ClassVar[str] = (
         "What is trained: full, or adapters as in lora:r=16,targets=all-linear (alpha=, dropout=, rslora; targets are "
-        "ends of paths joined by +), or qlora:r=16, beside a base in nf4."
+        "ends of paths joined by +), or qlora:r=16, beside a base in nf4; dora:r=16, or another kind of peft with its "
+        "settings, as in oft:oft_block_size=32."
     )
     result: ClassVar[Result] = "fewer trained parameters"
     adds_parameters: ClassVar[bool] = True
@@ -58,56 +98,85 @@ class Train(Lever):
 
     @classmethod
     def said(cls, text: str) -> dict[str, str]:
-        """``qlora`` is short for adapters beside a base in nf4."""
+        """``qlora`` is short for adapters beside a base in nf4, ``dora`` for LoRA with magnitudes."""
         kind, colon, rest = text.partition(":")
+        if kind == "dora":
+            return {"train": f"lora:{rest}{',' if rest else ''}use_dora=true"}
         return {"train": f"lora{colon}{rest}", "base": "nf4"} if kind == "qlora" else {"train": text}
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """What a text says; raises `UserError` for another form, an unknown key, or a number out of range."""
+        """What a text says; raises `UserError` for another form, an unknown kind, or a number out of range."""
         kind, _, rest = text.partition(":")
-        if kind not in ("full", "lora") or (kind == "full" and rest):
+        if kind in REFUSED:
             raise _wrong(
-                text, "full, lora or qlora with r=, alpha=, targets=, dropout=, rslora", nearest(kind, ("full", "lora"))
+                f"{kind}, {REFUSED[kind]}", "adapters in layers: " + ", ".join(KINDS), "write for example dora:r=16"
             )
-        if kind == "full":
+        if kind not in (FULL, *KINDS) or (kind == FULL and rest):
+            raise _wrong(
+                text,
+                "full, lora, qlora or dora with r=, alpha=, targets=, dropout=, rslora; or another kind of peft: "
+                + ", ".join(KINDS),
+                nearest(kind, (FULL, "qlora", "dora", *KINDS)),
+            )
+        if kind == FULL:
             return cls()
         given: dict[str, str] = {}
         for part in filter(None, rest.split(",")):
-            key, _, value = part.partition("=")
-            if key not in _KEYS or key in given:
-                raise _wrong(part, "each once of " + ", ".join(_KEYS), nearest(key, _KEYS))
+            key, equals, value = part.partition("=")
+            key = _SHORT.get(key, key) if kind == LORA or key == "target_modules" else key
+            if not key.isidentifier() or key in given or (key != "rslora" and not (equals and value)):
+                raise _wrong(part, "each once of a setting and its value", "write for example lora:r=16,alpha=32")
             given[key] = value
+        targets = tuple(filter(None, given.pop("targets", ALL_LINEAR if kind == LORA else "").split("+")))
+        if kind != LORA:
+            return cls(kind=kind, targets=targets, more=tuple(sorted(given.items())))
+        if given.get("init_lora_weights", "").startswith(_FIRST_VALUES):
+            raise _wrong(
+                f"init_lora_weights={given['init_lora_weights']}, {_DECOMPOSED}, or of data",
+                "first values that are drawn: true, false, gaussian, orthogonal",
+                "leave it out",
+            )
         if given.get("rslora", "") not in ("", "true", "false"):
             raise _wrong(f"rslora={given['rslora']}", "rslora alone", "write for example lora:r=16,rslora")
         rank = int(_number("r", given.get("r", "16"), 1, _MOST_RANK, whole=True))
-        targets = tuple(filter(None, given.get("targets", ALL_LINEAR).split("+")))
-        if not targets:
-            raise _wrong("targets=", "ends of paths joined by +, or all-linear", "leave it out for all linear layers")
         return cls(
+            kind=kind,
             r=rank,
             alpha=_number("alpha", given.get("alpha", str(2 * rank)), 0, 1e6),
             targets=targets,
             dropout=_number("dropout", given.get("dropout", "0"), 0, 0.99),
             rslora="rslora" in given and given["rslora"] != "false",
+            more=tuple(sorted((key, value) for key, value in given.items() if key not in _KEYS)),
         )
 
     def __str__(self) -> str:
-        if not self.r:
-            return "full"
-        parts = [f"r={self.r}", f"alpha={self.alpha:g}", f"targets={'+'.join(self.targets)}"]
+        if self.kind == FULL:
+            return FULL
+        parts = [f"r={self.r}", f"alpha={self.alpha:g}"] if self.kind == LORA else []
+        parts += [f"targets={'+'.join(self.targets)}"] if self.targets else []
         parts += [f"dropout={self.dropout:g}"] if self.dropout else []
-        return "lora:" + ",".join([*parts, *(["rslora"] if self.rslora else [])])
+        parts += ["rslora"] if self.rslora else []
+        parts += [f"{key}={value}" for key, value in self.more]
+        return f"{self.kind}:{','.join(parts)}" if parts else self.kind
 
     @property
     def is_default(self) -> bool:
         """Whether all is trained."""
-        return not self.r
+        return self.kind == FULL
 
     @property
-    def scale(self) -> float:
-        """What the product of $B$ and $A$ is multiplied by."""
-        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+    def is_plain(self) -> bool:
+        """Whether it is LoRA of $A$ and $B$ alone, which tp divides, and whose first values no weights change."""
+        return self.kind == LORA and not self.more
+
+    @property
+    def settings(self) -> Iterator[tuple[str, str]]:
+        """All but the targets, by their names."""
+        if self.kind == LORA:
+            yield from (("r", str(self.r)), ("lora_alpha", f"{self.alpha:g}"))
+            yield from (("lora_dropout", f"{self.dropout:g}"), ("use_rslora", str(self.rslora).lower()))
+        yield from self.more
 
     def sized(self, size: int) -> "Train":
         """The same of another rank, with alpha in proportion."""
@@ -116,10 +185,13 @@ class Train(Lever):
     @property
     def without_chance(self) -> "Train":
         """The same without dropout."""
-        return replace(self, dropout=0.0)
+        return replace(
+            self, dropout=0.0, more=tuple((key, value) for key, value in self.more if not key.endswith("dropout"))
+        )
 
     def check(self, asked: Asked) -> None:
-        """Raises `UserError` for a module of the user's own, whose linear layers peft is not shown."""
+        """Raises `UserError` for a module of the user's own, whose linear layers peft is not shown, and where an
+        adapter reads weights that are not there whole."""
         Lever.check(self, asked)
         if asked.chain.split.module:
             raise UserError(
@@ -128,17 +200,34 @@ class Train(Lever):
                 expected="a model of transformers",
                 hint="put adapters into the module yourself: what has no gradient is not trained",
             )
+        if "base" in asked.levers and not self.is_plain:
+            raise UserError(
+                field="--train",
+                found=f"{self} beside a quantized base",
+                expected="lora with r=, alpha=, targets=, dropout=, rslora",
+                hint="leave --base out",
+            )
 
     def change(self, chain: ModelChain) -> ModelChain:
-        """The model with adapters in it, whose layers tp divides where it does so by whole matrices."""
+        """The model with adapters in it; tp divides layers with LoRA where it does so by whole matrices."""
 
         def changed(layer_type: LayerType) -> LayerType:
+            if not self.is_plain:
+                return replace(layer_type, no_tp=layer_type.no_tp or f"{self._word} adapters are not divided")
             styles = set((chain.family.of_type(chain.family.tp, layer_type) or {}).values())
             others = sorted(each for each in styles if not _divides(each))
             return replace(layer_type, no_tp=f"adapters are not divided beside {others[0]}") if others else layer_type
 
         layer_types = tuple(map(changed, chain.layer_types))
         return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
+
+    def refusal(self, strategy: Divided) -> str | None:
+        """No adapters but LoRA beside experts that ranks divide."""
+        return f"{self._word} adapters go with no ep" if strategy.expert_degree > 1 and not self.is_plain else None
+
+    @property
+    def _word(self) -> str:
+        return self.kind if self.kind != LORA else f"lora with {', '.join(key for key, _ in self.more)}"
 
 
 def _divides(style: str) -> bool:
@@ -152,7 +241,7 @@ def _number(key: str, text: str, least: float, most: float, *, whole: bool = Fal
     try:
         found = float(int(text) if whole else text)
     except ValueError:
-        found = least - 1
+        found = math.nan
     if not least <= found <= most:
         kind = "a whole number" if whole else "a number"
         raise _wrong(f"{key}={text}", f"{kind} of {least:g} to {most:g}", "write for example lora:r=16")

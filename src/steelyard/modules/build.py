@@ -230,22 +230,17 @@ def materialize_layer(
         model.materialize(layer, device)
         return
     fresh: set[nn.Module] = set()
-    for module in layer_modules(model, chain, layer).values():
+    for path, module in layer_modules(model, chain, layer).items():
         is_new = any(each.is_meta for name, each in module.named_parameters() if not is_added(name))
+        unfilled = begin_filling(module, chain) if is_new else module.to(device)
         if is_new:
-            begin_filling(module)
-            module.to_empty(device=device)
-            _initialize(model, module, seed=seed, layer=layer)
-            fresh.update(module.modules())
-        fill_added(module, chain, seed=seed, layer=layer, is_new=is_new)
-        if not is_new:
-            module.to(device)
-    for path, buffer in outside_buffers(model, chain.split, layer).items():
-        owner, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
-        if buffer.is_meta:
-            fill_buffers(model, owner, device)
-        else:
-            owner._buffers[name] = buffer.to(device)
+            unfilled.to_empty(device=device)
+            _initialize(model, unfilled, seed=seed, layer=layer)
+            fresh.update(unfilled.modules())
+        filled = fill_added(model, path, unfilled, chain, seed=seed, layer=layer, is_new=is_new)
+        if filled is not module:
+            model.set_submodule(path, filled)
+    _fill_outside(model, chain, layer, device)
     for shared in chain.shared:
         first_layer, first_path = shared.copies[0]
         for path in (path for place, path in shared.copies if place == layer):
@@ -265,6 +260,15 @@ def materialize_layer(
                 table.padding_idx = getattr(first, "padding_idx", None)
                 _initialize(model, table, seed=seed, layer=first_layer)
                 owner.weight = table.weight
+
+
+def _fill_outside(model: PreTrainedModel, chain: ModelChain, layer: int, device: torch.device) -> None:
+    for path, buffer in outside_buffers(model, chain.split, layer).items():
+        owner, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        if buffer.is_meta:
+            fill_buffers(model, owner, device)
+        else:
+            owner._buffers[name] = buffer.to(device)
 
 
 def materialize_module(model: PreTrainedModel, module: nn.Module, *, seed: int, device: torch.device) -> None:
@@ -303,7 +307,7 @@ def _initialize(model: PreTrainedModel, module: nn.Module, *, seed: int, layer: 
             if tensor.is_floating_point():  # one that the model does not fill must not pass for numbers
                 tensor.data.fill_(torch.nan)
         parts = _parts_of_their_own(model)
-        own = [each for name, each in module.named_modules() if not is_added(name)]
+        own = list(module.modules())
         for submodule in reversed(own):
             parts.get(submodule, model)._init_weights(submodule)
             if type(submodule).__module__ == activations.__name__ and any(True for _ in submodule.buffers()):

@@ -6,14 +6,14 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze, FrozenLayers
 from steelyard.model.freezing import nothing_left
 from steelyard.modules.build import build_meta_model, named_layer_modules
-from steelyard.modules.levers import num_quantized
+from steelyard.modules.levers import is_added, num_quantized
 
 _MOST_NAMED = 24
 """Modules that an error lists."""
@@ -108,6 +108,14 @@ def rest_in(layer: nn.Module, dtype: torch.dtype) -> None:
     for parameter in layer.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+    for path, owner in layer.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[name] = buffer.to(rests_in(f"{path}.{name}", buffer, dtype))
+
+
+def rests_in(name: str, buffer: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type that a buffer of a layer which computes in ``dtype`` rests in: that, of what levers have added."""
+    return dtype if is_added(name) and buffer.is_floating_point() else buffer.dtype
 
 
 def check_frozen(model: Any, chain: ModelChain) -> None:

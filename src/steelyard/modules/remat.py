@@ -26,11 +26,12 @@ Source: Korthikanti et al. 2022, section 4; torchtitan (``distributed/activation
 to which the all-reduce of tensor parallelism without sp is added.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ class _Pass:
 
     results: deque[Results]
     is_again: bool
+    written: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
+    """Storages that an operation has written to in place."""
 
 
 _pass: ContextVar[_Pass | None] = ContextVar("pass", default=None)
@@ -94,27 +97,39 @@ def _selective() -> tuple[AbstractContextManager[None], AbstractContextManager[N
     """For the forward pass, and for what backward computes again."""
     results: deque[Results] = deque()
     forward, again = create_selective_checkpoint_contexts(_policy)
-    return _within(_forgetting_written(forward), _Pass(results, False)), _within(again, _Pass(results, True))
+    first = _Pass(results, False)
+    return _within(_forgetting_written(forward, first), first), _within(again, _Pass(results, True))
 
 
 @contextmanager
-def _forgetting_written(forward: Any) -> Iterator[None]:
-    """The forward pass; what it has kept and was written to since is forgotten at its end, and computed again."""
+def _forgetting_written(forward: Any, current: _Pass) -> Iterator[None]:
+    """The forward pass; what it has kept and was written to since is forgotten at its end, and computed again.
+
+    Versions of tensors do not tell: that of a product is another than that of its ``_unsafe_view``, which `linear`
+    returns and ``+=`` writes to.
+    """
     with forward:
         yield
     for entries in forward.storage.values():
         for place, entry in entries.items():
-            if any(
-                each is not _RECOMPUTE and isinstance(each.val, Tensor) and each.val._version != each.version
-                for each in pytree.tree_leaves(entry)
-            ):
+            kept = (each.val for each in pytree.tree_leaves(entry) if each is not _RECOMPUTE)
+            if any(isinstance(each, Tensor) and _storage(each) in current.written for each in kept):
                 entries[place] = _RECOMPUTE
 
 
-def _policy(_context: Any, operation: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:
+def _policy(_context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
     """Keeps the results of `SAVED_OPERATIONS`, except of those on the way to what is kept whole."""
-    is_saved = operation in SAVED_OPERATIONS and _pass.get() is not None
+    current = _pass.get()
+    if current is not None and operation._schema.is_mutable:
+        named = zip(operation._schema.arguments, (*arguments, *keywords.values()), strict=False)
+        written = (each for said, each in named if said.alias_info is not None and said.alias_info.is_write)
+        current.written.update(map(_storage, pytree.tree_leaves(list(written))))
+    is_saved = operation in SAVED_OPERATIONS and current is not None
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _storage(tensor: Tensor) -> Any:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
 @contextmanager

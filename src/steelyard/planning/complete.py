@@ -7,17 +7,22 @@ search, the plan becomes that baseline. In the end it is the simplest of those t
 (`steelyard.planning.simple`).
 """
 
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from steelyard.cost.job import ASSUMED_IMBALANCE, Job
 from steelyard.cost.predict import predict
 from steelyard.engines import ENGINES
+from steelyard.errors import UserError
 from steelyard.hardware import Cluster
+from steelyard.model.chain import ModelChain
+from steelyard.model.read import chain_from_config
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import FREE, Decisions
 from steelyard.plan.plan import Plan
@@ -151,6 +156,7 @@ def find_plan(
     read for two samples or more, the dim of samples first: the module's inputs (a tensor, a tuple, or a dictionary by
     name), and with ``loss``, a function of the module's outputs and of targets, a pair of inputs and targets. Without
     it the module returns its loss. ``blocks`` names the lists that hold the blocks, where they are not found.
+    A `peft.PeftModel` is its base with the lever that its adapters are.
 
     ``seq_len`` may be left out where there is one length alone: of an image, or of your own module's sample.
 
@@ -164,7 +170,10 @@ def find_plan(
     Raises `NothingFitsError` naming the nearest miss where no plan fits, and another `UserError` for a wrong argument.
     """
     own = None
-    if is_module(config):
+    changed = import_module("steelyard.modules.levers").changed_by_user(config) if is_module(config) else None
+    if changed is not None:
+        config, levers = _as_levers(changed, levers or {})
+    elif is_module(config):
         from steelyard.modules.own_proof import Built, own_model
 
         own = own_model(Built(module=config, sample=sample, loss=loss, blocks=blocks))
@@ -194,6 +203,20 @@ def find_plan(
             hint=result.remedies,
         )
     return result.plan
+
+
+def _as_levers(changed: tuple[Any, Mapping[str, str]], levers: Mapping[str, str]) -> tuple[ModelChain, dict[str, str]]:
+    """The chain of a model that its user has changed, and all levers; raises `UserError` for one that is said twice."""
+    model, own = changed
+    for name in levers.keys() & own:
+        raise UserError(
+            field=f"levers.{name}",
+            found=f"{levers[name]} for a model with {own[name]}",
+            expected="a model without them, or the lever left out",
+            hint=f"leave {name} out of levers",
+        )
+    name = Path(model.config.name_or_path or "model").name
+    return chain_from_config(json.loads(model.config.to_json_string()), name=name), {**levers, **own}
 
 
 def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> PlanningResult:

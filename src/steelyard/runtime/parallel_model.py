@@ -24,6 +24,7 @@ from steelyard.model.family import Task
 from steelyard.model.own import OwnSplit
 from steelyard.modules.build import build_meta_model, hub_config
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, as_flow
+from steelyard.modules.levers import changed_by_user
 from steelyard.modules.model_inputs import IGNORED, blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel, parts_of
 from steelyard.modules.own_proof import check_read, planned_module
@@ -367,6 +368,7 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     ``model`` is an unmodified `transformers` causal language model of the plan's config. On the meta device it gets
     first weights that depend on ``seed`` alone, layer by layer; otherwise its weights are kept. Its modules are used in
     place. The process group must be initialised (under torchrun, by `steelyard.processes.group`).
+    A `peft.PeftModel` of a plan that was made for it keeps its adapters.
     Or it is any module with weights, of a plan that was made for it with `find_plan(model, …, sample=…)`; ``loss`` is
     then as it was there. Raises `InvalidPlanError` or `InvalidModelError` if the world size or the model is not the
     plan's.
@@ -377,8 +379,27 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     if isinstance(chain.split, OwnSplit):
         return parallelize_checked(planned_module(model, chain.split, loss), plan, seed)
     refuse_compiled(model)
+    model = _unwrapped(model, plan)
     check_same_model(getattr(model, "config", None), chain)
     return parallelize_checked(model, plan, seed)
+
+
+def _unwrapped(model: nn.Module, plan: Plan) -> nn.Module:
+    """The model in one that its user has changed; raises `InvalidPlanError` if the plan has it not so."""
+    changed = changed_by_user(model)
+    if changed is None:
+        return model
+    found, levers = changed
+    for name, text in levers.items():
+        planned = plan.chosen_levers.texts.get(name, "nothing of the kind")
+        if text != planned:
+            raise InvalidPlanError(
+                field=f"levers.{name}",
+                found=planned,
+                expected=f"{text}, as the model has",
+                hint="plan for the model: steelyard.find_plan(model, …)",
+            )
+    return found
 
 
 def parallelize_checked(model: PreTrainedModel | OwnModel, plan: Plan, seed: int) -> ParallelModel:

@@ -101,7 +101,7 @@ class Persistence:
             again = f"; {format_plural(lost, 'step')} lost, trained again" if restarts and lost > 0 else ""
             _say(*notices, f"resumed after step {info.step} from {path}{again}")
         elif options.init is not None:
-            notices = load_weights(options.init, self._state, self._model.chain)
+            notices = load_weights(options.init, self._state, self._model.chain, seed=options.seed)
             _say(*notices, f"first weights from {options.init}")
         if options.checkpoint_dir is not None:
             self._checkpointer = Checkpointer(

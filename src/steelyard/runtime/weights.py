@@ -35,7 +35,7 @@ from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
-from steelyard.modules.levers import added_beside, is_added, with_added, write_added
+from steelyard.modules.levers import first_values, is_added, merged, own_name, reads_base, with_added, write_added
 from steelyard.modules.levers.quantized_base import PARTS
 from steelyard.modules.prepared import stored_apart
 from steelyard.modules.replicated import activation_dtype
@@ -184,11 +184,12 @@ _NOT_COMPARED = (
 _NUM_NAMED = 3
 
 
-def load_weights(path: Path, state: RunState, chain: ModelChain) -> list[str]:
+def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 0) -> list[str]:
     """Fills this rank's parameters from a Hugging Face folder; returns what is worth a notice.
 
-    Values are converted to the type of the parameters. Raises `InvalidCheckpointError` if the folder is not one, if
-    its config is of another model, or if a tensor is missing or has another shape.
+    Values are converted to the type of the parameters. What levers add begins beside these weights, as ``seed`` says.
+    Raises `InvalidCheckpointError` if the folder is not one, if its config is of another model, or if a tensor is
+    missing or has another shape.
     """
     check_weights(path, chain)
     with ExitStack() as stack:
@@ -226,12 +227,43 @@ def load_weights(path: Path, state: RunState, chain: ModelChain) -> list[str]:
                     local.copy_(found.read(folder.tensor, _local_slices(parameter)))
         for name, module in takers.items():
             module.take(stored[name].read(folder.tensor, tuple(slice(0, size) for size in module.shape)))
+    if reads_base(chain):
+        _begin_beside(state, chain, seed)
     extra = [
         name
         for name in unknown_names(stored, (*state.names.by_path.values(), *takers))
         if not name.endswith((".inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight", "position_ids"))
     ]
     return [f"{len(extra)} tensors of {path} are not of the model: {_some(extra)}"] if extra else []
+
+
+def _begin_beside(state: RunState, chain: ModelChain, seed: int) -> None:
+    """Gives what levers add first values beside the weights as they are; a collective call of a stage's ranks."""
+    model, weights = build_meta_model(chain), state.weights()
+    for each in _with_added(weights, chain, model):
+        tensors = {name: _whole(weights[own]) for name, own in each.names.items()}
+        found = first_values(model, chain, each.path, tensors, seed=seed, layer=each.layer)
+        for name, first in found.items():
+            kept = weights[each.names[name]]
+            local_part(kept.detach()).copy_(first[_local_slices(kept)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WithAdded:
+    """A module of a layer in which levers add something: its path, and names in a run by paths in the module."""
+
+    layer: int
+    path: str
+    names: Mapping[str, str]
+
+
+def _with_added(weights: Mapping[str, Tensor], chain: ModelChain, model: PreTrainedModel) -> Iterator[_WithAdded]:
+    """Those of which this rank has the weights, in the order of layers."""
+    for layer in range(chain.num_layers):
+        for path, inside in with_added(model, chain, layer).items():
+            names = {name: own_name(f"{path}.{name}") for name in inside}
+            if weights.keys() >= set(names.values()):
+                yield _WithAdded(layer=layer, path=path, names=names)
 
 
 class WeightFolder:
@@ -406,12 +438,18 @@ def _gathered(
     tensors: dict[str, Tensor] = {}
     num_bytes = 0
     weights = state.weights()
+    model = build_meta_model(chain)
+    changed = {} if alone else {own: each for each in _with_added(weights, chain, model) for own in each.names.values()}
+    whole_now: dict[str, Tensor] = {}
+    """Merged parameters of one module."""
     for name, parameter in weights.items():
         if is_added(name) is not alone:
             continue
-        whole = _whole(parameter)
-        beside = {} if alone else {each: _whole(weights[each]) for each in added_beside(name) if each in weights}
-        whole = with_added(whole, beside, chain) if beside else whole
+        if name in changed and name not in whole_now:
+            each = changed[name]
+            found = merged(model, chain, each.path, {key: _whole(weights[own]) for key, own in each.names.items()})
+            whole_now = {f"{each.path}.{key}": tensor for key, tensor in found.items()}
+        whole = whole_now[name] if name in changed else _whole(parameter)
         kept_dtype = dtype if isinstance(parameter, nn.Parameter) else whole.dtype
         num_bytes += whole.numel() * kept_dtype.itemsize
         if name.rpartition(".")[0] in apart:

@@ -24,6 +24,7 @@ from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.own import OwnSplit
 from steelyard.modules.dimensions import divide_layer, exchange_alone
 from steelyard.modules.experts import routed_experts
+from steelyard.modules.freezing import rests_in
 from steelyard.modules.layers import (
     ChainLayer,
     Flow,
@@ -147,13 +148,20 @@ def fake_layer(traced: TracedLayer) -> Iterator[ChainLayer]:
 
 def make_fake(module: nn.Module, dtype: torch.dtype) -> None:
     """Puts fake tensors on the CPU in the place of meta ones, parameters in ``dtype``, in place."""
-    for owner in module.modules():
+    for path, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
             own_dtype = dtype if parameter.is_floating_point() else parameter.dtype
             fake = torch.empty(parameter.shape, dtype=own_dtype, device="cpu")
             owner.register_parameter(name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
         for name, buffer in owner.named_buffers(recurse=False):
-            setattr(owner, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
+            rests = rests_in(f"{path}.{name}", buffer, dtype)
+            owner._buffers[name] = torch.empty(buffer.shape, dtype=rests, device="cpu")
+        for kept in (each for each in vars(owner).values() if type(each) is dict):  # as adapters keep indices
+            kept |= {
+                key: torch.empty(each.shape, dtype=each.dtype, device="cpu")
+                for key, each in kept.items()
+                if type(each) is Tensor
+            }
 
 
 def _observe_size(traced: TracedLayer, layer: ChainLayer, samples: int, side: SharedInputs) -> Observation:

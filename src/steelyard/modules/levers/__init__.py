@@ -21,9 +21,15 @@ CHANGES: dict[str, Any] = {"train": train, "base": quantized_base}
 
 def change_model(model: PreTrainedModel, chain: ModelChain) -> None:
     """Makes of a model what the levers of a chain make of it, in place; twice does no harm."""
-    for change in chain.changes:
-        if change.name in CHANGES:
-            CHANGES[change.name].change_model(change, model)
+    for change in _changes(chain):
+        CHANGES[change.name].change_model(change, model, chain)
+
+
+def changed_by_user(model: nn.Module) -> tuple[PreTrainedModel, dict[str, str]] | None:
+    """The model of transformers in one that its user has changed as a lever does, and what such levers say; None for
+    any other module."""
+    found = train.changed_by_user(model)
+    return None if found is None else (found[0], {found[1].name: str(found[1])})
 
 
 def loss_chunks(chain: ModelChain) -> int:
@@ -53,15 +59,21 @@ def num_quantized(model: nn.Module) -> int:
     return sum(math.prod(each.shape) for each in model.modules() if isinstance(each, quantized_base.QuantizedLinear))
 
 
-def begin_filling(module: nn.Module) -> None:
-    """Prepares a module of a layer to get first weights as in the unmodified model, in place."""
-    quantized_base.begin_filling(module)
+def begin_filling(module: nn.Module, chain: ModelChain) -> nn.Module:
+    """The module of a layer, to get first weights as in the unmodified model; what is in it is replaced in place."""
+    for change in _changes(chain):
+        module = CHANGES[change.name].begin_filling(module)
+    return module
 
 
-def fill_added(module: nn.Module, chain: ModelChain, *, seed: int, layer: int, is_new: bool) -> None:
-    """Gives what levers added to a module of a layer first weights: all where it ``is_new``, else what has none."""
-    for change in (each for each in chain.changes if each.name in CHANGES):
-        CHANGES[change.name].fill_added(change, module, seed=seed, layer=layer, is_new=is_new)
+def fill_added(
+    model: PreTrainedModel, path: str, module: nn.Module, chain: ModelChain, *, seed: int, layer: int, is_new: bool
+) -> nn.Module:
+    """The module of a layer at a path with what levers add, which gets first weights: all where the module ``is_new``,
+    else what has none."""
+    for change in _changes(chain):
+        module = CHANGES[change.name].fill_added(change, model, path, module, seed=seed, layer=layer, is_new=is_new)
+    return module
 
 
 def added_that_read(module: nn.Module) -> Iterator[nn.Module]:
@@ -69,14 +81,32 @@ def added_that_read(module: nn.Module) -> Iterator[nn.Module]:
     return train.entered(module)
 
 
-def added_beside(name: str) -> tuple[str, ...]:
-    """The names of what levers may have added beside a parameter of the unmodified model."""
-    return train.added_beside(name)
+def _changes(chain: ModelChain) -> list[Any]:
+    return [change for change in chain.changes if change.name in CHANGES]
 
 
-def with_added(weight: Tensor, beside: Mapping[str, Tensor], chain: ModelChain) -> Tensor:
-    """A parameter of the unmodified model with what is ``beside`` it in it."""
-    return train.with_added(_adapters(chain), weight, beside)
+def with_added(model: PreTrainedModel, chain: ModelChain, layer: int) -> dict[str, tuple[str, ...]]:
+    """The modules of a layer in which levers add something, by path: the paths inside of that and what it is beside."""
+    paths = set(chain.family.modules(layer).values()) - set(chain.split.holders) if chain.has_adapters else ()
+    found = {path: tuple(train.names_inside(model.get_submodule(path))) for path in sorted(paths)}
+    return {path: names for path, names in found.items() if names}
+
+
+def reads_base(chain: ModelChain) -> bool:
+    """Whether first values of what levers add depend on what they are beside."""
+    return chain.has_adapters and not _adapters(chain).is_plain
+
+
+def first_values(
+    model: PreTrainedModel, chain: ModelChain, path: str, tensors: Mapping[str, Tensor], *, seed: int, layer: int
+) -> dict[str, Tensor]:
+    """The first values of what levers add to a module of a layer, of the tensors that `with_added` names there."""
+    return train.first_values(_adapters(chain), model, path, tensors, seed=seed, layer=layer)
+
+
+def merged(model: PreTrainedModel, chain: ModelChain, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is added merged into what it is beside, by its path in the unmodified module, of these tensors."""
+    return train.merged(_adapters(chain), model, path, tensors)
 
 
 def write_added(folder: Path, files: Sequence[Path], model: PreTrainedModel, chain: ModelChain) -> None:

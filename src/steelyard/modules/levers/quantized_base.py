@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from steelyard.levers.quantized_base import QuantizedBase
+from steelyard.model.chain import ModelChain
 
 BLOCK, SCALES_BLOCK, BYTE_BLOCK = 64, 256, 256
 PARTS = ("codes", "scales", "scales_of_scales", "offset")
@@ -47,6 +48,14 @@ class QuantizedLinear(nn.Module):
             return ops.dequantize_blockwise(self.codes, self.scales, self.table, BYTE_BLOCK, dtype)
         scales = ops.dequantize_blockwise(self.scales, self.scales_of_scales, self.table, SCALES_BLOCK, torch.float32)
         return ops.dequantize_4bit(self.codes, scales + self.offset, BLOCK, "nf4", self.shape, dtype)
+
+    def whole(self) -> nn.Linear:
+        """A linear layer of the weights made whole, in fp32."""
+        with torch.device("meta"):
+            made = nn.Linear(self.in_features, self.out_features, bias=False)
+        made.weight = nn.Parameter(self.weight_in(torch.float32), requires_grad=False)
+        made.bias = self.bias
+        return made
 
     def forward(self, inputs: Tensor) -> Tensor:
         """What `torch.nn.Linear` computes."""
@@ -100,11 +109,12 @@ def _blank(weight: Tensor, word: str) -> dict[str, Tensor]:
     }
 
 
-def change_model(lever: QuantizedBase, model: PreTrainedModel) -> None:
+def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChain) -> None:
     """Quantizes the linear layers of a model but its head and adapters, in place; twice does no harm."""
     head = model.get_output_embeddings()
+    heads = {*head.modules()} if head is not None else set()
     for path, parent, name, linear in list(_children(model, nn.Linear)):
-        if linear is not head and ".lora_" not in path:
+        if linear not in heads and "default" not in path.split("."):
             setattr(parent, name, QuantizedLinear(linear, lever.word))
 
 
@@ -112,19 +122,23 @@ class _Unfilled(nn.Linear):
     """What stands in the place of a quantized layer until it has first weights."""
 
 
-def begin_filling(module: nn.Module) -> None:
+def begin_filling(module: nn.Module) -> nn.Module:
     """Puts linear layers without values in the place of quantized ones, in place: they get the same first weights."""
     for _, parent, name, layer in list(_children(module, QuantizedLinear)):
         rows, columns = layer.shape
         with unset_fake_temporarily():
             unfilled = _Unfilled(columns, rows, bias=layer.bias is not None, device="meta")
         setattr(parent, name, unfilled)
+    return module
 
 
-def fill_added(lever: QuantizedBase, module: nn.Module, *, is_new: bool, **_seeds: int) -> None:
+def fill_added(
+    lever: QuantizedBase, _model: nn.Module, _path: str, module: nn.Module, *, is_new: bool, **_seeds: int
+) -> nn.Module:
     """Quantizes the first weights of a module of a layer, in place, where it ``is_new``."""
     for _, parent, name, linear in list(_children(module, _Unfilled)) if is_new else ():
         setattr(parent, name, QuantizedLinear(linear, lever.word))
+    return module
 
 
 def _children(module: nn.Module, of: type[nn.Module]) -> Iterator[tuple[str, nn.Module, str, Any]]:

@@ -1,124 +1,370 @@
-"""The twin of adapters: peft puts them into a model; their first weights follow from the seed and the layer alone."""
+"""The twin of adapters: peft puts them into a model; their first weights follow from the seed and the layer alone.
 
+Peft builds the adapters of the whole model once without values, which is what is traced, and those of a layer again
+around its weights, which is how they get their first values. All that is asked of adapters is asked of peft's classes,
+whatever their kind.
+"""
+
+import copy
+import dataclasses
+import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidModelError, nearest
-from steelyard.levers.train import ALL_LINEAR, Train
+from steelyard.levers.train import ALL_LINEAR, LORA, Train
+from steelyard.model.chain import ModelChain
+from steelyard.modules.levers.quantized_base import QuantizedLinear
 
 _MOST_NAMED = 24
 _STRIDE = 1_000_033
 _NAME = "default"
-"""What peft calls the adapters of a model with one set of them."""
+"""What peft calls the adapters of a model with one set of them: a part of the name of each of their parameters."""
+_ROOT = "base_model.model"
+"""Where a model is in a `peft.PeftModel`."""
+_BASES = ("base_layer", "original_module")
+"""The attributes of peft's modules that hold what they stand around."""
+_TAKEN = "_adapters_taken"
+"""The attribute of a module whose adapters are taken out until it has first weights."""
+_NOT_SAID = frozenset(
+    ("peft_type", "task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version")
+)
+"""Fields of a config of peft that are no settings."""
 
 
-def change_model(lever: Train, model: PreTrainedModel) -> None:
+def change_model(lever: Train, model: PreTrainedModel, chain: ModelChain) -> None:
     """Puts adapters without values into a model, in place; twice does no harm. All else is trained no more.
 
-    Raises `InvalidModelError` where a target names no linear layer.
+    Raises `InvalidModelError` where a target names nothing that can have adapters, and for settings that peft refuses.
     """
-    if any(True for _ in adapters(model)):
+    if hasattr(model, "peft_config"):
         return
-    from peft import inject_adapter_in_model  # which takes longer than all that needs no adapters
-
-    paths = [f"model.{path}" for path in _paths(lever, model)]
-    # not the model itself, of which peft would take names of linear layers for those of experts that it knows as such
-    inject_adapter_in_model(lora_config(lever, paths), nn.ModuleDict({"model": model}), low_cpu_mem_usage=True)
-
-
-def lora_config(lever: Train, paths: list[str]) -> Any:
-    """The config of peft that says the same, of layers at these paths."""
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=lever.r,
-        lora_alpha=lever.alpha,  # type: ignore[arg-type]
-        target_modules=paths,
-        lora_dropout=lever.dropout,
-        use_rslora=lever.rslora,
-    )
+    names = {name for name, _ in model.named_parameters()}
+    root = _inject(lever, config_of(lever, model), "", model, model.config.model_type, empty=True)
+    model.peft_config = root.peft_config
+    _check(lever, model, chain, names)
 
 
-def _paths(lever: Train, model: PreTrainedModel) -> list[str]:
-    """The paths of the linear layers that get adapters."""
-    head = model.get_output_embeddings()
+def config_of(lever: Train, model: PreTrainedModel) -> Any:
+    """The config of peft that says the same."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING  # which takes longer than all that needs no adapters
+    from peft.utils import PeftType
+
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(lever.kind.upper())]
+    fields = {each.name: str(each.type) for each in dataclasses.fields(config_class) if each.name not in _NOT_SAID}
+    values: dict[str, Any] = {"target_modules": _targets(lever, model)} if lever.targets else {}
+    for key, text in lever.settings:
+        name = next((each for each in (key, f"{lever.kind}_{key}", f"use_{key}") if each in fields), None)
+        if name is None:
+            raise _refused(key, f"a setting of {config_class.__name__}: {', '.join(fields)}", nearest(key, fields))
+        values[name] = _value(text, fields[name])
+    values |= {"save_projection": False} if "save_projection" in fields else {}  # drawn again from a number in the file
+    try:
+        with _quiet():
+            return config_class(**values)
+    except (ValueError, TypeError, ImportError) as error:
+        raise _refused(str(lever), "settings that peft accepts", _words(error)) from error
+
+
+def lever_of(config: Any) -> Train:
+    """What a config of peft says; raises `UserError` for one that no lever says."""
+    kind, values = str(config.peft_type.value).lower(), []
+    usual = {each.name: each for each in dataclasses.fields(config) if each.name not in _NOT_SAID}
+    targets = getattr(config, "target_modules", None)
+    if isinstance(targets, str):
+        raise _refused(f"target_modules={targets!r}", "a list of ends of paths", "name the modules in a list")
+    values = [f"targets={'+'.join(sorted(targets))}"] if targets else []
+    for name, field in usual.items():
+        value = getattr(config, name)
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        if name == "target_modules" or (value == default and not (kind == LORA and name in ("r", "lora_alpha"))):
+            continue
+        parts = (
+            sorted(value)
+            if isinstance(value, set | frozenset)
+            else value
+            if isinstance(value, list | tuple)
+            else [value]
+        )
+        if not all(isinstance(each, str | int | float) for each in parts):
+            raise _refused(f"{name}={value!r}", "a word, a number or a list of them", "leave the setting out")
+        words = (str(each).lower() if isinstance(each, bool) else str(each) for each in parts)
+        values.append(f"{name}={'+'.join(words)}")
+    return Train.parse(f"{kind}:{','.join(values)}" if values else kind)
+
+
+def changed_by_user(model: nn.Module) -> tuple[PreTrainedModel, Train] | None:
+    """The model in a `peft.PeftModel`, and what its adapters are; None for a module that peft has not changed.
+
+    Raises `UserError` for adapters that the runtime cannot train.
+    """
+    peft = sys.modules.get("peft")  # whose models it has made
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return None
+    configs = model.peft_config
+    if list(configs) != [_NAME]:
+        raise _refused(
+            f"adapters named {', '.join(configs)}",
+            f"one set of them, of the name {_NAME}",
+            "leave adapter_name out, and delete the others (delete_adapter)",
+        )
+    config = configs[_NAME]
+    lever = lever_of(config)
+    if getattr(config, "save_projection", False):
+        raise _refused("save_projection=True", "projections that every rank draws", "set save_projection=False")
+    if not any(each.requires_grad for each in model.parameters()):
+        raise _refused("adapters without gradients", "adapters to train", "load them with is_trainable=True")
+    return model.get_base_model(), lever
+
+
+def _value(text: str, annotation: str) -> Any:
+    """What a text says, in the type of a field; lists are joined by +."""
+    if "list" in annotation.lower() and text not in ("true", "false"):
+        return [_scalar(each) for each in text.split("+")]
+    return _scalar(text)
+
+
+def _scalar(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _targets(lever: Train, model: PreTrainedModel) -> list[str]:
+    """What gets adapters: of LoRA the paths of linear layers, of other kinds ends of paths of any modules."""
+    head, is_lora = model.get_output_embeddings(), lever.kind == LORA
     linear = [path for path, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head]
     if lever.targets == (ALL_LINEAR,) and linear:
-        return linear
+        return linear if is_lora else sorted({path.rpartition(".")[2] for path in linear})
+    paths = linear if is_lora else [path for path, _ in model.named_modules()]
     for target in lever.targets:
-        if not any(f".{path}".endswith(f".{target}") for path in linear):
+        if not any(f".{path}".endswith(f".{target}") for path in paths):
             names = sorted({path.rpartition(".")[2] for path in linear})
             raise InvalidModelError(
                 field="--train",
-                found=f"targets={target}, which ends the path of no linear layer",
+                found=f"targets={target}, which ends the path of no {'linear layer' if is_lora else 'module'}",
                 expected=f"ends of such paths joined by +, as {', '.join(names[:_MOST_NAMED])}, or {ALL_LINEAR}"
                 if names
                 else "a model with linear layers beside its head",
                 hint=nearest(target, names) if names else "train all of it",
             )
+    if not is_lora:
+        return list(lever.targets)
     return [path for path in linear if f".{path}".endswith(tuple(f".{target}" for target in lever.targets))]
 
 
-def adapters(module: nn.Module) -> Iterator[Any]:
-    """The linear layers in a module that have adapters beside them."""
-    return (each for each in module.modules() if hasattr(each, "lora_A") and hasattr(each, "base_layer"))
+def _inject(lever: Train, config: Any, path: str, module: nn.Module, model_type: str, *, empty: bool = False) -> Any:
+    """The root of a tree of the module at a path of a `peft.PeftModel` alone, with adapters in it.
+
+    Not of the model itself, of which peft would take names of linear layers for those of experts that it knows as such.
+    """
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    root = parent = nn.Module()
+    *above, name = f"{_ROOT}.{path}".removesuffix(".").split(".")
+    for each in above:
+        parent.add_module(each, nn.Module())
+        parent = parent.get_submodule(each)
+    parent.add_module(name, module)
+    root.config = {"model_type": model_type}  # by which peft knows usual targets
+    try:
+        with _quiet(), torch.device("meta") if empty else nullcontext():
+            PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](root, config, adapter_name=_NAME, low_cpu_mem_usage=empty)
+    except Exception as error:  # of many types
+        raise _refused(str(lever), "adapters that peft puts into this model", _words(error)) from error
+    return root
 
 
 def entered(module: nn.Module) -> Iterator[nn.Module]:
     """The parts of adapters in a module that inputs of linear layers enter."""
-    return (each.lora_A[name] for each in adapters(module) for name in each.active_adapters)
+    return (each.lora_A[_NAME] for _, each in adapted(module) if _NAME in getattr(each, "lora_A", {}))
 
 
-def fill_added(_lever: Train, module: nn.Module, *, seed: int, layer: int, is_new: bool) -> None:
-    """Gives the adapters in a module of a layer first weights, in place; those that have some only where it
-    ``is_new``."""
-    device = next((each.device for each in module.parameters() if not each.is_meta), torch.device("meta"))
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within it peft does not warn of settings that were chosen here, nor of kernels that it has not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _check(lever: Train, model: PreTrainedModel, chain: ModelChain, names: set[str]) -> None:
+    """Raises `InvalidModelError` for adapters that do not stand in layers, each with parameters of its own."""
+    own = {own_name(name) for name, _ in model.named_parameters() if not is_added(name)}
+    trained = [name for name, each in model.named_parameters() if each.requires_grad and not is_added(name)]
+    if own != names or trained:
+        what = f"trains {trained[0]}" if trained else "changes the layers of the model"
+        raise _refused(f"{lever}, which {what}", "adapters beside a base that stays as it is", "leave the setting out")
+    first: dict[int, int] = {}
+    widths: dict[int, tuple[int, ...]] = {}
+    for layer in range(chain.num_layers):
+        for path in sorted({*chain.family.modules(layer).values()} - {*chain.split.holders}):
+            module = model.get_submodule(path)
+            shapes = [tuple(base_of(each).weight.shape) for _, each in adapted(module)]
+            widths |= {layer: tuple(map(max, zip(*shapes, strict=True)))} if shapes else {}
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if is_added(name) and first.setdefault(id(tensor), layer) != layer:
+                    if tensor.requires_grad:
+                        raise _refused(f"{lever}, of which layers share {name}", "parameters of a layer's own")
+                    if widths.get(layer) != widths[first[id(tensor)]]:
+                        raise _refused(f"{lever} in layers of several widths", "one width of all that share {name}")
+    for shared in chain.shared:
+        for layer, path in shared.copies:
+            local, _, rest = path.partition(".")
+            owner = model.get_submodule(f"{chain.family.modules(layer)[local]}.{rest}".rpartition(".")[0])
+            if any(True for _ in adapted(owner)):
+                raise _refused(f"{lever} at {path}, which several layers share", "adapters at matrices of one layer")
+
+
+def adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules of peft in a module, or it itself, that stand around one of the unmodified model, by their path."""
+    return ((path, each) for path, each in module.named_modules() if any(name in each._modules for name in _BASES))
+
+
+def base_of(module: nn.Module) -> Any:
+    """The module of the unmodified model that one of peft stands around."""
+    return next(module._modules[name] for name in _BASES if name in module._modules)
+
+
+def begin_filling(module: nn.Module) -> nn.Module:
+    """The module of a layer without adapters, which are taken out in place: it gets the same first weights."""
+    found = list(adapted(module))
+    for path, each in found:
+        if path:
+            module.set_submodule(path, base_of(each))
+    bare: nn.Module = base_of(module) if found and not found[0][0] else module
+    if found:
+        bare.__dict__[_TAKEN] = dict(found)
+    return bare
+
+
+def fill_added(
+    lever: Train, model: PreTrainedModel, path: str, module: nn.Module, *, seed: int, layer: int, is_new: bool
+) -> nn.Module:
+    """The module of a layer at a path with adapters in it, in place, which have first weights; those that have some
+    already keep them."""
+    if any(each.is_meta for name, each in module.named_parameters() if is_added(name)):
+        module = begin_filling(module)
+    taken: dict[str, nn.Module] = module.__dict__.pop(_TAKEN, {})
+    if not taken:
+        return module
+    if any(map(is_fake, module.parameters())):  # which have no values, and peft cannot move
+        return _put_back(module, taken)
+    config = copy.deepcopy(model.peft_config[_NAME])
+    if not any(_BASES[0] in each._modules for each in taken.values()):
+        config.target_modules = "dummy-target-modules"  # copies of modules alone, for which peft has this word
+    quantized = {name: each for name, each in module.named_modules() if isinstance(each, QuantizedLinear)}
+    for name, each in quantized.items():
+        module.set_submodule(name, each.whole())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed * _STRIDE + layer)
-        for each in adapters(module):
-            for name in each.active_adapters:
-                parts = (each.lora_A[name], each.lora_B[name])
-                if is_new or parts[0].weight.is_meta:
-                    for part in parts if parts[0].weight.is_meta else ():
-                        part.to_empty(device=device)
-                    each.reset_lora_parameters(name, init_lora_weights=True)
+        root = _inject(lever, config, path, module, model.config.model_type)
+    found: nn.Module = root.get_submodule(f"{_ROOT}.{path}")
+    for name, each in quantized.items():
+        found.set_submodule(f"{name}.{_BASES[0]}" if name in taken else name, each)
+    return found
+
+
+def _put_back(module: nn.Module, taken: Mapping[str, nn.Module]) -> nn.Module:
+    """The module with its adapters again, in place, with fake tensors for theirs."""
+    device = next(module.parameters()).device
+    for path, each in taken.items():
+        each.set_submodule(next(name for name in _BASES if name in each._modules), module.get_submodule(path))
+        if path:
+            module.set_submodule(path, each)
+    found = taken.get("", module)
+    for path, owner in found.named_modules():
+        for name, each in (*owner._parameters.items(), *owner._buffers.items()):
+            if each is not None and (each.is_meta or is_added(f"{path}.{name}")):
+                fake = torch.empty(each.shape, dtype=each.dtype, device=device)
+                if isinstance(each, nn.Parameter):
+                    owner._parameters[name] = nn.Parameter(fake, requires_grad=each.requires_grad)
+                else:
+                    owner._buffers[name] = fake
+    return found
 
 
 def is_added(name: str) -> bool:
     """Whether a parameter of this name is of an adapter."""
-    return ".lora_" in name
+    return _NAME in name.split(".")
 
 
 def own_name(name: str) -> str:
-    """The name of a parameter without what peft puts around linear layers."""
-    return name.replace(".base_layer.", ".")
+    """The name of a parameter without what peft puts around modules."""
+    return ".".join(part for part in name.split(".") if part not in _BASES)
 
 
-def added_beside(name: str) -> tuple[str, ...]:
-    """The names of $A$ and $B$ beside the weight of a linear layer."""
-    path = name.removesuffix(".weight")
-    return (f"{path}.lora_A.{_NAME}.weight", f"{path}.lora_B.{_NAME}.weight") if path != name else ()
+def names_inside(module: nn.Module) -> Iterator[str]:
+    """The paths in a module of what is saved of peft's modules in it, and of those that they stand around."""
+    for path, each in adapted(module):
+        yield from (f"{path}.{name}".removeprefix(".") for name in each.state_dict())
 
 
-def with_added(lever: Train, weight: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
-    """$W + s B A$, of adapters in their order."""
-    down, up = beside.values()
-    return weight.float() + lever.scale * (up.float() @ down.float())
+def first_values(
+    lever: Train, model: PreTrainedModel, path: str, tensors: Mapping[str, Tensor], *, seed: int, layer: int
+) -> dict[str, Tensor]:
+    """What adapters in a module of a layer begin with beside the base among these tensors, all by `names_inside`."""
+    module = _around(lever, model, path, tensors, seed=seed, layer=layer)
+    return {name: tensor for name, tensor in module.state_dict().items() if name in tensors and is_added(name)}
+
+
+def merged(lever: Train, model: PreTrainedModel, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The base of a module of a layer with adapters in it, by the names in the unmodified module; of `names_inside`."""
+    module = _around(lever, model, path, tensors, seed=0, layer=0)
+    module.load_state_dict({name: tensor for name, tensor in tensors.items() if is_added(name)}, strict=False)
+    found: dict[str, Tensor] = {}
+    for inside, each in list(adapted(module)):
+        if hasattr(each, "merge"):
+            each.merge()
+        plain = base_of(each) if hasattr(each, "merge") else each.unload_and_optionally_merge_module(True, False, None)
+        found |= {f"{inside}.{name}".removeprefix("."): tensor.detach() for name, tensor in plain.named_parameters()}
+    return found
+
+
+def _around(
+    lever: Train, model: PreTrainedModel, path: str, tensors: Mapping[str, Tensor], *, seed: int, layer: int
+) -> nn.Module:
+    """A copy of a module with new adapters around the base among these tensors."""
+    module = begin_filling(copy.deepcopy(model.get_submodule(path)))
+    for name, tensor in tensors.items():
+        if not is_added(name):
+            owner, _, own = own_name(name).rpartition(".")
+            module.get_submodule(owner).register_parameter(own, nn.Parameter(tensor.float(), requires_grad=False))
+    return fill_added(lever, model, path, module, seed=seed, layer=layer, is_new=True)
 
 
 def write_added(lever: Train, folder: Path, files: Sequence[Path], model: PreTrainedModel, name: str) -> None:
     """Makes of files with adapters the folder that `peft.PeftModel.from_pretrained` reads."""
-    tensors = {key: tensor for file in files for key, tensor in load_file(file).items()}
-    named = {f"base_model.model.{key.replace(f'.{_NAME}.', '.')}": tensor for key, tensor in tensors.items()}
+    from peft import get_peft_model_state_dict
+
+    tensors = {f"{_ROOT}.{key}": tensor for file in files for key, tensor in load_file(file).items()}
     for file in files:
         file.unlink()
+    config = config_of(lever, model)
+    root = _inject(lever, copy.deepcopy(config), "", model, model.config.model_type, empty=True)
+    named = get_peft_model_state_dict(root, tensors, adapter_name=_NAME, save_embedding_layers=False)
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = lora_config(lever, _paths(lever, model))
     config.base_model_name_or_path, config.inference_mode = name, True
     config.save_pretrained(folder)
+
+
+def _refused(found: str, expected: str, hint: str = "") -> InvalidModelError:
+    return InvalidModelError(field="--train", found=found, expected=expected, hint=hint)
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
