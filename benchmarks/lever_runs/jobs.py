@@ -68,10 +68,11 @@ _ANY = "h200-141gb"
 """The device where none is stated: its memory alone is predicted, and not whether it fits."""
 _ADAPTERS = ("lora", "qlora", "rslora")
 _NOT_YET: Mapping[str, str] = {
-    "offload": "offload is no lever yet",
     "compile": "torch.compile is no lever yet",
 }
 """Levers that the product has not yet, by their column; take a line out when it has."""
+_OFFLOADS = ("optimizer", "activations")
+"""What the lever moves as the rows mean it: moments or what is saved, with gradients and masters on the device."""
 _OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(("", "adam", "adamw", "adamw_torch", "adamw_torch_fused"), "adamw"),
     **dict.fromkeys(("adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw-8bit"),
@@ -341,6 +342,8 @@ def _refuse(row: Row) -> None:
         is_of_engine = column == "compile" and row.text("framework") == "torchtitan"
         if row.text(column) not in ("", "0", "none") and not is_of_engine:
             raise _SkipError(reason)
+    if row.text("offload") not in ("", "0", "none", *_OFFLOADS):
+        raise _SkipError(f"offload of {row.text('offload')} is no lever")
     if method not in ("full", *_ADAPTERS):
         raise _SkipError(f"{method or 'no method stated'} is no lever")
     if row.text("method") == "lora" and row.text("quant_type"):
@@ -380,6 +383,8 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
         found["base"] = base
     if row.text("chunked_loss") == "1":
         found["loss"] = "chunked"
+    if row.text("offload") in _OFFLOADS:
+        found["offload"] = row.text("offload")
     optimizer = _OPTIMIZERS[row.text("optimizer")]
     return tuple((found | ({} if optimizer == "adamw" else {"optimizer": optimizer})).items())
 

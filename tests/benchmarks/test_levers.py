@@ -103,7 +103,7 @@ def test_rows_without_a_length_have_no_time() -> None:
 @pytest.mark.parametrize(
     ("cells", "words"),
     [
-        ({"offload": "optimizer"}, "offload is no lever yet"),
+        ({"offload": "optimizer+gradients"}, "offload of optimizer+gradients is no lever"),
         ({"compile": "1"}, "torch.compile is no lever yet"),
         ({"method": "prompt_tuning"}, "prompt_tuning is no lever"),
         ({"batch_per_gpu": ""}, "batch_per_gpu not stated"),

@@ -26,6 +26,11 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "two stages, 1f1b": (("single, single", "single remat=full, single"), {"precision": "bf16"}),
     "moments in 8 bits": (("fsdp2, dp2, tp2, fsdp2 zero2",), {"levers": {"optimizer": "adamw-8bit"}}),
     "moments in 4 bits": (("fsdp2, dp2, tp2, fsdp2 zero2",), {"levers": {"optimizer": "adamw-4bit"}}),
+    "moments in host memory": (("fsdp2, dp2, tp2, fsdp2 zero2",), {"levers": {"offload": "optimizer"}}),
+    "activations in host memory": (
+        ("fsdp2, dp2 remat=full, fsdp2, fsdp2 zero2",),
+        {"precision": "bf16", "levers": {"offload": "activations"}},
+    ),
     "rows and columns of moments": (("dp2, dp2, dp2, dp2",), {"levers": {"optimizer": "adafactor"}}),
 }
 """The stages of each, in fp32 under 1f1b unless it says otherwise."""

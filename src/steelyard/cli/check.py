@@ -10,7 +10,7 @@ from rich.console import Console
 
 from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, progress
 from steelyard.cost.job import stage_configs
-from steelyard.cost.predict import predict_memory
+from steelyard.cost.predict import predict_host, predict_memory
 from steelyard.hardware import Backend
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES
@@ -83,6 +83,7 @@ def check(
                 first_step_bytes=rank.first_step.total_bytes,
                 wall_s=rank.wall_s,
                 budget=budgets[group.stage],
+                host_bytes=rank.host_bytes,
             )
         )
     if as_json:
@@ -114,15 +115,25 @@ def _expected(plan: Plan, given: Elsewhere) -> tuple[list[StageBudget], Backend]
         backend = prediction.backend or plan.pools()[0].device.backend
         shares = zip(prediction.stages, prediction.stage_budgets(), prediction.stage_margins(), strict=True)
         budgets = [
-            StageBudget(predicted=stage.memory_bytes, budget_bytes=budget + margin, margin_bytes=margin)
+            StageBudget(
+                predicted=stage.memory_bytes,
+                budget_bytes=budget + margin,
+                margin_bytes=margin,
+                host_bytes=stage.host_bytes,
+            )
             for stage, budget, margin in shares
         ]
         return budgets, backend
     job = job_of(request_of_plan(plan, **given))
     stage_jobs = [config.job for config in stage_configs(plan, job)]
     budgets = [
-        StageBudget(predicted=terms, budget_bytes=each.budget_bytes + each.margin_bytes, margin_bytes=each.margin_bytes)
-        for terms, each in zip(predict_memory(plan, job), stage_jobs, strict=True)
+        StageBudget(
+            predicted=terms,
+            budget_bytes=each.budget_bytes + each.margin_bytes,
+            margin_bytes=each.margin_bytes,
+            host_bytes=on_host,
+        )
+        for terms, on_host, each in zip(predict_memory(plan, job), predict_host(plan, job), stage_jobs, strict=True)
     ]
     return budgets, stage_jobs[0].cluster.device.backend
 
@@ -145,6 +156,7 @@ def _as_json(checked: list[CheckedRank]) -> dict[str, Any]:
                 "budget_bytes": rank.budget.budget_bytes,
                 "margin_bytes": rank.budget.margin_bytes,
                 "under_pressure": rank.fits and rank.is_pressed,
+                **({"host_bytes": rank.host_bytes} if rank.host_bytes else {}),
                 "predicted_bytes": rank.budget.tensor_bytes,
                 "predicted_terms": rank.budget.predicted,
                 "wall_s": rank.wall_s,

@@ -64,6 +64,7 @@ def devices(as_json: AsJson = False) -> None:
                     "backend": d.backend,
                     "memory_bytes": d.memory_bytes,
                     "peak_flop_per_s": dict(d.peak_flop_per_s),
+                    "host_bytes_per_s": d.host_bytes_per_s,
                     "rates": None if d.needs_profile else catalogue_rates(d.name).model_dump(mode="json"),
                     "source": d.source,
                 }

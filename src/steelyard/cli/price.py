@@ -122,8 +122,9 @@ def _line(plan: Plan, engine: str, budget_bytes: int) -> str:
     prediction, taken = plan.prediction, peak_bytes(plan)
     assert prediction is not None, "just priced"
     fits = "fits" if taken <= budget_bytes else f"does not fit, {format_bytes(taken - budget_bytes)} too much"
+    host = f"; {prediction.host}" if prediction.host else ""
     return (
         f"{engine}: {format_seconds(prediction.step_time_s)} a step, "
         f"{(prediction.model_flop_per_s or 0) / TERA:.0f} TFLOP/s per device, "
-        f"{format_bytes(taken)} of {format_bytes(budget_bytes)} per device: {fits}"
+        f"{format_bytes(taken)} of {format_bytes(budget_bytes)} per device: {fits}{host}"
     )

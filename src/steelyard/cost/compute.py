@@ -93,6 +93,19 @@ def optimizer_s(num_params: float, job: Job) -> float:
     return moving_s(num_params * num_bytes, job)
 
 
+def host_copies_s(num_bytes: Amount, job: Job) -> Amount:
+    """Seconds that a device copies so many bytes from or to its host, alone.
+
+    Where the host's memory is the device's own, as bytes that are read and written.
+    """
+    rate = job.cluster.device.host_bytes_per_s
+    if rate is not None:
+        return num_bytes / rate
+    if job.profile.optimizer_s_per_param is not None:
+        return 2 * num_bytes * job.profile.optimizer_s_per_param / Effects().update_bytes
+    return 2 * num_bytes / (job.efficiency.memory * job.cluster.device.known_memory_bytes_per_s())
+
+
 def step_overhead_s(job: Job) -> float:
     """Seconds of a step that no layer accounts for: measured, or what the device's calibration says."""
     if job.cluster.device.needs_profile or job.profile.identity.is_measured:

@@ -24,7 +24,16 @@ from typing import Generic, NamedTuple, TypeVar, cast
 import numpy as np
 
 from steelyard.cost.communication import Group
-from steelyard.cost.compute import ComputeTime, compute_time, launch_s, moving_s, optimizer_s, wait_s, work_s
+from steelyard.cost.compute import (
+    ComputeTime,
+    compute_time,
+    host_copies_s,
+    launch_s,
+    moving_s,
+    optimizer_s,
+    wait_s,
+    work_s,
+)
 from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
 from steelyard.cost.layer_load import (
     held_params,
@@ -35,6 +44,7 @@ from steelyard.cost.layer_load import (
     rank_samples,
     traffic_group,
 )
+from steelyard.cost.layer_memory import working_bytes
 from steelyard.engines.execution import Execution
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.dimensions import Dimension
@@ -100,6 +110,9 @@ def layer_costs(
     else:
         sent = _Sent(layer, strategy, config, beyond=sent) if plain else sent
         backward["remat"] = _recomputation_s(layer, busiest, sent, config, samples)
+    if config.job.effects.saves_on_host and layer_type.role is LayerRole.BLOCK and layer.has_backward:
+        copied = {"offload": host_copies_s(_saved_bytes(layer, strategy, config, samples), config.job)}
+        forward, backward = forward | copied, backward | copied
     _add_shards(backward, "backward", sent, config)
     once, factor = _once_time(layer, sent, config, forward, backward), config.job.time_factor
     if factor != 1:
@@ -275,6 +288,12 @@ def _sent_by(
     return found
 
 
+def _saved_bytes(layer: LayerProfile, strategy: Strategy, config: JobConfig, samples: Amount) -> Amount:
+    """Bytes that a layer saves of a microbatch for its backward pass."""
+    held = layer if strategy.remat is Remat.NONE else layer.recomputation(strategy.remat)
+    return held.saved_bytes.at(samples) + working_bytes(layer, strategy, config).saved
+
+
 def _recomputation_s(
     layer: LayerProfile, busiest: LayerProfile, sent: _Sent, config: JobConfig, samples: Amount
 ) -> Amount:
@@ -320,7 +339,10 @@ def _once_time(
     Where a framework shards the optimizer (ZeRO-1) the gradients are scattered and the new parameters gathered.
     """
     job, execution, strategy = config.job, config.job.execution, sent.strategy
-    terms: Terms = {"optimizer": optimizer_s(_stepped(layer.trained, strategy, execution), job)}
+    stepped = _stepped(layer.trained, strategy, execution)
+    terms: Terms = {"optimizer": optimizer_s(stepped, job)}
+    if job.effects.moved_bytes:
+        terms["offload"] = host_copies_s(stepped * job.effects.moved_bytes, job)
     forward_s, backward_s = sum(forward.values()), sum(backward.values())
     for dimension in strategy.dimensions:
         reduce_s: Amount = 0.0

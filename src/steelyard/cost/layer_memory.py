@@ -10,6 +10,7 @@ tp, sharded $f$ ways, and $q$ bytes of one in compute:
 | gradients    | 4 N / f      | first backward to optimizer step; reduced in the last backward where f = 1 |
 | the same     | 4 N          | ZeRO-1, from the first backward to the last: in the type in which they are reduced |
 | optimizer    | 8 N / f      | always (`Effects.state_bytes`: two AdamW moments), with counts of steps and buffers |
+| step         | `Effects.buffer_bytes` | of what lies in host memory, while the optimizer steps; no activations then |
 | gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to the last backward |
 | activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | traced, with the parameters and new gradients of the layer | while the layer runs |
@@ -73,6 +74,10 @@ class LayerStates:
     """What the optimizer keeps, with counts of steps, and tensors that are kept and not trained; of a model with
     adapters, most of whose such tensors are quantized weights, these are of ``shard``."""
     has_backward: bool = True
+    host: int = 0
+    """What lies in the memory of the host."""
+    buffer: int = 0
+    """What of that is on the device while the optimizer steps, at most."""
 
     @property
     def reduced(self) -> int:
@@ -94,12 +99,13 @@ class LayerStates:
     def numbers(self) -> tuple[int, ...]:
         """The rank's parameters, gradients and optimizer states kept, the copy, whether it stays, and for the whole
         step, the shards, what a backward pass makes and reduces, gradients in the first reduction and later ones;
-        whether it trains, frees and works backwards."""
+        whether it trains, frees and works backwards; what the optimizer has of the host's."""
         first, later = (self.reduced_states(is_first=each) for each in (True, False))
         kept = self.shard, self.kept_gradients, self.optimizer, self.copy
         how = self.keeps_copy, self.keeps_whole, self.shards
         trains, frees_saved = self.params > 0 and self.has_backward, self.holds_new and self.shards > 1
-        return (*kept, *how, self.made_gradients, self.reduced, first, later, trains, frees_saved, self.has_backward)
+        moves = trains, frees_saved, self.has_backward, self.buffer
+        return (*kept, *how, self.made_gradients, self.reduced, first, later, *moves)
 
 
 def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
@@ -127,6 +133,7 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     keeps_whole = config.has_several and strategy.keeps_whole
     kept_gradients = trained_shard
     has_adapters = job.chain.has_adapters
+    host = math.ceil(job.effects.host_bytes * (trained_shard // MASTER_BYTES))
     is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and job.execution.shares_frozen_head
     held = without_tied(layer, job, strategy) if is_again and layer.frozen_params else layer
     resting = job.compute_bytes * (sharded_params(held, strategy) - sharded_params(held.trained, strategy))
@@ -151,6 +158,8 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         holds_new=layer_type.role is not LayerRole.BLOCK,
         optimizer=_optimizer_bytes(trained_shard // MASTER_BYTES, job) + (0 if has_adapters else layer.buffer_bytes),
         has_backward=layer.has_backward,
+        host=host,
+        buffer=min(host, job.effects.buffer_bytes),
     )
 
 
@@ -210,6 +219,8 @@ class RowWork(NamedTuple):
     backward: IntTable
     read: IntTable
     """As `sample_bytes` has it."""
+    on_host: IntTable
+    """What it saves in the memory of the host, and has on the device while it works; ``saved`` is none of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -220,7 +231,7 @@ class LayerRow:
     chosen: Sequence[Strategy]
     numbers: Strategies
     states: IntTable
-    """[14, S] as `LayerStates.numbers` has them."""
+    """[15, S] as `LayerStates.numbers` has them."""
     lines: NDArray[np.float64]
     """[2, 4, S] bytes that a layer saves, of its input, and that its forward and backward work take: of no samples, and
     of each."""
@@ -269,8 +280,11 @@ class LayerRow:
             needed[:, places] = np.vstack((more.saved, 0.0, more.forward, more.backward))
         found = np.clip(self.lines[0] + self.lines[1] * samples + needed, -_BEYOND_BYTES, _BEYOND_BYTES)
         saved, entered, forward, backward = found.astype(np.int64)
+        on_host = np.zeros_like(saved)
+        if config.job.effects.saves_on_host and self.layer_type.role is LayerRole.BLOCK:
+            saved, on_host = on_host, saved
         read = np.broadcast_to(sample_bytes(self.layer_type, self.numbers, config), saved.shape).astype(np.int64)
-        return RowWork(saved, entered, self.inputs * entered, forward, backward, read)
+        return RowWork(saved, entered, self.inputs * entered, forward + on_host, backward + on_host, read, on_host)
 
 
 class _Cell(NamedTuple):

@@ -31,6 +31,8 @@ stage that holds all microbatches in flight has of a layer either those or what 
 latter is more. The last layer of a stage has rows of its own with what it sends. A stage of several chunks holds what
 its passes in flight saved, the states of all chunks, and a buffer for each that pauses.
 
+What a step copies from the host counts as work of a layer of which $f$ is gone, as it is of all others then.
+
 Layers kept whole (ZeRO-1, with several microbatches) free and reduce in the last backward pass alone, with one
 microbatch in flight: $f = b$ and $r = 0$, since what one of them reduces it has freed before, whole gradients and $c$.
 
@@ -48,7 +50,7 @@ from numpy.typing import NDArray
 from steelyard.cost.context import communicator_bytes, context_bytes
 from steelyard.cost.job import MASTER_BYTES, JobConfig, side_bytes
 from steelyard.cost.layer_load import layer_profile
-from steelyard.cost.layer_memory import LayerRow, without_tied
+from steelyard.cost.layer_memory import LayerRow, layer_states, without_tied
 from steelyard.cost.tables import CostTables, Received
 from steelyard.engines.execution import StateBytes
 from steelyard.limits import MOST_BYTES
@@ -114,8 +116,8 @@ def layer_rows(config: JobConfig, strategies: Sequence[Strategy], legal: NDArray
 def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
     """[15, S] the fields of `LayerRows`."""
     job, row = config.job, LayerRow.of(layer_type, chosen, config)
-    saved, entered, reducing, forward, backward, read = row.work(config)
-    shard, gradients, optimizer, copy, keeps, whole, shards, made, reduced, first, later, trains, drops, moves = (
+    saved, entered, reducing, forward, backward, read, on_host = row.work(config)
+    shard, gradients, optimizer, copy, keeps, whole, shards, made, reduced, first, later, trains, drops, moves, step = (
         row.states
     )
     is_sharded, one = shards > 1, config.pipeline.num_microbatches == 1
@@ -134,12 +136,13 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     copies = np.array([1 if each.remat is Remat.FULL else 2 for each in chosen])
     sending = np.maximum(0, backward - copies * (share * handed // sequence_degree))
     beside = np.where(moves, made + own, _NEVER)
-    rest = entered + reducing - drops * np.maximum(0, saved - entered) - is_sharded * kept
+    rest = entered + reducing + on_host - drops * np.maximum(0, saved - entered) - is_sharded * kept
     reduction, reduction_first = (np.where(trains, rest + each, _NEVER) for each in (first if one else later, first))
     tied = np.array([_tied_bytes(layer_type, each, config) for each in chosen])
     tied = np.where(tied > 0, tied + np.maximum(0, -freed) - kept, _NEVER)
-    inner = np.maximum.reduce([forward, backward + beside, tied])
-    ends = np.maximum.reduce([forward, sending + beside, reduction, tied])
+    stepping = np.where(step > 0, step - freed, _NEVER)
+    inner = np.maximum.reduce([forward, backward + beside, tied, stepping])
+    ends = np.maximum.reduce([forward, sending + beside, reduction, tied, stepping])
     found = [shard, (not one) * gradients, optimizer, 0, read, kept, saved, freed]
     found += [np.maximum(inner, reduction - left), ends, np.maximum(inner, reduction_first - left)]
     found += [(1 - keeps) * gathered, left, share * flowing // sequence_degree, gathered]
@@ -201,7 +204,7 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
     """
     execution, job = config.job.execution, config.job
     assert isinstance(execution.states, StateBytes), "no other keeps buffers of its own"
-    saved, _, _, forward, backward, read = LayerRow.of(layer_type, chosen, config).work(config)
+    saved, _, _, forward, backward, read, _ = LayerRow.of(layer_type, chosen, config).work(config)
     found = np.zeros((15, len(chosen)), dtype=np.int64)
     is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and not config.is_piped
     for place, strategy in enumerate(chosen):
@@ -364,6 +367,27 @@ def plan_memory(
         before = strategies[mine[0][0] - 1] if stage and configs[stage - 1] is config else None
         found.append(_stage_terms(*made[config], stage, mine, strategies, config, before))
     return found
+
+
+def host_bytes(parts: Sequence[range], strategies: Sequence[Strategy], configs: Sequence[JobConfig]) -> list[int]:
+    """Bytes in the memory of the host for a rank of each stage; arguments as of `plan_memory`."""
+    if not configs[0].job.effects.uses_host:
+        return [0] * len(configs)
+    found = []
+    for stage, config in enumerate(configs):
+        of_parts = [
+            sum(_on_host(layer, strategies[layer], config) for layer in part) for part in parts[stage :: len(configs)]
+        ]
+        states, saved = np.stack(of_parts).T
+        found.append(int(states.sum() + config.pipeline.in_flight(stage) * saved.max()))
+    return found
+
+
+def _on_host(layer: int, strategy: Strategy, config: JobConfig) -> NDArray[np.int64]:
+    """[2] of a layer: its states in host memory, and what it saves there of a microbatch."""
+    layer_type = config.job.chain.type_of(layer)
+    saved = LayerRow.of(layer_type, (strategy,), config).work(config).on_host
+    return np.array([layer_states(layer_type, strategy, config).host, int(saved[0])])
 
 
 def _of_pairs(config: JobConfig, pairs: Sequence[tuple[int, Strategy]]) -> tuple[CostTables, CostTables, LayerRows]:

@@ -13,7 +13,7 @@ from steelyard.cost.build import border_s, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.job import Job, JobConfig, stage_configs
 from steelyard.cost.layer import LayerCost, layer_cost
-from steelyard.cost.memory import plan_memory
+from steelyard.cost.memory import host_bytes, plan_memory
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.cost.switching import border_table, switch_table
 from steelyard.errors import InvalidPlanError
@@ -67,10 +67,12 @@ def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) 
         speeds=list(zip(map(jobs.index, jobs), speeds, strict=True)) if any(speeds) else [],
     )
     memories = memory_terms([part.layers for part in plan.parts], plan.strategies, configs)
+    on_host = predict_host(plan, job)
     stages = [
         StagePrediction(
             time_s=_time_terms(parts[stage :: plan.num_stages], config, timeline, stage),
             memory_bytes=memories[stage],
+            host_bytes=on_host[stage],
         )
         for stage, config in enumerate(configs)
     ]
@@ -120,6 +122,11 @@ def predict_memory(plan: Plan, job: Job) -> tuple[dict[str, int], ...]:
     Raises `InvalidPlanError` if plan and job differ.
     """
     return memory_terms([part.layers for part in plan.parts], plan.strategies, _configs(plan, job))
+
+
+def predict_host(plan: Plan, job: Job) -> list[int]:
+    """Bytes in the memory of the host for a rank of each stage, which no term of memory counts."""
+    return host_bytes([part.layers for part in plan.parts], plan.strategies, _configs(plan, job))
 
 
 def memory_terms(

@@ -36,6 +36,7 @@ from steelyard.units import GB, GIB, TERA
 
 Positive = Annotated[FiniteFloat, Field(ge=1e-6, le=1e9)]
 Count = Annotated[StrictInt, Field(gt=0, le=MOST_DEVICES)]
+HostMemory = Annotated[Positive | None, Field(le=MOST_BYTES / GIB, exclude_if=lambda size: size is None)]
 DtypeName = Literal["bf16", "fp16", "fp32", "tf32", "fp8", "mxfp8", "nvfp4"]
 FileModelT = TypeVar("FileModelT", bound="FileModel")
 MICRO = 1e-6
@@ -144,7 +145,7 @@ class DeviceSpec(FileModel):
     """A device described in full; without peaks it is one that only a profile can describe.
 
     ``kind`` may be left out where the catalogue has a device of this name, whose type and backend are taken, ``vendor``
-    likewise; ``backend`` where it is the usual one of the device type: nccl for gpu, gloo for cpu.
+    and ``host_GBps`` likewise; ``backend`` where it is the usual one of the device type: nccl for gpu, gloo for cpu.
     """
 
     name: str
@@ -154,6 +155,7 @@ class DeviceSpec(FileModel):
     memory_GiB: Annotated[Positive, Field(le=MOST_BYTES / GIB)] | None = None  # noqa: N815
     memory_GB: Annotated[Positive, Field(le=MOST_BYTES / GB)] | None = None  # noqa: N815
     memory_bandwidth_GBps: Positive | None = None  # noqa: N815
+    host_GBps: Positive | None = Field(default=None, exclude_if=lambda rate: rate is None)  # noqa: N815
     peak_TFLOPs: dict[DtypeName, Positive] = {}  # noqa: N815
     source: str = "cluster file"
     notes: str = ""
@@ -185,6 +187,7 @@ class DeviceSpec(FileModel):
             )
         memory = None if self.memory_GB is None else self.memory_GB * GB
         memory = memory if self.memory_GiB is None else self.memory_GiB * GIB
+        host = None if known is None else known.host_bytes_per_s
         return Device(
             name=self.name,
             type=device_type,
@@ -194,6 +197,7 @@ class DeviceSpec(FileModel):
             peak_flop_per_s={dtype: rate * TERA for dtype, rate in self.peak_TFLOPs.items()},
             memory_bytes_per_s=None if self.memory_bandwidth_GBps is None else self.memory_bandwidth_GBps * GB,
             source=self.source,
+            host_bytes_per_s=host if self.host_GBps is None else self.host_GBps * GB,
             notes=self.notes,
         )
 
@@ -244,6 +248,7 @@ class ClusterFile(FileModel):
         intra_link: nvlink-3            # or name, bandwidth_GBps, latency_us
         inter_link: 4xethernet-100      # ports of a node, one without a number; or name, bandwidth_GBps, latency_us,
                                         # ports_per_node
+        host_memory_GiB: 1024           # what a node's processes may take of its host's memory; not checked without it
     """
 
     version: Literal[1]
@@ -253,6 +258,7 @@ class ClusterFile(FileModel):
     device: DeviceEntry
     intra_link: LinkEntry | None = None
     inter_link: LinkEntry | None = None
+    host_memory_GiB: HostMemory = None  # noqa: N815
 
 
 def _as_tuple(found: object) -> object:
@@ -269,6 +275,7 @@ class PoolSpec(FileModel):
     device: DeviceEntry
     intra_link: LinkEntry | None = None
     inter_link: LinkEntry | None = None
+    host_memory_GiB: HostMemory = None  # noqa: N815
 
 
 class PoolsFile(FileModel):

@@ -158,6 +158,7 @@ def cluster_file(cluster: Cluster) -> ClusterFile | PoolsFile:
                 "device": device.name if known_device(device.name) == device else _spec(device),
                 "intra_link": group.intra_link.name if group.intra_link in links() else _link_spec(group.intra_link),
                 "inter_link": group.inter_link and _link_spec(group.inter_link, ports_per_node=ports),
+                "host_memory_GiB": group.host_memory_bytes and group.host_memory_bytes / GIB,
             }
         )
     if not cluster.is_mixed:
@@ -169,7 +170,8 @@ def cluster_file(cluster: Cluster) -> ClusterFile | PoolsFile:
 
 
 def _spec(device: Device) -> DeviceSpec:
-    memory, rate = device.memory_bytes, device.memory_bytes_per_s
+    memory, rate, known = device.memory_bytes, device.memory_bytes_per_s, known_device(device.name)
+    host = None if known and known.host_bytes_per_s == device.host_bytes_per_s else device.host_bytes_per_s
     return DeviceSpec.model_validate(
         {
             "name": device.name,
@@ -178,6 +180,7 @@ def _spec(device: Device) -> DeviceSpec:
             "backend": device.backend,
             "memory_GiB": None if memory is None else memory / GIB,
             "memory_bandwidth_GBps": None if rate is None else rate / GB,
+            "host_GBps": host and host / GB,
             "peak_TFLOPs": {dtype: peak / TERA for dtype, peak in device.peak_flop_per_s.items()},
             "source": device.source,
             "notes": device.notes,
@@ -229,6 +232,7 @@ def _group_of(file: ClusterFile | PoolSpec, name: str) -> NodeGroup:
         device=device,
         intra_link=_intra_link(file, device),
         inter_link=_inter_link(file, device),
+        host_memory_bytes=None if file.host_memory_GiB is None else round(file.host_memory_GiB * GIB),
     )
 
 

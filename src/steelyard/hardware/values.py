@@ -56,6 +56,8 @@ class Device:
     ``peak_flop_per_s``: dense matmul peak per dtype name (``bf16``, ``fp16``, ``fp32``; also ``tf32`` and ``fp8`` where
     the device has them). ``fp32`` is the true fp32 rate, which torch uses by default; ``tf32`` must be switched on.
     Empty for a device that only a profile can describe. ``memory_bytes_per_s``: peak of the device memory, or None.
+    ``host_bytes_per_s``: what copies from or to pinned memory of the host reach; None where nobody said, and for a cpu,
+    whose memory is the host's.
     ``source``: address of the data sheet. Raises `InvalidClusterError` for numbers that are not positive and finite,
     for an unknown device type or backend, and for two of them that do not go together.
     """
@@ -68,6 +70,7 @@ class Device:
     memory_bytes_per_s: float | None
     source: str
     vendor: Vendor | None = None
+    host_bytes_per_s: float | None = None
     notes: str = ""
 
     def __post_init__(self) -> None:
@@ -88,8 +91,9 @@ class Device:
             _require_positive(f"device {self.name!r}: peak_flop_per_s[{dtype!r}]", rate)
         if self.memory_bytes is not None:
             _require_positive(f"device {self.name!r}: memory_bytes", self.memory_bytes, MOST_BYTES)
-        if self.memory_bytes_per_s is not None:
-            _require_positive(f"device {self.name!r}: memory_bytes_per_s", self.memory_bytes_per_s)
+        for field_name in ("memory_bytes_per_s", "host_bytes_per_s"):
+            if (rate := getattr(self, field_name)) is not None:
+                _require_positive(f"device {self.name!r}: {field_name}", rate)
 
     @property
     def is_gpu(self) -> bool:
@@ -227,7 +231,8 @@ class NodeGroup:
     """Equal nodes of equal devices: ``intra_link`` joins the devices of a node, ``inter_link`` the nodes.
 
     ``inter_link`` may be None on one node only; ``outer_link`` joins a device to those of other groups, None where
-    there are none. Raises `InvalidClusterError` for counts below one or a missing inter-node link.
+    there are none. ``host_memory_bytes`` is what the processes of a node may take of its host's memory; None where
+    nobody said. Raises `InvalidClusterError` for counts below one or a missing inter-node link.
     """
 
     name: str
@@ -237,10 +242,13 @@ class NodeGroup:
     intra_link: Link
     inter_link: Link | None
     outer_link: Link | None = None
+    host_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, count in (("num_nodes", self.num_nodes), ("devices_per_node", self.devices_per_node)):
             _require_positive(name, count)
+        if self.host_memory_bytes is not None:
+            _require_positive("host_memory_bytes", self.host_memory_bytes, MOST_BYTES)
         if self.num_nodes > 1 and self.inter_link is None:
             raise InvalidClusterError(
                 field="inter_link",
@@ -359,6 +367,11 @@ class Cluster:
     def inter_link(self) -> Link | None:
         """What joins the nodes."""
         return self.group.inter_link
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """What the processes of a node may take of its host's memory, where that is known."""
+        return self.group.host_memory_bytes
 
     def on(self, **changes: Any) -> "Cluster":
         """The cluster with these fields of its one group changed."""

@@ -11,6 +11,7 @@ from typing import TypeVar
 from steelyard.errors import UserError, nearest
 from steelyard.levers.chunked_loss import ChunkedLoss
 from steelyard.levers.lever import Asked, Divided, Effects, Lever
+from steelyard.levers.offload import Offload
 from steelyard.levers.optimizer import Optimizer
 from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.levers.train import Train
@@ -18,7 +19,9 @@ from steelyard.model.chain import ModelChain
 
 Value = TypeVar("Value", bound=Lever)
 
-LEVERS: dict[str, type[Lever]] = {lever.name: lever for lever in (Train, QuantizedBase, Optimizer, ChunkedLoss)}
+LEVERS: dict[str, type[Lever]] = {
+    lever.name: lever for lever in (Train, QuantizedBase, Optimizer, Offload, ChunkedLoss)
+}
 """By name, in the order in which they are written. A test may add one of its own."""
 
 

@@ -39,6 +39,19 @@ class Effects:
     """What it keeps of a layer besides, at most; together no more than AdamW keeps."""
     update_bytes: float = 28.0
     """Bytes that a step of it moves for a trained parameter: AdamW reads 16 and writes 12."""
+    host_bytes: float = 0.0
+    """Bytes that training keeps of a trained parameter in the memory of the host."""
+    moved_bytes: float = 0.0
+    """Bytes that a step copies from and to the host for a trained parameter, both directions together."""
+    buffer_bytes: int = 0
+    """What of a layer's bytes in host memory a step has on the device at a time, at most."""
+    saves_on_host: bool = False
+    """Whether what blocks save for their backward passes lies in the memory of the host."""
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything lies in the memory of the host."""
+        return self.host_bytes > 0 or self.saves_on_host
 
 
 class Runner(Protocol):
@@ -81,6 +94,10 @@ class Divided(Protocol):
     @property
     def expert_degree(self) -> int:
         """Ranks that divide its experts."""
+
+    @property
+    def remat(self) -> str:
+        """What of it is computed again in the backward pass: none, selective or full."""
 
 
 class Lever(ABC):

@@ -161,6 +161,8 @@ class ChainLayer(nn.Module):
         """Of which the layer returns the statistics behind what flows on; None where no router of it is trained."""
         self.own_parameters: Callable[[], AbstractContextManager[None]] = nullcontext
         """Within it the layer has the parameters that it computes on, where a replica has others."""
+        self.saving: Callable[[LayerContext], AbstractContextManager[None]] = lambda _: nullcontext()
+        """Within it a forward pass saves where levers say so."""
         self.compute: Callable[[Flow, LayerContext], Flow] = self.run
         """What a forward pass does, and does again where the strategy says so; a replica wraps it."""
 
@@ -186,9 +188,10 @@ class ChainLayer(nn.Module):
 
     def forward(self, inputs: Flow, context: LayerContext) -> Flow:
         """The layer's output; recomputed in backward where the strategy says so."""
-        if self.remat is Remat.NONE:
-            return self.compute(inputs, context)
-        return checkpoint(self.compute, inputs, context, use_reentrant=False, context_fn=REMAT_CONTEXTS[self.remat])
+        with self.saving(context):
+            if self.remat is Remat.NONE:
+                return self.compute(inputs, context)
+            return checkpoint(self.compute, inputs, context, use_reentrant=False, context_fn=REMAT_CONTEXTS[self.remat])
 
     def within(self, flow: Flow, context: LayerContext, compute: Callable[[Flow, LayerContext], Flow]) -> Flow:
         """What flows out of the layer, which computes as ``compute`` says; what it does not read flows past it."""

@@ -479,6 +479,7 @@ def headline(plan: Plan) -> str:
         f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{utilisation}, "
         f"{format_bytes(taken)} of {format_bytes(budget)} per device"
         + (f" ({prediction.margin_text})" if prediction.margin_text else "")
+        + (f"\n{prediction.host}" if prediction.host else "")
         + f"\n{prediction.accuracy}"
         + (f"\n{compared}" if compared else "")
         + (f"\n{simplicity_line(plan.num_groups, plan.num_stages, prediction)}" if prediction.fastest else "")

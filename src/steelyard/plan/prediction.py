@@ -196,7 +196,7 @@ def shortfall(peak_bytes: int, budget_bytes: int, margin_bytes: int) -> str:
     return f"fits under pressure: takes {format_bytes(over)} of the {format_bytes(margin_bytes)} to be left free"
 
 
-OWN_TERMS = ("compute", "remat", "host", "optimizer")
+OWN_TERMS = ("compute", "remat", "host", "optimizer", "offload")
 """Terms of time in which a rank computes by itself; those of parallelism dimensions wait for others."""
 
 
@@ -208,6 +208,8 @@ class StagePrediction(PlanPart):
 
     time_s: dict[str, Seconds]
     memory_bytes: dict[str, Bytes]
+    host_bytes: Bytes = Field(default=0, exclude_if=lambda size: not size)
+    """What a rank holds in the memory of its host, which ``memory_bytes`` does not count."""
 
     @property
     def total_time_s(self) -> float:
@@ -292,6 +294,31 @@ class PoolUse(PlanPart):
     """Why it is left out."""
 
 
+class HostUse(PlanPart):
+    """Tensors of the ranks of a node in the memory of their host, of the node that has least left.
+
+    On GPUs they are pinned, in which torch rounds each of them up to a power of two.
+    """
+
+    node_bytes: Bytes
+    memory_bytes: Bytes | None = None
+    """What they may hold; absent where the cluster does not say it, so that nothing was checked."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether they may hold it, as far as is known."""
+        return self.memory_bytes is None or self.node_bytes <= self.memory_bytes
+
+    def __str__(self) -> str:
+        taken = f"{format_bytes(self.node_bytes)} of tensors in the host memory of a node"
+        if self.memory_bytes is None:
+            return f"{taken}, of which the cluster does not say how much there is: not checked"
+        if not self.fits:
+            return f"{taken}, more than its {format_bytes(self.memory_bytes)}"
+        rounded = "; pinned, each may take up to twice its size" if 2 * self.node_bytes > self.memory_bytes else ""
+        return f"{taken}, of {format_bytes(self.memory_bytes)}{rounded}"
+
+
 class Prediction(PlanPart):
     """What the planner expects of a plan, and how sure it is that no plan is better."""
 
@@ -329,6 +356,8 @@ class Prediction(PlanPart):
     """Absent where the plan is the fastest that was found itself."""
     reasons: tuple[str, ...] = ()
     """Why some layers are not as most blocks are, one line for each strategy; none in older plans."""
+    host: HostUse | None = Field(default=None, exclude_if=lambda use: use is None)
+    """Absent where nothing lies in host memory."""
     pools: tuple[PoolUse, ...] | None = None
     """The pools at hand, those used first in the order of their ranks; absent where all devices are alike."""
 

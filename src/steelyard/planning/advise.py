@@ -16,6 +16,7 @@ from steelyard.errors import UserError
 from steelyard.levers import LEVERS, Levers
 from steelyard.levers.lever import Result
 from steelyard.planning.choose import device_bytes
+from steelyard.planning.price import refuse_host, with_price
 from steelyard.planning.request import PlanRequest, with_levers
 from steelyard.planning.variants import FREE_CHOICE, Answer, Progress, Study, within
 from steelyard.units import GIB, format_seconds
@@ -142,6 +143,8 @@ def _try(request: PlanRequest, texts: Mapping[str, str], own: Advice, free_s: fl
 
 def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float, levers: Levers | None) -> Advice:
     answer, least = study.answer(FREE_CHOICE), least_bytes(study)
+    if answer.plan is not None and study.job.effects.uses_host:
+        refuse_host(with_price(answer.plan, study.job))
     missing = 0 if answer.plan is not None else _missing(answer, least, study.job.budget_bytes)
     results = [lever.result for lever in levers or ()]
     return Advice(

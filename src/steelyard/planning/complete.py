@@ -30,7 +30,7 @@ from steelyard.planning.choose import (
     plan_request,
 )
 from steelyard.planning.job import job_of, time_factors
-from steelyard.planning.price import peak_bytes, prediction_of, with_cost
+from steelyard.planning.price import peak_bytes, prediction_of, refuse_host, with_cost
 from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import SIMPLIFY, GivenProfiles, PlanRequest, make_request
 from steelyard.planning.simple import DEPTH_GAIN, simplest, usual_stages, with_reasons, with_usual_stages
@@ -213,6 +213,7 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
     else:
         result = _completed(result, request, result.job, progress)
     assert result.plan is not None, "as before"
+    refuse_host(result.plan)
     if request.tokens is not None:
         result = replace(result, plan=result.plan.with_training(request.tokens, price=request.price))
     return result

@@ -17,7 +17,7 @@ from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidClusterError, InvalidProfileError, UserError
 from steelyard.hardware import hardware_file
 from steelyard.plan.plan import Plan, PlanModel
-from steelyard.plan.prediction import Alternative, Certificate, PoolUse, Prediction, StagePrediction
+from steelyard.plan.prediction import Alternative, Certificate, HostUse, PoolUse, Prediction, StagePrediction
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.job import job_of
@@ -171,9 +171,39 @@ def prediction_of(
         profile=first.cost_source(),
         backend=first.cluster.device.backend,
         interval=None if is_mixed else interval_of(first.cost_source(), plan.strategies, cost.step_time_s),
+        host=_host_use(job, plan, cost.stages),
         alternatives=alternatives,
         pools=_pool_uses(job, plan, cost.step_time_s, found) if is_mixed else None,
     )
+
+
+def _host_use(job: Job, plan: Plan, stages: Sequence[StagePrediction]) -> HostUse | None:
+    """What a node holds in host memory, of the node that has least left; None where none holds any."""
+    of_rank = [
+        held.host_bytes for stage, held in zip(plan.stages, stages, strict=True) for _ in range(stage.num_devices)
+    ]
+    if not any(of_rank):
+        return None
+    nodes = [group for group in job.used_by(plan).hardware.groups for _ in range(group.num_nodes)]
+    firsts = accumulate((group.devices_per_node for group in nodes), initial=0)
+    uses = [
+        HostUse(node_bytes=sum(of_rank[first : first + group.devices_per_node]), memory_bytes=group.host_memory_bytes)
+        for first, group in zip(firsts, nodes, strict=False)
+    ]
+    return max(uses, key=lambda use: (use.node_bytes - (use.memory_bytes or 0), use.memory_bytes is not None))
+
+
+def refuse_host(plan: Plan) -> Plan:
+    """Return the plan; raises `UserError` where it holds more in host memory than there is."""
+    use = plan.prediction.host if plan.prediction else None
+    if use is not None and not use.fits:
+        raise UserError(
+            field="host_memory_GiB",
+            found=f"{use}, with {plan.chosen_levers}",
+            expected="as much as the host has, of which the cluster file says what a node's processes may take",
+            hint="shard states over more ranks, as with --pin fsdp, put less into host memory, or use more nodes",
+        )
+    return plan
 
 
 def _pool_uses(job: Job, plan: Plan, step_time_s: float, found: Sequence[tuple[Plan, float]]) -> tuple[PoolUse, ...]:

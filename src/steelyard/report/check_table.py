@@ -25,6 +25,8 @@ class StageBudget:
     budget_bytes: int
     margin_bytes: int = 0
     """What of it is to be left free, where a plan fits so."""
+    host_bytes: int = 0
+    """What was predicted of it in host memory, beside that."""
 
     @property
     def tensor_bytes(self) -> int:
@@ -45,6 +47,8 @@ class CheckedRank:
     first_step_bytes: int
     wall_s: float
     budget: StageBudget
+    host_bytes: int = 0
+    """The most in host memory."""
 
     @property
     def peak_bytes(self) -> int:
@@ -109,6 +113,9 @@ def term_table(checked: Sequence[CheckedRank]) -> Table:
         style="bold",
     )
     table.add_row("predicted / found", *_left(checked, _ratio))
+    if any(rank.host_bytes for rank in checked):
+        on_host = (size for rank in checked for size in (rank.host_bytes, rank.budget.host_bytes))
+        table.add_row("in host memory", *map(format_bytes, on_host))
     table.add_row("at", *_left(checked, lambda rank: rank.where))
     table.add_row("in the first step", *_left(checked, lambda rank: format_bytes(rank.first_step_bytes)))
     table.add_row("context and slack", *_left(checked, lambda rank: format_bytes(rank.allowance_bytes)))

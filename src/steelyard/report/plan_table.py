@@ -22,7 +22,7 @@ from steelyard.plan.prediction import (
     misfits,
 )
 from steelyard.report.tables import framed_table, number
-from steelyard.units import format_bytes, format_change, format_days, format_money, format_plural, format_seconds
+from steelyard.units import GB, format_bytes, format_change, format_days, format_money, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
 SHOWN_REASONS = 6
@@ -89,6 +89,7 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
         machines = plan.hardware_value()
     except InvalidClusterError:
         return []
+    copies = _host_lines(machines) if prediction.host else []
     if machines.is_mixed:
         pairs = [(pool, link) for pool, link in zip(machines.pools, machines.links, strict=True) if link is not None]
         words = [f"{link.name} from {pool.name}, {link.rate_text()}" for pool, link in pairs]
@@ -96,9 +97,17 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
         return [
             f"Links assumed between pools, per device and direction: {'; '.join(words)}",
             *(f"In {pool.name}: {text}" for pool, _ in pairs if (text := _links(pool, sources.get(pool.name)))),
+            *copies,
         ]
     text = _links(machines, prediction.profile)
-    return [f"Links assumed, per device and direction: {text}"] if text else []
+    return [*([f"Links assumed, per device and direction: {text}"] if text else []), *copies]
+
+
+def _host_lines(cluster: Cluster) -> list[str]:
+    """A line with the rates that copies from and to hosts are taken to reach."""
+    rates = {pool.device.name: pool.device.host_bytes_per_s for pool in cluster.pools}
+    words = "; ".join(f"{rate / GB:.3g} GB/s on {name}" for name, rate in rates.items() if rate)
+    return [f"Copies from and to the host assumed, per device and direction: {words}"] if words else []
 
 
 def _links(cluster: Cluster, source: CostSource | None) -> str:

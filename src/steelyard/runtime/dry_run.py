@@ -159,12 +159,16 @@ def _shard_of(strategy: Strategy, axes: tuple[int, ...], place: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """What one rank holds: the peak of the first step and of every later one. ``wall_s`` is what finding it took."""
+    """What one rank holds: the peak of the first step and of every later one. ``wall_s`` is what finding it took.
+
+    ``host_bytes`` is the most that lies in host memory.
+    """
 
     rank: int
     first_step: Peak
     later_steps: Peak
     wall_s: float
+    host_bytes: int = 0
 
 
 def dry_run(
@@ -189,7 +193,8 @@ def dry_run(
             peaks = _two_steps(model, storages, read)
         left_out = whole.num_microbatches - plan.num_microbatches
         first, later = (_with_microbatches(peak, left_out, model) for peak in peaks)
-    return RankMemory(rank=rank, first_step=first, later_steps=later, wall_s=time.perf_counter() - started_s)
+    took_s = time.perf_counter() - started_s
+    return RankMemory(rank=rank, first_step=first, later_steps=later, wall_s=took_s, host_bytes=storages.host_bytes)
 
 
 def dry_run_all(

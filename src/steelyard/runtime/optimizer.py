@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.optim import Optimizer
 
+from steelyard.levers.offload import Offload
 from steelyard.levers.optimizer import Optimizer as OptimizerLever
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.levers.optimizer import make_optimizer
@@ -36,7 +37,8 @@ _CONVOLUTION_DIMS = 4
 
 def make_optimizers(model: ParallelModel, options: TrainOptions) -> list[Optimizer]:
     """The optimizers of this rank's parameters, as the plan says, one for each kind of sharding."""
-    lever = model.plan.chosen_levers.value(OptimizerLever)
+    levers = model.plan.chosen_levers
+    lever, offload = levers.value(OptimizerLever), levers.value(Offload)
     decayed = {id(parameter) for path, parameter in model.named_parameters() if decays(model.chain, path, parameter)}
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -47,7 +49,7 @@ def make_optimizers(model: ParallelModel, options: TrainOptions) -> list[Optimiz
             {"params": group, "weight_decay": options.weight_decay if is_decayed else 0.0}
             for is_decayed, group in groups.items()
         ]
-        return make_optimizer(lever, decayed_groups, lr=options.lr, betas=BETAS)
+        return make_optimizer(lever, decayed_groups, offload=offload, lr=options.lr, betas=BETAS)
 
     return model.make_optimizers(make)
 

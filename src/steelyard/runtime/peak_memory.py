@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from steelyard.modules.fake_op_cache import FakeOpCache, asks_device
+from steelyard.modules.host_memory import is_on_host
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
 CUDA_METHOD = "torch.cuda.max_memory_allocated"
@@ -60,6 +61,9 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.host_bytes = 0
+        """The most in host memory, which the others do not count."""
+        self._on_host: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._is_paused = False
@@ -109,6 +113,9 @@ class LiveStorages(TorchDispatchMode):
         if self._is_paused or ((tensor.fake_device.type == "meta") if type(tensor) is FakeTensor else tensor.is_meta):
             return
         storage = tensor.untyped_storage()
+        if is_on_host(storage):
+            self._follow_host(storage)
+            return
         key = storage._cdata
         num_bytes = storage.nbytes()
         if key not in self._references:
@@ -117,6 +124,12 @@ class LiveStorages(TorchDispatchMode):
         elif num_bytes == self._sizes[key]:
             return
         self._set_size(key, num_bytes)
+
+    def _follow_host(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._on_host:
+            self._on_host[key] = storage.nbytes(), weakref.ref(storage, lambda _: self._on_host.pop(key))
+            self.host_bytes = max(self.host_bytes, sum(size for size, _ in self._on_host.values()))
 
     def _set_size(self, key: int, num_bytes: int) -> None:
         self.live_bytes += num_bytes - self._sizes[key]

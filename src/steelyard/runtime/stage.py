@@ -7,6 +7,7 @@ Legend of shape suffixes: B samples of this rank in a microbatch, S sequence len
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from transformers import PreTrainedModel
 
 from steelyard.errors import InvalidPlanError
-from steelyard.model.chain import ModelChain
+from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.build import materialize_layer, prepare_model
 from steelyard.modules.context_attention import SEQUENCE_DIM, in_order, natural_order, rank_order
 from steelyard.modules.dimensions import TWINS, Division
@@ -32,6 +33,7 @@ from steelyard.modules.layers import (
     shared_inputs_of,
     tensors_of,
 )
+from steelyard.modules.levers import saving
 from steelyard.modules.own_pieces import OwnBatch
 from steelyard.modules.replicated import (
     Replica,
@@ -327,6 +329,8 @@ def _build_chunk(
     for number, strategy in enumerate(strategies, start=part.first_layer):
         materialize_layer(model, chain, number, seed=seed, device=device)
         layer = build_layer(model, chain, number, strategy.remat)
+        if plan.levers and chain.type_of(number).role is LayerRole.BLOCK and (save := saving(plan.chosen_levers)):
+            layer.saving = partial(save, layer)
         has_backward = chain.has_backward(number)
         sharded = shard_layer(layer, chain, strategy, mesh, plan.precision, has_backward=has_backward)
         if isinstance(sharded, Replica):

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from steelyard.levers import Effects
+from steelyard.levers.offload import Offload
 from steelyard.levers.optimizer import BLOCK
 from steelyard.levers.optimizer import Optimizer as Lever
 from steelyard.modules.levers.optimizer import make_optimizer, stored, take
@@ -35,7 +36,7 @@ def trained(optimizer: Optimizer) -> list[Tensor]:
 
 def made(word: str, *shapes: tuple[int, ...]) -> Optimizer:
     groups = [{"params": parameters(*shapes), "weight_decay": DECAY}]
-    return make_optimizer(Lever(word), groups, lr=0.01, betas=BETAS)
+    return make_optimizer(Lever(word), groups, offload=Offload(), lr=0.01, betas=BETAS)
 
 
 @pytest.mark.slow

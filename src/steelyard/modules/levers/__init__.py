@@ -1,16 +1,19 @@
 """The twins of the levers that change a model, each of one lever of `steelyard.levers`."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from steelyard.levers import Levers
 from steelyard.levers.chunked_loss import ChunkedLoss
+from steelyard.levers.offload import Offload
 from steelyard.model.chain import ModelChain
-from steelyard.modules.levers import quantized_base, train
+from steelyard.modules.levers import offload, quantized_base, train
 
 CHANGES: dict[str, Any] = {"train": train, "base": quantized_base}
 """By the name of the lever."""
@@ -26,6 +29,13 @@ def change_model(model: PreTrainedModel, chain: ModelChain) -> None:
 def loss_chunks(chain: ModelChain) -> int:
     """Chunks of a sample's tokens that the head computes one after another."""
     return next((change.chunks for change in chain.changes if isinstance(change, ChunkedLoss)), 1)
+
+
+def saving(levers: Levers) -> Callable[[nn.Module, Any], AbstractContextManager[None]] | None:
+    """What a forward pass through a block, given with its context, is within; None where levers leave it as it is."""
+    if not levers.value(Offload).moves_activations:
+        return None
+    return lambda layer, context: offload.saving_on_host(layer, context.side.tensors())
 
 
 def is_added(name: str) -> bool:

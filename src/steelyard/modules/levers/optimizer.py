@@ -29,7 +29,9 @@ from torch.optim import SGD, Adafactor
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from steelyard.levers.offload import Offload
 from steelyard.levers.optimizer import BLOCK, Optimizer
+from steelyard.modules.levers.offload import OffloadedAdamW
 from steelyard.modules.updates import LocalAdamW, LocalUpdates, local_part
 
 _EPS = 1e-8
@@ -41,9 +43,11 @@ _CHUNK = 2**16
 
 
 def make_optimizer(
-    lever: Optimizer, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]
+    lever: Optimizer, groups: list[dict[str, Any]], *, offload: Offload, lr: float, betas: tuple[float, float]
 ) -> TorchOptimizer:
     """Makes the optimizer of a lever for groups of parameters, all on one mesh; ``betas`` are of AdamW."""
+    if offload.moves_optimizer:
+        return OffloadedAdamW(groups, lr=lr, betas=betas)
     if lever.word in BLOCK:
         return QuantizedAdamW(groups, word=lever.word, lr=lr, betas=betas)
     make: dict[str, Callable[..., TorchOptimizer]] = {

@@ -96,11 +96,12 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
 
 def _kept(plan: Plan) -> str:
     """What is kept of a trained parameter from step to step."""
-    optimizer, state_bytes = plan.chosen_levers.value(Optimizer), plan.chosen_levers.effects.state_bytes
+    optimizer, effects = plan.chosen_levers.value(Optimizer), plan.chosen_levers.effects
+    on_host = f", {effects.host_bytes:.3g} of them in host memory" if effects.host_bytes else ""
     states = "both moments of AdamW" if optimizer.is_default else f"the states of {optimizer}"
     return (
-        f"parameters and gradients are kept in fp32, with {states} {_FP32_BYTES + state_bytes:.3g} bytes of a trained "
-        "parameter"
+        f"parameters and gradients are kept in fp32, with {states} "
+        f"{_FP32_BYTES + effects.state_bytes + effects.host_bytes:.3g} bytes of a trained parameter{on_host}"
     )
 
 

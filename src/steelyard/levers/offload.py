@@ -1,0 +1,135 @@
+r"""Offload: what lies in the memory of the host, because a device has too little of its own.
+
+| word            | in host memory                            | over the link                              |
+|-----------------|-------------------------------------------|--------------------------------------------|
+| ``optimizer``   | both moments of AdamW in fp32, 8 B a      | 16 B a trained parameter, once a step      |
+|                 | trained parameter                         |                                            |
+| ``activations`` | what blocks save for the backward pass,   | the same there and back, every microbatch  |
+|                 | of microbatches in flight                 |                                            |
+
+``optimizer+activations`` is both.
+
+**optimizer.** Parameters and gradients stay in fp32 on the device, which computes the step: `CHUNK` entries of both
+moments at a time are copied to it, updated by the same kernel as without offload, and copied back, so that parameters
+are the same to the last bit. Seconds are those of the step, and
+
+$$t = 16 N / W, \qquad W \text{ of one direction: `Device.host\_bytes\_per\_s`}$$
+
+since copies and updates follow one another in one stream; nothing hides them, since the norm that clips gradients is
+known only when the backward pass has ended. A CPU, whose memory is the host's, copies within it, which reads and writes
+every byte.
+
+The other way, as of DeepSpeed's ZeRO-Offload and torchao's ``CPUOffloadOptimizer``, is to step on the host: 8 bytes a
+parameter over the link, and 28 of the host's memory, which the devices of a node share (DeepSpeed's CPUAdam takes 0.22
+to 0.30 s a billion parameters on two Xeon 8168, torch's then 1.4). It needs copies of parameters and gradients on the
+host, and no fewer seconds where several devices share one.
+
+**activations.** What a block saves (all without remat, its input under full remat) is copied to the host as it works
+forward and back as it works backwards, and is then on the device as without offload; embedding and head keep theirs.
+Copies follow the work of the block in one stream, so that none is hidden: $2 b / W$ a microbatch, with $b$ the bytes
+that it saves. Selective remat keeps what it chose in a cache of torch's own, which no hook sees, so that it is refused.
+torchtune and Megatron copy in streams of their own, beside other blocks; then a device has more, and waits less.
+
+Not modelled: what starting a copy takes, a few microseconds for each tensor; devices of a node that share a PCIe switch
+or the memory of the host as they copy at the same time; what both directions at once would gain.
+
+Source: Ren et al. 2021 (ZeRO-Offload, arXiv 2101.06840), table 4.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from steelyard.errors import UserError, nearest
+from steelyard.levers.lever import Asked, Divided, Effects, Lever
+from steelyard.levers.optimizer import Optimizer
+
+NONE = "none"
+CHUNK = 2**22
+"""Entries of a moment that are copied to the device at a time: 16 MiB, at which a copy reaches the rate of the link."""
+_MOMENT_BYTES = 4
+_MOMENTS = 2
+_OPTIMIZER, _ACTIVATIONS = "optimizer", "activations"
+
+
+@dataclass(frozen=True, slots=True)
+class Offload(Lever):
+    """What lies in host memory."""
+
+    word: str = NONE
+
+    name: ClassVar[str] = "offload"
+    values: ClassVar[tuple[str, ...]] = (NONE, _OPTIMIZER, _ACTIVATIONS, f"{_OPTIMIZER}+{_ACTIVATIONS}")
+    offers: ClassVar[tuple[str, ...]] = values[1:]
+    help: ClassVar[str] = (
+        "What lies in the memory of the host: none, optimizer (the moments of AdamW), activations (what blocks save), "
+        "or both."
+    )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """What this word says; raises `UserError` for an unknown one."""
+        if text not in cls.values:
+            raise UserError(
+                field="--offload",
+                found=repr(text),
+                expected="one of " + ", ".join(cls.values),
+                hint=nearest(text, cls.values),
+            )
+        return cls(text)
+
+    def __str__(self) -> str:
+        return self.word
+
+    @property
+    def is_default(self) -> bool:
+        """Whether all lies on the device."""
+        return self.word == NONE
+
+    @property
+    def moves_optimizer(self) -> bool:
+        """Whether the states of the optimizer lie in host memory."""
+        return _OPTIMIZER in self.word.split("+")
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether what blocks save lies in host memory."""
+        return _ACTIVATIONS in self.word.split("+")
+
+    def check(self, asked: Asked) -> None:
+        """Raises `UserError` for another optimizer, and for a GPU whose link to the host is not known."""
+        Lever.check(self, asked)
+        if self.moves_optimizer and Optimizer.name in asked.levers:
+            raise UserError(
+                field="--offload",
+                found=f"{self} beside another optimizer",
+                expected="AdamW in fp32, whose moments are copied in parts",
+                hint="leave --optimizer or --offload out",
+            )
+        for device in asked.devices:
+            if device.is_gpu and device.host_bytes_per_s is None:
+                raise UserError(
+                    field="--offload",
+                    found=f"{self} on {device.name!r}, whose link to the host is not known",
+                    expected="a device of which the cluster file says what copies from and to the host reach",
+                    hint="add host_GBps to the device in the cluster file: 24.8 over PCIe 4, 55 over PCIe 5",
+                )
+
+    def refusal(self, strategy: Divided) -> str | None:
+        """Hooks do not see what selective remat keeps."""
+        if self.moves_activations and strategy.remat == "selective":
+            return "what selective remat keeps is not copied to the host: no or full remat"
+        return None
+
+    def effects(self, effects: Effects) -> Effects:
+        """What lies in host memory, and what a step moves there and back."""
+        effects = replace(effects, saves_on_host=self.moves_activations)
+        if not self.moves_optimizer:
+            return effects
+        return replace(
+            effects,
+            state_bytes=0.0,
+            layer_state_bytes=0,
+            host_bytes=effects.state_bytes,
+            moved_bytes=2 * effects.state_bytes,
+            buffer_bytes=_MOMENTS * _MOMENT_BYTES * CHUNK,
+        )

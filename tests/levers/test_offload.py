@@ -1,0 +1,268 @@
+"""Offload as a lever: what is written of it, what it costs in time and memory, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from steelyard.cost.compute import host_copies_s
+from steelyard.cost.predict import layer_times, predict_host, predict_memory
+from steelyard.errors import InvalidPlanError, UserError
+from steelyard.hardware import find_device, parse_cluster
+from steelyard.hardware.files import devices
+from steelyard.hardware.parse import cluster_file, cluster_of
+from steelyard.levers import Levers
+from steelyard.levers.offload import CHUNK, Offload
+from steelyard.plan.file import dump_json, read_plan, write_plan
+from steelyard.plan.plan import headline
+from steelyard.plan.prediction import HostUse
+from steelyard.planning.advise import advise
+from steelyard.planning.complete import find_plan
+from steelyard.planning.request import make_request
+from steelyard.report.plan_table import link_lines
+from steelyard.runtime.dry_run import dry_run
+from tests.jobs import make_job
+from tests.levers.test_optimizer import CHECKED, LARGER, traced_job
+from tests.runtime.models import make_plan
+
+GIB = 2**30
+OPTIONS: dict[str, Any] = {"global_batch": 8, "seq_len": 64}
+OFFLOAD = {"offload": "optimizer"}
+
+
+def write_cluster(folder: Path, **more: Any) -> str:
+    path = folder / "cluster.yaml"
+    content = {"version": 1, "num_nodes": 2, "devices_per_node": 2, "device": "a100-40gb", **more}
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+# what is written of it
+
+
+@pytest.mark.parametrize("word", Offload.values)
+def test_a_text_says_one_value_and_a_value_one_text(word: str) -> None:
+    assert str(Offload.parse(word)) == word
+    assert Levers.of({"offload": word}).texts == ({} if word == "none" else {"offload": word})
+
+
+def test_another_text_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="optimizer") as caught:
+        Offload.parse("optimiser")
+    assert caught.value.field == "--offload"
+
+
+def test_a_plan_says_it_and_what_lies_on_the_host(tmp_path: Path) -> None:
+    plan = find_plan("llama-demo", "1x2xa100-40gb", **OPTIONS, levers=OFFLOAD)
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    assert "offload optimizer" in headline(plan)
+    assert plan.prediction is not None
+    assert link_lines(plan, plan.prediction)[-1].endswith("24.8 GB/s on a100-40gb")
+    assert (
+        "of tensors in the host memory of a node, of which the cluster does not say how much there is: not checked"
+        in headline(plan)
+    )
+
+
+def test_a_plan_without_it_says_nothing_of_hosts() -> None:
+    plan = find_plan("llama-demo", "1x2xa100-40gb", **OPTIONS, levers={"offload": "none"})
+    written = json.loads(dump_json(plan))
+    assert "levers" not in written
+    assert "host" not in written["prediction"]
+    assert all("host_bytes" not in stage for stage in written["prediction"]["stages"])
+
+
+# what it costs
+
+
+def test_a_step_copies_sixteen_bytes_a_parameter_at_the_rate_of_the_link() -> None:
+    job = make_job("llama-demo", "1x2xa100-40gb", **OPTIONS, levers=OFFLOAD)
+    assert host_copies_s(24.8e9, job) == pytest.approx(1)
+    assert job.effects.moved_bytes == 16
+
+
+def test_every_gpu_of_the_catalogue_states_its_link_to_the_host() -> None:
+    assert all((each.host_bytes_per_s is not None) == each.is_gpu for each in devices())
+
+
+def test_a_faster_link_never_slows_a_plan_down() -> None:
+    cluster = parse_cluster("1x2xa100-40gb")
+    steps = []
+    for rate in (1e9, 24.8e9, 400e9):
+        found = find_plan(
+            "llama-demo", cluster.on(device=replace(cluster.device, host_bytes_per_s=rate)), **OPTIONS, levers=OFFLOAD
+        )
+        assert found.prediction is not None
+        steps.append(found.prediction.step_time_s)
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_moments_are_on_the_host_and_not_on_the_device() -> None:
+    """Of llama3.2-1b, whose 1.5 billion parameters with those of the head have moments of 8 bytes."""
+    options: dict[str, Any] = {"global_batch": 1, "seq_len": 64}
+    plain, offloaded = (find_plan("llama3.2-1b", "1x1xa100-80gb", **options, levers=levers) for levers in ({}, OFFLOAD))
+    assert plain.prediction is not None
+    assert offloaded.prediction is not None
+    (before,), (after,) = plain.prediction.stages, offloaded.prediction.stages
+    assert after.host_bytes == 2 * after.memory_bytes["parameters"]
+    assert after.memory_bytes.get("optimizer", 0) < 4096
+    assert before.memory_bytes["optimizer"] - after.host_bytes < 4096
+    assert after.time_s["optimizer"] == before.time_s["optimizer"]
+    assert offloaded.prediction.host is not None
+    assert offloaded.prediction.host.node_bytes == after.host_bytes
+
+
+LONG = LARGER | {"max_position_embeddings": 512}
+WITH_REMAT = {
+    **{name: (precision, stages) for name, (precision, stages) in CHECKED.items() if "selective" not in stages[0]},
+    "remat": ("bf16", ("dp2, dp2 remat=full, fsdp2 remat=full, dp2, fsdp2, dp2",)),
+    "context": ("bf16", ("cp2, cp2, cp2 remat=full, cp2, cp2, cp2",)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_REMAT)
+@pytest.mark.parametrize("word", Offload.values[1:])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str, word: str, num_microbatches: int) -> None:
+    """On the device and on the host, of sequences that are long enough for activations to count."""
+    precision, stages = WITH_REMAT[name]
+    if num_microbatches < len(stages):
+        return
+    options: dict[str, Any] = {"precision": precision, "global_batch": 16, "num_devices": 2, "seq_len": 512}
+    plan = make_plan(LONG, *stages, num_microbatches=num_microbatches, **options, levers={"offload": word})
+    job = replace(traced_job(plan, "adamw"), levers=plan.chosen_levers)
+    for stage, (terms, on_host) in enumerate(zip(predict_memory(plan, job), predict_host(plan, job), strict=True)):
+        found = dry_run(plan, plan.stages[stage].ranks[0], backend="gloo")
+        peak = max((found.first_step, found.later_steps), key=lambda each: each.total_bytes)
+        assert 1.0 <= sum(terms.values()) / peak.total_bytes <= 1.1, f"stage {stage}: {terms}, found {peak}"
+        assert 1.0 <= on_host / found.host_bytes <= 1.05
+
+
+def test_what_blocks_save_is_on_the_host_and_copied_both_ways_in_every_microbatch() -> None:
+    options: dict[str, Any] = {"global_batch": 8, "seq_len": 1024}
+    plain, offloaded = (
+        make_job("llama-demo", "1x1xa100-40gb", **options, levers=levers) for levers in ({}, {"offload": "activations"})
+    )
+    config, stages = dict(plain.chain.config), ", ".join(["single"] * plain.chain.num_layers)
+    plan = make_plan(config, stages, num_microbatches=4, num_devices=1, precision="bf16", **options)
+    before, after = (layer_times(plan, job)[1] for job in (plain, offloaded))
+    (held,), (bytes_before,), (bytes_after,) = (
+        predict_host(plan, offloaded),
+        predict_memory(plan, plain),
+        predict_memory(plan, offloaded),
+    )
+    assert "offload" not in before.forward_s
+    assert after.forward_s["offload"] == after.backward_s["offload"] == pytest.approx(held / 8 / 24.8e9)
+    assert bytes_before["activations"] - bytes_after["activations"] == held
+    assert bytes_after["working set"] <= bytes_before["working set"] + held / 8
+
+
+def test_selective_remat_beside_activations_on_the_host_is_refused() -> None:
+    stages = "dp2, dp2 remat=selective, dp2, dp2"
+    options: dict[str, Any] = {"num_microbatches": 2, "global_batch": 16, "num_devices": 2}
+    with pytest.raises(InvalidPlanError, match="no or full remat"):
+        make_plan("llama-tied", stages, **options, levers={"offload": "activations"})
+    make_plan("llama-tied", stages, **options, levers=OFFLOAD)
+
+
+def test_what_is_on_the_device_for_the_step_is_no_more_than_a_chunk() -> None:
+    effects = Levers.of(OFFLOAD).effects
+    assert effects.buffer_bytes == 8 * CHUNK
+    assert (effects.state_bytes, effects.host_bytes, effects.moved_bytes) == (0, 8, 16)
+
+
+def test_advice_offers_it_and_a_search_never_takes_it_by_itself() -> None:
+    asked = make_request("llama-demo", "1x1xa100-40gb", **OPTIONS)
+    found = {each.options: each for each in advise(asked).changes}
+    assert found["--offload optimizer"].result == "exact"
+    assert found["--offload optimizer"].saved_bytes > 0
+    assert found["--offload activations"].result == "exact"
+    assert not find_plan("llama-demo", "1x1xa100-40gb", **OPTIONS).levers
+
+
+# the host
+
+
+def test_a_cluster_file_says_the_memory_of_its_hosts(tmp_path: Path) -> None:
+    cluster = parse_cluster(write_cluster(tmp_path, host_memory_GiB=512))
+    assert cluster.host_memory_bytes == 512 * GIB
+    assert cluster_of(cluster_file(cluster), name="again") == cluster
+    assert "host_memory_GiB" not in cluster_file(parse_cluster(write_cluster(tmp_path))).model_dump()
+
+
+def test_a_described_device_keeps_the_link_of_its_name_or_says_its_own(tmp_path: Path) -> None:
+    own = {"name": "a100-40gb", "memory_GiB": 20, "peak_TFLOPs": {"bf16": 300}, "memory_bandwidth_GBps": 1500}
+    links = {"intra_link": "nvlink-3", "inter_link": "infiniband-hdr"}
+    cluster = parse_cluster(write_cluster(tmp_path, device=own, **links))
+    assert cluster.device.host_bytes_per_s == find_device("a100-40gb").host_bytes_per_s
+    assert "host_GBps" not in json.loads(cluster_file(cluster).model_dump_json())["device"]
+    cluster = parse_cluster(write_cluster(tmp_path, device={**own, "host_GBps": 12}, **links))
+    assert cluster.device.host_bytes_per_s == 12e9
+    assert cluster_of(cluster_file(cluster), name="again") == cluster
+
+
+def test_the_memory_of_a_host_is_that_of_all_its_ranks(tmp_path: Path) -> None:
+    plan = find_plan("llama-demo", write_cluster(tmp_path, host_memory_GiB=1), **OPTIONS, levers=OFFLOAD)
+    assert plan.prediction is not None
+    assert plan.prediction.host is not None
+    held = [
+        stage.host_bytes
+        for place, stage in enumerate(plan.prediction.stages)
+        for _ in range(plan.stages[place].num_devices)
+    ]
+    assert plan.prediction.host.node_bytes == max(sum(held[:2]), sum(held[2:]))
+    assert plan.prediction.host.memory_bytes == GIB
+
+
+# what is refused
+
+
+def test_more_than_the_host_has_is_refused_and_not_advised(tmp_path: Path) -> None:
+    cluster = write_cluster(tmp_path, host_memory_GiB=0.001)
+    with pytest.raises(UserError) as caught:
+        find_plan("llama-demo", cluster, **OPTIONS, levers=OFFLOAD)
+    assert caught.value.field == "host_memory_GiB"
+    assert "more than its 1.02 MiB" in caught.value.found
+    found = advise(make_request("llama-demo", cluster, **OPTIONS))
+    assert any(each.startswith("--offload optimizer: host_memory_GiB") for each in found.left_out)
+    assert not any(each.options == "--offload optimizer" for each in found.changes)
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "words"),
+    [
+        (20, "of 20 B"),
+        (19, "of 19 B; pinned, each may take up to twice its size"),
+        (9, "more than its 9 B"),
+        (None, "not checked"),
+    ],
+)
+def test_what_is_said_of_host_memory_is_what_is_known(memory_bytes: int | None, words: str) -> None:
+    use = HostUse(node_bytes=10, memory_bytes=memory_bytes)
+    assert str(use).endswith(words)
+    assert use.fits == (memory_bytes != 9)
+
+
+@pytest.mark.parametrize("word", ["adamw-8bit", "adafactor", "sgd"])
+def test_another_optimizer_beside_its_moments_on_the_host_is_refused(word: str) -> None:
+    with pytest.raises(UserError, match="beside another optimizer"):
+        find_plan("llama-demo", "1x2xa100-40gb", **OPTIONS, levers={**OFFLOAD, "optimizer": word})
+    levers = {"offload": "activations", "optimizer": word}
+    assert find_plan("llama-demo", "1x2xa100-40gb", **OPTIONS, levers=levers).levers == levers
+
+
+def test_an_engine_that_does_not_run_it_is_refused() -> None:
+    with pytest.raises(UserError, match="with the engine megatron"):
+        make_request("llama-demo", "1x2xa100-40gb", **OPTIONS, levers=OFFLOAD, engine="megatron")
+
+
+def test_a_gpu_without_a_known_link_to_its_host_is_refused() -> None:
+    cluster = parse_cluster("1x2xa100-40gb")
+    unknown = cluster.on(device=replace(cluster.device, name="mine", host_bytes_per_s=None))
+    with pytest.raises(UserError, match="host_GBps"):
+        find_plan("llama-demo", unknown, **OPTIONS, levers=OFFLOAD)
