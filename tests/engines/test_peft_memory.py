@@ -58,12 +58,12 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def adapted(levers: Levers, folder: Path) -> nn.Module:
+def adapted(config: dict[str, Any], levers: Levers, folder: Path) -> nn.Module:
     """The model as the exported files make it."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
     if not levers.value(QuantizedBase).is_default:
         model.save_pretrained(folder)
         base = BitsAndBytesConfig(**engine_peft.quantization_config("bf16"))
@@ -112,11 +112,13 @@ def peak_of_steps(model: Any, *, num_microbatches: int, remat: Remat) -> int:
     ("levers", "num_microbatches"),
     [({"train": "lora:r=8"}, 1), ({"train": "lora:r=8,targets=q_proj+v_proj"}, 2), ({"train": "qlora:r=8"}, 2)],
 )
+@pytest.mark.parametrize("tied", [False, True])
 def test_memory_is_predicted_from_above_and_closely(
-    levers: dict[str, str], num_microbatches: int, remat: Remat, tmp_path: Path
+    levers: dict[str, str], num_microbatches: int, remat: Remat, tied: bool, tmp_path: Path
 ) -> None:
     sizes = {"global_batch": SAMPLES * num_microbatches, "seq_len": SEQ_LEN}
-    request = make_request(CONFIG, "1x1xa100-40gb", levers=levers, memory_margin=0.0, **sizes)
+    config = CONFIG | {"tie_word_embeddings": tied}
+    request = make_request(config, "1x1xa100-40gb", levers=levers, memory_margin=0.0, **sizes)
     settings = Settings(micro_batch=SAMPLES, zero=0, remat=remat)
     plan, _ = price_settings(request, ENGINES["transformers"], "bf16", settings)
     assert plan.prediction is not None
@@ -124,6 +126,6 @@ def test_memory_is_predicted_from_above_and_closely(
     predicted = sum(each for name, each in terms.items() if name not in ("context", "allocator slack"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of names that peft still calls
-        model = adapted(Levers.of(levers), tmp_path)
+        model = adapted(config, Levers.of(levers), tmp_path)
         measured = peak_of_steps(model, num_microbatches=num_microbatches, remat=remat)
     assert 1.0 <= predicted / measured <= 1.1, f"{predicted} predicted, {measured} measured: {terms}"

@@ -134,7 +134,9 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     kept_gradients = trained_shard
     has_adapters = job.chain.has_adapters
     host = math.ceil(job.effects.host_bytes * (trained_shard // MASTER_BYTES))
-    resting = job.compute_bytes * (sharded_params(layer, strategy) - sharded_params(layer.trained, strategy))
+    is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and job.execution.shares_frozen_head
+    held = without_tied(layer, job, strategy) if is_again and layer.frozen_params else layer
+    resting = job.compute_bytes * (sharded_params(held, strategy) - sharded_params(held.trained, strategy))
     if keeps_whole:
         kept_gradients = MASTER_BYTES * params * made_whole
     elif config.has_several and shards == 1 and has_adapters:
@@ -159,6 +161,13 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         host=host,
         buffer=min(host, job.effects.buffer_bytes),
     )
+
+
+def without_tied(layer: LayerProfile, job: Job, strategy: Strategy) -> LayerProfile:
+    """Return the head without the matrix that the embedding has."""
+    shared = min(job.chain.vocab_size * job.chain.hidden_size // strategy.tensor_degree, layer.num_params)
+    fewer = {"num_params": layer.num_params - shared, "frozen_params": max(0, layer.frozen_params - shared)}
+    return layer.model_copy(update=fewer)
 
 
 def _whole_params(layer_type: LayerType, layer: LayerProfile, strategy: Strategy, config: JobConfig) -> int:

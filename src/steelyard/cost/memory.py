@@ -50,14 +50,13 @@ from numpy.typing import NDArray
 from steelyard.cost.context import communicator_bytes, context_bytes
 from steelyard.cost.job import MASTER_BYTES, JobConfig, side_bytes
 from steelyard.cost.layer_load import layer_profile
-from steelyard.cost.layer_memory import LayerRow, layer_states
+from steelyard.cost.layer_memory import LayerRow, layer_states, without_tied
 from steelyard.cost.tables import CostTables, Received
 from steelyard.engines.execution import StateBytes
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.stages import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.profiles.profile import LayerProfile
 from steelyard.schedules import USUAL
 
 IntTable = NDArray[np.int64]
@@ -210,7 +209,7 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
     is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and not config.is_piped
     for place, strategy in enumerate(chosen):
         layer = layer_profile(layer_type, strategy, config)
-        layer = _without_tied(layer, job.chain.vocab_size * job.chain.hidden_size, strategy) if is_again else layer
+        layer = without_tied(layer, job, strategy) if is_again else layer
         trained, states, shards = layer.trained, execution.states, execution.shard_degree
         kept = states.kept_bytes(
             trained.num_params, strategy, shards, expert_params=trained.expert_params, effects=job.effects
@@ -233,13 +232,6 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
         found[8:11, place] = max(int(forward[place]), int(backward[place]), 0) + bucket
     found[4], found[6] = read, saved
     return found
-
-
-def _without_tied(layer: LayerProfile, num_params: int, strategy: Strategy) -> LayerProfile:
-    """The head without the matrix of so many parameters that the embedding has, which no buffer holds twice."""
-    shared = min(num_params // strategy.tensor_degree, layer.num_params)
-    fewer = {"num_params": layer.num_params - shared, "frozen_params": max(0, layer.frozen_params - shared)}
-    return layer.model_copy(update=fewer)
 
 
 def memory_tables(config: JobConfig, strategies: Sequence[Strategy], rows: LayerRows) -> dict[str, Any]:

@@ -161,6 +161,9 @@ class Execution:
     """Bytes of an entry of the copy of its input that each adapter keeps where its weights are in fp32 and all else
     computes in 16 bits: 2 under autocast, 4 without; 0 where adapters share the input. Under fsdp their weights are
     gathered in the type that computes, and nothing is copied."""
+    shares_frozen_head: bool = False
+    """Whether a tied head that is not trained has the embedding's matrix, where all layers lie on one stage; our
+    runtime gives each of them one."""
     eager_launch: bool = True
     """Whether the host launches every kernel (False under CUDA graphs or compiled regions)."""
     pipelined_collective_s: float = 0.0

@@ -56,7 +56,11 @@ def refuse_base(base: QuantizedBase) -> str | None:
 
 
 LEVERS: Mapping[str, Taken] = {
-    "train": Taken(refuse=refuse_kind, dimensions=WITHOUT_TP, execution={"adapter_input_bytes": 2}),
+    "train": Taken(
+        refuse=refuse_kind,
+        dimensions=WITHOUT_TP,
+        execution={"adapter_input_bytes": 2, "shares_frozen_head": True},
+    ),
     "base": Taken(dimensions=WITHOUT_TP, refuse=refuse_base),
     "optimizer": Taken(),
 }
