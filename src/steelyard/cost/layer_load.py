@@ -227,6 +227,27 @@ def traffic_group(over: Over, dimension: Dimension, strategy: Strategy, span: in
     return levels_group(strategy, taking, span)
 
 
+def hidden_matrices(layer_type: LayerType, layer: LayerProfile) -> tuple[tuple[float, float, int], ...]:
+    """The shorter and the longer side, and the number, of the trained hidden matrices of a layer.
+
+    By the products of its forward pass that have them as a factor. Routed experts are none.
+    """
+    if layer.trained.num_params == 0:
+        return ()
+    products = (each for each in layer.forward.products if each.groups == 1 and each.grows == "m")
+    return tuple(
+        (min(each.k, each.n), max(each.k, each.n), each.count)
+        for each in products
+        if layer_type.has_matrix((each.k, each.n))
+    )
+
+
+def matrix_params(layer_type: LayerType, layer: LayerProfile) -> int:
+    """Trained parameters of a layer in its hidden matrices; experts that run in a loop have products as well."""
+    found = sum(m * n * count for m, n, count in hidden_matrices(layer_type, layer))
+    return min(int(found), layer.trained.num_params - layer.trained.expert_params)
+
+
 def mean_shard_params(layer: LayerProfile, strategy: Strategy) -> float:
     """Parameters of a rank's shard on average."""
     if strategy.expert_degree == 1:
