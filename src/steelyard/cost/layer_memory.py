@@ -183,10 +183,17 @@ def _optimizer_bytes(num_params: int, layer_type: LayerType, layer: LayerProfile
     """Bytes that the optimizer keeps of so many trained parameters of a layer."""
     effects = job.effects
     kept = math.ceil(effects.state_bytes * num_params) + effects.layer_state_bytes
-    if effects.matrices is not None:
-        fewer = effects.state_bytes - effects.matrices.state_bytes
-        kept -= math.floor(fewer * min(num_params, matrix_params(layer_type, layer)))
+    kept -= saved_in_matrices(num_params, layer_type, layer, job)
     return min(kept, math.ceil(Effects().state_bytes * num_params))
+
+
+def saved_in_matrices(num_params: int, layer_type: LayerType, layer: LayerProfile, job: Job) -> int:
+    """Bytes that the optimizer keeps less of these parameters where it keeps less of hidden matrices."""
+    update = job.effects.matrices
+    if update is None:
+        return 0
+    fewer = job.effects.state_bytes - update.state_bytes
+    return math.floor(fewer * min(num_params, matrix_params(layer_type, layer)))
 
 
 def _matrix_buffer_bytes(job: Job) -> int:

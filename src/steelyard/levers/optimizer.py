@@ -26,6 +26,8 @@ $$5 (2 m^2 n + 2 m^3 + 2 m^2 n) = 20 m^2 n + 10 m^3 \text{ FLOP}$$
 
 with $8 m n + 4 m^2$ bytes at a time: the update in fp32, $X$ and the new one in bf16, $A$ and $B$. Every rank of dp
 computes all of it. A part of a matrix has other singular vectors, so that no rank may hold one.
+Advice does not try it: 8-bit moments save more, also where they are sharded, and its seconds need shapes of matrices,
+which packaged traces leave out, so that the model is traced.
 
 A plan counts what a layer keeps besides as `LAYER_BYTES`, which is of ten tensors in fp32 that are just too small, or
 of the rows and columns of matrices with sides of 256 or more: 8 / 256 bytes a parameter on top.
@@ -76,7 +78,7 @@ class Optimizer(Lever):
 
     name: ClassVar[str] = "optimizer"
     values: ClassVar[tuple[str, ...]] = tuple(_KEPT)
-    offers: ClassVar[tuple[str, ...]] = ("adamw-8bit", "adamw-4bit", "adafactor", "muon")
+    offers: ClassVar[tuple[str, ...]] = ("adamw-8bit", "adamw-4bit", "adafactor")
     help: ClassVar[str] = (
         "What updates parameters: adamw (fp32 moments), adamw-8bit, adamw-4bit, adafactor, muon or sgd."
     )

@@ -79,7 +79,23 @@ class _LocalAdafactor(LocalUpdates, Adafactor):
 
 
 class _LocalMuon(LocalUpdates, Muon):
-    """Muon on matrices that every rank has whole."""
+    """Muon on matrices that every rank has whole; one that is stored in parts is that of its first dim and all others.
+
+    Groups get its defaults.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        super().__init__([{"params": []}], **options)  # which refuses matrices that are stored in parts
+        for group in groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self.param_groups = groups
+
+    def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
+        result = super()._init_group(group, *found)
+        for tensors in found:
+            tensors[:] = [each.flatten(1) for each in tensors]
+        return result
 
 
 class _MuonBesideAdamW(TorchOptimizer):
