@@ -65,6 +65,7 @@ def test_our_runtime_runs_every_value() -> None:
         ("megatron+deepep", {"optimizer": "sgd"}, "--optimizer", "the engine megatron+deepep"),
         ("transformers", {"train": "lora", "base": "int8"}, "--base", "LLM.int8"),
         ("transformers", {"loss": "chunked"}, "--loss", "the engine transformers"),
+        ("accelerate", {"optimizer": "muon"}, "--optimizer", "no such optimizer"),
         *((engine, {"train": "dora"}, "--train", "plain LoRA alone") for engine in ("transformers", "automodel")),
     ],
 )

@@ -34,7 +34,9 @@ KEPT = {"adamw": 8, "adamw-8bit": 2 * (1 + 4 / 256), "adamw-4bit": 2 * (1 / 2 + 
 MOVED = {"adamw": 28, "adamw-8bit": 12 + 2 * KEPT["adamw-8bit"], "adamw-4bit": 12 + 2 * KEPT["adamw-4bit"]} | {
     "sgd": 12,
     "adafactor": 20,
+    "muon": 28,
 }
+"""Of muon where AdamW updates."""
 
 
 def chosen(word: str) -> Levers:
@@ -86,25 +88,47 @@ def small_plan(*stages: str, **options: Any) -> Plan:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2 zero2", "tp2", "tp2+sp"])
-def test_adafactor_under_what_divides_matrices_is_refused_in_plans(strategy: str) -> None:
-    levers = {"optimizer": "adafactor"}
+@pytest.mark.parametrize("word", ["adafactor", "muon"])
+def test_whole_matrices_under_what_divides_them_are_refused_in_plans(word: str, strategy: str) -> None:
+    levers = {"optimizer": word}
     with pytest.raises(InvalidPlanError, match="no fsdp, no tp, no ep"):
         small_plan(f"dp2, {strategy}, dp2, dp2", levers=levers)
-    assert small_plan("dp2, dp2, dp2 remat=full, dp2", levers=levers).chosen_levers.value(Optimizer).word == "adafactor"
+    assert small_plan("dp2, dp2, dp2 remat=full, dp2", levers=levers).chosen_levers.value(Optimizer).word == word
 
 
-def test_no_plan_for_adafactor_divides_matrices() -> None:
+MUON: dict[str, Any] = {"global_batch": 4, "seq_len": 64, "levers": {"optimizer": "muon"}}
+
+
+def test_muon_beside_adapters_is_refused() -> None:
+    levers = MUON["levers"] | {"train": "lora:r=4"}
+    with pytest.raises(UserError, match="muon for a part of the layers"):
+        find_plan("llama-demo", "1x1xa100-40gb", **MUON | {"levers": levers})
+
+
+def test_muon_for_parts_of_blocks_is_refused_and_for_whole_ones_planned() -> None:
+    with pytest.raises(UserError, match="muon for a part of the layers"):
+        find_plan("llama-demo", "1x1xa100-40gb", **MUON, freeze=("*.self_attn",))
+    plan = find_plan("llama-demo", "1x1xa100-40gb", **MUON, freeze=("model.layers.0",))
+    assert plan.prediction is not None
+
+
+def test_muon_without_matrix_units_for_bf16_is_refused() -> None:
+    with pytest.raises(UserError, match="no matrix units for bf16"):
+        find_plan("llama-demo", "1x1xv100-32gb", **MUON, precision="fp16")
+
+
+@pytest.mark.parametrize("word", ["adafactor", "muon"])
+def test_no_plan_for_whole_matrices_divides_them(word: str) -> None:
     """Where the fastest plan with SGD, which keeps no more, does."""
-    options: dict[str, Any] = {"global_batch": 8, "seq_len": 512, "memory": 8 * GIB}
+    options: dict[str, Any] = {"global_batch": 8, "seq_len": 512, "memory": 10 * GIB}
     found = {
-        word: find_plan("llama3.2-1b", "1x8xa100-40gb", **options, levers={"optimizer": word})
-        for word in ("sgd", "adafactor")
+        each: find_plan("llama3.2-1b", "1x8xa100-40gb", **options, levers={"optimizer": each}) for each in ("sgd", word)
     }
     divided = {
         word: any(max(each.state_shards, each.tensor_degree) > 1 for each in plan.strategies)
         for word, plan in found.items()
     }
-    assert divided == {"sgd": True, "adafactor": False}
+    assert divided == {"sgd": True, word: False}
 
 
 # what it costs
@@ -114,6 +138,49 @@ def test_no_plan_for_adafactor_divides_matrices() -> None:
 def test_the_seconds_of_its_step_go_as_the_bytes_that_it_moves(word: str) -> None:
     plain, other = (optimizer_s(1e9, job(each)) for each in ("adamw", word))
     assert other / plain == pytest.approx(MOVED[word] / MOVED["adamw"])
+
+
+def test_the_seconds_of_muon_are_those_of_its_products_and_bytes() -> None:
+    """Of a block of llama3.2-1b: two matrices of 2048 and 2048, two of 512, three of 8192."""
+    options: dict[str, Any] = {"global_batch": 1, "seq_len": 64}
+    seconds = {}
+    for word in ("adamw", "muon"):
+        plan = find_plan("llama3.2-1b", "1x1xa100-80gb", **options, levers={"optimizer": word})
+        assert plan.prediction is not None
+        seconds[word] = plan.prediction.stages[0].time_s["optimizer"]
+    of = make_job("llama3.2-1b", "1x1xa100-80gb", **options, levers={"optimizer": "muon"})
+    device, rate = of.cluster.device, of.efficiency
+    flop = num_bytes = params = 0.0
+    for n, count in ((2048, 2), (512, 2), (8192, 3)):
+        low, high = sorted((2048, n))
+        params += 16 * count * low * high
+        flop += 16 * count * (20 * low**2 * high + 10 * low**3)
+        num_bytes += 16 * count * (50 * low * high + 60 * low**2)
+    more = flop / (rate.matmul * device.peak("bf16")) + rate.operands * num_bytes / device.known_memory_bytes_per_s()
+    more += optimizer_s(params, of, 54) - optimizer_s(params, of)
+    assert seconds["muon"] - seconds["adamw"] == pytest.approx(more, rel=1e-6)
+
+
+def test_muon_keeps_a_momentum_of_hidden_matrices() -> None:
+    kept = {}
+    for word in ("adamw", "muon"):
+        plan = find_plan("llama3.2-1b", "1x1xa100-80gb", global_batch=1, seq_len=64, levers={"optimizer": word})
+        assert plan.prediction is not None
+        kept[word] = plan.prediction.stages[0].memory_bytes["optimizer"]
+    in_matrices = 16 * 2048 * (2 * 2048 + 2 * 512 + 3 * 8192)
+    assert kept["adamw"] - kept["muon"] == 4 * in_matrices
+
+
+def test_a_profile_without_shapes_of_products_is_refused_for_muon() -> None:
+    plan = small_plan("dp2, dp2, dp2, dp2", levers={"optimizer": "muon"})
+    of = traced_job(plan, "muon")
+    layers = tuple(
+        each.model_copy(update={"forward": each.forward.model_copy(update={"products": ()})})
+        for each in of.profile.layers
+    )
+    without = of.on(profile=of.profile.model_copy(update={"layers": layers}))
+    with pytest.raises(UserError, match="no shapes of matrix products"):
+        predict_memory(plan, without)
 
 
 @pytest.mark.parametrize("word", KEPT)
@@ -162,7 +229,7 @@ CHECKED = {
 @pytest.mark.parametrize("name", CHECKED)
 def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str, word: str) -> None:
     precision, stages = CHECKED[name]
-    if word == "adafactor" and name not in ("replicated", "stages"):
+    if word in ("adafactor", "muon") and name not in ("replicated", "stages"):
         return
     options: dict[str, Any] = {"precision": precision, "num_microbatches": 4, "global_batch": 8, "num_devices": 2}
     plan = make_plan(LARGER, *stages, **options, levers=chosen(word).texts)

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"precision": "bf16", "levers": {"offload": "activations"}},
     ),
     "rows and columns of moments": (("dp2, dp2, dp2, dp2",), {"levers": {"optimizer": "adafactor"}}),
+    "momentum of matrices": (("dp2, dp2 remat=full, dp2, dp2",), {"levers": {"optimizer": "muon"}}),
 }
 """The stages of each, in fp32 under 1f1b unless it says otherwise."""
 

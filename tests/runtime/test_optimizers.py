@@ -20,7 +20,7 @@ from tests.runtime.processes import one_process, run_module
 
 STEPS, MIDDLE = 4, 2
 RUN = TrainOptions(steps=STEPS, warmup_steps=0, checkpoint_every=MIDDLE)
-RATES = {"adamw": 0.01, "adamw-8bit": 0.01, "adamw-4bit": 0.01, "sgd": 1.0, "adafactor": 0.1}
+RATES = {"adamw": 0.01, "adamw-8bit": 0.01, "adamw-4bit": 0.01, "sgd": 1.0, "adafactor": 0.1, "muon": 0.01}
 """With which a few steps change the loss by a tenth and more."""
 CONFIG = {**CONFIGS["llama-tied"], "vocab_size": 250}
 """A tied matrix whose shards are no whole number of usual blocks; shards of others are quantized or too small to be."""
@@ -30,22 +30,25 @@ STAGES: dict[str, tuple[str, ...]] = {
     "stages": ("single, single", "single, single"),
     "sharded": ("fsdp2, fsdp2 zero2, fsdp2, fsdp2",),
     "tensors": ("tp2, tp2+sp, tp2, tp2",),
+    "recomputed": ("dp2, dp2 remat=full, dp2 remat=selective, dp2",),
+    "tokens": ("cp2, cp2, cp2, cp2",),
     "mixed": ("fsdp4, tp2-fsdp2, dp2-tp2, fsdp4",),
 }
 DEVICES = {"alone": 1, "mixed": 4}
 """2 of others."""
 WORDS = {
-    "adamw-8bit": tuple(STAGES),
-    "adamw-4bit": tuple(STAGES),
+    "adamw-8bit": ("alone", "replicated", "stages", "sharded", "tensors", "mixed"),
+    "adamw-4bit": ("alone", "replicated", "stages", "sharded", "tensors", "mixed"),
     "sgd": ("alone", "stages", "mixed"),
     "adafactor": ("alone", "replicated", "stages"),
+    "muon": ("alone", "replicated", "stages", "recomputed", "tokens"),
 }
 RUNS = [(word, name) for word, names in WORDS.items() for name in names if name != "alone"]
 EXACT_TOLERANCE = 1e-5
 """Of losses, relative: sums in another order. Of quantized moments too where tensors are whole: `WHOLE`."""
 TOLERANCE = {"adamw-8bit": 2e-4, "adamw-4bit": 1e-2}
 """Where moments are quantized whose blocks are cut otherwise, or that are in fp32 in shards of under 4,096 entries."""
-WHOLE = {"alone", "replicated", "stages"}
+WHOLE = {"alone", "replicated", "stages", "recomputed", "tokens"}
 RESUMED = [
     ("adamw-8bit", "sharded", "adamw-8bit", "sharded"),
     ("adamw-8bit", "sharded", "adamw-8bit", "stages"),
@@ -56,6 +59,9 @@ RESUMED = [
     ("adafactor", "stages", "adafactor", "stages"),
     ("adafactor", "stages", "adafactor", "replicated"),
     ("sgd", "stages", "sgd", "mixed"),
+    ("muon", "stages", "muon", "stages"),
+    ("muon", "stages", "muon", "replicated"),
+    ("muon", "replicated", "muon", "stages"),
 ]
 """Optimizer and plan of a run, and of the one that goes on with its checkpoint."""
 
@@ -149,7 +155,7 @@ def test_a_run_goes_on_under_another_plan(runs: Runs, word: str, name: str, othe
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("word", "other"), [("sgd", "adamw"), ("adafactor", "adamw-8bit"), ("adamw-8bit", "adafactor")]
+    ("word", "other"), [("sgd", "adamw"), ("adafactor", "adamw-8bit"), ("adamw-8bit", "adafactor"), ("muon", "adamw")]
 )
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, word: str, other: str) -> None:
     data, options = write_tokens(tmp_path), replace(RUN, steps=1, warmup_steps=0, checkpoint_dir=tmp_path / "written")

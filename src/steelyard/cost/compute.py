@@ -82,15 +82,29 @@ def _compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime
     )
 
 
-def optimizer_s(num_params: float, job: Job) -> float:
+def optimizer_s(num_params: float, job: Job, update_bytes: float | None = None) -> float:
     """Seconds of an optimizer step over ``num_params`` parameters of one rank, unscaling of their gradients included.
 
-    What was measured is of an AdamW step alone.
+    What was measured is of an AdamW step alone. ``update_bytes`` of a parameter take the place of those of all.
     """
-    num_bytes = job.effects.update_bytes + (UNSCALING_BYTES if job.precision == SCALES_LOSS else 0)
+    num_bytes = job.effects.update_bytes if update_bytes is None else update_bytes
+    num_bytes += UNSCALING_BYTES if job.precision == SCALES_LOSS else 0
     if job.profile.optimizer_s_per_param is not None:
         return num_params * job.profile.optimizer_s_per_param * num_bytes / Effects().update_bytes
     return moving_s(num_params * num_bytes, job)
+
+
+def products_s(flop: float, num_bytes: float, layer: LayerProfile, job: Job) -> float:
+    """Seconds of matrix products in bf16 whose operands and results have so many bytes.
+
+    On a device without a known peak at the rate at which the layer's forward pass was measured, in the precision that
+    computes.
+    """
+    device, rate = job.cluster.device, job.efficiency
+    if device.needs_profile and layer.times:
+        longest = layer.times[-1]
+        return flop * longest.forward_s / layer.forward.matmul_flop.at(longest.samples)
+    return flop / (rate.matmul * device.peak("bf16")) + rate.operands * num_bytes / device.known_memory_bytes_per_s()
 
 
 def host_copies_s(num_bytes: Amount, job: Job) -> Amount:

@@ -31,15 +31,18 @@ from steelyard.cost.compute import (
     launch_s,
     moving_s,
     optimizer_s,
+    products_s,
     wait_s,
     work_s,
 )
 from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
 from steelyard.cost.layer_load import (
     held_params,
+    hidden_matrices,
     layer_load,
     layer_profile,
     levels_group,
+    matrix_params,
     mean_shard_params,
     rank_samples,
     traffic_group,
@@ -114,7 +117,7 @@ def layer_costs(
         copied = {"offload": host_copies_s(_saved_bytes(layer, strategy, config, samples), config.job)}
         forward, backward = forward | copied, backward | copied
     _add_shards(backward, "backward", sent, config)
-    once, factor = _once_time(layer, sent, config, forward, backward), config.job.time_factor
+    once, factor = _once_time(layer_type, layer, sent, config, forward, backward), config.job.time_factor
     if factor != 1:
         parts = forward, backward, once
         forward, backward, once = ({name: factor * seconds for name, seconds in terms.items()} for terms in parts)
@@ -328,6 +331,7 @@ def _add_host(terms: Terms, launch_s: float) -> None:
 
 
 def _once_time(
+    layer_type: LayerType,
     layer: LayerProfile,
     sent: _Sent,
     config: JobConfig,
@@ -340,7 +344,7 @@ def _once_time(
     """
     job, execution, strategy = config.job, config.job.execution, sent.strategy
     stepped = _stepped(layer.trained, strategy, execution)
-    terms: Terms = {"optimizer": optimizer_s(stepped, job)}
+    terms: Terms = {"optimizer": _update_s(layer_type, layer, stepped, job)}
     if job.effects.moved_bytes:
         terms["offload"] = host_copies_s(stepped * job.effects.moved_bytes, job)
     forward_s, backward_s = sum(forward.values()), sum(backward.values())
@@ -374,6 +378,18 @@ def _once_time(
             hidden_s = _beside(others_s, gather_s, config)
             terms[dimension.name] = _beside(others_s, gather_s + own.last_s, config) - hidden_s
     return terms
+
+
+def _update_s(layer_type: LayerType, layer: LayerProfile, stepped: float, job: Job) -> float:
+    """Seconds to update ``stepped`` parameters of a layer, its hidden matrices as a lever says."""
+    update = job.effects.matrices
+    if update is None:
+        return optimizer_s(stepped, job)
+    in_matrices = matrix_params(layer_type, layer)
+    seconds = optimizer_s(stepped - in_matrices, job) + optimizer_s(in_matrices, job, update.update_bytes)
+    for m, n, count in hidden_matrices(layer_type, layer):
+        seconds += count * products_s(update.flop_of(m, n), update.product_bytes_of(m, n), layer, job)
+    return seconds
 
 
 def _stepped(layer: LayerProfile, strategy: Strategy, execution: Execution) -> float:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from steelyard.cost.communication import Group, num_places
 from steelyard.cost.job import AnyStrategy, JobConfig
 from steelyard.errors import InvalidProfileError
-from steelyard.model.chain import LayerType
+from steelyard.model.chain import LayerRole, LayerType
 from steelyard.model.family import Routing
 from steelyard.plan.dimensions import Dimension
 from steelyard.plan.dimensions.dimension import (
@@ -28,6 +28,7 @@ from steelyard.plan.dimensions.dimension import (
 from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile
+from steelyard.profiles.shapes import Affine
 from steelyard.units import Amount, at_each, hashable
 
 Calls = dict[Phase, tuple[tuple[Collective, int, Amount], ...]]
@@ -225,6 +226,35 @@ def traffic_group(over: Over, dimension: Dimension, strategy: Strategy, span: in
     own = tuple(level for level in levels if level.dimension is dimension)
     taking = {"level": own, "shards": shard_levels(levels), "replicas": replica_levels(levels)}[over]
     return levels_group(strategy, taking, span)
+
+
+def hidden_matrices(layer_type: LayerType, layer: LayerProfile) -> tuple[tuple[float, float, int], ...]:
+    """The shorter and the longer side, and the number, of the trained hidden matrices of a layer.
+
+    By the products of its forward pass that have them as a factor. Routed experts are none. Raises
+    `InvalidProfileError` for a profile without shapes of products.
+    """
+    if layer.trained.num_params == 0 or layer_type.role is not LayerRole.BLOCK:
+        return ()
+    if layer.forward.matmul_flop != Affine() and not layer.forward.products:
+        raise InvalidProfileError(
+            field=f"layers.{layer_type.name}.forward.products",
+            found="no shapes of matrix products",
+            expected="those of the hidden matrices, which the optimizer updates otherwise",
+            hint="leave --profile out, so that the model is traced, or leave --optimizer out",
+        )
+    products = (each for each in layer.forward.products if each.groups == 1 and each.grows == "m")
+    return tuple(
+        (min(each.k, each.n), max(each.k, each.n), each.count)
+        for each in products
+        if layer_type.has_matrix((each.k, each.n))
+    )
+
+
+def matrix_params(layer_type: LayerType, layer: LayerProfile) -> int:
+    """Trained parameters of a layer in its hidden matrices; experts that run in a loop have products as well."""
+    found = sum(m * n * count for m, n, count in hidden_matrices(layer_type, layer))
+    return min(int(found), layer.trained.num_params - layer.trained.expert_params)
 
 
 def mean_shard_params(layer: LayerProfile, strategy: Strategy) -> float:

@@ -11,6 +11,7 @@ tp, sharded $f$ ways, and $q$ bytes of one in compute:
 | the same     | 4 N          | ZeRO-1, from the first backward to the last: in the type in which they are reduced |
 | optimizer    | 8 N / f      | always (`Effects.state_bytes`: two AdamW moments), with counts of steps and buffers |
 | step         | `Effects.buffer_bytes` | of what lies in host memory, while the optimizer steps; no activations then |
+| the same     | `MatrixUpdate.buffer_bytes` | of the model's largest hidden matrix, on any of its layers            |
 | gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to the last backward |
 | activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
 | working set  | traced, with the parameters and new gradients of the layer | while the layer runs |
@@ -29,7 +30,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.job import MASTER_BYTES, Job, JobConfig, Strategies, sample_bytes
-from steelyard.cost.layer_load import held_params, layer_load, layer_profile, rank_samples, sharded_params
+from steelyard.cost.layer_load import (
+    held_params,
+    hidden_matrices,
+    layer_load,
+    layer_profile,
+    matrix_params,
+    rank_samples,
+    sharded_params,
+)
 from steelyard.levers import Effects
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole, LayerType
@@ -77,7 +86,7 @@ class LayerStates:
     host: int = 0
     """What lies in the memory of the host."""
     buffer: int = 0
-    """What of that is on the device while the optimizer steps, at most."""
+    """What of that, and of an update of matrices, is on the device while the optimizer steps, at most."""
 
     @property
     def reduced(self) -> int:
@@ -156,10 +165,11 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         cut_gradients=made if made_whole > 1 else 0,
         scratch=MASTER_BYTES * params if shards > 1 and job.cluster.device.backend.copies_what_it_scatters else 0,
         holds_new=layer_type.role is not LayerRole.BLOCK,
-        optimizer=_optimizer_bytes(trained_shard // MASTER_BYTES, job) + (0 if has_adapters else layer.buffer_bytes),
+        optimizer=_optimizer_bytes(trained_shard // MASTER_BYTES, layer_type, layer, job)
+        + (0 if has_adapters else layer.buffer_bytes),
         has_backward=layer.has_backward,
         host=host,
-        buffer=min(host, job.effects.buffer_bytes),
+        buffer=max(min(host, job.effects.buffer_bytes), _matrix_buffer_bytes(job) if params else 0),
     )
 
 
@@ -187,11 +197,38 @@ def _adapter_copies(layer: LayerProfile, strategy: Strategy, job: Job) -> Affine
     return layer.adapter_inputs * each + layer.shared_adapter_inputs * -job.compute_bytes
 
 
-def _optimizer_bytes(num_params: int, job: Job) -> int:
+def _optimizer_bytes(num_params: int, layer_type: LayerType, layer: LayerProfile, job: Job) -> int:
     """Bytes that the optimizer keeps of so many trained parameters of a layer."""
     effects = job.effects
     kept = math.ceil(effects.state_bytes * num_params) + effects.layer_state_bytes
+    kept -= saved_in_matrices(num_params, layer_type, layer, job)
     return min(kept, math.ceil(Effects().state_bytes * num_params))
+
+
+def saved_in_matrices(num_params: int, layer_type: LayerType, layer: LayerProfile, job: Job) -> int:
+    """Bytes that the optimizer keeps less of these parameters where it keeps less of hidden matrices."""
+    update = job.effects.matrices
+    if update is None:
+        return 0
+    fewer = job.effects.state_bytes - update.state_bytes
+    return math.floor(fewer * min(num_params, matrix_params(layer_type, layer)))
+
+
+def _matrix_buffer_bytes(job: Job) -> int:
+    """Bytes that updating a hidden matrix takes beside what is kept, of the largest of the model.
+
+    A stage takes them once all gradients are made, those of its first layer last, which may have no such matrix.
+    """
+    update = job.effects.matrices
+    if update is None:
+        return 0
+
+    def of_model() -> int:
+        layers = ((each, job.layer(each.name, {})) for each in job.chain.layer_types)
+        sides = (hidden_matrices(each, layer) for each, layer in layers if layer is not None)
+        return math.ceil(max((update.buffer_bytes_of(m, n) for of_type in sides for m, n, _ in of_type), default=0))
+
+    return job.once("largest matrix", of_model)
 
 
 def working_bytes(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Working:

@@ -55,6 +55,15 @@ def refuse_base(base: QuantizedBase) -> str | None:
     return "whose load_in_8bit multiplies in 8 bits (LLM.int8)" if str(base) == "int8" else None
 
 
+def one_of(names: Mapping[str, Any], words: str) -> Taken:
+    """Return a lever of which these values are taken; ``words`` say what the engine has instead of others."""
+
+    def refuse(lever: Lever) -> str | None:
+        return None if str(lever) in names else f"which has {words}"
+
+    return Taken(refuse=refuse)
+
+
 LEVERS: Mapping[str, Taken] = {
     "train": Taken(
         refuse=refuse_kind,
@@ -62,7 +71,7 @@ LEVERS: Mapping[str, Taken] = {
         execution={"adapter_input_bytes": 2, "shares_frozen_head": True},
     ),
     "base": Taken(dimensions=WITHOUT_TP, refuse=refuse_base),
-    "optimizer": Taken(),
+    "optimizer": one_of(OPTIM, "no such optimizer"),
 }
 
 
@@ -133,15 +142,6 @@ def left_out(levers: Levers) -> tuple[str, ...]:
 def whole_if_so(value: float) -> int | float:
     """Return a number as a whole one where it is."""
     return int(value) if value == int(value) else value
-
-
-def one_of(names: Mapping[str, Any], words: str) -> Taken:
-    """Return a lever of which these values are taken; ``words`` say what the engine has instead of others."""
-
-    def refuse(lever: Lever) -> str | None:
-        return None if str(lever) in names else f"which has {words}"
-
-    return Taken(refuse=refuse)
 
 
 def _call(name: str, function: str, arguments: Mapping[str, Any]) -> list[str]:

@@ -30,6 +30,37 @@ that is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixUpdate:
+    r"""What an optimizer keeps and does for a whole matrix of $m \times n$ entries, $m \le n$.
+
+    Pairs are coefficients, as each field says.
+    """
+
+    state_bytes: float
+    """Bytes that it keeps of a parameter."""
+    update_bytes: float
+    """Bytes that a step moves for a parameter, beside those of products."""
+    flop: tuple[float, float]
+    """FLOP of a step in bf16: of $m^2 n$ and of $m^3$."""
+    product_bytes: tuple[float, float]
+    """Bytes of the operands and results of its products: of $m n$ and of $m^2$."""
+    buffer_bytes: tuple[float, float]
+    """Bytes that it has while it updates a matrix, one at a time: of $m n$ and of $m^2$."""
+
+    def flop_of(self, m: float, n: float) -> float:
+        """FLOP of a step."""
+        return self.flop[0] * m**2 * n + self.flop[1] * m**3
+
+    def product_bytes_of(self, m: float, n: float) -> float:
+        """Bytes of operands and results of a step."""
+        return self.product_bytes[0] * m * n + self.product_bytes[1] * m**2
+
+    def buffer_bytes_of(self, m: float, n: float) -> float:
+        """Bytes that a step has beside what is kept."""
+        return self.buffer_bytes[0] * m * n + self.buffer_bytes[1] * m**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
     """What training keeps and moves beside the work of layers, as levers change it; without any as AdamW in fp32."""
 
@@ -45,6 +76,8 @@ class Effects:
     """Bytes that a step copies from and to the host for a trained parameter, both directions together."""
     buffer_bytes: int = 0
     """What of a layer's bytes in host memory a step has on the device at a time, at most."""
+    matrices: MatrixUpdate | None = None
+    """What is otherwise for hidden matrices of blocks (`LayerType.has_matrix`); None where nothing is."""
     saves_on_host: bool = False
     """Whether what blocks save for their backward passes lies in the memory of the host."""
 

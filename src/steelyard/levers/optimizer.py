@@ -7,6 +7,7 @@ r"""The optimizer: how a step makes new parameters of gradients, and what it kee
 | adamw-4bit | $2 (1/2 + 4 / 128)$      | 14       | in 4 bits, each block of 128 with a scale; torchao's             |
 | sgd        | 0                        | 12       | the gradient alone, no momentum                                  |
 | adafactor  | of $m \times n$: $4 (m + n)$ | 20   | a row and a column in the place of the second moment; torch's    |
+| muon       | 4 of hidden matrices, else 8 | 54, else 28 | one momentum, made orthogonal; torch's; AdamW for all else |
 
 A step reads and writes the fp32 parameter, reads its gradient (12 bytes), and reads and writes what is kept. Adafactor
 also reads the gradient twice more: for its row and column, and for the size of the update.
@@ -16,18 +17,30 @@ of 256 or 16 values. Where blocks do not divide its entries, smaller ones do, do
 `torch.optim.Adafactor` takes means over rows and columns and norms of whole tensors, so that no rank may hold a part of
 one; its ``--lr`` bounds the step relative to the size of the parameter.
 
+Muon updates the hidden matrices: weights of two dims in blocks that multiply tokens. AdamW updates all else: embeddings
+(also those in blocks), head, norms, biases, convolutions, routers and routed experts. Muon's step is scaled
+by $0.2 \sqrt{\max(m, n)}$ (``match_rms_adamw``), so that ``--lr`` and ``--weight-decay`` are those of AdamW. A step of
+a matrix of $m \times n$, $m \le n$, is five Newton-Schulz iterations of three products in bf16 ($X X^T$, $A A$, $B X$):
+
+$$5 (2 m^2 n + 2 m^3 + 2 m^2 n) = 20 m^2 n + 10 m^3 \text{ FLOP}$$
+
+with $8 m n + 4 m^2$ bytes at a time: the update in fp32, $X$ and the new one in bf16, $A$ and $B$. Every rank of dp
+computes all of it. A part of a matrix has other singular vectors, so that no rank may hold one.
+Advice does not try it: 8-bit moments save more, also where they are sharded, and its seconds need shapes of matrices,
+which packaged traces leave out, so that the model is traced.
+
 A plan counts what a layer keeps besides as `LAYER_BYTES`, which is of ten tensors in fp32 that are just too small, or
 of the rows and columns of matrices with sides of 256 or more: 8 / 256 bytes a parameter on top.
 
 Sources: Dettmers et al. 2022 (8-bit); Li et al. 2023 (4-bit); Shazeer and Stern 2018 (Adafactor); torchao 0.18
-`torchao.optim`.
+`torchao.optim`; Jordan et al. 2024 (Muon); Liu et al. 2025 (its scale); torch 2.13 `torch.optim`.
 """
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from steelyard.errors import UserError, nearest
-from steelyard.levers.lever import Divided, Effects, Lever, Result
+from steelyard.levers.lever import Asked, Divided, Effects, Lever, MatrixUpdate, Result
 
 BLOCK = {"adamw-8bit": 256, "adamw-4bit": 128}
 """Entries that share a scale."""
@@ -39,9 +52,22 @@ _KEPT = {
     "adamw-4bit": 2 * (1 / 2 + 4 / BLOCK["adamw-4bit"]),
     "sgd": 0.0,
     "adafactor": 8 / 256,
+    "muon": 8.0,
 }
 _STEP_BYTES = 12
 """Of the parameter and its gradient."""
+_MUON = MatrixUpdate(
+    state_bytes=4,
+    update_bytes=54,
+    flop=(20, 10),
+    product_bytes=(50, 60),
+    buffer_bytes=(8, 4),
+)
+_WHOLE = {
+    "adafactor": "adafactor takes means over whole rows and columns of a matrix",
+    "muon": "muon makes whole matrices orthogonal",
+}
+"""Why one needs whole matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +79,9 @@ class Optimizer(Lever):
     name: ClassVar[str] = "optimizer"
     values: ClassVar[tuple[str, ...]] = tuple(_KEPT)
     offers: ClassVar[tuple[str, ...]] = ("adamw-8bit", "adamw-4bit", "adafactor")
-    help: ClassVar[str] = "What updates parameters: adamw (fp32 moments), adamw-8bit, adamw-4bit, adafactor or sgd."
+    help: ClassVar[str] = (
+        "What updates parameters: adamw (fp32 moments), adamw-8bit, adamw-4bit, adafactor, muon or sgd."
+    )
     result: ClassVar[Result] = "other updates"
 
     @classmethod
@@ -76,10 +104,32 @@ class Optimizer(Lever):
         """Whether it is AdamW in fp32."""
         return self.word == "adamw"
 
+    def check(self, asked: Asked) -> None:
+        """Raises `UserError` for Muon where parts of blocks are trained, and on a GPU without bf16."""
+        Lever.check(self, asked)
+        if self.word != "muon":
+            return
+        freeze = asked.chain.freeze
+        if asked.chain.has_adapters or (freeze is not None and any(part.paths for part in freeze.parts)):
+            raise UserError(
+                field="--optimizer",
+                found=f"muon for a part of the layers of {asked.chain.name}",
+                expected="layers that are trained whole or not at all",
+                hint="leave --optimizer out, or freeze whole layers",
+            )
+        for device in asked.devices:
+            if not device.needs_profile and "bf16" not in device.peak_flop_per_s:
+                raise UserError(
+                    field="--optimizer",
+                    found=f"muon on {device.name!r}, which has no matrix units for bf16",
+                    expected="a device that multiplies matrices in bf16",
+                    hint="write --optimizer adamw-8bit, or leave it out",
+                )
+
     def refusal(self, strategy: Divided) -> str | None:
-        """Adafactor needs whole matrices."""
-        if self.word == "adafactor" and max(strategy.state_shards, strategy.tensor_degree, strategy.expert_degree) > 1:
-            return "adafactor takes means over whole rows and columns of a matrix: no fsdp, no tp, no ep"
+        """Adafactor and Muon need whole matrices."""
+        if self.word in _WHOLE and max(strategy.state_shards, strategy.tensor_degree, strategy.expert_degree) > 1:
+            return f"{_WHOLE[self.word]}: no fsdp, no tp, no ep"
         return None
 
     def effects(self, effects: Effects) -> Effects:
@@ -91,4 +141,5 @@ class Optimizer(Lever):
             state_bytes=kept,
             layer_state_bytes=effects.layer_state_bytes + LAYER_BYTES.get(self.word, 0),
             update_bytes=moved,
+            matrices=_MUON if self.word == "muon" else None,
         )

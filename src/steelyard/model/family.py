@@ -21,7 +21,7 @@ Source: DeepSeek-AI 2024 (arXiv 2412.19437), section 2.1.2. Not modelled: that e
 the places a few percent more where experts are few.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import comb
@@ -177,6 +177,10 @@ class LayerType:
     needs_gradient: tuple[bool, ...] = ()
     """For each tensor that flows in whether it depends on what is trained; empty where all of them do."""
 
+    def has_matrix(self, shape: Sequence[float]) -> bool:
+        """Whether a weight of this shape that multiplies tokens is a hidden matrix: of a block, and no router's."""
+        return self.role is LayerRole.BLOCK and len(shape) == _MATRIX_DIMS and self.num_experts not in shape
+
     def shared_by(self, degree: int) -> tuple[str, int] | None:
         """Return name and number of what tensor-parallel ranks, being more, hold alike; None where nothing is so."""
         return next((each for each in self.tp_divides if each[0] in self.tp_shares and each[1] % degree), None)
@@ -230,6 +234,7 @@ class Layout:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
+_MATRIX_DIMS = 2
 _LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "depths")
 """Keys that count layers."""
 

@@ -14,6 +14,7 @@ from functools import partial
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
+from steelyard.cost.layer_memory import saved_in_matrices
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.tables import CostTables
 from steelyard.engines.execution import StateBytes
@@ -368,6 +369,7 @@ def states_bytes(job: Job) -> int:
         if layer is not None:
             trained = layer.num_params - layer.frozen_params
             found += trained * of_trained + layer.frozen_params * job.compute_bytes
+            found -= saved_in_matrices(trained, job.chain.type_of(number), layer, job)
     return int(found)
 
 

@@ -244,6 +244,7 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
         precision=layer_precision(request.precision),
         degrees=divisors(machines.devices_per_node),
         own=request.own,
+        with_products=request.levers.effects.matrices is not None,
     )
     given = request.profiles.get(machines.name)
     if given is not None:

@@ -26,7 +26,9 @@ from torch.optim import Optimizer
 from steelyard.levers.offload import Offload
 from steelyard.levers.optimizer import Optimizer as OptimizerLever
 from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.modules.experts import routed_experts
 from steelyard.modules.levers.optimizer import make_optimizer
+from steelyard.modules.prepared import ApartConv1D
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 
@@ -39,6 +41,7 @@ def make_optimizers(model: ParallelModel, options: TrainOptions) -> list[Optimiz
     """The optimizers of this rank's parameters, as the plan says, one for each kind of sharding."""
     levers = model.plan.chosen_levers
     lever, offload = levers.value(OptimizerLever), levers.value(Offload)
+    matrices = hidden_matrices(model)
     decayed = {id(parameter) for path, parameter in model.named_parameters() if decays(model.chain, path, parameter)}
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -49,9 +52,24 @@ def make_optimizers(model: ParallelModel, options: TrainOptions) -> list[Optimiz
             {"params": group, "weight_decay": options.weight_decay if is_decayed else 0.0}
             for is_decayed, group in groups.items()
         ]
-        return make_optimizer(lever, decayed_groups, offload=offload, lr=options.lr, betas=BETAS)
+        return make_optimizer(lever, decayed_groups, offload=offload, matrices=matrices, lr=options.lr, betas=BETAS)
 
     return model.make_optimizers(make)
+
+
+def hidden_matrices(model: ParallelModel) -> set[int]:
+    """The ids of parameters that multiply tokens within blocks, without those of routers and routed experts."""
+    found: set[int] = set()
+    for name, layer in model.layers.items():
+        layer_type = model.chain.type_of(int(name))
+        left_out = {id(each) for experts in routed_experts(layer) for each in experts.parameters()}
+        for module in (each for each in layer.modules() if not isinstance(each, nn.Embedding)):
+            for own, parameter in module.named_parameters(recurse=False):
+                sizes = tuple(parameter.shape)
+                shape = (sizes[0], math.prod(sizes[1:])) if isinstance(module, ApartConv1D) else sizes
+                if own.endswith("weight") and layer_type.has_matrix(shape) and id(parameter) not in left_out:
+                    found.add(id(parameter))
+    return found
 
 
 def decays(chain: ModelChain, path: str, parameter: nn.Parameter) -> bool:

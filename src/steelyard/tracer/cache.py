@@ -29,16 +29,26 @@ def cached_trace(
     degrees: tuple[int, ...],
     folder: Path | None = None,
     own: Any = None,
+    with_products: bool = False,
 ) -> Profile:
     """The traced profile from the cache folder or the package, traced and stored in the folder if it is new.
 
     ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
     written, or a file in it that cannot be read, costs time and nothing else. ``own`` is a user's own module, where
-    the chain is of one (`steelyard.modules.own_pieces.OwnModel`). Raises `NotInstalledError` where the model has to be
+    the chain is of one (`steelyard.modules.own_pieces.OwnModel`). ``with_products`` asks for shapes of matrix
+    products, which the package leaves out. Raises `NotInstalledError` where the model has to be
     traced and torch is not there, and `InvalidModelError` for a split from a plan file on which tracing fails.
     """
     if precision == "fp16":  # as wide as bf16, and widths are all that is counted
-        same = cached_trace(chain, seq_len=seq_len, precision="bf16", degrees=degrees, folder=folder, own=own)
+        same = cached_trace(
+            chain,
+            seq_len=seq_len,
+            precision="bf16",
+            degrees=degrees,
+            folder=folder,
+            own=own,
+            with_products=with_products,
+        )
         return same.model_copy(update={"identity": same.identity.model_copy(update={"precision": precision})})
     path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees)}.json"
     if path.is_file():
@@ -54,7 +64,7 @@ def cached_trace(
             hint="plan again with the module; a prediction in the plan stands without",
         )
     packaged = None
-    if chain.freeze is None and not chain.changes:
+    if chain.freeze is None and not chain.changes and not with_products:
         packaged = packaged_trace(chain, seq_len=seq_len, precision=precision, degrees=degrees)
     if packaged is not None:
         return packaged

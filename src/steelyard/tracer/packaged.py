@@ -36,7 +36,8 @@ TRACER_VERSION = 11
 ATTENTION = "sdpa"
 """Which attention of transformers is traced."""
 LEFT_OUT = "products"
-"""Shapes of matrix products, which enter no price: how equal ones are folded depends on the length."""
+"""Shapes of matrix products, which enter no price but that of levers which ask for them: how equal ones are folded
+depends on the length."""
 
 
 def legal_shapes(layer_type: LayerType, degree: int, seq_len: int) -> Iterator[Strategy]:

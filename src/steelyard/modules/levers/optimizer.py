@@ -6,6 +6,7 @@
 | adamw-8bit, adamw-4bit  | the states and the update of torchao's ``AdamW8bit`` and ``AdamW4bit``               |
 | sgd                     | `torch.optim.SGD` without momentum, fused                                            |
 | adafactor               | `torch.optim.Adafactor`                                                              |
+| muon                    | `torch.optim.Muon` for hidden matrices, `torch.optim.AdamW`, fused, for all else     |
 
 torchao compiles its update, which is done so on GPUs. On the CPU it runs as it is, since a compiler may be missing, on
 `_CHUNK` entries at a time: its temporaries take 53 bytes an entry, its operations about 110 ns in 8 bits.
@@ -17,7 +18,7 @@ gives them, `take` quantizes them.
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache, partial
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adafactor
+from torch.optim import SGD, Adafactor, Muon
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
@@ -43,9 +44,18 @@ _CHUNK = 2**16
 
 
 def make_optimizer(
-    lever: Optimizer, groups: list[dict[str, Any]], *, offload: Offload, lr: float, betas: tuple[float, float]
+    lever: Optimizer,
+    groups: list[dict[str, Any]],
+    *,
+    offload: Offload,
+    matrices: Collection[int],
+    lr: float,
+    betas: tuple[float, float],
 ) -> TorchOptimizer:
-    """Makes the optimizer of a lever for groups of parameters, all on one mesh; ``betas`` are of AdamW."""
+    """Makes the optimizer of a lever for groups of parameters, all on one mesh; ``betas`` are of AdamW.
+
+    ``matrices`` are the ids of those that are hidden matrices.
+    """
     if offload.moves_optimizer:
         return OffloadedAdamW(groups, lr=lr, betas=betas)
     if lever.word in BLOCK:
@@ -54,6 +64,7 @@ def make_optimizer(
         "adamw": partial(LocalAdamW, betas=betas),
         "sgd": _LocalSGD,
         "adafactor": _LocalAdafactor,
+        "muon": partial(_MuonBesideAdamW, matrices=matrices, betas=betas),
     }
     return make[lever.word](groups, lr=lr)
 
@@ -65,6 +76,53 @@ class _LocalSGD(LocalUpdates, SGD):
 
 class _LocalAdafactor(LocalUpdates, Adafactor):
     """Adafactor on parameters that every rank has whole."""
+
+
+class _LocalMuon(LocalUpdates, Muon):
+    """Muon on matrices that every rank has whole; one that is stored in parts is that of its first dim and all others.
+
+    Groups get its defaults.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
+        super().__init__([{"params": []}], **options)  # which refuses matrices that are stored in parts
+        for group in groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self.param_groups = groups
+
+    def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
+        result = super()._init_group(group, *found)
+        for tensors in found:
+            tensors[:] = [each.flatten(1) for each in tensors]
+        return result
+
+
+class _MuonBesideAdamW(TorchOptimizer):
+    """Muon for hidden matrices and AdamW for all else, which have their groups and states in common with this one."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, matrices: Collection[int], lr: float, betas: tuple[float, float]
+    ) -> None:
+        split: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for group in groups:
+            for is_matrix, found in split.items():
+                params = [each for each in group["params"] if (id(each) in matrices) == is_matrix]
+                found.extend([{**group, "params": params}] if params else [])
+        super().__init__([*split[True], *split[False]], {"lr": lr})
+        self._parts: list[TorchOptimizer] = []
+        if split[True]:
+            self._parts.append(_LocalMuon(split[True], lr=lr, adjust_lr_fn="match_rms_adamw"))
+        if split[False]:
+            self._parts.append(LocalAdamW(split[False], lr=lr, betas=betas))
+        for part in self._parts:
+            part.state = self.state
+
+    def step(self, closure: None = None) -> None:
+        """Updates the parameters that have a gradient."""
+        assert closure is None, "the loss is computed before"
+        for part in self._parts:
+            part.step()
 
 
 class QuantizedAdamW(TorchOptimizer):

@@ -98,10 +98,11 @@ def _kept(plan: Plan) -> str:
     """What is kept of a trained parameter from step to step."""
     optimizer, effects = plan.chosen_levers.value(Optimizer), plan.chosen_levers.effects
     on_host = f", {effects.host_bytes:.3g} of them in host memory" if effects.host_bytes else ""
+    matrices = f", {_FP32_BYTES + effects.matrices.state_bytes:.3g} in hidden matrices" if effects.matrices else ""
     states = "both moments of AdamW" if optimizer.is_default else f"the states of {optimizer}"
     return (
         f"parameters and gradients are kept in fp32, with {states} "
-        f"{_FP32_BYTES + effects.state_bytes + effects.host_bytes:.3g} bytes of a trained parameter{on_host}"
+        f"{_FP32_BYTES + effects.state_bytes + effects.host_bytes:.3g} bytes of a trained parameter{on_host}{matrices}"
     )
 
 
