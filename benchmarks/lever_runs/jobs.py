@@ -70,7 +70,6 @@ _ADAPTERS = ("lora", "qlora", "rslora")
 _NOT_YET: Mapping[str, str] = {
     "offload": "offload is no lever yet",
     "chunked_loss": "a loss in chunks is no lever yet",
-    "compile": "torch.compile is no lever yet",
 }
 """Levers that the product has not yet, by their column; take a line out when it has."""
 _OPTIMIZERS: Mapping[str, str] = {
@@ -337,8 +336,7 @@ def _refuse(row: Row) -> None:
     if row.text("scope") != "run":
         raise _SkipError(f"a measurement of scope {row.text('scope')}")
     for column, reason in _NOT_YET.items():
-        is_of_engine = column == "compile" and row.text("framework") == "torchtitan"
-        if row.text(column) not in ("", "0", "none") and not is_of_engine:
+        if row.text(column) not in ("", "0", "none"):
             raise _SkipError(reason)
     if method not in ("full", *_ADAPTERS):
         raise _SkipError(f"{method or 'no method stated'} is no lever")
@@ -377,6 +375,8 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
         if base is None:
             raise _SkipError(f"base {row.text('quant_type')} is no lever")
         found["base"] = base
+    if row.text("compile") == "1" and framework.engine.execution.kernels is None:
+        found["compile"] = "blocks"
     optimizer = _OPTIMIZERS[row.text("optimizer")]
     return tuple((found | ({} if optimizer == "adamw" else {"optimizer": optimizer})).items())
 

@@ -10,10 +10,12 @@ from transformers import PreTrainedModel
 
 from steelyard.levers.chunked_loss import ChunkedLoss
 from steelyard.model.chain import ModelChain
-from steelyard.modules.levers import quantized_base, train
+from steelyard.modules.levers import compiled_blocks, quantized_base, train
 
 CHANGES: dict[str, Any] = {"train": train, "base": quantized_base}
-"""By the name of the lever."""
+"""By the name of the lever, those that change a model."""
+LAYER_CHANGES: dict[str, Any] = {"compile": compiled_blocks}
+"""Those that change layers one by one."""
 
 
 def change_model(model: PreTrainedModel, chain: ModelChain) -> None:
@@ -21,6 +23,13 @@ def change_model(model: PreTrainedModel, chain: ModelChain) -> None:
     for change in chain.changes:
         if change.name in CHANGES:
             CHANGES[change.name].change_model(change, model)
+
+
+def change_layer(layer: nn.Module, chain: ModelChain) -> None:
+    """Makes of a layer, divided and not yet sharded, what the levers of a chain make of it, in place."""
+    for change in chain.changes:
+        if change.name in LAYER_CHANGES:
+            LAYER_CHANGES[change.name].change_layer(change, layer)
 
 
 def loss_chunks(chain: ModelChain) -> int:
