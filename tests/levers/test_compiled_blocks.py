@@ -74,6 +74,19 @@ def test_quantized_weights_are_refused_before_any_search() -> None:
         make_request("llama-demo", "1x1xa100-40gb", **JOB, levers=BLOCKS | {"train": "lora", "base": "nf4"})
 
 
+def test_dropout_in_blocks_that_tp_divides_is_refused_before_any_search() -> None:
+    """PyTorch 2.13 mixes up states of random generators and meshes among what it saves."""
+    with pytest.raises(InvalidModelError, match="blocks of ") as caught:
+        find_plan(
+            FAMILY_CONFIGS["llama"],
+            "1x2xa100-40gb",
+            global_batch=4,
+            seq_len=16,
+            levers=BLOCKS | {"train": "lora:r=4,dropout=0.1"},
+        )
+    assert "dropout" in (caught.value.hint or "")
+
+
 def test_an_engine_that_compiles_by_itself_is_refused() -> None:
     with pytest.raises(UserError, match="with the engine torchtitan"):
         make_request("llama3.1-8b", "1x8xh100-80gb", global_batch=8, seq_len=64, engine="torchtitan", levers=BLOCKS)
@@ -170,6 +183,8 @@ def test_a_dry_run_finds_the_bytes_of_steps_that_inductor_compiled(remat: str) -
     sizes = {"num_microbatches": 2, "global_batch": 16, "num_devices": 1, "seq_len": 64}
     plan = compiled_plan(WIDE, ", ".join(["single", *[block] * 4, "single"]), **sizes, precision="bf16")
     found = dry_run(plan, 0, backend="gloo")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     with one_process():
         model = parallelize_plan(plan)
         (optimizer,) = make_optimizers(model, TrainOptions())
@@ -181,6 +196,7 @@ def test_a_dry_run_finds_the_bytes_of_steps_that_inductor_compiled(remat: str) -
                 optimizer.step()
                 optimizer.zero_grad()
             assert 0.999 <= expected.total_bytes / meter.peak_bytes <= 1.05
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "equal blocks are compiled once"
 
 
 # what is planned with it

@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -37,6 +38,8 @@ from steelyard.modules.remat import compiled_policy
 from steelyard.plan.strategy import Remat
 
 _aten = torch.ops.aten
+_CANNOT = (torch._dynamo.exc.TorchDynamoException, AssertionError, NotImplementedError)
+"""Raised for blocks that cannot be compiled; by an assertion for states of random generators beside meshes."""
 Values = dict[fx.Node, Any]
 
 
@@ -52,27 +55,29 @@ class _Compiled:
     def __init__(self, layer: Any) -> None:
         self._layer, self._name = layer, layer.layer_type.name
         block = layer.block
-        self._is_fake = any(map(is_fake, block.parameters()))
-        options: dict[str, Any] = {"fullgraph": True}
-        options |= {"backend": _as_kernels()} if self._is_fake else {"dynamic": False}
+        options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
+        is_fake_block = any(map(is_fake, block.parameters()))
+        options |= {"backend": _as_kernels()} if is_fake_block else {}
+        self._any_samples = is_fake_block and not layer.drops
+        """Whether one graph is for any number of samples; not where states of random generators are saved."""
         self._plain = torch.compile(partial(_run, block), **options)
         self._selective = torch.compile(partial(_run_selectively, block), **options)
 
     def __call__(self, *places: Any, **names: Any) -> Any:
         """What the block returns."""
         run = self._selective if self._layer.remat is Remat.SELECTIVE else self._plain
-        for each in tree_leaves((places, names)) if self._is_fake else ():
+        for each in tree_leaves((places, names)) if self._any_samples else ():
             if isinstance(each, Tensor) and each.requires_grad:
-                torch._dynamo.maybe_mark_dynamic(each, 0)  # one graph for every number of samples
+                torch._dynamo.maybe_mark_dynamic(each, 0)
         try:
             with _compiling():
                 return run(*places, **names)
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.BackendCompilerFailed) as error:
+        except _CANNOT as error:
             raise InvalidModelError(
                 field="--compile",
                 found=f"blocks of {self._name}: {str(error).strip().splitlines()[0]}",
                 expected="blocks that torch.compile traces as one function",
-                hint="leave --compile out",
+                hint="leave --compile out, or what the block draws at random (dropout) where tp divides it",
             ) from error
 
 
@@ -156,9 +161,8 @@ class _Group:
 
     def __init__(self, nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> None:
         self.nodes, self.outputs = nodes, outputs
-        is_tensor = [isinstance(node.meta.get("val"), Tensor) for node in inputs]
-        self.inputs = [node for node, is_one in zip(inputs, is_tensor, strict=True) if is_one]
-        self.sizes = [node for node, is_one in zip(inputs, is_tensor, strict=True) if not is_one]
+        self.sizes = [node for node in inputs if isinstance(node.meta.get("val"), int | torch.SymInt)]
+        self.inputs = [node for node in inputs if node not in self.sizes]
         self.number = len(_groups)
         _groups.append(self)
 
@@ -318,6 +322,12 @@ def _result(node: fx.Node, values: Values, module: fx.GraphModule | None = None)
         assert isinstance(node.target, str)
         return getattr(module, node.target)
     args, kwargs = tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
+    if node.target is run_and_save_rng_state:  # what draws at random is drawn again from the same state
+        operation, *args = args
+        return torch.empty(0), operation(*args, **kwargs)
+    if node.target is run_with_rng_state:
+        _, operation, *args = args
+        return operation(*args, **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
 
