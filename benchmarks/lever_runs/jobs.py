@@ -1,7 +1,7 @@
 r"""Turns a row into a priced job, or into the reason why not.
 
 Nothing is guessed: a row that lacks a size, a batch or a length is skipped, and so is one with a lever that the product
-has not yet (`_NOT_YET`).
+has not.
 
 **Lengths.** Memory is that of the longest batch: ``seq_len``, to which texts are cut or padded. Time is that of the
 mean batch. Where texts are padded to the longest of a batch and the notes say how many tokens they have, that is their
@@ -75,10 +75,6 @@ _OF_VALUES = ("random_loc_seed", "scaling", "eps", "d_initial", "init_scale", "d
 """Settings that change values alone; without them rows share a trace."""
 _EMBEDDINGS = "embed_tokens+lm_head"
 """What is trained beside LoRA with its embeddings, in names of Llama, as which Qwen is built."""
-_NOT_YET: Mapping[str, str] = {
-    "compile": "torch.compile is no lever yet",
-}
-"""Levers that the product has not yet, by their column; take a line out when it has."""
 _OFFLOADS = ("optimizer", "activations")
 """What the lever moves as the rows mean it: moments or what is saved, with gradients and masters on the device."""
 _OPTIMIZERS: Mapping[str, str] = {
@@ -346,10 +342,6 @@ def _refuse(row: Row) -> None:
     method = row.text("method")
     if row.text("scope") != "run":
         raise _SkipError(f"a measurement of scope {row.text('scope')}")
-    for column, reason in _NOT_YET.items():
-        is_of_engine = column == "compile" and row.text("framework") == "torchtitan"
-        if row.text(column) not in ("", "0", "none") and not is_of_engine:
-            raise _SkipError(reason)
     if row.text("offload") not in ("", "0", "none", *_OFFLOADS):
         raise _SkipError(f"offload of {row.text('offload')} is no lever")
     kind = _KINDS.get(method, method)
@@ -398,6 +390,8 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
         found["loss"] = "chunked"
     if row.text("offload") in _OFFLOADS:
         found["offload"] = row.text("offload")
+    if row.text("compile") == "1" and framework.engine.execution.kernels is None:
+        found["compile"] = "blocks"
     optimizer = _OPTIMIZERS[row.text("optimizer")]
     return tuple((found | ({} if optimizer == "adamw" else {"optimizer": optimizer})).items())
 

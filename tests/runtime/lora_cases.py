@@ -17,11 +17,12 @@ def lora_plan(
     *stages: str,
     base: str | None = None,
     loss: str | None = None,
+    compiled: str | None = None,
     **options: object,
 ) -> Plan:
     """A plan of a model with these adapters."""
     plan = make_plan(config, *stages, **options)
-    levers = Levers.of({"train": text, "base": base, "loss": loss})
+    levers = Levers.of({"train": text, "base": base, "loss": loss, "compile": compiled})
     found = find_freeze(levers.change(plan.chain()), ())
     return plan.model_copy(update={"levers": levers.texts, "model": plan.model.model_copy(update={"frozen": found})})
 

@@ -9,7 +9,9 @@ from functools import cached_property, reduce
 from typing import TypeVar
 
 from steelyard.errors import UserError, nearest
+from steelyard.hardware import DeviceType
 from steelyard.levers.chunked_loss import ChunkedLoss
+from steelyard.levers.compiled_blocks import CompiledBlocks
 from steelyard.levers.lever import Asked, Divided, Effects, Lever
 from steelyard.levers.offload import Offload
 from steelyard.levers.optimizer import Optimizer
@@ -20,7 +22,7 @@ from steelyard.model.chain import ModelChain
 Value = TypeVar("Value", bound=Lever)
 
 LEVERS: dict[str, type[Lever]] = {
-    lever.name: lever for lever in (Train, QuantizedBase, Optimizer, Offload, ChunkedLoss)
+    lever.name: lever for lever in (Train, QuantizedBase, Optimizer, Offload, ChunkedLoss, CompiledBlocks)
 }
 """By name, in the order in which they are written. A test may add one of its own."""
 
@@ -80,6 +82,11 @@ class Levers:
         """Raises `UserError` for the first that cannot be had for this."""
         for lever in self.chosen:
             lever.check(asked)
+
+    def check_host(self, device_type: DeviceType) -> None:
+        """Raises `UserError` for the first that this host cannot run on its devices of this type."""
+        for lever in self.chosen:
+            lever.check_host(device_type)
 
     def refusal(self, strategy: Divided) -> str | None:
         """Why no layer may be trained so, None where it may."""

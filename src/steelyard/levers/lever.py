@@ -8,6 +8,7 @@ and commands know no lever by name.
 |-------------------------------------------------------------|---------------------|
 | what it is, as it is written                                | `Lever.parse`, str  |
 | for which devices, models, beside which others              | `Lever.check`       |
+| on which hosts it runs                                      | `Lever.check_host`  |
 | which layers it forbids to be trained in which way          | `Lever.refusal`     |
 | what it makes of the model                                  | `Lever.change`      |
 | what training keeps and moves for each parameter            | `Lever.effects`     |
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, Self
 
 from steelyard.errors import UserError
-from steelyard.hardware import Device
+from steelyard.hardware import Device, DeviceType
 from steelyard.model.chain import ModelChain
 
 Result = Literal["exact", "rounding", "other updates", "fewer trained parameters"]
@@ -125,6 +126,10 @@ class Divided(Protocol):
         """Ranks that divide its matrices."""
 
     @property
+    def token_degree(self) -> int:
+        """Ranks that divide the sequence of every sample."""
+
+    @property
     def expert_degree(self) -> int:
         """Ranks that divide its experts."""
 
@@ -145,6 +150,8 @@ class Lever(ABC):
     help: ClassVar[str]
     """What the option is, in a sentence."""
     result: ClassVar[Result] = "exact"
+    takes_long: ClassVar[bool] = False
+    """Whether a model is traced for up to a minute with it, so that advice tries it last, and not unasked."""
     adds_parameters: ClassVar[bool] = False
     """Whether it adds parameters to a model, and leaves all else untrained."""
 
@@ -186,6 +193,10 @@ class Lever(ABC):
     def sized(self, _size: int) -> "Lever":
         """The same of another size, if it has one."""
         return self
+
+    def check_host(self, _device_type: DeviceType) -> None:
+        """Raises `UserError` where this host cannot run it on its devices of this type."""
+        return
 
     @property
     def without_chance(self) -> "Lever":

@@ -24,7 +24,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +151,8 @@ class ChainLayer(nn.Module):
         self.run_alone: Run = run
         self.num_chunks = 1
         """Of a head, the chunks of tokens that it computes one after another, and again in the backward pass."""
+        self.compiled: Callable[..., Any] | None = None
+        """Of a layer whose block is compiled, what runs it, selective remat included."""
         self.entering: tuple[int, ...] | None = None
         """The places in what flows of what the layer reads; None where that is all."""
         self.past: tuple[int, ...] = ()
@@ -189,7 +191,7 @@ class ChainLayer(nn.Module):
     def forward(self, inputs: Flow, context: LayerContext) -> Flow:
         """The layer's output; recomputed in backward where the strategy says so."""
         with self.saving(context):
-            if self.remat is Remat.NONE:
+            if self.remat is Remat.NONE or (self.remat is Remat.SELECTIVE and self.compiled is not None):
                 return self.compute(inputs, context)
             return checkpoint(self.compute, inputs, context, use_reentrant=False, context_fn=REMAT_CONTEXTS[self.remat])
 

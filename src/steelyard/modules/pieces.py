@@ -296,7 +296,7 @@ class BlockPiece:
                     if name in buffers:
                         buffers[name] = buffers[name].to(hidden.dtype)
             places, names = self._arguments(context.side.arguments[layer.layer_type.name], hidden, beside)
-            outputs = layer.block(*places, **names)
+            outputs = (layer.compiled or layer.block)(*places, **names)
         found = self._call.result_of(outputs).contiguous()  # as it is sent to another stage
         if self._encoder:
             return found, beside[0].view_as(beside[0])

@@ -132,6 +132,11 @@ def _storage(tensor: Tensor) -> Any:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
+def compiled_policy(_context: Any, operation: Any, *_arguments: Any, **_keywords: Any) -> CheckpointPolicy:
+    """As `_policy` where the operations are traced to be compiled, with nothing kept whole."""
+    return CheckpointPolicy.MUST_SAVE if operation in SAVED_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 @contextmanager
 def _within(operations: AbstractContextManager[Any], current: _Pass) -> Iterator[None]:
     token = _pass.set(current)

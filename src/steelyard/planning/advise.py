@@ -78,10 +78,11 @@ class Found(NamedTuple):
     """Changes that cannot be had, each with the reason."""
 
 
-def advise(request: PlanRequest, *, progress: Progress = lambda _: None) -> Found:
+def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lambda _: None) -> Found:
     """Return what the request itself needs, and what each change of levers does.
 
-    Two changes are tried together where both save memory: the best of each lever.
+    Levers that take long to try come last, and where advice was not ``asked`` for they are left out. Two changes are
+    tried together where both save memory: the best of each lever.
     """
     limited = replace(request, time_limit_s=LIMIT_S)
     progress("what is asked")
@@ -92,7 +93,7 @@ def advise(request: PlanRequest, *, progress: Progress = lambda _: None) -> Foun
     left_out: list[str] = []
     best: dict[str, tuple[Advice, dict[str, str]]] = {}
     deadline = time.process_time() + TOTAL_S
-    for texts in _single(request):
+    for texts in _single(request, asked=asked):
         progress(" ".join(texts.values()))
         if time.process_time() > deadline:
             left_out.append(f"{_options(texts)}: no time was left")
@@ -120,15 +121,15 @@ def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Itera
     is_large = request.cluster.num_devices > MOST_HINTED
     if is_large or request.is_mixed or request.seq_len is None or request.global_batch is None:
         return
-    for each in advise(request, progress=progress).changes[:NUM_HINTS]:
+    for each in advise(request, asked=False, progress=progress).changes[:NUM_HINTS]:
         if each.fits:
             yield f"{each.options} ({each.result}, {format_seconds(each.step_s)} a step)"
 
 
-def _single(request: PlanRequest) -> Iterable[dict[str, str]]:
+def _single(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, str]]:
     """The values of each lever that the request does not set."""
-    for name, lever in LEVERS.items():
-        if name not in request.levers.texts:
+    for name, lever in sorted(LEVERS.items(), key=lambda each: each[1].takes_long):
+        if name not in request.levers.texts and (asked or not lever.takes_long):
             yield from ({name: text} for text in lever.offers)
 
 

@@ -43,6 +43,7 @@ from steelyard.modules.layers import (
     shared_inputs_of,
     tensors_of,
 )
+from steelyard.modules.levers import change_layer
 from steelyard.modules.model_inputs import decoder_inputs, random_samples
 from steelyard.modules.replicated import activation_dtype, replicate_over, shard_over
 from steelyard.plan.strategy import Remat, Strategy
@@ -335,4 +336,5 @@ def _build(
     materialize_layer(model, chain, index, seed=0, device=device)
     layer = build_layer(model, chain, index, Remat.NONE)
     divide_layer(layer, chain, strategy, mesh["shape"])
+    change_layer(layer, chain)
     return layer

@@ -86,7 +86,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_host(plan: Plan, ranks: range, *, device: str | None) -> None:
-    """Raises `InvalidPlanError` unless this host can run these ranks of a plan on devices of the type that it is for.
+    """Raises `UserError` unless this host can run these ranks of a plan on devices of the type that it is for.
 
     ``device`` insists on another device type. On the CPU the GPUs are hidden from this process and those that it
     starts, and the predicted bytes of all ranks are compared with the memory that is free. A plan that does not say its
@@ -109,6 +109,7 @@ def check_host(plan: Plan, ranks: range, *, device: str | None) -> None:
         )
     if device_type == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    plan.chosen_levers.check_host("gpu" if num_gpus else "cpu")
     if num_gpus == 0:
         _check_memory(plan, ranks)
 

@@ -375,6 +375,7 @@ def parallelize(model: nn.Module, plan: Plan, *, loss: Loss | None = None, seed:
     """
     check_engine(plan)
     check_world_size(plan, dist.get_world_size())
+    plan.chosen_levers.check_host("gpu" if current_device().type == "cuda" else "cpu")
     chain = plan.chain()
     if isinstance(chain.split, OwnSplit):
         return parallelize_checked(planned_module(model, chain.split, loss), plan, seed)

@@ -57,6 +57,11 @@ class LiveStorages(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and each call of a wrapped `__torch_dispatch__` takes longer
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled block is seen as the kernels that it runs."""
+        return True
+
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
         self.live_bytes = 0

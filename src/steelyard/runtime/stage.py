@@ -33,7 +33,7 @@ from steelyard.modules.layers import (
     shared_inputs_of,
     tensors_of,
 )
-from steelyard.modules.levers import saving
+from steelyard.modules.levers import change_layer, saving
 from steelyard.modules.own_pieces import OwnBatch
 from steelyard.modules.replicated import (
     Replica,
@@ -79,6 +79,7 @@ def shard_layer(
         if name in used:
             ranks = mesh.dimension(strategy, used[name])
             twin.divide(layer, Division(chain=chain, strategy=strategy, mesh=ranks))
+    change_layer(layer, chain)
     replicas, shards = mesh.states(strategy)
     divides_experts = strategy.expert_degree > 1
     outer_replicas, outer_shards = (mesh.runs[axes] for axes in strategy.expert_state_axes)

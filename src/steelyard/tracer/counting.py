@@ -142,6 +142,11 @@ class OpCounter(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and each call of a wrapped `__torch_dispatch__` takes longer
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled block is seen as the kernels that it runs."""
+        return True
+
     def __init__(self, seen: Operations | None = None) -> None:
         super().__init__()
         self._seen = FakeOpCache() if seen is None else seen

@@ -35,7 +35,7 @@ from steelyard.modules.layers import (
     shared_inputs_of,
     tensors_of,
 )
-from steelyard.modules.levers import added_that_read
+from steelyard.modules.levers import added_that_read, change_layer
 from steelyard.modules.model_inputs import blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.modules.pieces import ShellPiece
@@ -139,6 +139,8 @@ def fake_layer(traced: TracedLayer) -> Iterator[ChainLayer]:
         divide_layer(layer, traced.chain, traced.strategy, traced.mesh)
         if traced.exchanged is not None:
             exchange_alone(layer, traced.mesh._get_root_mesh()[ALONE], received_share=traced.exchanged)
+        else:
+            change_layer(layer, traced.chain)
         if traced.strategy.tensor_degree > 1 and traced.role is LayerRole.HEAD:
             stack.enter_context(loss_parallel())
         if isinstance(layer.run_alone, ShellPiece):

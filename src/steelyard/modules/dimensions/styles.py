@@ -156,6 +156,11 @@ def _own_share(parameter: DTensor) -> Tensor:
     return parameter.to_local(grad_placements=[Partial()])
 
 
+def _own_part(parameter: DTensor) -> Tensor:
+    """This rank's part of a divided parameter."""
+    return parameter.to_local()
+
+
 class InRegion(ParallelStyle):
     """A module that computes on plain tensors with its own parameters, whole or a part of them.
 
@@ -187,7 +192,7 @@ class InRegion(ParallelStyle):
         dims |= dict.fromkeys(self._lent)
         _store(module, device_mesh, {name: Replicate() if dim is None else Shard(dim) for name, dim in dims.items()})
         used: dict[str, Callable[[Tensor], Tensor]] = {
-            name: _own_share if dim is None else DTensor.to_local for name, dim in dims.items()
+            name: _own_share if dim is None else _own_part for name, dim in dims.items()
         }
         if isinstance(module, Conv1D) and dims["weight"] == 1:
             module.nf //= ranks

@@ -13,10 +13,12 @@ from steelyard.levers import Levers
 from steelyard.levers.chunked_loss import ChunkedLoss
 from steelyard.levers.offload import Offload
 from steelyard.model.chain import ModelChain
-from steelyard.modules.levers import offload, quantized_base, train
+from steelyard.modules.levers import compiled_blocks, offload, quantized_base, train
 
 CHANGES: dict[str, Any] = {"train": train, "base": quantized_base}
-"""By the name of the lever."""
+"""By the name of the lever, those that change a model."""
+LAYER_CHANGES: dict[str, Any] = {"compile": compiled_blocks}
+"""Those that change layers one by one."""
 
 
 def change_model(model: PreTrainedModel, chain: ModelChain) -> None:
@@ -30,6 +32,13 @@ def changed_by_user(model: nn.Module) -> tuple[PreTrainedModel, dict[str, str]] 
     any other module."""
     found = train.changed_by_user(model)
     return None if found is None else (found[0], {found[1].name: str(found[1])})
+
+
+def change_layer(layer: nn.Module, chain: ModelChain) -> None:
+    """Makes of a layer, divided and not yet sharded, what the levers of a chain make of it, in place."""
+    for change in chain.changes:
+        if change.name in LAYER_CHANGES:
+            LAYER_CHANGES[change.name].change_layer(change, layer)
 
 
 def loss_chunks(chain: ModelChain) -> int:

@@ -1,0 +1,104 @@
+"""Blocks compiled by `torch.compile`, each as one function; identical ones are compiled once.
+
+A compiled block saves less for its backward pass than autograd does, because PyTorch's partitioner computes elementwise
+operations again there, and it launches fewer kernels, which read and write fewer bytes: operations between matrix
+products, attention and collectives are fused. A trace sees both (`steelyard.modules.levers.compiled_blocks`).
+
+Embedding, head and optimizer are not compiled. Compiling takes seconds to a minute before the first step, which no
+price counts.
+
+Ansel et al. 2024 (PyTorch 2), sections 4 and 5.
+"""
+
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from steelyard.errors import UserError, nearest
+from steelyard.hardware import DeviceType
+from steelyard.levers.lever import Asked, Divided, Lever, Result
+from steelyard.model.chain import ModelChain
+
+OFF = "off"
+_COMPILERS = ("g++", "clang++")
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledBlocks(Lever):
+    """What is compiled."""
+
+    word: str = OFF
+
+    name: ClassVar[str] = "compile"
+    values: ClassVar[tuple[str, ...]] = (OFF, "blocks")
+    offers: ClassVar[tuple[str, ...]] = ("blocks",)
+    help: ClassVar[str] = "What torch.compile compiles: off (nothing), or blocks (each Transformer block by itself)."
+    result: ClassVar[Result] = "rounding"
+    takes_long: ClassVar[bool] = True
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """What this word compiles; raises `UserError` for an unknown one."""
+        if text not in cls.values:
+            raise UserError(
+                field="--compile",
+                found=repr(text),
+                expected="one of " + ", ".join(cls.values),
+                hint=nearest(text, cls.values),
+            )
+        return cls(text)
+
+    def __str__(self) -> str:
+        return self.word
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing is compiled."""
+        return self.word == OFF
+
+    def check(self, asked: Asked) -> None:
+        """Raises `UserError` for a module of the user's own, and for quantized weights."""
+        Lever.check(self, asked)
+        if asked.chain.split.module:
+            raise UserError(
+                field="--compile",
+                found=f"{self} for {asked.chain.name}, a module of your own",
+                expected="a model of transformers",
+                hint="leave --compile out",
+            )
+        if "base" in asked.levers:
+            raise UserError(
+                field="--compile",
+                found=f"{self} beside --base",
+                expected="weights in full precision: kernels that make quantized ones whole are not compiled",
+                hint="leave --compile or --base out",
+            )
+
+    def check_host(self, device_type: DeviceType) -> None:
+        """Raises `UserError` where this host has no compiler for what torch.compile generates."""
+        if device_type == "cpu":
+            own = os.environ.get("CXX")
+            is_there, needed = any(map(shutil.which, [own] if own else _COMPILERS)), "a C++ compiler (g++ or clang++)"
+        else:
+            is_there, needed = importlib.util.find_spec("triton") is not None, "the package triton"
+        if not is_there:
+            raise UserError(
+                field="--compile",
+                found=f"no compiler on this host for code of torch.compile on a {device_type.upper()}",
+                expected=needed,
+                hint="install it, or plan without --compile",
+            )
+
+    def refusal(self, strategy: Divided) -> str | None:
+        """Attention to tokens of other ranks and exchanges of tokens between experts have sizes that are not traced."""
+        if strategy.token_degree > 1:
+            return f"no cp with --{self.name} {self}: attention over other ranks' tokens is not compiled"
+        if strategy.expert_degree > 1:
+            return f"no ep with --{self.name} {self}: exchanges of tokens between experts are not compiled"
+        return None
+
+    def change(self, chain: ModelChain) -> ModelChain:
+        """The model whose blocks run so."""
+        return replace(chain, changes=(*chain.changes, self))

@@ -1,0 +1,374 @@
+"""The twin of compiled blocks: each block as one function of `torch.compile`, and what that does on fake tensors.
+
+A block is compiled when it is divided (tp, cp, ep) and before its states are sharded, so that FSDP's hooks run outside,
+as in torchtitan. Selective remat is inside, where the partitioner follows its policy; full remat is outside and runs
+the compiled forward pass again.
+
+On fake tensors nothing can be compiled. There a backend of its own stands in for inductor: it takes the graphs that
+`torch.compile` makes, forward and backward apart, and runs them as kernels. An operation that inductor has a kernel of
+its own for (matrix products, attention, collectives, sorting) is one; the others are fused into kernels, each a custom
+operation that reads what enters and writes what leaves. Counters of work and memory so see what a compiled block does.
+
+Operations between the same kernels that need each other are fused into one. A sum over rows, as of a norm's weight, is
+a kernel of its own, which computes what leads to it again from the same inputs.
+
+Not modelled: fused operations that inductor splits (it fuses at most 64), or keeps apart because their sizes differ;
+templates of matrix products with an epilogue, which it uses with max-autotune alone; buffers that it reuses.
+"""
+
+import logging
+import operator
+import warnings
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from steelyard.errors import InvalidModelError
+from steelyard.levers.compiled_blocks import CompiledBlocks
+from steelyard.modules.remat import compiled_policy
+from steelyard.plan.strategy import Remat
+
+_aten = torch.ops.aten
+_CANNOT = (torch._dynamo.exc.TorchDynamoException, AssertionError, NotImplementedError)
+"""Raised for blocks that cannot be compiled; by an assertion for states of random generators beside meshes."""
+Values = dict[fx.Node, Any]
+
+
+def change_layer(_lever: CompiledBlocks, layer: Any) -> None:
+    """Compiles the block of a layer, in place; a layer without one stays."""
+    if hasattr(layer, "block"):
+        layer.compiled = _Compiled(layer)
+
+
+class _Compiled:
+    """A block as one function, with or without selective remat inside."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer, self._name = layer, layer.layer_type.name
+        block = layer.block
+        options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
+        is_fake_block = any(map(is_fake, block.parameters()))
+        options |= {"backend": _as_kernels()} if is_fake_block else {}
+        self._any_samples = is_fake_block and not layer.drops
+        """Whether one graph is for any number of samples; not where states of random generators are saved."""
+        self._plain = torch.compile(partial(_run, block), **options)
+        self._selective = torch.compile(partial(_run_selectively, block), **options)
+
+    def __call__(self, *places: Any, **names: Any) -> Any:
+        """What the block returns."""
+        run = self._selective if self._layer.remat is Remat.SELECTIVE else self._plain
+        for each in tree_leaves((places, names)) if self._any_samples else ():
+            if isinstance(each, Tensor) and each.requires_grad:
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+        try:
+            with _compiling():
+                return run(*places, **names)
+        except _CANNOT as error:
+            raise InvalidModelError(
+                field="--compile",
+                found=f"blocks of {self._name}: {str(error).strip().splitlines()[0]}",
+                expected="blocks that torch.compile traces as one function",
+                hint="leave --compile out, or what the block draws at random (dropout) where tp divides it",
+            ) from error
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Compiles as many functions as there are blocks of different code or shapes, and says nothing of it.
+
+    Code for the CPU allocates by an operation that measures of memory see.
+    """
+    with (
+        warnings.catch_warnings(),
+        torch._dynamo.utils.disable_cache_limit(),
+        mock.patch.object(torch._C._dynamo.guards, "_empty_strided_cpu", _empty_strided),
+        mock.patch.object(logging.getLogger("torch._higher_order_ops.wrap"), "disabled", True),
+    ):
+        warnings.simplefilter("ignore")  # of PyTorch's own code
+        yield
+
+
+def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+
+
+def _run(block: nn.Module, *places: Any, **names: Any) -> Any:
+    return block(*places, **names)
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(compiled_policy)
+
+
+def _run_selectively(block: nn.Module, *places: Any, **names: Any) -> Any:
+    return checkpoint(block, *places, use_reentrant=False, context_fn=_contexts, **names)
+
+
+# on fake tensors
+
+_groups: list["_Group"] = []
+
+
+@torch.library.custom_op("steelyard::fused", mutates_args=())
+def _fused(inputs: list[Tensor], sizes: list[int], group: int) -> list[Tensor]:
+    """The results of the operations of a group, which run as one kernel; ``sizes`` are numbers that it is given."""
+    return _groups[group].run(inputs, sizes)
+
+
+@_fused.register_fake
+def _(inputs: list[Tensor], sizes: list[int], group: int) -> list[Tensor]:
+    return _groups[group].run(inputs, sizes)
+
+
+@cache
+def _as_kernels() -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_autograd(
+        fw_compiler=_kernels_of,
+        bw_compiler=_kernels_of,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+
+
+def _kernels_of(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The graph as a function of a list of arguments, which it empties, so that each is freed when it is not needed."""
+    kernels = _Kernels(graph_module)
+
+    def run(arguments: list[Any]) -> Any:
+        values = dict(zip(kernels.placeholders, arguments, strict=True))
+        arguments.clear()
+        return kernels.run(values)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+class _Group:
+    """Fused operations, in their order."""
+
+    def __init__(self, nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> None:
+        self.nodes, self.outputs = nodes, outputs
+        self.sizes = [node for node in inputs if isinstance(node.meta.get("val"), int | torch.SymInt)]
+        self.inputs = [node for node in inputs if node not in self.sizes]
+        self.number = len(_groups)
+        _groups.append(self)
+
+    def run(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """The tensors that leave."""
+        values: Values = dict(zip((*self.inputs, *self.sizes), (*inputs, *sizes), strict=True))
+        for node in self.nodes:
+            values[node] = _result(node, values)
+        return [values[each] for each in self.outputs]
+
+
+class _Kernels:
+    """A graph as a list of kernels."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        self._module, self._graph = graph_module, graph_module.graph
+        self.placeholders = [node for node in self._graph.nodes if node.op == "placeholder"]
+        self._steps = self._made()
+        last: dict[fx.Node, int] = {}
+        for place, step in enumerate(self._steps):
+            for each in (*step.inputs, *step.sizes) if isinstance(step, _Group) else step.all_input_nodes:
+                last[each] = place
+        self._freed: list[list[fx.Node]] = [[] for _ in self._steps]
+        for node, place in last.items():
+            self._freed[place].append(node)
+        self._unread = [node for node in self.placeholders if node not in last]
+
+    def run(self, values: Values) -> Any:
+        """The results of the graph for values of its placeholders."""
+        for node in self._unread:
+            del values[node]
+        for step, freed in zip(self._steps, self._freed, strict=True):
+            if isinstance(step, _Group):
+                given = ([values[each] for each in nodes] for nodes in (step.inputs, step.sizes))
+                found = torch.ops.steelyard.fused(*given, step.number)
+                values |= dict(zip(step.outputs, found, strict=True))
+                del found, given
+            elif step.op == "output":
+                return tree_map_only(fx.Node, values.__getitem__, step.args[0])
+            else:
+                values[step] = _result(step, values, self._module)
+            for node in freed:
+                del values[node]
+        raise AssertionError("a graph ends in its output")
+
+    def _made(self) -> list["_Group | fx.Node"]:
+        """The kernels, and operations that are none, in an order in which each has its inputs."""
+        groups = _grouped(self._graph)
+        steps: list[_Group | fx.Node] = []
+        made = set(self.placeholders)
+
+        def need(node: fx.Node) -> None:
+            if node not in made:
+                step = groups.get(node, node)
+                made.update(step.outputs if isinstance(step, _Group) else [step])
+                for each in (*step.inputs, *step.sizes) if isinstance(step, _Group) else step.all_input_nodes:
+                    need(each)
+                steps.append(step)
+
+        for node in self._graph.nodes:
+            if not _is_fused(node) and not _is_view(node):
+                need(node)
+        return steps
+
+
+def _grouped(graph: fx.Graph) -> dict[fx.Node, _Group]:
+    """The groups of fused operations by the nodes that leave them."""
+    level = _levels(graph)
+    joined: dict[fx.Node, list[fx.Node]] = {}
+    sums = []
+    for node in graph.nodes:
+        if _sums_rows(node):
+            sums.append(node)
+        elif _is_fused(node):
+            own = joined[node] = [node]
+            for each in dict.fromkeys(map(_viewed, node.all_input_nodes)):
+                if each in joined and level[each] == level[node] and joined[each] is not own:
+                    own = joined[each] + own
+                    joined |= dict.fromkeys(own, own)
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    found: dict[fx.Node, _Group] = {}
+    for nodes in {id(each): each for each in joined.values()}.values():
+        inside = set(nodes)
+        if outputs := [node for node in nodes if any(_leaves(user, inside) for user in node.users)]:
+            found |= dict.fromkeys(outputs, _group(sorted(nodes, key=place.__getitem__), outputs))
+    for node in sums:
+        found[node] = _group(sorted(_leading(node, joined), key=place.__getitem__), [node])
+    return found
+
+
+def _group(nodes: list[fx.Node], outputs: list[fx.Node]) -> _Group:
+    """A group with the views that it looks through, and what it is given."""
+    inside = set(nodes)
+    run: dict[fx.Node, None] = {}
+    inputs: dict[fx.Node, None] = {}
+    for node in nodes:
+        for each in node.all_input_nodes:
+            _gather(each, inside, run, inputs)
+        run[node] = None
+    return _Group(list(run), list(inputs), outputs)
+
+
+def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
+    """For each node how many kernels that are not fused lead to it, or to what reads it, where that is fused alone."""
+    level: dict[fx.Node, int] = {}
+    own: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        is_kernel = node.op == "call_function" and not _is_view(node) and (not _is_fused(node) or _sums_rows(node))
+        own[node] = int(is_kernel)
+        level[node] = own[node] + max((level[each] for each in node.all_input_nodes), default=0)
+    for node in reversed(graph.nodes):
+        if node.users and (_is_view(node) or _is_fused(node)) and not own[node]:
+            level[node] = max(level[node], min(level[each] - own[each] for each in node.users))
+    return level
+
+
+def _gather(node: fx.Node, inside: set[fx.Node], run: dict[fx.Node, None], inputs: dict[fx.Node, None]) -> None:
+    """Adds an argument of a group to what it runs, a view in it, or to what it is given."""
+    if node in inside or node in run or node in inputs:
+        return
+    if _is_view(node) and _viewed(node) in inside:
+        for each in node.all_input_nodes:
+            _gather(each, inside, run, inputs)
+        run[node] = None
+    else:
+        inputs[node] = None
+
+
+def _leaves(user: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether a user of a value of a group is outside; a sum over rows computes the value again."""
+    if _is_view(user):
+        return any(_leaves(each, inside) for each in user.users)
+    return user not in inside and not (_is_fused(user) and _sums_rows(user))
+
+
+def _leading(node: fx.Node, joined: Container[fx.Node]) -> set[fx.Node]:
+    """A sum over rows with the fused operations that lead to it."""
+    found, reached = {node}, list(node.all_input_nodes)
+    while reached:
+        each = _viewed(reached.pop())
+        if each in joined and each not in found:
+            found.add(each)
+            reached += each.all_input_nodes
+    return found
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """The value that a view shows, or the node itself."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _result(node: fx.Node, values: Values, module: fx.GraphModule | None = None) -> Any:
+    if node.op == "get_attr":
+        assert module is not None
+        assert isinstance(node.target, str)
+        return getattr(module, node.target)
+    args, kwargs = tree_map_only(fx.Node, values.__getitem__, (node.args, node.kwargs))
+    if node.target is run_and_save_rng_state:  # what draws at random is drawn again from the same state
+        operation, *args = args
+        return torch.empty(0), operation(*args, **kwargs)
+    if node.target is run_with_rng_state:
+        _, operation, *args = args
+        return operation(*args, **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+@cache
+def _op_types() -> Any:
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list()
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node makes no tensor of its own; a part of several results is one of them."""
+    target = node.target
+    if target is operator.getitem:
+        return not _is_fused(node)
+    return node.op == "call_function" and (
+        target in _VIEWS or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+    )
+
+
+def _is_fused(node: fx.Node) -> bool:
+    target = node.target
+    if target is operator.getitem:
+        return _is_fused(node.all_input_nodes[0])
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or _is_view(node):
+        return False
+    return torch.Tag.pointwise in target.tags or target.overloadpacket in _FUSED or _op_types().is_fusible(node)
+
+
+def _sums_rows(node: fx.Node) -> bool:
+    """Whether an operation adds up rows: the last dim of what it reads stays."""
+    target = node.target
+    if not (isinstance(target, torch._ops.OpOverload) and target.overloadpacket in _REDUCTIONS):
+        return False
+    read = node.all_input_nodes[0].meta["val"]
+    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    return bool(dims) and read.ndim > 1 and not any(dim in (-1, read.ndim - 1) for dim in tree_leaves(dims))
+
+
+_REDUCTIONS = {_aten.sum, _aten.mean, _aten.amax, _aten.amin}
+_FUSED = {_aten.cat, _aten.slice_scatter, _aten.select_scatter, _aten.constant_pad_nd}
+"""Beside those that PyTorch's partitioner takes for fusible."""
+_VIEWS = {_aten._unsafe_view.default, _aten.detach.default, _aten.alias.default}

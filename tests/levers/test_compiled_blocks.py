@@ -1,0 +1,216 @@
+"""Compiled blocks: what is written of them, what a trace and a dry run see of them, and what is refused."""
+
+import json
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from steelyard.cost.predict import predict_memory
+from steelyard.errors import InvalidModelError, InvalidPlanError, UserError
+from steelyard.levers import Levers
+from steelyard.levers.compiled_blocks import CompiledBlocks
+from steelyard.modules.levers.compiled_blocks import change_layer
+from steelyard.plan.file import dump_json
+from steelyard.plan.strategy import Remat
+from steelyard.planning.advise import advise, hints
+from steelyard.planning.complete import find_plan
+from steelyard.planning.request import make_request
+from steelyard.profiles.profile import LayerProfile, Recomputation
+from steelyard.runtime.dry_run import dry_run
+from steelyard.runtime.optimizer import make_optimizers
+from steelyard.runtime.options import TrainOptions
+from steelyard.runtime.parallel_model import parallelize_plan
+from steelyard.runtime.peak_memory import LiveStorages
+from steelyard.tracer.cache import cached_trace
+from tests.levers.test_train import _job
+from tests.runtime.compile_cases import compiled_plan
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
+from tests.runtime.processes import one_process
+
+WIDE = {**CONFIGS["llama"], "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 704, "vocab_size": 512}
+JOB: dict[str, Any] = {"global_batch": 4, "seq_len": 64}
+BLOCKS = {"compile": "blocks"}
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+
+
+# what is written of it
+
+
+@pytest.mark.parametrize("word", ["off", "blocks"])
+def test_a_text_says_one_value_and_a_value_one_text(word: str) -> None:
+    assert str(CompiledBlocks.parse(word)) == word
+    assert Levers.of({"compile": word}).texts == ({} if word == "off" else {"compile": word})
+
+
+def test_another_text_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError) as caught:
+        CompiledBlocks.parse("block")
+    assert (caught.value.field, caught.value.found) == ("--compile", "'block'")
+    assert "blocks" in (caught.value.hint or "")
+
+
+def test_a_plan_that_compiles_nothing_says_nothing_of_it() -> None:
+    plain = find_plan("llama-demo", "1x2xa100-40gb", **JOB)
+    assert dump_json(find_plan("llama-demo", "1x2xa100-40gb", **JOB, levers={"compile": "off"})) == dump_json(plain)
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(("config", "strategy", "reason"), [("llama", "cp2", "no cp"), ("mixtral", "dp2 ep2", "no ep")])
+def test_dimensions_that_exchange_in_the_middle_of_a_block_are_refused(config: str, strategy: str, reason: str) -> None:
+    sizes: dict[str, Any] = {"num_microbatches": 1, "global_batch": 4, "num_devices": 2, "seq_len": 32}
+    layers = ", ".join(["dp2", strategy, *["dp2"] * FAMILY_CONFIGS[config]["num_hidden_layers"]])
+    with pytest.raises(InvalidPlanError, match=reason):
+        compiled_plan(FAMILY_CONFIGS[config], layers, **sizes)
+
+
+def test_quantized_weights_are_refused_before_any_search() -> None:
+    with pytest.raises(UserError, match="beside --base"):
+        make_request("llama-demo", "1x1xa100-40gb", **JOB, levers=BLOCKS | {"train": "lora", "base": "nf4"})
+
+
+def test_dropout_in_blocks_that_tp_divides_is_refused_before_any_search() -> None:
+    """PyTorch 2.13 mixes up states of random generators and meshes among what it saves."""
+    with pytest.raises(InvalidModelError, match="blocks of ") as caught:
+        find_plan(
+            FAMILY_CONFIGS["llama"],
+            "1x2xa100-40gb",
+            global_batch=4,
+            seq_len=16,
+            levers=BLOCKS | {"train": "lora:r=4,dropout=0.1"},
+        )
+    assert "dropout" in (caught.value.hint or "")
+
+
+def test_an_engine_that_compiles_by_itself_is_refused() -> None:
+    with pytest.raises(UserError, match="with the engine torchtitan"):
+        make_request("llama3.1-8b", "1x8xh100-80gb", global_batch=8, seq_len=64, engine="torchtitan", levers=BLOCKS)
+
+
+@pytest.mark.parametrize(("device_type", "needed"), [("cpu", "C\\+\\+ compiler"), ("gpu", "triton")])
+def test_a_host_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, device_type: Any, needed: str) -> None:
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(UserError, match=needed):
+        Levers.of(BLOCKS).check_host(device_type)
+    Levers.of({}).check_host(device_type)
+
+
+class _Printing(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return hidden + 1
+
+
+def test_a_block_that_cannot_be_traced_as_one_function_is_refused() -> None:
+    layer = SimpleNamespace(block=_Printing(), layer_type=SimpleNamespace(name="block"), remat=Remat.NONE)
+    change_layer(CompiledBlocks("blocks"), layer)
+    with pytest.raises(InvalidModelError, match="blocks of block") as caught:
+        layer.compiled(torch.zeros(2))
+    assert caught.value.field == "--compile"
+
+
+# what is seen of it
+
+
+def blocks_of(config: dict[str, Any], levers: dict[str, str], *degrees: int) -> dict[str, LayerProfile]:
+    """The traced blocks by their shape, of 512 tokens in bf16."""
+    request = make_request(config, "1x2xa100-80gb", global_batch=4, seq_len=512, levers=levers)
+    profile = cached_trace(request.chain, seq_len=512, precision="bf16", degrees=degrees)
+    return {layer.shape_text: layer for layer in profile.layers if layer.kind == "block"}
+
+
+@pytest.mark.parametrize(("name", "degree"), [("llama", 2), ("mixtral", 1), ("gpt2", 1)])
+def test_kernels_and_bytes_are_fewer_and_work_and_messages_the_same(name: str, degree: int) -> None:
+    config = FAMILY_CONFIGS[name] | ({"n_positions": 512} if name == "gpt2" else {"max_position_embeddings": 512})
+    plain, compiled = (blocks_of(config, levers, degree) for levers in ({}, BLOCKS))
+    assert plain.keys() == compiled.keys()
+    for shape, before in plain.items():
+        after = compiled[shape]
+        for one, other in ((before.forward, after.forward), (before.backward, after.backward)):
+            assert other.num_kernels < one.num_kernels
+            assert other.memory_bytes.at(4) < one.memory_bytes.at(4)
+            assert other.matmul_flop == one.matmul_flop
+            assert other.attention_flop == one.attention_flop
+        assert after.saved_bytes.at(4) <= before.saved_bytes.at(4)
+        assert after.forward_collectives == before.forward_collectives
+        assert after.backward_collectives == before.backward_collectives
+        assert _of(after, "selective").saved_bytes.at(4) <= after.saved_bytes.at(4)
+        assert _of(after, "full").saved_bytes == _of(before, "full").saved_bytes
+
+
+def _of(layer: LayerProfile, remat: str) -> Recomputation:
+    return layer.recomputation(remat)
+
+
+def test_norm_and_activation_of_a_block_are_one_kernel_each() -> None:
+    """Of Llama: 7 products and attention, 2 norms (one with the sum before it), the activation times the other
+    product, rotary embedding of queries and of keys, and the last sum."""
+    layer = blocks_of(FAMILY_CONFIGS["llama"] | {"max_position_embeddings": 512}, BLOCKS, 1)["undivided"]
+    assert layer.forward.num_kernels == 8 + 6
+
+
+SIZES: dict[str, Any] = {"num_microbatches": 2, "global_batch": 32, "num_devices": 2, "seq_len": 64}
+CHECKED = {
+    "replicated": ("fp32", (", ".join(["dp2"] * 6),)),
+    "sharded, bf16": ("bf16", ("fsdp2, fsdp2, fsdp2 remat=full, fsdp2 remat=full, fsdp2 remat=selective, fsdp2",)),
+    "tensors": ("fp32", ("tp2, tp2+sp, tp2, tp2 remat=selective, tp2+sp, tp2",)),
+    "stages, bf16": ("bf16", ("single, single, single", "single, single, single")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKED)
+def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str) -> None:
+    precision, stages = CHECKED[name]
+    plan = compiled_plan(WIDE, *stages, **SIZES, precision=precision)
+    for stage, terms in enumerate(predict_memory(plan, _job(plan))):
+        found = dry_run(plan, plan.stages[stage].ranks[0], backend="gloo")
+        peak = max(found.first_step.total_bytes, found.later_steps.total_bytes)
+        assert 1.0 <= sum(terms.values()) / peak <= 1.1, f"stage {stage}: {terms}, found {found.later_steps}"
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_a_dry_run_finds_the_bytes_of_steps_that_inductor_compiled(remat: str) -> None:
+    block = "single" if remat == "none" else f"single remat={remat}"
+    sizes = {"num_microbatches": 2, "global_batch": 16, "num_devices": 1, "seq_len": 64}
+    plan = compiled_plan(WIDE, ", ".join(["single", *[block] * 4, "single"]), **sizes, precision="bf16")
+    found = dry_run(plan, 0, backend="gloo")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with one_process():
+        model = parallelize_plan(plan)
+        (optimizer,) = make_optimizers(model, TrainOptions())
+        for expected in (found.first_step, found.later_steps):
+            states = [each for state in optimizer.state.values() for each in state.values()]
+            with LiveStorages([*model.parameters(), *states]) as meter:
+                model.train_step(lambda samples: torch.zeros((len(samples), 65), dtype=torch.long))
+                model.clip_gradients(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            assert 0.999 <= expected.total_bytes / meter.peak_bytes <= 1.05
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "equal blocks are compiled once"
+
+
+# what is planned with it
+
+
+def test_a_step_is_faster_and_the_plan_says_why() -> None:
+    plain, compiled = (find_plan("llama-demo", "1x2xa100-40gb", **JOB, levers=levers) for levers in ({}, BLOCKS))
+    assert plain.prediction is not None
+    assert compiled.prediction is not None
+    assert compiled.prediction.step_time_s < plain.prediction.step_time_s
+    assert json.loads(dump_json(compiled))["levers"] == BLOCKS
+
+
+def test_advice_tries_it_where_it_is_asked_for_alone() -> None:
+    request = make_request("llama-demo", "1x1xa100-40gb", **JOB)
+    assert "--compile blocks" in {each.options for each in advise(request).changes}
+    assert not any("--compile" in line for line in hints(request))

@@ -1,0 +1,40 @@
+"""Compiled blocks train as one process that compiles nothing does: four processes against one, by inductor."""
+
+import shutil
+from typing import Any
+
+import pytest
+
+from steelyard.plan.parity import TOLERANCES
+from tests.runtime.compile_cases import CASES
+from tests.runtime.processes import run_parity
+from tests.sample import asked, sampled
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"),
+]
+
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = TOLERANCES["fp32"]
+EXACT = [name for name in CASES if name != "bf16"]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    names = [*asked(request), "bf16"]
+    return run_parity("tests.runtime.compile_cases", tmp_path_factory.mktemp("compiled") / "result.json", names)
+
+
+@pytest.mark.parametrize("name", sampled(EXACT, EXACT))
+def test_losses_gradients_norms_and_weights_equal_one_process(results: dict[str, dict[str, Any]], name: str) -> None:
+    found = results[name]
+    assert found["losses"] == pytest.approx(found["expected_losses"], rel=LOSS_TOLERANCE)
+    assert found["gradient_error"] < GRADIENT_TOLERANCE, found["gradient_tensor"]
+    assert found["norms"] == pytest.approx(found["expected_norms"], rel=LOSS_TOLERANCE)
+    assert found["weight_error"] < GRADIENT_TOLERANCE
+    assert found["same_loss_on_all_ranks"]
+
+
+def test_losses_in_bf16_are_near_fp32(results: dict[str, dict[str, Any]]) -> None:
+    found = results["bf16"]
+    assert found["losses"] == pytest.approx(found["expected_losses"], rel=5e-3)
