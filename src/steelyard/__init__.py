@@ -7,6 +7,7 @@
 Importing this package imports no torch; `find_plan` does if the model has to be traced, `parallelize` always.
 """
 
+import logging
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from steelyard.runtime.parallel_model import ParallelModel, parallelize
 
 __version__ = version("steelyard")
+
+for _name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+    # of kernels that they lack, as transformers imports them
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 __all__ = [
     "Decisions",

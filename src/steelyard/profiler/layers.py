@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 from transformers import PreTrainedModel
@@ -92,7 +93,7 @@ class ShortChain:
         What else it reads, which others may have made, is made here. It needs gradients where it does in the model.
         """
         place = self.places[number]
-        tensors = tuple(each.detach() for each in tensors_of(flow))
+        tensors = tuple(_arrived(each).detach() for each in tensors_of(flow))
         wanted = self.chain.type_of(place - 1).num_streams if place else 1
         states = [tensors[min(each, len(tensors) - 1)] for each in range(wanted)]
         shapes = self.chain.read_shapes(place, self.seq_len) if place else ()
@@ -105,6 +106,11 @@ class ShortChain:
         for tensor, is_needed in zip(read, needed, strict=False):
             tensor.requires_grad_(is_needed and tensor.is_floating_point())
         return as_flow(read)
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """A tensor of which nothing is on its way: a compiled block gives gradients to no other."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def _entering(shape: tuple[int, ...], whole: str, options: Mapping[str, Any]) -> Tensor:
@@ -179,6 +185,8 @@ def measure_laps(short: ShortChain, samples: Sequence[int], *, budget_s: float, 
             choosing = [layer for layer in short.layers if _may_choose(layer, remat)]
             for layer in choosing:
                 layer.remat = remat
+            if any(layer.compiled is not None for layer in short.layers):
+                repetition_laps(short, count)  # each number of samples is compiled anew
             found[count, remat] = _rows(short, count, budget_s=share_s, least=least)
             for layer in choosing:
                 layer.remat = Remat.NONE
