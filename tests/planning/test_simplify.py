@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan, headline
 from steelyard.plan.prediction import Prediction, simplicity_line
-from steelyard.planning.complete import complete
+from steelyard.planning.complete import complete, find_plan
 from steelyard.planning.job import job_of
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.request import SIMPLIFY, PlanRequest, make_request
@@ -137,3 +138,11 @@ def test_no_other_share_is_asked_for_over_several_pools() -> None:
     assert make_request("llama3-8b", "1x8xa100-80gb+1x8xh100-80gb", **asked).simplify_share == 0
     with pytest.raises(UserError, match="several pools"):
         make_request("llama3-8b", "1x8xa100-80gb+1x8xh100-80gb", simplify=0.02, **asked)
+
+
+@pytest.mark.slow
+def test_a_simpler_plan_that_is_faster_in_simulation_leaves_no_gap() -> None:
+    asked: dict[str, Any] = {"global_batch": 8, "seq_len": 512, "memory": "12GiB", "levers": {"optimizer": "adafactor"}}
+    plan = find_plan("llama3.2-1b", "1x8xa100-40gb", **asked)
+    assert plan.prediction is not None
+    assert (plan.prediction.certificate.status, plan.prediction.certificate.gap) == ("simplified", 0)

@@ -142,7 +142,7 @@ def _in_place_of(plan: Plan, chosen: Plan, cost: PlanCost, result: PlanningResul
         job,
         chosen,
         cost,
-        Certificate(status="simplified", gap=1 - proven_s / cost.step_time_s),
+        Certificate(status="simplified", gap=max(0.0, 1 - proven_s / cost.step_time_s)),
         lower_bound_s=plan.prediction.lower_bound_s,
         alternatives=plan.prediction.alternatives,
     )

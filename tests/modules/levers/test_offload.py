@@ -24,7 +24,7 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 
 def made(word: str, *shapes: tuple[int, ...]) -> Any:
     groups = [{"params": parameters(*shapes), "weight_decay": DECAY}]
-    return make_optimizer(Lever(), groups, offload=Offload(word), lr=0.01, betas=BETAS)
+    return make_optimizer(Lever(), groups, offload=Offload(word), matrices=(), lr=0.01, betas=BETAS)
 
 
 @pytest.mark.parametrize("chunk", [CHUNK, 1000])

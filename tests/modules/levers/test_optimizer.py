@@ -36,7 +36,7 @@ def trained(optimizer: Optimizer) -> list[Tensor]:
 
 def made(word: str, *shapes: tuple[int, ...]) -> Optimizer:
     groups = [{"params": parameters(*shapes), "weight_decay": DECAY}]
-    return make_optimizer(Lever(word), groups, offload=Offload(), lr=0.01, betas=BETAS)
+    return make_optimizer(Lever(word), groups, offload=Offload(), matrices=(), lr=0.01, betas=BETAS)
 
 
 @pytest.mark.slow
