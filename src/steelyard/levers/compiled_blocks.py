@@ -14,11 +14,11 @@ import importlib.util
 import os
 import shutil
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from steelyard.errors import UserError, nearest
+from steelyard.errors import UserError
 from steelyard.hardware import DeviceType
-from steelyard.levers.lever import Asked, Divided, Lever, Result
+from steelyard.levers.lever import Asked, Divided, Lever, Result, WordLever
 from steelyard.model.chain import ModelChain
 
 OFF = "off"
@@ -26,7 +26,7 @@ _COMPILERS = ("g++", "clang++")
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledBlocks(Lever):
+class CompiledBlocks(WordLever):
     """What is compiled."""
 
     word: str = OFF
@@ -37,26 +37,6 @@ class CompiledBlocks(Lever):
     help: ClassVar[str] = "What torch.compile compiles: off (nothing), or blocks (each Transformer block by itself)."
     result: ClassVar[Result] = "rounding"
     takes_long: ClassVar[bool] = True
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """What this word compiles; raises `UserError` for an unknown one."""
-        if text not in cls.values:
-            raise UserError(
-                field="--compile",
-                found=repr(text),
-                expected="one of " + ", ".join(cls.values),
-                hint=nearest(text, cls.values),
-            )
-        return cls(text)
-
-    def __str__(self) -> str:
-        return self.word
-
-    @property
-    def is_default(self) -> bool:
-        """Whether nothing is compiled."""
-        return self.word == OFF
 
     def check(self, asked: Asked) -> None:
         """Raises `UserError` for a module of the user's own, and for quantized weights."""

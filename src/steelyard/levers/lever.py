@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, Self
 
-from steelyard.errors import UserError
+from steelyard.errors import UserError, nearest
 from steelyard.hardware import Device, DeviceType
 from steelyard.model.chain import ModelChain
 
@@ -214,3 +214,30 @@ class Lever(ABC):
     def effects(self, effects: Effects) -> Effects:
         """What it makes of the effects."""
         return effects
+
+
+@dataclass(frozen=True, slots=True)
+class WordLever(Lever):
+    """One of a few words, its ``values``; the first of them changes nothing."""
+
+    word: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The value of this word; raises `UserError` for an unknown one."""
+        if text not in cls.values:
+            raise UserError(
+                field=f"--{cls.name}",
+                found=repr(text),
+                expected="one of " + ", ".join(cls.values),
+                hint=nearest(text, cls.values),
+            )
+        return cls(text)
+
+    def __str__(self) -> str:
+        return self.word
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it changes nothing."""
+        return self.word == self.values[0]

@@ -37,10 +37,10 @@ Source: Ren et al. 2021 (ZeRO-Offload, arXiv 2101.06840), table 4.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from steelyard.errors import UserError, nearest
-from steelyard.levers.lever import Asked, Divided, Effects, Lever
+from steelyard.errors import UserError
+from steelyard.levers.lever import Asked, Divided, Effects, Lever, WordLever
 from steelyard.levers.optimizer import Optimizer
 
 NONE = "none"
@@ -52,7 +52,7 @@ _OPTIMIZER, _ACTIVATIONS = "optimizer", "activations"
 
 
 @dataclass(frozen=True, slots=True)
-class Offload(Lever):
+class Offload(WordLever):
     """What lies in host memory."""
 
     word: str = NONE
@@ -64,26 +64,6 @@ class Offload(Lever):
         "What lies in the memory of the host: none, optimizer (the moments of AdamW), activations (what blocks save), "
         "or both."
     )
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """What this word says; raises `UserError` for an unknown one."""
-        if text not in cls.values:
-            raise UserError(
-                field="--offload",
-                found=repr(text),
-                expected="one of " + ", ".join(cls.values),
-                hint=nearest(text, cls.values),
-            )
-        return cls(text)
-
-    def __str__(self) -> str:
-        return self.word
-
-    @property
-    def is_default(self) -> bool:
-        """Whether all lies on the device."""
-        return self.word == NONE
 
     @property
     def moves_optimizer(self) -> bool:

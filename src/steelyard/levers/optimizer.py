@@ -37,10 +37,10 @@ Sources: Dettmers et al. 2022 (8-bit); Li et al. 2023 (4-bit); Shazeer and Stern
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from steelyard.errors import UserError, nearest
-from steelyard.levers.lever import Asked, Divided, Effects, Lever, MatrixUpdate, Result
+from steelyard.errors import UserError
+from steelyard.levers.lever import Asked, Divided, Effects, Lever, MatrixUpdate, Result, WordLever
 
 BLOCK = {"adamw-8bit": 256, "adamw-4bit": 128}
 """Entries that share a scale."""
@@ -71,7 +71,7 @@ _WHOLE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizer(Lever):
+class Optimizer(WordLever):
     """The optimizer of a name."""
 
     word: str = "adamw"
@@ -83,26 +83,6 @@ class Optimizer(Lever):
         "What updates parameters: adamw (fp32 moments), adamw-8bit, adamw-4bit, adafactor, muon or sgd."
     )
     result: ClassVar[Result] = "other updates"
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The optimizer of this name; raises `UserError` for an unknown one."""
-        if text not in _KEPT:
-            raise UserError(
-                field="--optimizer",
-                found=repr(text),
-                expected="one of " + ", ".join(_KEPT),
-                hint=nearest(text, _KEPT),
-            )
-        return cls(text)
-
-    def __str__(self) -> str:
-        return self.word
-
-    @property
-    def is_default(self) -> bool:
-        """Whether it is AdamW in fp32."""
-        return self.word == "adamw"
 
     def check(self, asked: Asked) -> None:
         """Raises `UserError` for Muon where parts of blocks are trained, and on a GPU without bf16."""

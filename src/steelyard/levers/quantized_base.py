@@ -16,17 +16,17 @@ Source: Dettmers et al. 2023 (QLoRA), bitsandbytes 0.50.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from steelyard.errors import UserError, nearest
-from steelyard.levers.lever import Asked, Lever, Result
+from steelyard.errors import UserError
+from steelyard.levers.lever import Asked, Lever, Result, WordLever
 from steelyard.model.chain import ModelChain
 
 FULL = "full"
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedBase(Lever):
+class QuantizedBase(WordLever):
     """The type of the weights of linear layers that are not trained."""
 
     word: str = FULL
@@ -35,26 +35,6 @@ class QuantizedBase(Lever):
     values: ClassVar[tuple[str, ...]] = (FULL, "nf4", "int8")
     help: ClassVar[str] = "What adapters stand beside: full (the precision that computes), nf4 or int8."
     result: ClassVar[Result] = "rounding"
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The base of this name; raises `UserError` for an unknown one."""
-        if text not in cls.values:
-            raise UserError(
-                field="--base",
-                found=repr(text),
-                expected="one of " + ", ".join(cls.values),
-                hint=nearest(text, cls.values),
-            )
-        return cls(text)
-
-    def __str__(self) -> str:
-        return self.word
-
-    @property
-    def is_default(self) -> bool:
-        """Whether it is in the precision that computes."""
-        return self.word == FULL
 
     def check(self, asked: Asked) -> None:
         """Raises `UserError` where the base itself would be trained."""
