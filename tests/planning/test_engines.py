@@ -90,6 +90,14 @@ def test_no_settings_that_fit_are_faster_than_the_plan_for_an_engine(engine: Eng
     assert num_tried > 3
 
 
+@pytest.mark.parametrize(("precision", "is_traced"), [("bf16", False), ("fp32", True)])
+def test_layers_that_stay_traced_are_launched_as_traced_ones(precision: Precision, is_traced: bool) -> None:
+    asked = {"global_batch": 1, "seq_len": 64, "precision": precision}
+    job = job_of(make_request("llama-demo", "1x1xa100-40gb", **asked))  # type: ignore[arg-type]
+    under = job_under(job, ENGINES["automodel"])
+    assert (under.profile == job.profile, under.execution.kernels is None) == (is_traced, is_traced)
+
+
 def test_settings_cut_the_blocks_evenly() -> None:
     job = job_under(llama(), ENGINES["megatron"])
     plan = plan_of_settings(job, Settings(tp=2, pp=2, vpp=3))

@@ -20,14 +20,19 @@ _SAME_FORM = 0.05
 def job_under(job: Job, engine: Engine) -> Job:
     """The job as an engine runs it.
 
-    What was measured, is in fp32, is frozen in parts or has other layers than the closed forms stays as it was.
+    What was measured, is in fp32, is frozen in parts or has other layers than the closed forms stays as it was, and the
+    engine is one without kernels of its own.
     """
-    engine = engine.running(job.levers)
-    profile, kernels = job.profile, kernels_of(engine, job.precision)
+    engine, profile = engine.running(job.levers), job.profile
+    kernels = kernels_of(engine, job.precision)
     imbalance = 1.0 if engine.execution.balances_experts else job.imbalance
+    layers: tuple[LayerProfile, ...] = ()
     if kernels is not None and not profile.identity.is_measured and job.precision != "fp32":
         layers = _under(kernels, job, imbalance, tuned_over_experts(engine, job.cluster.device))
-        profile = profile.model_copy(update={"layers": layers or profile.layers})
+    if layers:
+        profile = profile.model_copy(update={"layers": layers})
+    elif kernels is not None:
+        engine = replace(engine, execution=replace(engine.execution, kernels=None))
     return replace(job.on(profile=profile), engine=engine, imbalance=imbalance)
 
 
