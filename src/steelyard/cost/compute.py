@@ -91,7 +91,7 @@ def optimizer_s(num_params: float, job: Job, update_bytes: float | None = None) 
     num_bytes += UNSCALING_BYTES if job.precision == SCALES_LOSS else 0
     if job.profile.optimizer_s_per_param is not None:
         return num_params * job.profile.optimizer_s_per_param * num_bytes / Effects().update_bytes
-    return moving_s(num_params * num_bytes, job)
+    return float(moving_s(num_params * num_bytes, job))
 
 
 def products_s(flop: float, num_bytes: float, layer: LayerProfile, job: Job) -> float:
@@ -117,7 +117,7 @@ def host_copies_s(num_bytes: Amount, job: Job) -> Amount:
         return num_bytes / rate
     if job.profile.optimizer_s_per_param is not None:
         return 2 * num_bytes * job.profile.optimizer_s_per_param / Effects().update_bytes
-    return 2 * num_bytes / (job.efficiency.memory * job.cluster.device.known_memory_bytes_per_s())
+    return moving_s(2 * num_bytes, job)
 
 
 def step_overhead_s(job: Job) -> float:
@@ -128,7 +128,7 @@ def step_overhead_s(job: Job) -> float:
     return (fixed + job.execution.step_s) * job.time_factor
 
 
-def moving_s(num_bytes: float, job: Job) -> float:
+def moving_s(num_bytes: Amount, job: Job) -> Amount:
     """Seconds that a kernel takes which only reads and writes so many bytes of the device's memory."""
     return num_bytes / (job.efficiency.memory * job.cluster.device.known_memory_bytes_per_s())
 

@@ -83,7 +83,7 @@ def _write(request: Request) -> Draft:
 
 
 def _optimizer(levers: Levers) -> tuple[str, ...]:
-    """What the training script makes its optimizer with."""
+    """Return a line on the optimizer that the training script makes, if it is not the usual one."""
     word = str(levers.value(Optimizer))
     return (f"in train.py: the optimizer is {OPTIMIZERS[word]}",) if word in OPTIMIZERS else ()
 

@@ -45,7 +45,7 @@ _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embeddi
 
 
 def _levers(levers: Levers) -> dict[str, Any]:
-    """What the YAML says of levers."""
+    """Return the entries of the YAML on levers."""
     train, base = levers.value(Train), levers.value(QuantizedBase)
     found = peft.training_arguments(levers)
     content: dict[str, Any] = {"optimizer": found["optim"]} if found else {}

@@ -19,7 +19,7 @@ from steelyard.precision import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """How an engine runs a lever; its writer says it in words of the engine."""
+    """A lever as an engine runs it; its writer says it in words of the engine."""
 
     refuse: Callable[[Any], str | None] = lambda lever: None
     """Why it does not run a value, in words behind its name; None where it does."""

@@ -42,7 +42,7 @@ class StateBytes:
 
     @property
     def of_frozen(self) -> "StateBytes":
-        """The same for parameters that are not trained."""
+        """States of parameters that are not trained."""
         return replace(self, parameters=self.frozen, gradients=0, optimizer=0)
 
     def kept_bytes(

@@ -82,7 +82,7 @@ def _fsdp(view: UniformPlan, *, recomputes: bool) -> dict[str, Any]:
 
 
 def _levers(levers: Levers, precision: Precision) -> dict[str, Any]:
-    """What the file says of adapters and their base."""
+    """Return the entries of the file on adapters and their base."""
     train = levers.value(Train)
     if train.is_default:
         return {}

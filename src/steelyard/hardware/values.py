@@ -370,7 +370,7 @@ class Cluster:
 
     @property
     def host_memory_bytes(self) -> int | None:
-        """What the processes of a node may take of its host's memory, where that is known."""
+        """Bytes of its host's memory that the processes of a node may take, where that is known."""
         return self.group.host_memory_bytes
 
     def on(self, **changes: Any) -> "Cluster":

@@ -27,7 +27,7 @@ _COMPILERS = ("g++", "clang++")
 
 @dataclass(frozen=True, slots=True)
 class CompiledBlocks(WordLever):
-    """What is compiled."""
+    """Parts of a model that are compiled."""
 
     word: str = OFF
 

@@ -72,12 +72,12 @@ def config_of(lever: Train, model: PreTrainedModel) -> Any:
         with _quiet():
             return config_class(**values)
     except (ValueError, TypeError, ImportError) as error:
-        raise _refused(str(lever), "settings that peft accepts", _words(error)) from error
+        raise _refused(f"{lever}: {_words(error)}", "settings that peft accepts", "change them as peft says") from error
 
 
 def lever_of(config: Any) -> Train:
     """What a config of peft says; raises `UserError` for one that no lever says."""
-    kind, values = str(config.peft_type.value).lower(), []
+    kind = str(config.peft_type.value).lower()
     usual = {each.name: each for each in dataclasses.fields(config) if each.name not in _NOT_SAID}
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, str):
@@ -185,7 +185,9 @@ def _inject(lever: Train, config: Any, path: str, module: nn.Module, model_type:
         with _quiet(), torch.device("meta") if empty else nullcontext():
             PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](root, config, adapter_name=_NAME, low_cpu_mem_usage=empty)
     except Exception as error:  # of many types
-        raise _refused(str(lever), "adapters that peft puts into this model", _words(error)) from error
+        raise _refused(
+            f"{lever}: {_words(error)}", "adapters that peft puts into this model", "change targets or settings"
+        ) from error
     return root
 
 
@@ -219,15 +221,23 @@ def _check(lever: Train, model: PreTrainedModel, chain: ModelChain, names: set[s
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if is_added(name) and first.setdefault(id(tensor), layer) != layer:
                     if tensor.requires_grad:
-                        raise _refused(f"{lever}, of which layers share {name}", "parameters of a layer's own")
+                        raise _refused(
+                            f"{lever}, of which layers share {name}", "parameters of a layer's own", _ANOTHER_KIND
+                        )
                     if widths.get(layer) != widths[first[id(tensor)]]:
-                        raise _refused(f"{lever} in layers of several widths", "one width of all that share {name}")
+                        raise _refused(
+                            f"{lever} in layers of several widths", f"one width of all that share {name}", _ANOTHER_KIND
+                        )
     for shared in chain.shared:
         for layer, path in shared.copies:
             local, _, rest = path.partition(".")
             owner = model.get_submodule(f"{chain.family.modules(layer)[local]}.{rest}".rpartition(".")[0])
             if any(True for _ in adapted(owner)):
-                raise _refused(f"{lever} at {path}, which several layers share", "adapters at matrices of one layer")
+                raise _refused(
+                    f"{lever} at {path}, which several layers share",
+                    "adapters at matrices of one layer",
+                    "name other targets",
+                )
 
 
 def adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -362,7 +372,10 @@ def write_added(lever: Train, folder: Path, files: Sequence[Path], model: PreTra
     config.save_pretrained(folder)
 
 
-def _refused(found: str, expected: str, hint: str = "") -> InvalidModelError:
+_ANOTHER_KIND = "name targets of one width, or take lora"
+
+
+def _refused(found: str, expected: str, hint: str) -> InvalidModelError:
     return InvalidModelError(field="--train", found=found, expected=expected, hint=hint)
 
 
