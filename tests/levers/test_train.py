@@ -124,6 +124,12 @@ def test_a_base_without_linear_layers_of_torch_is_not_quantized_without_a_word()
         make_request("gpt2", "1x1xa100-40gb", global_batch=1, seq_len=64, levers={"train": "qlora:r=4"})
 
 
+def test_a_plan_says_that_routed_experts_have_no_adapters() -> None:
+    for config, strategies, expected in (("llama", ["dp2"] * 8, False), (FAMILY_CONFIGS["mixtral"], ["dp2"] * 4, True)):
+        chain = lora_plan("lora:r=4", config, ", ".join(strategies), num_devices=2).chain()
+        assert any("routed experts have no adapters" in each for each in chain.warnings(16)) == expected
+
+
 def test_other_adapters_than_lora_go_with_no_expert_parallelism() -> None:
     strategy = parse_strategy("fsdp4 ep2")
     assert Levers.of({"train": "lora"}).refusal(strategy) is None

@@ -209,6 +209,10 @@ class Lever(ABC):
         """What it makes of a model."""
         return chain
 
+    def warning(self, _chain: ModelChain) -> str:
+        """What should be known of the model as this has changed it; empty where there is nothing."""
+        return ""
+
     def refusal(self, _strategy: Divided) -> str | None:
         """Why no layer may be trained so, None where it may."""
         return None

@@ -224,6 +224,12 @@ class Train(Lever):
         layer_types = tuple(map(changed, chain.layer_types))
         return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
 
+    def warning(self, chain: ModelChain) -> str:
+        """That routed experts have no adapters."""
+        if any(each.num_experts for each in chain.layer_types):
+            return "routed experts have no adapters: peft has them for linear layers, and experts are stacked"
+        return ""
+
     def refusal(self, strategy: Divided) -> str | None:
         """No adapters but LoRA beside experts that ranks divide."""
         return f"{self._word} adapters go with no ep" if strategy.expert_degree > 1 and not self.is_plain else None
