@@ -74,7 +74,7 @@ from steelyard.runtime.mesh import build_mesh
 from steelyard.runtime.optimizer import make_optimizers
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_on
-from steelyard.runtime.peak_memory import TERMS, AttributedStorages, Peak
+from steelyard.runtime.peak_memory import TERMS, LiveStorages, Peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ def dry_run(
         own = build_planned(builder, plan) if builder else None
         meta_model = own.without_values() if own else build_meta_model(chain)
         prepare_model(meta_model, chain)  # a fake parameter that is made here could not be given memory later
-        with _fake_tensors(backend), AttributedStorages(_operations()) as storages:
+        with _fake_tensors(backend), LiveStorages([], _operations()) as storages:
             model = parallelize_on(mesh, torch.device("cpu"), meta_model, plan, seed=0)
             read = own.blank_samples if own else lambda count: _blank(model, count)
             peaks = _two_steps(model, storages, read)
@@ -247,7 +247,7 @@ def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
     return Peak(terms={name: terms[name] for name in TERMS if terms[name]}, where=peak.where)
 
 
-def _two_steps(model: ParallelModel, storages: AttributedStorages, read: Callable[[int], Any]) -> list[Peak]:
+def _two_steps(model: ParallelModel, storages: LiveStorages, read: Callable[[int], Any]) -> list[Peak]:
     """The peaks of the first and the second step; ``read`` gives so many samples."""
     optimizers = make_optimizers(model, TrainOptions())
     storages.assign("parameters", model.parameters())
@@ -282,7 +282,7 @@ def _blank(model: ParallelModel, num_samples: int) -> Tensor | Samples:
     return Samples(inputs=inputs, labels=labels)
 
 
-def _follow_passes(model: ParallelModel, storages: AttributedStorages) -> None:
+def _follow_passes(model: ParallelModel, storages: LiveStorages) -> None:
     """Lets ``storages`` know which layer runs, and what a forward pass leaves behind."""
     born = 0
 
@@ -313,7 +313,7 @@ def _follow_passes(model: ParallelModel, storages: AttributedStorages) -> None:
         _follow_layer(layer, model.chain.layer_name(int(name)), storages)
 
 
-def _follow_layer(layer: nn.Module, name: str, storages: AttributedStorages) -> None:
+def _follow_layer(layer: nn.Module, name: str, storages: LiveStorages) -> None:
     def begins(_module: nn.Module, _inputs: Any) -> None:
         storages.place = f"forward of {name}"
 
