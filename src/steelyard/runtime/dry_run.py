@@ -52,7 +52,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from steelyard.errors import UserError
@@ -67,7 +66,7 @@ from steelyard.modules.model_inputs import blank_samples
 from steelyard.modules.own_proof import build_planned
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, mesh_axes
-from steelyard.processes.group import quiet_notices
+from steelyard.processes.group import fake_group
 from steelyard.runtime import loss_scale
 from steelyard.runtime.data.tokens import Samples
 from steelyard.runtime.mesh import build_mesh
@@ -232,9 +231,8 @@ def _shortened(plan: Plan, rank: int) -> Plan:
     fewest = 3 if pipeline.num_stages == 1 else pipeline.schedule.steady_from(pipeline, stage)
     if fewest >= plan.num_microbatches:
         return plan
-    count = fewest
     return plan.model_copy(
-        update={"num_microbatches": count, "global_batch": count * plan.microbatch_samples, "prediction": None}
+        update={"num_microbatches": fewest, "global_batch": fewest * plan.microbatch_samples, "prediction": None}
     )
 
 
@@ -367,7 +365,7 @@ def _fsdp_groups(model: ParallelModel) -> Iterator[tuple[Strategy, Any]]:
 
 @contextmanager
 def _fake_world(rank: int, size: int) -> Iterator[None]:
-    """This process as one rank of a world without other processes: collectives have shapes and no effect."""
+    """As `fake_group`, for one rank after another."""
     if dist.is_initialized():
         raise UserError(
             field="check",
@@ -375,14 +373,12 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
             expected="a process without one: a dry run makes a fake group of its own",
             hint="run the check in another process",
         )
-    quiet_notices()
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    _clear_sharding_prop_cache()  # its entries name the process groups of the rank before
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()
+    with fake_group(rank, size):
+        _clear_sharding_prop_cache()  # its entries name the process groups of the rank before
+        try:
+            yield
+        finally:
+            _clear_sharding_prop_cache()
 
 
 @contextmanager

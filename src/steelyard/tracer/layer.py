@@ -12,12 +12,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
@@ -43,7 +41,7 @@ from steelyard.modules.replicated import activation_dtype
 from steelyard.modules.updates import local_part
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.precision import LayerPrecision
-from steelyard.processes.group import quiet_notices
+from steelyard.processes.group import fake_group
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
 
 ALONE = "alone"
@@ -84,13 +82,9 @@ class Recomputed:
 
 @contextmanager
 def fake_world(size: int) -> Iterator[DeviceMesh]:
-    """A one-axis mesh of ``size`` ranks in this process alone: collectives have shapes and no effect."""
-    quiet_notices()
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
+    """A one-axis mesh of ``size`` ranks in this process alone."""
+    with fake_group(0, size):
         yield init_device_mesh("cpu", (size, 1), mesh_dim_names=("ranks", ALONE))["ranks"]
-    finally:
-        dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
