@@ -180,7 +180,9 @@ class AnyBudget:
             memories = stage_memories(tables)
         needed = least_budget(tables, memories)
         boundaries = None if needed is None else furthest_boundaries(tables, memories, needed)
-        return boundaries and evaluate(tables, boundaries, least_memory_strategies(tables, memories, boundaries))
+        if boundaries is None:
+            return None
+        return evaluate(tables, boundaries, least_memory_strategies(tables, memories, boundaries))
 
     @cached_property
     def _bounds(self) -> list[StageBounds]:
