@@ -48,8 +48,6 @@ from steelyard.plan.strategy import Remat
 _MIX = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 _MOST_SEED = 1 << 63
-
-
 _RATES = (
     *("attention_dropout", "dropout_prob", "drop_prob", "dropout"),
     *("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),

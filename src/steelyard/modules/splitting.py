@@ -246,8 +246,6 @@ _POSITIONS = (
     *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"),
     "max_target_positions",
 )
-
-
 _IMAGE = (3, 224, 224)
 """What a model of images reads whose config does not say it, as those of convolutions alone."""
 
