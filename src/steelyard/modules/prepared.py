@@ -194,6 +194,15 @@ def _store_apart(owner: Any) -> None:
                 module.register_parameter(name, apart)
 
 
+def store_together(model: nn.Module) -> None:
+    """Stores the matrices of a model together again, in place, as `transformers` has them."""
+    for module in model.modules():
+        if isinstance(module, ApartConv1D):
+            module.__class__ = Conv1D
+            for name, each in list(module.named_parameters()):
+                module.register_parameter(name, nn.Parameter(each.flatten(-2), requires_grad=each.requires_grad))
+
+
 def stored_apart(model: nn.Module) -> dict[str, int]:
     """The modules whose matrices are stored apart, by their path in the model, and how many each has."""
     found = ((path, each) for path, each in model.named_modules() if isinstance(each, ApartConv1D))
