@@ -211,8 +211,6 @@ def stored_apart(model: nn.Module) -> dict[str, int]:
 
 _OF_STAGES = ("donut-swin", "swin", "swinv2")
 """Types whose blocks lie in a list of stages."""
-
-
 CHANGES: tuple[Callable[[Any], None], ...] = (
     *(_share_tables, _leave_out_alike, _keep_all_tokens, _keep_router_type, _choose_own_row),
     *(_store_apart, add_features_in_blocks),

@@ -28,7 +28,6 @@ from steelyard.modules.layers import (
     ChainLayer,
     Flow,
     LayerContext,
-    SharedInputs,
     as_flow,
     build_layer,
     shared_inputs_of,
@@ -37,7 +36,7 @@ from steelyard.modules.layers import (
 from steelyard.modules.levers import added_that_read, change_layer
 from steelyard.modules.model_inputs import blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
-from steelyard.modules.pieces import ShellPiece
+from steelyard.modules.pieces import SharedInputs, ShellPiece
 from steelyard.modules.replicated import activation_dtype
 from steelyard.modules.updates import local_part
 from steelyard.plan.strategy import Remat, Strategy
