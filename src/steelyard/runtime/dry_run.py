@@ -291,24 +291,19 @@ def _follow_passes(model: ParallelModel, storages: LiveStorages) -> None:
     for chunk in model.chunks:
         chunk.register_forward_pre_hook(forward_begins)
         chunk.register_forward_hook(forward_ends)
-    for name, layer in model.layers.items():
-        _follow_layer(layer, model.chain.layer_name(int(name)), storages)
 
+    def is_at(place: str, *_: Any) -> None:
+        storages.place = place
 
-def _follow_layer(layer: nn.Module, name: str, storages: LiveStorages) -> None:
-    def begins(_module: nn.Module, _inputs: Any) -> None:
-        storages.place = f"forward of {name}"
-
-    def backward_begins(_gradient: Tensor) -> None:
-        storages.place = f"backward of {name}"
-
-    def ends(_module: nn.Module, _inputs: Any, output: Flow) -> None:
+    def layer_ends(name: str, _module: nn.Module, _inputs: Any, output: Flow) -> None:
         last = tensors_of(output)[0]
         if last.requires_grad:
-            last.register_hook(backward_begins)
+            last.register_hook(partial(is_at, f"backward of {name}"))
 
-    layer.register_forward_pre_hook(begins)
-    layer.register_forward_hook(ends)
+    for number, layer in model.layers.items():
+        name = model.chain.layer_name(int(number))
+        layer.register_forward_pre_hook(partial(is_at, f"forward of {name}"))
+        layer.register_forward_hook(partial(layer_ends, name))
 
 
 def _gradients(model: ParallelModel) -> Iterator[Tensor]:
