@@ -135,6 +135,8 @@ def _qwen(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
         return Framework(engine=_engine("qwen", Execution()))  # ZeRO-3, all in bf16: as FSDP2 shards
     is_deepspeed = is_full or "DeepSpeed" in row.text("framework")
     execution = replace(_DEEPSPEED, states=replace(MIXED_16, zero=0)) if is_deepspeed else _FP32_ADAPTERS
+    if "embeddings" in row.text("method"):  # nearly all that is trained, which peft copies in bf16 and does not cast
+        execution = replace(execution, states=_BF16_STATES, step_shard_bytes=2)
     return Framework(engine=_engine("qwen", replace(execution, adapters="computed" if is_full else "autocast")))
 
 
