@@ -11,7 +11,7 @@ tp, sharded $f$ ways, and $q$ bytes of one in compute:
 | the same     | 4 N          | ZeRO-1, from the first backward to the last: in the type in which they are reduced |
 | optimizer    | 8 N / f      | always (`Effects.state_bytes`: two AdamW moments), with counts of steps and buffers |
 | step         | `Effects.buffer_bytes` | of what lies in host memory, while the optimizer steps; no activations then |
-| fetched      | 4 N / f      | with `Effects.parameters_on_host`, on a GPU, as the shard arrives; the rest is on the host |
+| fetched      | 4 N / f      | with `Effects.parameters_on_host`, on a GPU: a shard that arrives           |
 | the same     | `MatrixUpdate.buffer_bytes` | of the model's largest hidden matrix, on any of its layers            |
 | gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to the last backward |
 | activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
