@@ -72,6 +72,11 @@ def test_every_engine_and_target_has_a_name_of_its_own() -> None:
         engine_of("torchtian")
 
 
+def test_software_that_starts_an_engine_is_told_apart_from_engines() -> None:
+    with pytest.raises(UserError, match=r"--engine accelerate, then write the plan with export --to axolotl"):
+        engine_of("axolotl")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", UNIFORM, ids=lambda engine: engine.name)
 def test_no_settings_that_fit_are_faster_than_the_plan_for_an_engine(engine: Engine) -> None:

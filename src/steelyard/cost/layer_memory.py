@@ -205,10 +205,9 @@ def _whole_params(layer_type: LayerType, layer: LayerProfile, strategy: Strategy
 
 def _adapter_copies(layer: LayerProfile, strategy: Strategy, job: Job) -> Affine:
     """Bytes that adapters keep of inputs of their own, beyond those that they would share."""
-    each = job.execution.adapter_input_bytes
-    if not each or job.compute_bytes == MASTER_BYTES or strategy.state_shards > 1:
+    if job.execution.adapters != "autocast" or job.compute_bytes == MASTER_BYTES or strategy.state_shards > 1:
         return Affine()
-    return layer.adapter_inputs * each + layer.shared_adapter_inputs * -job.compute_bytes
+    return (layer.adapter_inputs + layer.shared_adapter_inputs * -1) * job.compute_bytes
 
 
 def _optimizer_bytes(num_params: int, layer_type: LayerType, layer: LayerProfile, job: Job) -> int:

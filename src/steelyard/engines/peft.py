@@ -73,7 +73,7 @@ LEVERS: Mapping[str, Taken] = {
     "train": Taken(
         refuse=refuse_kind,
         dimensions=WITHOUT_TP,
-        execution={"adapter_input_bytes": 2, "shares_frozen_head": True},
+        execution={"adapters": "autocast", "shares_frozen_head": True},
     ),
     "base": Taken(dimensions=WITHOUT_TP, refuse=refuse_base),
     "optimizer": one_of(OPTIM, "no such optimizer"),

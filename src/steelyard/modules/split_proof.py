@@ -54,17 +54,9 @@ from steelyard.modules.two_ranks import (
 from steelyard.plan.shrink import config_of_blocks
 
 IMAGE_NO_SP = "the places of an image are not divided"
-
-
 ENCODER_NO_SP = "two sequences flow along the decoder"
-
-
 LENGTH_NO_SP = "its states are of another length than the samples"
-
-
 STREAM_NO_SP = "what its blocks share is not divided by tokens"
-
-
 POSITIONS_NO_SP = "learned positions are added to whole sequences"
 
 

@@ -25,18 +25,12 @@ from steelyard.model.split import ModelSplit, SplitLayerType, is_below, is_below
 from steelyard.modules.experts import routed_experts
 
 RANKS = 2
-
-
 _HEAD_COUNTS = (
     *("num_heads", "num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads"),
     *("kv_heads", "num_query_heads"),
 )
-
-
 _WIDTHS = ("embed_dim", "all_head_size", "hidden_size", "inner_dim", "split_size", "d_model")
 """Attributes that count heads, and those that hold the width of all heads: what modules reshape by."""
-
-
 Styles = Mapping[str, str]
 
 
@@ -223,16 +217,10 @@ class _Regions:
 
 
 _ENDS = ("rows", "rows_of_whole")
-
-
 _DIVIDING = ("columns", "rows", "own_experts")
 """How the styles begin of what ranks have a part of."""
-
-
 _MOST_LEFT = 2
 """Parts of a block that are left whole together."""
-
-
 _OF_PLANS = {
     "colwise": "columns",
     "rowwise": "rows",

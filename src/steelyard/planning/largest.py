@@ -132,10 +132,10 @@ def _sizes(what: str, request: PlanRequest, ask: Ask) -> _Sizes:
         at_once = replace(request, decisions=Decisions(num_microbatches=1))
         return _Sizes(lambda size: replace(at_once, global_batch=size), 1, range(1, _MOST))
     if what == MODEL:
-        names = {num_params(job_of(each)): each.chain.name for each in _of_type(request, ask)}
-        first = sorted(names)[len(names) // 2]
+        named = {num_params(job_of(each)): each.chain.name for each in _of_type(request, ask)}
+        first = sorted(named)[len(named) // 2]
         given = partial(ask, request.levers.texts)
-        return _Sizes(lambda size: replace(given(names[size]), time_limit_s=LIMIT_S), first, sorted(names), names)
+        return _Sizes(lambda size: replace(given(named[size]), time_limit_s=LIMIT_S), first, sorted(named), named)
     lever = next((each for each in request.levers if each.size == what), None)
     if lever is None:
         names = ", ".join(f"--{each.name}" for each in LEVERS.values() if each.size == what)

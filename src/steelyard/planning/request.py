@@ -280,6 +280,7 @@ def make_request(
         lambda: Levers.of(levers or {}),
     )
     profiles = _profiles(given, machines)
+    check_levers(chosen, chain, runs_it)  # before the model is built for what they change
     chain = changed_chain(chain, chosen, freeze, own)
     batch = machines.num_devices if global_batch == "devices" else global_batch
     return PlanRequest(

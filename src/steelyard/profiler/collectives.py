@@ -25,6 +25,7 @@ types other than fp32 (reductions in bf16), congestion between groups of differe
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -207,7 +208,7 @@ def _send_recv(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callab
     """One transfer: the direction alternates, so that neither side can run ahead of the other; others do nothing."""
     tensor, group = torch.zeros(num_bytes // _FP32_BYTES, device=device), mesh.get_group()
     mine, peer = mesh.get_local_rank(), 1 - mesh.get_local_rank()
-    senders = _alternating()
+    senders = cycle((0, 1))
     if mine > 1:
         return lambda: None
 
@@ -217,12 +218,6 @@ def _send_recv(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callab
             work.wait()
 
     return call
-
-
-def _alternating() -> Iterator[int]:
-    while True:
-        yield 0
-        yield 1
 
 
 def _whole(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Tensor:
