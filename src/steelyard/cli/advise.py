@@ -29,7 +29,7 @@ from steelyard.cli.options import (
 from steelyard.output import command
 from steelyard.planning.advise import Advice
 from steelyard.planning.advise import advise as advice_of
-from steelyard.planning.largest import Largest, kinds, largest
+from steelyard.planning.largest import MODEL, Largest, kinds, largest
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.report.tables import number, plain_table
 from steelyard.units import format_bytes, format_seconds
@@ -50,7 +50,8 @@ def advise(
         str | None,
         typer.Option(
             "--max",
-            help=f"Find the largest that fits instead: {', '.join(kinds())} (batch: computed at once, one microbatch).",
+            help=f"Find the largest that fits instead: {', '.join(kinds())} (batch: computed at once, one microbatch; "
+            "model: of the packaged ones of MODEL's type).",
             autocompletion=complete_one_of(kinds()),
         ),
     ] = None,
@@ -60,9 +61,9 @@ def advise(
 ) -> None:
     """Say what to change to fit, or to fit more: each lever alone and two together, the cheapest GiB first."""
 
-    def ask(levers: Mapping[str, str | None]) -> PlanRequest:
+    def ask(levers: Mapping[str, str | None], name: str = model) -> PlanRequest:
         return make_request(
-            model,
+            name,
             cluster,
             global_batch=global_batch,
             seq_len=seq_len,
@@ -84,15 +85,16 @@ def advise(
     asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision, "--engine": engine}
     asked |= {f"--{name}": text for name, text in levers.items()}
 
-    def plan_with(options: str) -> str:
+    def plan_with(options: str, name: str = model) -> str:
         words = options.split()
         given = asked | dict(zip(words[::2], words[1::2], strict=True))
         return command(
-            "plan", model, *(word for each, text in given.items() if text is not None for word in (each, text))
+            "plan", name, *(word for each, text in given.items() if text is not None for word in (each, text))
         )
 
     if most is not None:
-        print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options)}")
+        name = str(size.size) if size.what == MODEL else model
+        print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options, name)}")
         return
     if as_json:
         print_json({"asked": _content(own), "changes": [_content(each) for each in found], "left_out": left_out})
