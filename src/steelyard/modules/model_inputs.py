@@ -118,8 +118,6 @@ def random_samples(
 
 
 _SOUND = 30 * 16_000
-
-
 _CHANNELS = ("in_channels", "num_channels", "in_chans")
 _UNFLATTENED = ("paddleocr_vl",)
 """Types that take patches with their channels, rows and columns, and not as rows of entries."""
@@ -253,14 +251,8 @@ def _listed(tensor: FakeTensor) -> Any:
 
 
 _rand, _needs_no_mask = torch.rand, masking_utils._ignore_causal_mask_sdpa
-
-
 _to_list = FakeTensor.tolist
-
-
 _num_within, _within_lock = 0, threading.Lock()
-
-
 _REPLACED = (
     mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing),
     mock.patch.object(masking_utils, "prepare_padding_mask", _nothing),
@@ -270,8 +262,6 @@ _REPLACED = (
     mock.patch.object(torch, "rand", _draw),
     mock.patch.object(FakeTensor, "tolist", _listed),
 )
-
-
 Read = tuple[int, int, int] | SplitFeatures | None
 """What the first layer reads: images of this shape, features, or token ids."""
 

@@ -3,62 +3,28 @@
 | models              | change                                                                                        |
 |---------------------|-----------------------------------------------------------------------------------------------|
 | T5                  | blocks that read tables of the first one hold them themselves                                 |
-| BEiT                | a first block that is never left out may be, at a rate of 0                                   |
+| BEiT, Swin          | a first block that is never left out may be, at a rate of 0                                   |
 | Gemma 4             | what blocks read of others is not cut between two blocks                                      |
 | NLLB-MoE            | routers do not cast their weights within a forward pass                                       |
 | T5Gemma 2           | an embedding with a row of its own for one token chooses it place by place                    |
 | GPT-2               | a Conv1D whose result is split in equal parts stores these apart                              |
 | Qwen3-VL            | the first blocks of text add features of the image, which begins a sample, that the stack     |
 |                     | adds between them                                                                             |
-| LongCat             | experts are computed group by group beside those that give back what they read                |
 | Swin                | blocks of all stages, and what merges patches behind each, are one list                       |
-| ALBERT              | one block that is called again and again has a place in the list for each call                |
 
 `steelyard.modules.split_proof` proves the prepared model equal to the unmodified one.
 
-Legend of shapes: B samples, S tokens, H hidden width, T tokens of all samples, k experts of a token.
+Legend of shapes: B samples, S tokens, H hidden width.
 """
 
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
-
-from steelyard.modules.experts import run_experts
-
-
-class _InTurn(nn.ModuleList):
-    """Gives the next place in turn, whichever it is asked for."""
-
-    turn = 0
-
-    def __getitem__(self, _place: Any) -> Any:
-        self.turn += 1
-        return self._modules[str((self.turn - 1) % len(self))]
-
-
-def repeat_blocks(model: nn.Module, numbers: Mapping[str, int]) -> None:
-    """Gives the block that is alone in a list so many places, by the list's path, in place; twice does no harm."""
-    for path, number in numbers.items():
-        blocks: Any = model.get_submodule(path)
-        if len(blocks) > 1 or number == 1:
-            continue
-        kept = {id(each): each for each in blocks[0].modules() if each._parameters or not [*each.children()]}
-        owner, _, name = path.rpartition(".")
-        setattr(model.get_submodule(owner), name, _InTurn(deepcopy(blocks[0], dict(kept)) for _ in range(number)))
-        model.get_submodule(owner).register_forward_pre_hook(partial(_begin, name))
-
-
-def _begin(name: str, owner: nn.Module, _given: Any) -> None:
-    """Starts with the first place, also after a forward pass that did not end."""
-    owner.get_submodule(name).turn = 0
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -71,27 +37,6 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
         changed: Any = type(own.__name__, (own,), {"own_forward": own.forward, "__module__": __name__})
         changed.forward = forward  # not at its birth, when transformers wraps the forward pass of some classes
         module.__class__ = changed
-
-
-def _grouped(experts: Any, hidden_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:  # noqa: N803
-    """The weighted sum [T, H] of each token's experts, behind which stand some that give back what they read."""
-    number = experts.num_routed_experts
-    unchanged = torch.where(experts_Tk < number, 0.0, weights_Tk).sum(-1, keepdim=True)
-    matrices = {"gate_up_proj": experts.gate_up_proj, "down_proj": experts.down_proj}
-    form = {"has_gate": True, "has_bias": False, "is_transposed": False, "_apply_gate": partial(_gated, experts)}
-    own = SimpleNamespace(num_experts=number, num_all_experts=experts.total_experts, **matrices, **form)
-    return run_experts(own, hidden_TH, experts_Tk, weights_Tk) + (hidden_TH * unchanged).to(hidden_TH.dtype)
-
-
-def _gated(experts: Any, wide: Tensor) -> Tensor:
-    gate, up = wide.chunk(2, dim=-1)
-    return experts.act_fn(gate) * up
-
-
-def group_experts(experts: Any) -> None:
-    """Has experts with some behind them that compute nothing (LongCat) work group by group; twice does no harm."""
-    if getattr(experts, "identity_expert", None) is not None and experts.num_routed_experts:
-        replace_forward(experts, _grouped)
 
 
 def _give_features(
@@ -219,6 +164,15 @@ def _store_apart(owner: Any) -> None:
                 module.register_parameter(name, apart)
 
 
+def store_together(model: nn.Module) -> None:
+    """Stores the matrices of a model together again, in place, as `transformers` has them."""
+    for module in model.modules():
+        if isinstance(module, ApartConv1D):
+            module.__class__ = Conv1D
+            for name, each in list(module.named_parameters()):
+                module.register_parameter(name, nn.Parameter(each.flatten(-2), requires_grad=each.requires_grad))
+
+
 def stored_apart(model: nn.Module) -> dict[str, int]:
     """The modules whose matrices are stored apart, by their path in the model, and how many each has."""
     found = ((path, each) for path, each in model.named_modules() if isinstance(each, ApartConv1D))
@@ -227,11 +181,9 @@ def stored_apart(model: nn.Module) -> dict[str, int]:
 
 _OF_STAGES = ("donut-swin", "swin", "swinv2")
 """Types whose blocks lie in a list of stages."""
-
-
 CHANGES: tuple[Callable[[Any], None], ...] = (
     *(_share_tables, _leave_out_alike, _keep_all_tokens, _keep_router_type, _choose_own_row),
-    *(_store_apart, add_features_in_blocks, group_experts),
+    *(_store_apart, add_features_in_blocks),
 )
 """What is done with every module that has the attributes for it; twice does no harm."""
 

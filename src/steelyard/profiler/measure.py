@@ -4,7 +4,6 @@ Every process calls `measure` and gets the same `Profile`.
 """
 
 import datetime
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ import transformers
 from torch.distributed.device_mesh import DeviceMesh
 
 from steelyard.errors import InvalidProfileError
+from steelyard.levers.optimizer import Optimizer
 from steelyard.model.chain import ModelChain
 from steelyard.plan.strategy import Strategy, shape_strategies
 from steelyard.precision import LayerPrecision
@@ -33,14 +33,12 @@ from steelyard.profiler.layers import (
 from steelyard.profiler.overheads import (
     AddedBySharding,
     measure_busy_speeds,
-    measure_optimizer,
+    measure_optimizers,
     measure_overlap_slowdown,
     measure_sharding,
     measure_step_overhead,
 )
 from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile
-
-_log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 """Takes one short line about what is measured next, and the share of the whole measurement that is done."""
@@ -48,10 +46,6 @@ _BESIDE_SHARE, _COLLECTIVES_BEGIN, _OVERHEADS_BEGIN = 0.2, 0.65, 0.95
 """Of a measurement: what the optimizer, sharding and shared cores take, then layers until collectives begin, then
 these."""
 _NUM_ROUNDS = 3
-
-
-def _log_progress(line: str, done: float) -> None:
-    _log.info("%s (%.0f%% done)", line, 100 * done)
 
 
 def measure(
@@ -62,7 +56,7 @@ def measure(
     samples: Sequence[int],
     trace: Profile,
     budget_s: float = 20.0,
-    progress: Progress = _log_progress,
+    progress: Progress = lambda _line, _done: None,
 ) -> Profile:
     """The profile of ``chain`` on this process group's devices, for each of ``samples`` (samples of one rank).
 
@@ -108,7 +102,8 @@ def measure(
             ),
             "layers": timed,
             "collectives": collectives,
-            "optimizer_s_per_param": beside.optimizer_s_per_param,
+            "optimizer_s_per_param": beside.optimizers[Optimizer().word],
+            "optimizers": {word: each for word, each in beside.optimizers.items() if word != Optimizer().word},
             "sharding": tuple(added.beside(collectives) for added in beside.sharding),
             "step_overhead_s": step_overhead_s,
             "busy_speeds": beside.busy_speeds,
@@ -174,7 +169,7 @@ def reserved_over_allocated(device: torch.device) -> float | None:
 class _Beside:
     """What was measured of computation beside the layers' own."""
 
-    optimizer_s_per_param: float
+    optimizers: dict[str, float]
     sharding: tuple[AddedBySharding, ...]
     busy_speeds: tuple[float, ...]
 
@@ -251,7 +246,7 @@ class _Run:
         middle, is_whole = middle_of(samples), short.strategy.num_devices == 1 and dist.get_world_size() > 1
         share_s = _BESIDE_SHARE * self.budget_s / 8
         return _Beside(
-            optimizer_s_per_param=measure_optimizer(short, budget_s=share_s),
+            optimizers=measure_optimizers(short, budget_s=share_s),
             sharding=measure_sharding(short, shard, samples=middle, budget_s=4 * share_s) if is_whole else (),
             busy_speeds=measure_busy_speeds(short, samples=middle, budget_s=3 * share_s) if is_whole else (),
         )

@@ -96,11 +96,13 @@ def _read_entry(pieces: tuple[str, ...], open_tensor: OpenTensor, slices: tuple[
     return torch.cat(found)
 
 
-def stored_parameters(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, StoredParameter]:
+def stored_parameters(
+    model: PreTrainedModel, stored: Iterable[str], apart: Mapping[str, int]
+) -> dict[str, StoredParameter]:
     """What each parameter of a model (on the meta device) is made of, among the names of ``stored`` tensors.
 
-    Names that are of no parameter come out under the name that they would have. Raises `InvalidModelError` where
-    transformers makes a parameter in a way that is not known here.
+    ``apart`` is of `stored_apart`. Names that are of no parameter come out under the name that they would have.
+    Raises `InvalidModelError` where transformers makes a parameter in a way that is not known here.
     """
     changes = get_model_conversion_mapping(model)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -116,7 +118,6 @@ def stored_parameters(model: PreTrainedModel, stored: Iterable[str]) -> dict[str
             )
         )
         found.setdefault(target, []).append((name, pattern))
-    apart = stored_apart(model)
     return {
         target: replace(_joined(target, pieces, converters), apart=apart.get(target.rpartition(".")[0], 1))
         for target, pieces in found.items()
@@ -151,18 +152,6 @@ def _numbers(name: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", name))
 
 
-def unknown_names(stored: Mapping[str, StoredParameter], names: Iterable[str]) -> list[str]:
-    """The stored tensors that are of none of the parameters ``names``."""
-    known = set(names)
-    return sorted(
-        name
-        for target, parameter in stored.items()
-        if target not in known
-        for entry in parameter.entries
-        for name in entry
-    )
-
-
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_BYTES = 2 * 2**30
@@ -195,7 +184,7 @@ def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 
     with ExitStack() as stack:
         folder = WeightFolder(path, stack)
         model = build_meta_model(chain.unchanged)
-        stored = stored_parameters(model, folder.names)
+        stored = stored_parameters(model, folder.names, stored_apart(build_meta_model(chain)))
         may_lack = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()) - stored.keys()
         takers = state.takers()
         inside = tuple(f"{name.removesuffix('weight')}{part}" for name in takers for part in PARTS)
@@ -229,11 +218,12 @@ def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 
             module.take(stored[name].read(folder.tensor, tuple(slice(0, size) for size in module.shape)))
     if reads_base(chain):
         _begin_beside(state, chain, seed)
-    extra = [
+    extra = sorted(
         name
-        for name in unknown_names(stored, (*state.names.by_path.values(), *takers))
+        for target in stored.keys() - {*state.names.by_path.values(), *takers}
+        for name in sum(stored[target].entries, ())
         if not name.endswith((".inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight", "position_ids"))
-    ]
+    )
     return [f"{len(extra)} tensors of {path} are not of the model: {_some(extra)}"] if extra else []
 
 
@@ -434,11 +424,11 @@ def _gathered(
 
     Those that levers have added ``alone``, or the others with what these make of them.
     """
-    apart = stored_apart(build_meta_model(chain.unchanged))
     tensors: dict[str, Tensor] = {}
     num_bytes = 0
     weights = state.weights()
     model = build_meta_model(chain)
+    apart = stored_apart(model)
     changed = {} if alone else {own: each for each in _with_added(weights, chain, model) for own in each.names.values()}
     whole_now: dict[str, Tensor] = {}
     """Merged parameters of one module."""

@@ -110,64 +110,6 @@ def completions(
                     rest[position, level, which, before] = best
 
 
-@compiled("void(i8[:,::1], i8[::1], i8[:,:,::1], f8[:,::1], f8[::1], i8[::1], i8[::1], i8, i8, f8, f8[:,::1])")
-def drop_useless(  # noqa: C901, PLR0912 (as `sweep`)
-    numbers: IntArray,
-    count: IntArray,
-    rows: IntArray,
-    seconds: FloatArray,
-    prices: FloatArray,
-    lower: IntArray,
-    upper: IntArray,
-    least_end: int,
-    budget: int,
-    limit_s: float,
-    least: FloatArray,
-) -> None:
-    """Moves the options that runs within the limit may hold to the front, and counts them; see `layers`.
-
-    ``numbers`` [R, 3] are the layer types of a run, how many layers it has of each, and the bytes that those behind may
-    free. ``least`` [R, Q] is room to work in. Options of use are marked by a negative strategy meanwhile.
-    """
-    for level in range(len(upper)):
-        for part in range(len(numbers)):
-            layer_type = numbers[part, 0]
-            for which in range(len(prices)):
-                least[part, which] = np.inf
-                for option in range(count[layer_type]):
-                    if (
-                        max(rows[layer_type, 3, option] - numbers[part, 2], least_end) + rows[layer_type, 6, option]
-                        <= upper[level]
-                    ):
-                        paid = seconds[layer_type, option] + prices[which] * rows[layer_type, 2, option]
-                        least[part, which] = min(least[part, which], paid)
-        for part in range(len(numbers)):
-            layer_type = numbers[part, 0]
-            for option in range(count[layer_type]):
-                reach = max(rows[layer_type, 3, option] - numbers[part, 2], least_end) + rows[layer_type, 6, option]
-                if rows[layer_type, 0, option] < 0 or reach > upper[level]:
-                    continue
-                bound = 0.0
-                for which in range(len(prices)):
-                    total = prices[which] * float(lower[level] - budget)
-                    for other in range(len(numbers)):
-                        total += numbers[other, 1] * least[other, which]
-                    paid = seconds[layer_type, option] + prices[which] * rows[layer_type, 2, option]
-                    bound = max(bound, total + paid - least[part, which])
-                if bound <= limit_s:
-                    rows[layer_type, 0, option] = -1 - rows[layer_type, 0, option]
-    for part in range(len(numbers)):
-        layer_type, kept = numbers[part, 0], 0
-        for option in range(count[layer_type]):
-            if rows[layer_type, 0, option] < 0:
-                rows[layer_type, 0, kept] = -1 - rows[layer_type, 0, option]
-                for field in range(1, rows.shape[1]):
-                    rows[layer_type, field, kept] = rows[layer_type, field, option]
-                seconds[layer_type, kept] = seconds[layer_type, option]
-                kept += 1
-        count[layer_type] = kept
-
-
 @compiled(
     "i8(i8[:,::1], f8[::1], i8, i8[:,::1], f8[::1], f8[:,::1], i8[:,::1], i8[:,::1], i8[:,::1], i8[:,::1], b1, b1, "
     "i8[::1], i8[::1], i8, f8, f8[:,::1], f8[:,:,::1], i8[::1], i8[::1], b1, f8[:,:,::1], i8[:,:,:,::1], i8[:,::1], "
@@ -364,41 +306,6 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     return num_kept
 
 
-@compiled("i8(b1[:,::1], f8[:,:,::1], i8[::1], i8[::1], i8[::1])")
-def switch_classes(
-    legal: BoolArray,
-    switch: FloatArray,
-    used: IntArray,
-    group: IntArray,
-    first: IntArray,
-) -> int:
-    """Gives the ``used`` strategies from which every legal receiver of all tables pays the same a number; how many.
-
-    ``legal`` is [T, S] and ``switch`` [T, S, S]. Fills ``group`` [S], and ``first`` [S] with the first of each class.
-    """
-    found = 0
-    for sender in used:
-        own = 0
-        while own < found:
-            same = True
-            for which in range(len(legal)):
-                for receiver in used:
-                    paid = switch[which, sender, receiver]
-                    if legal[which, receiver] and paid != switch[which, first[own], receiver]:
-                        same = False
-                        break
-                if not same:
-                    break
-            if same:
-                break
-            own += 1
-        if own == found:
-            first[found] = sender
-            found += 1
-        group[sender] = own
-    return found
-
-
 @compiled(
     "void(f8[:,::1], i8[:,:,::1], i8[:,:,::1], i8[:,::1], i8[:,::1], i8[:,::1], i8[::1], i8[::1], b1[:,:,::1], "
     "i8[:,::1], b1[:,::1], b1[:,:,::1])"
@@ -550,17 +457,6 @@ def priced_prefixes(  # noqa: C901 (as `sweep`)
                 paid = prefix[level, which, place] + least[lasts[layers[place]], which]
                 cheapest = min(cheapest, paid)
                 ended[level, which, place + 1] = cheapest
-
-
-@compiled("i8(i8[::1], i8[:,::1], i8[:,::1], i8, i8)")
-def fitting_end(threshold: IntArray, prefix: IntArray, ended: IntArray, room: int, start: int) -> int:
-    """The largest end of layers from ``start`` whose least bytes fit into the room; see `bounds`."""
-    end = start
-    for row in range(len(threshold)):
-        most = room - threshold[row] + prefix[row, start]
-        while end + 1 < ended.shape[1] and ended[row, end + 1] <= most:
-            end += 1
-    return end
 
 
 @compiled("void(f8[:,:,::1], f8[:,:,::1], i8[:,::1], f8[::1], i8[::1], i8, i8, i8, f8[:,::1])")

@@ -30,11 +30,7 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
-from steelyard.search.bounds import (
-    NearestMiss,
-    furthest_boundaries,
-    least_memory_strategies,
-)
+from steelyard.search.bounds import furthest_boundaries, least_memory_strategies
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, chain_frontier
 from steelyard.search.pipeline_dp import Pipeline, join_runs
@@ -49,7 +45,7 @@ from steelyard.search.runs import (
     solve_runs,
     time_limits,
 )
-from steelyard.search.step_bounds import PricedLayers, least_step_s
+from steelyard.search.step_bounds import least_step_s
 
 Status = Literal["optimal", "feasible", "infeasible", "beaten"]
 
@@ -68,6 +64,19 @@ FIRST_PLAN_WIDTH = 32
 
 NO_PLAN = Solution(boundaries=(), strategies=(), stages=(), step_s=np.inf)
 """Where none that fits is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearestMiss:
+    """How far the budget is from the least one that holds some plan, and what stands in the way.
+
+    ``layer`` is the layer of the binding stage that takes most bytes when the stage takes as few as it can.
+    """
+
+    needed_bytes: int
+    miss_bytes: int
+    stage: int
+    layer: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +175,6 @@ def miss_of(tables: CostTables, least: Solution, budget_bytes: int) -> NearestMi
         miss_bytes=sizes[stage] - budget_bytes,
         stage=stage,
         layer=start + int(np.argmax(alone)),
-        boundaries=least.boundaries,
     )
 
 
@@ -203,7 +211,7 @@ def quick_bound_s(tables: CostTables) -> float:
     if tables.pools is not None:
         counts = np.bincount(tables.layers, minlength=len(tables.layer_types)).tolist()
         alone = [
-            PricedLayers.unpriced(np.where(tables.legal_on(stage), tables.time_s, np.inf).min(axis=1), counts)
+            np.where(tables.legal_on(stage), tables.time_s, np.inf).min(axis=1)
             for stage in map(tables.pools.of_stages.index, range(max(tables.pools.of_stages) + 1))
         ]
         stages = [alone[pool] for pool in tables.pools.of_stages]

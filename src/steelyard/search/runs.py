@@ -31,9 +31,10 @@ from steelyard.search.bounds import (
     StageBounds,
     StageMemory,
     boundaries_within,
+    furthest_boundaries,
+    least_budget,
     least_memory_strategies,
     memory_reaches,
-    nearest_miss,
     stage_bounds,
     stage_memories,
 )
@@ -53,9 +54,6 @@ FIRST_STEP = 0.001
 
 STEP_GROWTH = 2.0
 """Each time that is not enough, so many times as much."""
-
-FEW_CHOICES = 100
-"""A run of so few layers times options is solved up to its limit at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -177,10 +175,11 @@ class AnyBudget:
         if tables.cross_layer_inputs:
             tables = replace(tables, cross_layer_inputs=())
             memories = stage_memories(tables)
-        miss = nearest_miss(tables, 0, memories)
-        if miss is None:
+        needed = least_budget(tables, memories)
+        boundaries = None if needed is None else furthest_boundaries(tables, memories, needed)
+        if boundaries is None:
             return None
-        return evaluate(tables, miss.boundaries, least_memory_strategies(tables, memories, miss.boundaries))
+        return evaluate(tables, boundaries, least_memory_strategies(tables, memories, boundaries))
 
     @cached_property
     def _bounds(self) -> list[StageBounds]:
@@ -329,10 +328,8 @@ def solve_further(
     known = prepared.solved.get(signature)
     if known is None or known.level_s <= level:
         limit_s *= 1 + ROUNDING
-        most_options = int(prepared.bounds[stage].costs.count.max())
-        is_easy = (span[1] - span[0]) * most_options <= FEW_CHOICES
         step = FIRST_STEP if known is None else STEP_GROWTH * known.step
-        goal = limit_s if is_easy or level == 0 else min(level * (1 + step), limit_s)
+        goal = limit_s if level == 0 else min(level * (1 + step), limit_s)
         goal = max(goal, level * (1 + ROUNDING))
         known = prepared.solved[signature] = best_runs(prepared, stage, span, goal, step, deadline)
     runs.found[place] = known

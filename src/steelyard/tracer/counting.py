@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, _sharding_prop
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import steelyard.modules.experts  # noqa: F401  registers the products that are counted here
 from steelyard.errors import InvalidModelError
-from steelyard.modules.fake_op_cache import FakeOpCache, asks_device, look
+from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, asks_device, look
 from steelyard.profiles.profile import Collective
 
 aten = torch.ops.aten
@@ -44,8 +43,6 @@ _ATTENTION_CAUSAL_ARGUMENT = {
     aten._scaled_dot_product_efficient_attention_backward: 11,
 }
 """Position of ``is_causal`` among the arguments of each attention operation."""
-
-
 _SLOWER = dict.fromkeys(("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise"), 4)
 """How many times as long an operation takes to move its bytes as others do. To make a weight whole of four bits took
 6 ps on an A100 in litgpt's table and 9 in ms-swift's (bitsandbytes 0.41), where its 2.5 bytes would take 1.75."""
@@ -131,21 +128,12 @@ Operations = FakeOpCache[OpCounts]
 """Operations seen by any number of `OpCounter`s."""
 
 
-class OpCounter(TorchDispatchMode):
+class OpCounter(FakeOpMode):
     """Counts into ``counts`` (replace it between phases) and keeps a log of storages that appear and go.
 
     ``log`` holds (storage id, bytes) with bytes negative when the storage is freed. Storages named in ``watch`` before
     the first operation are logged as present. Operations in ``seen`` are not run again.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and each call of a wrapped `__torch_dispatch__` takes longer
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled block is seen as the kernels that it runs."""
-        return True
 
     def __init__(self, seen: Operations | None = None) -> None:
         super().__init__()

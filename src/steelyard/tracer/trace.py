@@ -98,10 +98,11 @@ def trace(
     precision: LayerPrecision,
     degrees: Iterable[int],
     own: OwnModel | None = None,
+    fp32_adapters: bool = False,
 ) -> Profile:
     """The traced profile of a model in every shape that parallelism dimensions give its layers at these degrees.
 
-    ``own`` is a user's own module, which a chain alone does not give.
+    ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` is as `TracedLayer` has it.
     A degree that does not divide a layer type's sizes is left out for that layer type. Raises `InvalidProfileError`
     when called in a process that already has a process group.
     """
@@ -113,7 +114,7 @@ def trace(
             hint="plan before torch.distributed is initialised, or in another process",
         )
     with _collector_paused():
-        layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}), own)
+        layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}), own, fp32_adapters)
     return Profile(
         identity=ProfileIdentity(
             method="traced",
@@ -145,7 +146,12 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _trace_layers(
-    chain: ModelChain, seq_len: int, precision: LayerPrecision, degrees: list[int], own: OwnModel | None
+    chain: ModelChain,
+    seq_len: int,
+    precision: LayerPrecision,
+    degrees: list[int],
+    own: OwnModel | None,
+    fp32_adapters: bool,
 ) -> list[LayerProfile]:
     model = build_meta_model(chain) if own is None else own.without_values()
     prepare_model(model, chain)
@@ -164,6 +170,7 @@ def _trace_layers(
                         mesh=mesh,
                         strategy=strategy,
                         model=model,
+                        fp32_adapters=fp32_adapters,
                         seen=seen,
                     )
                     layers.append(_profile(traced, layer_type))
@@ -200,27 +207,29 @@ def layer_profile(
         slope = (high - low) / (SIZES[1] - SIZES[0])
         return Affine(constant=low - slope * SIZES[0], per_sample=slope)
 
+    def forward(of: Observation) -> OpCounts:
+        return of.plain.forward
+
+    def backward(of: Observation) -> OpCounts:
+        return of.plain.backward
+
     return LayerProfile(
         kind=layer_type,
         degrees=dict(shape),
-        num_params=observations[0].num_params,
-        expert_params=observations[0].expert_params,
-        frozen_params=observations[0].frozen_params,
-        frozen_expert_params=observations[0].frozen_expert_params,
-        buffer_bytes=observations[0].buffer_bytes,
-        forward=_work(lambda o: o.forward, observations, line),
-        backward=_work(lambda o: o.backward, observations, line),
-        forward_collectives=_collectives(lambda o: o.forward, observations, line),
-        backward_collectives=_collectives(lambda o: o.backward, observations, line),
-        saved_bytes=line(lambda o: o.saved_bytes),
-        input_bytes=line(lambda o: o.input_bytes),
-        key_value_bytes=line(lambda o: o.forward.key_value_bytes - _repeated_bytes(o.forward, queries_of_a_key)),
-        attention_bytes=line(lambda o: o.forward.attention_bytes - _repeated_bytes(o.forward, queries_of_a_key)),
-        square_flop=line(lambda o: o.forward.square_flop),
-        forward_transient_bytes=line(lambda o: o.forward_transient_bytes),
-        backward_transient_bytes=line(lambda o: o.backward_transient_bytes),
-        adapter_inputs=line(lambda o: o.adapter_inputs),
-        shared_adapter_inputs=line(lambda o: o.shared_adapter_inputs),
+        **observations[0].held,
+        forward=_work(forward, observations, line),
+        backward=_work(backward, observations, line),
+        forward_collectives=_collectives(forward, observations, line),
+        backward_collectives=_collectives(backward, observations, line),
+        saved_bytes=line(lambda o: o.plain.saved_bytes),
+        input_bytes=line(lambda o: o.plain.input_bytes),
+        key_value_bytes=line(lambda o: forward(o).key_value_bytes - _repeated_bytes(forward(o), queries_of_a_key)),
+        attention_bytes=line(lambda o: forward(o).attention_bytes - _repeated_bytes(forward(o), queries_of_a_key)),
+        square_flop=line(lambda o: forward(o).square_flop),
+        forward_transient_bytes=line(lambda o: o.plain.forward_peak_bytes - o.plain.saved_bytes),
+        backward_transient_bytes=line(lambda o: o.plain.backward_peak_bytes - o.plain.saved_bytes),
+        adapter_inputs=line(lambda o: o.plain.adapter_inputs),
+        shared_adapter_inputs=line(lambda o: o.plain.shared_adapter_inputs),
         recomputations=tuple(_recomputation(remat, observations, line) for remat in observations[0].recomputed),
     )
 

@@ -90,6 +90,11 @@ def added_that_read(module: nn.Module) -> Iterator[nn.Module]:
     return train.entered(module)
 
 
+def cast_added(layer: nn.Module, chain: ModelChain) -> None:
+    """Casts what levers have added to a layer to fp32, in place, where peft does."""
+    train.cast(_adapters(chain), layer)
+
+
 def _changes(chain: ModelChain) -> list[Any]:
     return [change for change in chain.changes if change.name in CHANGES]
 
