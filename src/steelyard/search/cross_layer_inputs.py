@@ -40,7 +40,7 @@ from steelyard.plan.decisions import Partition
 from steelyard.search import partition
 from steelyard.search.balance import partition_by
 from steelyard.search.evaluate import Solution, evaluate
-from steelyard.search.frontier import IntArray
+from steelyard.search.kernels import IntArray
 from steelyard.search.partition import NO_PLAN, ConfigResult, Prospect, quick_bound_s
 from steelyard.search.runs import AnyBudget
 
