@@ -170,7 +170,7 @@ def conditioned(tables: CostTables, condition: Condition) -> CostTables:
     last_roles = {role: (tables.last_types[role[0]], *role[1:]) for role in roles} if tables.last_types else {}
     layer_types = list(dict.fromkeys([*roles, *last_roles.values()]))
     base = [layer_type for layer_type, _, _ in layer_types]
-    chosen = tables.select(layer_types=base, layers=[layer_types.index(role) for role in roles])
+    chosen = tables.select(base, layers=[layer_types.index(role) for role in roles])
     last_types = tuple(layer_types.index(last_roles.get(role, role)) for role in layer_types) if last_roles else ()
     legal, time_s = chosen.legal, chosen.time_s
     for row, (_, source, sides) in enumerate(layer_types):
