@@ -82,7 +82,8 @@ def parse_file(path: Path, model: type[FileModel], error_type: type[UserError], 
 def parse_value(content: Any, model: type[FileModel], error_type: type[UserError], *, what: str) -> FileModel:
     """The value of type ``model`` that JSON-like ``content`` describes; every failure is an ``error_type``."""
     version = content.get("version") if isinstance(content, dict) else None
-    supported = model.model_fields["version"].default if "version" in model.model_fields else None
+    known = model.model_fields.get("version")
+    supported = None if known is None or known.is_required() else known.default
     if version is not None and supported is not None and version != supported:
         raise error_type(
             field="version",
