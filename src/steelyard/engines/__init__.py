@@ -71,6 +71,13 @@ Value = TypeVar("Value")
 def engine_of(name: str) -> Engine:
     """Return the engine of a name, with options as in ``megatron+deepep``; raise `UserError` for an unknown one."""
     plain, *options = name.split("+")
+    if plain in TARGETS and plain not in ENGINES:
+        raise UserError(
+            field="--engine",
+            found=f"{plain!r}, which starts {ENGINE_OF_TARGET[plain].name}",
+            expected="one of " + ", ".join(ENGINES),
+            hint=f"plan with --engine {ENGINE_OF_TARGET[plain].name}, then write the plan with export --to {plain}",
+        )
     found = _named(plain, ENGINES, "--engine")
     return found.with_options(options) if options else found
 

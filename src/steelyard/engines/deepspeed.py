@@ -114,7 +114,14 @@ def _zero(view: UniformPlan) -> dict[str, Any]:
     stage = view.zero if view.fsdp > 1 else 0
     if stage == 0:
         return {"stage": 0}
-    common = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
+    common: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+    }
+    if view.on_host:
+        common |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in ("param", "optimizer")}
     return common | ({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {})
 
 
@@ -159,6 +166,7 @@ DEEPSPEED = Engine(
     refuse=lambda chain, seq_len: refuse_untold("deepspeed", chain),
     levers={
         "train": peft.LEVERS["train"],
+        "offload": peft.OFFLOAD,
         "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
         "optimizer": peft.one_of(_OPTIMIZERS, "no such states for what ZeRO flattens"),
     },

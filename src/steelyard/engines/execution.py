@@ -157,10 +157,10 @@ class Execution:
     buffers_every_microbatch: bool = False
     """Whether a stage has a buffer for what arrives of every microbatch of a step, and what it sent stays until the
     schedule waits for it, as the stages of `torch.distributed.pipelining` have it."""
-    adapter_input_bytes: int = 0
-    """Bytes of an entry of the copy of its input that each adapter keeps where its weights are in fp32 and all else
-    computes in 16 bits: 2 under autocast, 4 without; 0 where adapters share the input. Under fsdp their weights are
-    gathered in the type that computes, and nothing is copied."""
+    adapters: Literal["computed", "autocast", "fp32"] = "computed"
+    """How adapters compute: in the precision of their layer; under autocast with weights in fp32, where each keeps a
+    copy of its input in 16 bits, but under fsdp, which gathers weights in the type that computes; or all in fp32, as
+    they are traced then."""
     shares_frozen_head: bool = False
     """Whether a tied head that is not trained has the embedding's matrix, where all layers lie on one stage; our
     runtime gives each of them one."""

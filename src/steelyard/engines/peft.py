@@ -17,7 +17,8 @@ Names are those of peft 0.21.2 (``tuners/lora/config.py``) and transformers 5.23
 ``trainer_optimizer.py``, ``utils/quantization_config.py``).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from steelyard.engines.capabilities import dimensions_of
@@ -55,7 +56,7 @@ def refuse_base(base: QuantizedBase) -> str | None:
     return "whose load_in_8bit multiplies in 8 bits (LLM.int8)" if str(base) == "int8" else None
 
 
-def one_of(names: Mapping[str, Any], words: str) -> Taken:
+def one_of(names: Collection[str], words: str) -> Taken:
     """Return a lever of which these values are taken; ``words`` say what the engine has instead of others."""
 
     def refuse(lever: Lever) -> str | None:
@@ -64,11 +65,15 @@ def one_of(names: Mapping[str, Any], words: str) -> Taken:
     return Taken(refuse=refuse)
 
 
+OFFLOAD = replace(
+    one_of(("parameters",), "no copies of moments or activations that a plan says"), dimensions=dimensions_of("fsdp")
+)
+"""FSDP2's `CPUOffloadPolicy`, and in DeepSpeed ZeRO-3 with ``offload_param`` and ``offload_optimizer``."""
 LEVERS: Mapping[str, Taken] = {
     "train": Taken(
         refuse=refuse_kind,
         dimensions=WITHOUT_TP,
-        execution={"adapter_input_bytes": 2, "shares_frozen_head": True},
+        execution={"adapters": "autocast", "shares_frozen_head": True},
     ),
     "base": Taken(dimensions=WITHOUT_TP, refuse=refuse_base),
     "optimizer": one_of(OPTIM, "no such optimizer"),

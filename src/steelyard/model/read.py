@@ -251,7 +251,7 @@ def _chain_of(split: Split, name: str, config: dict[str, Any], identity: str) ->
         modules=split.modules,
         tp={layer_type.name: dict(layer_type.styles) for layer_type in split.kinds},
         rotary_by_attention=split.rotary_by_attention,
-        fused_attention=split.fused_attention,
+        fused_attention=split.fused_attention and config.get("attn_implementation") != "eager",
     )
     return ModelChain(
         **split.layout().fields(),

@@ -83,6 +83,11 @@ def fill_added(
     return module
 
 
+def cast_added(layer: nn.Module, chain: ModelChain) -> None:
+    """Casts what levers have added to a layer to fp32, in place, where peft does."""
+    train.cast(_adapters(chain), layer)
+
+
 def _changes(chain: ModelChain) -> list[Any]:
     return [change for change in chain.changes if change.name in CHANGES]
 
