@@ -30,9 +30,10 @@ from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.split import BlockCall, ModelSplit, SplitLayerType
 from steelyard.plan.dimensions import CP, DP, FSDP, TP
+from steelyard.plan.dimensions.dimension import Level
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
-from steelyard.plan.strategy import Level, Remat, Strategy
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Profile, ProfileIdentity
 from steelyard.schedules import Schedule
 from steelyard.schedules.gpipe import GPIPE

@@ -118,7 +118,6 @@ def _write(request: Request) -> Draft:
     is_deep = view.has_experts and not {"alltoall", "allgather"} & set(options)
     return Draft(
         files=(("bridge_recipe.py", _recipe(view, chain, model, gradients, train, sends_deep=is_deep)),),
-        carried=view.carried,
         left_out=(
             "tokenizer, data, learning rate and first weights: set them in the recipe",
             *(() if train.is_default else ("the base: put what import wrote of it into the folder base",)),
@@ -239,7 +238,6 @@ either: with it the 18 runs of Grok in dgxc_benchmarking are 19 % too fast, with
 MEGATRON_BRIDGE = replace(
     MEGATRON,
     name="megatron-bridge",
-    software="Megatron-Bridge and NeMo, as their performance recipes set Megatron-Core",
     execution=replace(
         MEGATRON.execution,
         states=StateBytes(parameters=2, gradients=2, optimizer=12, zero=1),

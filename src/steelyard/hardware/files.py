@@ -307,18 +307,12 @@ HardwareFile = Annotated[
 ]
 
 
-class DeviceCatalogue(FileModel):
-    """The file ``devices.yaml``."""
+class Catalogue(FileModel):
+    """The files ``devices.yaml`` and ``links.yaml``."""
 
     version: Literal[1]
-    devices: tuple[DeviceRow, ...]
-
-
-class LinkCatalogue(FileModel):
-    """The file ``links.yaml``."""
-
-    version: Literal[1]
-    links: tuple[LinkRow, ...]
+    devices: tuple[DeviceRow, ...] = ()
+    links: tuple[LinkRow, ...] = ()
 
 
 def read_mapping(text: str, *, where: str) -> Any:
@@ -368,12 +362,12 @@ _PORTS = re.compile(r"\s*([1-9][0-9]*)\s*x\s*", re.IGNORECASE)
 
 def devices() -> tuple[Device, ...]:
     """Every device of the catalogue, in the order of its file."""
-    return tuple(row.to_device() for row in _device_catalogue().devices)
+    return tuple(row.to_device() for row in _catalogue("devices.yaml").devices)
 
 
 def links() -> tuple[Link, ...]:
     """Every link of the catalogue, in the order of its file."""
-    return tuple(row.to_link() for row in _link_catalogue().links)
+    return tuple(row.to_link() for row in _catalogue("links.yaml").links)
 
 
 def find_device(name: str) -> Device:
@@ -471,20 +465,15 @@ def _rows_by_name(rows: Iterable[RowT], *, where: str) -> Mapping[str, RowT]:
 
 
 @cache
-def _device_catalogue() -> DeviceCatalogue:
-    return checked(read_packaged_yaml("steelyard.hardware", "devices.yaml"), DeviceCatalogue, where="devices.yaml")
-
-
-@cache
-def _link_catalogue() -> LinkCatalogue:
-    return checked(read_packaged_yaml("steelyard.hardware", "links.yaml"), LinkCatalogue, where="links.yaml")
+def _catalogue(file: str) -> Catalogue:
+    return checked(read_packaged_yaml("steelyard.hardware", file), Catalogue, where=file)
 
 
 @cache
 def _device_rows() -> Mapping[str, DeviceRow]:
-    return _rows_by_name(_device_catalogue().devices, where="devices.yaml")
+    return _rows_by_name(_catalogue("devices.yaml").devices, where="devices.yaml")
 
 
 @cache
 def _link_rows() -> Mapping[str, LinkRow]:
-    return _rows_by_name(_link_catalogue().links, where="links.yaml")
+    return _rows_by_name(_catalogue("links.yaml").links, where="links.yaml")

@@ -26,7 +26,7 @@ from steelyard.plan.part import PlanPart
 from steelyard.plan.prediction import Prediction, baseline_line, layers_text, simplicity_line
 from steelyard.plan.stages import StagePart, StagePlan, illegal_reason
 from steelyard.plan.strategy import Strategy
-from steelyard.plan.training import Training
+from steelyard.plan.training import HOURS_PER_DAY, SECONDS_PER_HOUR, Training
 from steelyard.precision import LayerPrecision, Precision
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
@@ -200,13 +200,17 @@ class Plan(PlanPart):
         return (alone, *(_plan_of(self, other) for other in self.next_best))
 
     def with_training(self, tokens: int, *, price: float | None = None) -> "Plan":
-        """The plan with what its prediction makes of a whole training; ``price`` is dollars for a device-hour."""
-        training = Training.of(
-            tokens,
-            step_time_s=self.step_s,
-            tokens_per_step=self.global_batch * self.seq_len,
-            num_devices=self.num_devices,
-            price=price,
+        """The plan with what its prediction makes of a whole training, in whole steps; ``price`` is dollars for a
+        device-hour."""
+        steps = -(-tokens // (self.global_batch * self.seq_len))
+        hours = steps * self.step_s / SECONDS_PER_HOUR
+        training = Training(
+            tokens=tokens,
+            steps=steps,
+            days=hours / HOURS_PER_DAY,
+            device_hours=hours * self.num_devices,
+            price_per_device_hour=price,
+            cost=None if price is None else hours * self.num_devices * price,
         )
         return self.model_copy(update={"training": training})
 
