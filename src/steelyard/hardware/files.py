@@ -235,7 +235,25 @@ LinkEntry = Annotated[
 ]
 
 
-class ClusterFile(FileModel):
+class Versioned(FileModel):
+    """A whole file, whose version stands first."""
+
+    version: Literal[1]
+
+
+class PoolSpec(FileModel):
+    """One pool of a mixed cluster: what a `ClusterFile` has, without its version."""
+
+    name: str | None = None
+    num_nodes: Count
+    devices_per_node: Count
+    device: DeviceEntry
+    intra_link: LinkEntry | None = None
+    inter_link: LinkEntry | None = None
+    host_memory_GiB: HostMemory = None  # noqa: N815
+
+
+class ClusterFile(PoolSpec, Versioned):
     """A cluster as a user writes it; a link left out is the one that the catalogue gives the device.
 
     .. code-block:: yaml
@@ -251,34 +269,13 @@ class ClusterFile(FileModel):
         host_memory_GiB: 1024           # what a node's processes may take of its host's memory; not checked without it
     """
 
-    version: Literal[1]
-    name: str | None = None
-    num_nodes: Count
-    devices_per_node: Count
-    device: DeviceEntry
-    intra_link: LinkEntry | None = None
-    inter_link: LinkEntry | None = None
-    host_memory_GiB: HostMemory = None  # noqa: N815
-
 
 def _as_tuple(found: object) -> object:
     """Lists of a plan file as tuples: behind a discriminator pydantic has them as values, no longer as JSON."""
     return tuple(found) if isinstance(found, list) else found
 
 
-class PoolSpec(FileModel):
-    """One pool of a mixed cluster: what a `ClusterFile` has, without its version."""
-
-    name: str | None = None
-    num_nodes: Count
-    devices_per_node: Count
-    device: DeviceEntry
-    intra_link: LinkEntry | None = None
-    inter_link: LinkEntry | None = None
-    host_memory_GiB: HostMemory = None  # noqa: N815
-
-
-class PoolsFile(FileModel):
+class PoolsFile(Versioned):
     """A cluster of several pools as a user writes it.
 
     .. code-block:: yaml
@@ -290,7 +287,6 @@ class PoolsFile(FileModel):
           - {num_nodes: 4, devices_per_node: 8, device: a100-40gb, inter_link: 4xethernet-100}
     """
 
-    version: Literal[1]
     link: LinkEntry | None = None
     pools: Annotated[tuple[PoolSpec, ...], BeforeValidator(_as_tuple)]
     links: Annotated[tuple[LinkEntry, ...] | None, BeforeValidator(_as_tuple)] = None
@@ -307,10 +303,9 @@ HardwareFile = Annotated[
 ]
 
 
-class Catalogue(FileModel):
+class Catalogue(Versioned):
     """The files ``devices.yaml`` and ``links.yaml``."""
 
-    version: Literal[1]
     devices: tuple[DeviceRow, ...] = ()
     links: tuple[LinkRow, ...] = ()
 
