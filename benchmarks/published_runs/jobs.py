@@ -22,9 +22,9 @@ from steelyard.cost.kernels import kernels_of, tuned_over_experts
 from steelyard.engines.kernels import Kernels
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, Link, NodeGroup, find_device, find_link
-from steelyard.hardware.files import default_links
-from steelyard.hardware.values import Device
+from steelyard.hardware import Cluster, Link
+from steelyard.hardware.files import default_links, find_device, find_link
+from steelyard.hardware.values import Device, NodeGroup
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config

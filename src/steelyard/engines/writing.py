@@ -262,12 +262,15 @@ def export_plan(target: Target, request: Request) -> Export:
     carried = (*own, *levers, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
     trains_other = request.plan.chain().trains_routers and not target.starts_steelyard
     left_out = (*request.unsupported, *draft.left_out, *((target.routers,) if trains_other else ()))
+    # as `steelyard train` sets it
+    allocator = f"export {VARIABLE}={SETTING}, so that the memory of a nearly full device holds fewer holes"
+    has_gpus = request.cluster is None or request.cluster.device.is_gpu
     usage = (
         f"{'once' if target.starts_all_hosts else request.hosts}: {draft.launch}",
         *draft.usage,
         f"weights: {target.weights}",
         *_vocabulary(target, request.plan),
-        *(() if target.starts_steelyard else _allocator(request)),
+        *((f"before it: {allocator}",) if has_gpus and not target.starts_steelyard else ()),
     )
     lines = statement(target, request, carried, left_out, usage)
     return Export(
@@ -314,13 +317,6 @@ def _vocabulary(target: Target, plan: Plan) -> tuple[str, ...]:
     unit = target.vocabulary_unit * plan.strategies[0].degree(TP)
     padded = -(-chain.vocab_size // unit) * unit
     return (f"vocabulary: {chain.vocab_size} tokens, padded to {padded}, a multiple of {unit}",)
-
-
-def _allocator(request: Request) -> tuple[str, ...]:
-    """What to set beforehand where there are GPUs, as `steelyard train` does."""
-    if request.cluster is not None and not request.cluster.device.is_gpu:
-        return ()
-    return (f"before it: export {VARIABLE}={SETTING}, so that the memory of a nearly full device holds fewer holes",)
 
 
 def statement(

@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from steelyard.errors import InvalidClusterError, nearest
-from steelyard.files import MOST_YAML_BYTES, parse_yaml, read_packaged_yaml
+from steelyard.files import MOST_YAML_BYTES, read_packaged_yaml
 from steelyard.files import read_text as read_file
 from steelyard.hardware.values import USUAL_BACKENDS, Backend, Device, DeviceType, Link, MeasuredLink, Vendor
 from steelyard.limits import MOST_BYTES, MOST_DEVICES
@@ -310,31 +310,19 @@ class Catalogue(Versioned):
     links: tuple[LinkRow, ...] = ()
 
 
-def read_mapping(text: str, *, where: str) -> Any:
-    """What a YAML text holds, unchecked; raises `InvalidClusterError` where it is none."""
-    try:
-        return parse_yaml(text)
-    except ValueError as error:
-        raise InvalidClusterError(field=where, found=str(error), expected="a YAML mapping") from error
-
-
 def checked(data: Any, model: type[FileModelT], *, where: str) -> FileModelT:
     """The contents of a parsed file; raises `InvalidClusterError` naming the key that is wrong."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise _first_mistake(error, model, where=where) from error
-
-
-def _first_mistake(error: ValidationError, model: type[FileModel], *, where: str) -> InvalidClusterError:
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part not in _TAGS]
-    return InvalidClusterError(
-        field=".".join([where, *path]),
-        found="nothing" if first["type"] == "missing" else repr(first["input"]),
-        expected=first["msg"].removeprefix("Value error, "),
-        hint="" if len(path) > 1 else "the keys are " + ", ".join(model.model_fields),
-    )
+        first = error.errors()[0]
+        path = [str(part) for part in first["loc"] if part not in _TAGS]
+        raise InvalidClusterError(
+            field=".".join([where, *path]),
+            found="nothing" if first["type"] == "missing" else repr(first["input"]),
+            expected=first["msg"].removeprefix("Value error, "),
+            hint="" if len(path) > 1 else "the keys are " + ", ".join(model.model_fields),
+        ) from error
 
 
 def read_text(path: Path) -> str:

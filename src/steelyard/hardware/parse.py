@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from steelyard.errors import InvalidClusterError
+from steelyard.files import parse_yaml
 from steelyard.hardware.files import (
     MICRO,
     ClusterFile,
@@ -24,7 +25,6 @@ from steelyard.hardware.files import (
     find_network,
     known_device,
     links,
-    read_mapping,
     read_text,
 )
 from steelyard.hardware.values import Cluster, Device, Link, NodeGroup, joined_pools
@@ -108,7 +108,10 @@ def _short(text: str) -> Cluster:
 
 def pools_from_yaml(text: str, *, where: str = "cluster file", name: str = "cluster") -> Cluster:
     """The cluster, or the pools, of a YAML text; ``name`` is for one that gives none, ``where`` for errors."""
-    content = read_mapping(text, where=where)
+    try:
+        content = parse_yaml(text)
+    except ValueError as error:
+        raise InvalidClusterError(field=where, found=str(error), expected="a YAML mapping") from error
     if isinstance(content, dict) and "pools" in content:
         return cluster_of(checked(content, PoolsFile, where=where), name=name)
     return cluster_of(checked(content, ClusterFile, where=where), name=name)
