@@ -109,7 +109,7 @@ def _content(request: Request, view: UniformPlan) -> dict[str, Any]:
             "fsdp_reshard_after_forward": view.zero == 3,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_activation_checkpointing": view.remat is Remat.FULL,
-            "fsdp_offload_params": False,
+            "fsdp_offload_params": view.on_host,
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_cpu_ram_efficient_loading": True,
         }
@@ -128,7 +128,7 @@ ACCELERATE = Engine(
     execution=Execution(whole_gradients="always"),
     precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_untold("accelerate", chain),
-    levers=peft.LEVERS,
+    levers={**peft.LEVERS, "offload": peft.OFFLOAD},
     targets=(
         Target(
             name="accelerate",

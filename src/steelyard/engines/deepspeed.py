@@ -89,6 +89,8 @@ def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": view.zero if view.fsdp > 1 else 0}
     if view.fsdp > 1:
         zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
+        if view.on_host:
+            zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in ("param", "optimizer")}
         zero |= {"stage3_gather_16bit_weights_on_model_save": True} if view.zero == 3 else {}
     content: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": view.microbatch_per_rank,
@@ -153,6 +155,7 @@ DEEPSPEED = Engine(
     refuse=lambda chain, seq_len: refuse_untold("deepspeed", chain),
     levers={
         "train": peft.LEVERS["train"],
+        "offload": peft.OFFLOAD,
         "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
         "optimizer": peft.one_of(_OPTIMIZERS, "which has no such states for what ZeRO flattens"),
     },

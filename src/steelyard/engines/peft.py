@@ -56,6 +56,11 @@ def one_of(names: Collection[str], words: str) -> Taken:
     return Taken(refuse=lambda lever: None if str(lever) in names else words)
 
 
+OFFLOAD = replace(
+    one_of(("parameters",), "which has no copies of moments or activations that a plan says"),
+    dimensions=dimensions_of("fsdp"),
+)
+"""FSDP2's `CPUOffloadPolicy`, and in DeepSpeed ZeRO-3 with ``offload_param`` and ``offload_optimizer``."""
 LEVERS: Mapping[str, Taken] = {
     "train": Taken(
         refuse=refuse_kind,

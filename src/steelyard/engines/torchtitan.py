@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine, options_in
@@ -276,6 +277,7 @@ def _training(view: UniformPlan, version: _Version) -> dict[str, Any]:
             "max_context_length": view.seq_len,
         }
     sizes["mixed_precision_param"] = "bfloat16" if view.precision == "bf16" else "float32"
+    sizes |= {"enable_cpu_offload": True} if view.on_host else {}
     return sizes | ({"disable_cuda_graphs": True} if has_stages else {})
 
 
@@ -456,6 +458,7 @@ TORCHTITAN = Engine(
     precisions=("bf16", "fp32", "fp8", "mxfp8"),
     options={WHOLE_LOSS: {"kernels": _KERNELS}},
     refuse=_refuse,
+    levers={"offload": replace(peft.OFFLOAD, dimensions=dimensions_of("fsdp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp"))},
     reader=Reader(suffixes=(".toml", ".py"), read=_read),
     targets=(
         Target(

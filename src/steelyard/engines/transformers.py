@@ -87,6 +87,7 @@ def _trainer(view: UniformPlan, levers: Levers, divides_experts: bool) -> str:
             "reshard_after_forward": view.zero == 3,
             "activation_checkpointing": view.remat is Remat.FULL,
             "state_dict_type": "SHARDED_STATE_DICT",
+            **({"cpu_offload": True} if view.on_host else {}),
         }
     else:
         arguments["activation_checkpointing"] = view.remat is Remat.FULL
@@ -132,7 +133,7 @@ TRANSFORMERS = Engine(
     execution=Execution(whole_gradients="without tp"),
     precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_untold("transformers", chain),
-    levers=peft.LEVERS,
+    levers={**peft.LEVERS, "offload": peft.OFFLOAD},
     targets=(
         Target(
             name="transformers",

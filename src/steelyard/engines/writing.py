@@ -59,6 +59,8 @@ class UniformPlan:
     global_batch: int
     seq_len: int
     precision: Precision
+    on_host: bool
+    """Whether parameters, gradients and optimizer states lie in host memory."""
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -87,6 +89,7 @@ class UniformPlan:
             global_batch=plan.global_batch,
             seq_len=plan.seq_len,
             precision=plan.precision,
+            on_host=plan.chosen_levers.effects.parameters_on_host,
         )
 
     @property

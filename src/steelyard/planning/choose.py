@@ -358,7 +358,9 @@ def _why_unmeasured(job: Job, outcome: ConfigOutcome) -> str:
 
 
 def states_bytes(job: Job) -> int:
-    """Bytes of parameters, gradients and optimizer states of the whole model, however they are divided."""
+    """Bytes of parameters, gradients and optimizer states of the whole model on devices, however they are divided."""
+    if job.effects.parameters_on_host:
+        return 0
     found, of_one, states = 0.0, job.by_group[0], job.execution.states
     if states is not None:
         of_trained = float(states.parameters + states.gradients + states.optimizer)
