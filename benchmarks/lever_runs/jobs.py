@@ -188,8 +188,8 @@ class Case:
         ffn = config.get("intermediate_size") or 4 * hidden
         groups = 1 if config.get("multi_query") else config.get("num_key_value_heads") or heads
         more = 0
-        if framework.keeps_fused_qkv:
-            more += 2 * (heads + groups) * width
+        if framework.has_fused_qkv:
+            more += 2 * width * (2 * heads if groups == heads else 2 * (heads - groups))
         if framework.dropout:
             more -= _DROPPED * hidden * max(0, sum(name in dict(self.levers)["train"] for name in _QKV) - 1)
         if self.settings.remat is Remat.FULL:

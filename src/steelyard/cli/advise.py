@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from steelyard.cli.levers import with_levers
 from steelyard.cli.options import (
@@ -31,6 +31,7 @@ from steelyard.planning.advise import Advice
 from steelyard.planning.advise import advise as advice_of
 from steelyard.planning.largest import MODEL, Largest, kinds, largest
 from steelyard.planning.request import PlanRequest, make_request
+from steelyard.report.tables import number, plain_table
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -121,25 +122,18 @@ def _content(advice: Advice) -> dict[str, object]:
 
 
 def _table(own: Advice, found: Sequence[Advice]) -> Table:
-    table = Table(
-        title="What to change",
-        title_justify="left",
-        title_style="bold",
-        caption="time: a step beside one of what is asked with no limit of memory",
-        caption_justify="left",
-    )
-    table.add_column("change")
-    for name in ("least memory", "saves", "step", "time"):
-        table.add_column(name, justify="right")
-    table.add_column("result")
+    numbers = [number(name) for name in ("least memory", "saves", "step")]
+    table = plain_table("What to change", Column("change", no_wrap=True), *numbers, Column("result", min_width=10))
+    table.caption, table.caption_justify = "behind a step: beside one of what is asked with no limit of memory", "left"
     for each in (own, *found):
         saved = format_bytes(each.saved_bytes) if each.saved_bytes > 0 else "–"
         table.add_row(
-            each.options or "as asked",
+            each.options.replace(" --", "\n--") or "as asked",
             "no plan" if each.least_bytes is None else format_bytes(each.least_bytes),
             saved,
-            format_seconds(each.step_s) if each.fits else f"{format_bytes(each.missing_bytes)} short",
-            f"{100 * each.slowdown:+.0f} %" if each.fits else "–",
+            f"{format_seconds(each.step_s)} {100 * each.slowdown:+4.0f} %"
+            if each.fits
+            else f"{format_bytes(each.missing_bytes)} short",
             each.result if each is not own else "",
         )
     return table

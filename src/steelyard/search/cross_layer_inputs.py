@@ -106,14 +106,8 @@ def sketch(prospect: Prospect | CrossLayerProspect) -> ConfigResult:
     """A good plan of a configuration that is beaten already; no attempt is made to prove it best."""
     if isinstance(prospect, Prospect):
         return partition.sketch_chain(prospect)
-    tables, first = prospect.tables, partition.sketch_chain(prospect.relaxed).solution
-    plans = [prospect.fallback]
-    if first is not None:
-        plans.append(_priced(tables, first))
-        chosen = {source: _class_of(tables, source, first) for source in any_source(tables)}
-        again = partition.assess_chain(conditioned(tables, chosen), prospect.budget_bytes)
-        second = partition.sketch_chain(again).solution if isinstance(again, Prospect) else None
-        plans += [_priced(tables, second)] if second is not None else []
+    found = partition.sketch_chain(prospect.relaxed).solution
+    plans = [prospect.fallback, *([] if found is None else [_priced(prospect.tables, found)])]
     best = min(plans, key=lambda plan: plan.step_s)
     return ConfigResult(
         status="beaten", solution=best if best.strategies else None, lower_bound_s=prospect.lower_bound_s
@@ -213,9 +207,7 @@ def _search_conditions(prospect: CrossLayerProspect, cutoff_s: float, deadline: 
         result = partition.settle_chain(start, cutoff_s=limit, deadline=deadline)
         bound = max(bound, result.lower_bound_s, limit if result.status == "beaten" else 0.0)
         plan = _priced(tables, result.solution) if result.solution is not None else None
-        if plan is not None:
-            tried = [each for each in _without_sides(tables, plan) if each.peak_bytes <= prospect.budget_bytes]
-            best = min(best, plan, *tried, key=lambda each: each.step_s)
+        best = min(best, plan or best, key=lambda each: each.step_s)
         limit = min(cutoff_s, best.step_s * TIES)
         children = _split(tables, condition, plan, limit) if plan is not None and result.status == "optimal" else None
         for child in children or ():
@@ -242,21 +234,6 @@ def _outcome(best: Solution, lower_s: float, cutoff_s: float, timed_out: bool) -
     return ConfigResult(status=status, solution=best, lower_bound_s=min(lower_s, best.step_s))
 
 
-def _without_sides(tables: CostTables, plan: Solution) -> Iterator[Solution]:
-    """The plan with another source, or with other readers, of a cross-layer input so that none of these pays for it."""
-    for side in tables.cross_layer_inputs:
-        is_free = side.seconds == 0
-        agrees_with = {side.source: is_free[:, [plan.strategies[reader] for reader in side.readers]].all(axis=1)}
-        for wanted in (agrees_with, dict.fromkeys(side.readers, is_free[plan.strategies[side.source]])):
-            strategies = list(plan.strategies)
-            for layer, allowed in wanted.items():
-                layer_type = tables.layers[layer]
-                times_s = np.where(allowed & tables.legal[layer_type], tables.time_s[layer_type], np.inf)
-                if np.isfinite(times_s).any():
-                    strategies[layer] = int(np.argmin(times_s))
-            yield evaluate(tables, plan.boundaries, strategies)
-
-
 def _split(tables: CostTables, condition: Condition, plan: Solution, limit_s: float) -> list[Condition] | None:
     """The condition in two, if the plan pays more for some cross-layer input than the condition alone asks for; else
     None.
@@ -275,11 +252,6 @@ def _split(tables: CostTables, condition: Condition, plan: Solution, limit_s: fl
             rest = [each for each in hopeful if own not in each]
             return [{**condition, side.source: np.sort(np.concatenate(each))} for each in (same, rest) if each]
     return None
-
-
-def _class_of(tables: CostTables, source: int, plan: Solution) -> IntArray:
-    """The class of the source's strategy in this plan."""
-    return next(each for each in source_classes(tables, source) if plan.strategies[source] in each)
 
 
 def _priced(tables: CostTables, plan: Solution) -> Solution:
