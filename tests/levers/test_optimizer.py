@@ -194,10 +194,10 @@ def test_a_profile_without_shapes_of_products_is_refused_for_muon() -> None:
 
 
 def test_a_profile_of_a_packaged_model_gets_shapes_of_products_from_a_trace() -> None:
-    profile = packaged_trace(load_model("llama-demo"), seq_len=64, precision="bf16", degrees=(1,))
+    profile = packaged_trace(load_model("llama-demo"), seq_len=128, precision="bf16", degrees=(1,))
     assert profile is not None
     assert not any(each.forward.products for each in profile.layers)
-    job = make_job("llama-demo", "1x1xa100-40gb", **MUON, profile=profile)
+    job = make_job("llama-demo", "1x1xa100-40gb", **MUON | {"seq_len": 128}, profile=profile)
     block = next(each for each in job.chain.layer_types if each.role is LayerRole.BLOCK)
     assert sum(count for *_, count in hidden_matrices(block, job.layer(block.name, {}))) == 7
 
