@@ -116,7 +116,7 @@ def _forecast(case: Case) -> Forecast:
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         device_bytes=reserved + terms.get("context", 0),
-        fits=allocated + terms.get("context", 0) <= budget if row.text("gpu") else None,
+        fits=sum(terms.values()) <= budget if row.text("gpu") else None,
     )
 
 

@@ -63,9 +63,9 @@ class Framework:
     """Bytes of each logit that it saves where the loss is computed in chunks."""
     dropout: float = 0.0
     """Of adapters."""
-    keeps_fused_qkv: bool = False
-    """Whether values saved for attention are a part of the fused projection's result, which they keep alive; the
-    projection's adapters drop entries of one input for queries, keys and values together."""
+    has_fused_qkv: bool = False
+    """Whether queries, keys and values are one product, whose result values that are saved for attention keep alive;
+    keys and values of fewer heads are repeated for all instead. Its adapters drop entries of one input together."""
     kept_quantized_inputs: int = 0
     """Microbatches of which layers with weights in few bits keep their inputs. Bitsandbytes before 0.43 has them in an
     attribute of the graph's node (`MatMul4Bit`: ``ctx.tensors = (A, B)``), which goes with the graph: where a loop has
@@ -104,14 +104,12 @@ def _litgpt(row: Row, config: Mapping[str, Any], is_full: bool) -> Framework:
     """
     shards = row.count("fsdp") or 1
     sharded = replace(_BF16_STATES, zero=3, frozen=2 + 2 * shards)
-    heads = config["num_attention_heads"]
     root = 2 * 2 * config["vocab_size"] * config["hidden_size"]
-    groups = 1 if config.get("multi_query") else config.get("num_key_value_heads") or heads
     return Framework(
         engine=_engine("litgpt", replace(_BF16, states=sharded, bucket_bytes=root) if shards > 1 else _BF16),
         loss_bytes=(4, 6),  # chunked_cross_entropy in bf16, of logits that the caller's list keeps
         dropout=0.0 if is_full else 0.05,
-        keeps_fused_qkv=groups in (1, heads),  # a view that `CausalSelfAttention` splits; others it expands
+        has_fused_qkv=True,
         kept_quantized_inputs=1 if "longest sample" in row.text("notes") else 2,  # bitsandbytes 0.41, 0.42; one is long
         quantizes_head=True,  # BitsandbytesPrecision converts every linear layer
         ties_head=False,  # its checkpoints have the matrix twice (convert_hf_checkpoint.py)
@@ -137,6 +135,8 @@ def _qwen(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
         return Framework(engine=_engine("qwen", Execution()))  # ZeRO-3, all in bf16: as FSDP2 shards
     is_deepspeed = is_full or "DeepSpeed" in row.text("framework")
     execution = replace(_DEEPSPEED, states=replace(MIXED_16, zero=0)) if is_deepspeed else _FP32_ADAPTERS
+    if "embeddings" in row.text("method"):  # nearly all that is trained, which peft copies in bf16 and does not cast
+        execution = replace(execution, states=_BF16_STATES, step_shard_bytes=2)
     return Framework(engine=_engine("qwen", replace(execution, adapters="computed" if is_full else "autocast")))
 
 

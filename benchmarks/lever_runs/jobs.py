@@ -25,8 +25,9 @@ from lever_runs.rows import Row
 from steelyard.cost.job import Job
 from steelyard.engines.execution import StateBytes
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, Device, NodeGroup, find_device
-from steelyard.hardware.files import default_links
+from steelyard.hardware import Cluster, Device
+from steelyard.hardware.files import default_links, find_device
+from steelyard.hardware.values import NodeGroup
 from steelyard.levers.train import KINDS, LORA
 from steelyard.model.chain import LayerRole
 from steelyard.plan.strategy import Remat
@@ -188,8 +189,8 @@ class Case:
         ffn = config.get("intermediate_size") or 4 * hidden
         groups = 1 if config.get("multi_query") else config.get("num_key_value_heads") or heads
         more = 0
-        if framework.keeps_fused_qkv:
-            more += 2 * (heads + groups) * width
+        if framework.has_fused_qkv:
+            more += 2 * width * (2 * heads if groups == heads else 2 * (heads - groups))
         if framework.dropout:
             more -= _DROPPED * hidden * max(0, sum(name in dict(self.levers)["train"] for name in _QKV) - 1)
         if self.settings.remat is Remat.FULL:
