@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
@@ -146,26 +145,19 @@ def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[
     return tuple(known[name] for name in names)
 
 
-def check_choice(option: str, text: str, choices: Any, *, instead: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """``text`` if it is one of the literal ``choices``; raises `UserError` naming them for anything else.
-
-    ``instead`` says what to do where one is asked for that is known and not offered.
-    """
+def check_choice(option: str, text: str, choices: Any, *, hint: str = "") -> Any:
+    """``text`` if it is one of the literal ``choices``; raises `UserError` naming them for anything else."""
     known = get_args(choices)
     if text not in known:
-        hint = instead.get(text.lower()) or nearest(text, known)
-        raise UserError(field=option, found=repr(text), expected="one of " + ", ".join(known), hint=hint)
+        expected = "one of " + ", ".join(known)
+        raise UserError(field=option, found=repr(text), expected=expected, hint=hint or nearest(text, known))
     return text
 
 
-_INSTEAD_OF_PRECISION = {
-    "fp4": "plan with --precision nvfp4, for an engine that has it (--engine megatron)",
-}
-
-
 def parse_precision(text: str, choices: Any = Precision) -> Any:
-    """The precision of ``--precision``; raises `UserError` for another, with the reason where one is not run yet."""
-    return check_choice("--precision", text, choices, instead=_INSTEAD_OF_PRECISION)
+    """The precision of ``--precision``; raises `UserError` for another, with what to do for one that is known."""
+    nvfp4 = "plan with --precision nvfp4, for an engine that has it (--engine megatron)"
+    return check_choice("--precision", text, choices, hint=nvfp4 if text.lower() == "fp4" else "")
 
 
 Model = Annotated[
