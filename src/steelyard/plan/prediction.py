@@ -147,11 +147,8 @@ class Certificate(PlanPart):
             case "gap" if self._is_within_tolerance:
                 return f"optimal to {TOLERANCE:.2%}", "no plan that fits is faster by more"
             case "gap":
-                ended = (
-                    "left when the time was up"
-                    if self.time_limit_s is not None
-                    else "no plan that fits is faster by more"
-                )
+                is_over = self.time_limit_s is not None
+                ended = "left when the time was up" if is_over else "no plan that fits is faster by more"
                 return f"gap {self.gap:.2%}", ended
             case "simulated":
                 return "simulated", "the fastest of the search's best"
@@ -457,9 +454,8 @@ def simplicity_line(num_groups: int, num_stages: int, prediction: Prediction) ->
     slower = prediction.step_time_s / fastest.step_time_s - 1
     words = "as fast as" if slower <= SAME_SHARE else f"{slower:.1%} slower than"
     is_mixed, is_deep = fastest.num_groups > num_groups, (fastest.num_stages or 0) > num_stages
-    mine = [f"{format_plural(num_groups, 'group')} of layers"] * is_mixed + [
-        format_plural(num_stages, "stage")
-    ] * is_deep
+    mine = [f"{format_plural(num_groups, 'group')} of layers"] * is_mixed
+    mine += [format_plural(num_stages, "stage")] * is_deep
     best = f"best mix, {format_plural(fastest.num_groups, 'group')}"
     if is_deep:
         groups = f" and {format_plural(fastest.num_groups, 'group')}" if is_mixed else ""

@@ -45,10 +45,9 @@ def _offered(levels: Levels) -> tuple[int, ...]:
     return tuple(degree for degree in degrees if degree % shards == 0 or shards % degree == 0)
 
 
-_TEXTS: dict[Value, str] = {degree: f"ep{degree}" if degree > 1 else "" for degree in range(1, MOST + 1)}
 DEGREE = Mode(
     key="ep",
-    texts=_TEXTS,
+    texts={degree: f"ep{degree}" if degree > 1 else "" for degree in range(1, MOST + 1)},
     pin={str(degree): degree for degree in range(1, MOST + 1)},
     offered=_offered,
 )
@@ -60,7 +59,7 @@ def _contradiction(levels: Levels, modes: Mapping[str, Value]) -> Contradiction 
         return None
     return Contradiction(
         field="ep",
-        expected=f"a degree that divides the {data} data ranks" + (f": {', '.join(map(str, _offered(levels)))}"),
+        expected=f"a degree that divides the {data} data ranks: {', '.join(map(str, _offered(levels)))}",
         hint="change ep, or the levels that divide samples",
     )
 
