@@ -50,7 +50,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from steelyard.errors import UserError
-from steelyard.levers.lever import Asked, Divided, Effects, Lever, WordLever
+from steelyard.levers.lever import Asked, Divided, Effects, Lever, Result, WordLever
 from steelyard.levers.optimizer import Optimizer
 
 NONE = "none"
@@ -77,6 +77,11 @@ class Offload(WordLever):
         "What lies in the memory of the host: none, optimizer (the moments of AdamW), activations (what blocks save), "
         "parameters (with gradients and moments; the host steps), or one of these two + activations."
     )
+
+    @property
+    def result(self) -> Result:  # type: ignore[override]
+        """Its updates on the host are those of the device but for rounding."""
+        return "rounding" if self.moves_parameters else "exact"
 
     @property
     def moves_optimizer(self) -> bool:
