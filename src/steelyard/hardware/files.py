@@ -8,7 +8,7 @@ there is an error that lists the nearest ones, never a default.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -433,16 +433,6 @@ def _look_up(name: str, rows: Mapping[str, RowT], *, field: str) -> RowT:
     return rows[key]
 
 
-def _rows_by_name(rows: Iterable[RowT], *, where: str) -> Mapping[str, RowT]:
-    by_name: dict[str, RowT] = {}
-    for row in rows:
-        for name in (row.name, *row.aliases):
-            if name.lower() in by_name:
-                raise InvalidClusterError(field=where, found=f"{name!r} twice", expected="each name and alias once")
-            by_name[name.lower()] = row
-    return by_name
-
-
 @cache
 def _catalogue(file: str) -> Catalogue:
     return checked(read_packaged_yaml("steelyard.hardware", file), Catalogue, where=file)
@@ -450,9 +440,11 @@ def _catalogue(file: str) -> Catalogue:
 
 @cache
 def _device_rows() -> Mapping[str, DeviceRow]:
-    return _rows_by_name(_catalogue("devices.yaml").devices, where="devices.yaml")
+    rows = _catalogue("devices.yaml").devices
+    return {name.lower(): row for row in rows for name in (row.name, *row.aliases)}
 
 
 @cache
 def _link_rows() -> Mapping[str, LinkRow]:
-    return _rows_by_name(_catalogue("links.yaml").links, where="links.yaml")
+    rows = _catalogue("links.yaml").links
+    return {name.lower(): row for row in rows for name in (row.name, *row.aliases)}
