@@ -9,7 +9,6 @@ from steelyard.cli.options import AsJson, print_json
 from steelyard.cost.efficiency import catalogue_rates
 from steelyard.hardware import devices as known_devices
 from steelyard.hardware import links as known_links
-from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config, config_hash, load_config, model_names, model_source, packaged_split
 from steelyard.report.tables import cell
 from steelyard.units import GB, TERA, format_bytes, format_seconds
@@ -18,7 +17,10 @@ from steelyard.units import GB, TERA, format_bytes, format_seconds
 def models(as_json: AsJson = False) -> None:
     """List the models that are packaged by name or id on the hub; any other is a path to its config.json."""
     table, content = _table("model", "family", "blocks × width", of="hub id, or source"), []
-    for chain in map(_shown, model_names()):
+    for name in model_names():
+        config = load_config(name)[1]
+        split = packaged_split(config_hash(config), must_hold=False)  # whatever transformers is installed
+        chain = chain_from_config(config, name=name, split=split)
         family, blocks, source = chain.family.model_type, chain.num_layers - 2, model_source(chain.name)
         sizes = {"hidden_size": chain.hidden_size, "vocab_size": chain.vocab_size}
         content.append({"name": chain.name, "family": family, "blocks": blocks, **sizes, "source": source})
@@ -37,12 +39,6 @@ def _print(table: Table, content: list[dict[str, Any]], as_json: bool) -> None:
         print_json(content)
     else:
         Console().print(table)
-
-
-def _shown(name: str) -> ModelChain:
-    """A packaged model, also where another transformers is installed than it was split with."""
-    _, config = load_config(name)
-    return chain_from_config(config, name=name, split=packaged_split(config_hash(config), must_hold=False))
 
 
 def devices(as_json: AsJson = False) -> None:

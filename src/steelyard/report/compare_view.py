@@ -13,6 +13,7 @@ from steelyard.units import format_bytes, format_seconds
 
 LEAST = 1e-9
 """Less than this, of seconds or bytes, is nothing."""
+ALIKE = "All layers have the same stage and strategy in both."
 
 
 def compare_view(first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")) -> RenderableType:
@@ -79,7 +80,7 @@ def layer_table(first: Plan, second: Plan, names: tuple[str, str]) -> Renderable
     """A row for every run of layers that differs."""
     chain, rows = first.chain(), list(changed_layers(first, second))
     if not rows:
-        return Text("All layers have the same stage and strategy in both.")
+        return Text(ALIKE)
     table = plain_table("Layers that differ", "layers", *names)
     for start, end, before, after in rows:
         table.add_row(layers_text(chain, start, end), before, after)

@@ -109,10 +109,6 @@ def _traffic(load: Load) -> Iterator[Traffic]:
             )
 
 
-def _words(strategy: StrategyView) -> str:
-    return f"experts over {strategy.expert_degree} of the data ranks, tokens sent to them and back"
-
-
 EP = Dimension(
     name="ep",
     divides=Divides.EXPERTS,
@@ -120,7 +116,7 @@ EP = Dimension(
     illegal=_illegal,
     traffic=_traffic,
     placement=lambda _strategy: Placed.BATCH,
-    words=_words,
+    words=lambda strategy: f"experts over {strategy.expert_degree} of the data ranks, tokens sent to them and back",
     term="tokens on their way to experts and back",
     hue="pink",
     modes=(DEGREE,),
