@@ -7,21 +7,11 @@ import typer
 from rich.console import Console
 
 from steelyard.cli import options
-from steelyard.engines import (
-    ENGINE_OF_TARGET,
-    TARGETS,
-    Engine,
-    Export,
-    Request,
-    Target,
-    check_levers,
-    describe_uniform,
-    engine_of,
-    export_plan,
-    target_of,
-)
+from steelyard.engines import ENGINE_OF_TARGET, TARGETS, check_levers, engine_of, target_of
 from steelyard.engines.capabilities import Capabilities, unsupported
+from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
+from steelyard.engines.writing import Export, Request, Target, describe_uniform, export_plan
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.levers import LEVERS
@@ -279,9 +269,5 @@ def _capabilities_content(capabilities: Capabilities) -> dict[str, str]:
     remats = [str(remat) for remat in sorted(capabilities.remats)] + [
         "first n blocks"
     ] * capabilities.remats_first_blocks
-    pipeline = (
-        "none"
-        if capabilities.pipeline == "none"
-        else f"{capabilities.pipeline}; " + ", ".join(sorted(capabilities.schedules))
-    )
+    pipeline = f"any cuts; {', '.join(sorted(capabilities.schedules))}" if capabilities.schedules else "none"
     return {"strategies": "one of " + ", ".join(dimensions), "remat": ", ".join(remats), "pipeline": pipeline}

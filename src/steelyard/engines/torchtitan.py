@@ -44,7 +44,6 @@ CAPABILITIES = Capabilities(
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
     remats=frozenset(Remat),
-    pipeline="any cuts",
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
 )
 
@@ -201,7 +200,6 @@ def _write(request: Request) -> Draft:
             (f"{name}_main.py", _configuration(view, MAIN, flavor, lines, f"{name}_main")),
             *(() if changes else ((f"{name}.toml", _toml(view, flavor)),)),
         ),
-        carried=view.carried,
         left_out=tuple(left_out),
         launch=f"{start} -m torchtitan.train --module {name} --config {name}",
         usage=(
@@ -455,7 +453,6 @@ def _literal(node: ast.expr) -> Any:
 _KERNELS = replace(EAGER, selective="half of the matmuls")
 TORCHTITAN = Engine(
     name="torchtitan",
-    software="torchtitan 0.3.0",
     capabilities=CAPABILITIES,
     execution=Execution(buffers_every_microbatch=True, kernels=replace(_KERNELS, loss_pieces=8), fp8_share=0.68),
     precisions=("bf16", "fp32", "fp8", "mxfp8"),

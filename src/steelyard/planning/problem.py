@@ -36,7 +36,7 @@ from steelyard.plan.strategy import Remat, Strategy, divisors
 from steelyard.planning.pins import Pin, pinned, pins_of
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, Schedule
 from steelyard.search import OnDemand, SpaceOptions, enumerate_strategies, paper_dimensions
-from steelyard.search.frontier import FloatArray
+from steelyard.search.kernels import FloatArray
 from steelyard.search.layers import ROUNDING
 from steelyard.search.partition import quick_bound_s
 from steelyard.search.step_bounds import HeldRuns, least_slowest_s, least_step_s, missing_bytes

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from steelyard.cost.job import ASSUMED_IMBALANCE
-from steelyard.engines import Engine, check_levers, engine_of
+from steelyard.engines import check_levers, engine_of
 from steelyard.engines.capabilities import unsupported
+from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, all_of
 from steelyard.hardware import Cluster, parse_pools, with_network

@@ -39,13 +39,14 @@ from steelyard.search.bounds import (
     stage_memories,
 )
 from steelyard.search.evaluate import Solution, evaluate
-from steelyard.search.frontier import FloatArray, IntArray, distinct
+from steelyard.search.kernels import FloatArray, IntArray
 from steelyard.search.layers import (
     ROUNDING,
     ChainFrontier,
     Pruning,
     StageCosts,
     chain_frontier,
+    distinct,
     option_table,
 )
 
