@@ -25,8 +25,9 @@ from lever_runs.rows import Row
 from steelyard.cost.job import Job
 from steelyard.engines.execution import StateBytes
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, Device, NodeGroup, find_device
-from steelyard.hardware.files import default_links
+from steelyard.hardware import Cluster, Device
+from steelyard.hardware.files import default_links, find_device
+from steelyard.hardware.values import NodeGroup
 from steelyard.levers import Levers
 from steelyard.levers.train import KINDS, LORA
 from steelyard.model.chain import LayerRole, ModelChain

@@ -68,6 +68,7 @@ def test_our_runtime_runs_every_value() -> None:
         ("transformers", {"train": "lora", "base": "int8"}, "--base", "LLM.int8"),
         ("transformers", {"loss": "chunked"}, "--loss", "the engine transformers"),
         ("accelerate", {"optimizer": "muon"}, "--optimizer", "no such optimizer"),
+        ("torchtitan", {"offload": "optimizer"}, "--offload", "no copies of moments"),
         *((engine, {"train": "dora"}, "--train", "plain LoRA alone") for engine in ("transformers", "automodel")),
     ],
 )
@@ -137,6 +138,20 @@ def test_an_export_says_its_levers_and_what_is_not_the_same() -> None:
     assert "levers: optimizer adafactor" in found.carried
     assert any("Adafactor's rule" in line for line in found.left_out)
     assert "torch.optim.Adafactor" in text_of(with_levers({"optimizer": "adafactor"}), "accelerate", ".yaml")
+
+
+@pytest.mark.parametrize(
+    ("to", "ending", "key"),
+    [
+        ("accelerate", ".yaml", "fsdp_offload_params: true"),
+        ("axolotl", ".yaml", "offload_params: true"),
+        ("deepspeed", ".json", '"offload_param"'),
+        ("transformers", ".py", "'cpu_offload': True"),
+    ],
+)
+def test_parameters_in_host_memory_are_said_where_fsdp_shards_them(to: str, ending: str, key: str) -> None:
+    assert key in text_of(with_levers({"offload": "parameters"}, "fsdp8"), to, ending)
+    assert key not in text_of(with_levers({}, "fsdp8"), to, ending)
 
 
 def test_a_plan_without_levers_is_written_as_before() -> None:

@@ -31,7 +31,6 @@ from steelyard.runtime.checks import check_engine
 
 TOY = Engine(
     name="toy",
-    software="a toy",
     capabilities=Capabilities(
         mixes_layers=False,
         dimensions=dimensions_of("dp", "dp+tp"),
@@ -260,7 +259,7 @@ def test_another_engine_has_no_more_stages_than_where_it_is_asked_for(monkeypatc
 @pytest.mark.slow
 def test_a_frontier_for_an_engine_has_its_plans_alone() -> None:
     request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096, engine="megatron")
-    points, _ = memory_points(Study(request), max_searches=6)
+    points, _ = memory_points(Study(request), None, max_searches=6)
     assert len(points) > 2
     for point in points:
         shardings = {each.split(" ×")[0].partition(" remat")[0] for each in point.strategies.split(", ")}

@@ -31,7 +31,7 @@ from steelyard.engines import (
     transformers,
 )
 from steelyard.engines.engine import Engine
-from steelyard.engines.writing import Export, Request, Target, describe_uniform, export_plan
+from steelyard.engines.writing import Target
 from steelyard.errors import UserError, nearest
 from steelyard.hardware import Device
 from steelyard.levers import Asked, Levers
@@ -102,20 +102,3 @@ def _named(name: str, known: dict[str, Value], field: str) -> Value:
             hint=nearest(name, known),
         )
     return known[name]
-
-
-__all__ = [
-    "ENGINES",
-    "ENGINE_OF_TARGET",
-    "FRONT_ENDS",
-    "TARGETS",
-    "Engine",
-    "Export",
-    "Request",
-    "Target",
-    "check_levers",
-    "describe_uniform",
-    "engine_of",
-    "export_plan",
-    "target_of",
-]

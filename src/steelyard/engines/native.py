@@ -7,7 +7,6 @@ from steelyard.engines.pytorch import TARGET as PYTORCH
 
 NATIVE = Engine(
     name="native",
-    software="steelyard on torch 2.13",
     capabilities=Capabilities(mixes_layers=True),
     precisions=("bf16", "fp16", "fp32"),
     targets=(PYTORCH, TORCHRUN, SLURM, KUBEFLOW, KUBEFLOW_V1),

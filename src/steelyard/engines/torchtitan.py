@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine, options_in
@@ -43,7 +44,6 @@ CAPABILITIES = Capabilities(
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
     remats=frozenset(Remat),
-    pipeline="any cuts",
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
 )
 
@@ -200,7 +200,6 @@ def _write(request: Request) -> Draft:
             (f"{name}_main.py", _configuration(view, MAIN, flavor, lines, f"{name}_main")),
             *(() if changes else ((f"{name}.toml", _toml(view, flavor)),)),
         ),
-        carried=view.carried,
         left_out=tuple(left_out),
         launch=f"{start} -m torchtitan.train --module {name} --config {name}",
         usage=(
@@ -278,6 +277,7 @@ def _training(view: UniformPlan, version: _Version) -> dict[str, Any]:
             "max_context_length": view.seq_len,
         }
     sizes["mixed_precision_param"] = "bfloat16" if view.precision == "bf16" else "float32"
+    sizes |= {"enable_cpu_offload": True} if view.on_host else {}
     return sizes | ({"disable_cuda_graphs": True} if has_stages else {})
 
 
@@ -453,12 +453,12 @@ def _literal(node: ast.expr) -> Any:
 _KERNELS = replace(EAGER, selective="half of the matmuls")
 TORCHTITAN = Engine(
     name="torchtitan",
-    software="torchtitan 0.3.0",
     capabilities=CAPABILITIES,
     execution=Execution(buffers_every_microbatch=True, kernels=replace(_KERNELS, loss_pieces=8), fp8_share=0.68),
     precisions=("bf16", "fp32", "fp8", "mxfp8"),
     options={WHOLE_LOSS: {"kernels": _KERNELS}},
     refuse=_refuse,
+    levers={"offload": replace(peft.OFFLOAD, dimensions=dimensions_of("fsdp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp"))},
     reader=Reader(suffixes=(".toml", ".py"), read=_read),
     targets=(
         Target(

@@ -92,7 +92,7 @@ def block_suppositions(
     ``called`` has the modules that are called in it, in order, with the name by which each is given its tensor;
     ``plan`` the styles that the block's makers give; ``heads`` is how many entries a parameter has for each head.
     """
-    # the one entry of a list of one that holds all that a block computes with, as in ALBERT; empty without such
+    # the one entry of a list of one that holds all that a block computes with, as in ConvNeXt; empty without such
     owners = [path for path in called if _has_own(block.get_submodule(path))]
     lists = (name for name, each in block.named_children() if isinstance(each, nn.ModuleList) and len(each) == 1)
     if inner := next((f"{name}.0" for name in lists if all(is_below(path, f"{name}.0") for path in owners)), ""):
