@@ -396,12 +396,14 @@ def _adapters(row: Row) -> str:
 
 
 def _zero(row: Row, framework: Framework, data: int) -> int:
-    """The ZeRO stage: 3 where ``fsdp`` is above 1 or the engine is an FSDP engine, else what the states say."""
+    """The ZeRO stage: 3 or 2 where ``fsdp`` is above 1 or the engine is an FSDP engine, else what the states say."""
     is_sharded = (row.count("fsdp") or 1) > 1
     own = isinstance(framework.engine.execution.states, StateBytes)
     if is_sharded and own and data > 1 and row.text("method") == "full":
         raise _SkipError("all in bf16 under FSDP")
-    return 3 if is_sharded or not own else 0
+    if own and not is_sharded:
+        return 0
+    return 2 if "ZeRO-2" in row.text("notes") and not is_sharded else 3
 
 
 def _cluster(row: Row, count: int) -> tuple[Cluster, bool]:
