@@ -62,6 +62,16 @@ class MatrixUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LowPrecision:
+    """Products of linear layers whose operands are cast to 8 bits."""
+
+    peak: str
+    """Type whose peak they approach."""
+    share: float
+    """Rate over that of bf16 products, as a fraction of the ratio of the peaks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
     """What training keeps and moves beside the work of layers, as levers change it; without any as AdamW in fp32."""
 
@@ -79,6 +89,8 @@ class Effects:
     """What of a layer's bytes in host memory a step has on the device at a time, at most."""
     matrices: MatrixUpdate | None = None
     """What is otherwise for hidden matrices of blocks (`LayerType.has_matrix`); None where nothing is."""
+    low_precision: LowPrecision | None = None
+    """Rate of products of 8-bit operands, where layers have some."""
     saves_on_host: bool = False
     """Whether what blocks save for their backward passes lies in the memory of the host."""
 

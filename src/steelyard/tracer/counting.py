@@ -11,13 +11,15 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, _sharding_prop
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -56,6 +58,8 @@ class OpCounts:
     """Totals of one direction (forward or backward) of a layer on one rank, or what one operation adds to them."""
 
     matmul_flop: float = 0.0
+    low_precision_flop: float = 0.0
+    """Of them, of products of 8-bit operands."""
     attention_flop: float = 0.0
     matmul_bytes: float = 0.0
     expert_weight_bytes: float = 0.0
@@ -176,10 +180,10 @@ class OpCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs the operation and counts it; DTensor operations are left to unfold into local ones first."""
+        """Runs the operation and counts it; those of DTensors and 8-bit tensors unfold into plain ones first."""
         if asks_device(func, args):
             return args[0].fake_device  # what the fake mode would say
-        if any(issubclass(each, DTensor) for each in types):
+        if any(map(_unfolds, types)):
             return NotImplemented
         kwargs = kwargs or {}
         if _is_bookkeeping(func):
@@ -205,6 +209,12 @@ class OpCounter(TorchDispatchMode):
     def _fresh_id(self) -> int:
         self._next_id += 1
         return self._next_id
+
+
+@cache
+def _unfolds(tensor_type: type) -> bool:
+    """Whether operations on such tensors call others on the plain tensors that they are made of."""
+    return tensor_type is not AsyncCollectiveTensor and is_traceable_wrapper_subclass_type(tensor_type)
 
 
 def live_bytes(log: list[tuple[int, int]], *, without: set[int]) -> list[int]:
@@ -268,6 +278,7 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
             matmul_bytes=moved,
             expert_weight_bytes=of_experts,
             matmul_flop=flop,
+            low_precision_flop=flop if packet is aten._scaled_mm else 0,
             square_flop=flop if packet in _BATCHED_PRODUCTS else 0,
             products=list(_seen_products(packet, args, out)),
         )
@@ -328,7 +339,7 @@ def _of_experts(inputs: Tensor, weights: Tensor, *, share: float) -> SeenProduct
     return SeenProduct(groups=experts, m=inputs.shape[0] * share / experts, n=outer, k=inner)
 
 
-_PRODUCT_OPERANDS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1}
+_PRODUCT_OPERANDS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1, aten._scaled_mm: 0}
 """Position of the first factor among the arguments of each product."""
 
 
