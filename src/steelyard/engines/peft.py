@@ -68,7 +68,7 @@ LEVERS: Mapping[str, Taken] = {
     "train": Taken(
         refuse=refuse_kind,
         dimensions=WITHOUT_TP,
-        execution={"adapter_input_bytes": 2, "shares_frozen_head": True},
+        execution=lambda execution: replace(execution, adapter_input_bytes=2, shares_frozen_head=True),
     ),
     "base": Taken(dimensions=WITHOUT_TP, refuse=refuse_base),
     "optimizer": one_of(OPTIM, "no such optimizer"),

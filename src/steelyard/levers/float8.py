@@ -25,7 +25,16 @@ from steelyard.levers.lever import Asked, Divided, Effects, Lever, LowPrecision,
 from steelyard.model.chain import ModelChain
 
 NONE = "none"
-_SHARES = {"tensorwise": 0.93, "rowwise": 0.93}
+MXFP8 = "mxfp8"
+_PRODUCTS = {
+    "tensorwise": LowPrecision(
+        peak="fp8", share=0.93, forward=((5, 2), (5, 2)), backward=((5, 2), (5, 2), (6, 2))
+    ),
+    "rowwise": LowPrecision(
+        peak="fp8", share=0.93, forward=((1, 0), (3, 1)), backward=((5, 2), (9, 3), (6, 2))
+    ),
+    MXFP8: LowPrecision(peak="mxfp8", share=0.93, forward=((3, 1), (3, 1)), backward=((3, 1), (3, 1), (6, 2))),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +44,8 @@ class Float8(WordLever):
     word: str = NONE
 
     name: ClassVar[str] = "float8"
-    values: ClassVar[tuple[str, ...]] = (NONE, *_SHARES)
-    offers: ClassVar[tuple[str, ...]] = tuple(_SHARES)
+    values: ClassVar[tuple[str, ...]] = (NONE, *_PRODUCTS)
+    offers: ClassVar[tuple[str, ...]] = ("tensorwise", "rowwise")
     help: ClassVar[str] = (
         "What linear layers of blocks multiply in 8 bits: none, tensorwise or rowwise (a scale for a tensor or a row)."
     )
@@ -60,13 +69,13 @@ class Float8(WordLever):
                 hint="convert the module by torchao.float8.convert_to_float8_training before, or leave --float8 out",
             )
         for device in asked.devices:
-            if device.is_gpu and "fp8" not in device.peak_flop_per_s:
+            peak = _PRODUCTS[self.word].peak
+            if device.is_gpu and peak not in device.peak_flop_per_s:
                 raise UserError(
                     field="--float8",
-                    found=f"{self} on {device.name!r}, which has no known rate in fp8",
-                    expected="a device that multiplies in fp8, as H100, L40S and MI300X, or one whose cluster file "
-                    "says its rate",
-                    hint="leave --float8 out, or add fp8 to peak_TFLOPs of the device in the cluster file",
+                    found=f"{self} on {device.name!r}, which has no known rate in {peak}",
+                    expected=f"a device that multiplies in {peak}, or whose cluster file says its rate",
+                    hint=f"leave --float8 out, or add {peak} to peak_TFLOPs of the device in the cluster file",
                 )
 
     def refusal(self, strategy: Divided) -> str | None:
@@ -81,4 +90,4 @@ class Float8(WordLever):
 
     def effects(self, effects: Effects) -> Effects:
         """The rate of its products."""
-        return replace(effects, low_precision=LowPrecision(peak="fp8", share=_SHARES[self.word]))
+        return replace(effects, low_precision=_PRODUCTS[self.word])

@@ -69,6 +69,11 @@ class LowPrecision:
     """Type whose peak they approach."""
     share: float
     """Rate over that of bf16 products, as a fraction of the ratio of the peaks."""
+    forward: tuple[tuple[float, int], ...]
+    """Of casts in a forward pass, bytes that they move of an entry and their kernels: of a layer's inputs, which layers
+    share, and of its weights. For closed forms of compiled blocks: a trace counts them."""
+    backward: tuple[tuple[float, int], ...]
+    """In a backward pass, and of the gradients of outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
