@@ -140,6 +140,12 @@ def test_the_seconds_of_its_step_go_as_the_bytes_that_it_moves(word: str) -> Non
     assert other / plain == pytest.approx(MOVED[word] / MOVED["adamw"])
 
 
+def test_the_seconds_of_a_measured_optimizer_are_what_was_measured_of_it() -> None:
+    of = job("adamw-8bit")
+    measured = {"optimizer_s_per_param": 2e-9, "optimizers": {"adamw-8bit": 7e-9, "sgd": 1e-9}}
+    assert optimizer_s(1e9, of.on(profile=of.profile.model_copy(update=measured))) == pytest.approx(7.0)
+
+
 def test_the_seconds_of_muon_are_those_of_its_products_and_bytes() -> None:
     """Of a block of llama3.2-1b: two matrices of 2048 and 2048, two of 512, three of 8192."""
     options: dict[str, Any] = {"global_batch": 1, "seq_len": 64}

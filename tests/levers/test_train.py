@@ -20,6 +20,7 @@ from steelyard.planning.request import make_request
 from steelyard.runtime.dry_run import dry_run
 from steelyard.tracer.cache import cached_trace
 from tests.runtime.lora_cases import lora_plan
+from tests.runtime.models import FAMILY_CONFIGS
 
 GIB = 2**30
 
@@ -111,6 +112,22 @@ def test_layers_with_other_adapters_than_lora_are_not_divided_by_tp() -> None:
     lora, dora = (lora_plan(text, "llama", ", ".join(["dp2"] * 8), num_devices=2).chain() for text in ("lora", "dora"))
     assert "" in {each.no_tp for each in lora.layer_types}
     assert {each.no_tp for each in dora.layer_types} == {"lora with use_dora adapters are not divided"}
+
+
+def test_matrices_stored_together_for_adapters_are_not_divided_by_tp() -> None:
+    chain = lora_plan("lora:r=4", FAMILY_CONFIGS["gpt2"], "dp2, dp2, dp2, dp2", num_devices=2).chain()
+    assert chain.type_of(1).no_tp == "adapters are not divided beside enter"
+
+
+def test_a_base_without_linear_layers_of_torch_is_not_quantized_without_a_word() -> None:
+    with pytest.raises(UserError, match=r"without torch\.nn\.Linear"):
+        make_request("gpt2", "1x1xa100-40gb", global_batch=1, seq_len=64, levers={"train": "qlora:r=4"})
+
+
+def test_a_plan_says_that_routed_experts_have_no_adapters() -> None:
+    for config, strategies, expected in (("llama", ["dp2"] * 8, False), (FAMILY_CONFIGS["mixtral"], ["dp2"] * 4, True)):
+        chain = lora_plan("lora:r=4", config, ", ".join(strategies), num_devices=2).chain()
+        assert any("routed experts have no adapters" in each for each in chain.warnings(16)) == expected
 
 
 def test_other_adapters_than_lora_go_with_no_expert_parallelism() -> None:

@@ -123,18 +123,6 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
         **{**_SMALL, **_EXPERTS, **_LATENT, "num_hidden_layers": 3, "n_routed_experts": 4, "n_shared_experts": 1},
         **{"n_group": 1, "topk_group": 1, "index_topk": 8, "index_head_dim": 32, "index_n_heads": 4, "hc_mult": 3},
     },
-    "longcat_flash": {
-        **{
-            **_SMALL,
-            **_LATENT,
-            "num_hidden_layers": 4,
-            "num_layers": 2,
-            "ffn_hidden_size": 96,
-            "expert_ffn_hidden_size": 32,
-            "head_dim": 16,
-        },
-        **{"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 3},
-    },
     "mllama": {
         "architectures": ["MllamaForCausalLM"],
         "text_config": {**_SMALL, "num_hidden_layers": 3, "cross_attention_layers": [1]},

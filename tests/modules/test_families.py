@@ -10,7 +10,7 @@ from steelyard.model.chain import LayerRole
 from steelyard.model.read import chain_from_config
 from steelyard.modules.build import build_meta_model, build_model, layer_modules, prepare_model
 from steelyard.modules.model_inputs import IGNORED, decoder_inputs, random_samples
-from steelyard.modules.split_layer_types import signature
+from steelyard.modules.split_layer_types import _signature
 from steelyard.plan.dimensions.dimension import Batch
 from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import parse_strategy
@@ -56,7 +56,10 @@ def test_the_declared_layer_types_are_those_of_the_structure(name):
     model = build_meta_model(chain)
     prepare_model(model, chain)
     blocks = [layer for layer in range(chain.num_layers) if chain.type_of(layer).role is LayerRole.BLOCK]
-    found = [signature(next(iter(layer_modules(model, chain, layer).values()))) for layer in blocks]
+    found = [
+        tuple(_signature(next(iter(layer_modules(model, chain, layer).values())), chain.split.place_of(layer)))
+        for layer in blocks
+    ]
     by_structure = list(zip(found, [chain.type_of(layer).attention for layer in blocks], strict=True))
     declared = [chain.layers[layer] for layer in blocks]
     assert [declared.index(each) for each in declared] == [by_structure.index(each) for each in by_structure]

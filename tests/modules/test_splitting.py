@@ -553,10 +553,6 @@ def test_blocks_that_text_does_not_reach_lie_with_the_embedding() -> None:
     assert split.embedding == ("model.embed_tokens", "model.layers.1")
 
 
-def test_blocks_whose_parts_count_along_with_them_are_of_one_type() -> None:
-    assert split_of("longcat_flash").layers == (0, 1, 1, 2)
-
-
 def test_places_that_a_block_chooses_flow_to_those_that_read_them() -> None:
     chosen = split_of("hy_v4").streams[-1]
     assert (chosen.maker, chosen.readers, chosen.shape, chosen.whole) == (2, (3,), (0, 8), "int32")

@@ -61,7 +61,9 @@ def test_layers_and_collectives_of_either_are_kept():
 
 def test_the_optimizer_is_kept_where_the_later_profile_has_none():
     layer = empty_layer("block")
-    assert merge_profiles(profile(layer, optimizer_s_per_param=1.0), profile(layer)).optimizer_s_per_param == 1.0
+    first = profile(layer, optimizer_s_per_param=1.0).model_copy(update={"optimizers": {"sgd": 0.5}})
+    merged = merge_profiles(first, profile(layer))
+    assert (merged.optimizer_s_per_param, merged.optimizers) == (1.0, {"sgd": 0.5})
 
 
 def test_merging_a_profile_with_itself_changes_nothing():

@@ -73,6 +73,7 @@ CASES: dict[str, Case] = {
         FAMILY_CONFIGS["mistral with one key-value head"], ALL, "dp4, tp4, tp2-dp2+sp, dp4", seq_len=16
     ),
     "qwen2, which has biases": _case("qwen2", SOME, "fsdp4, tp4, fsdp2-tp2+sp, dp4"),
+    "gpt2, stored together": _case(FAMILY_CONFIGS["gpt2"], "lora:r=4", "fsdp2, dp2", "dp2, fsdp2"),
     "nf4": _case("llama", "qlora:r=4", "fsdp4, dp4, dp4 remat=full, fsdp4 remat=selective, dp4, fsdp4, fsdp4, dp4"),
     "nf4, stages": _case("qwen2", "qlora:r=4", "dp2, fsdp2", "dp2, fsdp2", num_microbatches=4),
     "int8": _case("llama", SOME, "fsdp4, dp4, cp4, fsdp4, dp4, fsdp4, dp2-cp2, dp4", base="int8", seq_len=32),

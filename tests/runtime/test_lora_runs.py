@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from steelyard.modules.build import build_model
+from steelyard.modules.prepared import store_together
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
 from tests.runtime.lora_cases import lora_plan
-from tests.runtime.models import CONFIGS
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
 from tests.runtime.processes import run_module
 from tests.runtime.test_checkpoints import MIDDLE, RUN, load_folder, stored
 
@@ -52,12 +53,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["dp2, fsdp2, dp2", ", ".join(["fsdp2"] * 5)],
         )
     )
+    gpt2 = lora_plan(
+        "lora:r=4",
+        FAMILY_CONFIGS["gpt2"] | {"vocab_size": 256},
+        "fsdp4, dp4, fsdp4, dp4",
+        **{"global_batch": 8, "num_microbatches": 2, "num_devices": 4, "seq_len": 16},
+    )
+    gpt2_base = build_model(gpt2.chain().unchanged, seed=7)
+    store_together(gpt2_base)  # as transformers has them
+    gpt2_base.save_pretrained(folder / "gpt2 base")
     middle, short_middle = (str(folder / name / f"step-{MIDDLE:08d}") for name in ("one", "nf4"))
     jobs = []
     for name, plan, options in (
         ("one", one, replace(lr, checkpoint_dir=folder / "one")),
         ("other", other, replace(lr, init=None, resume=middle, export_hf=folder / "merged", merge=True)),
         ("nf4", short, replace(lr, checkpoint_dir=folder / "nf4", export_hf=folder / "beside nf4")),
+        ("gpt2", gpt2, replace(lr, init=folder / "gpt2 base", export_hf=folder / "gpt2 adapters")),
+        ("gpt2, merged", gpt2, replace(lr, init=folder / "gpt2 base", export_hf=folder / "gpt2 merged", merge=True)),
         ("nf4, other", other_short, replace(lr, init=None, resume=short_middle, export_hf=None)),
     ):
         write_plan(plan, folder / f"{name}.json")
@@ -90,14 +102,15 @@ def test_a_base_in_four_bits_begins_near_the_base_and_not_with_it(folder: Path) 
     assert with_adapters.keys() == load_folder(folder / "adapters").keys()
 
 
-def test_peft_reads_adapters_that_compute_what_the_merged_weights_do(folder: Path) -> None:
-    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+@pytest.mark.parametrize("model", ["", "gpt2 "])
+def test_peft_reads_adapters_that_compute_what_the_merged_weights_do(folder: Path, model: str) -> None:
+    base = AutoModelForCausalLM.from_pretrained(folder / f"{model}base")
     before = _logits(base)
-    with_adapters = _logits(PeftModel.from_pretrained(base, str(folder / "adapters")))
-    merged = _logits(AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32))
+    with_adapters = _logits(PeftModel.from_pretrained(base, str(folder / f"{model}adapters")))
+    merged = _logits(AutoModelForCausalLM.from_pretrained(folder / f"{model}merged", dtype=torch.float32))
     assert not torch.allclose(before, with_adapters, atol=1e-3)
     assert torch.allclose(with_adapters, merged, atol=1e-4)
-    assert {each.name for each in (folder / "adapters").iterdir()} == {
+    assert {each.name for each in (folder / f"{model}adapters").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
     }

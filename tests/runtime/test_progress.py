@@ -15,7 +15,7 @@ from steelyard.plan.plan import Plan
 from steelyard.profiles.record import SlowRank
 from steelyard.runtime.checks import check_outputs
 from steelyard.runtime.options import TrainOptions
-from steelyard.runtime.progress import Step, model_flop_utilisation, reported, step_metrics
+from steelyard.runtime.progress import Step, model_flop_utilisation, progress_line, reported, step_metrics
 from steelyard.runtime.stage_clock import StageClock
 from tests.plan.examples import COST_SOURCE
 from tests.runtime.models import make_plan
@@ -52,33 +52,33 @@ def test_without_a_known_peak_no_utilisation_is_claimed() -> None:
 
 
 def test_the_line_says_step_loss_rate_utilisation_and_memory() -> None:
-    line = step_metrics(7, step(), plan_with(0.4)).line(100, counts_tokens=True)
+    line = progress_line(step_metrics(7, step(), plan_with(0.4)), 100, counts_tokens=True)
     assert line == "step   7/100  loss 2.5000  64 tokens/s  MFU 20.0%  grad norm 0.500  memory 3.00 MiB"
 
 
 def test_the_line_leaves_out_what_is_not_known() -> None:
-    line = step_metrics(7, step(peak_bytes=0), plan_with(None)).line(9, counts_tokens=False)
+    line = progress_line(step_metrics(7, step(peak_bytes=0), plan_with(None)), 9, counts_tokens=False)
     assert line == "step 7/9  loss 2.5000  2 images/s  grad norm 0.500"
 
 
 def test_where_routers_are_trained_the_line_says_their_loss_and_the_main_one_apart() -> None:
     of_both = replace(step(), main_loss=2.25, router_loss=2.5)
-    line = step_metrics(7, of_both, plan_with(None)).line(9, counts_tokens=True)
+    line = progress_line(step_metrics(7, of_both, plan_with(None)), 9, counts_tokens=True)
     assert line.startswith("step 7/9  loss 2.5000  main 2.2500  routers 2.500  64 tokens/s  ")
 
 
 def test_where_experts_are_divided_the_line_says_how_uneven_the_routing_was() -> None:
-    line = step_metrics(7, replace(step(), imbalance=1.25), plan_with(None)).line(9, counts_tokens=True)
+    line = progress_line(step_metrics(7, replace(step(), imbalance=1.25), plan_with(None)), 9, counts_tokens=True)
     assert "  grad norm 0.500  imbalance 1.25  " in line
 
 
 def test_in_fp16_the_line_says_the_loss_scale_and_whether_the_step_was_skipped() -> None:
     scaled = replace(step(), loss_scale=65536.0)
-    line = step_metrics(7, scaled, plan_with(None)).line(9, counts_tokens=True)
+    line = progress_line(step_metrics(7, scaled, plan_with(None)), 9, counts_tokens=True)
     assert "  grad norm 0.500  loss scale 65,536  memory" in line
     skipped = step_metrics(7, replace(scaled, skipped=True), plan_with(None))
-    assert "  loss scale 65,536, skipped: gradients overflow  " in skipped.line(9, counts_tokens=True)
-    assert (skipped.values()["loss_scale"], skipped.values()["skipped"]) == (65536.0, True)
+    assert "  loss scale 65,536, skipped: gradients overflow  " in progress_line(skipped, 9, counts_tokens=True)
+    assert (skipped["loss_scale"], skipped["skipped"]) == (65536.0, True)
 
 
 def report(options: TrainOptions, num_done: int = 0) -> None:
@@ -189,5 +189,5 @@ def test_the_clock_leaves_out_of_own_work_what_waits_for_a_collective(monkeypatc
 
 def test_the_progress_line_names_slow_ranks() -> None:
     slow = SlowRank(rank=3, stage=1, host="node7", factor=1.84)
-    line = step_metrics(1, replace(step(), slow=(slow,)), plan_with(None)).line(10, counts_tokens=True)
+    line = progress_line(step_metrics(1, replace(step(), slow=(slow,)), plan_with(None)), 10, counts_tokens=True)
     assert line.endswith("slow: rank 3 (stage 1) on node7 computes 1.8 × as long")

@@ -203,7 +203,8 @@ def test_any_part_of_matrices_that_are_stored_apart_is_read(tmp_path: Path) -> N
     save_file({name: whole}, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
     with ExitStack() as stack:
         folder = WeightFolder(tmp_path, stack)
-        stored = stored_parameters(build_meta_model(chain), folder.names)[name]
+        model = build_meta_model(chain)
+        stored = stored_parameters(model, folder.names, stored_apart(model))[name]
         assert stored.shape(folder.tensor) == (32, 3, 32)
         part = (slice(4, 8), slice(1, 3), slice(16, 32))
         assert torch.equal(stored.read(folder.tensor, part), whole.unflatten(-1, (3, 32))[part])
@@ -217,7 +218,8 @@ def test_any_part_of_the_joined_matrices_of_experts_is_read(tmp_path: Path) -> N
     whole = model.get_parameter(name)
     with ExitStack() as stack:
         folder = WeightFolder(tmp_path, stack)
-        stored = stored_parameters(build_meta_model(chain), folder.names)[name]
+        model = build_meta_model(chain)
+        stored = stored_parameters(model, folder.names, stored_apart(model))[name]
         assert stored.shape(folder.tensor) == tuple(whole.shape)
         num_experts, rows, columns = whole.shape
         for experts in ((0, num_experts), (1, 3)):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from steelyard.cost.build import build_tables
@@ -18,7 +19,7 @@ from steelyard.planning.price import describe
 from steelyard.planning.problem import make_tables, pipeline_configs, problem_of
 from steelyard.planning.variants import Study
 from steelyard.planning.why_not import configs_not_searched
-from steelyard.schedules import SCHEDULES, Pass, PassOrder, Phase, PipelineConfig, Schedule, find_schedule
+from steelyard.schedules import SCHEDULES, PassOrder, PipelineConfig, Schedule, find_schedule
 from steelyard.search.problem import load_problem, save_problem
 from tests.cost.examples import config, job, plan, simulated
 from tests.jobs import request_of
@@ -34,10 +35,11 @@ class LastInFirstOut(Schedule):
     torch_name = "ScheduleGPipe"
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
-        counts = range(pipeline.num_microbatches)
-        forwards = [Pass(Phase.FORWARD, 0, microbatch) for microbatch in counts]
-        backwards = [Pass(Phase.BACKWARD, 0, microbatch) for microbatch in reversed(counts)]
-        return PassOrder.of(forwards + backwards)
+        count = pipeline.num_microbatches
+        microbatch = np.concatenate([np.arange(count), np.arange(count)[::-1]])
+        return PassOrder(
+            is_backward=np.arange(2 * count) >= count, chunk=np.zeros_like(microbatch), microbatch=microbatch
+        )
 
 
 NAME = LastInFirstOut.name

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from steelyard.errors import InvalidPlanError
-from steelyard.schedules import SCHEDULES, Pass, PassOrder, Phase
+from steelyard.schedules import SCHEDULES
 from steelyard.schedules.interleaved import microbatches_per_round
 from tests.schedules.examples import pipeline
 
@@ -27,11 +27,9 @@ INTERLEAVED = [
 
 def ours(stage: int, num_stages: int, num_microbatches: int, schedule: str, num_chunks: int = 1) -> Passes:
     """Passes as kind, part of the model and microbatch."""
-    letters = {Phase.FORWARD: "F", Phase.BACKWARD: "B"}
-    return [
-        (letters[phase], chunk * num_stages + stage, microbatch)
-        for phase, chunk, microbatch in pipeline(num_stages, num_microbatches, schedule, num_chunks).passes(stage)
-    ]
+    order = pipeline(num_stages, num_microbatches, schedule, num_chunks).passes(stage)
+    passes = zip(order.is_backward.tolist(), order.chunk.tolist(), order.microbatch.tolist(), strict=True)
+    return [("FB"[backward], chunk * num_stages + stage, microbatch) for backward, chunk, microbatch in passes]
 
 
 class RecordingStage:
@@ -153,26 +151,6 @@ def test_a_stage_holds_all_microbatches_under_gpipe_and_at_most_the_stages_behin
         assert held == min(num_microbatches, num_stages - stage)
 
 
-@given(st.integers(2, 6), st.integers(1, 4), st.integers(2, 3), st.data())
-def test_peak_bytes_are_those_of_the_chunks_alive_at_once(
-    num_stages: int, num_rounds: int, num_chunks: int, data: st.DataObject
-) -> None:
-    chunk_bytes = data.draw(st.lists(st.integers(0, 100), min_size=num_chunks, max_size=num_chunks))
-    stage = data.draw(st.integers(0, num_stages - 1))
-    arguments = (stage, num_stages, num_rounds * num_stages, "interleaved-1f1b", num_chunks)
-    changes = [(1 if kind == "F" else -1) * chunk_bytes[part // num_stages] for kind, part, _ in ours(*arguments)]
-    order = pipeline(*arguments[1:]).passes(stage)
-    assert order.peak_bytes(chunk_bytes) == max(accumulate(changes))
-    assert order.peak_bytes(chunk_bytes) <= sum(order.in_flight(chunk) * each for chunk, each in enumerate(chunk_bytes))
-
-
-def test_interleaving_holds_more_than_1f1b_of_the_same_stages() -> None:
-    plain = pipeline(4, 16, "1f1b").passes(0).peak_bytes([2])
-    interleaved = pipeline(4, 16, "interleaved-1f1b", 2).passes(0).peak_bytes([1, 1])
-    assert interleaved == 11
-    assert plain == 8
-
-
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 8), st.integers(1, 4), st.data())
 def test_the_bound_of_the_search_is_what_the_passes_hold(
     schedule: str, num_stages: int, num_rounds: int, data: st.DataObject
@@ -180,7 +158,8 @@ def test_the_bound_of_the_search_is_what_the_passes_hold(
     chunks = data.draw(st.sampled_from(SCHEDULES[schedule].chunk_counts))
     config = pipeline(num_stages, num_rounds * num_stages, schedule, chunks)
     for stage in range(num_stages):
-        assert config.in_flight(stage) == config.passes(stage).peak_bytes([1] * chunks)
+        passes = ours(stage, num_stages, num_rounds * num_stages, schedule, chunks)
+        assert config.in_flight(stage) == max(accumulate(1 if kind == "F" else -1 for kind, _, _ in passes))
 
 
 @pytest.mark.parametrize(("num_microbatches", "per_round"), [(1, 1), (2, 2), (3, 3), (4, 2), (8, 2)])
@@ -188,18 +167,3 @@ def test_interleaved_rounds_have_as_many_microbatches_as_stages_or_all_of_few(
     num_microbatches: int, per_round: int
 ) -> None:
     assert microbatches_per_round(pipeline(2, num_microbatches, "interleaved-1f1b", 2)) == per_round
-
-
-def test_an_order_gives_back_the_passes_that_it_was_made_of() -> None:
-    passes = [Pass(Phase.FORWARD, 1, 0), Pass(Phase.BACKWARD_INPUT, 1, 0), Pass(Phase.BACKWARD_WEIGHT, 1, 0)]
-    assert list(PassOrder.of(passes)) == passes
-
-
-def test_a_split_backward_pass_frees_activations_with_its_weight_part() -> None:
-    forwards = [Pass(Phase.FORWARD, 0, microbatch) for microbatch in range(2)]
-    inputs = [Pass(Phase.BACKWARD_INPUT, 0, microbatch) for microbatch in range(2)]
-    weights = [Pass(Phase.BACKWARD_WEIGHT, 0, microbatch) for microbatch in range(2)]
-    late = PassOrder.of([forwards[0], inputs[0], forwards[1], inputs[1], *weights])
-    soon = PassOrder.of([forwards[0], inputs[0], weights[0], forwards[1], inputs[1], weights[1]])
-    assert (late.in_flight(0), soon.in_flight(0)) == (2, 1)
-    assert (late.peak_bytes([5]), soon.peak_bytes([5])) == (10, 5)

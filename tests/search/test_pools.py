@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from steelyard.cost.tables import Pools
 from steelyard.errors import InvalidProblemError
 from steelyard.search import partition_exact
-from steelyard.search.bounds import nearest_miss
 from steelyard.search.partition import best_for_boundaries, quick_bound_s
 from steelyard.search.runs import AnyBudget
 from tests.oracles.exhaustive import all_boundaries, all_plans, fastest, least_budget, plans_with
@@ -48,7 +47,7 @@ def test_the_search_over_pools_agrees_with_trying_everything(num_pools, seed):
     expected = fastest(plans, budget)
     if expected is None:
         assert found.status == "infeasible"
-        miss = nearest_miss(tables, budget)
+        miss = found.miss
         assert (None if miss is None else miss.needed_bytes) == least_budget(plans)
     else:
         assert found.status == "optimal"

@@ -86,12 +86,16 @@ def _compute_time(layer: LayerProfile, samples: Amount, job: Job) -> ComputeTime
 def optimizer_s(num_params: float, job: Job, update_bytes: float | None = None) -> float:
     """Seconds of an optimizer step over ``num_params`` parameters of one rank, unscaling of their gradients included.
 
-    What was measured is of an AdamW step alone. ``update_bytes`` of a parameter take the place of those of all.
+    One that was not measured takes as long as AdamW for each byte. ``update_bytes`` of a parameter take the place of
+    those of all.
     """
+    profile, measured = job.profile, job.profile.optimizers.get(job.effects.optimizer)
     num_bytes = job.effects.update_bytes if update_bytes is None else update_bytes
     num_bytes += UNSCALING_BYTES if job.precision == SCALES_LOSS else 0
-    if job.profile.optimizer_s_per_param is not None:
-        return num_params * job.profile.optimizer_s_per_param * num_bytes / Effects().update_bytes
+    if profile.optimizer_s_per_param is not None:
+        if measured is not None and update_bytes is None and job.precision != SCALES_LOSS:
+            return num_params * measured
+        return num_params * profile.optimizer_s_per_param * num_bytes / Effects().update_bytes
     return float(moving_s(num_params * num_bytes, job))
 
 

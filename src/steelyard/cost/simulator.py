@@ -18,8 +18,7 @@ before one, all passes of that stage, and the last pass of every stage before it
 
 Source: Huang et al. 2019 (GPipe); Narayanan et al. 2021 (1F1B, interleaved; arXiv 2104.04473, sections 2.2 and 2.3).
 Not modelled: a send that slows the sender's computation down; a reduction of gradients that holds back the gradient
-sent to the stage before, as FSDP's does in the last backward; backward passes split in two (`Phase`), which have no
-times of their own.
+sent to the stage before, as FSDP's does in the last backward.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from typing import Literal
 import numpy as np
 
 from steelyard.cost.shared_cores import PassTable, StageRun, play_on_shared_cores
-from steelyard.schedules import Phase, PipelineConfig
+from steelyard.schedules import PipelineConfig
 
 Work = Literal["forward", "backward", "once"]
 Wait = Literal["pipeline fills", "waits for activation", "waits for gradient", "step ends"]
@@ -199,9 +198,7 @@ def simulate(
     runs = []
     for stage in range(num_stages):
         order = pipeline.passes(stage)
-        is_backward = order.phase == Phase.BACKWARD
-        assert np.all(is_backward | (order.phase == Phase.FORWARD)), "passes of other phases have no times"
-        group = np.where(is_backward, _BACKWARD * pipeline.num_parts, 0) + order.chunk * num_stages + stage
+        group = np.where(order.is_backward, _BACKWARD * pipeline.num_parts, 0) + order.chunk * num_stages + stage
         runs.append(StageRun(codes=(group * num_microbatches + order.microbatch).tolist()))
     if speeds:
         play_on_shared_cores(runs, table, num_microbatches, speeds)

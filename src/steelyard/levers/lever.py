@@ -84,6 +84,8 @@ class Effects:
     """Bytes that the optimizer keeps of a trained parameter."""
     layer_state_bytes: int = 0
     """What it keeps of a layer besides, at most; together no more than AdamW keeps."""
+    optimizer: str = "adamw"
+    """What updates parameters, as a profile names it."""
     update_bytes: float = 28.0
     """Bytes that a step of it moves for a trained parameter: AdamW reads 16 and writes 12."""
     host_bytes: float = 0.0
@@ -223,6 +225,10 @@ class Lever(ABC):
     def change(self, chain: ModelChain) -> ModelChain:
         """What it makes of a model."""
         return chain
+
+    def warning(self, _chain: ModelChain) -> str:
+        """What should be known of the model as this has changed it; empty where there is nothing."""
+        return ""
 
     def refusal(self, _strategy: Divided) -> str | None:
         """Why no layer may be trained so, None where it may."""

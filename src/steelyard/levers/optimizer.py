@@ -118,6 +118,7 @@ class Optimizer(WordLever):
         moved = _STEP_BYTES + (8 if self.word == "adafactor" else 2 * kept)
         return replace(
             effects,
+            optimizer=self.word,
             state_bytes=kept,
             layer_state_bytes=effects.layer_state_bytes + LAYER_BYTES.get(self.word, 0),
             update_bytes=moved,

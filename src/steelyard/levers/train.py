@@ -62,9 +62,12 @@ REFUSED = {
 _FIRST_VALUES = ("pissa", "olora", "loftq", "eva", "corda", "lora_ga", "mica")
 """First values of LoRA that need data, or a decomposition of the weights."""
 _MOST_RANK = 2**16
-_DIVIDED = frozenset({"columns", "rows", "whole", "on_part", "sequence", "vocabulary", "logits", "enter", "region"})
+_DIVIDED = frozenset({"columns", "rows", "whole", "on_part", "vocabulary", "logits", "enter", "region"})
 """Styles of tp (`steelyard.modules.dimensions.styles`) beside which adapters are divided too, or do not stand."""
 _LENT = 3
+_APART = "split_size"
+"""A number that a module with matrices of one result has, which tp divides one by one (`steelyard.modules.prepared`).
+"""
 _KEYS = ("r", "alpha", "targets", "dropout", "rslora")
 _SHORT = {"target_modules": "targets", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora"}
 """Names of peft that have a short one; those of LoRA for LoRA alone."""
@@ -215,11 +218,17 @@ class Train(Lever):
             if not self.is_plain:
                 return replace(layer_type, no_tp=layer_type.no_tp or f"{self._word} adapters are not divided")
             styles = set((chain.family.of_type(chain.family.tp, layer_type) or {}).values())
-            others = sorted(each for each in styles if not _divides(each))
+            others = sorted(each.partition(":")[0] for each in styles if not _divides(each))
             return replace(layer_type, no_tp=f"adapters are not divided beside {others[0]}") if others else layer_type
 
         layer_types = tuple(map(changed, chain.layer_types))
         return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
+
+    def warning(self, chain: ModelChain) -> str:
+        """That routed experts have no adapters."""
+        if any(each.num_experts for each in chain.layer_types):
+            return "routed experts have no adapters: peft has them for linear layers, and experts are stacked"
+        return ""
 
     def refusal(self, strategy: Divided) -> str | None:
         """No adapters but LoRA beside experts that ranks divide."""
@@ -231,10 +240,13 @@ class Train(Lever):
 
 
 def _divides(style: str) -> bool:
-    """Whether tp divides adapters beside a module of a style; not where one that is not called lends its parameters."""
+    """Whether tp divides adapters beside a module of a style.
+
+    Not where one that is not called lends its parameters, nor where matrices are stored apart.
+    """
     word, *arguments = style.split(":")
     lends = word in ("enter", "region") and len(arguments) > _LENT and arguments[_LENT]
-    return word in _DIVIDED and not lends
+    return word in _DIVIDED and not lends and _APART not in style
 
 
 def _number(key: str, text: str, least: float, most: float, *, whole: bool = False) -> float:

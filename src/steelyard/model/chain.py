@@ -29,6 +29,9 @@ class ModelChange(Protocol):
     name: ClassVar[str]
     adds_parameters: ClassVar[bool]
 
+    def warning(self, chain: "ModelChain", /) -> str:
+        """What should be known of a model that it has changed; empty where there is nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChain(Layout):
@@ -286,7 +289,9 @@ class ModelChain(Layout):
 
     def warnings(self, seq_len: int) -> tuple[str, ...]:
         """What is allowed with sequences of this length and should be known all the same."""
-        told = tuple(filter(None, (self.left_out(), self._runs_all_blocks(), self._unfused_attention(seq_len))))
+        of_changes = (change.warning(self) for change in self.changes)
+        of_model = (self.left_out(), self._runs_all_blocks(), self._unfused_attention(seq_len))
+        told = tuple(filter(None, (*of_model, *of_changes)))
         if not self.family.task.reads_text or seq_len <= self.max_seq_len:
             return told
         longest = [key for key, value in self.config.items() if "position" in key and value == self.max_seq_len]

@@ -32,6 +32,7 @@ NOT_PLANNED = {
     "flaubert": "use camembert, whose blocks need no special case",
     "hrm_text": "write a function that builds it, with a sample: docs/your-own-model.md",
     "ibert": "use roberta, whose blocks are those of ibert without quantization",
+    "longcat_flash": "use deepseek_v3, all of whose experts compute",
     "longformer": "use led, or modernbert for a masked model",
     "prophetnet": "use bart or t5",
     "reformer": "use led, or a causal model of long sequences with cp",

@@ -5,7 +5,7 @@ from the tail, whose causal prefixes have 2c + 1 pieces together whatever r is: 
 one after another are the *rank order*; the sequence as it reads is the *natural order*.
 
 It is an attention implementation of transformers like its own ``sdpa``, under the name `IMPLEMENTATION`, and the same
-to the bit but for the modules that `divide` has marked. A marked module is given query, key and value of this rank's
+to the bit but for the modules that have a `DIVISION`. Such a module is given query, key and value of this rank's
 tokens, [B, heads, s, D], and returns the output of these tokens; how the ranks help each other is its method:
 
 | method  | forward                                                 | backward                                        |
@@ -102,7 +102,8 @@ def in_order(whole: Tensor, order: Sequence[int]) -> Tensor:
 
 
 IMPLEMENTATION = "steelyard"
-_ATTRIBUTE = "context_division"
+DIVISION = "context_division"
+"""The attribute of a module of attention whose sequence is divided, a `ContextDivision`."""
 _collective = torch.ops._c10d_functional
 
 
@@ -122,14 +123,9 @@ class ContextDivision:
     window: int | None
 
 
-def divide(attention: nn.Module, division: ContextDivision) -> None:
-    """Marks an attention module, in place."""
-    setattr(attention, _ATTRIBUTE, division)
-
-
 def reads_mask(block: nn.Module) -> bool:
     """Whether the attention of a block needs the mask of the whole sequence, which grows with its square."""
-    divisions = (getattr(module, _ATTRIBUTE, None) for module in block.modules())
+    divisions = (getattr(module, DIVISION, None) for module in block.modules())
     return not any(division is not None and division.method is ContextMethod.GATHER for division in divisions)
 
 
@@ -165,7 +161,7 @@ def _attend(
     **options: Any,
 ) -> Tensor:
     """As `run_attention`, of values as wide as keys."""
-    division: ContextDivision | None = getattr(module, _ATTRIBUTE, None)
+    division: ContextDivision | None = getattr(module, DIVISION, None)
     if division is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)[0]
     if dropout:

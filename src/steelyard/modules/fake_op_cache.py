@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Note = TypeVar("Note")
 """What the caller wants to know of an operation beside its result."""
@@ -119,6 +120,19 @@ class FakeOpCache(Generic[Note]):
         storages = {each.untyped_storage()._cdata for each, new in zip(outs, is_new, strict=True) if new}
         if len(storages) == sum(is_new):
             self._found[key] = CachedOp(results=results, container=container, note=note)
+
+
+class FakeOpMode(TorchDispatchMode):
+    """A mode that counts operations, on fake tensors mostly."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and each call of a wrapped `__torch_dispatch__` takes longer
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled block is seen as the kernels that it runs."""
+        return True
 
 
 def asks_device(func: Any, args: tuple[Any, ...]) -> bool:

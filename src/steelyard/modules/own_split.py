@@ -87,7 +87,7 @@ def _other_module(found: str, expected: str) -> InvalidModelError:
 def _structure(module: nn.Module) -> Iterator[tuple[Hashable, ...]]:
     """A signature without the files that classes are from: one that is run is called otherwise than one imported."""
     path: Hashable = None
-    for part in signature(module, places=True):
+    for part in signature(module):
         yield (part[0], part[2]) if part[0] != path else part  # what comes first of a module is its class
         path = part[0]
 

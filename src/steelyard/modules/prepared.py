@@ -10,28 +10,24 @@
 | GPT-2               | a Conv1D whose result is split in equal parts stores these apart                              |
 | Qwen3-VL            | the first blocks of text add features of the image, which begins a sample, that the stack     |
 |                     | adds between them                                                                             |
-| LongCat             | experts are computed group by group beside those that give back what they read                |
 | Swin                | blocks of all stages, and what merges patches behind each, are one list                       |
 | ALBERT              | one block that is called again and again has a place in the list for each call                |
 
 `steelyard.modules.split_proof` proves the prepared model equal to the unmodified one.
 
-Legend of shapes: B samples, S tokens, H hidden width, T tokens of all samples, k experts of a token.
+Legend of shapes: B samples, S tokens, H hidden width.
 """
 
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
-
-from steelyard.modules.experts import run_experts
 
 
 class _InTurn(nn.ModuleList):
@@ -71,27 +67,6 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
         changed: Any = type(own.__name__, (own,), {"own_forward": own.forward, "__module__": __name__})
         changed.forward = forward  # not at its birth, when transformers wraps the forward pass of some classes
         module.__class__ = changed
-
-
-def _grouped(experts: Any, hidden_TH: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:  # noqa: N803
-    """The weighted sum [T, H] of each token's experts, behind which stand some that give back what they read."""
-    number = experts.num_routed_experts
-    unchanged = torch.where(experts_Tk < number, 0.0, weights_Tk).sum(-1, keepdim=True)
-    matrices = {"gate_up_proj": experts.gate_up_proj, "down_proj": experts.down_proj}
-    form = {"has_gate": True, "has_bias": False, "is_transposed": False, "_apply_gate": partial(_gated, experts)}
-    own = SimpleNamespace(num_experts=number, num_all_experts=experts.total_experts, **matrices, **form)
-    return run_experts(own, hidden_TH, experts_Tk, weights_Tk) + (hidden_TH * unchanged).to(hidden_TH.dtype)
-
-
-def _gated(experts: Any, wide: Tensor) -> Tensor:
-    gate, up = wide.chunk(2, dim=-1)
-    return experts.act_fn(gate) * up
-
-
-def group_experts(experts: Any) -> None:
-    """Has experts with some behind them that compute nothing (LongCat) work group by group; twice does no harm."""
-    if getattr(experts, "identity_expert", None) is not None and experts.num_routed_experts:
-        replace_forward(experts, _grouped)
 
 
 def _give_features(
@@ -219,6 +194,15 @@ def _store_apart(owner: Any) -> None:
                 module.register_parameter(name, apart)
 
 
+def store_together(model: nn.Module) -> None:
+    """Stores the matrices of a model together again, in place, as `transformers` has them."""
+    for module in model.modules():
+        if isinstance(module, ApartConv1D):
+            module.__class__ = Conv1D
+            for name, each in list(module.named_parameters()):
+                module.register_parameter(name, nn.Parameter(each.flatten(-2), requires_grad=each.requires_grad))
+
+
 def stored_apart(model: nn.Module) -> dict[str, int]:
     """The modules whose matrices are stored apart, by their path in the model, and how many each has."""
     found = ((path, each) for path, each in model.named_modules() if isinstance(each, ApartConv1D))
@@ -231,7 +215,7 @@ _OF_STAGES = ("donut-swin", "swin", "swinv2")
 
 CHANGES: tuple[Callable[[Any], None], ...] = (
     *(_share_tables, _leave_out_alike, _keep_all_tokens, _keep_router_type, _choose_own_row),
-    *(_store_apart, add_features_in_blocks, group_experts),
+    *(_store_apart, add_features_in_blocks),
 )
 """What is done with every module that has the attributes for it; twice does no harm."""
 

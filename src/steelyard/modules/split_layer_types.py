@@ -239,24 +239,15 @@ def _of_tokens(stream: SplitStream, seen: Recording, longer: Sequence[Call], mor
     return stream.model_copy(update={"shape": shape})
 
 
-_PLACES = frozenset({"layer_idx", "layer_type", "sliding_window", "is_sliding", "attention_type", "shift_size"})
-"""Attributes that say where a layer stands or what it attends to, which is a mask made outside the module."""
 _INTERNAL = frozenset({"training", "call_super_init", "dump_patches", "gradient_checkpointing", "drop_prob"})
 
 
-def signature(module: nn.Module, *, places: bool = False) -> tuple[tuple[Any, ...], ...]:
-    """Equal for modules that do the same work on inputs of the same shape.
-
-    ``places`` tells apart what only says where a layer stands or what it attends to.
-    """
-    return tuple(_parts(module, _INTERNAL if places else _PLACES | _INTERNAL))
-
-
-def _parts(module: nn.Module, left_out: frozenset[str]) -> Iterator[tuple[Any, ...]]:
+def signature(module: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Equal for modules that do the same work on inputs of the same shape, and stand in the same place."""
     for path, owner in module.named_modules():
         yield path, type(owner).__module__, type(owner).__qualname__
         for name, value in sorted(vars(owner).items()):
-            if isinstance(value, int | float | str) and name not in left_out and not name.startswith("_"):
+            if isinstance(value, int | float | str) and name not in _INTERNAL and not name.startswith("_"):
                 yield path, name, value
         for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]:
             yield path, name, tuple(tensor.shape), tensor.dtype
@@ -295,13 +286,11 @@ def types_of_layers(
         beside = [[one for one in streams if layer in (*one.readers, one.maker)] for layer in own_layers]
         keys = [
             (
-                *own,
+                *_signature(modules[number], place),
                 *_key(one, given, (beside[number], own_layers[number]), passed, place, config),
                 _attention(config, place),
             )
-            for number, (place, own, one) in enumerate(
-                zip(places, _signatures(modules, places), seen.chains[path], strict=False)
-            )
+            for number, (place, one) in enumerate(zip(places, seen.chains[path], strict=False))
         ]
         first_of = [keys.index(key) for key in dict.fromkeys(keys)]
         attention = [_attention(config, places[number]) for number in first_of]
@@ -366,30 +355,12 @@ def _key(
     return tuple(given)
 
 
-def _signatures(blocks: Sequence[nn.Module], places: Sequence[int]) -> list[tuple[tuple[Any, ...], ...]]:
-    """The structure of each block, without the numbers that say where it, or what it holds, stands among all."""
-    found = [signature(each, places=True) for each in blocks]
-    seen: dict[Hashable, dict[int, int]] = {}
-    for block, parts in zip(places, found, strict=False):
-        for part in filter(_is_index, parts):
-            seen.setdefault(part[:2], {})[block] = part[2]
-    counting = {name for name, values in seen.items() if _is_counting(values)}
-
-    return [
-        tuple(p for p in parts if not (_is_index(p) and (p[2] == block or p[:2] in counting)))
-        for block, parts in zip(places, found, strict=False)
-    ]
-
-
-def _is_index(part: Any) -> bool:
-    is_number = isinstance(part, tuple) and len(part) == 3 and type(part[2]) is int
-    return is_number and ("idx" in part[1] or "id" in part[1].split("_") or "index" in part[1])
-
-
-def _is_counting(values: Mapping[int, int]) -> bool:
-    """Whether numbers by block grow by as many from each block to the next, and name no block before it."""
-    steps = {(values[after] - values[before]) / (after - before) for before, after in pairwise(sorted(values))}
-    return len(steps) == 1 and min(steps) >= 1 and all(number >= block for block, number in values.items())
+def _signature(block: nn.Module, place: int) -> Iterator[tuple[Any, ...]]:
+    """The structure of a block, without the numbers that say where it stands."""
+    for part in signature(block):
+        is_place = len(part) == 3 and type(part[2]) is int and part[2] == place
+        if not (is_place and ("idx" in part[1] or "id" in part[1].split("_") or "index" in part[1])):
+            yield part
 
 
 def _attention(config: PreTrainedConfig, block: int) -> str:

@@ -201,15 +201,20 @@ class Plan(PlanPart):
 
     def with_training(self, tokens: int, *, price: float | None = None) -> "Plan":
         """The plan with what its prediction makes of a whole training; ``price`` is dollars for a device-hour."""
-        assert self.prediction is not None, "days and money follow from a prediction"
         training = Training.of(
             tokens,
-            step_time_s=self.prediction.step_time_s,
+            step_time_s=self.step_s,
             tokens_per_step=self.global_batch * self.seq_len,
             num_devices=self.num_devices,
             price=price,
         )
         return self.model_copy(update={"training": training})
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step, of a plan that has a prediction."""
+        assert self.prediction is not None, "asked of a plan that is priced"
+        return self.prediction.step_time_s
 
     @property
     def num_devices(self) -> int:

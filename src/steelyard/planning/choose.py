@@ -29,7 +29,8 @@ from steelyard.planning.price import bare_plan, describe, prediction_of, summari
 from steelyard.planning.problem import is_uniform, make_tables
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.uniform import NO_ENDS, uniform_choices
-from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult, nearest_miss, search
+from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult, search
+from steelyard.search.bounds import least_budget
 from steelyard.search.evaluate import group_equal_strategies
 from steelyard.units import format_bytes, format_plural
 
@@ -139,8 +140,8 @@ def accept(
         choices=partial(uniform_choices, job, remat_runs=remat_runs, ends=ends) if uniform else None,
         cutoff_s=cutoff_s,
     )
-    made = [] if found.ranked else [each.tables for each in found.configs if each.given.is_made]
-    least = [nearest_miss(each, 0) for each in made]
+    made = [] if found.ranked else [each.given.any_budget for each in found.configs if each.given.is_made]
+    least = [least_budget(each.tables, each.memories) for each in made]
     if uniform and not found.ranked and found.nearest_miss is None and cutoff_s == math.inf:
         raise _no_uniform_plan(job)
     group = (lambda _, solution: solution) if uniform else partial(group_equal_strategies, room_bytes=room_bytes)
@@ -151,7 +152,7 @@ def accept(
         ),
         search=found,
         bounded=tuple(each.given.bounded(each.result.lower_bound_s) for each in found.configs),
-        floor_bytes=min((miss.needed_bytes for miss in least if miss is not None), default=0),
+        floor_bytes=min((needed for needed in least if needed is not None), default=0),
     )
 
 

@@ -267,7 +267,7 @@ def engine_answers(
             fewer = study.answer(run_by(engines[variant.name], limit))
             answer = fewer if fewer.step_s <= (1 + DEPTH_GAIN) * answer.step_s else answer
         found.append(answer)
-    step_s = _step_s(result.plan)
+    step_s = result.plan.step_s
     return tuple(each.beside(step_s) for each in sorted(found, key=lambda each: each.step_s))
 
 
@@ -319,7 +319,7 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
     if request.simplify_share and not is_uniform(job, request.decisions):
         progress("searching simpler plans")
         plan = simplest(plan, result, [each.plan for each in others if each.plan is not None], request)
-    plan = _with_baselines(plan, [each.beside(_step_s(plan)) for each in others])
+    plan = _with_baselines(plan, [each.beside(plan.step_s) for each in others])
     plan = with_reasons(_with_prediction(plan, not_searched=left_out(job, request.decisions)), job)
     if request.num_fallbacks:
         progress("searching plans of less memory")
@@ -333,14 +333,9 @@ def _compared(
     """The result with the fastest plan of its own and of the baselines, these, and the study that they come from."""
     assert result.plan is not None, "compared where there is a plan"
     study = Study(solved, result.job, tables=result.bounded_tables)
-    found = study.of(result.plan, _step_s(result.plan), peak_bytes(result.plan))
+    found = study.of(result.plan, result.plan.step_s, peak_bytes(result.plan))
     best, *others = study.reconciled([found, *(study.answer(each) for each in counted(baselines(), progress))])
     return replace(result, plan=_at_least_as_fast(result, best)), others, study
-
-
-def _step_s(plan: Plan) -> float:
-    assert plan.prediction is not None, "what was searched is priced"
-    return plan.prediction.step_time_s
 
 
 def _compared_with_groups(result: PlanningResult, request: PlanRequest) -> PlanningResult:
@@ -353,7 +348,7 @@ def _compared_with_groups(result: PlanningResult, request: PlanRequest) -> Plann
             held = zip(predict(each.plan, job).stages, job.jobs(each.plan), strict=True)
             allowed += [each] if all(stage.total_bytes <= own.budget_bytes for stage, own in held) else []
     plan = _at_least_as_fast(result, min(allowed, key=lambda each: each.step_s))
-    return replace(result, plan=_with_baselines(plan, [each.beside(_step_s(plan)) for each in answers]))
+    return replace(result, plan=_with_baselines(plan, [each.beside(plan.step_s) for each in answers]))
 
 
 def _at_least_as_fast(result: PlanningResult, best: Answer) -> Plan:
@@ -364,7 +359,7 @@ def _at_least_as_fast(result: PlanningResult, best: Answer) -> Plan:
     """
     plan, job = result.plan, result.job
     assert plan is not None, "compared where there is a plan"
-    if best.plan is None or best.step_s >= _step_s(plan) or plan.prediction is None:
+    if best.plan is None or best.step_s >= plan.step_s or plan.prediction is None:
         return plan
     bound_s = min(plan.prediction.lower_bound_s, best.step_s)
     prediction = prediction_of(
@@ -374,7 +369,7 @@ def _at_least_as_fast(result: PlanningResult, best: Answer) -> Plan:
         Certificate(status="gap", gap=1 - bound_s / best.step_s),
         lower_bound_s=bound_s,
         alternatives=plan.prediction.alternatives,
-        found=[(plan, _step_s(plan)), *((each, cost.step_time_s) for each, cost in result.others)],
+        found=[(plan, plan.step_s), *((each, cost.step_time_s) for each, cost in result.others)],
     )
     prediction = prediction.model_copy(update={"fastest": plan.prediction.fastest})
     kept = {"asked": plan.asked, "next_best": plan.next_best, "prediction": prediction}

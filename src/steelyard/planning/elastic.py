@@ -129,8 +129,8 @@ def fastest_on(
             used = [names[pool.name] for pool in result.plan.pools()]
             found.append((result.plan, {name: shapes[name] for name in used}))
             searched_s = max((each.score_s for each in result.search.ranked[:1]), default=0.0)
-            known_s = min(known_s, max(searched_s, _step_s(result.plan)))  # the others are held against these sums
-    return min(found, key=lambda each: _step_s(each[0])) if found else None
+            known_s = min(known_s, max(searched_s, result.plan.step_s))  # the others are held against these sums
+    return min(found, key=lambda each: each[0].step_s) if found else None
 
 
 def _num_devices(shapes: Mapping[str, Shape]) -> int:
@@ -178,17 +178,12 @@ def _notice(plan: Plan, found: Plan, given_up: Sequence[str]) -> str:
     """What the new plan costs."""
     cost = ""
     if plan.prediction is not None:
-        cost = f", predicted {format_seconds(plan.prediction.step_time_s)} → {format_seconds(_step_s(found))} a step"
+        cost = f", predicted {format_seconds(plan.prediction.step_time_s)} → {format_seconds(found.step_s)} a step"
     dropped = f"; given up: {', '.join(given_up)}" if given_up else ""
     return (
         f"{plan.num_devices} → {format_plural(found.num_devices, 'device')}{cost} "
         f"({describe(found.pipeline)}; {summarise(found)}){dropped}"
     )
-
-
-def _step_s(plan: Plan) -> float:
-    assert plan.prediction is not None, "what was searched is priced"
-    return plan.prediction.step_time_s
 
 
 def left_without(job: Job, name: str) -> dict[str, tuple[int, ...]]:

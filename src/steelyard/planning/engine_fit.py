@@ -57,13 +57,13 @@ def fit_plan(plan: Plan, job: Job, engine: Engine) -> FittedPlan:
     kept, given_up, best = tuple(demands), tuple[str, ...](), itself
     if itself is None or (plan.prediction is not None and engine.execution != NATIVE.execution):
         kept, given_up, best = _best_under(theirs, demands)
-        if itself is not None and peak_bytes(itself) <= job.budget_bytes and _step_s(itself) <= _step_s(best):
+        if itself is not None and peak_bytes(itself) <= job.budget_bytes and itself.step_s <= best.step_s:
             best = itself
     assert best is not None, "either it is the plan itself or it was searched"
     return FittedPlan(
         plan=best.model_copy(update={"asked": plan.asked}),
         reasons=reasons,
-        wanted_step_s=_step_s(wanted),
+        wanted_step_s=wanted.step_s,
         kept=kept,
         given_up=given_up,
         is_wanted=best is itself,
@@ -96,7 +96,7 @@ def _best_under(job: Job, demands: Mapping[str, Decisions]) -> Kept:
         except (NothingFitsError, NoUniformPlanError):
             continue
     if found:
-        return min(found, key=lambda each: _step_s(each[2]))
+        return min(found, key=lambda each: each[2].step_s)
     given_up = tuple(f"{text}: with what was asked there is not {miss}" for text in demands)
     return (), given_up, _best(job, {})
 
@@ -128,8 +128,3 @@ def _nothing_fits(result: PlanningResult) -> NothingFitsError:
         expected=f"a plan of one strategy that fits into {format_bytes(job.budget_bytes)} per device{nearest}",
         hint="export for a target that mixes strategies (pytorch, torchrun), or plan with less memory per device",
     )
-
-
-def _step_s(plan: Plan) -> float:
-    assert plan.prediction is not None, "just priced"
-    return plan.prediction.step_time_s

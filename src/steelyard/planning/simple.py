@@ -77,11 +77,11 @@ def with_usual_stages(result: PlanningResult, request: PlanRequest) -> tuple[Pla
         num_alternatives=NUM_RESCORED - 1,
         time_limit_s=request.time_limit_s,
         uniform=is_uniform(job, request.decisions),
-        cutoff_s=longest * max(_step_s(plan), *(each.score_s for each in result.search.ranked[:1])),
+        cutoff_s=longest * max(plan.step_s, *(each.score_s for each in result.search.ranked[:1])),
     )
     costs = [(predict(each.plan, job), each.plan) for each in found.ranked[:NUM_RESCORED]]
     cost, best = min(costs, key=lambda pair: pair[0].step_time_s, default=(None, None))
-    if cost is None or best is None or cost.step_time_s > longest * _step_s(plan):
+    if cost is None or best is None or cost.step_time_s > longest * plan.step_s:
         return result, free
     chosen = _in_place_of(plan, best, cost, result)
     return replace(result, plan=chosen, cost=cost, search=found.search, bounded_tables=found.bounded), limit
@@ -94,7 +94,7 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
     ``known`` are other plans that fit, none faster. What the simpler plan gives up stands in its prediction, and with
     `PlanRequest.num_next_best` the fastest plan is kept beside it.
     """
-    job, best_s = result.job, _step_s(plan)
+    job, best_s = result.job, plan.step_s
     most_s = best_s * (1 + request.simplify_share)
     searched_s = max(best_s, *(each.score_s for each in result.search.ranked[:1])) * (1 + request.simplify_share)
     ends = {
@@ -135,7 +135,7 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
 def _in_place_of(plan: Plan, chosen: Plan, cost: PlanCost, result: PlanningResult) -> Plan:
     """A plan in the place of a faster one, with what it gives up."""
     assert plan.prediction is not None, "what was searched is priced"
-    job, best_s = result.job, _step_s(plan)
+    job, best_s = result.job, plan.step_s
     warnings = warnings_of(job, chosen, cost.stages, missed=result.missed)
     proven_s = best_s * (1 - (plan.prediction.certificate.gap or 0.0))
     prediction = prediction_of(
@@ -224,8 +224,3 @@ def _names(job: Job, layers: Sequence[int]) -> str:
     """Layers by name, neighbours drawn together."""
     runs = [[layer for _, layer in run] for _, run in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0])]
     return ", ".join(layers_text(job.chain, run[0], run[-1]) for run in runs)
-
-
-def _step_s(plan: Plan) -> float:
-    assert plan.prediction is not None, "what was searched is priced"
-    return plan.prediction.step_time_s

@@ -58,6 +58,19 @@ def init_process_group(timeout_s: float, *, store: dist.Store | None = None) -> 
     dist.init_process_group("gloo", timeout=timeout, **place)
 
 
+@contextmanager
+def fake_group(rank: int, size: int) -> Iterator[None]:
+    """This process as one rank of a world without other processes: collectives have shapes and no effect."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which a run does without
+
+    quiet_notices()
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def quiet_notices() -> None:
     """Leaves out notices of PyTorch that a user cannot act on.
 

@@ -15,6 +15,7 @@ import transformers
 from torch.distributed.device_mesh import DeviceMesh
 
 from steelyard.errors import InvalidProfileError
+from steelyard.levers.optimizer import Optimizer
 from steelyard.model.chain import ModelChain
 from steelyard.plan.strategy import Strategy, shape_strategies
 from steelyard.precision import LayerPrecision
@@ -33,7 +34,7 @@ from steelyard.profiler.layers import (
 from steelyard.profiler.overheads import (
     AddedBySharding,
     measure_busy_speeds,
-    measure_optimizer,
+    measure_optimizers,
     measure_overlap_slowdown,
     measure_sharding,
     measure_step_overhead,
@@ -108,7 +109,8 @@ def measure(
             ),
             "layers": timed,
             "collectives": collectives,
-            "optimizer_s_per_param": beside.optimizer_s_per_param,
+            "optimizer_s_per_param": beside.optimizers[Optimizer().word],
+            "optimizers": {word: each for word, each in beside.optimizers.items() if word != Optimizer().word},
             "sharding": tuple(added.beside(collectives) for added in beside.sharding),
             "step_overhead_s": step_overhead_s,
             "busy_speeds": beside.busy_speeds,
@@ -174,7 +176,7 @@ def reserved_over_allocated(device: torch.device) -> float | None:
 class _Beside:
     """What was measured of computation beside the layers' own."""
 
-    optimizer_s_per_param: float
+    optimizers: dict[str, float]
     sharding: tuple[AddedBySharding, ...]
     busy_speeds: tuple[float, ...]
 
@@ -251,7 +253,7 @@ class _Run:
         middle, is_whole = middle_of(samples), short.strategy.num_devices == 1 and dist.get_world_size() > 1
         share_s = _BESIDE_SHARE * self.budget_s / 8
         return _Beside(
-            optimizer_s_per_param=measure_optimizer(short, budget_s=share_s),
+            optimizers=measure_optimizers(short, budget_s=share_s),
             sharding=measure_sharding(short, shard, samples=middle, budget_s=4 * share_s) if is_whole else (),
             busy_speeds=measure_busy_speeds(short, samples=middle, budget_s=3 * share_s) if is_whole else (),
         )

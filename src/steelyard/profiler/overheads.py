@@ -20,7 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from steelyard.modules.updates import LocalAdamW, add_square_norms, clip_to_norm, local_part
+from steelyard.levers import Effects
+from steelyard.levers.offload import Offload
+from steelyard.levers.optimizer import Optimizer
+from steelyard.modules.levers.optimizer import make_optimizer
+from steelyard.modules.updates import add_square_norms, clip_to_norm, local_part
 from steelyard.profiler.clock import barrier, fast_half_mean, num_repetitions, over_ranks, typical_seconds
 from steelyard.profiler.collectives import group_shapes, shape_mesh
 from steelyard.profiler.layers import ShortChain, repetition_laps
@@ -70,15 +74,23 @@ _MOST_MATMULS = 5000
 _REDUCED_BYTES = 4
 
 
-def measure_optimizer(short: ShortChain, *, budget_s: float) -> float:
-    """Seconds of the end of a step per parameter of a rank, all processes at once; a collective call.
+def measure_optimizers(short: ShortChain, *, budget_s: float) -> dict[str, float]:
+    """Seconds of the end of a step per parameter of a rank by optimizer, all processes at once; a collective call.
 
-    That is: clipping, AdamW, and clearing the gradients. The parameters are those of a short chain, with its many small
-    tensors.
+    That is: clipping, the optimizer, and clearing the gradients. The parameters are those of a short chain, with its
+    many small tensors. On a CPU of all optimizers but those that need to know matrices; on a GPU of AdamW, since there
+    others move as many bytes a second.
     """
-    num_params = sum(local_part(parameter).numel() for parameter in short.parameters())
+    words = Optimizer.values if short.device.type == "cpu" else (Optimizer().word,)
+    known = [each for each in map(Optimizer, words) if each.effects(Effects()).matrices is None]
+    return {each.word: _update_s(short, each, budget_s=budget_s / len(known)) for each in known}
+
+
+def _update_s(short: ShortChain, lever: Optimizer, *, budget_s: float) -> float:
     parameters = short.parameters()
-    optimizer = LocalAdamW(parameters, lr=1e-6)
+    num_params = sum(local_part(parameter).numel() for parameter in parameters)
+    groups = [{"params": parameters, "weight_decay": 0.1}]
+    optimizer = make_optimizer(lever, groups, offload=Offload(), matrices=(), lr=1e-6, betas=(0.9, 0.95))
 
     def fill_gradients() -> None:
         for parameter in parameters:

@@ -389,7 +389,9 @@ class Profile(ProfilePart):
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
     collectives: tuple[CollectiveProfile, ...] = ()
     optimizer_s_per_param: Seconds | None = None
-    """Measured seconds of an optimizer step per parameter of a rank; absent in a traced profile."""
+    """Measured seconds of an AdamW step per parameter of a rank; absent in a traced profile."""
+    optimizers: Mapping[str, Seconds] = Field(default_factory=dict)
+    """Those of other optimizers, by name, where they were measured."""
     step_overhead_s: Seconds = 0.0
     """Measured seconds of a step that no layer accounts for (loop, loss reduction)."""
     sharding: tuple[ShardingTime, ...] = ()
@@ -483,6 +485,7 @@ def merge_profiles(a: Profile, b: Profile) -> Profile:
             "layers": tuple(layers.values()),
             "collectives": tuple(collectives.values()),
             "optimizer_s_per_param": a.optimizer_s_per_param if optimizer_s is None else optimizer_s,
+            "optimizers": {**a.optimizers, **b.optimizers},
             "busy_speeds": b.busy_speeds or a.busy_speeds,
             "sharding": b.sharding or a.sharding,
             "reserved_over_allocated": b.reserved_over_allocated or a.reserved_over_allocated,

@@ -15,7 +15,6 @@ Checkpoints of a `ParallelModel` in the user's own training loop, readable under
 
 import errno
 import io
-import os
 import pickle
 import shutil
 import zlib
@@ -46,7 +45,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.optim import Optimizer
 from torch.serialization import _get_layout
 
-from steelyard.errors import InvalidCheckpointError
+from steelyard.errors import InvalidCheckpointError, first_line
 from steelyard.plan.plan import Plan
 from steelyard.runtime.checkpoint_folder import (
     CheckpointInfo,
@@ -100,7 +99,7 @@ class CheckpointReader(FileSystemReader):
             with file.open("rb") as opened:
                 self._metadata = _checked(_Unpickler(opened).load())
         except Exception as error:  # a pickle that is cut or made up fails in as many ways as it has bytes
-            raise unreadable(file, str(error).strip() or type(error).__name__) from error
+            raise damaged(f"{file}: {_words(error)}") from error
 
     def read_metadata(self) -> Metadata:
         """The description. torch looks for others, one of each rank, only where this takes keyword arguments."""
@@ -128,9 +127,8 @@ def _checked(found: Any) -> Metadata:
     return found
 
 
-def unreadable(path: str | os.PathLike[str], reason: str) -> InvalidCheckpointError:
-    """The error for a checkpoint, or a file of one, that cannot be read."""
-    return damaged(f"{path}: {reason.splitlines()[0]}")
+def _words(error: BaseException) -> str:
+    return first_line(error) or type(error).__name__
 
 
 Result = TypeVar("Result")
@@ -293,16 +291,16 @@ def _read(reader: CheckpointReader, tensors: dict[str, Tensor]) -> None:
     except CheckpointException as error:
         cause = _first_cause(error)
         is_foreign = isinstance(cause, UnpicklingError)  # whose own text tells how to run the code
-        reason = "its files hold something else than tensors" if is_foreign else _one_line(cause)
-        raise unreadable(reader.path, reason) from error
+        reason = "its files hold something else than tensors" if is_foreign else _words(cause)
+        raise damaged(f"{reader.path}: {reason}") from error
     except (OSError, EOFError) as error:
-        raise unreadable(reader.path, _one_line(error)) from error
+        raise damaged(f"{reader.path}: {_words(error)}") from error
 
 
 def _not_written(error: BaseException, part: Path) -> InvalidCheckpointError:
     cause = _first_cause(error)
     step = part.name.removeprefix(".").removesuffix(".part")
-    reason, expected = _one_line(cause), "a folder that stays writable"
+    reason, expected = _words(cause), "a folder that stays writable"
     if getattr(cause, "errno", None) in _FULL_DISK or "inline_container" in str(cause):
         free = format_bytes(shutil.disk_usage(part.parent).free)
         reason = f"the disk, of which {free} are free, or a limit on files took no more"
@@ -320,11 +318,6 @@ def _first_cause(error: BaseException) -> BaseException:
     while isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return error
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
 
 
 def on_first_rank(work: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:

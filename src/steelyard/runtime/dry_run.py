@@ -52,7 +52,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from steelyard.errors import UserError
@@ -67,14 +66,14 @@ from steelyard.modules.model_inputs import blank_samples
 from steelyard.modules.own_proof import build_planned
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy, mesh_axes
-from steelyard.processes.group import quiet_notices
+from steelyard.processes.group import fake_group
 from steelyard.runtime import loss_scale
 from steelyard.runtime.data.tokens import Samples
 from steelyard.runtime.mesh import build_mesh
 from steelyard.runtime.optimizer import make_optimizers
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel, parallelize_on
-from steelyard.runtime.peak_memory import TERMS, AttributedStorages, Peak
+from steelyard.runtime.peak_memory import TERMS, LiveStorages, Peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +186,7 @@ def dry_run(
         own = build_planned(builder, plan) if builder else None
         meta_model = own.without_values() if own else build_meta_model(chain)
         prepare_model(meta_model, chain)  # a fake parameter that is made here could not be given memory later
-        with _fake_tensors(backend), AttributedStorages(_operations()) as storages:
+        with _fake_tensors(backend), LiveStorages([], _operations()) as storages:
             model = parallelize_on(mesh, torch.device("cpu"), meta_model, plan, seed=0)
             read = own.blank_samples if own else lambda count: _blank(model, count)
             peaks = _two_steps(model, storages, read)
@@ -232,9 +231,8 @@ def _shortened(plan: Plan, rank: int) -> Plan:
     fewest = 3 if pipeline.num_stages == 1 else pipeline.schedule.steady_from(pipeline, stage)
     if fewest >= plan.num_microbatches:
         return plan
-    count = fewest
     return plan.model_copy(
-        update={"num_microbatches": count, "global_batch": count * plan.microbatch_samples, "prediction": None}
+        update={"num_microbatches": fewest, "global_batch": fewest * plan.microbatch_samples, "prediction": None}
     )
 
 
@@ -247,7 +245,7 @@ def _with_microbatches(peak: Peak, left_out: int, model: ParallelModel) -> Peak:
     return Peak(terms={name: terms[name] for name in TERMS if terms[name]}, where=peak.where)
 
 
-def _two_steps(model: ParallelModel, storages: AttributedStorages, read: Callable[[int], Any]) -> list[Peak]:
+def _two_steps(model: ParallelModel, storages: LiveStorages, read: Callable[[int], Any]) -> list[Peak]:
     """The peaks of the first and the second step; ``read`` gives so many samples."""
     optimizers = make_optimizers(model, TrainOptions())
     storages.assign("parameters", model.parameters())
@@ -282,7 +280,7 @@ def _blank(model: ParallelModel, num_samples: int) -> Tensor | Samples:
     return Samples(inputs=inputs, labels=labels)
 
 
-def _follow_passes(model: ParallelModel, storages: AttributedStorages) -> None:
+def _follow_passes(model: ParallelModel, storages: LiveStorages) -> None:
     """Lets ``storages`` know which layer runs, and what a forward pass leaves behind."""
     born = 0
 
@@ -313,7 +311,7 @@ def _follow_passes(model: ParallelModel, storages: AttributedStorages) -> None:
         _follow_layer(layer, model.chain.layer_name(int(name)), storages)
 
 
-def _follow_layer(layer: nn.Module, name: str, storages: AttributedStorages) -> None:
+def _follow_layer(layer: nn.Module, name: str, storages: LiveStorages) -> None:
     def begins(_module: nn.Module, _inputs: Any) -> None:
         storages.place = f"forward of {name}"
 
@@ -367,7 +365,7 @@ def _fsdp_groups(model: ParallelModel) -> Iterator[tuple[Strategy, Any]]:
 
 @contextmanager
 def _fake_world(rank: int, size: int) -> Iterator[None]:
-    """This process as one rank of a world without other processes: collectives have shapes and no effect."""
+    """As `fake_group`, for one rank after another."""
     if dist.is_initialized():
         raise UserError(
             field="check",
@@ -375,14 +373,12 @@ def _fake_world(rank: int, size: int) -> Iterator[None]:
             expected="a process without one: a dry run makes a fake group of its own",
             hint="run the check in another process",
         )
-    quiet_notices()
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    _clear_sharding_prop_cache()  # its entries name the process groups of the rank before
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        _clear_sharding_prop_cache()
+    with fake_group(rank, size):
+        _clear_sharding_prop_cache()  # its entries name the process groups of the rank before
+        try:
+            yield
+        finally:
+            _clear_sharding_prop_cache()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.optim import SGD
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import ModelChain
@@ -33,7 +34,7 @@ from steelyard.modules.model_inputs import (
     given_samples,
     random_samples,
 )
-from steelyard.modules.updates import local_part
+from steelyard.modules.updates import LocalUpdates, local_part
 from steelyard.plan.plan import Plan
 from steelyard.runtime.data.tokens import Samples
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
@@ -109,27 +110,8 @@ def _without_padding(tokens: Tensor, chain: ModelChain) -> Tensor:
     return tokens if padding is None else tokens.masked_fill(tokens == padding, (padding + 1) % chain.vocab_size)
 
 
-@dataclass(frozen=True, slots=True)
-class _LocalSGD:
-    """What `torch.optim.SGD` does, with each rank's part of the parameters (see `steelyard.modules.updates`)."""
-
-    parameters: list[nn.Parameter]
-    momenta: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Updates the parameters that have a gradient, and drops it."""
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                continue
-            gradient = local_part(parameter.grad)
-            momentum = self.momenta.get(parameter)
-            if momentum is None:
-                momentum = self.momenta[parameter] = gradient.clone()
-            else:
-                momentum.mul_(_MOMENTUM).add_(gradient)
-            local_part(parameter).sub_(momentum, alpha=_LEARNING_RATE)
-            parameter.grad = None
+class _LocalSGD(LocalUpdates, SGD):
+    """SGD on each rank's part of the parameters."""
 
 
 def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
@@ -140,7 +122,7 @@ def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
     chain = plan.chain()
     model = build_model(chain, seed=seed)
     freeze_model(model, chain)
-    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
+    optimizer = SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
     named = model.named_parameters(remove_duplicate=False)  # layers may know a tied one by another name
     parameters = [(own_name(name), parameter) for name, parameter in named]
     found = Reference(names=parameter_names(chain))
@@ -196,7 +178,7 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
     Every rank returns the differences of the rank where gradients differ most.
     """
     model = parallelize_plan(plan, seed=seed)
-    optimizer = _LocalSGD(list(model.parameters()))
+    optimizer = _LocalSGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM)
     found, places = Comparison(), _Places(names=reference.names)
     for step in range(num_steps):
         with observe_layers(model) as passed:
@@ -211,6 +193,7 @@ def compare(plan: Plan, reference: Reference, *, seed: int, num_steps: int) -> C
             found.gradient_error, found.gradient_tensor = error, tensor
         found.norms.append(model.clip_gradients(MAX_NORM).item())
         optimizer.step()
+        optimizer.zero_grad()
     if num_steps == len(reference.losses):
         found.weight_error, _ = _largest_difference(model, places, reference.weights, lambda p: p)
     found.strategies = gather_strategies(model, passed)

@@ -26,10 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from steelyard.modules.fake_op_cache import FakeOpCache, asks_device
+from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, asks_device
 from steelyard.modules.host_memory import is_on_host
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
@@ -50,27 +49,54 @@ def memory_method(device: torch.device) -> str:
     return CUDA_METHOD if device.type == "cuda" else STORAGE_METHOD
 
 
-class LiveStorages(TorchDispatchMode):
-    """The bytes of all storages that operations under this mode return, and of those of ``tensors``."""
+TERMS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered parameters",
+    "activations",
+    "pipeline buffers",
+    "working set",
+)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and each call of a wrapped `__torch_dispatch__` takes longer
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled block is seen as the kernels that it runs."""
-        return True
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most bytes that lived at once during a step, by term, and what ran then."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    terms: dict[str, int]
+    where: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the terms."""
+        return sum(self.terms.values())
+
+
+class LiveStorages(FakeOpMode):
+    """The bytes of all storages that operations under this mode return, and of those of ``tensors``, with a history.
+
+    By it those that lived at the peak can be told apart afterwards. Operations on fake tensors in ``seen`` are not run
+    again: layers, microbatches and ranks repeat each other.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], seen: FakeOpCache[None] | None = None) -> None:
         super().__init__()
-        self.live_bytes = 0
-        self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = 0
         self.host_bytes = 0
         """The most in host memory, which the others do not count."""
+        self.num_born = 0
+        """Storages that were seen so far."""
+        self.place = "building the model"
         self._on_host: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._live: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        """Numbers in the order of birth, by which the history knows storages."""
+        self._terms: dict[int, str] = {}
+        self._before: Counter[int] = Counter()
+        self._events: list[tuple[int, int]] = []
+        self._at_peak = 0, self.place
+        self._seen = seen
         self._is_paused = False
         self._patches = ExitStack()
         for tensor in tensors:
@@ -100,14 +126,45 @@ class LiveStorages(TorchDispatchMode):
             return args[0].fake_device
         if any(map(_has_parts, types)):
             return NotImplemented
-        result = self._run(func, args, kwargs or {})
+        if self._seen is None:
+            result = func(*args, **(kwargs or {}))
+        else:
+            result, _ = self._seen.run(func, args, kwargs or {}, lambda _out: None)
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
         return result
 
-    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
+    def begin(self) -> None:
+        """Starts a new measurement: what lives now is the first candidate for the peak."""
+        for identity, num_bytes in self._events:
+            self._before[identity] += num_bytes
+        self._before, self._events = +self._before, []
+        self.peak_bytes, self._at_peak = self.live_bytes, (0, self.place)
+
+    def peak(self) -> Peak:
+        """The peak since `begin`."""
+        sizes, (num_events, place) = self._before.copy(), self._at_peak
+        for identity, num_bytes in self._events[:num_events]:
+            sizes[identity] += num_bytes
+        terms: Counter[str] = Counter()
+        for identity, num_bytes in sizes.items():
+            terms[self._terms.get(identity, "working set")] += num_bytes
+        assert terms.total() == self.peak_bytes
+        return Peak(terms={name: terms[name] for name in TERMS if terms[name]}, where=place)
+
+    def assign(self, term: str, tensors: Iterable[Tensor]) -> None:
+        """Counts the storages of these tensors under ``term``, whatever they counted under before."""
+        for tensor in chain.from_iterable(map(held_tensors, tensors)):
+            key = tensor.untyped_storage()._cdata
+            if key in self._live:
+                self._terms[self._live[key][0]] = term
+
+    def assign_born_since(self, first: int, term: str) -> None:
+        """Counts what was born since `num_born` was ``first``, and lives and has no term yet, under ``term``."""
+        for identity, _ in self._live.values():
+            if identity >= first:
+                self._terms.setdefault(identity, term)
 
     def _follow(self, tensor: Tensor) -> None:
         for each in held_tensors(tensor):
@@ -118,37 +175,35 @@ class LiveStorages(TorchDispatchMode):
         if self._is_paused or ((tensor.fake_device.type == "meta") if type(tensor) is FakeTensor else tensor.is_meta):
             return
         storage = tensor.untyped_storage()
+        key, num_bytes = storage._cdata, storage.nbytes()
         if is_on_host(storage):
-            self._follow_host(storage)
+            if key not in self._on_host:
+                self._on_host[key] = num_bytes, weakref.ref(storage, lambda _: self._on_host.pop(key))
+                self.host_bytes = max(self.host_bytes, sum(size for size, _ in self._on_host.values()))
             return
-        key = storage._cdata
-        num_bytes = storage.nbytes()
-        if key not in self._references:
-            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        if key not in self._live:
+            self._live[key] = self.num_born, weakref.ref(storage, lambda _: self._forget(key))
             self._sizes[key] = 0
+            self.num_born += 1
         elif num_bytes == self._sizes[key]:
             return
         self._set_size(key, num_bytes)
 
-    def _follow_host(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._on_host:
-            self._on_host[key] = storage.nbytes(), weakref.ref(storage, lambda _: self._on_host.pop(key))
-            self.host_bytes = max(self.host_bytes, sum(size for size, _ in self._on_host.values()))
-
     def _set_size(self, key: int, num_bytes: int) -> None:
-        self.live_bytes += num_bytes - self._sizes[key]
-        self._sizes[key] = num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        change, self._sizes[key] = num_bytes - self._sizes[key], num_bytes
+        self._events.append((self._live[key][0], change))
+        self.live_bytes += change
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self._at_peak = self.live_bytes, (len(self._events), self.place)
 
     def _forget(self, key: int) -> None:
-        self.live_bytes -= self._sizes.pop(key)
-        del self._references[key]
+        self._set_size(key, 0)
+        del self._live[key], self._sizes[key]
 
     def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
             result = resize(storage, num_bytes)
-            if storage._cdata in self._references:
+            if storage._cdata in self._live:
                 self._set_size(storage._cdata, num_bytes)
             return result
 
@@ -189,103 +244,3 @@ def _cuda_peak(device: torch.device) -> Iterator[SimpleNamespace]:
     torch.cuda.reset_peak_memory_stats(device)
     yield meter
     meter.peak_bytes = torch.cuda.max_memory_allocated(device)
-
-
-TERMS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "gathered parameters",
-    "activations",
-    "pipeline buffers",
-    "working set",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The most bytes that lived at once during a step, by term, and what ran then."""
-
-    terms: dict[str, int]
-    where: str
-
-    @property
-    def total_bytes(self) -> int:
-        """Sum of the terms."""
-        return sum(self.terms.values())
-
-
-class AttributedStorages(LiveStorages):
-    """Live storages with a history, so that those that lived at the peak can be told apart afterwards.
-
-    Operations on fake tensors in ``seen`` are not run again: layers, microbatches and ranks repeat each other.
-    """
-
-    def __init__(self, seen: FakeOpCache[None]) -> None:
-        self.place = "building the model"
-        self._peak_place = self.place
-        self._ids: dict[int, int] = {}
-        self._num_born = 0
-        self._terms: dict[int, str] = {}
-        self._before: Counter[int] = Counter()
-        self._events: list[tuple[int, int]] = []
-        self._num_events_at_peak = 0
-        self._seen = seen
-        super().__init__([])
-
-    def begin(self) -> None:
-        """Starts a new measurement: what lives now is the first candidate for the peak."""
-        for identity, num_bytes in self._events:
-            self._before[identity] += num_bytes
-        self._before = +self._before
-        self._events, self._num_events_at_peak = [], 0
-        self.peak_bytes = self.live_bytes
-        self._peak_place = self.place
-
-    def peak(self) -> Peak:
-        """The peak since `begin`."""
-        sizes = self._before.copy()
-        for identity, num_bytes in self._events[: self._num_events_at_peak]:
-            sizes[identity] += num_bytes
-        terms: Counter[str] = Counter()
-        for identity, num_bytes in sizes.items():
-            terms[self._terms.get(identity, "working set")] += num_bytes
-        assert terms.total() == self.peak_bytes
-        return Peak(terms={name: terms[name] for name in TERMS if terms[name]}, where=self._peak_place)
-
-    def assign(self, term: str, tensors: Iterable[Tensor]) -> None:
-        """Counts the storages of these tensors under ``term``, whatever they counted under before."""
-        for tensor in chain.from_iterable(map(held_tensors, tensors)):
-            key = tensor.untyped_storage()._cdata
-            if key in self._ids:
-                self._terms[self._ids[key]] = term
-
-    def assign_born_since(self, first: int, term: str) -> None:
-        """Counts what was born since `num_born` was ``first``, and lives and has no term yet, under ``term``."""
-        for identity in self._ids.values():
-            if identity >= first:
-                self._terms.setdefault(identity, term)
-
-    @property
-    def num_born(self) -> int:
-        """Storages that were seen so far."""
-        return self._num_born
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._seen.run(func, args, kwargs, lambda _out: None)[0]
-
-    def _set_size(self, key: int, num_bytes: int) -> None:
-        if key not in self._ids:
-            self._ids[key] = self._num_born
-            self._num_born += 1
-        change = num_bytes - self._sizes[key]
-        if change:
-            self._events.append((self._ids[key], change))
-        peak_before = self.peak_bytes
-        super()._set_size(key, num_bytes)
-        if self.peak_bytes > peak_before:
-            self._num_events_at_peak, self._peak_place = len(self._events), self.place
-
-    def _forget(self, key: int) -> None:
-        self._events.append((self._ids.pop(key), -self._sizes[key]))
-        super()._forget(key)

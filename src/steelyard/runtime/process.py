@@ -7,28 +7,13 @@ first hosts, or of those of each pool: the others are spare, and wait.
 """
 
 import argparse
-import os
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from steelyard.plan.file import read_plan
-from steelyard.plan.plan import Plan
-from steelyard.plan.replanned import Replan
-from steelyard.processes.group import host_ranks, local_rank, process_group, world_size
-from steelyard.processes.rank import run_rank
-from steelyard.runtime.checks import check_elastic, check_host, check_outputs, check_world_size
-from steelyard.runtime.data.prepare import prepare_data
-from steelyard.runtime.options import DATA_HELP, TrainOptions, add_train_options
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 import json
+import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -36,8 +21,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.output import say
-from steelyard.plan.file import dump_json, parse_value, write_plan
+from steelyard.plan.file import dump_json, parse_value, read_plan, write_plan
+from steelyard.plan.plan import Plan
+from steelyard.plan.replanned import Replan
 from steelyard.processes.failure import TORCHRUN_RANK_VARIABLE
+from steelyard.processes.group import host_ranks, local_rank, process_group, world_size
+from steelyard.processes.rank import run_rank
+from steelyard.runtime.checks import check_elastic, check_host, check_outputs, check_world_size
+from steelyard.runtime.data.prepare import prepare_data
+from steelyard.runtime.options import DATA_HELP, TrainOptions, add_train_options
 
 _ANSWER, _DONE = "plan", "done"
 """Keys in the store."""
@@ -105,12 +97,7 @@ def _answer(
         spare = [str(rank) for rank in range(len(hosts)) if rank not in ranks]
         idle = f"; spare, until more come back: process {', '.join(spare)} of {len(hosts)}" if spare else ""
         say(f"elastic: {found.notice}{idle}\n")
-    return {
-        "mistake": None,
-        "plan": json.loads(dump_json(plan)),
-        "ranks": ranks,
-        "taken": taken,
-    }
+    return {"mistake": None, "plan": json.loads(dump_json(plan)), "ranks": ranks, "taken": taken}
 
 
 def main(arguments: Sequence[str] | None = None, *, replan: Replan | None = None) -> None:
@@ -145,7 +132,7 @@ def _begin(namespace: argparse.Namespace, replan: Replan | None) -> None:
             _train(mine[0], namespace.data, options, store=mine[1])
 
 
-def _train(plan: Plan, data: str, options: TrainOptions, *, store: "Store | None" = None) -> None:
+def _train(plan: Plan, data: str, options: TrainOptions, *, store: dist.Store | None = None) -> None:
     check_host(plan, host_ranks(), device=options.device)
     if local_rank() == 0:
         prepare_data(Path(data), options.text, task=plan.chain().family.task)

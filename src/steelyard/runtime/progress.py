@@ -7,10 +7,11 @@ whose peak is not known or in a plan that was written by hand, none is shown.
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from steelyard.model.family import Task
 from steelyard.output import explained, say
@@ -50,68 +51,46 @@ class Step:
     """True where gradients were not finite, so that the step left all parameters as they were."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMetrics:
-    """What is reported of a step. The names are those of the metrics file."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    time_s: float
-    tokens_per_s: float
-    samples_per_s: float
-    mfu: float | None
-    memory_bytes: int | None
-    main_loss: float | None = None
-    router_loss: float | None = None
-    imbalance: float | None = None
-    loss_scale: float | None = None
-    skipped: bool | None = None
-    slow: str | None = None
-
-    def line(self, num_steps: int, *, counts_tokens: bool, samples: str = "images") -> str:
-        """The line of progress."""
-        rate = (
-            f"{format_count(self.tokens_per_s)} tokens/s" if counts_tokens else f"{self.samples_per_s:.3g} {samples}/s"
-        )
-        parts = [f"step {self.step:>{len(str(num_steps))}}/{num_steps}", f"loss {self.loss:.4f}", rate]
-        if self.mfu is not None:
-            parts.append(f"MFU {self.mfu:.1%}")
-        parts.append(f"grad norm {self.grad_norm:.3f}")
-        if self.router_loss is not None:
-            parts.insert(2, f"main {self.main_loss:.4f}  routers {self.router_loss:.3f}")
-        if self.imbalance is not None:
-            parts.append(f"imbalance {self.imbalance:.2f}")
-        if self.loss_scale is not None:
-            parts.append(f"loss scale {self.loss_scale:,.0f}" + ", skipped: gradients overflow" * bool(self.skipped))
-        if self.memory_bytes is not None:
-            parts.append(f"memory {format_bytes(self.memory_bytes)}")
-        if self.slow is not None:
-            parts.append(f"slow: {self.slow}")
-        return "  ".join(parts)
-
-    def values(self) -> dict[str, float | str]:
-        """What is known, by its name."""
-        names = (name for name in self.__slots__)
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+Metrics = Mapping[str, Any]
+"""What is known of a step, by its name in the metrics file."""
+_AS_SEEN = ("main_loss", "router_loss", "imbalance", "loss_scale", "skipped")
 
 
-_AS_SEEN = ("loss", "grad_norm", "lr", "time_s", "main_loss", "router_loss", "imbalance", "loss_scale", "skipped")
-
-
-def step_metrics(number: int, step: Step, plan: Plan) -> StepMetrics:
+def step_metrics(number: int, step: Step, plan: Plan) -> Metrics:
     """What is reported of the ``number``-th step of a plan."""
     samples_per_s = plan.global_batch / step.time_s
-    return StepMetrics(
-        step=number,
-        tokens_per_s=samples_per_s * plan.seq_len,
-        samples_per_s=samples_per_s,
-        mfu=model_flop_utilisation(plan, step.time_s),
-        memory_bytes=step.peak_bytes or None,
-        slow=", ".join(map(str, step.slow)) or None,
+    found = {
+        "step": number,
+        **{name: getattr(step, name) for name in ("loss", "grad_norm", "lr", "time_s")},
+        "tokens_per_s": samples_per_s * plan.seq_len,
+        "samples_per_s": samples_per_s,
+        "mfu": model_flop_utilisation(plan, step.time_s),
+        "memory_bytes": step.peak_bytes or None,
         **{name: getattr(step, name) for name in _AS_SEEN},
-    )
+        "slow": ", ".join(map(str, step.slow)) or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def progress_line(of: Metrics, num_steps: int, *, counts_tokens: bool, samples: str = "images") -> str:
+    """The line of progress."""
+    parts = [f"step {of['step']:>{len(str(num_steps))}}/{num_steps}", f"loss {of['loss']:.4f}"]
+    if "router_loss" in of:
+        parts.append(f"main {of['main_loss']:.4f}  routers {of['router_loss']:.3f}")
+    tokens, rate = f"{format_count(of['tokens_per_s'])} tokens/s", f"{of['samples_per_s']:.3g} {samples}/s"
+    parts.append(tokens if counts_tokens else rate)
+    if "mfu" in of:
+        parts.append(f"MFU {of['mfu']:.1%}")
+    parts.append(f"grad norm {of['grad_norm']:.3f}")
+    if "imbalance" in of:
+        parts.append(f"imbalance {of['imbalance']:.2f}")
+    if "loss_scale" in of:
+        parts.append(f"loss scale {of['loss_scale']:,.0f}" + ", skipped: gradients overflow" * ("skipped" in of))
+    if "memory_bytes" in of:
+        parts.append(f"memory {format_bytes(of['memory_bytes'])}")
+    if "slow" in of:
+        parts.append(f"slow: {of['slow']}")
+    return "  ".join(parts)
 
 
 def model_flop_utilisation(plan: Plan, step_s: float) -> float | None:
@@ -134,17 +113,18 @@ def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_do
             sinks.append(stack.enter_context(_tensorboard(options.tensorboard)))
         for number, step in enumerate(steps, start=num_done + 1):
             metrics = step_metrics(number, step, plan)
-            _show(
-                metrics.line(options.steps, counts_tokens=task.reads_text, samples=samples),
-                is_last=number == options.steps,
-            )
+            line = progress_line(metrics, options.steps, counts_tokens=task.reads_text, samples=samples)
+            if sys.stdout.isatty():  # where it replaces the line before; elsewhere every step is a line of its own
+                say(f"\r\x1b[K{line}" + "\n" * (number == options.steps))
+            else:
+                say(line + "\n")
             for sink in sinks:
                 sink(metrics)
             yield step
 
 
 @contextmanager
-def _json_lines(path: Path, *, resumes: bool) -> Iterator[Callable[[StepMetrics], None]]:
+def _json_lines(path: Path, *, resumes: bool) -> Iterator[Callable[[Metrics], None]]:
     def append(text: str) -> None:
         with explained(path, "--metrics"), path.open("a", encoding="utf-8") as file:
             file.write(text)
@@ -153,26 +133,18 @@ def _json_lines(path: Path, *, resumes: bool) -> Iterator[Callable[[StepMetrics]
         path.parent.mkdir(parents=True, exist_ok=True)
         if not resumes:
             path.open("w").close()
-    yield lambda metrics: append(json.dumps(metrics.values()) + "\n")
+    yield lambda metrics: append(json.dumps(metrics) + "\n")
 
 
 @contextmanager
-def _tensorboard(folder: Path) -> Iterator[Callable[[StepMetrics], None]]:
+def _tensorboard(folder: Path) -> Iterator[Callable[[Metrics], None]]:
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder)) as writer:
 
-        def write(metrics: StepMetrics) -> None:
-            for name, value in metrics.values().items():
+        def write(metrics: Metrics) -> None:
+            for name, value in metrics.items():
                 if name != "step" and not isinstance(value, str):
-                    writer.add_scalar(name, value, metrics.step)
+                    writer.add_scalar(name, value, metrics["step"])
 
         yield write
-
-
-def _show(line: str, *, is_last: bool) -> None:
-    """Replaces the line of progress on a terminal; elsewhere every step is a line of its own."""
-    if sys.stdout.isatty():
-        say(f"\r\x1b[K{line}" + ("\n" if is_last else ""))
-    else:
-        say(line + "\n")

@@ -20,7 +20,7 @@ from steelyard.errors import InvalidPlanError
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.modules.build import materialize_layer, prepare_model
 from steelyard.modules.context_attention import SEQUENCE_DIM, in_order, natural_order, rank_order
-from steelyard.modules.dimensions import TWINS, Division
+from steelyard.modules.dimensions import TWINS
 from steelyard.modules.freezing import check_frozen, rest_in
 from steelyard.modules.layers import (
     ChainLayer,
@@ -77,8 +77,7 @@ def shard_layer(
         rest_in(layer, activation_dtype(precision))
     for name, twin in TWINS.items():
         if name in used:
-            ranks = mesh.dimension(strategy, used[name])
-            twin.divide(layer, Division(chain=chain, strategy=strategy, mesh=ranks))
+            twin(layer, chain, strategy, mesh.dimension(strategy, used[name]))
     change_layer(layer, chain)
     replicas, shards = mesh.states(strategy)
     divides_experts = strategy.expert_degree > 1

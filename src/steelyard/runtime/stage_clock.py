@@ -7,8 +7,9 @@ plan's prediction counts them too. It is also measured by itself, where work wai
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -23,13 +24,14 @@ class StageClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._worked = _Sum()
-        self._waited = _Sum()
+        self._depth: Counter[str] = Counter()
+        self._laps: dict[str, list[tuple[Any, Any]]] = {"worked": [], "waited": []}
+        """Pairs of marks: seconds of the wall clock, or events of a GPU."""
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """Counts its body; a body inside another is counted once."""
-        with self._counted(self._worked):
+        with self._counted("worked"):
             yield
 
     @contextmanager
@@ -48,8 +50,9 @@ class StageClock:
 
         On a GPU call it when the step has ended there.
         """
-        worked_s = self._worked.take_s()
-        return worked_s, max(0.0, worked_s - self._waited.take_s())
+        worked_s, waited_s = (sum(_seconds(*lap) for lap in laps) for laps in self._laps.values())
+        self._laps = {what: [] for what in self._laps}
+        return worked_s, max(0.0, worked_s - waited_s)
 
     def watch(self, stage: PipelineStage) -> None:
         """Counts the passes of a pipeline stage, whichever schedule runs them."""
@@ -65,23 +68,21 @@ class StageClock:
 
     def _waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def waiting(*arguments: Any, **keywords: Any) -> Any:
-            if not self._worked.depth:
-                return wait(*arguments, **keywords)
-            with self._counted(self._waited):
+            with self._counted("waited") if self._depth["worked"] else nullcontext():
                 return wait(*arguments, **keywords)
 
         return waiting
 
     @contextmanager
-    def _counted(self, total: "_Sum") -> Iterator[None]:
-        total.depth += 1
+    def _counted(self, what: str) -> Iterator[None]:
+        self._depth[what] += 1
         started = self._mark()
         try:
             yield
         finally:
-            total.depth -= 1
-            if total.depth == 0:
-                total.add(started, self._mark())
+            self._depth[what] -= 1
+            if not self._depth[what]:
+                self._laps[what].append((started, self._mark()))
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
@@ -91,21 +92,6 @@ class StageClock:
         return event
 
 
-class _Sum:
-    """Seconds between pairs of marks: of the wall clock, or events of a GPU."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self._wall_s = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def add(self, first: Any, last: Any) -> None:
-        if isinstance(first, float):
-            self._wall_s += last - first
-        else:
-            self._events.append((first, last))
-
-    def take_s(self) -> float:
-        found = self._wall_s + sum(first.elapsed_time(last) for first, last in self._events) / 1e3
-        self._wall_s, self._events = 0.0, []
-        return found
+def _seconds(first: Any, last: Any) -> float:
+    seconds: float = last - first if isinstance(first, float) else first.elapsed_time(last) / 1e3
+    return seconds

@@ -96,11 +96,13 @@ def _read_entry(pieces: tuple[str, ...], open_tensor: OpenTensor, slices: tuple[
     return torch.cat(found)
 
 
-def stored_parameters(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, StoredParameter]:
+def stored_parameters(
+    model: PreTrainedModel, stored: Iterable[str], apart: Mapping[str, int]
+) -> dict[str, StoredParameter]:
     """What each parameter of a model (on the meta device) is made of, among the names of ``stored`` tensors.
 
-    Names that are of no parameter come out under the name that they would have. Raises `InvalidModelError` where
-    transformers makes a parameter in a way that is not known here.
+    ``apart`` is of `stored_apart`. Names that are of no parameter come out under the name that they would have.
+    Raises `InvalidModelError` where transformers makes a parameter in a way that is not known here.
     """
     changes = get_model_conversion_mapping(model)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -116,7 +118,6 @@ def stored_parameters(model: PreTrainedModel, stored: Iterable[str]) -> dict[str
             )
         )
         found.setdefault(target, []).append((name, pattern))
-    apart = stored_apart(model)
     return {
         target: replace(_joined(target, pieces, converters), apart=apart.get(target.rpartition(".")[0], 1))
         for target, pieces in found.items()
@@ -195,7 +196,7 @@ def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 
     with ExitStack() as stack:
         folder = WeightFolder(path, stack)
         model = build_meta_model(chain.unchanged)
-        stored = stored_parameters(model, folder.names)
+        stored = stored_parameters(model, folder.names, stored_apart(build_meta_model(chain)))
         may_lack = set(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()) - stored.keys()
         takers = state.takers()
         inside = tuple(f"{name.removesuffix('weight')}{part}" for name in takers for part in PARTS)
@@ -434,11 +435,11 @@ def _gathered(
 
     Those that levers have added ``alone``, or the others with what these make of them.
     """
-    apart = stored_apart(build_meta_model(chain.unchanged))
     tensors: dict[str, Tensor] = {}
     num_bytes = 0
     weights = state.weights()
     model = build_meta_model(chain)
+    apart = stored_apart(model)
     changed = {} if alone else {own: each for each in _with_added(weights, chain, model) for own in each.names.values()}
     whole_now: dict[str, Tensor] = {}
     """Merged parameters of one module."""

@@ -7,7 +7,7 @@ from steelyard.errors import UserError, nearest
 from steelyard.schedules.gpipe import GPIPE
 from steelyard.schedules.interleaved import INTERLEAVED_1F1B
 from steelyard.schedules.one_f_one_b import ONE_F_ONE_B
-from steelyard.schedules.pipeline import Pass, PassOrder, Phase, PipelineConfig, Schedule
+from steelyard.schedules.pipeline import PassOrder, PipelineConfig, Schedule
 
 SCHEDULES: dict[str, Schedule] = {each.name: each for each in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B)}
 """All schedules by name."""
@@ -32,9 +32,7 @@ def names_of(*, with_chunks: bool) -> tuple[str, ...]:
 __all__ = [
     "SCHEDULES",
     "USUAL",
-    "Pass",
     "PassOrder",
-    "Phase",
     "PipelineConfig",
     "Schedule",
     "find_schedule",

@@ -3,7 +3,7 @@
 Source: Huang et al. 2019; the order of `torch.distributed.pipelining` 2.13.
 """
 
-from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Schedule, all_of, in_turn
+from steelyard.schedules.pipeline import PassOrder, PipelineConfig, Schedule, all_of, in_turn
 
 
 class GPipe(Schedule):
@@ -22,7 +22,8 @@ class GPipe(Schedule):
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
         """All forwards, then all backwards."""
         count = pipeline.num_microbatches
-        return in_turn(all_of(Phase.FORWARD, count), all_of(Phase.BACKWARD, count), warm_up=count, backward_first=False)
+        forwards, backwards = (all_of(count, is_backward=each) for each in (False, True))
+        return in_turn(forwards, backwards, warm_up=count, backward_first=False)
 
     def is_tried(self, pipeline: PipelineConfig) -> bool:
         """Where there are too few microbatches for 1F1B."""

@@ -11,7 +11,7 @@ Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; the order of `tor
 import numpy as np
 
 from steelyard.errors import InvalidPlanError
-from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Schedule, in_turn
+from steelyard.schedules.pipeline import PassOrder, PipelineConfig, Schedule, in_turn
 
 MOST_TRIED = 4096
 """Microbatches beyond which the search leaves it out: the bubble that it makes smaller is next to nothing there."""
@@ -41,10 +41,10 @@ class Interleaved1F1B(Schedule):
         turn, within = np.divmod(steps, size)
         whole_round, place = np.divmod(turn, pipeline.num_chunks)
         microbatch = whole_round * size + within
-        forwards = PassOrder(phase=np.full_like(steps, Phase.FORWARD), chunk=place, microbatch=microbatch)
-        backwards = PassOrder(
-            phase=np.full_like(steps, Phase.BACKWARD), chunk=pipeline.num_chunks - 1 - place, microbatch=microbatch
-        )
+        forward = np.zeros(len(steps), dtype=bool)
+        forwards = PassOrder(is_backward=forward, chunk=place, microbatch=microbatch)
+        last = pipeline.num_chunks - 1
+        backwards = PassOrder(is_backward=~forward, chunk=last - place, microbatch=microbatch)
         return in_turn(forwards, backwards, _warm_up(pipeline, stage, size), backward_first=False)
 
     def refusal(self, pipeline: PipelineConfig) -> InvalidPlanError | None:

@@ -6,7 +6,7 @@ Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; the order of `tor
 """
 
 from steelyard.errors import InvalidPlanError
-from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Schedule, all_of, in_turn
+from steelyard.schedules.pipeline import PassOrder, PipelineConfig, Schedule, all_of, in_turn
 
 
 class OneFOneB(Schedule):
@@ -22,10 +22,8 @@ class OneFOneB(Schedule):
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
         """The first forwards, then a backward and a forward in turn, then the other backwards."""
         count = pipeline.num_microbatches
-        warm_up = min(count, pipeline.num_stages - stage)
-        return in_turn(
-            all_of(Phase.FORWARD, count), all_of(Phase.BACKWARD, count), warm_up=warm_up, backward_first=True
-        )
+        forwards, backwards = (all_of(count, is_backward=each) for each in (False, True))
+        return in_turn(forwards, backwards, warm_up=self.in_flight(pipeline, stage), backward_first=True)
 
     def refusal(self, pipeline: PipelineConfig) -> InvalidPlanError | None:
         """Torch wants as many microbatches as there are stages, or more."""

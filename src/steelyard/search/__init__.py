@@ -19,10 +19,9 @@
 | `problem`            | cost tables as versioned files                                                      |
 """
 
-from steelyard.search.bounds import NearestMiss, nearest_miss
 from steelyard.search.cross_layer_inputs import partition_exact
 from steelyard.search.evaluate import evaluate
-from steelyard.search.partition import ConfigResult
+from steelyard.search.partition import ConfigResult, NearestMiss
 from steelyard.search.solve import TIME_LIMIT_S, ConfigOutcome, OnDemand, SearchResult, search
 from steelyard.search.space import (
     SpaceOptions,
@@ -45,7 +44,6 @@ __all__ = [
     "enumerate_strategies",
     "evaluate",
     "mixing",
-    "nearest_miss",
     "paper_dimensions",
     "partition_exact",
     "refusal",

@@ -68,7 +68,7 @@ class StageMemory:
 
     def farthest(self, start: int, room_bytes: int) -> int:
         """The largest end such that the layers ``start..end-1`` fit into the room; ``start`` if not even one does."""
-        return int(kernels.fitting_end(self.threshold, self.prefix, self.ended, room_bytes, start))
+        return int(self.all_farthest(room_bytes)[start])
 
     def all_farthest(self, room_bytes: int) -> IntArray:
         """[L] `farthest` from every layer."""
@@ -87,20 +87,6 @@ class StageMemory:
         """The smallest start such that the layers ``start..end-1`` fit into the room; ``end`` if not even one does."""
         more = self.ended[:, end] + self.threshold - room_bytes
         return min(end, int((self.prefix < more[:, None]).sum(axis=1).min()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NearestMiss:
-    """How far the budget is from the least one that holds some plan, and what stands in the way.
-
-    ``layer`` is the layer of the binding stage that takes most bytes when the stage takes as few as it can.
-    """
-
-    needed_bytes: int
-    miss_bytes: int
-    stage: int
-    layer: int
-    boundaries: tuple[int, ...]
 
 
 def stage_memories(tables: CostTables) -> list[StageMemory]:
@@ -228,10 +214,8 @@ def reached_places(tables: CostTables, reaches: Sequence[IntArray]) -> list[NDAr
     return reached
 
 
-def least_budget(tables: CostTables, memories: Sequence[StageMemory], too_small: int = -1) -> int | None:
+def least_budget(tables: CostTables, memories: Sequence[StageMemory]) -> int | None:
     """The smallest budget in bytes for which some plan fits; None if a layer has no legal strategy at all.
-
-    ``too_small``: a budget that is known not to be enough.
 
     Bisection; a feasible budget shrinks to what its stages take, an infeasible one grows to where some stage takes one
     layer more, so a handful of steps ends it at the exact byte.
@@ -242,8 +226,6 @@ def least_budget(tables: CostTables, memories: Sequence[StageMemory], too_small:
     overheads = [tables.overhead_of(stage) for stage in range(len(memories))]
     whole = ((memory, (0, len(tables.layers))) for memory in memories)
     low, high = min(overheads), _most_bytes(whole, overheads)
-    if too_small > low:
-        low = _next_budget(tables, memories, too_small)
     while low < high:
         middle = (low + high) // 2
         boundaries = furthest_boundaries(tables, memories, middle)
@@ -278,45 +260,13 @@ def _next_budget(tables: CostTables, memories: Sequence[StageMemory], budget_byt
     return nearest
 
 
-def nearest_miss(
-    tables: CostTables, budget_bytes: int, memories: Sequence[StageMemory] | None = None
-) -> NearestMiss | None:
-    """The smallest feasible budget and where it binds, for a budget that is too small; None if none would do."""
-    memories = memories or stage_memories(tables)
-    needed = least_budget(tables, memories, budget_bytes)
-    if needed is None:
-        return None
-    boundaries = furthest_boundaries(tables, memories, needed)
-    assert boundaries is not None, "the least budget is feasible by its definition"
-    spans = enumerate(zip(memories, itertools.pairwise(boundaries), strict=False))
-    used = [memory.least_bytes(*span) + tables.overhead_of(stage) for stage, (memory, span) in spans]
-    stage = int(np.argmax(used))
-    start, end = boundaries[stage], boundaries[stage + 1]
-    alone = [memories[stage].least_bytes(layer, layer + 1) for layer in range(start, end)]
-    return NearestMiss(
-        needed_bytes=needed,
-        miss_bytes=needed - budget_bytes,
-        stage=stage,
-        layer=start + int(np.argmax(alone)),
-        boundaries=boundaries,
-    )
-
-
 def least_memory_strategies(
     tables: CostTables, memories: Sequence[StageMemory], boundaries: Sequence[int]
 ) -> tuple[int, ...]:
     """One strategy per layer that takes the fewest bytes on each stage of these boundaries, or few."""
     chosen: list[int] = []
     for stage, (start, end) in enumerate(itertools.pairwise(boundaries)):
-        memory = memories[stage]
-        if not tables.is_plain:
-            chosen.extend(_small_strategies(tables, stage, tables.run_types(range(start, end))))
-            continue
-        best = int(np.argmin(memory.ended[:, end] - memory.prefix[:, start] + memory.threshold))
-        num_bytes = tables.held_bytes(tables.pipeline.in_flight(stage))
-        allowed = tables.legal_on(stage) & (tables.transient_bytes <= memory.threshold[best])
-        smallest = np.where(allowed, num_bytes, IMPOSSIBLE).argmin(axis=1)
-        chosen.extend(int(smallest[layer_type]) for layer_type in tables.run_types(range(start, end)))
+        chosen.extend(_small_strategies(tables, stage, tables.run_types(range(start, end))))
     return tuple(chosen)
 
 

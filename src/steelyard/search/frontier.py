@@ -31,38 +31,17 @@ def reduce(num_bytes: IntArray, seconds: FloatArray) -> IntArray:
     return order[_falls(seconds[order])]
 
 
-def reduce_groups(group: IntArray, num_bytes: IntArray, transient_bytes: IntArray, seconds: FloatArray) -> IntArray:
-    """Indices of the points that no point of their own group beats in bytes, transient bytes and seconds together.
+def reduce_groups(group: IntArray, first: FloatArray, second: FloatArray) -> IntArray:
+    """Indices of the points that no point of their own group beats; ordered by group, then ``first``.
 
-    The result is ordered by group, then bytes, then seconds; of equal points the first is kept. With one value of
-    ``transient_bytes`` throughout, this is `reduce` for every group at once.
+    Of equal points the first is kept.
     """
-    if len(group) == 0:
-        return np.zeros(0, dtype=np.int64)
-    order = np.lexsort((transient_bytes, seconds, num_bytes, group))
-    starts = np.flatnonzero(np.diff(group[order], prepend=group[order[0]] - 1))
-    rank = _rank(seconds)[order]
-    rank -= np.repeat(np.arange(len(starts)), np.diff(starts, append=len(order))) * len(order)
-    transients = transient_bytes[order]  # the ranks of a later group now lie below all ranks of an earlier one
-    kept = np.zeros(len(order), dtype=bool)
-    for value in sorted(set(transients.tolist())):
-        within = np.flatnonzero(transients <= value)
-        unbeaten = _falls(rank[within]) & (transients[within] == value)
-        kept[within[unbeaten]] = True
-    return order[kept]
-
-
-def _rank(values: FloatArray) -> IntArray:
-    """For each value, how many different values are smaller."""
-    order = np.argsort(values)
-    rank = np.empty(len(values), dtype=np.int64)
-    rank[order] = np.cumsum(np.diff(values[order], prepend=values[order[0]]) > 0)
-    return rank
+    order = np.lexsort((second, first, group))
+    rank = np.unique(second, return_inverse=True)[1][order]
+    number = np.unique(group, return_inverse=True)[1][order]
+    return order[_falls(rank - number * len(order))]  # all ranks of a later group are below those of an earlier one
 
 
 def _falls(values: NDArray[np.float64] | NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether each value is smaller than all before it."""
-    if len(values) == 0:
-        return np.zeros(0, dtype=bool)
-    least = np.minimum.accumulate(values)
-    return np.concatenate(([True], values[1:] < least[:-1]))
+    return np.append(True, values[1:] < np.minimum.accumulate(values)[:-1])[: len(values)]

@@ -364,41 +364,6 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     return num_kept
 
 
-@compiled("i8(b1[:,::1], f8[:,:,::1], i8[::1], i8[::1], i8[::1])")
-def switch_classes(
-    legal: BoolArray,
-    switch: FloatArray,
-    used: IntArray,
-    group: IntArray,
-    first: IntArray,
-) -> int:
-    """Gives the ``used`` strategies from which every legal receiver of all tables pays the same a number; how many.
-
-    ``legal`` is [T, S] and ``switch`` [T, S, S]. Fills ``group`` [S], and ``first`` [S] with the first of each class.
-    """
-    found = 0
-    for sender in used:
-        own = 0
-        while own < found:
-            same = True
-            for which in range(len(legal)):
-                for receiver in used:
-                    paid = switch[which, sender, receiver]
-                    if legal[which, receiver] and paid != switch[which, first[own], receiver]:
-                        same = False
-                        break
-                if not same:
-                    break
-            if same:
-                break
-            own += 1
-        if own == found:
-            first[found] = sender
-            found += 1
-        group[sender] = own
-    return found
-
-
 @compiled(
     "void(f8[:,::1], i8[:,:,::1], i8[:,:,::1], i8[:,::1], i8[:,::1], i8[:,::1], i8[::1], i8[::1], b1[:,:,::1], "
     "i8[:,::1], b1[:,::1], b1[:,:,::1])"
@@ -550,17 +515,6 @@ def priced_prefixes(  # noqa: C901 (as `sweep`)
                 paid = prefix[level, which, place] + least[lasts[layers[place]], which]
                 cheapest = min(cheapest, paid)
                 ended[level, which, place + 1] = cheapest
-
-
-@compiled("i8(i8[::1], i8[:,::1], i8[:,::1], i8, i8)")
-def fitting_end(threshold: IntArray, prefix: IntArray, ended: IntArray, room: int, start: int) -> int:
-    """The largest end of layers from ``start`` whose least bytes fit into the room; see `bounds`."""
-    end = start
-    for row in range(len(threshold)):
-        most = room - threshold[row] + prefix[row, start]
-        while end + 1 < ended.shape[1] and ended[row, end + 1] <= most:
-            end += 1
-    return end
 
 
 @compiled("void(f8[:,:,::1], f8[:,:,::1], i8[:,::1], f8[::1], i8[::1], i8, i8, i8, f8[:,::1])")

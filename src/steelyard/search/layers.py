@@ -301,11 +301,13 @@ def option_table(tables: CostTables) -> OptionTable:
     told = of_layouts, switch
     if tables.received is not None:
         told = tables.received.told_apart(*told)
-    classes, senders = np.zeros((2, switch.shape[-1]), dtype=np.int64)
-    num_groups = kernels.switch_classes(*told, places[np.argsort(first_used)], classes, senders)
-    group, sender = classes[layout], used[first_used[np.searchsorted(places, senders[:num_groups])]]
+    order, classes = places[np.argsort(first_used)], np.zeros(switch.shape[-1], dtype=np.int64)
+    paid = np.where(told[0][:, None, order], told[1][:, order][:, :, order], 0.0)  # by the used layouts
+    classes[order] = _different_columns(paid.transpose(0, 2, 1).reshape(-1, len(order)))[1]
+    senders = order[np.unique(classes[order], return_index=True)[1]]
+    num_groups, group, sender = len(senders), classes[layout], used[first_used[np.searchsorted(places, senders)]]
     seconds = np.zeros((len(first), num_groups + 1, len(group)))
-    seconds[:, :num_groups] = switch[:, senders[:num_groups]][:, :, layout]
+    seconds[:, :num_groups] = switch[:, senders][:, :, layout]
     entries, entry = zip(*(_different_columns(each) for each in seconds), strict=True)
     entry_s = np.zeros((len(first), num_groups + 1, max(each.shape[1] for each in entries)))
     for own, each in zip(entry_s, entries, strict=True):

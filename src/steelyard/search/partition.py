@@ -30,11 +30,7 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
-from steelyard.search.bounds import (
-    NearestMiss,
-    furthest_boundaries,
-    least_memory_strategies,
-)
+from steelyard.search.bounds import furthest_boundaries, least_memory_strategies
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, chain_frontier
 from steelyard.search.pipeline_dp import Pipeline, join_runs
@@ -68,6 +64,19 @@ FIRST_PLAN_WIDTH = 32
 
 NO_PLAN = Solution(boundaries=(), strategies=(), stages=(), step_s=np.inf)
 """Where none that fits is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NearestMiss:
+    """How far the budget is from the least one that holds some plan, and what stands in the way.
+
+    ``layer`` is the layer of the binding stage that takes most bytes when the stage takes as few as it can.
+    """
+
+    needed_bytes: int
+    miss_bytes: int
+    stage: int
+    layer: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +175,6 @@ def miss_of(tables: CostTables, least: Solution, budget_bytes: int) -> NearestMi
         miss_bytes=sizes[stage] - budget_bytes,
         stage=stage,
         layer=start + int(np.argmax(alone)),
-        boundaries=least.boundaries,
     )
 
 

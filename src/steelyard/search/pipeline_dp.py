@@ -88,7 +88,7 @@ def join_runs(prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: floa
         useful = np.flatnonzero(bound <= aim_s)
         parent, run, total, worst = parent[useful], run[useful], total[useful], worst[useful]
         place, group = moves.end[run], moves.exit[run]
-        kept = reduce_groups(place * (groups + 2) + group, worst, np.zeros(len(run), dtype=np.int64), total)
+        kept = reduce_groups(place * (groups + 2) + group, worst, total)
         joined.append(
             Joined(
                 place=place[kept],

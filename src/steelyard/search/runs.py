@@ -31,9 +31,10 @@ from steelyard.search.bounds import (
     StageBounds,
     StageMemory,
     boundaries_within,
+    furthest_boundaries,
+    least_budget,
     least_memory_strategies,
     memory_reaches,
-    nearest_miss,
     stage_bounds,
     stage_memories,
 )
@@ -177,10 +178,11 @@ class AnyBudget:
         if tables.cross_layer_inputs:
             tables = replace(tables, cross_layer_inputs=())
             memories = stage_memories(tables)
-        miss = nearest_miss(tables, 0, memories)
-        if miss is None:
+        needed = least_budget(tables, memories)
+        boundaries = None if needed is None else furthest_boundaries(tables, memories, needed)
+        if boundaries is None:
             return None
-        return evaluate(tables, miss.boundaries, least_memory_strategies(tables, memories, miss.boundaries))
+        return evaluate(tables, boundaries, least_memory_strategies(tables, memories, boundaries))
 
     @cached_property
     def _bounds(self) -> list[StageBounds]:

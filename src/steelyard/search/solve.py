@@ -22,7 +22,7 @@ from steelyard.cost.tables import CostTables
 from steelyard.errors import InvalidProblemError
 from steelyard.plan.decisions import Partition
 from steelyard.schedules import PipelineConfig
-from steelyard.search.bounds import IMPOSSIBLE, NearestMiss
+from steelyard.search.bounds import IMPOSSIBLE
 from steelyard.search.cross_layer_inputs import (
     CrossLayerProspect,
     assess,
@@ -33,7 +33,7 @@ from steelyard.search.cross_layer_inputs import (
 )
 from steelyard.search.cuts import Choice, ChoiceProspect, Leading
 from steelyard.search.evaluate import Solution
-from steelyard.search.partition import ConfigResult, Prospect, quick_bound_s
+from steelyard.search.partition import ConfigResult, NearestMiss, Prospect, quick_bound_s
 from steelyard.search.runs import AnyBudget
 from steelyard.units import format_bytes, format_seconds
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, _sharding_prop
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import steelyard.modules.experts  # noqa: F401  registers the products that are counted here
 from steelyard.errors import InvalidModelError
-from steelyard.modules.fake_op_cache import FakeOpCache, asks_device, look
+from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, asks_device, look
 from steelyard.profiles.profile import Collective
 
 aten = torch.ops.aten
@@ -135,21 +135,12 @@ Operations = FakeOpCache[OpCounts]
 """Operations seen by any number of `OpCounter`s."""
 
 
-class OpCounter(TorchDispatchMode):
+class OpCounter(FakeOpMode):
     """Counts into ``counts`` (replace it between phases) and keeps a log of storages that appear and go.
 
     ``log`` holds (storage id, bytes) with bytes negative when the storage is freed. Storages named in ``watch`` before
     the first operation are logged as present. Operations in ``seen`` are not run again.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and each call of a wrapped `__torch_dispatch__` takes longer
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled block is seen as the kernels that it runs."""
-        return True
 
     def __init__(self, seen: Operations | None = None) -> None:
         super().__init__()

@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
@@ -43,7 +42,7 @@ from steelyard.modules.replicated import activation_dtype
 from steelyard.modules.updates import local_part
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.precision import LayerPrecision
-from steelyard.processes.group import quiet_notices
+from steelyard.processes.group import fake_group
 from steelyard.tracer.counting import OpCounter, OpCounts, Operations, live_bytes
 
 ALONE = "alone"
@@ -54,21 +53,11 @@ STEP_COUNT_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What one rank does and holds for one layer at one number of samples; bytes as in `LayerProfile`."""
+    """What one rank does and holds for one layer at one number of samples."""
 
-    num_params: int
-    expert_params: int
-    frozen_params: int
-    frozen_expert_params: int
-    buffer_bytes: int
-    forward: OpCounts
-    backward: OpCounts
-    saved_bytes: int
-    input_bytes: int
-    forward_transient_bytes: int
-    backward_transient_bytes: int
-    adapter_inputs: int
-    shared_adapter_inputs: int
+    held: dict[str, Any]
+    """Numbers of parameters and bytes of buffers, by their names in `LayerProfile`."""
+    plain: "CountedLayer"
     recomputed: dict[Remat, "Recomputed"]
 
 
@@ -84,13 +73,9 @@ class Recomputed:
 
 @contextmanager
 def fake_world(size: int) -> Iterator[DeviceMesh]:
-    """A one-axis mesh of ``size`` ranks in this process alone: collectives have shapes and no effect."""
-    quiet_notices()
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
+    """A one-axis mesh of ``size`` ranks in this process alone."""
+    with fake_group(0, size):
         yield init_device_mesh("cpu", (size, 1), mesh_dim_names=("ranks", ALONE))["ranks"]
-    finally:
-        dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,24 +152,11 @@ def make_fake(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _observe_size(traced: TracedLayer, layer: ChainLayer, samples: int, side: SharedInputs) -> Observation:
-    plain = run_layer(traced, layer, samples, side)
-    selective = None
-    if traced.role is LayerRole.BLOCK:
-        layer.remat = Remat.SELECTIVE
-        selective = run_layer(traced, layer, samples, side)
-        layer.remat = Remat.NONE
-    return observation(layer, plain, selective, knows_frozen=traced.chain.freeze is not None)
-
-
-def observation(
-    module: nn.Module, plain: "CountedLayer", selective: "CountedLayer | None", *, knows_frozen: bool = False
-) -> Observation:
     """What is seen in a run without remat and one with selective remat, for the layers that may take it.
 
-    Parameters without gradients count as trained but where ``knows_frozen``.
+    Parameters without gradients count as trained where the chain says nothing of frozen ones.
     """
-    frozen = [each for each in module.parameters() if knows_frozen and not each.requires_grad]
-    experts = [parameter for each in routed_experts(module) for parameter in each.parameters()]
+    plain = run_layer(traced, layer, samples, side)
     kept_bytes = plain.input_bytes + plain.label_bytes if plain.has_backward else 0
     again_bytes = plain.needed_peak_bytes + plain.output_bytes
     recomputed = {
@@ -195,32 +167,24 @@ def observation(
             backward_transient_bytes=max(again_bytes, plain.backward_peak_bytes) - kept_bytes,
         )
     }
-    if selective is not None:
+    if traced.role is LayerRole.BLOCK:
+        layer.remat = Remat.SELECTIVE
+        selective = run_layer(traced, layer, samples, side)
+        layer.remat = Remat.NONE
         recomputed[Remat.SELECTIVE] = Recomputed(
             work=selective.backward.beyond(plain.backward),
             saved_bytes=selective.saved_bytes,
             forward_transient_bytes=selective.forward_peak_bytes - selective.saved_bytes,
             backward_transient_bytes=selective.backward_peak_bytes - selective.saved_bytes,
         )
-    return Observation(
-        num_params=sum(local_part(each).numel() for each in module.parameters()),
-        expert_params=sum(local_part(each).numel() for each in experts),
-        frozen_params=sum(local_part(each).numel() for each in frozen),
-        frozen_expert_params=sum(
-            local_part(each).numel() for each in experts if any(each is other for other in frozen)
-        ),
-        buffer_bytes=sum(buffer.nbytes for buffer in module.buffers())
-        + STEP_COUNT_BYTES * (sum(1 for _ in module.parameters()) - len(frozen)),
-        forward=plain.forward,
-        backward=plain.backward,
-        saved_bytes=plain.saved_bytes,
-        input_bytes=plain.input_bytes,
-        forward_transient_bytes=plain.forward_peak_bytes - plain.saved_bytes,
-        backward_transient_bytes=plain.backward_peak_bytes - plain.saved_bytes,
-        adapter_inputs=plain.adapter_inputs,
-        shared_adapter_inputs=plain.shared_adapter_inputs,
-        recomputed=recomputed,
-    )
+    parameters = list(layer.parameters())
+    experts = {parameter for each in routed_experts(layer) for parameter in each.parameters()}
+    frozen = {each for each in parameters if traced.chain.freeze is not None and not each.requires_grad}
+    counted = {"num": parameters, "expert": experts, "frozen": frozen, "frozen_expert": experts & frozen}
+    held = {f"{part}_params": sum(local_part(each).numel() for each in of) for part, of in counted.items()}
+    held["buffer_bytes"] = sum(buffer.nbytes for buffer in layer.buffers())
+    held["buffer_bytes"] += STEP_COUNT_BYTES * (len(parameters) - len(frozen))
+    return Observation(held=held, plain=plain, recomputed=recomputed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +192,7 @@ class CountedLayer:
     """Counts of a forward and a backward pass, and the bytes alive in them (parameters and gradients left out).
 
     ``needed`` is the part of the forward pass that ends with the last tensor saved for backward; ``label_bytes`` are
-    of the labels that the head reads; ``adapter_inputs`` and ``shared_adapter_inputs`` as in `LayerProfile`.
+    of the labels that the head reads; the others as in `LayerProfile`.
     """
 
     forward: OpCounts

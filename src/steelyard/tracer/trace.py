@@ -200,27 +200,29 @@ def layer_profile(
         slope = (high - low) / (SIZES[1] - SIZES[0])
         return Affine(constant=low - slope * SIZES[0], per_sample=slope)
 
+    def forward(of: Observation) -> OpCounts:
+        return of.plain.forward
+
+    def backward(of: Observation) -> OpCounts:
+        return of.plain.backward
+
     return LayerProfile(
         kind=layer_type,
         degrees=dict(shape),
-        num_params=observations[0].num_params,
-        expert_params=observations[0].expert_params,
-        frozen_params=observations[0].frozen_params,
-        frozen_expert_params=observations[0].frozen_expert_params,
-        buffer_bytes=observations[0].buffer_bytes,
-        forward=_work(lambda o: o.forward, observations, line),
-        backward=_work(lambda o: o.backward, observations, line),
-        forward_collectives=_collectives(lambda o: o.forward, observations, line),
-        backward_collectives=_collectives(lambda o: o.backward, observations, line),
-        saved_bytes=line(lambda o: o.saved_bytes),
-        input_bytes=line(lambda o: o.input_bytes),
-        key_value_bytes=line(lambda o: o.forward.key_value_bytes - _repeated_bytes(o.forward, queries_of_a_key)),
-        attention_bytes=line(lambda o: o.forward.attention_bytes - _repeated_bytes(o.forward, queries_of_a_key)),
-        square_flop=line(lambda o: o.forward.square_flop),
-        forward_transient_bytes=line(lambda o: o.forward_transient_bytes),
-        backward_transient_bytes=line(lambda o: o.backward_transient_bytes),
-        adapter_inputs=line(lambda o: o.adapter_inputs),
-        shared_adapter_inputs=line(lambda o: o.shared_adapter_inputs),
+        **observations[0].held,
+        forward=_work(forward, observations, line),
+        backward=_work(backward, observations, line),
+        forward_collectives=_collectives(forward, observations, line),
+        backward_collectives=_collectives(backward, observations, line),
+        saved_bytes=line(lambda o: o.plain.saved_bytes),
+        input_bytes=line(lambda o: o.plain.input_bytes),
+        key_value_bytes=line(lambda o: forward(o).key_value_bytes - _repeated_bytes(forward(o), queries_of_a_key)),
+        attention_bytes=line(lambda o: forward(o).attention_bytes - _repeated_bytes(forward(o), queries_of_a_key)),
+        square_flop=line(lambda o: forward(o).square_flop),
+        forward_transient_bytes=line(lambda o: o.plain.forward_peak_bytes - o.plain.saved_bytes),
+        backward_transient_bytes=line(lambda o: o.plain.backward_peak_bytes - o.plain.saved_bytes),
+        adapter_inputs=line(lambda o: o.plain.adapter_inputs),
+        shared_adapter_inputs=line(lambda o: o.plain.shared_adapter_inputs),
         recomputations=tuple(_recomputation(remat, observations, line) for remat in observations[0].recomputed),
     )
 

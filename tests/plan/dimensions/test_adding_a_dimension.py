@@ -13,7 +13,7 @@ from steelyard.engines.capabilities import Capabilities
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, prepare_model
-from steelyard.modules.dimensions import TWINS, Division, Twin
+from steelyard.modules.dimensions import TWINS
 from steelyard.modules.layers import build_layer
 from steelyard.plan.choices import Explanation, PlanStudy
 from steelyard.plan.decisions import Decisions
@@ -88,11 +88,11 @@ RP = Dimension(
 
 
 @pytest.fixture(autouse=True)
-def divided(monkeypatch: pytest.MonkeyPatch) -> list[Division]:
-    """The dimension and its twin, known for one test; what the twin is given."""
-    found: list[Division] = []
+def divided(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The dimension and its twin, known for one test; the strategies and numbers of ranks that the twin is given."""
+    found: list[tuple[str, int]] = []
     monkeypatch.setitem(DIMENSIONS, NAME, RP)
-    monkeypatch.setitem(TWINS, NAME, Twin(divide=lambda _layer, division: found.append(division)))
+    monkeypatch.setitem(TWINS, NAME, lambda _layer, _chain, strategy, mesh: found.append((str(strategy), mesh.size())))
     return found
 
 
@@ -270,7 +270,7 @@ def meta_model(of: ModelChain) -> nn.Module:
     return model
 
 
-def test_its_twin_is_given_every_layer_that_uses_it(divided: list[Division]) -> None:
+def test_its_twin_is_given_every_layer_that_uses_it(divided: list[tuple[str, int]]) -> None:
     with fake_world(2) as mesh:
         where = TracedLayer(
             chain=chain(),
@@ -283,7 +283,7 @@ def test_its_twin_is_given_every_layer_that_uses_it(divided: list[Division]) -> 
         )
         with fake_layer(where):
             pass
-    assert [(str(each.strategy), each.mesh.size()) for each in divided] == [("rp2", 2)]
+    assert divided == [("rp2", 2)]
 
 
 def test_a_dimension_without_a_twin_is_refused_when_a_layer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_a_truncated_array_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.npy", "uint16")
     with path.open("r+b") as opened:
         opened.truncate(path.stat().st_size - 4)
-    with pytest.raises(InvalidDataError, match="truncated: 3 of 5 tokens"):
+    with pytest.raises(InvalidDataError, match="greater than file size"):
         open_token_file(path, vocab_size=600)
 
 
@@ -69,5 +69,5 @@ def test_a_file_that_is_no_array_is_refused(tmp_path: Path) -> None:
 
 def test_half_a_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"abc")
-    with pytest.raises(InvalidDataError, match="3 bytes are no whole number of uint16 tokens"):
+    with pytest.raises(InvalidDataError, match="not a multiple of the data-type size"):
         open_token_file(tmp_path / "a.bin", vocab_size=600)

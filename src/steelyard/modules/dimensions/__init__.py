@@ -4,31 +4,32 @@
 What becomes of states over ranks that divide samples is said in `steelyard.modules.replicated`, for all alike.
 """
 
+from collections.abc import Callable
+
 from torch.distributed.device_mesh import DeviceMesh
 
 from steelyard.model.chain import ModelChain
-from steelyard.modules.dimensions import cp, dp, ep, fsdp, tp
+from steelyard.modules.dimensions import cp, ep, tp
 from steelyard.modules.dimensions.ep import divided_parameters, exchange_alone, shard_placement, take_imbalance
-from steelyard.modules.dimensions.twin import Division, Twin
 from steelyard.modules.layers import ChainLayer
 from steelyard.plan.strategy import Strategy
 
-TWINS: dict[str, Twin] = {"tp": tp.TWIN, "cp": cp.TWIN, "ep": ep.TWIN, "dp": dp.TWIN, "fsdp": fsdp.TWIN}
-"""By the name of the dimension, in the order in which they divide a layer."""
+__all__ = ["TWINS", "divide_layer", "divided_parameters", "exchange_alone", "shard_placement", "take_imbalance"]
 
-__all__ = [
-    "TWINS",
-    "Division",
-    "Twin",
-    "divide_layer",
-    "divided_parameters",
-    "exchange_alone",
-    "shard_placement",
-    "take_imbalance",
-]
+
+def _leave_whole(_layer: ChainLayer, _chain: ModelChain, _strategy: Strategy, _ranks: DeviceMesh) -> None:
+    """For dimensions that divide what enters a layer, and leave its modules as they are."""
+
+
+TWINS: dict[str, Callable[[ChainLayer, ModelChain, Strategy, DeviceMesh], None]] = {
+    **{"tp": tp.divide, "cp": cp.divide, "ep": ep.divide},
+    **{"dp": _leave_whole, "fsdp": _leave_whole},
+}
+"""How a dimension divides a layer's modules in place, by its name, in the order in which they do: given the strategy
+and the ranks that share the dimension, before states are sharded or replicated."""
 
 
 def divide_layer(layer: ChainLayer, chain: ModelChain, strategy: Strategy, mesh: DeviceMesh) -> None:
     """Divides a layer in place as the one level of ``strategy`` says, over the ranks of ``mesh``."""
     for dimension in strategy.dimensions:
-        TWINS[dimension.name].divide(layer, Division(chain=chain, strategy=strategy, mesh=mesh))
+        TWINS[dimension.name](layer, chain, strategy, mesh)

@@ -20,18 +20,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from steelyard.errors import InvalidModelError
+from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.modules.context_attention import (
+    DIVISION,
     IMPLEMENTATION,
     SEQUENCE_DIM,
     ContextDivision,
     ContextMethod,
-    divide,
     local_tokens,
 )
-from steelyard.modules.dimensions.twin import Division, Twin
 from steelyard.modules.layers import BlockLayer, ChainLayer, EmbeddingLayer, Flow, LayerContext, SharedInputs
 from steelyard.modules.pieces import PerSample
+from steelyard.plan.strategy import Strategy
 
 
 def apply_context_parallel(layer: ChainLayer, mesh: DeviceMesh, method: str) -> None:
@@ -50,7 +51,7 @@ def apply_context_parallel(layer: ChainLayer, mesh: DeviceMesh, method: str) -> 
         for module in attention:
             slides = layer.attention_type == "sliding_attention"
             window = getattr(module.config, "sliding_window", None) if slides else None
-            divide(module, ContextDivision(mesh, ContextMethod(method), window))
+            setattr(module, DIVISION, ContextDivision(mesh, ContextMethod(method), window))
     layer.divided_tokens = (mesh.size(), ContextMethod(method))
     compute, reads_tokens = layer.compute, isinstance(layer, EmbeddingLayer)
 
@@ -94,8 +95,9 @@ def _own_side(side: SharedInputs, mesh: DeviceMesh) -> SharedInputs:
     )
 
 
-def _divide(layer: ChainLayer, division: Division) -> None:
-    apply_context_parallel(layer, division.mesh, str(division.strategy.mode("cp_method")))
+def divide(layer: ChainLayer, _chain: ModelChain, strategy: Strategy, mesh: DeviceMesh) -> None:
+    """Divides a layer as a strategy says, in place."""
+    apply_context_parallel(layer, mesh, str(strategy.mode("cp_method")))
 
 
 def _is_divisible(module: nn.Module) -> bool:
@@ -111,6 +113,3 @@ def _not_causal(layer: ChainLayer) -> InvalidModelError:
         expected="a causal language model whose attention runs in one kernel",
         hint="plan without cp",
     )
-
-
-TWIN = Twin(divide=_divide)

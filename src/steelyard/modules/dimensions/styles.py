@@ -5,9 +5,6 @@ computed on plain tensors of one rank (`on_local_parameters`), and placements ar
 
 | name                             | what becomes of the module                                                       |
 |----------------------------------|----------------------------------------------------------------------------------|
-| ``colwise``, ``rowwise``         | PyTorch's: a matrix divided by its outputs, or by its inputs                     |
-| ``sequence``                     | under sp, a norm that runs on this rank's part of the sequence                   |
-| ``gather``                       | its input is made whole                                                          |
 | ``vocabulary``                   | an embedding divided by tokens                                                   |
 | ``logits``                       | a projection divided by tokens, whose result stays divided                       |
 | ``enter:KEYWORD:NAMES:HEADS:LENT`` | a region begins: its input, or the one of that name, is whole on every rank    |
@@ -38,13 +35,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.utils.stateless import _reparametrize_module
 from transformers.pytorch_utils import Conv1D
 
@@ -54,25 +45,6 @@ from steelyard.modules.prepared import ApartConv1D
 def between_blocks(sp: bool) -> Replicate | Shard:
     """Placement of the hidden state [B, S, H] over the tensor-parallel ranks between attention and MLP."""
     return Shard(1) if sp else Replicate()
-
-
-def style(name: str, *, sp: bool) -> ParallelStyle | None:
-    """The style of a name, None where it asks for nothing; raises `KeyError` for a name that is not in the table."""
-    word, *arguments = name.split(":")
-    return STYLES[word](sp, *arguments)
-
-
-def _gather(sp: bool) -> ParallelStyle:
-    """Full sequence on entry; as one DTensor, so that backward reduces the gradients of all its readers at once."""
-    given, wanted = (between_blocks(sp),), (Replicate(),)
-    return _Gather(input_layouts=given, desired_input_layouts=wanted, use_local_output=False)
-
-
-class _Gather(PrepareModuleInput):
-    """Prepares the first positional input, whatever stands behind it (a mask, nothing)."""
-
-    def _prepare_input_fn(self, inputs: tuple[Any, ...], device_mesh: DeviceMesh) -> tuple[Any, ...]:
-        return (*super()._prepare_input_fn(inputs[:1], device_mesh), *inputs[1:])
 
 
 def on_local_parameters(
@@ -314,10 +286,6 @@ class OwnExperts(InRegion):
 
 
 STYLES: Mapping[str, Callable[..., ParallelStyle | None]] = {
-    "colwise": lambda sp: ColwiseParallel(),
-    "rowwise": lambda sp: RowwiseParallel(output_layouts=between_blocks(sp)),
-    "sequence": lambda sp: SequenceParallel() if sp else None,
-    "gather": _gather,
     "vocabulary": lambda sp: RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks(sp)),
     "logits": lambda sp: ColwiseParallel(
         input_layouts=between_blocks(sp), output_layouts=Shard(-1), use_local_output=False

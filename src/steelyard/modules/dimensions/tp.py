@@ -12,9 +12,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
-from steelyard.modules.dimensions.styles import STYLES, SharedHeads, adapter_styles, share_heads, style
-from steelyard.modules.dimensions.twin import Division, Twin
+from steelyard.modules.dimensions.styles import STYLES, SharedHeads, adapter_styles, share_heads
 from steelyard.modules.layers import ChainLayer
+from steelyard.plan.strategy import Strategy
 
 
 def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh, *, sp: bool) -> None:
@@ -29,19 +29,19 @@ def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh
     styles: dict[str, ParallelStyle] = {}
     named = chain.family.of_type(chain.family.tp, layer.layer_type) or {}
     for path, name in named.items():
-        if name.split(":", maxsplit=1)[0] not in STYLES:
+        word, *arguments = name.split(":")
+        if word not in STYLES:
             raise InvalidModelError(
                 field=f"style of {path}",
                 found=repr(name),
                 expected="one of " + ", ".join(STYLES),
                 hint="plan without tp (--max-tp 1), or add the style in steelyard/modules/dimensions/styles.py",
             )
-        chosen = style(name, sp=sp)
-        if chosen is not None:
+        if (chosen := STYLES[word](sp, *arguments)) is not None:
             styles[path] = chosen
     for name, size in layer.layer_type.tp_divides:
         if name in layer.layer_type.tp_shares and size < mesh.size():
-            divided = {path for path, name in named.items() if name in ("colwise", "columns")}
+            divided = {path for path, name in named.items() if name == "columns"}
             styles |= share_heads(layer, size, mesh.size(), divided)
     for path, name in named.items():
         if hasattr(layer.get_submodule(path), "base_layer"):
@@ -53,9 +53,6 @@ def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh
     parallelize_module(layer, mesh, styles)
 
 
-def _divide(layer: ChainLayer, division: Division) -> None:
-    sp = bool(division.strategy.mode("sp"))
-    apply_tensor_parallel(layer, division.chain, division.mesh, sp=sp)
-
-
-TWIN = Twin(divide=_divide)
+def divide(layer: ChainLayer, chain: ModelChain, strategy: Strategy, mesh: DeviceMesh) -> None:
+    """Divides a layer as a strategy says, in place."""
+    apply_tensor_parallel(layer, chain, mesh, sp=bool(strategy.mode("sp")))

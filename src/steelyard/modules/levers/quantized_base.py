@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from steelyard.errors import InvalidModelError
 from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.model.chain import ModelChain
 
@@ -110,12 +111,22 @@ def _blank(weight: Tensor, word: str) -> dict[str, Tensor]:
 
 
 def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChain) -> None:
-    """Quantizes the linear layers of a model but its head and adapters, in place; twice does no harm."""
+    """Quantizes the linear layers of a model but its head and adapters, in place; twice does no harm.
+
+    Raises `InvalidModelError` for a model without any.
+    """
     head = model.get_output_embeddings()
     heads = {*head.modules()} if head is not None else set()
     for path, parent, name, linear in list(_children(model, nn.Linear)):
         if linear not in heads and "default" not in path.split("."):
             setattr(parent, name, QuantizedLinear(linear, lever.word))
+    if not any(isinstance(each, QuantizedLinear) for each in model.modules()):
+        raise InvalidModelError(
+            field="--base",
+            found=f"{lever} for a model without torch.nn.Linear beside its head",
+            expected="linear layers, which are quantized (those of GPT-2 are of another class)",
+            hint="leave --base out",
+        )
 
 
 class _Unfilled(nn.Linear):

@@ -19,11 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.levers.train import ALL_LINEAR, LORA, Train
 from steelyard.model.chain import ModelChain
 from steelyard.modules.levers.quantized_base import QuantizedLinear
+from steelyard.modules.prepared import store_together
 
 _MOST_NAMED = 24
 _STRIDE = 1_000_033
@@ -147,7 +149,7 @@ def _scalar(text: str) -> Any:
 def _targets(lever: Train, model: PreTrainedModel) -> list[str]:
     """What gets adapters: of LoRA the paths of linear layers, of other kinds ends of paths of any modules."""
     head, is_lora = model.get_output_embeddings(), lever.kind == LORA
-    linear = [path for path, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head]
+    linear = [path for path, each in model.named_modules() if isinstance(each, nn.Linear | Conv1D) and each is not head]
     if lever.targets == (ALL_LINEAR,) and linear:
         return linear if is_lora else sorted({path.rpartition(".")[2] for path in linear})
     paths = linear if is_lora else [path for path, _ in model.named_modules()]
@@ -174,6 +176,7 @@ def _inject(lever: Train, config: Any, path: str, module: nn.Module, model_type:
     """
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
+    store_together(module)
     root = parent = nn.Module()
     *above, name = f"{_ROOT}.{path}".removesuffix(".").split(".")
     for each in above:
@@ -364,8 +367,10 @@ def write_added(lever: Train, folder: Path, files: Sequence[Path], model: PreTra
     tensors = {f"{_ROOT}.{key}": tensor for file in files for key, tensor in load_file(file).items()}
     for file in files:
         file.unlink()
-    config = config_of(lever, model)
-    root = _inject(lever, copy.deepcopy(config), "", model, model.config.model_type, empty=True)
+    config, used = (config_of(lever, model) for _ in range(2))
+    root = _inject(lever, used, "", model, model.config.model_type, empty=True)
+    if hasattr(config, "fan_in_fan_out"):
+        config.fan_in_fan_out = used.fan_in_fan_out  # as peft found the layers
     named = get_peft_model_state_dict(root, tensors, adapter_name=_NAME, save_embedding_layers=False)
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.base_model_name_or_path, config.inference_mode = name, True

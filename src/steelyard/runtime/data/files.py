@@ -6,35 +6,28 @@
 | ``.uint16.bin`` | unsigned 16-bit little-endian numbers; so with ``uint8`` and ``uint32``                |
 | ``.bin``        | unsigned 16-bit numbers where the vocabulary has at most 65,536 tokens, else 32-bit    |
 
-Reads go through `os.pread` and not through a memory map: the pages are cached alike, but where a file shrinks under a
-running job a map ends the process with SIGBUS, and a read says what happened.
+A memory map says what a file holds, and no more: tokens are read, since where a file shrinks under a running job a map
+ends the process with SIGBUS, and a read says what happened.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.lib import format as npy_format
 
 from steelyard.errors import InvalidDataError
 
 TOKEN_SUFFIXES = (".npy", ".bin")
 NUM_BYTE_TOKENS = 256
 _MOST_UINT16_TOKENS = 1 << 16
-_NAMED_TYPES: dict[str, np.dtype[np.integer]] = {
-    ".uint8": np.dtype("<u1"),
-    ".uint16": np.dtype("<u2"),
-    ".uint32": np.dtype("<u4"),
-}
+_NAMED_TYPES = {".uint8": "<u1", ".uint16": "<u2", ".uint32": "<u4"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
-    """An open file of ``num_tokens`` token ids of type ``dtype`` that begin ``offset_bytes`` into it."""
+    """A file of ``num_tokens`` token ids of type ``dtype`` that begin ``offset_bytes`` into it."""
 
     path: Path
-    descriptor: int
     dtype: np.dtype[np.integer]
     offset_bytes: int
     num_tokens: int
@@ -44,15 +37,15 @@ class TokenFile:
 
         Raises `InvalidDataError` if the file no longer holds them.
         """
-        wanted = count * self.dtype.itemsize
-        content = os.pread(self.descriptor, wanted, self.offset_bytes + first * self.dtype.itemsize)
-        if len(content) < wanted:
+        offset = self.offset_bytes + first * self.dtype.itemsize
+        found = np.fromfile(self.path, dtype=self.dtype, count=count, offset=offset)
+        if len(found) < count:
             raise InvalidDataError(
                 found=f"{self.path} has become shorter than the {self.num_tokens} tokens that it had at the start",
                 expected="data that does not change while it is read",
                 hint="restore the file and resume from the last checkpoint",
             )
-        return np.frombuffer(content, dtype=self.dtype).astype(np.int64)
+        return found.astype(np.int64)
 
 
 def is_token_file(path: Path) -> bool:
@@ -62,25 +55,31 @@ def is_token_file(path: Path) -> bool:
 
 def open_token_file(path: Path, *, vocab_size: int) -> TokenFile:
     """The token file at ``path``; raises `InvalidDataError` if it is none."""
+    named = Path(path.stem).suffix
+    raw_type = named if named in _NAMED_TYPES else smallest_type(vocab_size, least=".uint16")
     try:
-        return _open_npy(path) if path.suffix == ".npy" else _open_raw(path, raw_type(path, vocab_size))
-    except (ValueError, OSError) as error:
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            tokens = np.memmap(path, _NAMED_TYPES[raw_type], mode="r")
+    except (ValueError, OSError, EOFError) as error:
         raise InvalidDataError(
             found=f"{path}: {error}",
             expected="a .npy array or a .bin file of token ids",
             hint="write the file again",
         ) from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise InvalidDataError(
+            found=f"{tokens.ndim} dimensions of {tokens.dtype} in {path}",
+            expected="one dimension of whole numbers",
+            hint="save the token ids as one flat integer array",
+        )
+    return TokenFile(path=path, dtype=tokens.dtype, offset_bytes=tokens.offset, num_tokens=len(tokens))
 
 
 def open_bytes(path: Path) -> TokenFile:
     """A file whose bytes are its tokens."""
-    return _open_raw(path, _NAMED_TYPES[".uint8"])
-
-
-def raw_type(path: Path, vocab_size: int) -> np.dtype[np.integer]:
-    """The type of the numbers in a ``.bin`` file: as its name says, else as the vocabulary needs."""
-    named = _NAMED_TYPES.get(Path(path.stem).suffix)
-    return named if named is not None else _NAMED_TYPES[smallest_type(vocab_size, least=".uint16")]
+    return TokenFile(path=path, dtype=np.dtype(np.uint8), offset_bytes=0, num_tokens=path.stat().st_size)
 
 
 def smallest_type(vocab_size: int, *, least: str = ".uint8") -> str:
@@ -88,34 +87,3 @@ def smallest_type(vocab_size: int, *, least: str = ".uint8") -> str:
     if vocab_size > _MOST_UINT16_TOKENS:
         return ".uint32"
     return ".uint16" if vocab_size > NUM_BYTE_TOKENS else least
-
-
-def _open_npy(path: Path) -> TokenFile:
-    with path.open("rb") as file:
-        version = npy_format.read_magic(file)
-        read_header = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
-        shape, _, dtype = read_header(file)
-        if len(shape) != 1 or dtype.kind not in "iu":
-            raise InvalidDataError(
-                found=f"{len(shape)} dimensions of {dtype} in {path}",
-                expected="one dimension of whole numbers",
-                hint="save the token ids as one flat integer array",
-            )
-        offset_bytes = file.tell()
-    descriptor = os.open(path, os.O_RDONLY)
-    held = (os.fstat(descriptor).st_size - offset_bytes) // dtype.itemsize
-    if held < shape[0]:
-        os.close(descriptor)
-        raise ValueError(f"truncated: {held} of {shape[0]} tokens")
-    return TokenFile(path=path, descriptor=descriptor, dtype=dtype, offset_bytes=offset_bytes, num_tokens=shape[0])
-
-
-def _open_raw(path: Path, dtype: np.dtype[np.integer]) -> TokenFile:
-    descriptor = os.open(path, os.O_RDONLY)
-    num_bytes = os.fstat(descriptor).st_size
-    if num_bytes % dtype.itemsize:
-        os.close(descriptor)
-        raise ValueError(f"{num_bytes} bytes are no whole number of {dtype.name} tokens")
-    return TokenFile(
-        path=path, descriptor=descriptor, dtype=dtype, offset_bytes=0, num_tokens=num_bytes // dtype.itemsize
-    )

@@ -20,7 +20,6 @@ import hashlib
 import json
 import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,24 +37,13 @@ from steelyard.runtime.data.files import NUM_BYTE_TOKENS, is_token_file, smalles
 _DOCUMENTS_AT_ONCE = 256
 
 
-class TextTokenizer(ABC):
-    """Turns documents into token ids below ``vocab_size``; ``identity`` differs where the ids would."""
-
-    vocab_size: int
-    identity: str
-    mask_token: int | None = None
-    """The token that stands for a hidden one; None where the vocabulary has none."""
-
-    @abstractmethod
-    def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
-        """The token ids of each document with the end token after it."""
-
-
-class ByteTokenizer(TextTokenizer):
-    """The bytes of a document, and a zero byte."""
+class ByteTokenizer:
+    """Turns documents into token ids below ``vocab_size``: their bytes; ``identity`` differs where the ids would."""
 
     vocab_size = NUM_BYTE_TOKENS
     identity = "bytes"
+    mask_token: int | None = NUM_BYTE_TOKENS
+    """The token that stands for a hidden one, for bytes the first that is none; None where the vocabulary has none."""
 
     def encode(self, documents: Iterable[str]) -> Iterator[np.ndarray]:
         """The bytes of each document and a zero byte."""
@@ -63,7 +51,7 @@ class ByteTokenizer(TextTokenizer):
             yield np.frombuffer(document.encode() + b"\0", dtype=np.uint8)
 
 
-class HubTokenizer(TextTokenizer):
+class HubTokenizer(ByteTokenizer):
     """A Hugging Face ``tokenizer.json``; raises `InvalidDataError` if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
@@ -100,7 +88,7 @@ class HubTokenizer(TextTokenizer):
         return None if text is None else self._tokenizer.token_to_id(text)
 
 
-def open_tokenizer(path: Path | None) -> TextTokenizer:
+def open_tokenizer(path: Path | None) -> ByteTokenizer:
     """The tokenizer at ``path``, a ``tokenizer.json`` or the folder of one; bytes without a path."""
     return ByteTokenizer() if path is None else HubTokenizer(path)
 
@@ -136,10 +124,15 @@ def documents(path: Path, *, text_key: str) -> Iterator[str]:
         if file.suffix in JSON_LINES_SUFFIXES:
             yield from _json_lines(file, text_key)
         elif path.is_dir():
-            yield from _readable(file)
+            with suppress(OSError, UnicodeDecodeError):  # left out: unreadable, binary or not UTF-8
+                content = file.read_bytes().decode()
+                yield from [content] if content and "\0" not in content else []
         else:
             check_is_text(file)
-            yield _decoded(file)
+            try:
+                yield file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise _no_text(file, str(error)) from error
 
 
 def text_files(path: Path) -> list[Path]:
@@ -168,29 +161,12 @@ def check_is_text(file: Path) -> None:
         raise _no_text(file, "a zero byte")
 
 
-def _decoded(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise _no_text(file, str(error)) from error
-
-
 def _no_text(file: Path, reason: str) -> InvalidDataError:
     return InvalidDataError(
         found=f"no text in {file} ({reason})",
         expected="UTF-8 text, JSON lines, or token ids in a .npy or .bin file",
         hint="convert the file, or name it as what it is",
     )
-
-
-def _readable(file: Path) -> Iterator[str]:
-    """The content of a file of a folder; nothing where it is empty, unreadable, binary or not UTF-8."""
-    try:
-        content = file.read_bytes().decode()
-    except (OSError, UnicodeDecodeError):
-        return
-    if content and "\0" not in content:
-        yield content
 
 
 def _json_lines(file: Path, text_key: str) -> Iterator[str]:
@@ -253,7 +229,7 @@ def prepare_text(path: Path, options: TextOptions, *, folder: Path | None = None
     if (
         path.is_file()
         and path.suffix not in JSON_LINES_SUFFIXES
-        and isinstance(tokenizer, ByteTokenizer)
+        and options.tokenizer is None
         and options.max_bytes is None
     ):
         check_is_text(path)
@@ -276,15 +252,15 @@ def check_data_path(path: str | Path) -> None:
 
 
 def mask_token(path: Path, options: TextOptions) -> int | None:
-    """The token that hides another: as given, else the tokenizer's, else for bytes the first that is no byte."""
+    """The token that hides another: as given, else the tokenizer's."""
     if options.mask_token is not None or is_token_file(path):
         return options.mask_token
-    return NUM_BYTE_TOKENS if options.tokenizer is None else open_tokenizer(options.tokenizer).mask_token
+    return open_tokenizer(options.tokenizer).mask_token
 
 
 def check_vocabulary(options: TextOptions, vocab_size: int) -> None:
     """Raises `InvalidDataError` if the tokenizer has more tokens than the model."""
-    needed = NUM_BYTE_TOKENS if options.tokenizer is None else open_tokenizer(options.tokenizer).vocab_size
+    needed = open_tokenizer(options.tokenizer).vocab_size
     if vocab_size < needed:
         what = "text, which is read as bytes" if options.tokenizer is None else str(options.tokenizer)
         raise InvalidDataError(
@@ -295,14 +271,14 @@ def check_vocabulary(options: TextOptions, vocab_size: int) -> None:
         )
 
 
-def _key(path: Path, options: TextOptions, tokenizer: TextTokenizer) -> str:
+def _key(path: Path, options: TextOptions, tokenizer: ByteTokenizer) -> str:
     files = text_files(path)
     stats = [(str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     entries = [_VERSION, str(path.resolve()), tokenizer.identity, options.text_key, options.max_bytes, stats]
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:24]
 
 
-def _write(target: Path, path: Path, options: TextOptions, tokenizer: TextTokenizer) -> None:
+def _write(target: Path, path: Path, options: TextOptions, tokenizer: ByteTokenizer) -> None:
     """Writes the token file as a whole or not at all."""
     texts = _limited(documents(path, text_key=options.text_key), options.max_bytes)
     scratch = target.with_name(f"{target.name}.{os.getpid()}.tmp")

@@ -18,7 +18,6 @@ Samples for a user's own module: tensors of a file, by the names that they have 
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -182,20 +181,10 @@ _NUM_SYNTHETIC = 1 << 20
 _PATTERN_SIZE = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageShape:
-    """What a model reads, ``num_channels`` × ``height`` × ``width``, and how many classes it tells apart."""
-
-    num_channels: int
-    height: int
-    width: int
-    num_classes: int
-
-
 class ImageData(ABC):
-    """Images and their classes, in an order that the seed decides."""
+    """Images of ``shape``, channels × height × width, and their classes, in an order that the seed decides."""
 
-    def __init__(self, shape: ImageShape, *, num_samples: int, seed: int) -> None:
+    def __init__(self, shape: tuple[int, int, int], *, num_samples: int, seed: int) -> None:
         self.num_samples, self._shape = num_samples, shape
         self._order = SampleOrder(num_samples=num_samples, seed=seed)
 
@@ -212,27 +201,25 @@ class ImageData(ABC):
 class SyntheticImages(ImageData):
     """Endless images: the pattern of a class in blocks, with noise that the seed and the image's number decide."""
 
-    def __init__(self, shape: ImageShape, *, seed: int) -> None:
+    def __init__(self, shape: tuple[int, int, int], num_classes: int, *, seed: int) -> None:
         super().__init__(shape, num_samples=_NUM_SYNTHETIC, seed=seed)
-        self._seed = seed
+        self._num_classes, self._seed = num_classes, seed
 
     def image(self, data_sample: int) -> tuple[np.ndarray, int]:
         """A noisy pattern."""
-        shape = self._shape
-        label = data_sample % shape.num_classes
+        label = data_sample % self._num_classes
         pattern = np.random.default_rng((mixed(self._seed), 0, label)).uniform(
-            -0.5, 0.5, (shape.num_channels, _PATTERN_SIZE, _PATTERN_SIZE)
+            -0.5, 0.5, (self._shape[0], _PATTERN_SIZE, _PATTERN_SIZE)
         )
-        rows, columns = (np.arange(size) * _PATTERN_SIZE // size for size in (shape.height, shape.width))
-        size = (shape.num_channels, shape.height, shape.width)
-        noise = np.random.default_rng((mixed(self._seed), 1, data_sample)).uniform(-0.5, 0.5, size)
+        rows, columns = (np.arange(size) * _PATTERN_SIZE // size for size in self._shape[1:])
+        noise = np.random.default_rng((mixed(self._seed), 1, data_sample)).uniform(-0.5, 0.5, self._shape)
         return (pattern[:, rows][:, :, columns] + noise).astype(np.float32), label
 
 
 class ImageFolder(ImageData):
     """The images of a folder of classes; raises `InvalidDataError` if there are none, or more classes than outputs."""
 
-    def __init__(self, folder: Path, shape: ImageShape, *, seed: int) -> None:
+    def __init__(self, folder: Path, shape: tuple[int, int, int], num_classes: int, *, seed: int) -> None:
         classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
         self._files = [
             (file, label)
@@ -245,10 +232,10 @@ class ImageFolder(ImageData):
                 expected="a folder for each class that holds its images (" + ", ".join(_IMAGE_SUFFIXES) + ")",
                 hint="check the path, or train on made-up images with --data synthetic",
             )
-        if len(classes) > shape.num_classes:
+        if len(classes) > num_classes:
             raise InvalidDataError(
                 found=f"{len(classes)} classes in {folder}",
-                expected=f"at most {shape.num_classes}, the outputs of the model",
+                expected=f"at most {num_classes}, the outputs of the model",
                 hint="use a model with more outputs (num_labels or id2label in its config)",
             )
         super().__init__(shape, num_samples=len(self._files), seed=seed)
@@ -259,7 +246,8 @@ class ImageFolder(ImageData):
         return _read_image(file, self._shape), label
 
 
-def _read_image(file: Path, shape: ImageShape) -> np.ndarray:
+def _read_image(file: Path, shape: tuple[int, int, int]) -> np.ndarray:
+    num_channels, height, width = shape
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
@@ -270,13 +258,13 @@ def _read_image(file: Path, shape: ImageShape) -> np.ndarray:
         ) from error
     try:
         with Image.open(file) as opened:
-            converted = opened.convert("L" if shape.num_channels == 1 else "RGB")
-            square = ImageOps.fit(converted, (shape.width, shape.height))
+            converted = opened.convert("L" if num_channels == 1 else "RGB")
+            square = ImageOps.fit(converted, (width, height))
     except (OSError, UnidentifiedImageError) as error:
         raise InvalidDataError(
             found=f"{file}: {error}", expected="an image", hint="restore or remove the file"
         ) from error
-    values = np.asarray(square, dtype=np.float32).reshape(shape.height, shape.width, -1)
+    values = np.asarray(square, dtype=np.float32).reshape(height, width, -1)
     return np.ascontiguousarray(values.transpose(2, 0, 1)) / 127.5 - 1
 
 
@@ -295,9 +283,8 @@ def open_samples(path: str | Path, text: TextOptions, chain: ModelChain, *, seq_
         check_data_path(path)
     if task is Task.IMAGE_CLASSIFICATION:
         assert chain.image is not None, "a model of images has an image size"
-        num_channels, height, width = chain.image
-        shape = ImageShape(num_channels=num_channels, height=height, width=width, num_classes=chain.vocab_size)
-        return SyntheticImages(shape, seed=seed) if is_made_up else ImageFolder(Path(path), shape, seed=seed)
+        of = chain.image, chain.vocab_size
+        return SyntheticImages(*of, seed=seed) if is_made_up else ImageFolder(Path(path), *of, seed=seed)
     if chain.features:
         options = {"seq_len": seq_len, "vocab_size": chain.vocab_size, "seed": seed}
         if is_made_up:
