@@ -53,8 +53,8 @@ class Engine:
     some of them has them in its name, ``megatron+deepep``, so that a plan names them too."""
 
     levers: Mapping[str, Taken] = field(default_factory=dict)
-    """How it runs each lever that it has, by name; an engine that ``mixes_layers`` runs those that it does not name as our
-    runtime does."""
+    """How it runs each lever that it has, by name; an engine that ``mixes_layers`` runs all others as our runtime does.
+    """
 
     def lever_refusal(self, lever: Lever) -> str | None:
         """Why it does not run this value of a lever, in words behind its name; None where it does."""

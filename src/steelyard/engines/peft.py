@@ -18,6 +18,7 @@ Names are those of peft 0.21.2 (``tuners/lora/config.py``) and transformers 5.23
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from steelyard.engines.capabilities import dimensions_of

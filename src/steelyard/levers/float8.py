@@ -27,12 +27,8 @@ from steelyard.model.chain import ModelChain
 NONE = "none"
 MXFP8 = "mxfp8"
 _PRODUCTS = {
-    "tensorwise": LowPrecision(
-        peak="fp8", share=0.93, forward=((5, 2), (5, 2)), backward=((5, 2), (5, 2), (6, 2))
-    ),
-    "rowwise": LowPrecision(
-        peak="fp8", share=0.93, forward=((1, 0), (3, 1)), backward=((5, 2), (9, 3), (6, 2))
-    ),
+    "tensorwise": LowPrecision(peak="fp8", share=0.93, forward=((5, 2), (5, 2)), backward=((5, 2), (5, 2), (6, 2))),
+    "rowwise": LowPrecision(peak="fp8", share=0.93, forward=((1, 0), (3, 1)), backward=((5, 2), (9, 3), (6, 2))),
     MXFP8: LowPrecision(peak="mxfp8", share=0.93, forward=((3, 1), (3, 1)), backward=((3, 1), (3, 1), (6, 2))),
 }
 
@@ -85,8 +81,8 @@ class Float8(WordLever):
         return None
 
     def change(self, chain: ModelChain) -> ModelChain:
-        """The model whose blocks multiply so."""
-        return replace(chain, changes=(*chain.changes, self))
+        """The model whose blocks multiply so; what is not traced is priced in closed form alone."""
+        return chain if self.word == MXFP8 else replace(chain, changes=(*chain.changes, self))
 
     def effects(self, effects: Effects) -> Effects:
         """The rate of its products."""

@@ -11,21 +11,18 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, _sharding_prop
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 import steelyard.modules.experts  # noqa: F401  registers the products that are counted here
 from steelyard.errors import InvalidModelError
-from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, asks_device, look
+from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, asks_device, has_parts, look
 from steelyard.profiles.profile import Collective
 
 aten = torch.ops.aten
@@ -174,7 +171,7 @@ class OpCounter(FakeOpMode):
         """Runs the operation and counts it; those of DTensors and 8-bit tensors unfold into plain ones first."""
         if asks_device(func, args):
             return args[0].fake_device  # what the fake mode would say
-        if any(map(_unfolds, types)):
+        if any(map(has_parts, types)):
             return NotImplemented
         kwargs = kwargs or {}
         if _is_bookkeeping(func):
@@ -200,12 +197,6 @@ class OpCounter(FakeOpMode):
     def _fresh_id(self) -> int:
         self._next_id += 1
         return self._next_id
-
-
-@cache
-def _unfolds(tensor_type: type) -> bool:
-    """Whether operations on such tensors call others on the plain tensors that they are made of."""
-    return tensor_type is not AsyncCollectiveTensor and is_traceable_wrapper_subclass_type(tensor_type)
 
 
 def live_bytes(log: list[tuple[int, int]], *, without: set[int]) -> list[int]:

@@ -295,8 +295,10 @@ def _gather(node: fx.Node, inside: set[fx.Node], run: dict[fx.Node, None], input
 
 
 def _is_written(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether a value of a group is read outside: by a kernel that is not fused, or by a fused one that does not compute
-    it again, as sums over rows do, and all do with what is `_is_cheap`."""
+    """Whether a value of a group is read outside: by a kernel that is not fused, or by a fused one.
+
+    Of the latter sums over rows compute it again, and all do so with what is `_is_cheap`.
+    """
     read = list(node.users)
     is_again = _is_cheap(node)
     while read:
