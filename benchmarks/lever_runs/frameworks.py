@@ -26,7 +26,8 @@ from steelyard.engines.execution import Execution, StateBytes
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import TORCHTITAN, WHOLE_LOSS
 from steelyard.engines.transformers import TRANSFORMERS
-from steelyard.levers import Levers
+from steelyard.levers import Effects, Levers
+from steelyard.levers.float8 import Float8
 
 OUR_LOSS = (4, 12)
 """Bytes of each logit that our head saves, and holds at most: `steelyard.modules.layers.HeadLayer`."""
@@ -183,8 +184,19 @@ _FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework
 
 _FUSED_NORM = "2025-07"
 """The month from which torch's RMSNorm is one kernel (pytorch/pytorch pull request 153666)."""
-_ROWWISE_SHARE = 0.58
-"""`Execution.fp8_share` of scales of rows. Chosen on the rows of ao_pretrain_tut and ao_titan without tp."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredFloat8(Float8):
+    """Float8 whose weights FSDP gathers in 8 bits (``enable_fsdp_float8_all_gather``): each rank casts its own part."""
+
+    def effects(self, effects: Effects) -> Effects:
+        """As without, but casts of whole weights."""
+        low = Float8.effects(self, effects).low_precision
+        assert low is not None, "of float8"
+        (inputs, _), (inputs_again, _, outputs) = low.forward, low.backward
+        casts = {"forward": (inputs, (0, 0)), "backward": (inputs_again, (0, 0), outputs)}
+        return replace(effects, low_precision=replace(low, **casts))
 
 
 def _torchtitan(row: Row) -> Engine:
@@ -196,8 +208,6 @@ def _torchtitan(row: Row) -> Engine:
         kernels = replace(kernels, norm=True, rotary=True, activation=True)
     elif row.text("date") < _FUSED_NORM:
         kernels = replace(kernels, norm=False)
-    if row.text("precision") == "fp8-rowwise":
-        execution = replace(execution, fp8_share=_ROWWISE_SHARE)
     if "async" in row.text("notes") and "async_tp" in row.text("lever"):
         execution = replace(execution, hidden_collectives=0.5)
     return replace(engine, execution=replace(execution, kernels=kernels))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from lever_runs.frameworks import OUR_LOSS, Framework, framework_of
+from lever_runs.frameworks import OUR_LOSS, Framework, GatheredFloat8, framework_of
 from lever_runs.models import config_of, targets_of
 from lever_runs.rows import Row
 from steelyard.cost.job import Job, layer_precision
@@ -28,6 +28,8 @@ from steelyard.engines.execution import StateBytes
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, Device, NodeGroup, find_device
 from steelyard.hardware.files import default_links
+from steelyard.levers import Levers
+from steelyard.levers.float8 import Float8
 from steelyard.levers.train import KINDS, LORA
 from steelyard.model.chain import LayerRole
 from steelyard.plan.strategy import Remat
@@ -140,12 +142,13 @@ class Case:
 
     def job(self, seq_len: int) -> Job:
         """The job at a length, with what the framework's modules save beyond ours."""
+        is_closed = self.framework.engine.execution.kernels is not None
         request = make_request(
             self.config,
             self.cluster,
             global_batch=self.global_batch,
             seq_len=seq_len,
-            levers=dict(self.levers),
+            levers={name: text for name, text in self.levers if not (is_closed and name == "float8")},
             memory_margin=0.0,
             precision=layer_precision(self.precision),  # type: ignore[arg-type]
         )
@@ -153,7 +156,13 @@ class Case:
         states = engine.execution.states
         if isinstance(states, StateBytes) and self.settings.zero == 0:
             engine = replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))
-        job = replace(job_under(job_of(request), engine), precision=self.precision)  # type: ignore[arg-type]
+        gathers = dict(self.levers).get("float8") == "tensorwise" and self.settings.tp == 1
+        chosen = (
+            GatheredFloat8(str(each)) if gathers and isinstance(each, Float8) else each
+            for each in Levers.of(dict(self.levers))
+        )
+        job = replace(job_of(request), levers=Levers(tuple(chosen)))
+        job = replace(job_under(job, engine), precision=self.precision)  # type: ignore[arg-type]
         return job if engine.execution.kernels is not None else self._as_framework(job)
 
     def _as_framework(self, job: Job) -> Job:
@@ -361,11 +370,14 @@ def _refuse(row: Row) -> None:
 
 def _precision(row: Row) -> str:
     text = row.text("precision")
-    if text.startswith("fp8"):
-        if "gw-hp" in text:
-            raise _SkipError(f"{text} is no lever yet")
-        return "fp8"
+    if _float8(row) in Float8.values:
+        return "bf16"
     return {"": "bf16", "bf16 or fp16 (not stated)": "bf16", "16 bit": "bf16"}.get(text, text)
+
+
+def _float8(row: Row) -> str:
+    """Scales of operands in 8 bits, where the row has some."""
+    return row.text("precision").removeprefix("fp8-")
 
 
 def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[tuple[str, str], ...]:
@@ -390,6 +402,8 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
         found["loss"] = "chunked"
     if row.text("offload") in _OFFLOADS:
         found["offload"] = row.text("offload")
+    if _float8(row) in Float8.values:
+        found["float8"] = _float8(row)
     if row.text("compile") == "1" and framework.engine.execution.kernels is None:
         found["compile"] = "blocks"
     optimizer = _OPTIMIZERS[row.text("optimizer")]

@@ -309,7 +309,7 @@ class Job:
     def low_precision_speedup(self) -> float:
         """The rate of products of 8-bit operands over that of other linear layers."""
         device, low = self.cluster.device, self.effects.low_precision
-        return device.peak(low.peak) / device.peak("bf16") * low.share if low else 1.0
+        return device.peak(low.peak) / device.peak("bf16") if low else 1.0
 
     @property
     def compute_bytes(self) -> int:

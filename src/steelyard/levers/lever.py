@@ -66,9 +66,7 @@ class LowPrecision:
     """Products of linear layers whose operands are cast to 8 bits."""
 
     peak: str
-    """Type whose peak they approach."""
-    share: float
-    """Rate over that of bf16 products, as a fraction of the ratio of the peaks."""
+    """Type whose peak they reach the same part of as others of bf16's."""
     forward: tuple[tuple[float, int], ...]
     """Of casts in a forward pass, bytes that they move of an entry and their kernels: of a layer's inputs, which layers
     share, and of its weights. For closed forms of compiled blocks: a trace counts them."""
@@ -174,6 +172,8 @@ class Lever(ABC):
     adds_parameters: ClassVar[bool] = False
     """Whether it adds parameters to a model, and leaves all else untrained."""
 
+    precisions: ClassVar[tuple[str, ...]] = ()
+    """Precisions in the place of which engines have it."""
     size: ClassVar[str] = ""
     """What is called its size, if it has one: advice finds the largest that fits."""
 
