@@ -26,8 +26,7 @@ from steelyard.engines.execution import Execution, StateBytes
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import TORCHTITAN, WHOLE_LOSS
 from steelyard.engines.transformers import TRANSFORMERS
-from steelyard.levers import Effects, Levers
-from steelyard.levers.float8 import Float8
+from steelyard.levers import Levers
 
 OUR_LOSS = (4, 12)
 """Bytes of each logit that our head saves, and holds at most: `steelyard.modules.layers.HeadLayer`."""
@@ -184,19 +183,6 @@ _FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework
 
 _FUSED_NORM = "2025-07"
 """The month from which torch's RMSNorm is one kernel (pytorch/pytorch pull request 153666)."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatheredFloat8(Float8):
-    """Float8 whose weights FSDP gathers in 8 bits (``enable_fsdp_float8_all_gather``): each rank casts its own part."""
-
-    def effects(self, effects: Effects) -> Effects:
-        """As without, but casts of whole weights."""
-        low = Float8.effects(self, effects).low_precision
-        assert low is not None, "of float8"
-        (inputs, _), (inputs_again, _, outputs) = low.forward, low.backward
-        casts = {"forward": (inputs, (0, 0)), "backward": (inputs_again, (0, 0), outputs)}
-        return replace(effects, low_precision=replace(low, **casts))
 
 
 def _torchtitan(row: Row) -> Engine:

@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from lever_runs.frameworks import OUR_LOSS, Framework, GatheredFloat8, framework_of
+from published_runs.frameworks import GatheredFloat8
+
+from lever_runs.frameworks import OUR_LOSS, Framework, framework_of
 from lever_runs.models import config_of, targets_of
 from lever_runs.rows import Row
 from steelyard.cost.job import Job, layer_precision

@@ -51,6 +51,7 @@ class Float8(WordLever):
         "Products of linear layers in 8 bits: none, tensorwise, rowwise (a scale for a tensor or a row), or mxfp8."
     )
     result: ClassVar[Result] = "rounding"
+    tolerances: ClassVar[tuple[float, float]] = (1e-3, 0.25)
     precisions: ClassVar[tuple[str, ...]] = ("fp8", "mxfp8")
 
     def check(self, asked: Asked) -> None:

@@ -172,6 +172,9 @@ class Lever(ABC):
     adds_parameters: ClassVar[bool] = False
     """Whether it adds parameters to a model, and leaves all else untrained."""
 
+    tolerances: ClassVar[tuple[float, float]] = (0.0, 0.0)
+    """Relative differences of losses and of gradients between two plans with it, where they are above those of the
+    precision."""
     precisions: ClassVar[tuple[str, ...]] = ()
     """Precisions in the place of which engines have it."""
     size: ClassVar[str] = ""
