@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from lever_runs.forecast import Outcome, Unpredicted, forecast, write_predictions
@@ -21,6 +22,8 @@ from lever_runs.score import KINDS, WITHIN, Pair, Summary, Verdicts, errors_by, 
 from steelyard.errors import UserError
 
 _SHOWN_REASONS = 80
+_ROWS_AT_ONCE = 16
+"""Neighbours are of one source, and share what is traced and priced."""
 
 
 def error_lines(outcomes: Sequence[Outcome]) -> list[str]:
@@ -76,7 +79,9 @@ def main() -> None:
     parser.add_argument("--predictions", type=Path)
     options = parser.parse_args()
     try:
-        outcomes = [forecast(row) for row in read_rows(options.folder)]
+        rows = read_rows(options.folder)
+        with ProcessPoolExecutor() as pool:
+            outcomes = list(pool.map(forecast, rows, chunksize=_ROWS_AT_ONCE))
     except UserError as error:
         sys.exit(f"{error.field}: found {error.found}; expected {error.expected}")
     if options.predictions is not None:

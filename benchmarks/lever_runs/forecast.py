@@ -104,6 +104,7 @@ def _forecast(case: Case) -> Forecast:
     beside += max(0.0, case.blocks_bytes - tensors.get("optimizer step", 0))
     reserved = max(allocated, min(allocated + int(beside), budget - terms.get("context", 0)))
     seconds = _seconds(case, step_s)
+    seconds = seconds and seconds * case.parts
     devices = case.cluster.num_devices
     tokens = case.tokens or (case.global_batch * case.mean_len if case.mean_len else None)
     of_rate = devices if row.text("rate_scope").startswith("gpu") else 1
@@ -115,7 +116,7 @@ def _forecast(case: Case) -> Forecast:
         allocated_bytes=allocated,
         reserved_bytes=reserved,
         device_bytes=reserved + terms.get("context", 0),
-        fits=allocated + terms.get("context", 0) <= budget if row.text("gpu") else None,
+        fits=sum(terms.values()) <= budget if row.text("gpu") else None,
     )
 
 

@@ -61,16 +61,15 @@ class Framework:
     """As `OUR_LOSS`."""
     chunked_logits_bytes: int = 0
     """Bytes of each logit that it saves where the loss is computed in chunks."""
-    adapter_input_bytes: int = 0
-    """Bytes of an entry of the copy of its input that each adapter saves; 0 where they share the input."""
     dropout: float = 0.0
     """Of adapters."""
-    keeps_fused_qkv: bool = False
-    """Whether values saved for attention are a part of the fused projection's result, which they keep alive; the
-    projection's adapters drop entries of one input for queries, keys and values together."""
-    saves_quantized_inputs: bool = False
-    """Whether layers with weights in few bits save their input, as bitsandbytes before 0.43 has it (`MatMul4Bit`:
-    ``ctx.tensors = (A, B)``)."""
+    has_fused_qkv: bool = False
+    """Whether queries, keys and values are one product, whose result values that are saved for attention keep alive;
+    keys and values of fewer heads are repeated for all instead. Its adapters drop entries of one input together."""
+    kept_quantized_inputs: int = 0
+    """Microbatches of which layers with weights in few bits keep their inputs. Bitsandbytes before 0.43 has them in an
+    attribute of the graph's node (`MatMul4Bit`: ``ctx.tensors = (A, B)``), which goes with the graph: where a loop has
+    the last loss in a variable, when the next one is there."""
     quantizes_head: bool = False
     """Whether the head is in few bits as well, so that its matrix is made whole while all activations are there."""
     ties_head: bool = True
@@ -99,17 +98,19 @@ def framework_of(row: Row, config: Mapping[str, Any]) -> Framework | None:
 
 
 def _litgpt(row: Row, config: Mapping[str, Any], is_full: bool) -> Framework:
-    """FSDP1 shards adapters with the base, and without synchronisation has gradients of all, whole on each rank."""
+    """FSDP1 shards adapters with the base, and without synchronisation has gradients of all, whole on each rank.
+
+    Only blocks are units of their own (``auto_wrap_policy``): the embedding and the head are whole all the while.
+    """
     shards = row.count("fsdp") or 1
     sharded = replace(_BF16_STATES, zero=3, frozen=2 + 2 * shards)
-    heads = config["num_attention_heads"]
-    groups = 1 if config.get("multi_query") else config.get("num_key_value_heads") or heads
+    root = 2 * 2 * config["vocab_size"] * config["hidden_size"]
     return Framework(
-        engine=_engine("litgpt", replace(_BF16, states=sharded) if shards > 1 else _BF16),
+        engine=_engine("litgpt", replace(_BF16, states=sharded, bucket_bytes=root) if shards > 1 else _BF16),
         loss_bytes=(4, 6),  # chunked_cross_entropy in bf16, of logits that the caller's list keeps
         dropout=0.0 if is_full else 0.05,
-        keeps_fused_qkv=groups in (1, heads),  # a view that `CausalSelfAttention` splits; others it expands
-        saves_quantized_inputs=True,  # it requires bitsandbytes 0.41 or 0.42
+        has_fused_qkv=True,
+        kept_quantized_inputs=1 if "longest sample" in row.text("notes") else 2,  # bitsandbytes 0.41, 0.42; one is long
         quantizes_head=True,  # BitsandbytesPrecision converts every linear layer
         ties_head=False,  # its checkpoints have the matrix twice (convert_hf_checkpoint.py)
         single_scales="double" not in row.text("quant_type"),
@@ -123,7 +124,7 @@ def _torchtune(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framewo
 
 def _peft(_row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
     return Framework(
-        engine=_engine("peft", _BF16 if is_full else replace(_FP32_ADAPTERS, adapter_input_bytes=4)),  # no autocast
+        engine=_engine("peft", _BF16 if is_full else replace(_FP32_ADAPTERS, adapters="fp32")),  # no autocast
         loss_bytes=(6, 14),  # the script keeps `outputs`, with the logits in bf16, until the next step
         reserve=0.0,  # it empties the cache every 10 steps, and makes batches of texts of one length
     )
@@ -131,10 +132,12 @@ def _peft(_row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
 
 def _qwen(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
     if (row.count("fsdp") or 1) > 1:
-        return Framework(engine=_engine("qwen", Execution()), adapter_input_bytes=2)  # ZeRO-3: as FSDP2 shards
+        return Framework(engine=_engine("qwen", Execution()))  # ZeRO-3, all in bf16: as FSDP2 shards
     is_deepspeed = is_full or "DeepSpeed" in row.text("framework")
     execution = replace(_DEEPSPEED, states=replace(MIXED_16, zero=0)) if is_deepspeed else _FP32_ADAPTERS
-    return Framework(engine=_engine("qwen", replace(execution, adapter_input_bytes=0 if is_full else 2)))
+    if "embeddings" in row.text("method"):  # nearly all that is trained, which peft copies in bf16 and does not cast
+        execution = replace(execution, states=_BF16_STATES, step_shard_bytes=2)
+    return Framework(engine=_engine("qwen", replace(execution, adapters="computed" if is_full else "autocast")))
 
 
 def _fitcheck(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:

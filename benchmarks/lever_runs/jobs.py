@@ -24,12 +24,12 @@ from published_runs.frameworks import GatheredFloat8
 from lever_runs.frameworks import OUR_LOSS, Framework, framework_of
 from lever_runs.models import config_of, targets_of
 from lever_runs.rows import Row
-from steelyard.cost.job import Job, layer_precision
-from steelyard.cost.kernels import job_under
+from steelyard.cost.job import Job
 from steelyard.engines.execution import StateBytes
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, Device, NodeGroup, find_device
-from steelyard.hardware.files import default_links
+from steelyard.hardware import Cluster, Device
+from steelyard.hardware.files import default_links, find_device
+from steelyard.hardware.values import NodeGroup
 from steelyard.levers import Levers
 from steelyard.levers.float8 import Float8
 from steelyard.levers.train import KINDS, LORA
@@ -135,6 +135,8 @@ class Case:
     """That a step counts in the row's rate, of all devices; None for those of the mean batch."""
     has_rates: bool
     """Whether the device is in the catalogue."""
+    parts: int
+    """Devices that work one after another, with a part of the layers each; the config is of one part."""
 
     @property
     def blocks_bytes(self) -> float:
@@ -152,7 +154,6 @@ class Case:
             seq_len=seq_len,
             levers={name: text for name, text in self.levers if not (is_closed and name == "float8")},
             memory_margin=0.0,
-            precision=layer_precision(self.precision),  # type: ignore[arg-type]
         )
         engine = self.framework.engine
         states = engine.execution.states
@@ -163,8 +164,8 @@ class Case:
             GatheredFloat8(str(each)) if gathers and isinstance(each, Float8) else each
             for each in Levers.of(dict(self.levers))
         )
-        job = replace(job_of(request), levers=Levers(tuple(chosen)))
-        job = replace(job_under(job, engine), precision=self.precision)  # type: ignore[arg-type]
+        request = replace(request, engine=engine, levers=Levers(tuple(chosen)))
+        job = job_of(replace(request, precision=self.precision))  # type: ignore[arg-type]
         return job if engine.execution.kernels is not None else self._as_framework(job)
 
     def _as_framework(self, job: Job) -> Job:
@@ -199,16 +200,14 @@ class Case:
         ffn = config.get("intermediate_size") or 4 * hidden
         groups = 1 if config.get("multi_query") else config.get("num_key_value_heads") or heads
         more = 0
-        if framework.adapter_input_bytes:
-            more += _adapter_inputs(dict(self.levers).get("train", ""), framework.adapter_input_bytes, hidden, ffn)
-        if framework.keeps_fused_qkv:
-            more += 2 * (heads + groups) * width
+        if framework.has_fused_qkv:
+            more += 2 * width * (2 * heads if groups == heads else 2 * (heads - groups))
         if framework.dropout:
             more -= _DROPPED * hidden * max(0, sum(name in dict(self.levers)["train"] for name in _QKV) - 1)
         if self.settings.remat is Remat.FULL:
             layer = _with_stream(layer, (framework.stream_bytes - job.compute_bytes) * hidden * job.seq_len)
-        if framework.saves_quantized_inputs and dict(self.levers).get("base"):
-            more += 2 * (3 * hidden + ffn)
+        if dict(self.levers).get("base"):
+            more += framework.kept_quantized_inputs * 2 * (3 * hidden + ffn)
         return self._scaled(_with_more(layer, saved=more * job.seq_len))
 
     def _scaled(self, layer: LayerProfile) -> LayerProfile:
@@ -267,26 +266,6 @@ def _more(line: Affine, num_bytes: float) -> Affine:
     return Affine(constant=line.constant, per_sample=line.per_sample + num_bytes)
 
 
-def _adapter_inputs(train: str, entry_bytes: int, hidden: int, ffn: int) -> int:
-    """Bytes of a token that adapters of a block save of their inputs each, less those that ours share."""
-    targets = train.partition("targets=")[2].partition(",")[0].split("+") if "targets=" in train else ["all-linear"]
-    if targets == ["all-linear"]:
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    is_down = {each: each.startswith(("down", "fc2", "dense_4h")) for each in targets}
-    inputs = {
-        "down"
-        if is_down[each]
-        else "mlp"
-        if each.startswith(("gate", "up", "fc1", "dense_h"))
-        else "out"
-        if each.startswith(("o_", "dense", "attention.", "self_attention."))
-        else "qkv"
-        for each in targets
-    }
-    widths = [ffn if is_down[each] else hidden for each in targets]
-    return entry_bytes * sum(widths) - 2 * sum(ffn if each == "down" else hidden for each in inputs)
-
-
 def case_of(row: Row) -> Case | Skipped:
     """The case of a row, or why it cannot be predicted."""
     try:
@@ -308,10 +287,16 @@ def _case(row: Row) -> Case:
         raise _SkipError(f"framework without an engine: {row.text('framework')}")
     if not framework.ties_head:
         config = {**config, "tie_word_embeddings": False}
+    if row.text("attention") == "eager":
+        config = {**config, "attn_implementation": "eager"}
+    count, pp, tp, cp = (row.count(column) or 1 for column in ("num_gpus", "pp", "tp", "cp"))
+    parts = count if "device_map" in row.text("notes") else 1
+    if parts > 1:  # of which none has both the embedding and the head
+        count, layers = 1, -(-config["num_hidden_layers"] // parts)
+        config = {**config, "num_hidden_layers": layers, "tie_word_embeddings": True}
     precision = _precision(row)
     if precision not in framework.engine.precisions:
         raise _SkipError(f"{precision} is no lever yet")
-    count, pp, tp, cp = (row.count(column) or 1 for column in ("num_gpus", "pp", "tp", "cp"))
     accumulation = row.count("grad_accum") or 1
     data = count // (tp * pp * cp)
     cluster, has_rates = _cluster(row, count)
@@ -338,6 +323,7 @@ def _case(row: Row) -> Case:
         mean_len=mean_len,
         tokens=tokens,
         has_rates=has_rates,
+        parts=parts,
     )
 
 
@@ -362,10 +348,6 @@ def _refuse(row: Row) -> None:
         raise _SkipError(f"{row.text('quant_type')} is no lever")
     if row.text("optimizer") not in _OPTIMIZERS:
         raise _SkipError(f"optimizer {row.text('optimizer')} is no lever")
-    if row.text("source") == "msswift_bench" and (row.count("num_gpus") or 1) > 1:
-        raise _SkipError("layers split over devices that work one after another")
-    if row.text("attention") == "eager":
-        raise _SkipError("eager attention is no lever")
     if "alpaca samples, at most" in row.text("notes"):
         raise _SkipError("padded to the longest of a batch, whose length is not stated")
 

@@ -16,7 +16,7 @@ from published_runs.rows import PublishedRun
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.deepspeed import DEEPSPEED
-from steelyard.engines.execution import FSDP2_STATES, Dispatcher, Execution, StateBytes
+from steelyard.engines.execution import Dispatcher, Execution, StateBytes
 from steelyard.engines.kernels import EAGER, FUSED, Kernels
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
@@ -260,8 +260,8 @@ class GatheredFloat8(Float8):
         low = Float8.effects(self, effects).low_precision
         assert low is not None, "of float8"
         (inputs, _), (inputs_again, _, outputs) = low.forward, low.backward
-        casts = {"forward": (inputs, (0, 0)), "backward": (inputs_again, (0, 0), outputs)}
-        return replace(effects, low_precision=replace(low, **casts))
+        low = replace(low, forward=(inputs, (0, 0)), backward=(inputs_again, (0, 0), outputs))
+        return replace(effects, low_precision=low)
 
 
 def levers_of(run: PublishedRun) -> Levers:
@@ -296,10 +296,10 @@ def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
 
 def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     precision, overlap = run.text("precision").lower(), run.text("overlap").lower()
-    if isinstance(execution.states, StateBytes) and zero < 3:
+    if execution.states is not None and zero < 3:
         execution = replace(execution, states=replace(execution.states, zero=zero))
     else:
-        execution = replace(execution, states=FSDP2_STATES)
+        execution = replace(execution, states=None)
     assert execution.kernels is not None, "rows have no modules that could be traced"
     kernels = _kernels(run, execution.kernels)
     execution = replace(execution, kernels=kernels, dispatcher=_dispatcher(run, execution))

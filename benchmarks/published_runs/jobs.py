@@ -22,18 +22,19 @@ from steelyard.cost.kernels import kernels_of, tuned_over_experts
 from steelyard.engines.kernels import Kernels
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, Link, NodeGroup, find_device, find_link
-from steelyard.hardware.files import default_links
-from steelyard.hardware.values import Device
+from steelyard.hardware import Cluster, Link
+from steelyard.hardware.files import default_links, find_device, find_link
+from steelyard.hardware.values import Device, NodeGroup
 from steelyard.levers.lever import LowPrecision
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.split import BlockCall, ModelSplit, SplitLayerType
 from steelyard.plan.dimensions import CP, DP, FSDP, TP
+from steelyard.plan.dimensions.dimension import Level
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
-from steelyard.plan.strategy import Level, Remat, Strategy
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Profile, ProfileIdentity
 from steelyard.schedules import Schedule
 from steelyard.schedules.gpipe import GPIPE

@@ -118,6 +118,22 @@ def test_what_is_skipped_says_why(cells: dict[str, str], words: str) -> None:
     assert reason(with_cells("lv-0468", **cells)) == words
 
 
+def test_devices_that_work_one_after_another_have_a_part_of_the_layers_each() -> None:
+    whole = case_of(ROWS["lv-0468"])
+    parts = case_of(with_cells("lv-0468", num_gpus="2", notes="split over the GPUs by layers (device_map)"))
+    assert isinstance(whole, Case)
+    assert isinstance(parts, Case)
+    assert (whole.parts, parts.parts, parts.cluster.num_devices) == (1, 2, 1)
+    assert 2 * parts.config["num_hidden_layers"] == whole.config["num_hidden_layers"]
+    assert parts.global_batch == whole.global_batch
+
+
+def test_eager_attention_is_said_in_the_config() -> None:
+    case = case_of(with_cells("lv-0468", attention="eager"))
+    assert isinstance(case, Case)
+    assert case.config["attn_implementation"] == "eager"
+
+
 def test_every_reason_of_the_sample_is_of_a_lever() -> None:
     assert reason(ROWS["lv-0489"]) == "adapter is no lever"
     assert isinstance(forecast(ROWS["lv-0282"]), Forecast)

@@ -186,7 +186,11 @@ CASES = {
         stages=("dp2, dp2", "dp2", "dp2", "dp2, dp2"), devices=8, vocab=4096, most=1.15
     ),
     "interleaved": Case(
-        stages=("tp2+sp, tp2+sp", "fsdp2", "fsdp2", "fsdp2, fsdp2"), devices=4, schedule="interleaved-1f1b", chunks=2
+        stages=("tp2+sp, tp2+sp", "fsdp2", "fsdp2", "fsdp2, fsdp2"),
+        devices=4,
+        schedule="interleaved-1f1b",
+        chunks=2,
+        most=1.2,
     ),
     "whole activations for sharded layers": Case(stages=("tp2, tp2, tp2", "fsdp2, fsdp2, fsdp2"), devices=4),
     "an embedding alone, sharded, few tokens": Case(

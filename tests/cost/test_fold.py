@@ -16,7 +16,7 @@ from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import parse_strategy
 from steelyard.planning.choose import plan_job
-from steelyard.planning.price import grouped_plan
+from steelyard.planning.price import bare_plan
 from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, price_settings
 from steelyard.search import search
@@ -126,7 +126,7 @@ def interleaved_outcomes():
 def test_a_folded_solution_becomes_a_legal_plan_that_takes_no_more_memory_than_the_tables_say():
     for of, found in interleaved_outcomes():
         assert found.status == "optimal"
-        plan = Plan.model_validate(grouped_plan(of, found.best).model_dump())
+        plan = Plan.model_validate(bare_plan(of, found.best.tables, found.best.solution).model_dump())
         assert (plan.schedule, plan.num_chunks) == ("interleaved-1f1b", found.best.tables.pipeline.num_chunks)
         cost = predict(plan, of)
         most = max(
@@ -137,7 +137,7 @@ def test_a_folded_solution_becomes_a_legal_plan_that_takes_no_more_memory_than_t
 
 def test_the_step_of_the_tables_is_near_the_simulated_one():
     for of, found in interleaved_outcomes():
-        plan = grouped_plan(of, found.best)
+        plan = bare_plan(of, found.best.tables, found.best.solution)
         assert predict(plan, of).timeline.step_time_s == pytest.approx(found.best.solution.step_s, rel=0.15)
 
 

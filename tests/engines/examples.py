@@ -4,7 +4,8 @@ from typing import Any
 
 import yaml
 
-from steelyard.engines import ENGINE_OF_TARGET, Export, Request, describe_uniform, export_plan, target_of
+from steelyard.engines import ENGINE_OF_TARGET, target_of
+from steelyard.engines.writing import Export, Request, describe_uniform, export_plan
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import load_model

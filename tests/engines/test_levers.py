@@ -4,6 +4,7 @@ import importlib
 import json
 import types
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from torch import nn
 
 from steelyard.engines import ENGINE_OF_TARGET, ENGINES
+from steelyard.engines.execution import Execution
 from steelyard.engines.writing import UniformPlan
 from steelyard.errors import UserError
 from steelyard.levers import LEVERS, Levers
@@ -66,6 +68,7 @@ def test_our_runtime_runs_every_value() -> None:
         ("transformers", {"train": "lora", "base": "int8"}, "--base", "LLM.int8"),
         ("transformers", {"loss": "chunked"}, "--loss", "the engine transformers"),
         ("accelerate", {"optimizer": "muon"}, "--optimizer", "no such optimizer"),
+        ("torchtitan", {"offload": "optimizer"}, "--offload", "no copies of moments"),
         *((engine, {"train": "dora"}, "--train", "plain LoRA alone") for engine in ("transformers", "automodel")),
     ],
 )
@@ -137,6 +140,20 @@ def test_an_export_says_its_levers_and_what_is_not_the_same() -> None:
     assert "torch.optim.Adafactor" in text_of(with_levers({"optimizer": "adafactor"}), "accelerate", ".yaml")
 
 
+@pytest.mark.parametrize(
+    ("to", "ending", "key"),
+    [
+        ("accelerate", ".yaml", "fsdp_offload_params: true"),
+        ("axolotl", ".yaml", "offload_params: true"),
+        ("deepspeed", ".json", '"offload_param"'),
+        ("transformers", ".py", "'cpu_offload': True"),
+    ],
+)
+def test_parameters_in_host_memory_are_said_where_fsdp_shards_them(to: str, ending: str, key: str) -> None:
+    assert key in text_of(with_levers({"offload": "parameters"}, "fsdp8"), to, ending)
+    assert key not in text_of(with_levers({}, "fsdp8"), to, ending)
+
+
 def test_a_plan_without_levers_is_written_as_before() -> None:
     assert "lever" not in text_of(uniform("dp8", devices=8), "transformers", ".py")
     assert [name for name, _ in exported(uniform("dp8", devices=8), "accelerate").files] == ["accelerate.yaml"]
@@ -164,13 +181,16 @@ def adapted(config: Any, **options: bool) -> nn.Module:
     return found
 
 
-def saved_bytes(targets: Any, *, in_fp32: bool) -> int:
-    """Bytes that a block of peft's saves in a forward pass of two samples of 32 tokens, weights left out; with adapters
-    in fp32 under autocast."""
+def lora_of(targets: str) -> Any:
     from peft import LoraConfig
 
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets)
-    model = adapted(config, autocast_adapter_dtype=in_fp32).train()
+    return LoraConfig(r=4, lora_alpha=8, target_modules=targets if targets == "all-linear" else targets.split("+"))
+
+
+def saved_bytes(config: Any, adapters: str, *, of_rank: bool = True) -> int:
+    """Bytes that a block of peft's saves in a forward pass of two samples of 32 tokens, weights left out; ``adapters``
+    as `Execution` has it. What is as narrow as their rank counts where ``of_rank``."""
+    model = adapted(config, autocast_adapter_dtype=adapters != "computed").train()
     parts: Any = model.base_model.model.model
     hidden = torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True)
     positions = parts.rotary_emb(hidden, torch.arange(32)[None])
@@ -180,14 +200,14 @@ def saved_bytes(targets: Any, *, in_fp32: bool) -> int:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         is_copy_of_weight = (
-            tensor.dim() == 2 and 4 in tensor.shape
+            not of_rank and tensor.dim() == 2 and 4 in tensor.shape
         )  # autocast's, which count as the copies that compute
         if storage.data_ptr() not in weights and not is_copy_of_weight:
             seen[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with torch.autocast("cpu", torch.bfloat16, enabled=in_fp32), hooks:
+    with torch.autocast("cpu", torch.bfloat16, enabled=adapters == "autocast"), hooks:
         parts.layers[0](hidden, position_embeddings=positions, attention_mask=None)
     return sum(num_bytes for num_bytes, _ in seen.values())
 
@@ -198,8 +218,29 @@ def test_copies_of_inputs_under_autocast_are_those_that_are_counted(targets: str
     job = job_of(make_request(TINY, "1x1xa100-40gb", global_batch=2, seq_len=32, levers=levers))
     block = max(job.profile.layers, key=lambda each: each.adapter_inputs.per_sample)
     counted = 2 * (block.adapter_inputs.at(2) - block.shared_adapter_inputs.at(2))
-    names = targets if targets == "all-linear" else targets.split("+")
-    assert counted == saved_bytes(names, in_fp32=True) - saved_bytes(names, in_fp32=False) > 0
+    config = lora_of(targets)
+    under_autocast, without = (saved_bytes(config, each, of_rank=False) for each in ("autocast", "computed"))
+    assert counted == under_autocast - without > 0
+
+
+@pytest.mark.parametrize("levers", ["lora:r=4,alpha=8", "miss:r=4,targets=q_proj+down_proj", "ln_tuning"])
+def test_adapters_in_fp32_save_what_is_traced_of_them(levers: str) -> None:
+    from peft import LNTuningConfig, MissConfig
+
+    request = make_request(TINY, "1x1xa100-40gb", global_batch=2, seq_len=32, levers={"train": levers})
+    execution = Execution(adapters="fp32")
+    traced = [
+        max(each.saved_bytes.at(2) for each in job_of(asked).profile.layers if each.kind.startswith("block"))
+        for asked in (request, replace(request, engine=replace(ENGINES["native"], execution=execution)))
+    ]
+    config = {
+        "lora": lora_of("all-linear"),
+        "miss": MissConfig(r=4, target_modules=["q_proj", "down_proj"]),
+        "ln_tuning": LNTuningConfig(),
+    }[levers.partition(":")[0]]
+    more = saved_bytes(config, "fp32") - saved_bytes(config, "computed")
+    assert traced[1] - traced[0] == more
+    assert (more == 0) == (levers == "ln_tuning")  # which peft leaves in the type of the model
 
 
 def total_bytes(engine: str, levers: dict[str, str], zero: int = 0) -> int:

@@ -6,16 +6,9 @@ import pytest
 import yaml
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware import (
-    cluster_file,
-    cluster_of,
-    default_links,
-    devices,
-    find_device,
-    find_link,
-    links,
-    parse_cluster,
-)
+from steelyard.hardware import cluster_of, devices, links, parse_cluster
+from steelyard.hardware.files import default_links, find_device, find_link
+from steelyard.hardware.parse import cluster_file
 from steelyard.hardware.values import UNMEASURED
 
 

@@ -124,6 +124,11 @@ def test_a_base_without_linear_layers_of_torch_is_not_quantized_without_a_word()
         make_request("gpt2", "1x1xa100-40gb", global_batch=1, seq_len=64, levers={"train": "qlora:r=4"})
 
 
+def test_a_plan_says_that_routed_experts_are_not_quantized() -> None:
+    chain = lora_plan("qlora:r=4", FAMILY_CONFIGS["mixtral"], "dp2, dp2, dp2, dp2", num_devices=2).chain()
+    assert any("routed experts are not in nf4" in each for each in chain.warnings(16))
+
+
 def test_a_plan_says_that_routed_experts_have_no_adapters() -> None:
     for config, strategies, expected in (("llama", ["dp2"] * 8, False), (FAMILY_CONFIGS["mixtral"], ["dp2"] * 4, True)):
         chain = lora_plan("lora:r=4", config, ", ".join(strategies), num_devices=2).chain()

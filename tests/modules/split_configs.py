@@ -137,7 +137,6 @@ OTHERWISE_CONFIGS: dict[str, dict[str, Any]] = {
         **{**_SMALL, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 1, "head_dim": 16},
         **{"moe_intermediate_size": 32, "layer_types": ["hybrid"] * 3},
     },
-    "albert": {**_SMALL, **_NO_DROPOUT, "embedding_size": 32, "architectures": ["AlbertForMaskedLM"]},
     "squeezebert": {
         **{**_SMALL, **_NO_DROPOUT, "embedding_size": 64, "architectures": ["SqueezeBertForMaskedLM"]},
     },

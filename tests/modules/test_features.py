@@ -12,7 +12,7 @@ from steelyard.model.read import chain_from_config
 from steelyard.model.split import BlockCall
 from steelyard.modules.build import build_model, hub_config, read_hub_config
 from steelyard.modules.model_inputs import decoder_inputs, random_samples
-from steelyard.modules.pieces import BlockInputs
+from steelyard.modules.pieces import SplitSharedInputs
 from steelyard.modules.split_proof import split_model
 from steelyard.modules.splitting import find_split
 from tests.modules.split_configs import split_config
@@ -191,8 +191,8 @@ def test_positions_of_the_text_behind_an_image_are_those_that_the_model_computes
     types = (ids == 127).int()
     positions, _ = model.model.get_rope_index(ids, types, image_grid_thw=torch.tensor([[1, 4, 6]]))
     rotary = model.model.language_model.rotary_emb(torch.zeros(1, 9, 64), positions)
-    side = BlockInputs(model, chain, [chain.type_of(4).name])(9, torch.float32, torch.device("cpu"))
-    (_, names) = side[chain.type_of(4).name]
+    side = SplitSharedInputs(model, chain, [chain.type_of(4).name])(9, torch.float32, torch.device("cpu"))
+    (_, names) = side.arguments[chain.type_of(4).name]
     for found, expected in zip(names["position_embeddings"], rotary, strict=True):
         assert found.of(1).equal(expected)
 

@@ -570,20 +570,6 @@ def test_whole_numbers_that_flow_need_no_gradient() -> None:
     assert chain.flow_types(2) == ("", "int32")
 
 
-def test_a_block_that_the_model_calls_again_and_again_is_as_many_layers_that_share_it() -> None:
-    split = split_of("albert")
-    assert split.layers == (0, 1, 1, 2)
-    groups = "albert.encoder.albert_layer_groups"
-    place = "albert_layers.0.ffn.weight"
-    assert ((1, f"{groups}.0.{place}"), (2, f"{groups}.1.{place}")) in split.shared
-
-
-def test_a_block_that_is_a_list_of_one_part_is_divided_as_that_part() -> None:
-    (block,) = (layer_type for layer_type in split_of("albert").kinds if layer_type.name == "block")
-    assert block.styles["block.albert_layers.0.ffn"] == "columns_entering"
-    assert block.styles["block.albert_layers.0.ffn_output"] == "rows"
-
-
 def test_blocks_whose_forward_is_called_and_that_return_a_mapping_split() -> None:
     split = split_of("squeezebert")
     assert (split.call.result, split.call.order, split.layers) == ("feature_map", (0, 2, 1), (0, 1, 1, 2))
@@ -908,9 +894,3 @@ def test_an_embedding_that_is_projected_stays_narrower() -> None:
 
 def test_a_small_config_drops_rotary_scalings_made_for_a_width() -> None:
     assert small_config({"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 48}}) == {}
-
-
-def test_several_blocks_that_are_each_called_again_are_refused() -> None:
-    config = split_config("albert") | {"num_hidden_layers": 4, "num_hidden_groups": 2}
-    with pytest.raises(InvalidModelError, match="no list of modules that are called once each"):
-        find_split(read_hub_config("albert", config))

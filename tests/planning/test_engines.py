@@ -31,7 +31,6 @@ from steelyard.runtime.checks import check_engine
 
 TOY = Engine(
     name="toy",
-    software="a toy",
     capabilities=Capabilities(
         mixes_layers=False,
         dimensions=dimensions_of("dp", "dp+tp"),
@@ -70,6 +69,11 @@ def test_every_engine_and_target_has_a_name_of_its_own() -> None:
     assert sorted(targets) == sorted(TARGETS) == sorted(ENGINE_OF_TARGET)
     with pytest.raises(UserError, match="torchtitan"):
         engine_of("torchtian")
+
+
+def test_software_that_starts_an_engine_is_told_apart_from_engines() -> None:
+    with pytest.raises(UserError, match=r"--engine accelerate, then write the plan with export --to axolotl"):
+        engine_of("axolotl")
 
 
 @pytest.mark.slow
@@ -255,7 +259,7 @@ def test_another_engine_has_no_more_stages_than_where_it_is_asked_for(monkeypatc
 @pytest.mark.slow
 def test_a_frontier_for_an_engine_has_its_plans_alone() -> None:
     request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=32, seq_len=4096, engine="megatron")
-    points, _ = memory_points(Study(request), max_searches=6)
+    points, _ = memory_points(Study(request), None, max_searches=6)
     assert len(points) > 2
     for point in points:
         shardings = {each.split(" ×")[0].partition(" remat")[0] for each in point.strategies.split(", ")}

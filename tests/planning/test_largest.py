@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from steelyard.errors import UserError
+from steelyard.hardware import parse_cluster
 from steelyard.plan.decisions import Decisions
 from steelyard.planning.choose import plan_request
 from steelyard.planning.job import job_of
@@ -53,9 +54,34 @@ def test_an_optimizer_that_keeps_less_never_makes_the_largest_smaller() -> None:
 
 
 def test_a_rank_needs_adapters() -> None:
-    assert kinds() == ("seq-len", "batch", "rank")
+    assert kinds() == ("seq-len", "batch", "model", "rank")
     with pytest.raises(UserError, match="rank without --train"):
         largest("rank", ask({}), ask)
+
+
+def ask_of_type(levers: Mapping[str, str | None], name: str = "gpt2", memory: str = "11GiB") -> PlanRequest:
+    return make_request(name, "1x1xa100-40gb", global_batch=1, seq_len=128, memory=memory, levers=levers)
+
+
+def test_the_largest_model_of_a_type_fits_and_the_next_does_not() -> None:
+    tried: list[str] = []
+    found = largest("model", ask_of_type({}), ask_of_type, progress=tried.append)
+    assert (found.size, found.too_large) == ("gpt2-medium", "gpt2-xl")
+    assert fits(ask_of_type({}, str(found.size)))
+    assert not fits(ask_of_type({}, "gpt2-xl"))
+    assert {*tried} <= {"gpt2", "gpt2-medium", "gpt2-xl", "gpt3-175b"}
+
+
+def test_a_larger_model_fits_with_its_parameters_on_the_host_as_far_as_that_reaches() -> None:
+    levers = {"offload": "parameters"}
+    assert largest("model", ask_of_type(levers), ask_of_type).size == "gpt2-xl"
+    group = replace(parse_cluster("1x1xa100-40gb").groups[0], host_memory_bytes=8 * 2**30)
+
+    def with_host(levers: Mapping[str, str | None], name: str = "gpt2") -> PlanRequest:
+        made = ask_of_type(levers, name)
+        return replace(made, cluster=replace(made.cluster, groups=(group,)))
+
+    assert largest("model", with_host(levers), with_host).size == "gpt2-medium"
 
 
 def test_where_no_size_fits_it_is_said() -> None:

@@ -1,5 +1,9 @@
-"""Compiled blocks under plans of every kind, by inductor on the CPU; all of them in one launch."""
+"""Compiled blocks under plans of every kind, by inductor on the CPU or by what stands in for it; in one launch.
 
+Blocks that differ in nothing that a graph holds are compiled once, so cases have few that do.
+"""
+
+from dataclasses import replace
 from functools import partial
 
 from steelyard.plan.plan import Plan
@@ -7,8 +11,8 @@ from tests.runtime.cases import Case
 from tests.runtime.lora_cases import lora_plan
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
 
-NUM_DEVICES = 4
 LLAMA = CONFIGS["llama"] | {"num_hidden_layers": 3}
+SIZES = {"global_batch": 16, "num_devices": 2}
 
 
 def compiled_plan(config: str | dict[str, object], *stages: str, **options: object) -> Plan:
@@ -16,29 +20,42 @@ def compiled_plan(config: str | dict[str, object], *stages: str, **options: obje
     return make_plan(config, *stages, **options, levers={"compile": "blocks"})
 
 
-def _case(config: str | dict[str, object], *stages: str, num_microbatches: int = 2, **options: object) -> Case:
-    sizes = {"num_microbatches": num_microbatches, "global_batch": 16, "num_devices": NUM_DEVICES}
-    return Case(make=partial(compiled_plan, config, *stages, **sizes, **options), num_steps=2)
+def _case(config: str | dict[str, object], *stages: str, **options: object) -> Case:
+    return Case(make=partial(compiled_plan, config, *stages, **SIZES | {"num_microbatches": 2} | options), num_steps=2)
 
 
-CASES: dict[str, Case] = {
-    "replicated": _case(LLAMA, "dp4, dp4, dp4 remat=full, dp4 remat=selective, dp4"),
-    "sharded": _case(LLAMA, "fsdp4, fsdp4, fsdp4 zero2 remat=full, fsdp4 remat=selective, fsdp4"),
-    "tensors": _case(LLAMA, "tp4, tp2-dp2+sp, fsdp2-tp2 remat=selective, dp2-tp2 remat=full, tp4"),
-    "stages": _case(LLAMA, "fsdp2, dp2, fsdp2", "dp2, fsdp2", num_microbatches=4),
-    "bf16": _case(LLAMA, "fsdp4, dp4, fsdp4, dp4, fsdp4", precision="bf16"),
+BY_INDUCTOR = " by inductor"
+"""How the names of cases end whose blocks inductor compiles. The kernels that a trace counts run the others: what
+encloses a compiled block is the same, and a fault of theirs would be one of every trace."""
+_CASES: dict[str, Case] = {
+    "replicated": _case(LLAMA, "dp2, dp2, dp2 remat=full, dp2 remat=selective, dp2"),
+    "sharded": _case(LLAMA, "fsdp2, fsdp2, fsdp2 zero2 remat=full, fsdp2 remat=selective, fsdp2"),
+    "tensors": _case(LLAMA, "tp2, tp2+sp, tp2 remat=selective, tp2+sp remat=full, tp2"),
+    "stages": _case(LLAMA, "single, single, single", "single, single", num_microbatches=4),
+    "bf16": _case(LLAMA, "fsdp2, dp2, fsdp2, dp2, fsdp2", precision="bf16"),
     "adapters": Case(
         make=partial(
             lora_plan,
             "lora:r=4",
-            LLAMA,
-            "dp4, dp2-tp2, fsdp4 remat=full, dp4 remat=selective, dp4",
+            LLAMA | {"num_hidden_layers": 1},
+            "dp2, tp2 remat=selective, dp2",
             compiled="blocks",
             num_microbatches=2,
-            global_batch=16,
-            num_devices=NUM_DEVICES,
+            **SIZES,
         ),
         num_steps=2,
     ),
-    "experts": _case(FAMILY_CONFIGS["mixtral"], "dp4, fsdp4, dp4 remat=selective, dp4"),
+    "experts": _case(FAMILY_CONFIGS["mixtral"], "dp2, fsdp2 remat=selective, dp2 remat=selective, dp2"),
+    "two meshes": _case(LLAMA | {"num_hidden_layers": 1}, "fsdp4, fsdp2-tp2+sp remat=selective, dp4", num_devices=4),
 }
+CASES = {name: replace(case, fault="traced kernels") for name, case in _CASES.items()} | {
+    name + BY_INDUCTOR: case for name, case in _CASES.items()
+}
+SAMPLE = [name for name in _CASES if name != "two meshes"] + ["two meshes" + BY_INDUCTOR]
+
+
+def before_ranks() -> None:
+    """Imports what compiles, which then starts no processes of its own."""
+    import torch._inductor.compile_fx
+
+    torch._inductor.config.compile_threads = 1

@@ -27,6 +27,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "moments in 8 bits": (("fsdp2, dp2, tp2, fsdp2 zero2",), {"levers": {"optimizer": "adamw-8bit"}}),
     "moments in 4 bits": (("fsdp2, dp2, tp2, fsdp2 zero2",), {"levers": {"optimizer": "adamw-4bit"}}),
     "moments in host memory": (("fsdp2, dp2, tp2, fsdp2 zero2",), {"levers": {"offload": "optimizer"}}),
+    "parameters in host memory": (("fsdp2, fsdp2 remat=full, tp2, fsdp2",), {"levers": {"offload": "parameters"}}),
     "activations in host memory": (
         ("fsdp2, dp2 remat=full, fsdp2, fsdp2 zero2",),
         {"precision": "bf16", "levers": {"offload": "activations"}},

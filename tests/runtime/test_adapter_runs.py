@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from steelyard.modules.build import build_model
 from steelyard.plan.file import write_plan
-from tests.runtime.lora_cases import lora_plan
+from tests.runtime.lora_cases import SHORT, lora_plan
 from tests.runtime.processes import run_module
 from tests.runtime.test_checkpoints import MIDDLE, RUN, load_folder
 
@@ -49,11 +49,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     sizes: dict[str, Any] = {"global_batch": 8, "num_devices": 4}
     jobs = []
     for name in asked:
-        whole = "fsdp4, fsdp4, dp4, dp4 remat=full, dp4, fsdp4, dp2-fsdp2, fsdp4"
-        one = lora_plan(TEXTS[name], "llama", whole, num_microbatches=2, **sizes)
-        other = lora_plan(
-            TEXTS[name], "llama", "dp2, fsdp2, fsdp2", "dp2, fsdp2, dp2, dp2, fsdp2", num_microbatches=4, **sizes
-        )
+        whole = "fsdp4, dp4 remat=full, dp2-fsdp2, fsdp4"
+        one = lora_plan(TEXTS[name], SHORT, whole, num_microbatches=2, **sizes)
+        other = lora_plan(TEXTS[name], SHORT, "dp2, fsdp2", "fsdp2, dp2", num_microbatches=4, **sizes)
         if not (folder / "base").exists():
             build_model(one.chain().unchanged, seed=7).save_pretrained(folder / "base")
         start = replace(RUN, lr=0.01, init=folder / "base", export_hf=folder / f"{name} adapters")

@@ -12,7 +12,7 @@ from steelyard.cost.tables import CostTables, CrossLayerInput
 from steelyard.errors import InvalidProblemError
 from steelyard.search import evaluate, partition_exact, search
 from steelyard.search.balance import Partition, even_boundaries
-from steelyard.search.cross_layer_inputs import all_conditions, assess, conditioned, settle, source_classes
+from steelyard.search.cross_layer_inputs import all_conditions, assess, conditioned, source_classes
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from steelyard.search.runs import AnyBudget
 from tests.oracles import exhaustive
@@ -110,7 +110,7 @@ def test_a_cutoff_is_kept_to() -> None:
             continue
         assert not hasattr(prospect, "status")
         for cutoff in (best * 0.7, best * 1.1):
-            result = settle(prospect, cutoff_s=cutoff)
+            result = prospect.settle(cutoff_s=cutoff)
             assert result.status == ("beaten" if cutoff < best else "optimal"), seed
             assert result.lower_bound_s <= best * (1 + 1e-9), seed
             assert result.lower_bound_s >= min(cutoff, best) * (1 - 1e-9), seed

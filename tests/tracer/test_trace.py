@@ -272,6 +272,17 @@ def test_sp_divides_what_the_norms_keep(tp: int) -> None:
     assert whole - part >= divided * (1 - 1 / tp)
 
 
+def test_a_config_that_asks_for_eager_attention_keeps_the_scores_of_every_head() -> None:
+    chain = llama(attn_implementation="eager")
+    eager, fused = (
+        max(each.saved_bytes.at(1) for each in trace(one, seq_len=SEQ_LEN, precision="fp32", degrees=(1,)).layers)
+        for one in (chain, llama())
+    )
+    assert "step by step" in "".join(chain.warnings(SEQ_LEN))
+    scores, sums, keys = HEADS * SEQ_LEN * SEQ_LEN, HEADS * SEQ_LEN, SEQ_LEN * (HEADS - KV_HEADS) * HEAD_DIM
+    assert eager - fused == 4 * (scores - sums + 2 * keys)  # keys and values are repeated for every head
+
+
 def test_full_remat_keeps_the_hidden_state_alone() -> None:
     assert layer("llama", "block").input_bytes.at(1) == SEQ_LEN * HIDDEN * 2
     assert layer("llama", "block", 4, sp=True).input_bytes.at(1) == SEQ_LEN * HIDDEN * 2 / 4

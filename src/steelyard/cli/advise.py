@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from steelyard.cli.levers import with_levers
 from steelyard.cli.options import (
@@ -29,8 +29,9 @@ from steelyard.cli.options import (
 from steelyard.output import command
 from steelyard.planning.advise import Advice
 from steelyard.planning.advise import advise as advice_of
-from steelyard.planning.largest import Largest, kinds, largest
+from steelyard.planning.largest import MODEL, Largest, kinds, largest
 from steelyard.planning.request import PlanRequest, make_request
+from steelyard.report.tables import number, plain_table
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -49,7 +50,8 @@ def advise(
         str | None,
         typer.Option(
             "--max",
-            help=f"Find the largest that fits instead: {', '.join(kinds())} (batch: computed at once, one microbatch).",
+            help=f"Find the largest that fits instead: {', '.join(kinds())} (batch: computed at once, one microbatch; "
+            "model: of the packaged ones of MODEL's type).",
             autocompletion=complete_one_of(kinds()),
         ),
     ] = None,
@@ -59,9 +61,9 @@ def advise(
 ) -> None:
     """Say what to change to fit, or to fit more: each lever alone and two together, the cheapest GiB first."""
 
-    def ask(levers: Mapping[str, str | None]) -> PlanRequest:
+    def ask(levers: Mapping[str, str | None], name: str = model) -> PlanRequest:
         return make_request(
-            model,
+            name,
             cluster,
             global_batch=global_batch,
             seq_len=seq_len,
@@ -83,15 +85,16 @@ def advise(
     asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision, "--engine": engine}
     asked |= {f"--{name}": text for name, text in levers.items()}
 
-    def plan_with(options: str) -> str:
+    def plan_with(options: str, name: str = model) -> str:
         words = options.split()
         given = asked | dict(zip(words[::2], words[1::2], strict=True))
         return command(
-            "plan", model, *(word for each, text in given.items() if text is not None for word in (each, text))
+            "plan", name, *(word for each, text in given.items() if text is not None for word in (each, text))
         )
 
     if most is not None:
-        print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options)}")
+        name = str(size.size) if size.what == MODEL else model
+        print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options, name)}")
         return
     if as_json:
         print_json({"asked": _content(own), "changes": [_content(each) for each in found], "left_out": left_out})
@@ -119,25 +122,18 @@ def _content(advice: Advice) -> dict[str, object]:
 
 
 def _table(own: Advice, found: Sequence[Advice]) -> Table:
-    table = Table(
-        title="What to change",
-        title_justify="left",
-        title_style="bold",
-        caption="time: a step beside one of what is asked with no limit of memory",
-        caption_justify="left",
-    )
-    table.add_column("change")
-    for name in ("least memory", "saves", "step", "time"):
-        table.add_column(name, justify="right")
-    table.add_column("result")
+    numbers = [number(name) for name in ("least memory", "saves", "step")]
+    table = plain_table("What to change", Column("change", no_wrap=True), *numbers, Column("result", min_width=10))
+    table.caption, table.caption_justify = "behind a step: beside one of what is asked with no limit of memory", "left"
     for each in (own, *found):
         saved = format_bytes(each.saved_bytes) if each.saved_bytes > 0 else "–"
         table.add_row(
-            each.options or "as asked",
+            each.options.replace(" --", "\n--") or "as asked",
             "no plan" if each.least_bytes is None else format_bytes(each.least_bytes),
             saved,
-            format_seconds(each.step_s) if each.fits else f"{format_bytes(each.missing_bytes)} short",
-            f"{100 * each.slowdown:+.0f} %" if each.fits else "–",
+            f"{format_seconds(each.step_s)} {100 * each.slowdown:+4.0f} %"
+            if each.fits
+            else f"{format_bytes(each.missing_bytes)} short",
             each.result if each is not own else "",
         )
     return table

@@ -51,7 +51,7 @@ def check(
     from steelyard.runtime.checks import check_builder
 
     check_builder(plan, builder)
-    given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
+    given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile)
     budgets, backend = _expected(plan, given)
     from steelyard.runtime.dry_run import distinct_ranks, dry_run_all
 

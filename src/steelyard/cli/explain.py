@@ -7,17 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import (
-    AsJson,
-    EngineOption,
-    Memory,
-    NetworkOption,
-    OtherCluster,
-    ProfileOption,
-    print_json,
-    progress,
-    tried,
-)
+from steelyard.cli import options
 from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
@@ -38,11 +28,11 @@ from steelyard.report.explain_view import explain_view, why_not_view
 
 def explain(
     path: Annotated[Path, typer.Argument(help="A plan file; or with --from the model.", metavar="PLAN|MODEL")],
-    cluster: OtherCluster = None,
-    network: NetworkOption = None,
-    engine: EngineOption = None,
-    memory: Memory = None,
-    profile: ProfileOption = None,
+    cluster: options.OtherCluster = None,
+    network: options.NetworkOption = None,
+    engine: options.EngineOption = None,
+    memory: options.Memory = None,
+    profile: options.ProfileOption = None,
     source: Annotated[
         Path | None,
         typer.Option(
@@ -74,22 +64,16 @@ def explain(
         bool, typer.Option("--all", help="Also list all that lost, was dominated or was never searched, with reasons.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", callback=tried, help="Write the plan with predictions.")
+        Path | None, typer.Option("--output", "-o", callback=options.tried, help="Write the plan with predictions.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show why a plan and not another: what binds, what each baseline costs, what memory is worth."""
     plan, notes = _read(path, source, cluster, engine, network, global_batch, seq_len)
-    with progress("counting the model's layers", silent=as_json) as show:
+    with options.progress("counting the model's layers", silent=as_json) as show:
         if plan.is_mixed:
             not_with_pools({"--why-not": why, "--all": everything})
-        given: Elsewhere = {
-            "cluster": cluster,
-            "network": network,
-            "memory": memory,
-            "profile": profile,
-            "engine": engine,
-        }
+        given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile, engine=engine)
         found = priced_or_reason(plan, path, **given)
         if isinstance(found, str):
             explanation = Explanation(
@@ -110,10 +94,11 @@ def explain(
     if output is not None:
         write_plan(plan, output)
     if as_json:
-        print_json({"plan": plan, "explanation": explanation})
+        options.print_json({"plan": plan, "explanation": explanation})
     else:
-        view = explain_view if explanation.why_not is None else why_not_view
-        Console().print(view(plan, explanation, everything=everything))
+        asked = explanation.why_not
+        view = why_not_view(plan, asked) if asked else explain_view(plan, explanation, everything=everything)
+        Console().print(view)
 
 
 def _read(

@@ -6,32 +6,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import (
-    AsJson,
-    Memory,
-    NetworkOption,
-    ProfileOption,
-    complete_one_of,
-    is_file_name,
-    print_json,
-    progress,
-    tried_file_or_folder,
-)
-from steelyard.engines import (
-    ENGINE_OF_TARGET,
-    TARGETS,
-    Engine,
-    Export,
-    Request,
-    Target,
-    check_levers,
-    describe_uniform,
-    engine_of,
-    export_plan,
-    target_of,
-)
+from steelyard.cli import options
+from steelyard.engines import ENGINE_OF_TARGET, TARGETS, check_levers, engine_of, target_of
 from steelyard.engines.capabilities import Capabilities, unsupported
+from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
+from steelyard.engines.writing import Export, Request, Target, describe_uniform, export_plan
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.levers import LEVERS
@@ -54,7 +34,7 @@ def export(
         typer.Option(
             "--to",
             help="The framework or launcher; list shows them all.",
-            autocompletion=complete_one_of(("list", *TARGETS)),
+            autocompletion=options.complete_one_of(("list", *TARGETS)),
         ),
     ] = "list",
     output: Annotated[
@@ -62,18 +42,18 @@ def export(
         typer.Option(
             "--output",
             "-o",
-            callback=tried_file_or_folder,
+            callback=options.tried_file_or_folder,
             help="A file, or a folder for all files; default: print the first.",
         ),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="The plan's cluster, where its name is not known here.")
     ] = None,
-    network: NetworkOption = None,
-    memory: Memory = None,
-    profile: ProfileOption = None,
+    network: options.NetworkOption = None,
+    memory: options.Memory = None,
+    profile: options.ProfileOption = None,
     image: Annotated[str | None, typer.Option("--image", help="Container image, for kubeflow.")] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Write a plan for another framework: the best it can express, with what could not be carried over."""
     if to == "list":
@@ -96,8 +76,8 @@ def export(
         )
     _check_levers(plan, engine, target)
     engine.refuse(plan.chain(), plan.seq_len)
-    with progress(f"fitting the plan into {target.name}", silent=as_json):
-        given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
+    with options.progress(f"fitting the plan into {target.name}", silent=as_json):
+        given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile)
         fitted = _fitted(plan, path.parent, engine, given)
     headline = _headline(fitted, engine, target)
     request = Request(
@@ -112,7 +92,7 @@ def export(
     exported = export_plan(target, request)
     written = _write(exported, output, plan=path) if output is not None else ()
     if as_json:
-        print_json(_content(exported, fitted, target, headline, written))
+        options.print_json(_content(exported, fitted, target, headline, written))
         return
     if output is None:
         print(exported.files[0][1], end="")
@@ -178,7 +158,7 @@ def _write(exported: Export, output: Path, *, plan: Path) -> tuple[Path, ...]:
     That is the file of its suffix, or all of them under this name where they read each other. Raises `UserError` where
     nothing can be written, or the plan itself would be.
     """
-    if not is_file_name(output):
+    if not options.is_file_name(output):
         make_folder(output, "--output")
         chosen = {output / name: content for name, content in exported.files}
     else:
@@ -250,7 +230,7 @@ def _content(
 
 def _print_targets(as_json: bool) -> None:
     if as_json:
-        print_json(
+        options.print_json(
             [
                 {
                     "target": target.name,
@@ -289,9 +269,5 @@ def _capabilities_content(capabilities: Capabilities) -> dict[str, str]:
     remats = [str(remat) for remat in sorted(capabilities.remats)] + [
         "first n blocks"
     ] * capabilities.remats_first_blocks
-    pipeline = (
-        "none"
-        if capabilities.pipeline == "none"
-        else f"{capabilities.pipeline}; " + ", ".join(sorted(capabilities.schedules))
-    )
+    pipeline = f"any cuts; {', '.join(sorted(capabilities.schedules))}" if capabilities.schedules else "none"
     return {"strategies": "one of " + ", ".join(dimensions), "remat": ", ".join(remats), "pipeline": pipeline}

@@ -8,31 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from steelyard.cli import options
 from steelyard.cli.levers import with_levers
-from steelyard.cli.options import (
-    MOST_POINTS,
-    AsJson,
-    ClusterOption,
-    EngineOption,
-    GlobalBatch,
-    Imbalance,
-    MaxTp,
-    Memory,
-    MemoryMargin,
-    Model,
-    NetworkOption,
-    PrecisionOption,
-    ProfileOption,
-    SeqLen,
-    TimeLimit,
-    built_module,
-    check_page,
-    is_number,
-    parse_precision,
-    print_json,
-    progress,
-    tried,
-)
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.errors import UserError
 from steelyard.limits import MOST_DEVICES, MOST_PRICE
@@ -52,23 +29,25 @@ MOST_COUNTS = 32
 
 @with_levers
 def frontier(
-    model: Model,
-    cluster: ClusterOption,
-    global_batch: GlobalBatch,
-    seq_len: SeqLen = None,
-    network: NetworkOption = None,
+    model: options.Model,
+    cluster: options.ClusterOption,
+    global_batch: options.GlobalBatch,
+    seq_len: options.SeqLen = None,
+    network: options.NetworkOption = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", callback=tried, help="Write the figures: a path that ends in .html."),
+        typer.Option("--output", "-o", callback=options.tried, help="Write the figures: a path that ends in .html."),
     ] = None,
-    memory: Memory = None,
-    memory_margin: MemoryMargin = None,
-    precision: PrecisionOption = "bf16",
-    profile: ProfileOption = None,
-    imbalance: Imbalance = ASSUMED_IMBALANCE,
+    memory: options.Memory = None,
+    memory_margin: options.MemoryMargin = None,
+    precision: options.PrecisionOption = "bf16",
+    profile: options.ProfileOption = None,
+    imbalance: options.Imbalance = ASSUMED_IMBALANCE,
     points: Annotated[
         int,
-        typer.Option("--points", help="Memory budgets to search: more give a finer frontier.", min=3, max=MOST_POINTS),
+        typer.Option(
+            "--points", help="Memory budgets to search: more give a finer frontier.", min=3, max=options.MOST_POINTS
+        ),
     ] = POINTS,
     devices: Annotated[
         str | None,
@@ -83,20 +62,20 @@ def frontier(
             "to compare what parts of the cluster take and cost.",
         ),
     ] = None,
-    max_tp: MaxTp = None,
-    engine: EngineOption = None,
-    time_limit: TimeLimit = TIME_LIMIT_S,
-    as_json: AsJson = False,
+    max_tp: options.MaxTp = None,
+    engine: options.EngineOption = None,
+    time_limit: options.TimeLimit = TIME_LIMIT_S,
+    as_json: options.AsJson = False,
     *,
     levers: Mapping[str, str | None],
 ) -> None:
     """Show every time/memory trade-off, and what more or fewer devices would do; or what to rent (--price by device
     type)."""
     if output is not None:
-        check_page(output)
+        options.check_page(output)
     counts = None if devices is None else parse_counts(devices)
     prices = parse_prices(price)
-    with progress("counting the model's layers", silent=as_json) as show:
+    with options.progress("counting the model's layers", silent=as_json) as show:
         request = make_request(
             model,
             cluster,
@@ -105,8 +84,8 @@ def frontier(
             network=network,
             memory=memory,
             profile=profile,
-            own=built_module(model),
-            precision=parse_precision(precision),
+            own=options.built_module(model),
+            precision=options.parse_precision(precision),
             engine=engine,
             levers=levers,
             memory_margin=memory_margin,
@@ -134,7 +113,7 @@ def frontier(
     if output is not None:
         write_file(output, frontier_page(found), "--output")
     if as_json:
-        print_json(found)
+        options.print_json(found)
     else:
         Console().print(frontier_view(found))
         if output is not None:
@@ -195,7 +174,7 @@ def _parse_price(text: str) -> float:
 def parse_counts(text: str) -> tuple[int, ...]:
     """The device counts in ``8,16,32``; raises `UserError` for anything else."""
     parts = [part.strip() for part in text.split(",")]
-    if len(parts) > MOST_COUNTS or not all(is_number(part, MOST_DEVICES) for part in parts):
+    if len(parts) > MOST_COUNTS or not all(options.is_number(part, MOST_DEVICES) for part in parts):
         raise UserError(
             field="--devices",
             found=repr(text),

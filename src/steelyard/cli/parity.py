@@ -11,9 +11,8 @@ from steelyard.cli.options import AsJson, print_json
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_STEPS
 from steelyard.plan.file import read_plan
-from steelyard.plan.parity import TOLERANCES
 from steelyard.plan.plan import Plan
-from steelyard.plan.shrink import shrunk_plan
+from steelyard.plan.shrink import TOLERANCES, shrunk_plan
 from steelyard.units import format_plural
 
 

@@ -7,53 +7,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from steelyard.cli import options
 from steelyard.cli.levers import with_levers
-from steelyard.cli.options import (
-    Aim,
-    AllEngines,
-    AsJson,
-    Batch,
-    CalibrateBy,
-    ClusterOption,
-    Cuts,
-    EngineOption,
-    Fallbacks,
-    Freezes,
-    ImageSize,
-    Imbalance,
-    Length,
-    MaxStages,
-    MaxTp,
-    Memory,
-    MemoryMargin,
-    Microbatches,
-    Model,
-    NetworkOption,
-    Output,
-    Pins,
-    PrecisionOption,
-    Price,
-    ProfileOption,
-    Remats,
-    SaveProblem,
-    Schedules,
-    Simplify,
-    Stages,
-    TimeLimit,
-    Tokens,
-    Top,
-    Uniform,
-    WhichSpace,
-    ZeroStages,
-    built_module,
-    check_choice,
-    check_choices,
-    parse_image_size,
-    parse_precision,
-    parse_size,
-    print_json,
-    progress,
-)
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
@@ -89,42 +44,42 @@ WORDS = {"allow_extra_args": True}
 @with_levers
 def plan(
     context: typer.Context,
-    model: Model,
-    cluster: ClusterOption,
-    global_batch: Batch = None,
-    seq_len: Length = None,
-    network: NetworkOption = None,
-    output: Output = None,
-    image_size: ImageSize = None,
-    memory: Memory = None,
-    memory_margin: MemoryMargin = None,
-    precision: PrecisionOption = "bf16",
-    engine: EngineOption = None,
-    engines: AllEngines = False,
-    profile: ProfileOption = None,
-    calibrate_by: CalibrateBy = None,
-    imbalance: Imbalance = ASSUMED_IMBALANCE,
-    objective: Aim = "time",
-    max_tp: MaxTp = None,
-    stages: Stages = None,
-    max_stages: MaxStages = None,
-    microbatches: Microbatches = None,
-    remat: Remats = None,
-    schedule: Schedules = None,
-    zero: ZeroStages = None,
-    space: WhichSpace = "full",
-    uniform: Uniform = False,
-    simplify: Simplify = SIMPLIFY,
-    pin: Pins = None,
-    freeze: Freezes = None,
-    partition: Cuts = "exact",
-    time_limit: TimeLimit = TIME_LIMIT_S,
-    top: Top = NUM_ALTERNATIVES,
-    fallbacks: Fallbacks = NUM_FALLBACKS,
-    tokens: Tokens = None,
-    price: Price = None,
-    problem: SaveProblem = None,
-    as_json: AsJson = False,
+    model: options.Model,
+    cluster: options.ClusterOption,
+    global_batch: options.Batch = None,
+    seq_len: options.Length = None,
+    network: options.NetworkOption = None,
+    output: options.Output = None,
+    image_size: options.ImageSize = None,
+    memory: options.Memory = None,
+    memory_margin: options.MemoryMargin = None,
+    precision: options.PrecisionOption = "bf16",
+    engine: options.EngineOption = None,
+    engines: options.AllEngines = False,
+    profile: options.ProfileOption = None,
+    calibrate_by: options.CalibrateBy = None,
+    imbalance: options.Imbalance = ASSUMED_IMBALANCE,
+    objective: options.Aim = "time",
+    max_tp: options.MaxTp = None,
+    stages: options.Stages = None,
+    max_stages: options.MaxStages = None,
+    microbatches: options.Microbatches = None,
+    remat: options.Remats = None,
+    schedule: options.Schedules = None,
+    zero: options.ZeroStages = None,
+    space: options.WhichSpace = "full",
+    uniform: options.Uniform = False,
+    simplify: options.Simplify = SIMPLIFY,
+    pin: options.Pins = None,
+    freeze: options.Freezes = None,
+    partition: options.Cuts = "exact",
+    time_limit: options.TimeLimit = TIME_LIMIT_S,
+    top: options.Top = NUM_ALTERNATIVES,
+    fallbacks: options.Fallbacks = NUM_FALLBACKS,
+    tokens: options.Tokens = None,
+    price: options.Price = None,
+    problem: options.SaveProblem = None,
+    as_json: options.AsJson = False,
     *,
     levers: Mapping[str, str | None],
 ) -> None:
@@ -137,45 +92,45 @@ def plan(
             hint="runs stand after --calibrate, as in --calibrate first.json second.json",
         )
     remats, schedules = {each.value: each for each in Remat}, {name: name for name in SCHEDULES}
-    chosen_space = check_choice("--space", space, Space)
-    chosen_partition = check_choice("--partition", partition, Partition)
+    chosen_space = options.check_choice("--space", space, Space)
+    chosen_partition = options.check_choice("--partition", partition, Partition)
     decisions = Decisions(
         pins=tuple(pin or ()),
         num_stages=stages,
         most_stages=max_stages,
         num_microbatches=microbatches,
-        schedules=None if schedule is None else check_choices("--schedule", schedule, schedules),
-        remats=None if remat is None else check_choices("--remat", remat, remats),
-        modes=None if zero is None else {"zero": check_choices("--zero", zero, modes()["zero"][1].pin)},
+        schedules=None if schedule is None else options.check_choices("--schedule", schedule, schedules),
+        remats=None if remat is None else options.check_choices("--remat", remat, remats),
+        modes=None if zero is None else {"zero": options.check_choices("--zero", zero, modes()["zero"][1].pin)},
         max_degrees=None if max_tp is None else {"tp": max_tp},
         uniform=True if uniform else None,
         space=None if chosen_space == "full" else chosen_space,
         partition=None if chosen_partition == "exact" else chosen_partition,
     )
-    own = built_module(model)
-    with progress("counting the model's layers", silent=as_json) as show:
+    own = options.built_module(model)
+    with options.progress("counting the model's layers", silent=as_json) as show:
         request = make_request(
             model,
             cluster,
             global_batch="devices"
             if global_batch is None
-            else parse_size("--global-batch", global_batch, MOST_SAMPLES),
-            seq_len=parse_size("--seq-len", seq_len, MOST_TOKENS) if seq_len else None,
+            else options.parse_size("--global-batch", global_batch, MOST_SAMPLES),
+            seq_len=options.parse_size("--seq-len", seq_len, MOST_TOKENS) if seq_len else None,
             network=network,
-            image_size=None if image_size is None else parse_image_size(image_size),
+            image_size=None if image_size is None else options.parse_image_size(image_size),
             memory=memory,
             profile=profile,
             own=own,
             freeze=freeze or (),
             engine=engine,
             levers=levers,
-            precision=parse_precision(precision),
+            precision=options.parse_precision(precision),
             memory_margin=memory_margin,
             calibration=(*(calibrate_by or ()), *map(Path, context.args)),
             imbalance=imbalance,
             decisions=decisions,
             simplify=simplify,
-            objective=check_choice("--objective", objective, Objective),
+            objective=options.check_choice("--objective", objective, Objective),
             time_limit_s=time_limit,
             num_alternatives=top,
             num_next_best=max(0, top - 1) if output is not None else 0,
@@ -204,7 +159,7 @@ def plan(
     if output is not None:
         write_plan(result.plan, output)
     if as_json:
-        print_json({"plan": result.plan, "engines": others} if engines else result.plan)
+        options.print_json({"plan": result.plan, "engines": others} if engines else result.plan)
     else:
         Console().print(plan_view(result.plan, num_alternatives=top, engines=others))
         _print_next(result.plan, output, builder=("--builder", model) if own else ())
@@ -237,7 +192,7 @@ def _print_nothing_fits(result: PlanningResult, request: PlanRequest, as_json: b
         print(f"  to fix: {result.remedies}", file=sys.stderr)
         from steelyard.planning.advise import hints  # which a plan that fits does not need
 
-        with progress("trying what would fit") as show:
+        with options.progress("trying what would fit") as show:
             found = list(hints(request, progress=show))
         for hint in found:
             print(f"  or: {hint}", file=sys.stderr)
@@ -246,7 +201,7 @@ def _print_nothing_fits(result: PlanningResult, request: PlanRequest, as_json: b
         {"stages": each.pipeline.num_stages, "microbatches": each.pipeline.num_microbatches, "reason": each.reason}
         for each in result.search.configs
     ]
-    print_json(
+    options.print_json(
         {
             "status": "infeasible",
             "budget_bytes": budget,

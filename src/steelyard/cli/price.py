@@ -5,24 +5,8 @@ from typing import Annotated
 
 import typer
 
+from steelyard.cli import options
 from steelyard.cli.levers import with_levers
-from steelyard.cli.options import (
-    AsJson,
-    ClusterOption,
-    EngineOption,
-    GlobalBatch,
-    Imbalance,
-    Memory,
-    Model,
-    NetworkOption,
-    Output,
-    PrecisionOption,
-    SeqLen,
-    check_choices,
-    parse_precision,
-    print_json,
-    progress,
-)
 from steelyard.cost.job import ASSUMED_IMBALANCE, layer_precision
 from steelyard.engines import engine_of
 from steelyard.engines.native import NATIVE
@@ -39,11 +23,11 @@ from steelyard.units import TERA, format_bytes, format_seconds
 
 @with_levers
 def price(
-    model: Model,
-    cluster: ClusterOption,
-    global_batch: GlobalBatch,
-    seq_len: SeqLen = None,
-    engine: EngineOption = None,
+    model: options.Model,
+    cluster: options.ClusterOption,
+    global_batch: options.GlobalBatch,
+    seq_len: options.SeqLen = None,
+    engine: options.EngineOption = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel degree.", min=1, max=MOST_DEVICES)] = 1,
     cp: Annotated[int, typer.Option(help="Context-parallel degree.", min=1, max=MOST_DEVICES)] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.", min=1, max=MOST_LAYERS)] = 1,
@@ -62,12 +46,12 @@ def price(
         int | None,
         typer.Option("--remat-blocks", help="Full remat of so many blocks of every chunk.", min=0, max=MOST_LAYERS),
     ] = None,
-    precision: PrecisionOption = "bf16",
-    network: NetworkOption = None,
-    memory: Memory = None,
-    imbalance: Imbalance = ASSUMED_IMBALANCE,
-    output: Output = None,
-    as_json: AsJson = False,
+    precision: options.PrecisionOption = "bf16",
+    network: options.NetworkOption = None,
+    memory: options.Memory = None,
+    imbalance: options.Imbalance = ASSUMED_IMBALANCE,
+    output: options.Output = None,
+    as_json: options.AsJson = False,
     *,
     levers: Mapping[str, str | None],
 ) -> None:
@@ -75,9 +59,9 @@ def price(
 
     Whether the engine can train the model is not asked.
     """
-    chosen, runs_it = parse_precision(precision), engine_of(engine or NATIVE.name)
+    chosen, runs_it = options.parse_precision(precision), engine_of(engine or NATIVE.name)
     check_precision(runs_it, chosen)
-    with progress("counting the model's layers", silent=as_json):
+    with options.progress("counting the model's layers", silent=as_json):
         request = make_request(
             model,
             cluster,
@@ -99,7 +83,7 @@ def price(
             micro_batch=micro_batch,
             zero=zero,
             sp=sp,
-            remat=check_choices("--remat", remat, {each.value: each for each in Remat})[0],
+            remat=options.check_choices("--remat", remat, {each.value: each for each in Remat})[0],
             remat_blocks=remat_blocks,
         )
         plan, job = price_settings(request, runs_it, chosen, settings)
@@ -113,7 +97,7 @@ def price(
     if output is not None:
         write_plan(plan, output)
     if as_json:
-        print_json(plan)
+        options.print_json(plan)
     else:
         print(_line(plan, job.engine.name, job.budget_bytes))
 

@@ -6,17 +6,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import (
-    AsJson,
-    EngineOption,
-    Memory,
-    NetworkOption,
-    OtherCluster,
-    ProfileOption,
-    print_json,
-    progress,
-    tried,
-)
+from steelyard.cli import options
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
 from steelyard.limits import MOST_SECONDS
@@ -35,15 +25,17 @@ from steelyard.units import format_bytes
 
 def report(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
-    output: Annotated[Path, typer.Option("--output", "-o", callback=tried, help="Where to write the page (.html).")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=options.tried, help="Where to write the page (.html).")
+    ],
     run: Annotated[
         Path | None, typer.Option("--run", help="A run record of `steelyard train`: measured beside predicted.")
     ] = None,
-    cluster: OtherCluster = None,
-    network: NetworkOption = None,
-    engine: EngineOption = None,
-    memory: Memory = None,
-    profile: ProfileOption = None,
+    cluster: options.OtherCluster = None,
+    network: options.NetworkOption = None,
+    engine: options.EngineOption = None,
+    memory: options.Memory = None,
+    profile: options.ProfileOption = None,
     time_limit: Annotated[
         float | None,
         typer.Option(
@@ -61,19 +53,13 @@ def report(
             help="Search them in all pipeline configurations, or only in that of the plan.",
         ),
     ] = True,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Write one offline page: the decision, where time and memory go, the schedule, the frontier, why others lost."""
     plan = read_plan(path)
     record = None if run is None else read_record(run, plan, path)
-    with progress("counting the model's layers", silent=as_json) as show:
-        given: Elsewhere = {
-            "cluster": cluster,
-            "network": network,
-            "memory": memory,
-            "profile": profile,
-            "engine": engine,
-        }
+    with options.progress("counting the model's layers", silent=as_json) as show:
+        given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile, engine=engine)
         priced = priced_or_reason(plan, path, **given)
         if isinstance(priced, str):
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
@@ -109,7 +95,7 @@ def report(
     if as_json:
         bubble_share = None if found.timeline is None else found.timeline.bubble_share()
         shown = {"plan": found.plan, "study": found.study, "bubble_share": bubble_share}
-        print_json(shown | {"record": found.record, "notes": list(found.notes)})
+        options.print_json(shown | {"record": found.record, "notes": list(found.notes)})
     else:
         print(f"written to {output} ({format_bytes(len(text.encode()))})")
 

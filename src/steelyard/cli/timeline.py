@@ -43,7 +43,7 @@ def timeline(
     """Write the simulated timeline of a step for ui.perfetto.dev: passes, with their layers, sends and bubbles."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json):
-        given: Elsewhere = {"cluster": cluster, "network": network, "memory": memory, "profile": profile}
+        given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile)
         job = job_of(request_of_plan(plan, folder=path.parent, **given))
     cost, layers = predict(plan, job), layer_times(plan, job)
     played, fixed_s = cost.timeline, cost.step_time_s - cost.timeline.step_time_s

@@ -25,9 +25,11 @@ import numpy as np
 
 from steelyard.cost.communication import Group
 from steelyard.cost.compute import (
+    ADDED_ON_HOST,
     ComputeTime,
     compute_time,
     host_copies_s,
+    host_work_s,
     launch_s,
     moving_s,
     optimizer_s,
@@ -117,6 +119,8 @@ def layer_costs(
         copied = {"offload": host_copies_s(_saved_bytes(layer, strategy, config, samples), config.job)}
         forward, backward = forward | copied, backward | copied
     _add_shards(backward, "backward", sent, config)
+    if config.job.effects.parameters_on_host:
+        forward, backward = _with_host_copies(forward, backward, layer, strategy, config)
     once, factor = _once_time(layer_type, layer, sent, config, forward, backward), config.job.time_factor
     if factor != 1:
         parts = forward, backward, once
@@ -180,6 +184,27 @@ def _add_shards(terms: Terms, phase: Phase, sent: "_Sent", config: JobConfig) ->
             hooks_s = config.job.profile.sharding_s(strategy.state_shards) / 2
             beside_s = sent.by[layer_type].beside_s.get(phase, 0.0)
             terms[layer_type.name] = hooks_s + _beside(sum(terms.values()), beside_s, config)
+
+
+def _with_host_copies(
+    forward: Terms, backward: Terms, layer: LayerProfile, strategy: Strategy, config: JobConfig
+) -> tuple[Terms, Terms]:
+    """The terms with what copies of parameters and gradients take that nothing hides.
+
+    FSDP copies beside the layer before, and on a single rank in line. From the second microbatch on the host adds
+    gradients, while the device waits.
+    """
+    job, trained = config.job, mean_shard_params(layer.trained, strategy)
+    gradients = MASTER_BYTES * trained
+    parameters = gradients + job.compute_bytes * (mean_shard_params(layer, strategy) - trained)
+    found = []
+    for terms, num_bytes in (forward, parameters), (backward, (parameters + gradients) * layer.has_backward):
+        copies_s = host_copies_s(num_bytes, job)
+        exposed = copies_s if strategy.state_shards == 1 else _beside(sum(terms.values()), copies_s, config)
+        found.append(terms | {"offload": terms.get("offload", 0.0) + exposed})
+    added_s = np.where(config.samples < job.global_batch, host_work_s(ADDED_ON_HOST * trained, job), 0.0)
+    found[1]["offload"] = found[1]["offload"] + added_s
+    return found[0], found[1]
 
 
 def _imbalance_s(

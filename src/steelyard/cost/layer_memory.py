@@ -11,6 +11,7 @@ tp, sharded $f$ ways, and $q$ bytes of one in compute:
 | the same     | 4 N          | ZeRO-1, from the first backward to the last: in the type in which they are reduced |
 | optimizer    | 8 N / f      | always (`Effects.state_bytes`: two AdamW moments), with counts of steps and buffers |
 | step         | `Effects.buffer_bytes` | of what lies in host memory, while the optimizer steps; no activations then |
+| fetched      | 4 N / f      | with `Effects.parameters_on_host`, on a GPU: a shard that arrives           |
 | the same     | `MatrixUpdate.buffer_bytes` | of the model's largest hidden matrix, on any of its layers            |
 | gathered     | q N          | f = 1 and q < 4, ZeRO-2: the copy that computes, from forward to the last backward |
 | activations  | traced, and `Dimension.working` | per microbatch in flight; what the remat choice keeps of them |
@@ -60,6 +61,8 @@ class LayerStates:
     params: int
     """Entries that are trained, of those that a rank computes with once they are gathered."""
     shards: int
+    is_sharded: bool
+    """Whether FSDP gathers it, which it does on a single rank as well where parameters come from the host."""
     shard: int
     """The rank's parameters: those that are trained in fp32, others as the layer computes on them."""
     trained_shard: int
@@ -87,6 +90,8 @@ class LayerStates:
     """What lies in the memory of the host."""
     buffer: int = 0
     """What of that, and of an update of matrices, is on the device while the optimizer steps, at most."""
+    fetched: int = 0
+    """What is on the device as parameters come from the host, beside what they are gathered to."""
 
     @property
     def reduced(self) -> int:
@@ -99,7 +104,7 @@ class LayerStates:
             if is_first:
                 return self.made_gradients + self.kept_gradients
             return self.reduced + self.holds_new * self.made_gradients + self.cut_gradients + self.trained_shard
-        if self.shards > 1:
+        if self.is_sharded:
             made, scratch = self.made_gradients, self.scratch
             return self.reduced + (made + scratch if self.holds_new else max(made, scratch)) + self.trained_shard
         return self.made_gradients + self.cut_gradients + (self.reduced if is_first else 0)
@@ -107,13 +112,14 @@ class LayerStates:
     @property
     def numbers(self) -> tuple[int, ...]:
         """The rank's parameters, gradients and optimizer states kept, the copy, whether it stays, and for the whole
-        step, the shards, what a backward pass makes and reduces, gradients in the first reduction and later ones;
-        whether it trains, frees and works backwards; what the optimizer has of the host's."""
+        step, the shards, whether FSDP moves it, what a backward pass makes and reduces, gradients in the first
+        reduction and later ones; whether it trains, frees and works backwards; what the optimizer and what a pass has
+        of the host's."""
         first, later = (self.reduced_states(is_first=each) for each in (True, False))
         kept = self.shard, self.kept_gradients, self.optimizer, self.copy
-        how = self.keeps_copy, self.keeps_whole, self.shards
-        trains, frees_saved = self.params > 0 and self.has_backward, self.holds_new and self.shards > 1
-        moves = trains, frees_saved, self.has_backward, self.buffer
+        how = self.keeps_copy, self.keeps_whole, self.shards, self.is_sharded
+        trains, frees_saved = self.params > 0 and self.has_backward, self.holds_new and self.is_sharded
+        moves = trains, frees_saved, self.has_backward, self.buffer, self.fetched
         return (*kept, *how, self.made_gradients, self.reduced, first, later, *moves)
 
 
@@ -133,43 +139,51 @@ def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -
 def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
     job, layer = config.job, layer_profile(layer_type, strategy, config)
     params, shards = held_params(layer.trained, strategy), strategy.state_shards
-    computed = job.compute_bytes * (params if shards == 1 else held_params(layer, strategy))
+    streams = job.effects.parameters_on_host
+    is_sharded = shards > 1 or streams
+    computed = job.compute_bytes * (held_params(layer, strategy) if is_sharded else params)
     made = job.compute_bytes * params
     trained_shard = MASTER_BYTES * sharded_params(layer.trained, strategy)
     made_whole = (
         strategy.tensor_degree if layer_type.role is LayerRole.EMBEDDING else 1
     )  # DTensor makes a tp embedding's so
     keeps_whole = config.has_several and strategy.keeps_whole
-    kept_gradients = trained_shard
     has_adapters = job.chain.has_adapters
     host = math.ceil(job.effects.host_bytes * (trained_shard // MASTER_BYTES))
     is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and job.execution.shares_frozen_head
     held = without_tied(layer, job, strategy) if is_again and layer.frozen_params else layer
     resting = job.compute_bytes * (sharded_params(held, strategy) - sharded_params(held.trained, strategy))
+    shard, kept_gradients, fetched = trained_shard + resting, trained_shard, 0
+    if streams:
+        fetched = (shard if job.cluster.device.is_gpu else 0) + (computed if shards == 1 else 0)
+        host, shard, kept_gradients = host + shard + kept_gradients, 0, 0
     if keeps_whole:
         kept_gradients = MASTER_BYTES * params * made_whole
-    elif config.has_several and shards == 1 and has_adapters:
+    elif config.has_several and not is_sharded and has_adapters:
         kept_gradients += MASTER_BYTES * _whole_params(layer_type, layer, strategy, config)
     elif config.has_several and job.execution.keeps_whole_gradients(strategy):
         kept_gradients += made
+    copies = job.cluster.device.backend.copies_what_it_scatters
     return LayerStates(
         params=params,
         shards=shards,
-        shard=trained_shard + resting + (layer.buffer_bytes if has_adapters else 0),
+        is_sharded=is_sharded,
+        shard=shard + (layer.buffer_bytes if has_adapters else 0),
         trained_shard=trained_shard,
-        copy=0 if shards == 1 and job.compute_bytes == MASTER_BYTES else computed,
-        keeps_copy=strategy.keeps_gathered and (shards == 1 or layer.has_backward or keeps_whole),
+        copy=0 if not is_sharded and job.compute_bytes == MASTER_BYTES else computed,
+        keeps_copy=strategy.keeps_gathered and not streams and (shards == 1 or layer.has_backward or keeps_whole),
         keeps_whole=keeps_whole,
         kept_gradients=kept_gradients,
         made_gradients=made * made_whole,
         cut_gradients=made if made_whole > 1 else 0,
-        scratch=MASTER_BYTES * params if shards > 1 and job.cluster.device.backend.copies_what_it_scatters else 0,
+        scratch=MASTER_BYTES * params if is_sharded and (shards == 1 or copies) else 0,
         holds_new=layer_type.role is not LayerRole.BLOCK,
         optimizer=_optimizer_bytes(trained_shard // MASTER_BYTES, layer_type, layer, job)
         + (0 if has_adapters else layer.buffer_bytes),
         has_backward=layer.has_backward,
         host=host,
         buffer=max(min(host, job.effects.buffer_bytes), _matrix_buffer_bytes(job) if params else 0),
+        fetched=fetched,
     )
 
 
@@ -191,10 +205,9 @@ def _whole_params(layer_type: LayerType, layer: LayerProfile, strategy: Strategy
 
 def _adapter_copies(layer: LayerProfile, strategy: Strategy, job: Job) -> Affine:
     """Bytes that adapters keep of inputs of their own, beyond those that they would share."""
-    each = job.execution.adapter_input_bytes
-    if not each or job.compute_bytes == MASTER_BYTES or strategy.state_shards > 1:
+    if job.execution.adapters != "autocast" or job.compute_bytes == MASTER_BYTES or strategy.state_shards > 1:
         return Affine()
-    return layer.adapter_inputs * each + layer.shared_adapter_inputs * -job.compute_bytes
+    return (layer.adapter_inputs + layer.shared_adapter_inputs * -1) * job.compute_bytes
 
 
 def _optimizer_bytes(num_params: int, layer_type: LayerType, layer: LayerProfile, job: Job) -> int:
@@ -268,7 +281,7 @@ class LayerRow:
     chosen: Sequence[Strategy]
     numbers: Strategies
     states: IntTable
-    """[15, S] as `LayerStates.numbers` has them."""
+    """[17, S] as `LayerStates.numbers` has them."""
     lines: NDArray[np.float64]
     """[2, 4, S] bytes that a layer saves, of its input, and that its forward and backward work take: of no samples, and
     of each."""

@@ -52,7 +52,6 @@ from steelyard.cost.job import MASTER_BYTES, JobConfig, side_bytes
 from steelyard.cost.layer_load import layer_profile
 from steelyard.cost.layer_memory import LayerRow, layer_states, without_tied
 from steelyard.cost.tables import CostTables, Received
-from steelyard.engines.execution import StateBytes
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.stages import SLICES_PER_RANK
@@ -117,10 +116,9 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     """[15, S] the fields of `LayerRows`."""
     job, row = config.job, LayerRow.of(layer_type, chosen, config)
     saved, entered, reducing, forward, backward, read, on_host = row.work(config)
-    shard, gradients, optimizer, copy, keeps, whole, shards, made, reduced, first, later, trains, drops, moves, step = (
-        row.states
-    )
-    is_sharded, one = shards > 1, config.pipeline.num_microbatches == 1
+    shard, gradients, optimizer, copy, keeps, whole, shards, is_sharded, *others = row.states
+    made, reduced, first, later, trains, drops, moves, step, fetched = others
+    one = config.pipeline.num_microbatches == 1
     is_moved = is_sharded & (whole == 0)
     kept, own, gathered = keeps * copy, (1 - keeps) * copy, is_moved * copy
     is_awaited = job.chain.freeze is not None and layer_type.role is LayerRole.EMBEDDING
@@ -128,7 +126,8 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     freed = saved + np.where(is_moved | one, kept, 0) - (gradients if one else 0)
     before = 0 if layer_type.role is LayerRole.EMBEDDING else np.maximum(0, copy - forward)
     gathering = np.maximum(0, copy + before - whole * gradients)  # ahead of all gradients where it stays for the step
-    forward = forward + own + np.where(is_sharded, gathering, 0)
+    arriving = np.where(shards > 1, gathering + fetched, is_sharded * np.maximum(0, fetched - forward))
+    forward = forward + own + arriving
     waiting, flowing, handed = _entries(layer_type, config)
     sample_degree, _, sequence_degree = row.numbers
     share = config.microbatch_samples // sample_degree * job.compute_bytes
@@ -145,7 +144,7 @@ def _rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) 
     ends = np.maximum.reduce([forward, sending + beside, reduction, tied, stepping])
     found = [shard, (not one) * gradients, optimizer, 0, read, kept, saved, freed]
     found += [np.maximum(inner, reduction - left), ends, np.maximum(inner, reduction_first - left)]
-    found += [(1 - keeps) * gathered, left, share * flowing // sequence_degree, gathered]
+    found += [(shards > 1) * ((1 - keeps) * gathered + fetched), left, share * flowing // sequence_degree, gathered]
     return np.stack(np.broadcast_arrays(*found)).astype(np.int64)
 
 
@@ -203,7 +202,7 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
     Gradients that it adds up late, and what the optimizer's step takes, count as far as the layer saves less.
     """
     execution, job = config.job.execution, config.job
-    assert isinstance(execution.states, StateBytes), "no other keeps buffers of its own"
+    assert execution.states is not None, "no other keeps buffers of its own"
     saved, _, _, forward, backward, read, _ = LayerRow.of(layer_type, chosen, config).work(config)
     found = np.zeros((15, len(chosen)), dtype=np.int64)
     is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and not config.is_piped

@@ -31,7 +31,7 @@ from steelyard.engines import (
     transformers,
 )
 from steelyard.engines.engine import Engine
-from steelyard.engines.writing import Export, Request, Target, describe_uniform, export_plan
+from steelyard.engines.writing import Target
 from steelyard.errors import UserError, nearest
 from steelyard.hardware import Device
 from steelyard.levers import Asked, Levers
@@ -71,6 +71,13 @@ Value = TypeVar("Value")
 def engine_of(name: str) -> Engine:
     """Return the engine of a name, with options as in ``megatron+deepep``; raise `UserError` for an unknown one."""
     plain, *options = name.split("+")
+    if plain in TARGETS and plain not in ENGINES:
+        raise UserError(
+            field="--engine",
+            found=f"{plain!r}, which starts {ENGINE_OF_TARGET[plain].name}",
+            expected="one of " + ", ".join(ENGINES),
+            hint=f"plan with --engine {ENGINE_OF_TARGET[plain].name}, then write the plan with export --to {plain}",
+        )
     found = _named(plain, ENGINES, "--engine")
     return found.with_options(options) if options else found
 
@@ -95,20 +102,3 @@ def _named(name: str, known: dict[str, Value], field: str) -> Value:
             hint=nearest(name, known),
         )
     return known[name]
-
-
-__all__ = [
-    "ENGINES",
-    "ENGINE_OF_TARGET",
-    "FRONT_ENDS",
-    "TARGETS",
-    "Engine",
-    "Export",
-    "Request",
-    "Target",
-    "check_levers",
-    "describe_uniform",
-    "engine_of",
-    "export_plan",
-    "target_of",
-]

@@ -54,7 +54,6 @@ CAPABILITIES = Capabilities(
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
     why_not={"dp": "which FSDP2 has beside fsdp alone"},
     remats=frozenset(Remat),
-    pipeline="any cuts",
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
 )
 _REMATS: Mapping[Remat, bool | str] = {Remat.NONE: False, Remat.SELECTIVE: "selective", Remat.FULL: True}
@@ -103,7 +102,6 @@ def _write(request: Request) -> Draft:
         left_out.append("ZeRO-3: with undivided experts Automodel's own models keep parameters after forward")
     return Draft(
         files=(("automodel.yaml", yaml.safe_dump(_content(view, chain, levers), sort_keys=False, width=120)),),
-        carried=view.carried,
         left_out=tuple(left_out),
         launch=f"{request.torchrun} -m nemo_automodel.cli.app automodel.yaml",
         usage=("data are made up: name yours under dataset",),
@@ -206,7 +204,6 @@ def _fqns(part: PipelinePart) -> list[str]:
 _WITHOUT_EP = frozenset(each for each in CAPABILITIES.dimensions if all(one.name != "ep" for one in each))
 AUTOMODEL = Engine(
     name="automodel",
-    software="NeMo Automodel 0.7.0",
     capabilities=CAPABILITIES,
     execution=Execution(
         kernels=replace(FUSED, selective="half of the matmuls", full="until last needed", expert_copies=2),
@@ -216,7 +213,7 @@ AUTOMODEL = Engine(
     levers={
         "train": Taken(refuse=_refuse_part, dimensions=_WITHOUT_EP),
         "optimizer": replace(
-            one_of(_OPTIMIZERS, "no optimizer of whole matrices, since FSDP2 shards all of them"),
+            one_of(_OPTIMIZERS, "which has no optimizer of whole matrices, since FSDP2 shards all of them"),
             dimensions=frozenset(each for each in _WITHOUT_EP if all(one.name != "tp" for one in each)),
         ),
     },

@@ -29,7 +29,6 @@ def _write(request: Request) -> Draft:
     view, levers = UniformPlan.of(request.plan), request.plan.chosen_levers
     return Draft(
         files=(("axolotl.yaml", yaml.safe_dump(_content(view) | _levers(levers), sort_keys=False)),),
-        carried=view.carried,
         left_out=(
             f"the model: add base_model, an id or folder of Hugging Face with the config of {request.plan.model.name}",
             "datasets, learning rate and number of steps: add them to the file",
@@ -91,7 +90,7 @@ def _content(view: UniformPlan) -> dict[str, Any]:
             "reshard_after_forward": view.zero == 3,
             "activation_checkpointing": view.remat is Remat.FULL,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "offload_params": False,
+            "offload_params": view.on_host,
             "state_dict_type": "SHARDED_STATE_DICT",
             "cpu_ram_efficient_loading": True,
         },
@@ -102,6 +101,7 @@ ENGINE = replace(
     ACCELERATE,
     levers={
         **peft.LEVERS,
+        "offload": peft.OFFLOAD,
         "train": replace(peft.LEVERS["train"], refuse=_refuse_part),
         "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
     },

@@ -8,7 +8,6 @@ form.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.dimensions import Value, dimension_named, modes
@@ -16,7 +15,6 @@ from steelyard.plan.dimensions.dimension import Dimension, Divides, Mode
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat, Strategy
 
-Pipeline = Literal["none", "any cuts"]
 Dimensions = frozenset[Dimension]
 Allowed = Mapping[str, frozenset[Value]]
 """By the key of a mode, the values that a framework can give it."""
@@ -58,9 +56,8 @@ class Capabilities:
     """What may be recomputed of all blocks alike."""
     remats_first_blocks: bool = False
     """Whether the first n blocks of every stage may be recomputed and the others not, n the same on all stages."""
-    pipeline: Pipeline = "none"
     schedules: frozenset[str] = frozenset()
-    """By name."""
+    """Of pipelines, which may be cut anywhere, by name; without any there are none."""
 
     def runs(self, schedule: str) -> bool:
         """Return whether stages may run this schedule."""
@@ -144,7 +141,7 @@ def unsupported(plan: Plan, capabilities: Capabilities) -> tuple[str, ...]:
     sizes = plan.stage_sizes
     if len(set(sizes)) > 1:
         reasons.append(f"stages of unlike numbers of devices ({', '.join(map(str, sizes))})")
-    if plan.num_stages > 1 and capabilities.pipeline == "none":
+    if plan.num_stages > 1 and not capabilities.schedules:
         reasons.append(f"a pipeline ({plan.num_stages} stages)")
     elif plan.num_stages > 1 and plan.schedule not in capabilities.schedules:
         reasons.append(f"the {plan.schedule} schedule")

@@ -79,7 +79,6 @@ def _write(request: Request) -> Draft:
     usage += peft.model_usage(levers, view.precision)
     return Draft(
         files=(("ds_config.json", json.dumps(content)), *peft.model_files(levers, view.precision)),
-        carried=view.carried,
         left_out=tuple(left_out),
         launch=f"{request.torchrun} train.py",
         usage=tuple(usage),
@@ -87,13 +86,19 @@ def _write(request: Request) -> Draft:
 
 
 def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": view.zero if view.fsdp > 1 else 0}
+    if view.fsdp > 1:
+        zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
+        if view.on_host:
+            zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in ("param", "optimizer")}
+        zero |= {"stage3_gather_16bit_weights_on_model_save": True} if view.zero == 3 else {}
     content: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": view.microbatch_per_rank,
         "gradient_accumulation_steps": view.pipeline.num_microbatches,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": view.precision == "bf16"},
         **({"fp16": _SCALED} if view.precision == SCALES_LOSS else {}),
-        "zero_optimization": _zero(view),
+        "zero_optimization": zero,
     }
     if view.tp > 1:
         content["tensor_parallel"] = {"autotp_size": view.tp}
@@ -108,14 +113,6 @@ def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
             "contiguous_memory_optimization": False,
         }
     return content
-
-
-def _zero(view: UniformPlan) -> dict[str, Any]:
-    stage = view.zero if view.fsdp > 1 else 0
-    if stage == 0:
-        return {"stage": 0}
-    common = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
-    return common | ({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {})
 
 
 def _read(text: str, _chain: ModelChain, num_devices: int) -> FileSettings:
@@ -152,15 +149,15 @@ def _read(text: str, _chain: ModelChain, num_devices: int) -> FileSettings:
 
 DEEPSPEED = Engine(
     name="deepspeed",
-    software="DeepSpeed 0.19.8",
     capabilities=CAPABILITIES,
     execution=Execution(reduce_bytes=2),
     precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_untold("deepspeed", chain),
     levers={
         "train": peft.LEVERS["train"],
+        "offload": peft.OFFLOAD,
         "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
-        "optimizer": peft.one_of(_OPTIMIZERS, "no such states for what ZeRO flattens"),
+        "optimizer": peft.one_of(_OPTIMIZERS, "which has no such states for what ZeRO flattens"),
     },
     reader=Reader(suffixes=(".json",), read=_read),
     targets=(

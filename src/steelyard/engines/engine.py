@@ -34,8 +34,6 @@ class Engine:
     """Software that runs plans."""
 
     name: str
-    software: str
-    """The full name, with the version that was read."""
     capabilities: Capabilities
     """The plans that it can run."""
     execution: Execution = OURS

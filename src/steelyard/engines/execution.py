@@ -6,7 +6,7 @@ read in code or papers and which were chosen on those runs.
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, final
+from typing import Literal, final
 
 from steelyard.engines.kernels import Kernels
 from steelyard.levers.lever import Effects
@@ -32,13 +32,6 @@ class StateBytes:
     zero: int
     frozen: int = 2
     """Bytes of a parameter that is not trained, which has no gradient and no optimizer state."""
-
-    kept_apart: ClassVar[tuple[str, ...]] = ("context", "parameters", "gradients", "optimizer", "optimizer step")
-    """Terms of memory that no allocator holds more for than they are."""
-
-    def optimizer_shards(self, data_degree: int, shard_degree: int | None) -> int:
-        """Ranks over which the optimizer states of a replicated layer are divided."""
-        return 1 if self.zero == 0 else min(shard_degree or data_degree, data_degree)
 
     @property
     def of_frozen(self) -> "StateBytes":
@@ -78,24 +71,6 @@ class StateBytes:
         return {name: sum(kept(name, *part) for part in divided) for name in parts}
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Fsdp2States:
-    """States as PyTorch's FSDP2 and optimizers keep them in the allocator's memory, as the runtime uses them.
-
-    What they take follows from FSDP2's own order of work: `steelyard.cost.layer` and `steelyard.cost.memory`.
-    """
-
-    kept_apart: ClassVar[tuple[str, ...]] = ()
-
-    def optimizer_shards(self, _data_degree: int, _shard_degree: int | None) -> int:
-        """Optimizer states of a replicated layer are replicated as it is."""
-        return 1
-
-
-FSDP2_STATES = Fsdp2States()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """What a framework does otherwise than this project's runtime."""
@@ -110,8 +85,10 @@ class Execution:
     """Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks, what scaling and
     casts leave of it. Of Transformer Engine found on published runs; between pairs of dgxc_benchmarking that differ in
     precision alone it is 0.80 to 1.05."""
-    states: StateBytes | Fsdp2States = FSDP2_STATES
-    """Who keeps parameters, gradients and optimizer states between steps."""
+    states: StateBytes | None = None
+    """Parameters, gradients and optimizer states in buffers of the framework between steps; None where FSDP2 and
+    optimizers of torch keep them in the allocator's memory, as their own order of work has it (`steelyard.cost.layer`
+    and `steelyard.cost.memory`)."""
     reduce_bytes: int = 4
     """Bytes per parameter that gradients are reduced in."""
     whole_gradients: Literal["never", "without tp", "always"] = "never"
@@ -157,10 +134,10 @@ class Execution:
     buffers_every_microbatch: bool = False
     """Whether a stage has a buffer for what arrives of every microbatch of a step, and what it sent stays until the
     schedule waits for it, as the stages of `torch.distributed.pipelining` have it."""
-    adapter_input_bytes: int = 0
-    """Bytes of an entry of the copy of its input that each adapter keeps where its weights are in fp32 and all else
-    computes in 16 bits: 2 under autocast, 4 without; 0 where adapters share the input. Under fsdp their weights are
-    gathered in the type that computes, and nothing is copied."""
+    adapters: Literal["computed", "autocast", "fp32"] = "computed"
+    """How adapters compute: in the precision of their layer; under autocast with weights in fp32, where each keeps a
+    copy of its input in 16 bits, but under fsdp, which gathers weights in the type that computes; or all in fp32, as
+    they are traced then."""
     shares_frozen_head: bool = False
     """Whether a tied head that is not trained has the embedding's matrix, where all layers lie on one stage; our
     runtime gives each of them one."""
@@ -187,15 +164,23 @@ class Execution:
     @property
     def keeps_own_buffers(self) -> bool:
         """Whether states, and what stages exchange, lie in buffers of the framework instead of torch's."""
-        return isinstance(self.states, StateBytes)
+        return self.states is not None
+
+    @property
+    def kept_apart(self) -> tuple[str, ...]:
+        """Terms of memory that no allocator holds more for than they are."""
+        own = ("context", "parameters", "gradients", "optimizer", "optimizer step")
+        return own if self.keeps_own_buffers else ()
 
     def optimizer_shards(self, data_degree: int) -> int:
         """Ranks over which the optimizer states of a replicated layer are divided."""
-        return self.states.optimizer_shards(data_degree, self.shard_degree)
+        if self.states is None or self.states.zero == 0:
+            return 1
+        return min(self.shard_degree or data_degree, data_degree)
 
     def step_bytes(self, parameter_bytes: int, data_degree: int) -> int:
         """Bytes that a rank takes while the optimizer steps, when no activations are left, and gives back after."""
-        if not isinstance(self.states, StateBytes):
+        if self.states is None:
             return 0
         num_params, shards = parameter_bytes // self.states.parameters, self.optimizer_shards(data_degree)
         gathered = self.gathered_bytes * (num_params + num_params // shards) if shards > 1 else 0

@@ -114,11 +114,13 @@ def _write(request: Request) -> Draft:
     gradients = {key: value for key, value in of_plan.items() if key in _OF_GRADIENTS}
     if view.pipeline.num_chunks > 1:
         model["virtual_pipeline_model_parallel_size"] = view.pipeline.num_chunks
-    model |= _of_model(chain, view.seq_len)
+    flags = model_flags(chain, view.seq_len)
+    of_model = attributes([flag for flag in flags if flag.startswith(_SET_AFTERWARDS)])
+    model |= {_RENAMED.get(key, key): value for key, value in of_model.items()}
+    model |= {"add_bias_linear": "--disable-bias-linear" not in flags, "seq_length": view.seq_len}
     is_deep = view.has_experts and not {"alltoall", "allgather"} & set(options)
     return Draft(
         files=(("bridge_recipe.py", _recipe(view, chain, model, gradients, train, sends_deep=is_deep)),),
-        carried=view.carried,
         left_out=(
             "tokenizer, data, learning rate and first weights: set them in the recipe",
             *(() if train.is_default else ("the base: put what import wrote of it into the folder base",)),
@@ -126,14 +128,6 @@ def _write(request: Request) -> Draft:
         launch=f"{request.torchrun} bridge_recipe.py",
         usage=("data are made up until dataset.blend names some",),
     )
-
-
-def _of_model(chain: ModelChain, seq_len: int) -> dict[str, Any]:
-    """Settings of the model in the recipe, beside those that the bridge reads in its config."""
-    flags = model_flags(chain, seq_len)
-    found = attributes([flag for flag in flags if flag.startswith(_SET_AFTERWARDS)])
-    found = {_RENAMED.get(key, key): value for key, value in found.items()}
-    return found | {"add_bias_linear": "--disable-bias-linear" not in flags, "seq_length": seq_len}
 
 
 def _recipe(
@@ -221,15 +215,8 @@ def _recipe(
 
 
 _CONFIGS = (
-    "CheckpointConfig",
-    "ConfigContainer",
-    "DistributedDataParallelConfig",
-    "DistributedInitConfig",
-    "GPTDatasetConfig",
-    "LoggerConfig",
-    "RNGConfig",
-    "TokenizerConfig",
-    "TrainingConfig",
+    *("CheckpointConfig", "ConfigContainer", "DistributedDataParallelConfig", "DistributedInitConfig"),
+    *("GPTDatasetConfig", "LoggerConfig", "RNGConfig", "TokenizerConfig", "TrainingConfig"),
 )
 TE_SPEEDUP = 1.25
 """Rate of Transformer Engine's linear layers since Hopper over that of torch's in the same training loop. Found on
@@ -239,7 +226,6 @@ either: with it the 18 runs of Grok in dgxc_benchmarking are 19 % too fast, with
 MEGATRON_BRIDGE = replace(
     MEGATRON,
     name="megatron-bridge",
-    software="Megatron-Bridge and NeMo, as their performance recipes set Megatron-Core",
     execution=replace(
         MEGATRON.execution,
         states=StateBytes(parameters=2, gradients=2, optimizer=12, zero=1),

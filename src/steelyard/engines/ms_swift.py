@@ -51,20 +51,13 @@ def _write(request: Request) -> Draft:
     balancing = [flag for flag in flags if flag.startswith(_BALANCING)]
     return Draft(
         files=(("swift.sh", _script(view, request, balancing)),),
-        carried=view.carried,
         left_out=(
             f"the model: MODEL is an id or folder with the config of {request.plan.model.name}",
             "data, learning rate and number of steps: give them as arguments of the script",
         ),
-        launch=f"{_where(request)}MODEL=NAME bash swift.sh --dataset NAME --train_iters 1000 --lr 3e-4",
+        launch=f"{request.variables}MODEL=NAME bash swift.sh --dataset NAME --train_iters 1000 --lr 3e-4",
         usage=("for DeepSpeed instead: export --to deepspeed, and swift sft --deepspeed ds_config.json",),
     )
-
-
-def _where(request: Request) -> str:
-    if request.cluster is None:
-        return "NNODES=HOSTS NPROC_PER_NODE=DEVICES NODE_RANK=RANK MASTER_ADDR=FIRST_HOST "
-    return "NODE_RANK=RANK MASTER_ADDR=FIRST_HOST " if request.cluster.num_nodes > 1 else ""
 
 
 def _script(view: UniformPlan, request: Request, balancing: list[str]) -> str:

@@ -13,7 +13,6 @@ def _refuse_float8(float8: Float8) -> str | None:
 
 NATIVE = Engine(
     name="native",
-    software="steelyard on torch 2.13",
     capabilities=Capabilities(mixes_layers=True),
     precisions=("bf16", "fp16", "fp32"),
     levers={"float8": Taken(refuse=_refuse_float8)},

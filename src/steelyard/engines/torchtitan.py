@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine, Taken, options_in
@@ -44,7 +45,6 @@ CAPABILITIES = Capabilities(
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
     remats=frozenset(Remat),
-    pipeline="any cuts",
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
 )
 
@@ -210,7 +210,6 @@ def _write(request: Request) -> Draft:
             *(functions if has_functions else ()),
             *(() if changes else ((f"{name}.toml", _toml(view, flavor, float8)),)),
         ),
-        carried=view.carried,
         left_out=tuple(left_out),
         launch=of_functions if has_functions else of_toml,
         usage=(*(usages if has_functions else ()), *(() if changes else (f"torchtitan 0.2: {of_toml}",))),
@@ -285,6 +284,7 @@ def _training(view: UniformPlan, version: _Version) -> dict[str, Any]:
             "max_context_length": view.seq_len,
         }
     sizes["mixed_precision_param"] = "bfloat16" if view.precision == "bf16" else "float32"
+    sizes |= {"enable_cpu_offload": True} if view.on_host else {}
     return sizes | ({"disable_cuda_graphs": True} if has_stages else {})
 
 
@@ -489,13 +489,15 @@ def _compiled(execution: Execution) -> Execution:
 
 TORCHTITAN = Engine(
     name="torchtitan",
-    software="torchtitan 0.3.0",
     capabilities=CAPABILITIES,
     execution=Execution(buffers_every_microbatch=True, kernels=replace(_KERNELS, loss_pieces=8)),
     precisions=("bf16", "fp32"),
-    levers={"float8": Taken(execution=_compiled)},
     options={WHOLE_LOSS: {"kernels": _KERNELS}},
     refuse=_refuse,
+    levers={
+        "offload": replace(peft.OFFLOAD, dimensions=dimensions_of("fsdp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp")),
+        "float8": Taken(execution=_compiled),
+    },
     reader=Reader(suffixes=(".toml", ".py"), read=_read),
     targets=(
         Target(

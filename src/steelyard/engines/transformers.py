@@ -56,7 +56,6 @@ def _write(request: Request) -> Draft:
     model = "distributed_config=distributed_config" if _shards_itself(view) else "..."
     return Draft(
         files=(("steelyard_trainer.py", _trainer(view, levers, CAPABILITIES.divides_experts(request.plan.chain()))),),
-        carried=view.carried,
         left_out=tuple(left_out),
         launch=f"{request.torchrun} train.py",
         usage=(
@@ -88,6 +87,7 @@ def _trainer(view: UniformPlan, levers: Levers, divides_experts: bool) -> str:
             "reshard_after_forward": view.zero == 3,
             "activation_checkpointing": view.remat is Remat.FULL,
             "state_dict_type": "SHARDED_STATE_DICT",
+            **({"cpu_offload": True} if view.on_host else {}),
         }
     else:
         arguments["activation_checkpointing"] = view.remat is Remat.FULL
@@ -129,12 +129,11 @@ def _trainer(view: UniformPlan, levers: Levers, divides_experts: bool) -> str:
 
 TRANSFORMERS = Engine(
     name="transformers",
-    software="transformers 5.23.0",
     capabilities=CAPABILITIES,
     execution=Execution(whole_gradients="without tp"),
     precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_untold("transformers", chain),
-    levers=peft.LEVERS,
+    levers={**peft.LEVERS, "offload": peft.OFFLOAD},
     targets=(
         Target(
             name="transformers",

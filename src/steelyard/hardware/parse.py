@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from steelyard.errors import InvalidClusterError
+from steelyard.files import parse_yaml
 from steelyard.hardware.files import (
     MICRO,
     ClusterFile,
@@ -24,7 +25,6 @@ from steelyard.hardware.files import (
     find_network,
     known_device,
     links,
-    read_mapping,
     read_text,
 )
 from steelyard.hardware.values import Cluster, Device, Link, NodeGroup, joined_pools
@@ -108,7 +108,10 @@ def _short(text: str) -> Cluster:
 
 def pools_from_yaml(text: str, *, where: str = "cluster file", name: str = "cluster") -> Cluster:
     """The cluster, or the pools, of a YAML text; ``name`` is for one that gives none, ``where`` for errors."""
-    content = read_mapping(text, where=where)
+    try:
+        content = parse_yaml(text)
+    except ValueError as error:
+        raise InvalidClusterError(field=where, found=str(error), expected="a YAML mapping") from error
     if isinstance(content, dict) and "pools" in content:
         return cluster_of(checked(content, PoolsFile, where=where), name=name)
     return cluster_of(checked(content, ClusterFile, where=where), name=name)
@@ -220,18 +223,33 @@ def cluster_of(file: ClusterFile | PoolsFile, *, name: str) -> Cluster:
     return Cluster(groups=tuple(groups))
 
 
-def _group_of(file: ClusterFile | PoolSpec, name: str) -> NodeGroup:
-    if isinstance(file.device, DeviceSpec):
-        device = file.device.to_device(known_device(file.device.name))
+def _group_of(file: PoolSpec, name: str) -> NodeGroup:
+    own, num_nodes, ports = file.device, file.num_nodes, file.devices_per_node
+    device = find_device(own) if isinstance(own, str) else own.to_device(known_device(own.name))
+    for field, is_missing in (("intra_link", True), ("inter_link", num_nodes > 1)):
+        if is_missing and getattr(file, field) is None and isinstance(own, DeviceSpec):
+            raise InvalidClusterError(
+                field=field,
+                found=f"nothing, and {own.name!r} is described in the file, so the catalogue has no default for it",
+                expected="a link name, or name, bandwidth_GBps and latency_us",
+                hint=f"add for example {field}: pcie-4",
+            )
+    if file.intra_link is None:
+        intra_link, _ = _links_of(device.name, num_nodes=num_nodes, devices_per_node=ports)
+    elif isinstance(file.intra_link, str):
+        intra_link = find_link(file.intra_link)
     else:
-        device = find_device(file.device)
+        intra_link = _link_of(file.intra_link, devices_per_node=ports, ports_unsaid=ports)
+    inter_link = _network(file.inter_link, ports)
+    if file.inter_link is None and num_nodes > 1:
+        _, inter_link = _links_of(device.name, num_nodes=num_nodes, devices_per_node=ports)
     return NodeGroup(
         name=file.name or name,
-        num_nodes=file.num_nodes,
-        devices_per_node=file.devices_per_node,
+        num_nodes=num_nodes,
+        devices_per_node=ports,
         device=device,
-        intra_link=_intra_link(file, device),
-        inter_link=_inter_link(file, device),
+        intra_link=intra_link,
+        inter_link=inter_link,
         host_memory_bytes=None if file.host_memory_GiB is None else round(file.host_memory_GiB * GIB),
     )
 
@@ -243,24 +261,6 @@ def _network(entry: LinkEntry | None, devices_per_node: int) -> Link | None:
     return None if entry is None else _link_of(entry, devices_per_node=devices_per_node, ports_unsaid=1)
 
 
-def _intra_link(file: ClusterFile | PoolSpec, device: Device) -> Link:
-    if file.intra_link is not None:
-        if isinstance(file.intra_link, str):
-            return find_link(file.intra_link)
-        return _link_of(file.intra_link, devices_per_node=file.devices_per_node, ports_unsaid=file.devices_per_node)
-    if isinstance(file.device, DeviceSpec):
-        raise _missing_link("intra_link", device.name)
-    return _links_of(device.name, num_nodes=file.num_nodes, devices_per_node=file.devices_per_node)[0]
-
-
-def _inter_link(file: ClusterFile | PoolSpec, device: Device) -> Link | None:
-    if file.inter_link is not None or file.num_nodes == 1:
-        return _network(file.inter_link, file.devices_per_node)
-    if isinstance(file.device, DeviceSpec):
-        raise _missing_link("inter_link", device.name)
-    return _links_of(device.name, num_nodes=file.num_nodes, devices_per_node=file.devices_per_node)[1]
-
-
 def _link_of(entry: SharedLink | LinkSpec, *, devices_per_node: int, ports_unsaid: int) -> Link:
     link = entry.to_link() if isinstance(entry, LinkSpec) else find_link(entry.name)
     return link.shared(num_ports=entry.ports_per_node or ports_unsaid, num_devices=devices_per_node)
@@ -269,12 +269,3 @@ def _link_of(entry: SharedLink | LinkSpec, *, devices_per_node: int, ports_unsai
 def _links_of(device_name: str, *, num_nodes: int, devices_per_node: int) -> tuple[Link, Link | None]:
     intra_link, inter_link = default_links(device_name, num_devices=num_nodes * devices_per_node)
     return intra_link, inter_link if num_nodes > 1 else None
-
-
-def _missing_link(field: str, device_name: str) -> InvalidClusterError:
-    return InvalidClusterError(
-        field=field,
-        found=f"nothing, and {device_name!r} is described in the file, so the catalogue has no default for it",
-        expected="a link name, or name, bandwidth_GBps and latency_us",
-        hint=f"add for example {field}: pcie-4",
-    )

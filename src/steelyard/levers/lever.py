@@ -96,13 +96,16 @@ class Effects:
     """What is otherwise for hidden matrices of blocks (`LayerType.has_matrix`); None where nothing is."""
     low_precision: LowPrecision | None = None
     """Rate of products of 8-bit operands, where layers have some."""
+    parameters_on_host: bool = False
+    """Whether all that is kept of parameters lies in the memory of the host, which updates them: they are copied to the
+    device for every pass of a layer, and their gradients back."""
     saves_on_host: bool = False
     """Whether what blocks save for their backward passes lies in the memory of the host."""
 
     @property
     def uses_host(self) -> bool:
         """Whether anything lies in the memory of the host."""
-        return self.host_bytes > 0 or self.saves_on_host
+        return self.host_bytes > 0 or self.parameters_on_host or self.saves_on_host
 
 
 class Runner(Protocol):
@@ -137,6 +140,14 @@ class Divided(Protocol):
     @property
     def state_shards(self) -> int:
         """Ranks that share its states."""
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with other samples that have the same states."""
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether its parameters are whole from its forward to its backward pass."""
 
     @property
     def tensor_degree(self) -> int:

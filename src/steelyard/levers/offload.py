@@ -6,8 +6,10 @@ r"""Offload: what lies in the memory of the host, because a device has too littl
 |                 | trained parameter                         |                                            |
 | ``activations`` | what blocks save for the backward pass,   | the same there and back, every microbatch  |
 |                 | of microbatches in flight                 |                                            |
+| ``parameters``  | parameters, gradients and moments, 16 B a | 4 B for the forward and for the backward   |
+|                 | trained parameter; others as they compute | pass, a gradient of 4 B, every microbatch  |
 
-``optimizer+activations`` is both.
+``optimizer+activations`` is both; ``parameters`` has the optimizer in it.
 
 **optimizer.** Parameters and gradients stay in fp32 on the device, which computes the step: `CHUNK` entries of both
 moments at a time are copied to it, updated by the same kernel as without offload, and copied back, so that parameters
@@ -30,17 +32,25 @@ Copies follow the work of the block in one stream, so that none is hidden: $2 b 
 that it saves. Selective remat keeps what it chose in a cache of torch's own, which no hook sees, so that it is refused.
 torchtune and Megatron copy in streams of their own, beside other blocks; then a device has more, and waits less.
 
+**parameters.** All layers are FSDP2's with its ``CPUOffloadPolicy``, on a single device too: parameters come to the
+device before they are gathered, and are freed after each pass (ZeRO-3 alone); reduced gradients go to the host, which
+clips them and steps. Copies run beside the layer before and are exposed as far as it does not hide them; on one device
+FSDP copies in line. The CPUs of a node update the parameters of all its devices at `compute.HOST_BYTES_PER_S`, with 28
+bytes of AdamW for each and 12 of clipping, and from the second microbatch on add gradients there, 12 bytes each. Layers
+of dp are refused, also outside fsdp: the host would have their states several times, and gradients would stay on the
+device until the last microbatch. So are quantized weights, which FSDP does not move.
+
 Not modelled: what starting a copy takes, a few microseconds for each tensor; devices of a node that share a PCIe switch
 or the memory of the host as they copy at the same time; what both directions at once would gain.
 
-Source: Ren et al. 2021 (ZeRO-Offload, arXiv 2101.06840), table 4.
+Source: Ren et al. 2021 (ZeRO-Offload, arXiv 2101.06840), table 4; `torch.distributed.fsdp.CPUOffloadPolicy`.
 """
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from steelyard.errors import UserError
-from steelyard.levers.lever import Asked, Divided, Effects, Lever, WordLever
+from steelyard.levers.lever import Asked, Divided, Effects, Lever, Result, WordLever
 from steelyard.levers.optimizer import Optimizer
 
 NONE = "none"
@@ -48,7 +58,7 @@ CHUNK = 2**22
 """Entries of a moment that are copied to the device at a time: 16 MiB, at which a copy reaches the rate of the link."""
 _MOMENT_BYTES = 4
 _MOMENTS = 2
-_OPTIMIZER, _ACTIVATIONS = "optimizer", "activations"
+_OPTIMIZER, _ACTIVATIONS, _PARAMETERS = "optimizer", "activations", "parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +68,30 @@ class Offload(WordLever):
     word: str = NONE
 
     name: ClassVar[str] = "offload"
-    values: ClassVar[tuple[str, ...]] = (NONE, _OPTIMIZER, _ACTIVATIONS, f"{_OPTIMIZER}+{_ACTIVATIONS}")
+    values: ClassVar[tuple[str, ...]] = (
+        *(NONE, _OPTIMIZER, _ACTIVATIONS, f"{_OPTIMIZER}+{_ACTIVATIONS}"),
+        *(_PARAMETERS, f"{_PARAMETERS}+{_ACTIVATIONS}"),
+    )
     offers: ClassVar[tuple[str, ...]] = values[1:]
     help: ClassVar[str] = (
         "What lies in the memory of the host: none, optimizer (the moments of AdamW), activations (what blocks save), "
-        "or both."
+        "parameters (with gradients and moments; the host steps), or one of these two + activations."
     )
+
+    @property
+    def result(self) -> Result:  # type: ignore[override]
+        """Its updates on the host are those of the device but for rounding."""
+        return "rounding" if self.moves_parameters else "exact"
 
     @property
     def moves_optimizer(self) -> bool:
         """Whether the states of the optimizer lie in host memory."""
         return _OPTIMIZER in self.word.split("+")
+
+    @property
+    def moves_parameters(self) -> bool:
+        """Whether parameters, their gradients and the states of the optimizer lie in host memory."""
+        return _PARAMETERS in self.word.split("+")
 
     @property
     def moves_activations(self) -> bool:
@@ -78,12 +101,19 @@ class Offload(WordLever):
     def check(self, asked: Asked) -> None:
         """Raises `UserError` for another optimizer, and for a GPU whose link to the host is not known."""
         Lever.check(self, asked)
-        if self.moves_optimizer and Optimizer.name in asked.levers:
+        if (self.moves_optimizer or self.moves_parameters) and Optimizer.name in asked.levers:
             raise UserError(
                 field="--offload",
                 found=f"{self} beside another optimizer",
-                expected="AdamW in fp32, whose moments are copied in parts",
+                expected="AdamW in fp32, whose moments are copied in parts or updated on the host",
                 hint="leave --optimizer or --offload out",
+            )
+        if self.moves_parameters and "base" in asked.levers:
+            raise UserError(
+                field="--offload",
+                found=f"{self} beside --base",
+                expected="weights that FSDP shards and copies, which quantized ones are not",
+                hint="leave --base or --offload out",
             )
         for device in asked.devices:
             if device.is_gpu and device.host_bytes_per_s is None:
@@ -95,7 +125,11 @@ class Offload(WordLever):
                 )
 
     def refusal(self, strategy: Divided) -> str | None:
-        """Hooks do not see what selective remat keeps."""
+        """Hooks do not see what selective remat keeps; parameters on the host are of one rank, and leave the device."""
+        if self.moves_parameters and strategy.replicas > 1:
+            return "dp would keep parameters on the host once for each of its ranks, and gradients on the device: fsdp"
+        if self.moves_parameters and strategy.state_shards > 1 and strategy.keeps_gathered:
+            return "parameters on the host leave the device after every pass: ZeRO-3"
         if self.moves_activations and strategy.remat == "selective":
             return "what selective remat keeps is not copied to the host: no or full remat"
         return None
@@ -103,6 +137,11 @@ class Offload(WordLever):
     def effects(self, effects: Effects) -> Effects:
         """What lies in host memory, and what a step moves there and back."""
         effects = replace(effects, saves_on_host=self.moves_activations)
+        if self.moves_parameters:
+            host_bytes = effects.state_bytes
+            return replace(
+                effects, state_bytes=0.0, layer_state_bytes=0, host_bytes=host_bytes, parameters_on_host=True
+            )
         if not self.moves_optimizer:
             return effects
         return replace(

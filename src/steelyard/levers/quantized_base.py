@@ -52,3 +52,9 @@ class QuantizedBase(WordLever):
         reason = "its weights are quantized, which are not divided"
         layer_types = tuple(replace(each, no_tp=each.no_tp or reason) for each in chain.layer_types)
         return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
+
+    def warning(self, chain: ModelChain) -> str:
+        """That routed experts are not quantized."""
+        if any(each.num_experts for each in chain.layer_types):
+            return f"routed experts are not in {self}: linear layers are quantized, and experts are stacked"
+        return ""

@@ -29,6 +29,7 @@ from steelyard.model.own import OwnSplit, Split
 from steelyard.model.split import SPLIT_VERSION, TEXT_PART, ModelSplit
 
 NOT_PLANNED = {
+    "albert": "use roberta or modernbert, whose blocks have weights of their own",
     "flaubert": "use camembert, whose blocks need no special case",
     "hrm_text": "write a function that builds it, with a sample: docs/your-own-model.md",
     "ibert": "use roberta, whose blocks are those of ibert without quantization",
@@ -250,7 +251,7 @@ def _chain_of(split: Split, name: str, config: dict[str, Any], identity: str) ->
         modules=split.modules,
         tp={layer_type.name: dict(layer_type.styles) for layer_type in split.kinds},
         rotary_by_attention=split.rotary_by_attention,
-        fused_attention=split.fused_attention,
+        fused_attention=split.fused_attention and config.get("attn_implementation") != "eager",
     )
     return ModelChain(
         **split.layout().fields(),

@@ -25,12 +25,11 @@ from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import LayerRole, Task
 from steelyard.model.own import OwnSplit, Split
-from steelyard.model.split import ModelSplit
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
 from steelyard.modules.levers import begin_filling, change_model, fill_added, is_added
 from steelyard.modules.not_split import failed_at
-from steelyard.modules.prepared import prepare, repeat_blocks
+from steelyard.modules.prepared import prepare
 
 _SEED_STRIDE = 1_000_003
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -92,16 +91,9 @@ def build_meta_model(chain: ModelChain) -> PreTrainedModel:
             hint="add --builder FILE.py:FUNCTION, with the file that you planned with (it is run)",
         )
     model = build_from_config(hub_config(chain), chain.family.task, fused_attention=chain.family.fused_attention)
-    _prepare(model, chain)
-    return model
-
-
-def _prepare(model: PreTrainedModel, chain: ModelChain) -> None:
     prepare(model, chain.family.model_type)
-    split = chain.split
-    assert isinstance(split, ModelSplit), "of a config"
-    repeat_blocks(model, {path: len(split.block_layers(path)) for path in split.lists})
     change_model(model, chain)
+    return model
 
 
 def build_from_config(
@@ -145,7 +137,8 @@ def prepare_model(model: PreTrainedModel, chain: ModelChain) -> None:
     """Makes a model ready to be taken apart into layers, in place: every layer holds all that it computes with."""
     if chain.split.module:
         return
-    _prepare(model, chain)
+    prepare(model, chain.family.model_type)
+    change_model(model, chain)
     if _has_experts(model.config):
         model.set_experts_implementation(IMPLEMENTATION)
     if model.config._attn_implementation == "sdpa":

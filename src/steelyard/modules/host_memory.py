@@ -3,8 +3,14 @@
 On a CPU the host's memory is the device's own: such a tensor then differs from others by its mark alone.
 """
 
+import os
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from steelyard.modules.updates import local_part
 
 _MARK = "lies_on_host"
 
@@ -19,3 +25,31 @@ def empty_on_host(part: Tensor) -> Tensor:
 def is_on_host(storage: torch.UntypedStorage) -> bool:
     """Whether it is the storage of such a tensor."""
     return hasattr(storage, _MARK)
+
+
+def rest_on_host(layer: FSDPModule, device_type: str) -> None:
+    """Prepares a layer that FSDP has sharded with its `CPUOffloadPolicy`, in place.
+
+    On a CPU FSDP copies nothing from its memory to its memory: parameters are then copied and marked once, and
+    gradients whenever a backward pass has made some. A host that steps for GPUs uses all its cores, each rank a part.
+    """
+    if device_type != "cpu":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        return
+    for each in (each for group in layer._get_fsdp_state()._fsdp_param_groups for each in group.fsdp_params):
+        before, shard = each.sharded_param, each._sharded_param_data
+        local = local_part(before.detach())
+        each._sharded_param_data = empty_on_host(shard).copy_(shard)
+        part = each._sharded_param_data.as_strided(local.shape, local.stride(), local.storage_offset())
+        each.sharded_param = nn.Parameter(each.to_sharded_dtensor(part), requires_grad=before.requires_grad)
+        each._setattr_on_modules(each.sharded_param)
+        if before.requires_grad:
+            each.sharded_param.register_post_accumulate_grad_hook(_gradient_to_host)
+
+
+def _gradient_to_host(parameter: Tensor) -> None:
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor), "what FSDP has sharded"
+    part = local_part(gradient)
+    if not is_on_host(part.untyped_storage()):
+        parameter.grad = DTensor(empty_on_host(part).copy_(part), gradient._spec, requires_grad=False)

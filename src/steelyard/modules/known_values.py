@@ -16,6 +16,7 @@ Not modelled: writing into a view of a known tensor changes nothing but the view
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -291,13 +292,9 @@ def _keep(found: Any, value: Callable[[], Any] | None, args: Any, name: str) -> 
     elif isinstance(found, tuple | list) and found and all(isinstance(each, Tensor) for each in found):
         for place, each in enumerate(found):
             if not has_values(each):
-                each._known = value and _entry(value, place)
+                each._known = value and partial(lambda of, at: of()[at], value, place)
         if value is None and name in _CHOICES and len(found) > 1:
             found[1]._known = _even(found[1], args[0])
-
-
-def _entry(value: Callable[[], Any], place: int) -> Callable[[], Any]:
-    return lambda: value()[place]
 
 
 def _even(chosen: Tensor, among: Tensor) -> Callable[[], Tensor]:

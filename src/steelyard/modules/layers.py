@@ -23,7 +23,6 @@ parallelism, else S), H hidden size, V vocabulary of this rank.
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -35,13 +34,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.family import Family, Run, Task
-from steelyard.model.split import BlockArguments, ModelSplit, local_name
+from steelyard.model.split import ModelSplit, local_name
 from steelyard.modules.build import named_layer_modules, outside_buffers
 from steelyard.modules.context_attention import reads_mask
 from steelyard.modules.freezing import freeze_layer
 from steelyard.modules.levers import loss_chunks
-from steelyard.modules.own_pieces import Arguments, OwnBatch, OwnModel
-from steelyard.modules.pieces import BlockInputs, split_run, tensors_in
+from steelyard.modules.own_pieces import OwnBatch, OwnModel
+from steelyard.modules.pieces import SharedInputs, SplitSharedInputs, split_run
 from steelyard.modules.remat import REMAT_CONTEXTS
 from steelyard.modules.router_loss import RouterLoss, router_loss_of
 from steelyard.plan.strategy import Remat
@@ -49,8 +48,6 @@ from steelyard.plan.strategy import Remat
 _MIX = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 _MOST_SEED = 1 << 63
-
-
 _RATES = (
     *("attention_dropout", "dropout_prob", "drop_prob", "dropout"),
     *("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
@@ -84,23 +81,6 @@ def seed_dropout(*parts: int) -> None:
 
 Flow: TypeAlias = Tensor | tuple[Tensor, ...]
 """What flows between layers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedInputs:
-    """What every block reads beside the hidden state; the same on all ranks, over the full sequence."""
-
-    position_ids: Tensor
-    arguments: Mapping[str, BlockArguments] = field(default_factory=dict)
-    """Of a split model: all that each block type is given beside the hidden state."""
-    token_dims: Callable[[], Mapping[str, BlockArguments]] | None = None
-    """In the place of each tensor of these its dim that is tokens, None where there is none, or two as of a mask."""
-    of_samples: Arguments | None = None
-    """Of a user's own module: what gives its blocks the same, for the samples that they read."""
-
-    def tensors(self) -> list[Tensor]:
-        """All of them."""
-        return [self.position_ids, *(tensor for each in self.arguments.values() for tensor in tensors_in(each))]
 
 
 class LayerContext:
@@ -310,39 +290,15 @@ def shared_inputs_of(
     return SplitSharedInputs(model, chain, {block.layer_type.name for block in blocks}, makes_masks=makes_masks)
 
 
-class SplitSharedInputs(nn.Module):
-    """Makes the `SharedInputs` of a forward pass of a model that is split by its structure."""
-
-    def __init__(self, model: PreTrainedModel, chain: ModelChain, layer_types: set[str], *, makes_masks: bool) -> None:
-        super().__init__()
-        self.model_config = model.config
-        self._inputs = BlockInputs(model, chain, layer_types, makes_masks=makes_masks) if layer_types else None
-        self._token_dims: Mapping[str, BlockArguments] | None = None
-
-    @torch.no_grad()
-    def forward(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SharedInputs:
-        """The arguments of every block type for samples of ``seq_len`` tokens, made for one sample."""
-        arguments = self._inputs(seq_len, dtype, device) if self._inputs else {}
-
-        def token_dims() -> Mapping[str, BlockArguments]:
-            if self._token_dims is None:
-                self._token_dims = self._inputs.token_dims(device, dtype) if self._inputs else {}
-            return self._token_dims
-
-        positions = torch.arange(seq_len, device=device).unsqueeze(0)
-        return SharedInputs(position_ids=positions, arguments=arguments, token_dims=token_dims)
-
-
-class OwnSharedInputs(nn.Module):
+class OwnSharedInputs:
     """As `SplitSharedInputs`, for a user's own module."""
 
     model_config = None
 
     def __init__(self, model: OwnModel, device: torch.device) -> None:
-        super().__init__()
         self.arguments = model.arguments(device)
 
-    def forward(self, _seq_len: int, _dtype: torch.dtype, device: torch.device) -> SharedInputs:
+    def __call__(self, _seq_len: int, _dtype: torch.dtype, device: torch.device) -> SharedInputs:
         """What gives blocks their arguments when the samples are there."""
         return SharedInputs(position_ids=torch.empty(0, device=device), of_samples=self.arguments)
 

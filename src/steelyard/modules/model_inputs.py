@@ -87,15 +87,10 @@ def blank_samples(chain: ModelChain, num_samples: int, seq_len: int) -> tuple[Te
 
     Of a user's own module the numbers of samples, which stand for what it reads.
     """
-    if chain.split.module:
-        return torch.zeros(num_samples, dtype=torch.long), torch.zeros(num_samples, dtype=torch.long)
-    if chain.family.task is Task.IMAGE_CLASSIFICATION:
-        assert chain.image is not None
-        return torch.zeros((num_samples, *chain.image)), torch.zeros(num_samples, dtype=torch.long)
-    tokens = torch.zeros((num_samples, seq_len), dtype=torch.long)
-    if chain.features:
-        return torch.zeros((num_samples, *chain.features.shape)), tokens
-    return tokens, torch.zeros_like(tokens)
+    of_labels = (num_samples, seq_len) if chain.family.task.reads_text else (num_samples,)
+    labels = torch.zeros(of_labels, dtype=torch.long)
+    read = chain.features or chain.image
+    return (blank(read, num_samples, seq_len, labels.device) if read else torch.zeros_like(labels)), labels
 
 
 def random_samples(
@@ -118,8 +113,6 @@ def random_samples(
 
 
 _SOUND = 30 * 16_000
-
-
 _CHANNELS = ("in_channels", "num_channels", "in_chans")
 _UNFLATTENED = ("paddleocr_vl",)
 """Types that take patches with their channels, rows and columns, and not as rows of entries."""
@@ -253,14 +246,8 @@ def _listed(tensor: FakeTensor) -> Any:
 
 
 _rand, _needs_no_mask = torch.rand, masking_utils._ignore_causal_mask_sdpa
-
-
 _to_list = FakeTensor.tolist
-
-
 _num_within, _within_lock = 0, threading.Lock()
-
-
 _REPLACED = (
     mock.patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", _nothing),
     mock.patch.object(masking_utils, "prepare_padding_mask", _nothing),
@@ -270,8 +257,6 @@ _REPLACED = (
     mock.patch.object(torch, "rand", _draw),
     mock.patch.object(FakeTensor, "tolist", _listed),
 )
-
-
 Read = tuple[int, int, int] | SplitFeatures | None
 """What the first layer reads: images of this shape, features, or token ids."""
 

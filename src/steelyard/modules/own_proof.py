@@ -37,7 +37,7 @@ from steelyard.model.own import BUILDER, OwnLayerType, OwnSplit
 from steelyard.model.read import planned_model
 from steelyard.modules.dimensions.tp import apply_tensor_parallel
 from steelyard.modules.kept_splits import read_kept
-from steelyard.modules.layers import ChainLayer, LayerContext, SharedInputs, build_layer, tensors_of
+from steelyard.modules.layers import ChainLayer, LayerContext, build_layer, tensors_of
 from steelyard.modules.not_split import HINT
 from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel, loss_of, parts_of
 from steelyard.modules.own_split import (
@@ -48,6 +48,7 @@ from steelyard.modules.own_split import (
     name_of_leaf,
     refuse_compiled,
 )
+from steelyard.modules.pieces import SharedInputs
 from steelyard.modules.split_tp import Styles, block_suppositions, divided_rows
 from steelyard.modules.stubbed_model import call_arguments
 from steelyard.modules.two_ranks import difference, gradients_of, on_two_ranks, tried, undivided
@@ -200,8 +201,7 @@ def _whole_results(model: OwnModel) -> dict[str, Tensor]:
     loss = loss.detach()
     gradients = gradients_of(model.module.named_parameters())
     count = check_sample(model.sample, has_loss=model.split.has_loss)
-    with torch.no_grad():
-        each = [_loss_of_part(model, part) for part in parts_of(model.sample, count)]
+    each = [_loss(model, part).detach() for part in parts_of(model.sample, count)]
     mean = sum(each, start=torch.zeros(())) / count
     if not abs(float(mean - loss)) <= TOLERANCE * max(abs(float(loss)), *(abs(float(one)) for one in each)):
         raise InvalidModelError(
@@ -217,11 +217,6 @@ def _loss(model: OwnModel, read: Any) -> Tensor:
     inputs, targets = read if model.split.has_loss else (read, None)
     places, names = call_arguments(inputs)
     return loss_of(model.module(*places, **names), targets, model.loss)
-
-
-def _loss_of_part(model: OwnModel, read: Any) -> Tensor:
-    with torch.enable_grad():
-        return _loss(model, read).detach()
 
 
 def _context(number: int, batch: OwnBatch) -> LayerContext:

@@ -9,9 +9,9 @@ parameters shows it for each block type.
 
 import copy
 from collections import UserDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,43 +26,76 @@ from steelyard.modules.build import outside_buffers
 from steelyard.modules.called import called_at
 from steelyard.modules.known_values import KnownValues, has_values, known_of, plain_token, with_first
 from steelyard.modules.model_inputs import blank, first_tokens, read_by
+from steelyard.modules.own_pieces import Arguments
 from steelyard.modules.stubbed_model import Give, ReachedError, StubbedTransformers, recording_stubs
 
 
-class BlockInputs:
-    """What every block type reads beside the hidden state."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedInputs:
+    """What every block reads beside the hidden state; the same on all ranks, over the full sequence."""
+
+    position_ids: Tensor
+    arguments: Mapping[str, BlockArguments] = field(default_factory=dict)
+    """Of a split model: all that each block type is given beside the hidden state."""
+    token_dims: Callable[[], Mapping[str, BlockArguments]] | None = None
+    """In the place of each tensor of these its dim that is tokens, None where there is none, or two as of a mask."""
+    of_samples: Arguments | None = None
+    """Of a user's own module: what gives its blocks the same, for the samples that they read."""
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        leaves = pytree.tree_leaves(dict(self.arguments))
+        held = (leaf.held if isinstance(leaf, PerSample) else leaf for leaf in leaves)
+        return [self.position_ids, *(each for each in held if isinstance(each, Tensor))]
+
+
+class SplitSharedInputs:
+    """Makes the `SharedInputs` of a forward pass of a model that is split by its structure, for some block types."""
 
     def __init__(
         self, model: PreTrainedModel, chain: ModelChain, layer_types: Collection[str], *, makes_masks: bool = True
     ) -> None:
         split = chain.split
         assert isinstance(split, ModelSplit), "a user's own module has blocks of its own"
+        self.model_config = model.config
         first_of = {chain.type_of(layer).name: layer for layer in reversed(range(chain.num_layers))}
         layers = sorted(first_of[name] for name in layer_types)
-        stubs = recording_stubs(split, layers)
+        stubs = recording_stubs(split, layers) if layers else {}
         self._records = {chain.type_of(layer).name: record for layer, record in stubs.items()}
-        self._stubbed = StubbedTransformers(model, split, keep=(), stubs=stubs, makes_masks=makes_masks)
+        self._stubbed = (
+            StubbedTransformers(model, split, keep=(), stubs=stubs, makes_masks=makes_masks) if stubs else None
+        )
         self._by_sample, self._read = split.sides_by_sample, read_by(split)
         self._token, self._first = plain_token(model.config), first_tokens(split.features)
+        self._token_dims: Mapping[str, BlockArguments] | None = None
+
+    def __call__(self, seq_len: int, dtype: torch.dtype, device: torch.device) -> SharedInputs:
+        """The arguments of every block type for samples of ``seq_len`` tokens and a hidden state in ``dtype``, made for
+        one sample."""
+
+        def token_dims() -> Mapping[str, BlockArguments]:
+            if self._token_dims is None:
+                few, more = (self._arguments(tokens, dtype, device) for tokens in _LENGTHS)
+                self._token_dims = {name: pytree.tree_map(_token_dim, few[name], more[name]) for name in few}
+            return self._token_dims
+
+        positions = torch.arange(seq_len, device=device).unsqueeze(0)
+        arguments = self._arguments(seq_len, dtype, device)
+        return SharedInputs(position_ids=positions, arguments=arguments, token_dims=token_dims)
 
     @torch.no_grad()
-    def __call__(self, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, BlockArguments]:
-        """For every layer type its arguments, for one sample of so many tokens and a hidden state in ``dtype``."""
+    def _arguments(self, tokens: int, dtype: torch.dtype, device: torch.device) -> dict[str, BlockArguments]:
         one = self._recorded(1, tokens, dtype, device)
         if not self._by_sample:
             return one
         two = self._recorded(2, tokens, dtype, device)
         return {name: pytree.tree_map(_per_sample, one[name], two[name]) for name in one}
 
-    def token_dims(self, device: torch.device, dtype: torch.dtype) -> dict[str, BlockArguments]:
-        """For every layer type, in the place of each tensor the one dim that is tokens; None where there is none, or
-        two."""
-        few, more = (self(tokens, dtype, device) for tokens in _LENGTHS)
-        return {name: pytree.tree_map(_token_dim, few[name], more[name]) for name in few}
-
     def _recorded(
         self, samples: int, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> dict[str, BlockArguments]:
+        if self._stubbed is None:
+            return {}
         ids = with_first(torch.full((samples, tokens), self._token, device=device), *self._first)
         with suppress(ReachedError):
             self._stubbed(blank(self._read, samples, tokens, device, dtype) if self._read else ids, dtype, ids)
@@ -115,14 +148,6 @@ def _token_dim(few: Any, more: Any) -> int | None:
         return None
     dims = [dim for dim, (size, longer) in enumerate(zip(one.shape, other.shape, strict=True)) if size != longer]
     return dims[0] if len(dims) == 1 else None
-
-
-def tensors_in(arguments: BlockArguments) -> Iterator[Tensor]:
-    """The tensors among a block's arguments."""
-    leaves = pytree.tree_leaves(arguments)
-    return (
-        leaf.held if isinstance(leaf, PerSample) else leaf for leaf in leaves if isinstance(leaf, Tensor | PerSample)
-    )
 
 
 class CalledPiece:

@@ -3,7 +3,7 @@
 | models              | change                                                                                        |
 |---------------------|-----------------------------------------------------------------------------------------------|
 | T5                  | blocks that read tables of the first one hold them themselves                                 |
-| BEiT                | a first block that is never left out may be, at a rate of 0                                   |
+| BEiT, Swin          | a first block that is never left out may be, at a rate of 0                                   |
 | Gemma 4             | what blocks read of others is not cut between two blocks                                      |
 | NLLB-MoE            | routers do not cast their weights within a forward pass                                       |
 | T5Gemma 2           | an embedding with a row of its own for one token chooses it place by place                    |
@@ -11,7 +11,6 @@
 | Qwen3-VL            | the first blocks of text add features of the image, which begins a sample, that the stack     |
 |                     | adds between them                                                                             |
 | Swin                | blocks of all stages, and what merges patches behind each, are one list                       |
-| ALBERT              | one block that is called again and again has a place in the list for each call                |
 
 `steelyard.modules.split_proof` proves the prepared model equal to the unmodified one.
 
@@ -19,42 +18,13 @@ Legend of shapes: B samples, S tokens, H hidden width.
 """
 
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
-
-
-class _InTurn(nn.ModuleList):
-    """Gives the next place in turn, whichever it is asked for."""
-
-    turn = 0
-
-    def __getitem__(self, _place: Any) -> Any:
-        self.turn += 1
-        return self._modules[str((self.turn - 1) % len(self))]
-
-
-def repeat_blocks(model: nn.Module, numbers: Mapping[str, int]) -> None:
-    """Gives the block that is alone in a list so many places, by the list's path, in place; twice does no harm."""
-    for path, number in numbers.items():
-        blocks: Any = model.get_submodule(path)
-        if len(blocks) > 1 or number == 1:
-            continue
-        kept = {id(each): each for each in blocks[0].modules() if each._parameters or not [*each.children()]}
-        owner, _, name = path.rpartition(".")
-        setattr(model.get_submodule(owner), name, _InTurn(deepcopy(blocks[0], dict(kept)) for _ in range(number)))
-        model.get_submodule(owner).register_forward_pre_hook(partial(_begin, name))
-
-
-def _begin(name: str, owner: nn.Module, _given: Any) -> None:
-    """Starts with the first place, also after a forward pass that did not end."""
-    owner.get_submodule(name).turn = 0
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -211,8 +181,6 @@ def stored_apart(model: nn.Module) -> dict[str, int]:
 
 _OF_STAGES = ("donut-swin", "swin", "swinv2")
 """Types whose blocks lie in a list of stages."""
-
-
 CHANGES: tuple[Callable[[Any], None], ...] = (
     *(_share_tables, _leave_out_alike, _keep_all_tokens, _keep_router_type, _choose_own_row),
     *(_store_apart, add_features_in_blocks),

@@ -32,7 +32,6 @@ from steelyard.modules.model_inputs import (
     one_sequence_each,
 )
 from steelyard.modules.not_split import failed_pass, not_split
-from steelyard.modules.prepared import repeat_blocks
 
 
 def nodes_behind(results: Sequence[Tensor], last: Collection[object] = ()) -> set[Any]:
@@ -134,10 +133,7 @@ def first_state(seen: Recording) -> Tensor:
 
 
 def record_pass(of: Subject, more: int = TOKENS) -> Recording:
-    """One forward pass on the meta device, with hooks on all modules, of so many tokens behind those of an image.
-
-    A block that is called again and again has a place for each call afterwards.
-    """
+    """One forward pass on the meta device, with hooks on all modules, of so many tokens behind those of an image."""
     model, task, read = of.model, of.task, of.read
     tokens = more + first_tokens(read)[1]
     paths = {module: path for path, module in model.named_modules()}
@@ -188,10 +184,6 @@ def record_pass(of: Subject, more: int = TOKENS) -> Recording:
     if any(isinstance(model.get_submodule(path), nn.modules.batchnorm._BatchNorm) for path in called):
         raise of.refusal("batch norms, which would see one rank's microbatch in place of the whole batch")
     places = {path: [place for place, _ in each] for path, each in calls.items()}
-    found = {path: [call for _, call in calls[path]] for path in list(lists)[:1] if len(lists[path]) == 1}
-    if again := {path: len(each) for path, each in found.items() if len(each) > 1 and _is_chain(each)}:
-        repeat_blocks(model, again)
-        return record_pass(of, more)
     chosen = _chosen(of, _in_order(lists, calls), called)
     return Recording(
         model=model,

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from steelyard.modules.dimensions import divided_parameters, shard_placement
 from steelyard.modules.experts import routed_experts
+from steelyard.modules.host_memory import rest_on_host
 from steelyard.modules.layers import ChainLayer, Flow, LayerContext, as_flow, tensors_of
 from steelyard.modules.updates import local_part
 from steelyard.precision import DTYPES, Precision
@@ -302,12 +303,13 @@ def shard_over(
     *,
     reshard_after_forward: bool,
     expert_mesh: DeviceMesh | None = None,
+    on_host: bool = False,
 ) -> FSDPModule:
     """The layer with its parameters sharded over the one axis of ``mesh``, in place.
 
     Of two axes, over the second one, and replicated over the first (hybrid sharding).
     Experts that ep has divided are sharded over ``expert_mesh``, which is what ep leaves of ``mesh``. Experts are cut
-    where shards come out equal: there are often fewer of them than shards.
+    where shards come out equal: there are often fewer of them than shards. ``on_host`` keeps all shards in host memory.
     """
     module = fully_shard(
         layer,
@@ -315,11 +317,14 @@ def shard_over(
         mp_policy=mixed_precision(precision),
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement(layer, mesh if expert_mesh is None else expert_mesh),
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy(),
     )
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if any(isinstance(each, nn.ModuleList | nn.ModuleDict) for each in routed_experts(layer)):
         module.set_reduce_scatter_unused_params(True)  # ranks choose others, by their tokens
+    if on_host:
+        rest_on_host(module, mesh.device_type)
     return module
 
 

@@ -54,17 +54,9 @@ from steelyard.modules.two_ranks import (
 from steelyard.plan.shrink import config_of_blocks
 
 IMAGE_NO_SP = "the places of an image are not divided"
-
-
 ENCODER_NO_SP = "two sequences flow along the decoder"
-
-
 LENGTH_NO_SP = "its states are of another length than the samples"
-
-
 STREAM_NO_SP = "what its blocks share is not divided by tokens"
-
-
 POSITIONS_NO_SP = "learned positions are added to whole sequences"
 
 
@@ -101,25 +93,6 @@ def divided_types(
         )
 
     return tuple(divided(number, layer_type) for number, layer_type in enumerate(split.kinds))
-
-
-def shares_heads(layer_type: SplitLayerType, one_head: "ThreadedProof") -> bool:
-    """Whether ranks of which there are more than key-value heads may have the same; ``one_head`` is of such a model."""
-    return (
-        layer_type.role is LayerRole.BLOCK
-        and bool(layer_type.styles)
-        and not one_head({layer_type.name: layer_type.styles}, False)
-    )
-
-
-def no_context_parallelism(split: ModelSplit, proof: "ThreadedProof") -> dict[str, str]:
-    """For every layer type why ranks may not compute its layers for their own tokens each; empty where that is
-    proved."""
-    known = {layer_type.name: no_cp(split, layer_type) for layer_type in split.kinds}
-    tried = [name for name, reason in known.items() if not reason]
-    together = proof.by_tokens(tried) if tried else ""
-    reasons = {name: proof.by_tokens([name]) for name in tried if together}
-    return known | {name: f"not proved: {reason}" for name, reason in reasons.items() if reason}
 
 
 def no_cp(split: ModelSplit, layer_type: SplitLayerType, *, attention_drops: bool = False) -> str:
@@ -271,13 +244,21 @@ def _prove(small: Found) -> ModelSplit:
     small = replace(small, split=small.split.model_copy(update=options))
     divided = divided_types(small.model, small.split, small.keywords, proofs)
     one_head = _proof_of_one_head(small, training=proofs.model.training)
-    without_cp = no_context_parallelism(small.split, proofs)
+    # whether ranks may compute layers for their own tokens each: all types together, else each by itself
+    without_cp = {layer_type.name: no_cp(small.split, layer_type) for layer_type in small.split.kinds}
+    untried = [name for name, reason in without_cp.items() if not reason]
+    for name in untried if untried and proofs.by_tokens(untried) else ():
+        reason = proofs.by_tokens([name])
+        without_cp[name] = f"not proved: {reason}" if reason else ""
+
+    def shares_heads(proved: SplitLayerType) -> bool:
+        """Whether ranks of which there are more than key-value heads may have the same."""
+        is_divided = proved.role is LayerRole.BLOCK and bool(proved.styles)
+        return is_divided and one_head is not None and not one_head({proved.name: proved.styles}, False)
+
     layer_types = tuple(
         proved.model_copy(
-            update={
-                "no_cp": without_cp[proved.name],
-                "tp_shares": (KV_HEADS,) if one_head and shares_heads(proved, one_head) else (),
-            }
+            update={"no_cp": without_cp[proved.name], "tp_shares": (KV_HEADS,) if shares_heads(proved) else ()}
         )
         for proved in divided
     )

@@ -25,18 +25,12 @@ from steelyard.model.split import ModelSplit, SplitLayerType, is_below, is_below
 from steelyard.modules.experts import routed_experts
 
 RANKS = 2
-
-
 _HEAD_COUNTS = (
     *("num_heads", "num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads"),
     *("kv_heads", "num_query_heads"),
 )
-
-
 _WIDTHS = ("embed_dim", "all_head_size", "hidden_size", "inner_dim", "split_size", "d_model")
 """Attributes that count heads, and those that hold the width of all heads: what modules reshape by."""
-
-
 Styles = Mapping[str, str]
 
 
@@ -98,7 +92,7 @@ def block_suppositions(
     ``called`` has the modules that are called in it, in order, with the name by which each is given its tensor;
     ``plan`` the styles that the block's makers give; ``heads`` is how many entries a parameter has for each head.
     """
-    # the one entry of a list of one that holds all that a block computes with, as in ALBERT; empty without such
+    # the one entry of a list of one that holds all that a block computes with, as in ConvNeXt; empty without such
     owners = [path for path in called if _has_own(block.get_submodule(path))]
     lists = (name for name, each in block.named_children() if isinstance(each, nn.ModuleList) and len(each) == 1)
     if inner := next((f"{name}.0" for name in lists if all(is_below(path, f"{name}.0") for path in owners)), ""):
@@ -223,16 +217,10 @@ class _Regions:
 
 
 _ENDS = ("rows", "rows_of_whole")
-
-
 _DIVIDING = ("columns", "rows", "own_experts")
 """How the styles begin of what ranks have a part of."""
-
-
 _MOST_LEFT = 2
 """Parts of a block that are left whole together."""
-
-
 _OF_PLANS = {
     "colwise": "columns",
     "rowwise": "rows",

@@ -178,19 +178,12 @@ def shared_parameters(seen: Recording, holders: Mapping[int, Sequence[str]]) -> 
         if holds_parameters(model.get_submodule(path.rpartition(".")[0])):
             where.setdefault(parameter, []).append(path)
     for paths in (paths for paths in where.values() if len(paths) > 1):
+        owners = {model.get_submodule(path.rpartition(".")[0]) for path in paths}
         copies = sorted((layer, path) for layer, each in holders.items() for path in paths if is_below_any(path, each))
         if len(copies) == len({layer for layer, _ in copies}):
             yield from [tuple(copies)] if len(copies) > 1 else []
-        elif not _one_module(model, paths) and any(path.rpartition(".")[0] in seen.called for path in paths):
+        elif len(owners) > 1 and any(path.rpartition(".")[0] in seen.called for path in paths):
             raise seen.refusal(f"a parameter that {', '.join(paths[:3])} share")
-
-
-def _one_module(model: PreTrainedModel, paths: Sequence[str]) -> bool:
-    """Whether one module stands in several places, so that its parameters have several paths."""
-    return len({model.get_submodule(path.rpartition(".")[0]) for path in paths}) == 1
-
-
-_SPLIT_TASKS = tuple(task for task in Task if task is not Task.OWN)
 
 
 def task_of(config: PreTrainedConfig) -> Task:
@@ -203,13 +196,11 @@ def task_of(config: PreTrainedConfig) -> Task:
         (task for task in Task if task is not Task.OWN), key=lambda task: task is not Task.SEQ2SEQ_LM
     )  # some classes with an encoder are listed for masked models, too
     of_transformers = [task for task in of_transformers if not task.has_decoder or config.is_encoder_decoder]
-    tasks = sorted((task for task in of_transformers if _classes(config, task)), key=_SPLIT_TASKS.__contains__)
+    tasks = [task for task in of_transformers if _classes(config, task)]
     for task in tasks:
         if named in {each.__name__ for each in _classes(config, task)}:
-            if task in _SPLIT_TASKS:
-                return task
-            raise not_split(config, f"{named}, of a task whose models do not split by their structure")
-    tasks = [task for task in Task if task in tasks and task in _SPLIT_TASKS]
+            return task
+    tasks = [task for task in Task if task in tasks]
     if not tasks:
         raise not_split(
             config,
@@ -255,8 +246,6 @@ _POSITIONS = (
     *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"),
     "max_target_positions",
 )
-
-
 _IMAGE = (3, 224, 224)
 """What a model of images reads whose config does not say it, as those of convolutions alone."""
 

@@ -3,8 +3,6 @@
 Modules are copied, parameters are not. Where one is not kept stands a blank (`steelyard.modules.known_values`), so that
 what depends on it costs nothing and can pass for no value. A layer of a transformers model keeps modules, whose model
 is also given samples, masks and buffers; a layer of a user's own module keeps parameters, whichever modules hold them.
-
-A user's own module, stubbed: around the parameters that a layer keeps of it, whichever modules hold them.
 """
 
 import copy
@@ -457,8 +455,7 @@ class Swapped(TorchFunctionMode):
         self._tensors = tensors
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Tensor, self._swapped, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda each: self._tensors.get(id(each), each), (args, kwargs or {})
+        )
         return func(*args, **kwargs)
-
-    def _swapped(self, tensor: Tensor) -> Tensor:
-        return self._tensors.get(id(tensor), tensor)

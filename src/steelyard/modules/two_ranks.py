@@ -67,7 +67,12 @@ class ThreadedProof:
         """Why the styles by layer type do not hold; empty where they do."""
         split = self._split
         layer_types = tuple(
-            layer_type.model_copy(update=self._dividing(number, styles[layer_type.name]))
+            layer_type.model_copy(
+                update={
+                    **{"styles": dict(styles[layer_type.name]), "no_tp": "", "tp_shares": (KV_HEADS,)},
+                    "tp_divides": divided_sizes(self.model, split, number, styles[layer_type.name]),
+                }
+            )
             if layer_type.name in styles
             else layer_type
             for number, layer_type in enumerate(split.kinds)
@@ -85,10 +90,6 @@ class ThreadedProof:
     def _split(self) -> ModelSplit:
         assert isinstance(self.chain.split, ModelSplit), "a user's own module is proved block by block"
         return self.chain.split
-
-    def _dividing(self, layer_type: int, styles: Styles) -> dict[str, object]:
-        sizes = divided_sizes(self.model, self._split, layer_type, styles)
-        return {"styles": dict(styles), "no_tp": "", "tp_divides": sizes, "tp_shares": (KV_HEADS,)}
 
     def _compared(
         self,

@@ -41,10 +41,10 @@ def add_square_norms(square: Tensor, gradients: Sequence[Tensor], copies: Sequen
     """Adds to the scalar ``square`` the squared fp32 norm of each gradient, divided by how many ranks hold it."""
     if gradients:
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
-        square += (norms.square() / torch.tensor(copies, device=square.device)).sum()
+        square += (norms.square() / torch.tensor(copies, device=norms.device)).sum().to(square.device)
 
 
 def clip_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scales gradients, of which and of others ``norm`` is the norm, so that it is at most ``max_norm``."""
     if gradients:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))

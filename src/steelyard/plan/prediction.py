@@ -418,11 +418,6 @@ class Prediction(PlanPart):
         """How far a step typically turns out from its prediction."""
         return "predicted; no such runs to compare" if self.interval is None else str(self.interval)
 
-    @property
-    def time_factor(self) -> float:
-        """What all times were multiplied by after a measured run; 1 where there was none."""
-        return self.profile.time_factor
-
     def is_as_good(self, step_time_s: float | None) -> bool:
         """Whether another plan of this job, of this step time, is predicted too close to be told which is faster."""
         if step_time_s is None or self.interval is None:
@@ -434,7 +429,6 @@ ONE_STRATEGY = "one strategy for all layers"
 """The baseline that has all others in it: one recomputation choice for all blocks too, stages cut freely."""
 SAME_SHARE = 5e-4
 """Step times that differ by less than this share are called the same."""
-NO_STRATEGY = "has no legal strategy", "have no legal strategy"
 
 
 def baseline_line(prediction: Prediction) -> str:
@@ -483,7 +477,10 @@ def against(gain: float, same: str) -> str:
 def misfits(baselines: Iterable[Baseline]) -> Iterator[str]:
     """Which baselines there are none of, and why: ``plain DDP and plain FSDP do not fit (2 GiB and 1 GiB short)``."""
     none = [each for each in baselines if each.step_time_s is None]
-    for is_legal, one, several in ((True, "does not fit", "do not fit"), (False, *NO_STRATEGY)):
+    for is_legal, one, several in (
+        (True, "does not fit", "do not fit"),
+        (False, "has no legal strategy", "have no legal strategy"),
+    ):
         alike = [each for each in none if (each.missing_bytes is not None) == is_legal]
         if alike:
             short = _listed([format_bytes(each.missing_bytes) for each in alike if each.missing_bytes is not None])

@@ -40,18 +40,6 @@ from steelyard.plan.dimensions.dimension import (
     shard_levels,
 )
 
-__all__ = [
-    "HiddenPlacement",
-    "Level",
-    "Remat",
-    "Strategy",
-    "divisors",
-    "mesh_axes",
-    "parse_parallel",
-    "parse_strategy",
-    "shape_strategies",
-]
-
 
 class Remat(StrEnum):
     """Which activations of a layer are recomputed in the backward pass instead of being kept."""

@@ -169,6 +169,14 @@ def _missing(answer: Answer, least: int | None, budget_bytes: int) -> int:
     return max(1, (least or _NO_LIMIT) - budget_bytes)
 
 
+def is_beyond_host(study: Study) -> bool:
+    """Return whether the fastest plan that fits holds more in host memory than there is."""
+    if not study.job.effects.uses_host or (plan := study.answer(FREE_CHOICE).plan) is None:
+        return False
+    priced = with_price(plan, study.job).prediction
+    return bool(priced and priced.host and not priced.host.fits)
+
+
 def least_bytes(study: Study) -> int | None:
     """Return the fewest bytes of a device in which there is a plan, of the configurations that are searched."""
     plans = (each.any_budget.least_plan for each in study.tables)

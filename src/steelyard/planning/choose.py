@@ -17,7 +17,6 @@ from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.layer_memory import saved_in_matrices
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.tables import CostTables
-from steelyard.engines.execution import StateBytes
 from steelyard.errors import UserError
 from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import FREE, Decisions, Partition
@@ -359,9 +358,11 @@ def _why_unmeasured(job: Job, outcome: ConfigOutcome) -> str:
 
 
 def states_bytes(job: Job) -> int:
-    """Bytes of parameters, gradients and optimizer states of the whole model, however they are divided."""
+    """Bytes of parameters, gradients and optimizer states of the whole model on devices, however they are divided."""
+    if job.effects.parameters_on_host:
+        return 0
     found, of_one, states = 0.0, job.by_group[0], job.execution.states
-    if isinstance(states, StateBytes):
+    if states is not None:
         of_trained = float(states.parameters + states.gradients + states.optimizer)
     else:
         of_trained = 2 * MASTER_BYTES + job.effects.state_bytes

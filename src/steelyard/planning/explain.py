@@ -7,21 +7,19 @@ which for most models is the proven best. What there was no time for is named.
 
 import math
 import time
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 
-from steelyard.cost.build import build_tables, slack_fraction, usable_bytes
+from steelyard.cost.build import build_tables
 from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import refusal
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.limits import MOST_BYTES
-from steelyard.plan.choices import ComparedBaseline, Explanation, FrontierPoint, PlanStudy, StrategyVerdict
+from steelyard.plan.choices import ComparedBaseline, Explanation, PlanStudy, StrategyVerdict
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import shortfall
 from steelyard.plan.strategy import Strategy
-from steelyard.planning.choose import device_bytes
-from steelyard.planning.frontier import SHOWN_BUDGETS, falling, frontier_point, priced_point
+from steelyard.planning.frontier import memory_points, priced_point
 from steelyard.planning.price import describe, peak_bytes, with_cost, with_price
 from steelyard.planning.problem import stage_strategies
 from steelyard.planning.request import PlanRequest
@@ -209,9 +207,9 @@ def search_for_report(
     share_s = None if time_limit_s is None else SEARCH_SHARE * time_limit_s
     study = Study(replace(request, time_limit_s=share_s), job)
     proven = plan.prediction is not None and plan.prediction.certificate.is_optimal and not changed
-    own_point = _own_point(priced, job, proven=proven)
+    point = priced_point(priced, is_chosen=True) if proven and peak_bytes(priced) <= job.budget_bytes else None
     until = time.process_time() + FRONTIER_SHARE * (deadline - time.process_time())
-    points = _points(study, own_point, until, progress)
+    points, _ = memory_points(study, point, max_searches=MAX_POINTS, deadline=until, progress=progress)
     explanation, left_out = what_was_searched(study, priced, deadline, progress=progress)
     return PlanStudy(
         scope="all pipeline configurations" if everywhere else f"plans of {describe(plan.pipeline)}",
@@ -219,65 +217,3 @@ def search_for_report(
         points=points,
         left_out=left_out,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """What the search found within a budget; an infinite time where nothing fits."""
-
-    budget_bytes: int
-    peak_bytes: int
-    step_s: float
-    point: FrontierPoint | None
-
-
-def _own_point(priced: Plan, job: Job, *, proven: bool) -> _Found | None:
-    """The plan itself as a point, where it fits and the search has ``proven`` it: within the budget none is faster."""
-    point = priced_point(priced, is_chosen=True)
-    if not proven or point.memory_bytes > job.budget_bytes:
-        return None
-    peak = int(point.memory_bytes / (1 + slack_fraction(job)))
-    return _Found(budget_bytes=usable_bytes(job), peak_bytes=peak, step_s=point.step_time_s, point=point)
-
-
-def _points(study: Study, own: _Found | None, deadline: float, progress: Progress) -> tuple[FrontierPoint, ...]:
-    """Points of the frontier, fastest first: next is always the budget in the middle of the widest gap."""
-    job = study.job
-    smallest = (each.any_budget.least_plan for each in study.tables)
-    most = SHOWN_BUDGETS * usable_bytes(job)
-    least = min((each.peak_bytes for each in smallest if each is not None), default=most)
-    found = [own] if own is not None else []
-    budgets = [each for each in (most, least) if least <= each]
-    if own is None and least < usable_bytes(job):
-        budgets.insert(0, usable_bytes(job))
-    while budgets and len(found) < MAX_POINTS and time.process_time() < deadline:
-        progress(f"{len(found) + 1} of up to {MAX_POINTS}, within {format_bytes(budgets[0])}")
-        found.append(_within(study, budgets.pop(0)))
-        if not budgets:
-            budgets = _widest_gap(sorted(found, key=lambda each: each.budget_bytes))
-    points = {each.peak_bytes: each.point for each in found if each.point is not None}
-    if own is not None and own.point is not None:
-        points[own.peak_bytes] = own.point
-    return falling([points[peak] for peak in sorted(points, reverse=True)])
-
-
-def _within(study: Study, budget_bytes: int) -> _Found:
-    """The best plan within a budget."""
-    found = study.answer(within("", device_bytes(study.job, budget_bytes)))
-    if found.plan is None:
-        return _Found(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None)
-    point = frontier_point(study.job, found.plan)
-    peak = int(point.memory_bytes / (1 + slack_fraction(study.job)))
-    return _Found(budget_bytes=budget_bytes, peak_bytes=peak, step_s=point.step_time_s, point=point)
-
-
-def _widest_gap(found: list[_Found]) -> list[int]:
-    """The middle, on a logarithmic scale, between the two neighbours that leave most room; none where no gap does."""
-    widest, middle = 0.0, 0
-    for less, more in pairwise(found):
-        reach = min(more.budget_bytes, more.peak_bytes) / max(less.budget_bytes, 1)
-        gain = 1.0 if math.isinf(less.step_s) else less.step_s / more.step_s - 1
-        room = 0.0 if math.isinf(more.step_s) else math.log(max(reach, 1.0)) * gain
-        if room > widest:
-            widest, middle = room, math.isqrt(less.budget_bytes * min(more.budget_bytes, more.peak_bytes))
-    return [middle] if widest > 1e-3 else []

@@ -6,11 +6,14 @@ at least as fast for no more money a token.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Self
 
-from steelyard.cost.build import usable_bytes
+from steelyard.cost.build import slack_fraction, usable_bytes
 from steelyard.cost.job import Job
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, joined_pools
@@ -18,13 +21,10 @@ from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.plan.training import SECONDS_PER_HOUR
 from steelyard.planning.choose import device_bytes
-from steelyard.planning.price import bare_plan, describe, grouped_plan, peak_bytes, summarise, with_price
-from steelyard.planning.problem import is_uniform
+from steelyard.planning.price import describe, peak_bytes, summarise, with_price
 from steelyard.planning.request import PlanRequest
-from steelyard.planning.uniform import uniform_choices
-from steelyard.planning.variants import Study, Variant, on_cluster, on_devices, with_shape
-from steelyard.search.tradeoff import sampled_frontier
-from steelyard.units import format_plural
+from steelyard.planning.variants import Progress, Study, Variant, on_cluster, on_devices, with_shape, within
+from steelyard.units import format_bytes, format_plural
 
 SHOWN_BUDGETS = 2
 """The frontier reaches up to this many times the budget, to show what more memory would buy."""
@@ -32,8 +32,6 @@ BILLION = 10**9
 MOST_OFFERS = 64
 OFFER_LIMIT_S = 30.0
 """What the search of one offer may take; the best found by then stands for it."""
-
-Progress = Callable[[str], None]
 
 
 def find_trade_offs(
@@ -56,7 +54,11 @@ def find_trade_offs(
         measured = own.has_measured_links
         device_counts = (own.cluster.num_devices,) if measured else doubled_counts(own.cluster)
     variants = [on_devices(own, count) for count in sorted(set(device_counts))]
-    points, is_complete = memory_points(study, max_searches=max_searches, progress=progress)
+    progress("building cost tables")
+    best = study.plan()
+    plan = None if isinstance(best, str) else best.plan
+    chosen = None if plan is None else priced_point(plan, is_chosen=True)
+    points, is_complete = memory_points(study, chosen, max_searches=max_searches, progress=progress)
     devices = []
     for each in variants:
         progress(f"planning for {each.change(request).cluster.num_devices} devices")
@@ -85,33 +87,68 @@ def doubled_counts(cluster: Cluster) -> tuple[int, ...]:
 
 
 def memory_points(
-    study: Study, *, max_searches: int, progress: Progress = lambda _: None
+    study: Study,
+    chosen: FrontierPoint | None,
+    *,
+    max_searches: int,
+    deadline: float = math.inf,
+    progress: Progress = lambda _: None,
 ) -> tuple[tuple[FrontierPoint, ...], bool]:
-    """Points of the frontier of time against memory, fastest first, and whether none between them is missing.
+    """Points of the frontier of time against memory, fastest first, and whether no two leave room for another.
 
-    The point within the budget is what the request gets. The others are the fastest within their memory, with the time
-    of the simulator; one that is no faster than a point of less memory is left out.
+    Each is the best plan within a budget, with the time of the simulator; one that is no faster than a point of less
+    memory is left out. Next is always the budget in the middle of the widest gap. ``chosen`` is the best point within
+    the budget of the job, if it is known; ``deadline`` a `time.process_time` value.
     """
-    progress("building cost tables")
-    job, budget = study.job, usable_bytes(study.job)
-    tables = [each.tables for each in study.tables]
-    is_one, roomy = is_uniform(job, study.request.decisions), job.within(device_bytes(job, SHOWN_BUDGETS * budget))
-    progress(f"searching {max_searches} memory budgets")
-    frontier = sampled_frontier(
-        tables,
-        most_bytes=SHOWN_BUDGETS * budget,
-        budgets=(budget,),
-        max_searches=max_searches,
-        time_limit_s=study.request.time_limit_s,
-        choices=partial(uniform_choices, roomy) if is_one else None,
-    )
-    outcomes = [step.outcome for step in frontier.steps]
-    plans = [bare_plan(job, each.tables, each.solution) if is_one else grouped_plan(job, each) for each in outcomes]
-    points = [frontier_point(job, plan) for plan in plans]
-    chosen = study.plan()
-    if not isinstance(chosen, str) and chosen.plan is not None:
-        points.append(frontier_point(job, chosen.plan, is_chosen=True))
-    return falling(points), frontier.is_complete
+    job, usable = study.job, usable_bytes(study.job)
+    smallest = (each.any_budget.least_plan for each in study.tables)
+    most = SHOWN_BUDGETS * usable
+    least = min((each.peak_bytes for each in smallest if each is not None), default=most)
+    found, budgets = list[_Found](), [each for each in (most, least) if least <= each]
+    if chosen is not None and chosen.memory_bytes <= job.budget_bytes:
+        found.append(_Found.of(job, usable, chosen))
+    elif least < usable:
+        budgets.insert(0, usable)
+    while budgets and len(found) < max_searches and time.process_time() < deadline:
+        progress(f"{len(found) + 1} of up to {max_searches}, within {format_bytes(budgets[0])}")
+        answer, budget = study.answer(within("", device_bytes(job, budgets[0]))), budgets.pop(0)
+        found.append(
+            _Found.of(job, budget, None if answer.plan is None else priced_point(with_price(answer.plan, job)))
+        )
+        if not budgets:
+            budgets = _widest_gap(sorted(found, key=lambda each: each.budget_bytes))
+    points = {each.peak_bytes: each.point for each in reversed(found) if each.point is not None}
+    return falling([*points.values(), *([chosen] if chosen is not None else [])]), not budgets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What the search found within a budget; an infinite time where nothing fits."""
+
+    budget_bytes: int
+    peak_bytes: int
+    step_s: float
+    point: FrontierPoint | None
+
+    @classmethod
+    def of(cls, job: Job, budget_bytes: int, point: FrontierPoint | None) -> Self:
+        """The point that was found."""
+        if point is None:
+            return cls(budget_bytes=budget_bytes, peak_bytes=budget_bytes, step_s=math.inf, point=None)
+        peak = int(point.memory_bytes / (1 + slack_fraction(job)))
+        return cls(budget_bytes=budget_bytes, peak_bytes=peak, step_s=point.step_time_s, point=point)
+
+
+def _widest_gap(found: list[_Found]) -> list[int]:
+    """The middle, on a logarithmic scale, between the two neighbours that leave most room; none where no gap does."""
+    widest, middle = 0.0, 0
+    for less, more in pairwise(found):
+        reach = min(more.budget_bytes, more.peak_bytes) / max(less.budget_bytes, 1)
+        gain = 1.0 if math.isinf(less.step_s) else less.step_s / more.step_s - 1
+        room = 0.0 if math.isinf(more.step_s) else math.log(max(reach, 1.0)) * gain
+        if room > widest:
+            widest, middle = room, math.isqrt(less.budget_bytes * min(more.budget_bytes, more.peak_bytes))
+    return [middle] if widest > 1e-3 else []
 
 
 def falling(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
@@ -148,11 +185,6 @@ def filled(
     return bare.model_copy(update=found)
 
 
-def frontier_point(job: Job, plan: Plan, *, is_chosen: bool = False) -> FrontierPoint:
-    """What a plan costs, as a point of the frontier."""
-    return priced_point(with_price(plan, job), is_chosen=is_chosen)
-
-
 def priced_point(plan: Plan, *, is_chosen: bool = False) -> FrontierPoint:
     """What a plan says of itself, as a point of the frontier."""
     prediction = plan.prediction
@@ -173,7 +205,7 @@ def find_offers(
     request: PlanRequest,
     *,
     prices: Mapping[str, float],
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> tuple[DevicePoint, ...]:
     """Return the best plan on every part of a request's cluster, the cheapest tokens first; those without a plan last.
 

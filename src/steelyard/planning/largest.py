@@ -1,31 +1,41 @@
-r"""The largest of a size that still fits: tokens of a sample, samples computed at once, or a size of a lever.
+r"""The largest of a size that still fits: tokens of a sample, samples computed at once, a size of a lever, or a model.
 
 Of each size that is tried the fewest bytes of a device in which there is a plan. They grow nearly as a line,
 
 $$m(n) \approx m_0 + m_1 n,$$
 
-since activations grow with tokens and samples, and states with the rank of adapters. So the next size to try is where
+since activations grow with tokens and samples, and states with the rank of adapters and with parameters; of models
+those are sizes that are packaged and of the type of the one that was asked about. So the next size to try is where
 the line through the last two meets the budget, kept between the largest that fits and the smallest that does not:
 false position, which takes a few sizes where halving would take ten. Each is a trace or a table of its own.
 """
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 from steelyard.errors import UserError
 from steelyard.levers import LEVERS
+from steelyard.model.read import load_model, model_names
 from steelyard.plan.decisions import Decisions
-from steelyard.planning.advise import LIMIT_S, least_bytes
+from steelyard.planning.advise import LIMIT_S, is_beyond_host, least_bytes
+from steelyard.planning.job import job_of
 from steelyard.planning.request import PlanRequest
+from steelyard.planning.simple import num_params
 from steelyard.planning.variants import FREE_CHOICE, Progress, Study
 from steelyard.units import format_bytes
 
 MOST_TRIED = 6
 """Sizes that are tried at most."""
 _MOST = 2**24
-SEQ_LEN, BATCH = "seq-len", "batch"
-Ask = Callable[[Mapping[str, str]], PlanRequest]
-"""Makes the request with these levers in the place of its own."""
+_BEYOND = 2**50
+SEQ_LEN, BATCH, MODEL = "seq-len", "batch", "model"
+Ask = Callable[..., PlanRequest]
+"""Makes the request with these levers in the place of its own, and of the packaged model of this name if one is given.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +43,9 @@ class Largest:
     """The largest size that was found to fit."""
 
     what: str
-    size: int
-    too_large: int | None
+    size: int | str
+    """A number, or the name of a model."""
+    too_large: int | str | None
     """The smallest that was found not to fit; None where the largest that was tried fits."""
     least_bytes: int
     """Fewest of a device in which there is a plan of this size."""
@@ -42,41 +53,42 @@ class Largest:
     step_s: float
     """Of its fastest plan that fits."""
     options: str
-    """As `steelyard plan` takes it."""
+    """As `steelyard plan` takes it; empty for a model."""
 
 
 def kinds() -> tuple[str, ...]:
     """Return what may be as large as fits."""
-    return SEQ_LEN, BATCH, *(lever.size for lever in LEVERS.values() if lever.size)
+    return SEQ_LEN, BATCH, MODEL, *(lever.size for lever in LEVERS.values() if lever.size)
 
 
 def largest(what: str, request: PlanRequest, ask: Ask, *, progress: Progress = lambda _: None) -> Largest:
     """Return the largest size of a kind that fits; raises `UserError` where none does, or nothing has it."""
-    given, first, step = _sizes(what, replace(request, time_limit_s=LIMIT_S), ask)
+    given, first, sizes, names = _sizes(what, replace(request, time_limit_s=LIMIT_S), ask)
     known: dict[int, Study] = {}
 
     def needed(size: int) -> int:
-        progress(f"{size}")
+        progress(names.get(size, f"{size}"))
         known[size] = Study(given(size))
-        return least_bytes(known[size]) or 2**50
+        return _BEYOND if is_beyond_host(known[size]) else least_bytes(known[size]) or _BEYOND
 
     size, low, high = first, dict[int, int](), dict[int, int]()
     while len(known) < MOST_TRIED and size not in known:
         found, budget = needed(size), known[size].job.budget_bytes
         (low if found <= budget else high)[size] = found
-        size = _next(low, high, budget, step)
+        size = _next(low, high, budget, sizes)
     if not low:
+        needs = f"takes {format_bytes(min(high.values()))} of {format_bytes(budget)}"
         raise UserError(
             field="--max",
-            found=f"{what} {min(high)}, which takes {format_bytes(min(high.values()))} of {format_bytes(budget)}",
+            found=f"{what} {names.get(min(high), min(high))}, which {needs}",
             expected="a size that fits",
             hint="see `steelyard advise` without --max for what to change",
         )
-    best = max(low)
+    best, too_large = max(low), min(high, default=None)
     return Largest(
         what=what,
-        size=best,
-        too_large=min(high, default=None),
+        size=names.get(best, best),
+        too_large=None if too_large is None else names.get(too_large, too_large),
         least_bytes=low[best],
         budget_bytes=budget,
         step_s=known[best].answer(FREE_CHOICE).step_s,
@@ -84,26 +96,46 @@ def largest(what: str, request: PlanRequest, ask: Ask, *, progress: Progress = l
     )
 
 
-def _next(low: Mapping[int, int], high: Mapping[int, int], budget: int, step: int) -> int:
+def _next(low: Mapping[int, int], high: Mapping[int, int], budget: int, sizes: Sequence[int]) -> int:
     """The size to try next; one that is known where there is none between."""
-    below, above = max(low, default=0), min(high, default=_MOST)
-    if not high and len(low) == 1:
-        return 2 * below
+    below, above = max(low, default=0), min(high, default=sizes[-1] + 1)
+
+    def at_most(size: int) -> int:
+        return sizes[max(0, bisect_right(sizes, size) - 1)]
+
     if not low:
-        return max(step, above // 2 // step * step)
+        return at_most(above // 2)
+    last = at_most(above - 1)
+    least_next = min(last, sizes[min(bisect_left(sizes, below) + 1, len(sizes) - 1)])
+    if not high and len(low) == 1:
+        return max(at_most(2 * below), least_next)
     ends = sorted([*low.items(), *high.items()])
     (short, least), (long, most) = ends[-2:] if not high else ((below, low[below]), (above, high[above]))
-    size = int(short + (budget - least) * (long - short) / max(1, most - least)) // step * step
-    return max(min(size, above - step, 16 * below), below + step if above - below > step else below)
+    size = int(short + (budget - least) * (long - short) / max(1, most - least))
+    return max(at_most(min(size, last, 16 * below)), least_next)
 
 
-def _sizes(what: str, request: PlanRequest, ask: Ask) -> tuple[Callable[[int], PlanRequest], int, int]:
-    """The request of a size, the first size to try, and the step between sizes."""
+class _Sizes(NamedTuple):
+    """What may be tried."""
+
+    given: Callable[[int], PlanRequest]
+    """The request of a size."""
+    first: int
+    sizes: Sequence[int]
+    names: Mapping[int, str] = {}
+
+
+def _sizes(what: str, request: PlanRequest, ask: Ask) -> _Sizes:
     if what == SEQ_LEN:
-        return lambda size: replace(request, seq_len=size), 2048, 128
+        return _Sizes(lambda size: replace(request, seq_len=size), 2048, range(128, _MOST, 128))
     if what == BATCH:
         at_once = replace(request, decisions=Decisions(num_microbatches=1))
-        return lambda size: replace(at_once, global_batch=size), 1, 1
+        return _Sizes(lambda size: replace(at_once, global_batch=size), 1, range(1, _MOST))
+    if what == MODEL:
+        named = {num_params(job_of(each)): each.chain.name for each in _of_type(request, ask)}
+        first = sorted(named)[len(named) // 2]
+        given = partial(ask, request.levers.texts)
+        return _Sizes(lambda size: replace(given(named[size]), time_limit_s=LIMIT_S), first, sorted(named), named)
     lever = next((each for each in request.levers if each.size == what), None)
     if lever is None:
         names = ", ".join(f"--{each.name}" for each in LEVERS.values() if each.size == what)
@@ -118,10 +150,20 @@ def _sizes(what: str, request: PlanRequest, ask: Ask) -> tuple[Callable[[int], P
         found = ask(request.levers.texts | {lever.name: str(lever.sized(size))})
         return replace(found, time_limit_s=LIMIT_S)
 
-    return sized, 16, 8
+    return _Sizes(sized, 16, range(8, _MOST, 8))
+
+
+def _of_type(request: PlanRequest, ask: Ask) -> Iterator[PlanRequest]:
+    """The request without levers for each packaged model of its model's type for which it can be made."""
+    for name in reversed(model_names()):
+        if load_model(name).family.model_type == request.chain.family.model_type:
+            with suppress(UserError):
+                yield ask({}, name)
 
 
 def _options(what: str, request: PlanRequest, size: int) -> str:
+    if what == MODEL:
+        return ""
     if what == SEQ_LEN:
         return f"--seq-len {size}"
     if what == BATCH:

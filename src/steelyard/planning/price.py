@@ -24,14 +24,8 @@ from steelyard.planning.job import job_of
 from steelyard.planning.problem import microbatch_counts
 from steelyard.planning.request import MARGIN, Elsewhere, PlanRequest, request_of_plan
 from steelyard.schedules import USUAL, PipelineConfig
-from steelyard.search import ConfigOutcome
-from steelyard.search.evaluate import Solution, group_equal_strategies
+from steelyard.search.evaluate import Solution
 from steelyard.units import format_bytes, format_plural, format_seconds
-
-
-def grouped_plan(job: Job, outcome: ConfigOutcome) -> Plan:
-    """The plan of a search outcome, without its prediction; equal layers of equal strategies beside each other."""
-    return bare_plan(job, outcome.tables, group_equal_strategies(outcome.tables, outcome.solution))
 
 
 def bare_plan(job: Job, tables: CostTables, solution: Solution) -> Plan:

@@ -20,26 +20,29 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from steelyard.cost.job import ASSUMED_IMBALANCE
-from steelyard.engines import Engine, check_levers, engine_of
+from steelyard.engines import check_levers, engine_of
 from steelyard.engines.capabilities import unsupported
+from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, all_of
 from steelyard.hardware import Cluster, parse_pools, with_network
-from steelyard.installed import require_training
+from steelyard.installed import TRAINING, installed_version, require_training
 from steelyard.levers import LEVERS, NO_LEVERS, Levers
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
 from steelyard.model.freezing import frozen_chain
 from steelyard.model.read import chain_from_config, load_model
+from steelyard.modules.kept_splits import read_kept
 from steelyard.plan.decisions import FREE, Decisions
-from steelyard.plan.file import parse_file
+from steelyard.plan.file import default_folder, digest, keep, parse_file
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import CostSource, ProfileFile
 from steelyard.planning.pins import pins_of
 from steelyard.precision import Precision
 from steelyard.profiles.profile import Profile
 from steelyard.search import TIME_LIMIT_S
+from steelyard.tracer.packaged import TRACER_VERSION
 from steelyard.units import parse_bytes
 
 GivenProfiles = str | Path | Profile | Mapping[str, str | Path | Profile]
@@ -278,6 +281,7 @@ def make_request(
         lambda: Levers.of(levers or {}),
     )
     profiles = _profiles(given, machines)
+    check_levers(chosen, chain, runs_it)  # before the model is built for what they change
     chain = changed_chain(chain, chosen, freeze, own)
     batch = machines.num_devices if global_batch == "devices" else global_batch
     return PlanRequest(
@@ -368,12 +372,21 @@ def with_levers(request: PlanRequest, texts: Mapping[str, str]) -> PlanRequest:
 
 
 def changed_chain(chain: ModelChain, levers: Levers, freeze: Sequence[str], own: Any = None) -> ModelChain:
-    """Return what levers make of a model, with what is frozen of it."""
+    """Return what levers make of a model, with what is frozen of it, which is kept for the next time."""
     chain = levers.change(chain)
-    if chain.freeze is not None or not (own is not None or freeze or chain.changes):
+    if chain.freeze is not None or not (own is not None or freeze or chain.has_adapters):
         return chain
-    require_training("to find what is frozen the model is built")
-    found: Freeze | None = import_module("steelyard.modules.freezing").find_freeze(chain, freeze, own)
+    entries = {"config": chain.config_hash, "split": chain.split.model_dump_json(), "tracer": TRACER_VERSION}
+    entries |= {name: installed_version(name) for name in (*TRAINING, "peft")}
+    path = default_folder("frozen") / f"{digest(entries | {'frozen': [*freeze, *map(str, chain.changes)]})}.json"
+    found: Freeze | None = None
+    if own is None:
+        found = read_kept(path, Freeze, "found again, since the kept list of what is frozen cannot be read")
+    if found is None:
+        require_training("to find what is frozen the model is built")
+        found = import_module("steelyard.modules.freezing").find_freeze(chain, freeze, own)
+        if found is not None and own is None:
+            keep(path, found.model_dump_json())
     return frozen_chain(chain, found)
 
 

@@ -50,11 +50,15 @@ STAGE_PARAMS = 15_000_000_000
 DEPTH_GAIN = 0.07
 
 
+def num_params(job: Job) -> int:
+    """Return the parameters of a job's model."""
+    layers = [job.layer(each.name, {}) for each in map(job.chain.type_of, range(job.chain.num_layers))]
+    return sum(each.num_params for each in layers if each is not None)
+
+
 def usual_stages(job: Job) -> Decisions:
     """Return as a decision how many stages plans of models of the job's size have at most."""
-    layers = [job.layer(each.name, {}) for each in map(job.chain.type_of, range(job.chain.num_layers))]
-    num_params = sum(each.num_params for each in layers if each is not None)
-    return Decisions(most_stages=max(USUAL_STAGES, num_params // STAGE_PARAMS))
+    return Decisions(most_stages=max(USUAL_STAGES, num_params(job) // STAGE_PARAMS))
 
 
 def with_usual_stages(result: PlanningResult, request: PlanRequest) -> tuple[PlanningResult, Decisions]:

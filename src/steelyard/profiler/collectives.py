@@ -25,7 +25,10 @@ types other than fp32 (reductions in bf16), congestion between groups of differe
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,51 +43,36 @@ _LEAST_S_PER_BYTE = 1e-15
 """A rate of 10^15 bytes per second stands for a time that does not grow with the size."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearFit:
+class LinearFit(NamedTuple):
     """Seconds = ``latency_s`` + bytes / ``bytes_per_s``; ``max_relative_error`` over the fitted points."""
 
     latency_s: float
     bytes_per_s: float
     max_relative_error: float
 
-    def time_s(self, num_bytes: float) -> float:
-        """Seconds for this many bytes."""
-        return self.latency_s + num_bytes / self.bytes_per_s
-
 
 def fit_latency_and_rate(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> LinearFit:
     """The latency (s, not negative) and rate (bytes/s, positive) of least relative error over the measured points.
 
-    Raises `ValueError` for fewer than two different sizes or a time that is not positive.
+    That is the free solution if it is allowed, else one with no latency, or with no time for bytes. Raises `ValueError`
+    for fewer than two different sizes or a time that is not positive.
     """
     if len(set(sizes_bytes)) < 2 or len(sizes_bytes) != len(times_s):
         raise ValueError(f"two or more different sizes with a time each, not {sizes_bytes} and {times_s}")
     if min(times_s) <= 0:
         raise ValueError(f"positive seconds, not {min(times_s)}")
-    points = list(zip(sizes_bytes, times_s, strict=True))
-    latency_s, s_per_byte = min(_candidates(points), key=lambda candidate: _misfit(points, *candidate))
-    worst = max(abs(latency_s + size * s_per_byte - time) / time for size, time in points)
-    return LinearFit(latency_s=latency_s, bytes_per_s=1 / s_per_byte, max_relative_error=worst)
-
-
-def _candidates(points: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
-    """The solution inside the allowed quadrant if there is one, and those on its two edges."""
-    uu = sum(1 / time**2 for _, time in points)
-    ub = sum(size / time**2 for size, time in points)
-    bb = sum((size / time) ** 2 for size, time in points)
-    u = sum(1 / time for _, time in points)
-    b = sum(size / time for size, time in points)
-    edges = [(0.0, max(b / bb, _LEAST_S_PER_BYTE)), (u / uu, _LEAST_S_PER_BYTE)]
+    points = np.array([(1 / time, size / time) for size, time in zip(sizes_bytes, times_s, strict=True)])
+    (uu, ub), (_, bb) = points.T @ points
+    u, b = points.sum(axis=0)
+    lines = [(0.0, max(b / bb, _LEAST_S_PER_BYTE)), (u / uu, _LEAST_S_PER_BYTE)]
     determinant = uu * bb - ub * ub
-    if determinant <= 0:
-        return edges
-    latency_s, s_per_byte = (u * bb - b * ub) / determinant, (b * uu - u * ub) / determinant
-    return [*edges, (latency_s, s_per_byte)] if latency_s >= 0 and s_per_byte > _LEAST_S_PER_BYTE else edges
-
-
-def _misfit(points: Sequence[tuple[int, float]], latency_s: float, s_per_byte: float) -> float:
-    return sum(((latency_s + size * s_per_byte - time) / time) ** 2 for size, time in points)
+    if determinant > 0:
+        latency_s, s_per_byte = (u * bb - b * ub) / determinant, (b * uu - u * ub) / determinant
+        lines += [(latency_s, s_per_byte)] if latency_s >= 0 and s_per_byte > _LEAST_S_PER_BYTE else []
+    errors = [points @ line - 1 for line in lines]
+    best = int(np.argmin([(each**2).sum() for each in errors]))
+    latency_s, s_per_byte = lines[best]
+    return LinearFit(float(latency_s), float(1 / s_per_byte), float(np.abs(errors[best]).max()))
 
 
 SIZES_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)
@@ -129,9 +117,7 @@ def measure_collectives(
             kind=collective,
             group_size=2 if collective == "send_recv" else shape.size,
             strided=shape.stride > 1,
-            latency_s=fit.latency_s,
-            bytes_per_s=fit.bytes_per_s,
-            max_relative_error=fit.max_relative_error,
+            **fit._asdict(),
         )
 
 
@@ -207,7 +193,7 @@ def _send_recv(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callab
     """One transfer: the direction alternates, so that neither side can run ahead of the other; others do nothing."""
     tensor, group = torch.zeros(num_bytes // _FP32_BYTES, device=device), mesh.get_group()
     mine, peer = mesh.get_local_rank(), 1 - mesh.get_local_rank()
-    senders = _alternating()
+    senders = cycle((0, 1))
     if mine > 1:
         return lambda: None
 
@@ -217,12 +203,6 @@ def _send_recv(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Callab
             work.wait()
 
     return call
-
-
-def _alternating() -> Iterator[int]:
-    while True:
-        yield 0
-        yield 1
 
 
 def _whole(num_bytes: int, mesh: DeviceMesh, device: torch.device) -> Tensor:

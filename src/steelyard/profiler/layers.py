@@ -19,6 +19,7 @@ Legend of shapes: B samples of this rank, S sequence length, s sequence of this 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -204,19 +205,27 @@ def times_of(short: ShortChain, rounds: Sequence[Laps]) -> dict[str, tuple[Measu
     times = {key: _times_by_type(short, [row for each in rounds for row in each[key]], key[1]) for key in rounds[0]}
     counts = sorted({count for count, _ in times})
     plain = {count: times[count, Remat.NONE] for count in counts}
-    added: dict[Remat, float] = {
-        remat: _added_share({layer_type: plain[count][layer_type] for layer_type in slower}, slower)
-        for (count, remat), slower in times.items()
-        if remat is not Remat.NONE and slower
-    }
-    blocks = {
-        name for name, layer in zip(short.layer_types, short.layers, strict=True) if isinstance(layer, BlockLayer)
-    }
+    added: dict[Remat, float] = {}
+    for (count, remat), slower in times.items():
+        if remat is not Remat.NONE and slower:
+            # over the forward, of all layer types that take it together: of one alone it is the difference of two like
+            # numbers, and for a short head less than their noise
+            before = [plain[count][layer_type] for layer_type in slower]
+            added_s = sum(map(sum, slower.values())) - sum(map(sum, before))
+            added[remat] = max(added_s, 0.0) / sum(forward_s for forward_s, _ in before)
     return {
         layer_type: tuple(
-            _measured_time(count, *plain[count][layer_type], added, is_block=layer_type in blocks) for count in counts
+            MeasuredTime(
+                samples=count,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                full_s=forward_s * added[Remat.FULL],
+                selective_s=forward_s * added[Remat.SELECTIVE] if isinstance(layer, BlockLayer) else None,
+            )
+            for count in counts
+            for forward_s, backward_s in [plain[count][layer_type]]
         )
-        for layer_type in dict.fromkeys(short.layer_types)
+        for layer_type, layer in zip(short.layer_types, short.layers, strict=True)
     }
 
 
@@ -225,45 +234,18 @@ def _may_choose(layer: ChainLayer, remat: Remat) -> bool:
     return remat is not Remat.SELECTIVE or isinstance(layer, BlockLayer)
 
 
-def _added_share(plain: Mapping[str, tuple[float, float]], slower: Mapping[str, tuple[float, float]]) -> float:
-    """What a remat choice adds to forward and backward, over the forward: of all layer types that take it together.
-
-    Of one layer type alone it is the difference of two like numbers, and for a short head less than their noise.
-    """
-    added_s = sum(map(sum, slower.values())) - sum(map(sum, plain.values()))
-    return max(added_s, 0.0) / sum(forward_s for forward_s, _ in plain.values())
-
-
-def _measured_time(
-    samples: int, forward_s: float, backward_s: float, added: Mapping[Remat, float], *, is_block: bool
-) -> MeasuredTime:
-    return MeasuredTime(
-        samples=samples,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        full_s=forward_s * added[Remat.FULL],
-        selective_s=forward_s * added[Remat.SELECTIVE] if is_block else None,
-    )
-
-
 def _times_by_type(short: ShortChain, rows: Sequence[Sequence[float]], remat: Remat) -> dict[str, tuple[float, float]]:
     """Forward and backward seconds of each layer type that may take a remat choice, under that choice."""
     slowest_s = over_ranks([sum(row) for row in rows], short.device, dist.ReduceOp.MAX)
     summed = over_ranks(fast_half_columns(rows, slowest_s), short.device, dist.ReduceOp.SUM)
     stretch = fast_half_mean(slowest_s) / sum(summed)
     laps_s = [seconds * stretch for seconds in summed]
-    forward_s, backward_s = laps_s[: len(short.layers)], laps_s[len(short.layers) :]
-    found: dict[str, tuple[float, float]] = {}
-    for layer_type in {
-        name for name, layer in zip(short.layer_types, short.layers, strict=True) if _may_choose(layer, remat)
-    }:
-        own = [index for index, name in enumerate(short.layer_types) if name == layer_type]
-        found[layer_type] = (_mean(forward_s, own), _mean(backward_s, own))
-    return found
-
-
-def _mean(seconds: Sequence[float], indices: Sequence[int]) -> float:
-    return sum(seconds[index] for index in indices) / len(indices)
+    laps = zip(laps_s[: len(short.layers)], laps_s[len(short.layers) :], strict=True)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name, layer, lap in zip(short.layer_types, short.layers, laps, strict=True):
+        if _may_choose(layer, remat):
+            found.setdefault(name, []).append(lap)
+    return {name: (fmean(lap[0] for lap in own), fmean(lap[1] for lap in own)) for name, own in found.items()}
 
 
 def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: Stopwatch) -> None:

@@ -4,7 +4,6 @@ Every process calls `measure` and gets the same `Profile`.
 """
 
 import datetime
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,18 +40,12 @@ from steelyard.profiler.overheads import (
 )
 from steelyard.profiles.profile import CollectiveProfile, LayerProfile, MeasuredTime, Profile
 
-_log = logging.getLogger(__name__)
-
 Progress = Callable[[str, float], None]
 """Takes one short line about what is measured next, and the share of the whole measurement that is done."""
 _BESIDE_SHARE, _COLLECTIVES_BEGIN, _OVERHEADS_BEGIN = 0.2, 0.65, 0.95
 """Of a measurement: what the optimizer, sharding and shared cores take, then layers until collectives begin, then
 these."""
 _NUM_ROUNDS = 3
-
-
-def _log_progress(line: str, done: float) -> None:
-    _log.info("%s (%.0f%% done)", line, 100 * done)
 
 
 def measure(
@@ -63,7 +56,7 @@ def measure(
     samples: Sequence[int],
     trace: Profile,
     budget_s: float = 20.0,
-    progress: Progress = _log_progress,
+    progress: Progress = lambda _line, _done: None,
 ) -> Profile:
     """The profile of ``chain`` on this process group's devices, for each of ``samples`` (samples of one rank).
 

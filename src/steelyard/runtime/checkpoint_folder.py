@@ -102,12 +102,10 @@ def newest_intact(folder: Path, known: Mapping[Path, str] | None = None) -> tupl
     """
     faults: list[str] = []
     for path in reversed(complete_checkpoints(folder)):
-        try:
-            _check(path, known)
-        except InvalidCheckpointError as error:
-            faults.append(error.found)
-        else:
+        fault = _fault(path, known)
+        if fault is None:
             return path, faults
+        faults.append(fault)
     return None, faults
 
 
@@ -273,7 +271,7 @@ def prepare_folder(folder: Path, *, resumed: Path | None, known: Mapping[Path, s
     if resumed is not None and resumed.resolve().parent == folder.resolve():
         names = [path.name for path in newer]
         newer = newer[names.index(resumed.name) + 1 :] if resumed.name in names else newer
-        foreign = [path for path in newer if _is_intact(path, known)]
+        foreign = [path for path in newer if _fault(path, known) is None]
     if foreign:
         raise InvalidCheckpointError(
             field="--checkpoint-dir",
@@ -305,12 +303,13 @@ def _not_writable(folder: Path, error: OSError) -> InvalidCheckpointError:
     )
 
 
-def _is_intact(path: Path, known: Mapping[Path, str] | None) -> bool:
+def _fault(path: Path, known: Mapping[Path, str] | None) -> str | None:
+    """What is wrong with a checkpoint; None where nothing is."""
     try:
         _check(path, known)
-    except InvalidCheckpointError:
-        return False
-    return True
+    except InvalidCheckpointError as error:
+        return error.found
+    return None
 
 
 def commit(folder: Path, info: CheckpointInfo, checksums: Mapping[str, int], *, keep_last: int) -> Path:

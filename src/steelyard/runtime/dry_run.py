@@ -32,11 +32,12 @@ of which the last ones are smaller or empty. Routed experts are cut along a dim 
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from math import prod
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
@@ -88,7 +89,7 @@ class RankGroup:
 def distinct_ranks(plan: Plan, builder: str | None = None) -> tuple[RankGroup, ...]:
     """The groups of equal ranks of a plan, stage by stage; ``builder`` builds the user's own module that it is for."""
     chain = plan.chain()
-    dims = _dims(chain, build_planned(builder, plan).without_values() if builder else build_meta_model(chain))
+    sizes = _sizes(chain, build_planned(builder, plan).without_values() if builder else build_meta_model(chain))
     groups = []
     for stage, of in enumerate(plan.stages):
         first, last = of.ranks
@@ -99,61 +100,44 @@ def distinct_ranks(plan: Plan, builder: str | None = None) -> tuple[RankGroup, .
         ]
         alike: dict[tuple[int, ...], list[int]] = {}
         for place in range(last - first + 1):
-            alike.setdefault(tuple(_uneven_shares(dict.fromkeys(layers), dims, place)), []).append(first + place)
+            alike.setdefault(tuple(_shares(dict.fromkeys(layers), sizes, place)), []).append(first + place)
         groups += [RankGroup(rank=ranks[0], stage=stage, ranks=tuple(ranks)) for ranks in alike.values()]
     return tuple(groups)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Dims:
-    """Sizes of a layer's parameters: the first dims, and of those of routed experts all dims."""
-
-    first: set[int]
-    experts: set[tuple[int, ...]]
+_Sizes = dict[int, tuple[set[int], set[tuple[int, ...]]]]
 
 
-def _dims(chain: ModelChain, model: Any) -> dict[int, _Dims]:
-    """The sizes of the parameters, by layer type."""
-    dims: dict[int, _Dims] = {}
+def _sizes(chain: ModelChain, model: Any) -> _Sizes:
+    """By layer type, the first dims of the parameters, and the shapes of those of routed experts."""
+    sizes: _Sizes = {}
     for layer in range(chain.num_layers):
-        if chain.layers[layer] not in dims:
+        if chain.layers[layer] not in sizes:
             modules = named_layer_modules(model, chain, layer).values()
             found = [each for module in modules for each in routed_experts(module)]
             experts = {parameter for each in found for parameter in each.parameters()}
             others = {p for module in modules for p in module.parameters()} - experts
-            dims[chain.layers[layer]] = _Dims(
-                first={p.shape[0] for p in others}, experts={tuple(p.shape) for p in experts}
-            )
-    return dims
+            sizes[chain.layers[layer]] = {p.shape[0] for p in others}, {tuple(p.shape) for p in experts}
+    return sizes
 
 
-def _cut_of_experts(shape: tuple[int, ...], strategy: Strategy) -> int | None:
-    """The number of experts that shards cannot have equal parts of, None where they can."""
-    own = shape[0] // (strategy.tensor_degree * strategy.expert_degree)
-    return own if even_dim((own, *shape[1:]), strategy.expert_state_shards) is None else None
-
-
-def _uneven_shares(layers: dict[tuple[int, Strategy], None], dims: dict[int, _Dims], place: int) -> Iterator[int]:
-    """Entries of each dim that does not divide evenly which the rank at ``place`` in its stage holds."""
+def _shares(layers: Collection[tuple[int, Strategy]], sizes: _Sizes, place: int) -> Iterator[int]:
+    """The entries of each dim that is cut into shards which the rank at ``place`` in its stage holds."""
     for layer_type, strategy in layers:
-        cuts = {_cut_of_experts(shape, strategy) for shape in dims[layer_type].experts}
-        for own in sorted(each for each in cuts if each is not None):
-            chunk = -(-own // strategy.expert_state_shards)
-            yield min(max(own - chunk * _shard_of(strategy, strategy.expert_state_axes[1], place), 0), chunk)
-        for whole in sorted(dims[layer_type].first):
-            for size in sorted(
-                {whole, whole // strategy.tensor_degree if whole % strategy.tensor_degree == 0 else whole}
-            ):
-                if size % strategy.state_shards:
-                    chunk = -(-size // strategy.state_shards)
-                    yield min(max(size - chunk * _shard_of(strategy, strategy.shard_axes, place), 0), chunk)
-
-
-def _shard_of(strategy: Strategy, axes: tuple[int, ...], place: int) -> int:
-    """Which shard of parameters that are sharded over ``axes`` the rank at ``place`` in its stage holds."""
-    sizes = mesh_axes(strategy.num_devices)
-    coordinates = np.unravel_index(place, sizes)
-    return int(np.ravel_multi_index([coordinates[axis] for axis in axes], [sizes[axis] for axis in axes]))
+        first_dims, of_experts = sizes[layer_type]
+        divided = {size // strategy.tensor_degree for size in first_dims if size % strategy.tensor_degree == 0}
+        cuts = [(size, strategy.shard_axes) for size in sorted(first_dims | divided)]
+        for first, *others in sorted(of_experts):
+            own = first // (strategy.tensor_degree * strategy.expert_degree)
+            if even_dim((own, *others), strategy.expert_state_shards) is None:
+                cuts.append((own, strategy.expert_state_axes[1]))
+        axis_sizes = mesh_axes(strategy.num_devices)
+        coordinates = np.unravel_index(place, axis_sizes)
+        for size, axes in cuts:
+            shards = [axis_sizes[axis] for axis in axes]
+            chunk = -(-size // prod(shards))
+            shard = int(np.ravel_multi_index([coordinates[axis] for axis in axes], shards))
+            yield min(max(size - chunk * shard, 0), chunk)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,24 +291,19 @@ def _follow_passes(model: ParallelModel, storages: LiveStorages) -> None:
     for chunk in model.chunks:
         chunk.register_forward_pre_hook(forward_begins)
         chunk.register_forward_hook(forward_ends)
-    for name, layer in model.layers.items():
-        _follow_layer(layer, model.chain.layer_name(int(name)), storages)
 
+    def is_at(place: str, *_: Any) -> None:
+        storages.place = place
 
-def _follow_layer(layer: nn.Module, name: str, storages: LiveStorages) -> None:
-    def begins(_module: nn.Module, _inputs: Any) -> None:
-        storages.place = f"forward of {name}"
-
-    def backward_begins(_gradient: Tensor) -> None:
-        storages.place = f"backward of {name}"
-
-    def ends(_module: nn.Module, _inputs: Any, output: Flow) -> None:
+    def layer_ends(name: str, _module: nn.Module, _inputs: Any, output: Flow) -> None:
         last = tensors_of(output)[0]
         if last.requires_grad:
-            last.register_hook(backward_begins)
+            last.register_hook(partial(is_at, f"backward of {name}"))
 
-    layer.register_forward_pre_hook(begins)
-    layer.register_forward_hook(ends)
+    for number, layer in model.layers.items():
+        name = model.chain.layer_name(int(number))
+        layer.register_forward_pre_hook(partial(is_at, f"forward of {name}"))
+        layer.register_forward_hook(partial(layer_ends, name))
 
 
 def _gradients(model: ParallelModel) -> Iterator[Tensor]:

@@ -126,7 +126,10 @@ def _axis_names(axes: tuple[int, ...]) -> tuple[str, ...]:
 
 def _mesh_of(world: DeviceMesh, stage_index: int, axes: tuple[int, ...], runs: Sequence[tuple[int, ...]]) -> PlanMesh:
     names = _axis_names(axes)
-    meshes = {run: _flat_mesh(world, tuple(names[axis] for axis in run)) for run in runs}
+    meshes = {run: world[tuple(names[axis] for axis in run) or (_ONE,)] for run in runs}
+    meshes = {
+        run: mesh._flatten("".join(mesh.mesh_dim_names)) if len(run) > 1 else mesh for run, mesh in meshes.items()
+    }
     return PlanMesh(world=world, stage_index=stage_index, axis_names=names or (_ONE,), runs=meshes)
 
 
@@ -142,13 +145,6 @@ def _runs_used(strategies: tuple[Strategy, ...], together: tuple[int, ...]) -> l
         found |= {strategy.axes_of(dimension) for dimension in strategy.dimensions}
         found |= {strategy.expert_axes, *strategy.expert_state_axes}
     return sorted(found)
-
-
-def _flat_mesh(world: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The axes ``names`` of the world as one axis."""
-    if len(names) < 2:
-        return world[names[0] if names else _ONE]
-    return world[names]._flatten("".join(names))
 
 
 def data_index(mesh: PlanMesh, strategy: Strategy) -> int:

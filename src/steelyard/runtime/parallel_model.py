@@ -23,7 +23,7 @@ from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.own import OwnSplit
 from steelyard.modules.build import build_meta_model, hub_config
-from steelyard.modules.layers import ChainLayer, EmbeddingLayer, as_flow
+from steelyard.modules.layers import ChainLayer, EmbeddingLayer, OwnSharedInputs, as_flow
 from steelyard.modules.levers import changed_by_user
 from steelyard.modules.model_inputs import IGNORED, blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import Loss, OwnBatch, OwnModel, parts_of
@@ -86,18 +86,13 @@ class ParallelModel:
         return {name: layer for chunk in self.chunks for name, layer in chunk.layers.items()}
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank reads token ids."""
-        return self.mesh.stage_index == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank reads labels and computes a share of the loss."""
         return self.mesh.stage_index == self.plan.num_stages - 1
 
     def input_samples(self) -> list[int] | None:
         """The samples of the global batch whose tokens this rank reads, in order; None if it reads none."""
-        return self._samples(self.plan.strategies[0]) if self.is_first_stage else None
+        return self._samples(self.plan.strategies[0]) if self.mesh.stage_index == 0 else None
 
     def label_samples(self) -> list[int] | None:
         """The samples of the global batch whose labels this rank reads, in order; None if it reads none."""
@@ -218,6 +213,7 @@ class ParallelModel:
         assert isinstance(split, OwnSplit), "asked for a user's own module alone"
         found: dict[tuple[int, ...], Any] = {}
         for chunk in self.chunks:
+            assert isinstance(chunk.side, OwnSharedInputs), "likewise"
             chunk.batches = [{} for _ in range(count)]
             dealt: dict[tuple[int, ...], list[OwnBatch]] = {}
             for name in chunk.layers:

@@ -59,10 +59,12 @@ def shard_layer(
     precision: Precision,
     *,
     has_backward: bool = True,
+    on_host: bool = False,
 ) -> FSDPModule | Replica:
     """The layer with its parameters sharded as ``strategy`` says, in place, or its replica where it is not sharded.
 
-    Without a backward pass nothing is kept gathered for it, but for what is throughout a step.
+    Without a backward pass nothing is kept gathered for it, but for what is throughout a step. Where parameters lie
+    ``on_host``, FSDP moves them, on a single rank too.
     Raises `InvalidPlanError` for a dimension that no twin carries out.
     """
     used = {dimension.name: dimension for dimension in strategy.dimensions}
@@ -82,12 +84,13 @@ def shard_layer(
     replicas, shards = mesh.states(strategy)
     divides_experts = strategy.expert_degree > 1
     outer_replicas, outer_shards = (mesh.runs[axes] for axes in strategy.expert_state_axes)
-    if strategy.state_shards > 1:
+    if strategy.state_shards > 1 or on_host:
         return shard_over(
             layer,
             _state_mesh(replicas, shards),
             precision,
-            reshard_after_forward=not (strategy.keeps_gathered and (has_backward or strategy.keeps_whole)),
+            reshard_after_forward=on_host or not (strategy.keeps_gathered and (has_backward or strategy.keeps_whole)),
+            on_host=on_host,
             expert_mesh=_state_mesh(outer_replicas, outer_shards) if divides_experts else None,
         )
     return replicate_over(layer, replicas, precision, expert_mesh=outer_replicas if divides_experts else None)
@@ -332,7 +335,8 @@ def _build_chunk(
         if plan.levers and chain.type_of(number).role is LayerRole.BLOCK and (save := saving(plan.chosen_levers)):
             layer.saving = partial(save, layer)
         has_backward = chain.has_backward(number)
-        sharded = shard_layer(layer, chain, strategy, mesh, plan.precision, has_backward=has_backward)
+        options = {"has_backward": has_backward, "on_host": plan.chosen_levers.effects.parameters_on_host}
+        sharded = shard_layer(layer, chain, strategy, mesh, plan.precision, **options)
         if isinstance(sharded, Replica):
             replicas.append(sharded)
         elif strategy.keeps_whole:

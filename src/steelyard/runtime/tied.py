@@ -57,7 +57,8 @@ class SharedGradient:
                 copy.grad = torch.zeros_like(copy)
         gradients = [copy.grad for copy in self._copies]
         if self._num_slices is None:
-            _sum_parts([local_part(gradient) for gradient in gradients], self._group)
+            device = gradients[0].device_mesh.device_type
+            _sum_parts([local_part(gradient) for gradient in gradients], self._group, device)
             return
         for first, *others in _slices(gradients, self._num_slices):
             total = _whole(first)
@@ -119,13 +120,17 @@ def _group_across(plan: Plan, stages: tuple[int, ...]) -> dist.ProcessGroup | No
     return mine
 
 
-def _sum_parts(parts: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Gives all parts, of which the ranks of the group hold the same entries, their sum."""
+def _sum_parts(parts: list[Tensor], group: dist.ProcessGroup | None, device: str) -> None:
+    """Gives all parts, of which the ranks of the group hold the same entries, their sum; the group's sum is made on a
+    device of this type, wherever they lie.
+    """
     first, *others = parts
     for other in others:
         first += other
     if group is not None:
-        dist.all_reduce(first, group=group)
+        total = first.to(device)
+        dist.all_reduce(total, group=group)
+        first.copy_(total)
     for other in others:
         other.copy_(first)
 
@@ -156,7 +161,9 @@ def _columns(gradient: Tensor, start: int, width: int) -> Tensor:
 
 
 def _whole(gradient: Tensor) -> Tensor:
-    """All rows of a gradient, as a tensor of its own."""
+    """All rows of a gradient, as a tensor of its own on the device."""
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to(gradient.device_mesh.device_type)
     if isinstance(gradient, DTensor) and any(not placement.is_replicate() for placement in gradient.placements):
         return gradient.full_tensor().contiguous()
     return local_part(gradient).clone(memory_format=torch.contiguous_format)

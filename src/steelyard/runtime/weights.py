@@ -152,18 +152,6 @@ def _numbers(name: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", name))
 
 
-def unknown_names(stored: Mapping[str, StoredParameter], names: Iterable[str]) -> list[str]:
-    """The stored tensors that are of none of the parameters ``names``."""
-    known = set(names)
-    return sorted(
-        name
-        for target, parameter in stored.items()
-        if target not in known
-        for entry in parameter.entries
-        for name in entry
-    )
-
-
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_BYTES = 2 * 2**30
@@ -230,11 +218,12 @@ def load_weights(path: Path, state: RunState, chain: ModelChain, *, seed: int = 
             module.take(stored[name].read(folder.tensor, tuple(slice(0, size) for size in module.shape)))
     if reads_base(chain):
         _begin_beside(state, chain, seed)
-    extra = [
+    extra = sorted(
         name
-        for name in unknown_names(stored, (*state.names.by_path.values(), *takers))
+        for target in stored.keys() - {*state.names.by_path.values(), *takers}
+        for name in sum(stored[target].entries, ())
         if not name.endswith((".inv_freq", ".masked_bias", ".attn.bias", "lm_head.weight", "position_ids"))
-    ]
+    )
     return [f"{len(extra)} tensors of {path} are not of the model: {_some(extra)}"] if extra else []
 
 

@@ -39,13 +39,14 @@ from steelyard.search.bounds import (
     stage_memories,
 )
 from steelyard.search.evaluate import Solution, evaluate
-from steelyard.search.frontier import FloatArray, IntArray, distinct
+from steelyard.search.kernels import FloatArray, IntArray
 from steelyard.search.layers import (
     ROUNDING,
     ChainFrontier,
     Pruning,
     StageCosts,
     chain_frontier,
+    distinct,
     option_table,
 )
 
@@ -54,9 +55,6 @@ FIRST_STEP = 0.001
 
 STEP_GROWTH = 2.0
 """Each time that is not enough, so many times as much."""
-
-FEW_CHOICES = 100
-"""A run of so few layers times options is solved up to its limit at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -331,10 +329,8 @@ def solve_further(
     known = prepared.solved.get(signature)
     if known is None or known.level_s <= level:
         limit_s *= 1 + ROUNDING
-        most_options = int(prepared.bounds[stage].costs.count.max())
-        is_easy = (span[1] - span[0]) * most_options <= FEW_CHOICES
         step = FIRST_STEP if known is None else STEP_GROWTH * known.step
-        goal = limit_s if is_easy or level == 0 else min(level * (1 + step), limit_s)
+        goal = limit_s if level == 0 else min(level * (1 + step), limit_s)
         goal = max(goal, level * (1 + ROUNDING))
         known = prepared.solved[signature] = best_runs(prepared, stage, span, goal, step, deadline)
     runs.found[place] = known

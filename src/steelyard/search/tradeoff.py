@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from steelyard.cost.tables import CostTables
 from steelyard.search.runs import AnyBudget
-from steelyard.search.solve import MOST_MISSES, Choices, ConfigOutcome, search
+from steelyard.search.solve import ConfigOutcome, search
 
 UNLIMITED_BYTES = 2**62
 """A budget that never binds."""
@@ -49,55 +49,39 @@ def sampled_frontier(
     *,
     samples: Sequence[int] | None = None,
     most_bytes: int = UNLIMITED_BYTES,
-    budgets: Sequence[int] = (),
-    max_searches: int = 32,
+    max_searches: int,
     time_limit_s: float | None = None,
-    choices: Choices | None = None,
 ) -> SampledFrontier:
     """Steps of time against memory from ``most_bytes`` down to the least that holds anything, by so many searches.
 
     After ``time_limit_s`` no search begins, and the one under way takes the best so far: then steps may be missing.
 
-    Every step is what `search` finds within its ``peak_bytes``; ``budgets`` are searched before any other. No steps
-    where nothing fits into ``most_bytes``. ``choices`` as of `search`; their bounds are for ``most_bytes``.
+    Every step is what `search` finds within its ``peak_bytes``. No steps where nothing fits into ``most_bytes``.
     """
     given = tuple(tables)
     weights = tuple(samples) if samples is not None else (1,) * len(given)
-    tight = [plan for each in _least_tables(given, choices) if (plan := AnyBudget(each).least_plan) is not None]
+    tight = [plan for each in given if (plan := AnyBudget(each).least_plan) is not None]
     least_bytes = min((plan.peak_bytes for plan in tight), default=most_bytes + 1)
     if least_bytes > most_bytes:
         return SampledFrontier(steps=(), is_complete=True)
     everything = tuple(range(len(given)))
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
-    fastest = _found(given, weights, everything, most_bytes, deadline, choices)
-    smallest = _found(given, weights, everything, least_bytes, deadline, choices)
+    fastest = _found(given, weights, everything, most_bytes, deadline)
+    smallest = _found(given, weights, everything, least_bytes, deadline)
     gaps = [_Gap(slow=smallest.step, explored_bytes=least_bytes, fast=fastest)]
-    wanted = [budget for budget in budgets if least_bytes < budget < most_bytes]
     is_proven = fastest.is_proven and smallest.is_proven
     for _ in range(max_searches - 2):
         if not any(gap.is_open for gap in gaps) or (deadline is not None and time.monotonic() > deadline):
             break
-        gap = next((each for each in gaps if wanted and each.holds(wanted[0])), gaps[0])
-        budget = wanted.pop(0) if wanted else gap.next_budget
-        if gap.holds(budget):
-            gaps.remove(gap)
-            middle = _found(given, weights, gap.configs(weights), budget, deadline, choices)
-            is_proven = is_proven and middle.is_proven
-            gaps += gap.divided(middle, budget)
-            heapq.heapify(gaps)
+        gap = heapq.heappop(gaps)
+        middle = _found(given, weights, gap.configs(weights), gap.next_budget, deadline)
+        is_proven = is_proven and middle.is_proven
+        for each in gap.divided(middle, gap.next_budget):
+            heapq.heappush(gaps, each)
     ordered = sorted(gaps, key=lambda gap: -gap.fast.step.peak_bytes)
     steps = [gap.fast.step for gap in ordered] + [ordered[-1].slow]
     kept = [step for step, after in itertools.pairwise(steps) if step.score_s < after.score_s] + [steps[-1]]
     return SampledFrontier(steps=tuple(kept), is_complete=is_proven and not any(gap.is_open for gap in ordered))
-
-
-def _least_tables(given: Sequence[CostTables], choices: Choices | None) -> list[CostTables]:
-    """The tables in which the plan of least memory is looked for: of choices, those that may take the least."""
-    if choices is None:
-        return list(given)
-    found = [(choice.least_bytes, index, choice) for index, each in enumerate(given) for choice in choices(each)]
-    least = sorted(found, key=lambda each: each[:2])[:MOST_MISSES]
-    return [choice.of(given[index]) for _, index, choice in least]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,10 +121,6 @@ class _Gap:
         reach = self.slow.score_s * (1 + 1e-9)
         return tuple(index for index, bound in self.fast.bounds_s.items() if bound / samples[index] <= reach)
 
-    def holds(self, budget_bytes: int) -> bool:
-        """Whether it is not known what fits into this budget."""
-        return self.is_open and self.explored_bytes < budget_bytes < self.fast.step.peak_bytes
-
     def divided(self, middle: _Found, budget: int) -> tuple["_Gap", ...]:
         """What is left of the gap once the step within ``budget`` is known."""
         if middle.step.score_s >= self.slow.score_s:
@@ -168,7 +148,6 @@ def _found(
     configs: Sequence[int],
     budget_bytes: int,
     deadline: float | None,
-    choices: Choices | None,
 ) -> _Found:
     """What `search` finds among these configurations within the budget, which holds something."""
     result = search(
@@ -177,7 +156,6 @@ def _found(
         samples=[samples[index] for index in configs],
         num_alternatives=0,
         time_limit_s=None if deadline is None else max(0.0, deadline - time.monotonic()),
-        choices=choices,
     )
     assert result.best is not None, "the least bytes that hold something were asked for"
     best = replace(result.best, index=configs[result.best.index])

@@ -30,14 +30,16 @@ def cached_trace(
     folder: Path | None = None,
     own: Any = None,
     with_products: bool = False,
+    fp32_adapters: bool = False,
 ) -> Profile:
     """The traced profile from the cache folder or the package, traced and stored in the folder if it is new.
 
     ``folder`` defaults to ``$XDG_CACHE_HOME/steelyard/traces`` (``~/.cache`` where unset). A folder that cannot be
     written, or a file in it that cannot be read, costs time and nothing else. ``own`` is a user's own module, where
     the chain is of one (`steelyard.modules.own_pieces.OwnModel`). ``with_products`` asks for shapes of matrix
-    products, which the package leaves out. Raises `NotInstalledError` where the model has to be
-    traced and torch is not there, and `InvalidModelError` for a split from a plan file on which tracing fails.
+    products, which the package leaves out; ``fp32_adapters`` is as `steelyard.tracer.layer.TracedLayer` has it.
+    Raises `NotInstalledError` where the model has to be traced and torch is not there, and `InvalidModelError` for a
+    split from a plan file on which tracing fails.
     """
     if precision == "fp16":  # as wide as bf16, and widths are all that is counted
         same = cached_trace(
@@ -48,9 +50,10 @@ def cached_trace(
             folder=folder,
             own=own,
             with_products=with_products,
+            fp32_adapters=fp32_adapters,
         )
         return same.model_copy(update={"identity": same.identity.model_copy(update={"precision": precision})})
-    path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees)}.json"
+    path = (folder or default_folder()) / f"{_key(chain, seq_len, precision, degrees, fp32_adapters)}.json"
     if path.is_file():
         try:
             return parse_file(path, Profile, InvalidProfileError, what="profile")
@@ -75,12 +78,16 @@ def cached_trace(
     from steelyard.tracer.trace import trace
 
     with changed_split_refused(chain.split, partial(split_of, chain.config)):
-        profile = trace(chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own)
+        profile = trace(
+            chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own, fp32_adapters=fp32_adapters
+        )
     keep(path, profile.model_dump_json())
     return profile
 
 
-def _key(chain: ModelChain, seq_len: int, precision: LayerPrecision, degrees: tuple[int, ...]) -> str:
+def _key(
+    chain: ModelChain, seq_len: int, precision: LayerPrecision, degrees: tuple[int, ...], fp32_adapters: bool
+) -> str:
     entries: dict[str, Any] = {
         "config": chain.config_hash,
         "name": chain.name,
@@ -95,4 +102,5 @@ def _key(chain: ModelChain, seq_len: int, precision: LayerPrecision, degrees: tu
         entries |= {name: part.model_dump_json()} if part else {}
     if chain.changes:
         entries |= {"changes": list(map(str, chain.changes)), "peft": installed_version("peft")}
+        entries |= {"adapters": "fp32"} if fp32_adapters else {}
     return digest(entries)

@@ -43,8 +43,6 @@ _ATTENTION_CAUSAL_ARGUMENT = {
     aten._scaled_dot_product_efficient_attention_backward: 11,
 }
 """Position of ``is_causal`` among the arguments of each attention operation."""
-
-
 _SLOWER = dict.fromkeys(("bitsandbytes::dequantize_4bit", "bitsandbytes::dequantize_blockwise"), 4)
 """How many times as long an operation takes to move its bytes as others do. To make a weight whole of four bits took
 6 ps on an A100 in litgpt's table and 9 in ms-swift's (bitsandbytes 0.41), where its 2.5 bytes would take 1.75."""

@@ -28,16 +28,15 @@ from steelyard.modules.layers import (
     ChainLayer,
     Flow,
     LayerContext,
-    SharedInputs,
     as_flow,
     build_layer,
     shared_inputs_of,
     tensors_of,
 )
-from steelyard.modules.levers import added_that_read, change_layer
+from steelyard.modules.levers import added_that_read, cast_added, change_layer
 from steelyard.modules.model_inputs import blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
-from steelyard.modules.pieces import ShellPiece
+from steelyard.modules.pieces import SharedInputs, ShellPiece
 from steelyard.modules.replicated import activation_dtype
 from steelyard.modules.updates import local_part
 from steelyard.plan.strategy import Remat, Strategy
@@ -94,6 +93,8 @@ class TracedLayer:
     exchanged: float | None = None
     """Where experts are divided over ranks, how many times the pairs of its tokens and their experts the rank computes;
     None where they are whole."""
+    fp32_adapters: bool = False
+    """Whether weights of adapters are in fp32 whatever the precision, so that adapters compute in it too."""
     seen: Operations = field(default_factory=Operations, repr=False, compare=False)
     """Operations that need not be run again: share one between traced layers."""
 
@@ -121,6 +122,8 @@ def fake_layer(traced: TracedLayer) -> Iterator[ChainLayer]:
     layer = copy.deepcopy(build_layer(traced.model, traced.chain, traced.layer, Remat.NONE))
     with FakeTensorMode(allow_non_fake_inputs=False), ExitStack() as stack:
         make_fake(layer, traced.dtype)
+        if traced.fp32_adapters:
+            cast_added(layer, traced.chain)
         divide_layer(layer, traced.chain, traced.strategy, traced.mesh)
         if traced.exchanged is not None:
             exchange_alone(layer, traced.mesh._get_root_mesh()[ALONE], received_share=traced.exchanged)

@@ -98,10 +98,11 @@ def trace(
     precision: LayerPrecision,
     degrees: Iterable[int],
     own: OwnModel | None = None,
+    fp32_adapters: bool = False,
 ) -> Profile:
     """The traced profile of a model in every shape that parallelism dimensions give its layers at these degrees.
 
-    ``own`` is a user's own module, which a chain alone does not give.
+    ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` is as `TracedLayer` has it.
     A degree that does not divide a layer type's sizes is left out for that layer type. Raises `InvalidProfileError`
     when called in a process that already has a process group.
     """
@@ -113,7 +114,7 @@ def trace(
             hint="plan before torch.distributed is initialised, or in another process",
         )
     with _collector_paused():
-        layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}), own)
+        layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}), own, fp32_adapters)
     return Profile(
         identity=ProfileIdentity(
             method="traced",
@@ -145,7 +146,12 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _trace_layers(
-    chain: ModelChain, seq_len: int, precision: LayerPrecision, degrees: list[int], own: OwnModel | None
+    chain: ModelChain,
+    seq_len: int,
+    precision: LayerPrecision,
+    degrees: list[int],
+    own: OwnModel | None,
+    fp32_adapters: bool,
 ) -> list[LayerProfile]:
     model = build_meta_model(chain) if own is None else own.without_values()
     prepare_model(model, chain)
@@ -164,6 +170,7 @@ def _trace_layers(
                         mesh=mesh,
                         strategy=strategy,
                         model=model,
+                        fp32_adapters=fp32_adapters,
                         seen=seen,
                     )
                     layers.append(_profile(traced, layer_type))

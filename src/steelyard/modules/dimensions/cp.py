@@ -30,8 +30,8 @@ from steelyard.modules.context_attention import (
     ContextMethod,
     local_tokens,
 )
-from steelyard.modules.layers import BlockLayer, ChainLayer, EmbeddingLayer, Flow, LayerContext, SharedInputs
-from steelyard.modules.pieces import PerSample
+from steelyard.modules.layers import BlockLayer, ChainLayer, EmbeddingLayer, Flow, LayerContext
+from steelyard.modules.pieces import PerSample, SharedInputs
 from steelyard.plan.strategy import Strategy
 
 

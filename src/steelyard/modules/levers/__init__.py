@@ -1,7 +1,7 @@
 """The twins of the levers that change a model, each of one lever of `steelyard.levers`."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,12 @@ def saving(levers: Levers) -> Callable[[nn.Module, Any], AbstractContextManager[
     return lambda layer, context: offload.saving_on_host(layer, context.side.tensors())
 
 
-def is_added(name: str) -> bool:
-    """Whether a parameter of this name is not of the unmodified model."""
-    return train.is_added(name)
-
-
-def own_name(name: str) -> str:
-    """The name of a parameter in the unmodified model."""
-    return train.own_name(name)
+is_added = train.is_added
+"""Whether a parameter of a name is not of the unmodified model."""
+own_name = train.own_name
+"""The name of a parameter in the unmodified model."""
+added_that_read = train.entered
+"""The modules that levers have added to a module and that read what linear layers read."""
 
 
 def num_quantized(model: nn.Module) -> int:
@@ -85,9 +83,9 @@ def fill_added(
     return module
 
 
-def added_that_read(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that levers have added to a module and that read what linear layers read."""
-    return train.entered(module)
+def cast_added(layer: nn.Module, chain: ModelChain) -> None:
+    """Casts what levers have added to a layer to fp32, in place, where peft does."""
+    train.cast(_adapters(chain), layer)
 
 
 def _changes(chain: ModelChain) -> list[Any]:

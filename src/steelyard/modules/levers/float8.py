@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from steelyard.errors import InvalidModelError
 from steelyard.levers.float8 import Float8
 from steelyard.model.chain import ModelChain
+from steelyard.model.split import ModelSplit
 from steelyard.modules.levers.optimizer import quietly_imported
 from steelyard.modules.updates import local_part
 
@@ -35,6 +36,7 @@ def change_model(lever: Float8, model: PreTrainedModel, chain: ModelChain) -> No
 
 
 def _is_converted(chain: ModelChain, module: nn.Module, path: str) -> bool:
+    assert isinstance(chain.split, ModelSplit), "of a model of transformers"
     routed = {each.num_experts for each in chain.layer_types}
     in_block = any(path.startswith(f"{each}.") for each in chain.split.lists)
     return in_block and type(module) is nn.Linear and module.out_features not in routed and _fits(module)

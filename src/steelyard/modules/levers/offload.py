@@ -1,6 +1,8 @@
-"""The twin of offload: AdamW whose moments lie in the memory of the host, and blocks that save there.
+"""The twin of offload: AdamW whose moments lie in the memory of the host, blocks that save there, and layers whose
+parameters lie there.
 
 Moments come to the device a part at a time; what a block saved comes back as its backward pass needs the first of it.
+Parameters are FSDP's to copy, and AdamW's to update where they lie.
 Everything is queued in one stream of the device, copies in their order with updates and layers; a step of the optimizer
 ends when its copies have, since others read moments in host memory without a stream.
 """
@@ -20,7 +22,7 @@ from torch.optim import Optimizer as TorchOptimizer
 
 from steelyard.levers.offload import CHUNK
 from steelyard.modules.host_memory import empty_on_host
-from steelyard.modules.updates import local_part
+from steelyard.modules.updates import LocalAdamW, local_part
 
 _EPS = 1e-8
 _SLOTS = ("exp_avg", "exp_avg_sq")
@@ -81,6 +83,15 @@ class OffloadedAdamW(TorchOptimizer):
             )
             for each, moment in zip(on_host, there, strict=True):
                 each.copy_(moment, non_blocking=True)
+
+
+class HostAdamW(LocalAdamW):
+    """AdamW of parameters that lie in host memory, with moments beside them."""
+
+    def _init_group(self, group: dict[str, Any], *found: list[Tensor]) -> bool:
+        for parameter in (each for each in group["params"] if each.grad is not None and not self.state[each]):
+            self.state[parameter] = {"step": torch.zeros(()), **{slot: _on_host(parameter) for slot in _SLOTS}}
+        return super()._init_group(group, *found)
 
 
 def _on_host(parameter: nn.Parameter) -> Tensor:

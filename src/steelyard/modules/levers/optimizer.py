@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from steelyard.levers.offload import Offload
 from steelyard.levers.optimizer import BLOCK, Optimizer
-from steelyard.modules.levers.offload import OffloadedAdamW
+from steelyard.modules.levers.offload import HostAdamW, OffloadedAdamW
 from steelyard.modules.updates import LocalAdamW, LocalUpdates, local_part
 
 _EPS = 1e-8
@@ -56,6 +56,8 @@ def make_optimizer(
 
     ``matrices`` are the ids of those that are hidden matrices.
     """
+    if offload.moves_parameters:
+        return HostAdamW(groups, lr=lr, betas=betas)
     if offload.moves_optimizer:
         return OffloadedAdamW(groups, lr=lr, betas=betas)
     if lever.word in BLOCK:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -197,6 +198,15 @@ def _inject(lever: Train, config: Any, path: str, module: nn.Module, model_type:
 def entered(module: nn.Module) -> Iterator[nn.Module]:
     """The parts of adapters in a module that inputs of linear layers enter."""
     return (each.lora_A[_NAME] for _, each in adapted(module) if _NAME in getattr(each, "lora_A", {}))
+
+
+def cast(lever: Train, module: nn.Module) -> None:
+    """Casts adapters in a module to fp32, in place, as peft does with them in a model (``autocast_adapter_dtype``)."""
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.utils import PeftType
+
+    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(lever.kind.upper())]
+    tuner._cast_adapter_dtype(SimpleNamespace(model=module), _NAME)
 
 
 @contextmanager

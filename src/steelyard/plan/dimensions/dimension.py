@@ -372,16 +372,3 @@ def are_neighbours(levels: Levels, some: Levels) -> bool:
     """Whether ``some`` of the levels stand next to each other."""
     places = [levels.index(level) for level in some]
     return not places or places[-1] - places[0] == len(places) - 1
-
-
-__all__ = [
-    "Divides",
-    "are_neighbours",
-    "data_levels",
-    "degree_of",
-    "has_following",
-    "indivisible_samples",
-    "replica_levels",
-    "shard_levels",
-    "summed_once",
-]

@@ -97,7 +97,8 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
 def _kept(plan: Plan) -> str:
     """What is kept of a trained parameter from step to step."""
     optimizer, effects = plan.chosen_levers.value(Optimizer), plan.chosen_levers.effects
-    on_host = f", {effects.host_bytes:.3g} of them in host memory" if effects.host_bytes else ""
+    num_on_host = effects.host_bytes + (_FP32_BYTES if effects.parameters_on_host else 0)
+    on_host = f", {num_on_host:.3g} of them in host memory" if num_on_host else ""
     matrices = f", {_FP32_BYTES + effects.matrices.state_bytes:.3g} in hidden matrices" if effects.matrices else ""
     states = "both moments of AdamW" if optimizer.is_default else f"the states of {optimizer}"
     return (

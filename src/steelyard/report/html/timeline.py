@@ -20,13 +20,7 @@ ROW, HEIGHT = 10, 8
 """Units from one stage to the next, and of a pass."""
 MOST_PASSES = 12_000
 """A step of more is shown in part: its first and its last microbatches."""
-PASS_NAMES = {
-    "forward": "forward",
-    "backward": "backward",
-    "once": "optimizer",
-    "bubble": "bubble",
-    "not shown": "not shown",
-}
+PASS_NAMES = {each: each for each in ("forward", "backward", "once", "bubble", "not shown")} | {"once": "optimizer"}
 MIN_SHARE = 0.0005
 
 
@@ -86,17 +80,14 @@ def _lead(timeline: Timeline, plan: Plan, hidden: range, fixed_s: float) -> str:
 
 
 def _controls() -> Html:
-    names = (
-        ("whole", "Whole step"),
-        ("start", "Start"),
-        ("end", "End"),
-        ("in", "+"),
-        ("out", "−"),
-    )
+    names = {"whole": "Whole step", "start": "Start", "end": "End", "in": "+", "out": "−"}
     words = {"in": "zoom in", "out": "zoom out"}
     return tag(
         "div",
-        [tag("button", text, type="button", data_zoom=name, aria_label=words.get(name)) for name, text in names],
+        [
+            tag("button", text, type="button", data_zoom=name, aria_label=words.get(name))
+            for name, text in names.items()
+        ],
         tag("span", "drag to move, Ctrl and wheel or pinch to zoom", class_="hint"),
         class_="controls",
     )
@@ -140,9 +131,8 @@ def _data(stages: Sequence[Sequence[Slice]], step_s: float) -> Html:
 
 def _name(each: Slice) -> str:
     chunk = "" if each.chunk is None else f" of chunk {each.chunk}"
-    return (
-        each.name if each.category in ("bubble", "not shown") else PASS_NAMES.get(each.category, each.category)
-    ) + chunk
+    is_told = each.category in ("bubble", "not shown")
+    return (each.name if is_told else PASS_NAMES.get(each.category, each.category)) + chunk
 
 
 def _legend(stages: Sequence[Sequence[Slice]], categories: Sequence[str], step_s: float) -> Html:
