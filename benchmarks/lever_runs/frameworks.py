@@ -187,8 +187,6 @@ _FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework
 
 _FUSED_NORM = "2025-07"
 """The month from which torch's RMSNorm is one kernel (pytorch/pytorch pull request 153666)."""
-_ROWWISE_SHARE = 0.58
-"""`Execution.fp8_share` of scales of rows. Chosen on the rows of ao_pretrain_tut and ao_titan without tp."""
 
 
 def _torchtitan(row: Row) -> Engine:
@@ -200,8 +198,6 @@ def _torchtitan(row: Row) -> Engine:
         kernels = replace(kernels, norm=True, rotary=True, activation=True)
     elif row.text("date") < _FUSED_NORM:
         kernels = replace(kernels, norm=False)
-    if row.text("precision") == "fp8-rowwise":
-        execution = replace(execution, fp8_share=_ROWWISE_SHARE)
     if "async" in row.text("notes") and "async_tp" in row.text("lever"):
         execution = replace(execution, hidden_collectives=0.5)
     return replace(engine, execution=replace(execution, kernels=kernels))
