@@ -115,18 +115,14 @@ def _first_error(error: ValidationError, model: type[BaseModel], error_type: typ
         )
     if detail["type"] == "missing":
         return error_type(field=field, found="nothing", expected="a value: this key is required", hint="add the key")
+    text = repr(detail["input"])
     return error_type(
         field=field,
-        found=_short(detail["input"]),
+        found=text if len(text) <= _SHOWN_WIDTH else text[:_SHOWN_WIDTH] + "…",
         expected=_LENGTHS.get(detail["type"], "").format(**detail.get("ctx", {}))
         or detail["msg"].removeprefix("Input should be "),
         hint=detail.get("ctx", {}).get("hint", "correct the value"),
     )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_WIDTH else text[:_SHOWN_WIDTH] + "…"
 
 
 _CLASSES = ("ModelSplit", "OwnSplit")
