@@ -20,8 +20,7 @@ import yaml
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import hub_config
 from steelyard.engines.engine import Engine, Taken
-from steelyard.engines.execution import Execution
-from steelyard.engines.kernels import FUSED
+from steelyard.engines.execution import FUSED, Execution
 from steelyard.engines.megatron_bridge import TE_SPEEDUP
 from steelyard.engines.peft import DTYPES, one_of, refuse_kind, whole_if_so
 from steelyard.engines.writing import (

@@ -21,8 +21,7 @@ from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine, Taken, options_in
-from steelyard.engines.execution import Execution
-from steelyard.engines.kernels import EAGER
+from steelyard.engines.execution import EAGER, Execution
 from steelyard.engines.pytorch import other_export
 from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold

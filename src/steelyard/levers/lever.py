@@ -1,17 +1,8 @@
 """A lever: one thing about training that a user may change beside the strategies of layers.
 
 Each is a value in a module of its own, written as one word or text: the same in a plan file, behind its option on the
-command line, and in Python. What it changes of a step is asked of it in the terms below; search, prices, memory, files
-and commands know no lever by name.
-
-| asked                                                       | answered by         |
-|-------------------------------------------------------------|---------------------|
-| what it is, as it is written                                | `Lever.parse`, str  |
-| for which devices, models, beside which others              | `Lever.check`       |
-| on which hosts it runs                                      | `Lever.check_host`  |
-| which layers it forbids to be trained in which way          | `Lever.refusal`     |
-| what it makes of the model                                  | `Lever.change`      |
-| what training keeps and moves for each parameter            | `Lever.effects`     |
+command line, and in Python. What it changes of a step is asked of it by the methods of `Lever`; search, prices,
+memory, files and commands know no lever by name.
 
 How it is run is said by its twin in `steelyard.modules.levers`, and by each engine which of its values it takes
 (`steelyard.engines.engine.Engine.levers`).
