@@ -9,6 +9,7 @@ How it is run is said by its twin in `steelyard.modules.levers`, and by each eng
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, Self
 
@@ -125,6 +126,10 @@ class Asked:
     """Types of the devices, where they are known."""
 
 
+Objection = tuple[str, str, str]
+"""What was found, in words behind the lever's text, what is expected, and what to do."""
+
+
 class Divided(Protocol):
     """What a strategy makes of a layer's parameters."""
 
@@ -204,15 +209,17 @@ class Lever(ABC):
     def check(self, asked: Asked) -> None:
         """Raises `UserError` where it cannot be had for this."""
         refused = asked.engine and asked.engine.lever_refusal(self)
-        if asked.engine is None or refused is None:
-            return
-        others = sorted(each.name for each in asked.engines if each.lever_refusal(self) is None)
-        raise UserError(
-            field=f"--{self.name}",
-            found=f"{self} with the engine {asked.engine.name}" + f", {refused}" * bool(refused),
-            expected="one of the engines " + ", ".join(others),
-            hint=f"leave --engine or --{self.name} out",
-        )
+        objections = self.objections(asked)
+        if asked.engine is not None and refused is not None:
+            others = ", ".join(sorted(each.name for each in asked.engines if each.lever_refusal(self) is None))
+            found = f"with the engine {asked.engine.name}" + f", {refused}" * bool(refused)
+            objections = iter([(found, f"one of the engines {others}", f"leave --engine or --{self.name} out")])
+        for found, expected, hint in objections:
+            raise UserError(field=f"--{self.name}", found=f"{self} {found}", expected=expected, hint=hint)
+
+    def objections(self, _asked: Asked) -> Iterator[Objection]:
+        """What it cannot be had for by itself, whatever runs it: the first one is told."""
+        return iter(())
 
     def sized(self, _size: int) -> "Lever":
         """The same of another size, if it has one."""
