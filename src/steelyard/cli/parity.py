@@ -31,7 +31,8 @@ def parity(
     from steelyard.runtime.parity_run import launch_parity
 
     found = launch_parity(small, num_steps=steps, max_processes=max_processes)
-    loss_tolerance, gradient_tolerance = TOLERANCES[small.precision]
+    of_levers = (lever.tolerances for lever in small.chosen_levers)
+    loss_tolerance, gradient_tolerance = map(max, zip(TOLERANCES[small.precision], *of_levers, strict=True))
     within = found["loss_error"] <= loss_tolerance and found["gradient_error"] <= gradient_tolerance
     report = found | {
         "within_tolerance": within and found["same_loss_on_all_ranks"],

@@ -51,6 +51,7 @@ def _under(kernels: Kernels, job: Job, imbalance: float, slowdown: float) -> tup
             sp="sp" in layer.degrees,
             imbalance=imbalance,
             slowdown=slowdown,
+            low=job.effects.low_precision,
         )
         if not layer.degrees and abs(closed.num_params / layer.num_params - 1) > _SAME_FORM:
             return ()

@@ -65,7 +65,7 @@ LEVERS: Mapping[str, Taken] = {
     "train": Taken(
         refuse=refuse_kind,
         dimensions=WITHOUT_TP,
-        execution={"adapters": "autocast", "shares_frozen_head": True},
+        execution=lambda execution: replace(execution, adapters="autocast", shares_frozen_head=True),
     ),
     "base": replace(one_of(("nf4",), "whose load_in_8bit multiplies in 8 bits (LLM.int8)"), dimensions=WITHOUT_TP),
     "optimizer": one_of(OPTIM, "which has no such optimizer"),

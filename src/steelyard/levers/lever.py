@@ -62,6 +62,19 @@ class MatrixUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LowPrecision:
+    """Products of linear layers whose operands are cast to 8 bits."""
+
+    peak: str
+    """Type whose peak they reach the same part of as others of bf16's."""
+    forward: tuple[tuple[float, int], ...]
+    """Of casts in a forward pass, bytes that they move of an entry and their kernels: of a layer's inputs, which layers
+    share, and of its weights. For closed forms of compiled blocks: a trace counts them."""
+    backward: tuple[tuple[float, int], ...]
+    """In a backward pass, and of the gradients of outputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
     """What training keeps and moves beside the work of layers, as levers change it; without any as AdamW in fp32."""
 
@@ -81,6 +94,8 @@ class Effects:
     """What of a layer's bytes in host memory a step has on the device at a time, at most."""
     matrices: MatrixUpdate | None = None
     """What is otherwise for hidden matrices of blocks (`LayerType.has_matrix`); None where nothing is."""
+    low_precision: LowPrecision | None = None
+    """Rate of products of 8-bit operands, where layers have some."""
     parameters_on_host: bool = False
     """Whether all that is kept of parameters lies in the memory of the host, which updates them: they are copied to the
     device for every pass of a layer, and their gradients back."""
@@ -168,6 +183,11 @@ class Lever(ABC):
     adds_parameters: ClassVar[bool] = False
     """Whether it adds parameters to a model, and leaves all else untrained."""
 
+    tolerances: ClassVar[tuple[float, float]] = (0.0, 0.0)
+    """Relative differences of losses and of gradients between two plans with it, where they are above those of the
+    precision."""
+    precisions: ClassVar[tuple[str, ...]] = ()
+    """Precisions in the place of which engines have it."""
     size: ClassVar[str] = ""
     """What is called its size, if it has one: advice finds the largest that fits."""
 

@@ -94,7 +94,7 @@ def memory_points(
     deadline: float = math.inf,
     progress: Progress = lambda _: None,
 ) -> tuple[tuple[FrontierPoint, ...], bool]:
-    """Points of the frontier of time against memory, fastest first, and whether no two leave room for another.
+    """Points of the frontier of time against memory, fastest first, and whether no plan between two is worth having.
 
     Each is the best plan within a budget, with the time of the simulator; one that is no faster than a point of less
     memory is left out. Next is always the budget in the middle of the widest gap. ``chosen`` is the best point within
@@ -104,7 +104,7 @@ def memory_points(
     smallest = (each.any_budget.least_plan for each in study.tables)
     most = SHOWN_BUDGETS * usable
     least = min((each.peak_bytes for each in smallest if each is not None), default=most)
-    found, budgets = list[_Found](), [each for each in (most, least) if least <= each]
+    found, budgets, was_cut = list[_Found](), [each for each in (most, least) if least <= each], False
     if chosen is not None and chosen.memory_bytes <= job.budget_bytes:
         found.append(_Found.of(job, usable, chosen))
     elif least < usable:
@@ -112,13 +112,14 @@ def memory_points(
     while budgets and len(found) < max_searches and time.process_time() < deadline:
         progress(f"{len(found) + 1} of up to {max_searches}, within {format_bytes(budgets[0])}")
         answer, budget = study.answer(within("", device_bytes(job, budgets[0]))), budgets.pop(0)
+        was_cut |= answer.was_cut
         found.append(
             _Found.of(job, budget, None if answer.plan is None else priced_point(with_price(answer.plan, job)))
         )
         if not budgets:
             budgets = _widest_gap(sorted(found, key=lambda each: each.budget_bytes))
     points = {each.peak_bytes: each.point for each in reversed(found) if each.point is not None}
-    return falling([*points.values(), *([chosen] if chosen is not None else [])]), not budgets
+    return falling([*points.values(), *([chosen] if chosen is not None else [])]), not (budgets or was_cut)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,8 @@ def plan_of_file(
         seq_len=_needed("--seq-len", path, seq_len or found.seq_len),
         memory_margin=0.0,
         precision=layer_precision(precision),
+        levers=found.levers,
+        engine=runs_it.name if found.levers else None,
     )
     notes = [f"Not read of {path.name}: {', '.join(found.unread)}."] if found.unread else []
     settings = found.settings

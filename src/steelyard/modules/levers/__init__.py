@@ -13,12 +13,12 @@ from steelyard.levers import Levers
 from steelyard.levers.chunked_loss import ChunkedLoss
 from steelyard.levers.offload import Offload
 from steelyard.model.chain import ModelChain
-from steelyard.modules.levers import compiled_blocks, offload, quantized_base, train
+from steelyard.modules.levers import compiled_blocks, float8, offload, quantized_base, train
 
-CHANGES: dict[str, Any] = {"train": train, "base": quantized_base}
+CHANGES: dict[str, Any] = {"train": train, "base": quantized_base, "float8": float8}
 """By the name of the lever, those that change a model."""
-LAYER_CHANGES: dict[str, Any] = {"compile": compiled_blocks}
-"""Those that change layers one by one."""
+LAYER_CHANGES: dict[str, Any] = {"float8": float8, "compile": compiled_blocks}
+"""Those that change layers one by one, in the order of `LEVERS`."""
 
 
 def change_model(model: PreTrainedModel, chain: ModelChain) -> None:
