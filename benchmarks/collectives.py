@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 
 from steelyard.cost.communication import Group, collective_time
 from steelyard.cost.efficiency import LinkEfficiency, efficiency_of
-from steelyard.hardware import Cluster, Link, NodeGroup, find_device, find_link
-from steelyard.hardware.values import UNMEASURED
+from steelyard.hardware import Cluster, Link
+from steelyard.hardware.files import find_device, find_link
+from steelyard.hardware.values import UNMEASURED, NodeGroup
 from steelyard.profiles.profile import Collective, LayerProfile, Profile, ProfileIdentity, Work
 from steelyard.units import GB
 

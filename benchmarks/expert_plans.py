@@ -23,8 +23,8 @@ from published_runs.frameworks import has_loss_in_pieces
 from published_runs.rows import read_runs
 
 from steelyard.cost.job import layer_precision
-from steelyard.engines import Engine
 from steelyard.engines.automodel import AUTOMODEL
+from steelyard.engines.engine import Engine
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN, WHOLE_LOSS

@@ -45,9 +45,8 @@ from steelyard.model.read import chain_from_config, load_model
 from steelyard.modules.build import build_meta_model, materialize_layer, prepare_model
 from steelyard.modules.layers import LayerContext, build_layer, shared_inputs_of, tensors_of
 from steelyard.modules.model_inputs import random_samples
-from steelyard.plan.parity import TOLERANCES
 from steelyard.plan.plan import Plan
-from steelyard.plan.shrink import shrunk_plan
+from steelyard.plan.shrink import TOLERANCES, shrunk_plan
 from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.planning.job import job_of

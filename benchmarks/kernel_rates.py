@@ -46,7 +46,7 @@ from steelyard.cost.efficiency import (
     catalogue_rates,
     efficiency_of,
 )
-from steelyard.hardware import find_device
+from steelyard.hardware.files import find_device
 
 FOLDER = Path(__file__).parent / "data" / "kernel_rates"
 UNITS = {"a100": 108, "h100": 132, "h200": 132, "gh200": 132, "b200": 148, "b300": 148, "gb200": 148, "gb300": 148}

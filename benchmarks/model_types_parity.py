@@ -42,8 +42,8 @@ from steelyard.model.small import small_config, widths_of, without_dropout
 from steelyard.model.split import ModelSplit
 from steelyard.modules.build import build_from_config, build_model
 from steelyard.modules.split_proof import split_model
-from steelyard.plan.parity import TOLERANCES
 from steelyard.plan.plan import Plan
+from steelyard.plan.shrink import TOLERANCES
 from steelyard.runtime import parity
 from steelyard.runtime.parity import Reference
 from tests.runtime.cases import Case

@@ -33,9 +33,10 @@ from steelyard.cost.predict import predict
 from steelyard.hardware import Cluster, hardware_file, joined_pools, parse_pools
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.plan.dimensions import DP, TP
+from steelyard.plan.dimensions.dimension import Level
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
-from steelyard.plan.strategy import Level, Strategy
+from steelyard.plan.strategy import Strategy
 from steelyard.planning.choose import plan_job
 from steelyard.planning.job import job_of
 from steelyard.planning.request import make_request

@@ -32,7 +32,8 @@ from dataclasses import dataclass
 
 from galvatron.inputs import Inputs, Layer, Other
 from steelyard.plan.dimensions import DP, FSDP, TP
-from steelyard.plan.strategy import Level, Strategy
+from steelyard.plan.dimensions.dimension import Level
+from steelyard.plan.strategy import Strategy
 
 MB = 1024**2
 SLOWDOWN = 0.3

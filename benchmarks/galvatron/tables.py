@@ -21,7 +21,8 @@ from galvatron.inputs import Layer
 from galvatron.rules import MB, Point, layer_mb, layer_s, other_mb, switch_s
 from steelyard.cost.tables import CostTables
 from steelyard.plan.dimensions import DP, FSDP, TP
-from steelyard.plan.strategy import Level, Remat, Strategy
+from steelyard.plan.dimensions.dimension import Level
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.schedules import PipelineConfig
 from steelyard.schedules.gpipe import GPIPE
 from steelyard.search import SpaceOptions, enumerate_strategies

@@ -19,19 +19,25 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from published_runs.frameworks import GatheredFloat8
+
 from lever_runs.frameworks import OUR_LOSS, Framework, framework_of
 from lever_runs.models import config_of, targets_of
 from lever_runs.rows import Row
 from steelyard.cost.job import Job
 from steelyard.engines.execution import StateBytes
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, Device, NodeGroup, find_device
-from steelyard.hardware.files import default_links
+from steelyard.hardware import Cluster, Device
+from steelyard.hardware.files import default_links, find_device
+from steelyard.hardware.values import NodeGroup
+from steelyard.levers import Levers
+from steelyard.levers.float8 import Float8
 from steelyard.levers.train import KINDS, LORA
-from steelyard.model.chain import LayerRole
+from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.read import chain_from_config
 from steelyard.plan.strategy import Remat
 from steelyard.planning.job import job_of
-from steelyard.planning.request import make_request
+from steelyard.planning.request import changed_chain, make_request
 from steelyard.planning.settings import Settings
 from steelyard.profiles.profile import LayerProfile
 from steelyard.profiles.shapes import Affine
@@ -141,19 +147,19 @@ class Case:
 
     def job(self, seq_len: int) -> Job:
         """The job at a length, with what the framework's modules save beyond ours."""
-        request = make_request(
-            self.config,
-            self.cluster,
-            global_batch=self.global_batch,
-            seq_len=seq_len,
-            levers=dict(self.levers),
-            memory_margin=0.0,
-        )
+        levers = Levers.of(dict(self.levers))
+        is_closed = self.framework.engine.execution.kernels is not None
+        of_model = Levers(tuple(each for each in levers if not (is_closed and isinstance(each, Float8))))
+        chain = _changed(json.dumps(dict(self.config), sort_keys=True), of_model)
+        request = make_request(chain, self.cluster, global_batch=self.global_batch, seq_len=seq_len, memory_margin=0.0)
         engine = self.framework.engine
         states = engine.execution.states
         if isinstance(states, StateBytes) and self.settings.zero == 0:
             engine = replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))
-        job = job_of(replace(request, engine=engine, precision=self.precision))  # type: ignore[arg-type]
+        gathers = dict(self.levers).get("float8") == "tensorwise" and self.settings.tp == 1
+        chosen = (GatheredFloat8(str(each)) if gathers and isinstance(each, Float8) else each for each in levers)
+        request = replace(request, levers=Levers(tuple(chosen)), engine=engine)
+        job = job_of(replace(request, precision=self.precision))  # type: ignore[arg-type]
         return job if engine.execution.kernels is not None else self._as_framework(job)
 
     def _as_framework(self, job: Job) -> Job:
@@ -203,6 +209,11 @@ class Case:
         if not (self.framework.single_scales and dict(self.levers).get("base") == "nf4"):
             return layer
         return layer.model_copy(update={"buffer_bytes": int(layer.buffer_bytes * (1 / 2 + 4 / 64) / _NF4)})
+
+
+@cache
+def _changed(config: str, levers: Levers) -> ModelChain:
+    return changed_chain(chain_from_config(json.loads(config), name="model"), levers, ())
 
 
 def _with_constant(layer: LayerProfile, num_bytes: int) -> LayerProfile:
@@ -342,11 +353,14 @@ def _refuse(row: Row) -> None:
 
 def _precision(row: Row) -> str:
     text = row.text("precision")
-    if text.startswith("fp8"):
-        if "gw-hp" in text:
-            raise _SkipError(f"{text} is no lever yet")
-        return "fp8"
+    if _float8(row) in Float8.values:
+        return "bf16"
     return {"": "bf16", "bf16 or fp16 (not stated)": "bf16", "16 bit": "bf16"}.get(text, text)
+
+
+def _float8(row: Row) -> str:
+    """Scales of operands in 8 bits, where the row has some."""
+    return row.text("precision").removeprefix("fp8-")
 
 
 def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[tuple[str, str], ...]:
@@ -371,6 +385,8 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
         found["loss"] = "chunked"
     if row.text("offload") in _OFFLOADS:
         found["offload"] = row.text("offload")
+    if _float8(row) in Float8.values:
+        found["float8"] = _float8(row)
     if row.text("compile") == "1" and framework.engine.execution.kernels is None:
         found["compile"] = "blocks"
     optimizer = _OPTIMIZERS[row.text("optimizer")]
@@ -393,12 +409,14 @@ def _adapters(row: Row) -> str:
 
 
 def _zero(row: Row, framework: Framework, data: int) -> int:
-    """The ZeRO stage: 3 where ``fsdp`` is above 1 or the engine is an FSDP engine, else what the states say."""
+    """The ZeRO stage: 3 or 2 where ``fsdp`` is above 1 or the engine is an FSDP engine, else what the states say."""
     is_sharded = (row.count("fsdp") or 1) > 1
     own = isinstance(framework.engine.execution.states, StateBytes)
     if is_sharded and own and data > 1 and row.text("method") == "full":
         raise _SkipError("all in bf16 under FSDP")
-    return 3 if is_sharded or not own else 0
+    if own and not is_sharded:
+        return 0
+    return 2 if "ZeRO-2" in row.text("notes") and not is_sharded else 3
 
 
 def _cluster(row: Row, count: int) -> tuple[Cluster, bool]:

@@ -16,11 +16,12 @@ from published_runs.rows import PublishedRun
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.deepspeed import DEEPSPEED
-from steelyard.engines.execution import FSDP2_STATES, Dispatcher, Execution, StateBytes
-from steelyard.engines.kernels import EAGER, FUSED, Kernels
+from steelyard.engines.execution import EAGER, FUSED, Dispatcher, Execution, Kernels, StateBytes
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN
+from steelyard.levers import Effects, Levers
+from steelyard.levers.float8 import Float8
 from steelyard.plan.strategy import Remat
 from steelyard.precision import Precision
 
@@ -249,8 +250,33 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     return replace(kernels, of_each_expert=0) if _is_local(run) else kernels
 
 
+@dataclass(frozen=True, slots=True)
+class GatheredFloat8(Float8):
+    """Float8 whose weights FSDP gathers in 8 bits (``enable_fsdp_float8_all_gather``): each rank casts its own part."""
+
+    def effects(self, effects: Effects) -> Effects:
+        """As without, but casts of whole weights."""
+        low = Float8.effects(self, effects).low_precision
+        assert low is not None, "of float8"
+        (inputs, _), (inputs_again, _, outputs) = low.forward, low.backward
+        low = replace(low, forward=(inputs, (0, 0)), backward=(inputs_again, (0, 0), outputs))
+        return replace(effects, low_precision=low)
+
+
+def levers_of(run: PublishedRun) -> Levers:
+    """Float8 of torchtitan, whose weights FSDP gathers in 8 bits where scales are of whole tensors."""
+    text = run.text("precision").lower()
+    if "torchtitan" not in run.text("framework").lower() or not any(each in text for each in ("float8", "mxfp8")):
+        return Levers()
+    word = next((each for each in ("mxfp8", "rowwise") if each in text), "tensorwise")
+    gathers = word == "tensorwise" and run.count("tp") == 1
+    return Levers((GatheredFloat8(word) if gathers else Float8(word),))
+
+
 def precision_of(run: PublishedRun) -> Precision:
     """The precision of linear layers; fp16 is a matter of the engine's rates alone."""
+    if levers_of(run):
+        return "bf16"
     return "fp8" if any(name in run.text("precision").lower() for name in ("fp8", "fp4")) else "bf16"
 
 
@@ -269,10 +295,10 @@ def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
 
 def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     precision, overlap = run.text("precision").lower(), run.text("overlap").lower()
-    if isinstance(execution.states, StateBytes) and zero < 3:
+    if execution.states is not None and zero < 3:
         execution = replace(execution, states=replace(execution.states, zero=zero))
     else:
-        execution = replace(execution, states=FSDP2_STATES)
+        execution = replace(execution, states=None)
     assert execution.kernels is not None, "rows have no modules that could be traced"
     kernels = _kernels(run, execution.kernels)
     execution = replace(execution, kernels=kernels, dispatcher=_dispatcher(run, execution))

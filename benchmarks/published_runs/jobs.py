@@ -12,27 +12,29 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
-from published_runs.frameworks import Framework, Reports, framework_of, precision_of, workspace_bytes
+from published_runs.frameworks import Framework, Reports, framework_of, levers_of, precision_of, workspace_bytes
 from published_runs.rows import PublishedRun
 from steelyard.cost.decoder import DecoderShape, Latent, decoder_layer
 from steelyard.cost.decoder_experts import Experts
 from steelyard.cost.efficiency import Efficiency
 from steelyard.cost.job import DeviceGroup, Job
 from steelyard.cost.kernels import kernels_of, tuned_over_experts
-from steelyard.engines.kernels import Kernels
+from steelyard.engines.execution import Kernels
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
-from steelyard.hardware import Cluster, Link, NodeGroup, find_device, find_link
-from steelyard.hardware.files import default_links
-from steelyard.hardware.values import Device
+from steelyard.hardware import Cluster, Link
+from steelyard.hardware.files import default_links, find_device, find_link
+from steelyard.hardware.values import Device, NodeGroup
+from steelyard.levers.lever import LowPrecision
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config
 from steelyard.model.split import BlockCall, ModelSplit, SplitLayerType
 from steelyard.plan.dimensions import CP, DP, FSDP, TP
+from steelyard.plan.dimensions.dimension import Level
 from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
-from steelyard.plan.strategy import Level, Remat, Strategy
+from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Profile, ProfileIdentity
 from steelyard.schedules import Schedule
 from steelyard.schedules.gpipe import GPIPE
@@ -99,12 +101,13 @@ def _case(run: PublishedRun) -> Case:
     cluster = _cluster(run)
     chain = _chain(shape)
     strategy, framework = _strategy(run, framework, degrees, shape)
-    precision = precision_of(run)
+    precision, levers = precision_of(run), levers_of(run)
     engine = replace(NATIVE, name=run.text("framework"), execution=framework.execution, precisions=(precision,))
     imbalance = _imbalance(run, framework)
     kernels, slowdown = kernels_of(engine, precision), tuned_over_experts(engine, cluster.device)
     assert kernels is not None, "of every framework here"
-    profile = _profile(shape, kernels, degrees.tp, bool(strategy.mode("sp")), imbalance, slowdown)
+    low, has_sp = levers.effects.low_precision, bool(strategy.mode("sp"))
+    profile = _profile(shape, kernels, degrees.tp, has_sp, imbalance, slowdown, low)
     job = Job(
         chain=chain,
         groups=(DeviceGroup(profile=profile, cluster=cluster, budget_bytes=cluster.device.known_memory_bytes()),),
@@ -113,6 +116,7 @@ def _case(run: PublishedRun) -> Case:
         precision=precision,
         engine=engine,
         imbalance=imbalance,
+        levers=levers,
     )
     plan = _plan(job, degrees, strategy, shape, framework, _is_alternating(run))
     case = Case(
@@ -327,7 +331,9 @@ def _split(shape: _Shape) -> ModelSplit:
 
 
 @cache
-def _profile(shape: _Shape, kernels: Kernels, tp: int, sp: bool, imbalance: float, slowdown: float) -> Profile:
+def _profile(
+    shape: _Shape, kernels: Kernels, tp: int, sp: bool, imbalance: float, slowdown: float, low: LowPrecision | None
+) -> Profile:
     chain = _chain(shape)
     identity = ProfileIdentity(
         method="traced",
@@ -342,7 +348,7 @@ def _profile(shape: _Shape, kernels: Kernels, tp: int, sp: bool, imbalance: floa
         created="",
     )
     layers = (
-        decoder_layer(shape.decoder, kernels, each, tp=tp, sp=sp, imbalance=imbalance, slowdown=slowdown)
+        decoder_layer(shape.decoder, kernels, each, tp=tp, sp=sp, imbalance=imbalance, slowdown=slowdown, low=low)
         for each in chain.layer_types
     )
     return Profile(identity=identity, layers=tuple(layers))

@@ -5,7 +5,7 @@ from collectives import errors, measurements
 from least_squares import least
 
 from steelyard.cost.efficiency import efficiency_of
-from steelyard.hardware import find_link
+from steelyard.hardware.files import find_link
 
 
 def test_a_third_of_the_measurements_is_withheld() -> None:

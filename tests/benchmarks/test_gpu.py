@@ -13,7 +13,7 @@ import torch
 from gpu import Bench, catalogue_device, catalogue_s, fitted_matmuls, largest_samples, one_device_plan, tiny_sizes
 
 from steelyard.cost.predict import predict_memory
-from steelyard.hardware import find_device
+from steelyard.hardware.files import find_device
 from steelyard.plan.strategy import Remat
 from steelyard.units import GIB
 from tests.processes.warm import HANG_LIMIT_S

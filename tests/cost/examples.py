@@ -8,8 +8,8 @@ from steelyard.cost.communication import Group, collective_time
 from steelyard.cost.efficiency import IDEAL_LINKS, LinkEfficiency
 from steelyard.cost.job import DeviceGroup, Job, JobConfig
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
-from steelyard.hardware import Backend, Cluster, NodeGroup, parse_cluster
-from steelyard.hardware.values import Device, Link
+from steelyard.hardware import Backend, Cluster, parse_cluster
+from steelyard.hardware.values import Device, Link, NodeGroup
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.plan import Plan

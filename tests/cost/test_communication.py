@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from steelyard.cost.communication import Group, send_recv_s
 from steelyard.errors import InvalidProfileError
-from steelyard.hardware import find_link, parse_cluster
+from steelyard.hardware import parse_cluster
+from steelyard.hardware.files import find_link
 from steelyard.profiles.profile import Collective, CollectiveProfile
 from tests.cost.examples import cluster, collective_s, job, unprofiled_job
 

@@ -12,7 +12,7 @@ from steelyard.cost.layer import layer_cost
 from steelyard.cost.layer_memory import layer_states
 from steelyard.cost.predict import predict, predict_memory
 from steelyard.cost.switching import switch_table
-from steelyard.engines.execution import FSDP2_STATES, OURS, Execution, StateBytes
+from steelyard.engines.execution import OURS, Execution, StateBytes
 from steelyard.engines.native import NATIVE
 from steelyard.hardware import Backend
 from steelyard.levers import Effects
@@ -107,7 +107,7 @@ OWN = StateBytes(parameters=2, gradients=4, optimizer=12, zero=1)
 
 
 def test_a_framework_says_who_keeps_its_states() -> None:
-    assert OURS.states is FSDP2_STATES
+    assert OURS.states is None
     assert not OURS.keeps_own_buffers
     assert Execution(states=OWN).keeps_own_buffers
 
@@ -118,7 +118,7 @@ def test_the_optimizer_is_divided_from_zero_1_on_over_no_more_ranks_than_there_a
 ) -> None:
     own = Execution(states=replace(OWN, zero=zero), shard_degree=shard_degree)
     assert own.optimizer_shards(8) == shards
-    assert replace(own, states=FSDP2_STATES).optimizer_shards(8) == 1
+    assert replace(own, states=None).optimizer_shards(8) == 1
 
 
 @pytest.mark.parametrize(

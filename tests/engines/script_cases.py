@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from steelyard.engines import Request, export_plan, target_of
+from steelyard.engines import target_of
 from steelyard.engines.pytorch import SCRIPT
+from steelyard.engines.writing import Request, export_plan
 from steelyard.model.read import load_config
 from steelyard.model.small import small_config, without_dropout
 from steelyard.plan.plan import Plan

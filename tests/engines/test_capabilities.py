@@ -14,7 +14,6 @@ EVERY = Capabilities(
     modes_beside={"tp": {"zero": frozenset({3})}},
     remats=frozenset(Remat),
     remats_first_blocks=True,
-    pipeline="any cuts",
     schedules=frozenset({"1f1b"}),
 )
 FEW = Capabilities(mixes_layers=False, dimensions=dimensions_of("dp"), remats=frozenset({Remat.NONE}))

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from steelyard.cost.simulator import StageTimes, simulate
-from steelyard.engines import TARGETS, Request, export_plan, target_of
+from steelyard.engines import TARGETS, target_of
+from steelyard.engines.writing import Request, export_plan
 from steelyard.hardware import parse_cluster
 from steelyard.model import read
 from steelyard.model.read import load_model

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.engines import ENGINES, TARGETS, Request, export_plan
+from steelyard.engines import ENGINES, TARGETS
+from steelyard.engines.writing import Request, export_plan
 from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
 from steelyard.plan.strategy import Remat

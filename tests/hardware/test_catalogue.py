@@ -6,16 +6,9 @@ import pytest
 import yaml
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware import (
-    cluster_file,
-    cluster_of,
-    default_links,
-    devices,
-    find_device,
-    find_link,
-    links,
-    parse_cluster,
-)
+from steelyard.hardware import cluster_of, devices, links, parse_cluster
+from steelyard.hardware.files import default_links, find_device, find_link
+from steelyard.hardware.parse import cluster_file
 from steelyard.hardware.values import UNMEASURED
 
 
@@ -46,6 +39,11 @@ def test_device_names_are_read_in_any_case(name):
 @pytest.mark.parametrize("name", LINK_NAMES)
 def test_every_link_name_is_reachable(name):
     assert find_link(name) in links()
+
+
+@pytest.mark.parametrize("known", [DEVICE_NAMES, LINK_NAMES])
+def test_every_name_and_alias_is_of_one_row(known):
+    assert len({name.lower() for name in known}) == len(known)
 
 
 def test_listings_hold_every_row_once():

@@ -6,17 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware import (
-    Backend,
-    ClusterFile,
-    cluster_file,
-    cluster_of,
-    find_device,
-    find_link,
-    parse_cluster,
-    with_network,
-)
-from steelyard.hardware.parse import parse_pools, pools_from_yaml
+from steelyard.hardware import Backend, cluster_of, parse_cluster, with_network
+from steelyard.hardware.files import ClusterFile, find_device, find_link
+from steelyard.hardware.parse import cluster_file, parse_pools, pools_from_yaml
 
 FILE = {"version": 1, "num_nodes": 2, "devices_per_node": 8, "device": "a100-80gb"}
 OWN_DEVICE = {

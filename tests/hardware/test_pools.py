@@ -4,9 +4,7 @@ import pytest
 
 from steelyard.errors import InvalidClusterError
 from steelyard.hardware import (
-    cluster_file,
     cluster_of,
-    find_link,
     hardware_file,
     is_as_named,
     joined_pools,
@@ -14,6 +12,8 @@ from steelyard.hardware import (
     parse_pools,
     with_network,
 )
+from steelyard.hardware.files import find_link
+from steelyard.hardware.parse import cluster_file
 
 SHORT = "2x8xh100-80gb+4x8xa100-40gb"
 FILE = """

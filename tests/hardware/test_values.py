@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import InvalidClusterError
-from steelyard.hardware import Backend, Cluster, Device, Link, NodeGroup
+from steelyard.hardware import Backend, Cluster, Device, Link
+from steelyard.hardware.values import NodeGroup
 
 FAST = Link(name="fast", bytes_per_s=100e9, latency_s=1e-6, source="test")
 SLOW = Link(name="slow", bytes_per_s=10e9, latency_s=1e-5, source="test")

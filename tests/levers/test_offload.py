@@ -11,8 +11,8 @@ import yaml
 from steelyard.cost.compute import host_copies_s, optimizer_s
 from steelyard.cost.predict import layer_times, predict_host, predict_memory
 from steelyard.errors import InvalidPlanError, UserError
-from steelyard.hardware import find_device, parse_cluster
-from steelyard.hardware.files import devices
+from steelyard.hardware import parse_cluster
+from steelyard.hardware.files import devices, find_device
 from steelyard.hardware.parse import cluster_file, cluster_of
 from steelyard.levers import Levers
 from steelyard.levers.offload import CHUNK, Offload

@@ -14,16 +14,20 @@ from steelyard.cli import plan as plan_command
 from steelyard.cli.levers import with_levers
 from steelyard.cost.compute import optimizer_s
 from steelyard.cost.job import DeviceGroup, Job
+from steelyard.cost.layer_load import hidden_matrices
 from steelyard.cost.predict import predict_memory
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.hardware import parse_cluster
 from steelyard.levers import LEVERS, NO_LEVERS, Effects, Lever, Levers
 from steelyard.levers.optimizer import LAYER_BYTES, Optimizer
+from steelyard.model.chain import LayerRole
+from steelyard.model.read import load_model
 from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.complete import find_plan
 from steelyard.runtime.dry_run import dry_run
 from steelyard.tracer.cache import cached_trace
+from steelyard.tracer.packaged import packaged_trace
 from tests.cost.examples import CONFIG
 from tests.jobs import make_job
 from tests.runtime.models import make_plan
@@ -187,6 +191,15 @@ def test_a_profile_without_shapes_of_products_is_refused_for_muon() -> None:
     without = of.on(profile=of.profile.model_copy(update={"layers": layers}))
     with pytest.raises(UserError, match="no shapes of matrix products"):
         predict_memory(plan, without)
+
+
+def test_a_profile_of_a_packaged_model_gets_shapes_of_products_from_a_trace() -> None:
+    profile = packaged_trace(load_model("llama-demo"), seq_len=128, precision="bf16", degrees=(1,))
+    assert profile is not None
+    assert not any(each.forward.products for each in profile.layers)
+    job = make_job("llama-demo", "1x1xa100-40gb", **MUON | {"seq_len": 128}, profile=profile)
+    block = next(each for each in job.chain.layer_types if each.role is LayerRole.BLOCK)
+    assert sum(count for *_, count in hidden_matrices(block, job.layer(block.name, {}))) == 7
 
 
 @pytest.mark.parametrize("word", KEPT)

@@ -13,15 +13,8 @@ from hypothesis import strategies as st
 
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.dimensions import DP, FSDP, TP, level_dimensions
-from steelyard.plan.dimensions.dimension import Placed
-from steelyard.plan.strategy import (
-    Level,
-    Remat,
-    Strategy,
-    mesh_axes,
-    parse_parallel,
-    parse_strategy,
-)
+from steelyard.plan.dimensions.dimension import Level, Placed
+from steelyard.plan.strategy import Remat, Strategy, mesh_axes, parse_parallel, parse_strategy
 from steelyard.search import SpaceOptions, enumerate_strategies
 
 DP_OUTSIDE = "dp outside fsdp where one layer has both: states sharded over near ranks, replicated over far ones"

@@ -7,7 +7,8 @@ import pytest
 
 from steelyard.cost.job import Job
 from steelyard.cost.predict import predict
-from steelyard.hardware import find_device, is_same_device, parse_cluster
+from steelyard.hardware import is_same_device, parse_cluster
+from steelyard.hardware.files import find_device
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan

@@ -25,7 +25,6 @@ from tests.schedules.examples import pipeline
 
 DP_ONLY = Engine(
     name="dp",
-    software="DDP",
     capabilities=Capabilities(
         mixes_layers=False, dimensions=dimensions_of("dp"), remats=frozenset({Remat.NONE, Remat.FULL})
     ),

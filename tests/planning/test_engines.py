@@ -31,7 +31,6 @@ from steelyard.runtime.checks import check_engine
 
 TOY = Engine(
     name="toy",
-    software="a toy",
     capabilities=Capabilities(
         mixes_layers=False,
         dimensions=dimensions_of("dp", "dp+tp"),

@@ -10,7 +10,8 @@ from steelyard.cost.build import usable_bytes
 from steelyard.cost.job import Job, stage_configs
 from steelyard.cost.predict import predict, predict_memory
 from steelyard.errors import InvalidPlanError, UserError
-from steelyard.hardware import find_network, parse_cluster, parse_pools
+from steelyard.hardware import parse_cluster, parse_pools
+from steelyard.hardware.files import find_network
 from steelyard.hardware.parse import pools_from_yaml
 from steelyard.hardware.values import joined_pools
 from steelyard.plan.decisions import Decisions

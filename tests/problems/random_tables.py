@@ -6,7 +6,8 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables, Received
 from steelyard.plan.dimensions import DP
-from steelyard.plan.strategy import Level, Strategy
+from steelyard.plan.dimensions.dimension import Level
+from steelyard.plan.strategy import Strategy
 from tests.schedules.examples import pipeline
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.plan.parity import TOLERANCES
+from steelyard.plan.shrink import TOLERANCES
 from tests.runtime.compile_cases import BY_INDUCTOR, CASES, SAMPLE
 from tests.runtime.processes import run_parity
 from tests.sample import asked, sampled

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.plan.parity import TOLERANCES
+from steelyard.plan.shrink import TOLERANCES
 from tests.runtime.cases import CASES as CASES_OF_EIGHT
 from tests.runtime.family_cases import CASES, SAMPLE, SPLITS
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.plan.parity import TOLERANCES
+from steelyard.plan.shrink import TOLERANCES
 from tests.runtime.feature_cases import CASES
 from tests.runtime.processes import run_parity
 from tests.sample import asked, sampled

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.plan.parity import TOLERANCES
+from steelyard.plan.shrink import TOLERANCES
 from steelyard.plan.strategy import Remat, Strategy
 from tests.runtime.leaf_cases import CASES, FURTHER, dimensions_and_remat, leaves, one_of_each_order
 from tests.runtime.processes import run_parity

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.plan.parity import TOLERANCES
+from steelyard.plan.shrink import TOLERANCES
 from steelyard.runtime import loss_scale
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.train import train

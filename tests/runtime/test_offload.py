@@ -24,7 +24,7 @@ MOVED = [
     *(("optimizer", name) for name in ("alone", "stages", "sharded", "mixed")),
     *(("activations", name) for name in ("replicated", "stages", "tensors", "tokens", "remat")),
     *(("optimizer+activations", name) for name in ("mixed", "remat")),
-    *(("parameters", name) for name in ("alone", "stages", "gathered", "tensors")),
+    *(("parameters", name) for name in ("stages", "gathered", "tensors")),
     ("parameters+activations", "alone"),
 ]
 RESUMED = [
@@ -75,7 +75,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             plan_of(word, name),
             checkpoint_dir=folder / f"{word} {name}" if (word, name) in written else None,
         )
-        for word, name in [*(("none", name) for name in STAGES), *MOVED]
+        for word, name in [*(("none", name) for name in STAGES if name != "gathered"), *MOVED]
     ]
     for word, name, other, plan in RESUMED:
         middle = Path(folder) / f"{word} {name}" / f"step-{MIDDLE:08d}"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from steelyard.plan.parity import TOLERANCES
+from steelyard.plan.shrink import TOLERANCES
 from tests.runtime.processes import run_parity
 from tests.runtime.zero_cases import CASES, SAMPLE
 from tests.sample import asked, sampled

@@ -12,7 +12,7 @@ from steelyard.cost.tables import CostTables, CrossLayerInput
 from steelyard.errors import InvalidProblemError
 from steelyard.search import evaluate, partition_exact, search
 from steelyard.search.balance import Partition, even_boundaries
-from steelyard.search.cross_layer_inputs import all_conditions, assess, conditioned, settle, source_classes
+from steelyard.search.cross_layer_inputs import all_conditions, assess, conditioned, source_classes
 from steelyard.search.problem import Problem, load_problem, parse_problem, save_problem, solve_problem
 from steelyard.search.runs import AnyBudget
 from tests.oracles import exhaustive
@@ -110,7 +110,7 @@ def test_a_cutoff_is_kept_to() -> None:
             continue
         assert not hasattr(prospect, "status")
         for cutoff in (best * 0.7, best * 1.1):
-            result = settle(prospect, cutoff_s=cutoff)
+            result = prospect.settle(cutoff_s=cutoff)
             assert result.status == ("beaten" if cutoff < best else "optimal"), seed
             assert result.lower_bound_s <= best * (1 + 1e-9), seed
             assert result.lower_bound_s >= min(cutoff, best) * (1 - 1e-9), seed
@@ -307,15 +307,15 @@ def test_the_documented_cross_layer_input_is_solved() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("source", 2, "side_inputs.0.readers.*\n.*up to 1"),
-        ("source", -1, "side_inputs.0.source"),
-        ("readers", [], "side_inputs.0.readers"),
-        ("readers", [2], "side_inputs.0.readers"),
-        ("readers", [1, 1], "side_inputs.0.readers"),
-        ("seconds", [[0.0, 0.0]], "side_inputs.0.seconds.*1 entries"),
-        ("seconds", [[0.0], [0.0]], "side_inputs.0.seconds.*1 entries"),
+        ("source", 2, "side_inputs.0..source.*\n.*0 to 1"),
+        ("source", -1, "side_inputs.0..source"),
+        ("readers", [], "side_inputs.0..readers"),
+        ("readers", [2], "side_inputs.0..readers"),
+        ("readers", [1, 1], "side_inputs.0..readers"),
+        ("seconds", [[0.0, 0.0]], "side_inputs.0..seconds.*1 entries"),
+        ("seconds", [[0.0], [0.0]], "side_inputs.0..seconds.*1 entries"),
         ("seconds", [[0.0, -1.0], [0.0, 0.0]], "greater than or equal to 0"),
-        ("seconds", [[0.0, float("nan")], [0.0, 0.0]], "side_inputs.0.seconds"),
+        ("seconds", [[0.0, float("nan")], [0.0, 0.0]], "side_inputs.0..seconds"),
         ("second", [[0.0]], "did you mean seconds"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -84,9 +85,9 @@ def test_narrowed_tables_are_made_from_the_tables_and_those_once() -> None:
         return tables[0]
 
     given = OnDemand(tables[0].pipeline, 0.5, make)
-    narrow = given.narrowed(lambda each: each.select(strategies=[0]))
+    narrow = given.narrowed(lambda each: replace(each, transfer_s=7.0))
     assert (narrow.is_made, given.is_made, narrow.least_s, narrow.pipeline) == (False, False, 0.5, given.pipeline)
-    assert len(narrow.tables.strategies) == 1
+    assert narrow.tables.transfer_s == 7.0
     assert narrow.tables is narrow.tables
     assert (given.tables, len(calls)) == (tables[0], 1)
 

@@ -56,7 +56,10 @@ def diff(
         )
     with progress("counting the model's layers", silent=as_json) as show:
         other = read_plan(second) if second is not None else _by_engine(one, first, str(engine), show)
-    names = _names(one, other, first, second)
+    if second is None:
+        names = one.engine or NATIVE.name, other.engine or NATIVE.name
+    else:
+        names = (first.name, second.name) if first.name != second.name else (str(first), str(second))
     if one.chain().num_layers != other.chain().num_layers:
         raise InvalidPlanError(
             field=str(second),
@@ -76,13 +79,6 @@ def diff(
         Console().print(compare_view(one, other, names if engine is not None else ("first", "second")))
         if output is not None:
             print(f"written to {output}")
-
-
-def _names(one: Plan, other: Plan, first: Path, second: Path | None) -> tuple[str, str]:
-    """The names of the plans: those of their files, or of the engines of one request."""
-    if second is None:
-        return one.engine or NATIVE.name, other.engine or NATIVE.name
-    return (first.name, second.name) if first.name != second.name else (str(first), str(second))
 
 
 def _by_engine(plan: Plan, path: Path, engine: str, show: Progress) -> Plan:

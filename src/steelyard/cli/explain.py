@@ -96,8 +96,9 @@ def explain(
     if as_json:
         options.print_json({"plan": plan, "explanation": explanation})
     else:
-        view = explain_view if explanation.why_not is None else why_not_view
-        Console().print(view(plan, explanation, everything=everything))
+        asked = explanation.why_not
+        view = why_not_view(plan, asked) if asked else explain_view(plan, explanation, everything=everything)
+        Console().print(view)
 
 
 def _read(

@@ -11,9 +11,8 @@ from steelyard.cli.options import AsJson, print_json
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_STEPS
 from steelyard.plan.file import read_plan
-from steelyard.plan.parity import TOLERANCES
 from steelyard.plan.plan import Plan
-from steelyard.plan.shrink import shrunk_plan
+from steelyard.plan.shrink import TOLERANCES, shrunk_plan
 from steelyard.units import format_plural
 
 
@@ -32,7 +31,8 @@ def parity(
     from steelyard.runtime.parity_run import launch_parity
 
     found = launch_parity(small, num_steps=steps, max_processes=max_processes)
-    loss_tolerance, gradient_tolerance = TOLERANCES[small.precision]
+    of_levers = (lever.tolerances for lever in small.chosen_levers)
+    loss_tolerance, gradient_tolerance = map(max, zip(TOLERANCES[small.precision], *of_levers, strict=True))
     within = found["loss_error"] <= loss_tolerance and found["gradient_error"] <= gradient_tolerance
     report = found | {
         "within_tolerance": within and found["same_loss_on_all_ranks"],

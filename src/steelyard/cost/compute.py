@@ -10,6 +10,7 @@ longer.
 |-----------------|-------------------------|-------|-------------------------------------------------------------|
 | $F_m, F_a$      | matmul, attention FLOP  | FLOP  | traced, of one rank and one microbatch; of attention        |
 |                 |                         |       | those that take as long at a usual shape (`AttentionShape`) |
+|                 |                         |       | of $F_m$ those of 8-bit operands, over their faster rate    |
 | $b_m$           | matmul bytes            | bytes | traced: operands and results of matmuls and attention       |
 | $b$             | memory-bound bytes      | bytes | traced: read and written outside matmul and attention       |
 | $P, W$          | peak, memory bandwidth  | /s    | data sheet of the device                                    |
@@ -170,8 +171,10 @@ def work_s(work: Work, samples: Amount, job: Job) -> Amount:
     """Seconds of work on the device once it is launched."""
     peak, rate = job.peak_flop_per_s, job.efficiency
     memory_bytes_per_s = job.cluster.device.known_memory_bytes_per_s()
+    low = work.low_precision_flop.at(samples)
     busy = (
-        work.matmul_flop.at(samples) / (rate.matmul * peak * job.linear_speedup)
+        (work.matmul_flop.at(samples) - low + low / job.low_precision_speedup)
+        / (rate.matmul * peak * job.linear_speedup)
         + rate.operands * work.matmul_bytes.at(samples) / memory_bytes_per_s
         + rate.attention_shape.flop(work, samples) / (rate.attention * peak)
         + work.memory_bytes.at(samples) / (rate.memory * memory_bytes_per_s)

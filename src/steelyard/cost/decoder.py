@@ -31,7 +31,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from steelyard.cost.decoder_experts import HALF, Experts, with_experts
-from steelyard.engines.kernels import Kernels
+from steelyard.engines.execution import Kernels
+from steelyard.levers.lever import LowPrecision
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.family import Routing
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Recomputation, Work
@@ -135,15 +136,17 @@ def decoder_layer(
     sp: bool,
     imbalance: float = 1.0,
     slowdown: float = 1.0,
+    low: LowPrecision | None = None,
 ) -> LayerProfile:
     """The profile of a layer of this type on one of ``tp`` ranks.
 
     ``imbalance``: how many times the mean of its pairs of a token and an expert the fullest of tensor-parallel ranks
-    computes; ``slowdown``: how many times as long matmuls of experts take as at the rate of other linear layers.
+    computes; ``slowdown``: how many times as long matmuls of experts take as at the rate of other linear layers;
+    ``low``: of linear layers of blocks that multiply in 8 bits.
     """
     if not (shape.window and layer_type.attention == "sliding_attention"):
         shape = replace(shape, window=0)
-    local = _Local(shape=shape, kernels=kernels, kind=layer_type.name, tp=tp, sp=sp and tp > 1)
+    local = _Local(shape=shape, kernels=kernels, kind=layer_type.name, tp=tp, sp=sp and tp > 1, low=low)
     if layer_type.role is LayerRole.EMBEDDING:
         return local.embedding()
     if layer_type.role is LayerRole.HEAD:
@@ -172,6 +175,7 @@ class _Local:
     kind: str
     tp: int
     sp: bool
+    low: LowPrecision | None
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -239,6 +243,33 @@ class _Local:
         keys += [(float(latent.keys), self.heads * (latent.plain + latent.values))]
         return [*down, *keys, (self.heads * latent.values, h)]
 
+    def _cast_bytes(self, casts: tuple[tuple[float, int], ...]) -> Affine:
+        """Bytes that casts of a pass to 8 bits move, of these for an entry."""
+        (of_inputs, _), (of_weights, _), (of_outputs, _) = (*casts, (0.0, 0))[:3]
+        linears, attention = self._linears(), self._linears()[: -3 if self.shape.gated else -2]
+        inputs = sum({each for each, _ in attention[:-1]}) + attention[-1][0] + self.shape.hidden + self.f
+        outputs = sum(each for _, each in linears)
+        return Affine(
+            constant=of_weights * sum(inputs * outputs for inputs, outputs in linears),
+            per_sample=self.tokens * (of_inputs * inputs + of_outputs * outputs),
+        )
+
+    def _in_8_bits(self, work: Work, casts: tuple[tuple[float, int], ...]) -> Work:
+        """The work of a pass whose linear layers multiply so: all but attention; of operands half is left to read."""
+        linears, backward = self._linears(), len(casts) > 2
+        entries = sum(inputs + 2 * outputs * backward for inputs, outputs in linears)
+        weights = sum(inputs * outputs for inputs, outputs in linears)
+        fewer = Affine(constant=weights, per_sample=self.tokens * entries) * (1 - HALF)
+        flop = work.matmul_flop.per_sample - (2 if backward else 1) * self._score_flop()
+        return work.model_copy(
+            update={
+                "low_precision_flop": Affine(per_sample=flop),
+                "matmul_bytes": work.matmul_bytes + fewer,
+                "memory_bytes": work.memory_bytes + self._cast_bytes(casts),
+                "num_kernels": work.num_kernels + len(linears) * sum(kernels for _, kernels in casts),
+            }
+        )
+
     def block(self) -> LayerProfile:
         weights = sum(inputs * outputs for inputs, outputs in self._linears())
         operands = HALF * self.tokens * sum(inputs + outputs for inputs, outputs in self._linears())
@@ -258,6 +289,9 @@ class _Local:
             num_kernels=2 * forward.num_kernels,
             attention=self._flash_calls(backward=True),
         )
+        if self.low is not None:
+            forward = self._in_8_bits(forward, self.low.forward)
+            backward = self._in_8_bits(backward, self.low.backward)
         return self._profile(
             LayerRole.BLOCK,
             num_params=weights + 2 * self.shape.hidden,
@@ -345,8 +379,10 @@ class _Local:
         if self.kernels.selective == "half of the matmuls":
             halves = {
                 name: Affine(per_sample=0.5 * getattr(forward, name).per_sample)
-                for name in ("matmul_flop", "matmul_bytes")
+                for name in ("matmul_flop", "low_precision_flop", "matmul_bytes")
             }
+            if self.low is not None:
+                halves["memory_bytes"] = forward.memory_bytes + self._cast_bytes(self.low.forward) * -0.5
             return forward.model_copy(update=halves | {"attention_flop": Affine()})
         return Work(
             matmul_flop=Affine(per_sample=self._score_flop()),
@@ -359,7 +395,7 @@ class _Local:
 
     def _fully_again(self, role: LayerRole, forward: Work) -> Work:
         """What the backward pass runs again of the forward pass under full remat."""
-        if role is not LayerRole.BLOCK or self.kernels.full == "block":
+        if role is not LayerRole.BLOCK or self.kernels.full == "block" or self.low is not None:
             return forward
         inputs, outputs = self._linears()[-1]
         operands = HALF * self.tokens * (inputs + outputs)

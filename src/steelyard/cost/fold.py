@@ -99,7 +99,7 @@ def _with_missing(tables: CostTables, layer_type: int) -> tuple[CostTables, int]
     """The tables with one layer type more, as this one but missing in one of the chunks, and its index."""
     count, chunks = len(tables.layer_types), tables.pipeline.num_chunks
     own = [layer_type] + ([tables.last_types[layer_type]] if tables.last_types else [])
-    found = tables.select(layer_types=[*range(count), *own])
+    found = tables.select([*range(count), *own])
     time_s, static_bytes = found.time_s.copy(), found.static_bytes.copy()
     time_s[count:] *= (chunks - 1) / chunks
     static_bytes[count:] -= static_bytes[count:] // chunks

@@ -305,6 +305,12 @@ class Job:
             found *= device.peak(peak, self.engine.precisions) / device.peak("bf16") * self.execution.fp8_share
         return found
 
+    @cached_property
+    def low_precision_speedup(self) -> float:
+        """The rate of products of 8-bit operands over that of other linear layers."""
+        device, low = self.cluster.device, self.effects.low_precision
+        return device.peak(low.peak) / device.peak("bf16") if low else 1.0
+
     @property
     def compute_bytes(self) -> int:
         """Bytes per parameter and activation entry while a layer computes."""

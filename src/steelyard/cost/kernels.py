@@ -8,7 +8,7 @@ from dataclasses import replace
 from steelyard.cost.decoder import DecoderShape, decoder_layer
 from steelyard.cost.job import Job, layer_precision
 from steelyard.engines.engine import Engine
-from steelyard.engines.kernels import Kernels
+from steelyard.engines.execution import Kernels
 from steelyard.hardware.values import Device
 from steelyard.precision import Precision
 from steelyard.profiles.profile import LayerProfile
@@ -51,6 +51,7 @@ def _under(kernels: Kernels, job: Job, imbalance: float, slowdown: float) -> tup
             sp="sp" in layer.degrees,
             imbalance=imbalance,
             slowdown=slowdown,
+            low=job.effects.low_precision,
         )
         if not layer.degrees and abs(closed.num_params / layer.num_params - 1) > _SAME_FORM:
             return ()

@@ -52,7 +52,6 @@ from steelyard.cost.job import MASTER_BYTES, JobConfig, side_bytes
 from steelyard.cost.layer_load import layer_profile
 from steelyard.cost.layer_memory import LayerRow, layer_states, without_tied
 from steelyard.cost.tables import CostTables, Received
-from steelyard.engines.execution import StateBytes
 from steelyard.limits import MOST_BYTES
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.stages import SLICES_PER_RANK
@@ -203,7 +202,7 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
     Gradients that it adds up late, and what the optimizer's step takes, count as far as the layer saves less.
     """
     execution, job = config.job.execution, config.job
-    assert isinstance(execution.states, StateBytes), "no other keeps buffers of its own"
+    assert execution.states is not None, "no other keeps buffers of its own"
     saved, _, _, forward, backward, read, _ = LayerRow.of(layer_type, chosen, config).work(config)
     found = np.zeros((15, len(chosen)), dtype=np.int64)
     is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and not config.is_piped

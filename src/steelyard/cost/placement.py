@@ -86,7 +86,6 @@ def pooled_tables(
         transfer_s=tuple(transfer_s),
         overhead_bytes=tuple(parts[pool].overhead_of(stage) + spared[pool] for stage, pool in enumerate(of_stages)),
         order=placement.pools,
-        parts=parts,
     )
     return _joined(pipeline, parts, pools, np.block(blocks))
 

@@ -139,7 +139,7 @@ def memory_terms(
     found = []
     for tensors, config in zip(plan_memory(parts, strategies, configs), configs, strict=True):
         terms = dict(tensors)
-        kept_apart = config.job.execution.states.kept_apart  # in buffers of their own, without slack
+        kept_apart = config.job.execution.kept_apart  # in buffers of their own, without slack
         in_allocator = sum(num_bytes for name, num_bytes in terms.items() if name not in kept_apart)
         terms["allocator slack"] = int(slack_fraction(config.job) * in_allocator)
         found.append({name: num_bytes for name, num_bytes in terms.items() if num_bytes})

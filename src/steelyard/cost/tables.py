@@ -85,8 +85,6 @@ class Pools:
     """[P] with what a device of the stage holds less than one of the roomiest pool"""
     order: tuple[int, ...] = ()
     """Which of the pools at hand these are"""
-    parts: tuple["CostTables", ...] = ()
-    """The tables of each pool alone, which these join; none where they were made as a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -208,7 +206,7 @@ class CostTables:
         if self.pools is not None:
             _check_pools(self, self.pools)
         for index, side in enumerate(self.cross_layer_inputs):
-            _check_cross_layer_inputs(f"side_inputs.{index}", side, len(self.layers), num_strategies)
+            _check_cross_layer_inputs(f"side_inputs[{index}]", side, len(self.layers), num_strategies)
 
     def __str__(self) -> str:
         shape, count = self.pipeline, len(self.strategies)
@@ -292,7 +290,7 @@ class CostTables:
         num_types = len(self.layer_types)
         whole: dict[str, Any] = {n: np.concatenate([getattr(self, n), table]) for n, table in tables.items()}
         return replace(
-            self.select(layer_types=[*range(num_types)] * 2),
+            self.select([*range(num_types)] * 2),
             layer_types=(*self.layer_types, *(name + LAST for name in self.layer_types)),
             last_types=tuple(
                 layer_type if layer_type in apart else layer_type + num_types for layer_type in range(num_types)
@@ -314,7 +312,7 @@ class CostTables:
         overhead = max(self.overhead_of(stage) for stage in range(count))
         nothing: dict[str, Any] = dict.fromkeys(("freed_bytes", "buffers", "received"))
         whole = replace(self, **most, **nothing, stage_bytes={}, last_types=())
-        return replace(whole.select(layer_types=kept), overhead_bytes=overhead, stage_overheads=())
+        return replace(whole.select(kept), overhead_bytes=overhead, stage_overheads=())
 
     def switches_of(self, layer_types: Sequence[int]) -> NDArray[np.float64]:
         """[layer types, D, D] the ``switch_s`` of these layer types; one table for all of them where all layer types
@@ -328,40 +326,25 @@ class CostTables:
         layer_types = tuple(self.layers[layer] for layer in layers)
         return (*layer_types[:-1], self.last_types[layer_types[-1]]) if self.last_types and layer_types else layer_types
 
-    def select(
-        self,
-        *,
-        strategies: Sequence[int] | None = None,
-        layer_types: Sequence[int] | None = None,
-        layers: Sequence[int] | None = None,
-    ) -> Self:
-        """The tables with these strategies and these layer types alone, by their indices, in this order; all where
-        None.
+    def select(self, layer_types: Sequence[int], layers: Sequence[int] | None = None) -> Self:
+        """The tables with these layer types alone, by their indices, in this order; one may be taken more than once.
 
-        A layer type may be taken more than once. ``layers`` gives the index of each layer's type among those taken.
+        ``layers`` gives the index of each layer's type among those taken.
         """
-        rows = list(range(len(self.layer_types)) if layer_types is None else layer_types)
-        columns = list(range(len(self.strategies)) if strategies is None else strategies)
-        pairs = np.ix_(rows, columns)
+        rows = list(layer_types)
         return replace(
             self,
             layer_types=tuple(self.layer_types[layer_type] for layer_type in rows),
             layers=self.layers if layers is None else tuple(layers),
-            strategies=self.strategies if strategies is None else tuple(self.strategies[index] for index in columns),
-            legal=self.legal[pairs],
-            time_s=self.time_s[pairs],
-            static_bytes=self.static_bytes[pairs],
-            activation_bytes=self.activation_bytes[pairs],
-            transient_bytes=self.transient_bytes[pairs],
-            freed_bytes=None if self.freed_bytes is None else self.freed_bytes[pairs],
-            buffers=None if self.buffers is None else self.buffers[np.ix_(range(3), rows, columns)],
+            legal=self.legal[rows],
+            time_s=self.time_s[rows],
+            static_bytes=self.static_bytes[rows],
+            activation_bytes=self.activation_bytes[rows],
+            transient_bytes=self.transient_bytes[rows],
+            freed_bytes=None if self.freed_bytes is None else self.freed_bytes[rows],
+            buffers=None if self.buffers is None else self.buffers[:, rows],
             switch_s=self.switches_of(rows),
-            layouts=self.layouts if strategies is None else self.layout_of[columns],
-            cross_layer_inputs=tuple(
-                replace(side, seconds=side.seconds[np.ix_(columns, columns)]) for side in self.cross_layer_inputs
-            ),
-            stage_bytes={in_flight: table[pairs] for in_flight, table in self.stage_bytes.items()},
-            pools=self.pools and replace(self.pools, of_strategies=self.pools.of_strategies[columns], parts=()),
+            stage_bytes={in_flight: table[rows] for in_flight, table in self.stage_bytes.items()},
         )
 
     def legal_on(self, stage: int) -> NDArray[np.bool_]:

@@ -22,7 +22,6 @@ from steelyard.engines.writing import (
     UniformPlan,
     refuse_untold,
 )
-from steelyard.levers import Levers
 from steelyard.levers.optimizer import Optimizer
 from steelyard.plan.strategy import Remat
 from steelyard.units import format_plural
@@ -67,7 +66,9 @@ def _write(request: Request) -> Draft:
         left_out += kept_gathered(request)
     elif view.remat is Remat.FULL:
         usage.append("in train.py: model.gradient_checkpointing_enable()")
-    usage += [*peft.model_usage(levers, view.precision), *_optimizer(levers)]
+    usage += peft.model_usage(levers, view.precision)
+    if (word := str(levers.value(Optimizer))) in OPTIMIZERS:
+        usage.append(f"in train.py: the optimizer is {OPTIMIZERS[word]}")
     if request.cluster is None:
         left_out.append("hosts: the cluster is not known here, so all processes are taken to be on one")
     return Draft(
@@ -75,17 +76,10 @@ def _write(request: Request) -> Draft:
             ("accelerate.yaml", yaml.safe_dump(_content(request, view), sort_keys=False)),
             *peft.model_files(levers, view.precision),
         ),
-        carried=view.carried,
         left_out=tuple(left_out),
         launch=f"accelerate launch --config_file accelerate.yaml{meeting} train.py",
         usage=tuple(usage),
     )
-
-
-def _optimizer(levers: Levers) -> tuple[str, ...]:
-    """Return a line on the optimizer that the training script makes, if it is not the usual one."""
-    word = str(levers.value(Optimizer))
-    return (f"in train.py: the optimizer is {OPTIMIZERS[word]}",) if word in OPTIMIZERS else ()
 
 
 def kept_gathered(request: Request) -> list[str]:
@@ -130,7 +124,6 @@ def _content(request: Request, view: UniformPlan) -> dict[str, Any]:
 
 ACCELERATE = Engine(
     name="accelerate",
-    software="accelerate 1.15.0",
     capabilities=CAPABILITIES,
     execution=Execution(whole_gradients="always"),
     precisions=("bf16", "fp16", "fp32"),

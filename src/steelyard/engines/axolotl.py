@@ -29,7 +29,6 @@ def _write(request: Request) -> Draft:
     view, levers = UniformPlan.of(request.plan), request.plan.chosen_levers
     return Draft(
         files=(("axolotl.yaml", yaml.safe_dump(_content(view) | _levers(levers), sort_keys=False)),),
-        carried=view.carried,
         left_out=(
             f"the model: add base_model, an id or folder of Hugging Face with the config of {request.plan.model.name}",
             "datasets, learning rate and number of steps: add them to the file",

@@ -8,7 +8,6 @@ that transformers 5.23 uses for missing entries. Entries that neither the table 
 
 import json
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from steelyard.engines.pytorch import other_export
@@ -16,37 +15,33 @@ from steelyard.errors import UserError
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
 
-NO_EFFECT: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "names, and who wrote the file": frozenset(
-            {"_name_or_path", "architectures", "auto_map", "model_type", "transformers_version", "unsloth_version"}
-        ),
-        "the plan has its own precision": frozenset({"dtype", "torch_dtype", "use_bfloat16"}),
-        "for generating text, not for training": frozenset(
-            {
-                *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "task_specific_params"),
-                *("tokenizer_class", "use_cache"),
-            }
-        ),
-        "what forward returns beside the loss": frozenset(
-            {"output_attentions", "output_hidden_states", "return_dict", "use_return_dict"}
-        ),
-        "of other tasks than language modelling": frozenset(
-            {"classifier_dropout", "finetuning_task", "id2label", "label2id", "num_labels", "problem_type"}
-        ),
-        "first weights, which every export leaves to the user": frozenset({"initializer_factor", "initializer_range"}),
-        "the same result in other pieces": frozenset({"chunk_size_feed_forward", "pretraining_tp", "torchscript"}),
-        "a decoder has no encoder": frozenset({"is_decoder", "is_encoder_decoder", "tie_encoder_decoder"}),
-        "how long sequences may be: the plan has its own length": frozenset({"max_position_embeddings"}),
-    }
-)
+NO_EFFECT: Mapping[str, frozenset[str]] = {
+    "names, and who wrote the file": frozenset(
+        {"_name_or_path", "architectures", "auto_map", "model_type", "transformers_version", "unsloth_version"}
+    ),
+    "the plan has its own precision": frozenset({"dtype", "torch_dtype", "use_bfloat16"}),
+    "for generating text, not for training": frozenset(
+        {
+            *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "task_specific_params"),
+            *("tokenizer_class", "use_cache"),
+        }
+    ),
+    "what forward returns beside the loss": frozenset(
+        {"output_attentions", "output_hidden_states", "return_dict", "use_return_dict"}
+    ),
+    "of other tasks than language modelling": frozenset(
+        {"classifier_dropout", "finetuning_task", "id2label", "label2id", "num_labels", "problem_type"}
+    ),
+    "first weights, which every export leaves to the user": frozenset({"initializer_factor", "initializer_range"}),
+    "the same result in other pieces": frozenset({"chunk_size_feed_forward", "pretraining_tp", "torchscript"}),
+    "a decoder has no encoder": frozenset({"is_decoder", "is_encoder_decoder", "tie_encoder_decoder"}),
+    "how long sequences may be: the plan has its own length": frozenset({"max_position_embeddings"}),
+}
 """Entries that do not change what is trained, by the reason."""
 _WITHOUT_EFFECT = frozenset().union(*NO_EFFECT.values())
-_UNWRITTEN = frozenset(
-    {
-        *("_name_or_path", "auto_map", "task_specific_params", "tokenizer_class"),
-        *("transformers_version", "unsloth_version"),
-    }
+_UNWRITTEN = (
+    *("_name_or_path", "auto_map", "task_specific_params", "tokenizer_class"),
+    *("transformers_version", "unsloth_version"),
 )
 
 _DENSE: Mapping[str, Any] = {
@@ -60,26 +55,24 @@ _DENSE: Mapping[str, Any] = {
 }
 _WINDOW: Mapping[str, Any] = {"use_sliding_window": False, "sliding_window": None}
 _ROUTED: Mapping[str, Any] = {"num_experts_per_tok": 8, ROUTER_LOSS: False, "router_aux_loss_coef": 0.001}
-DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "llama": {**_DENSE, "attention_bias": False, "mlp_bias": False},
-        "mistral": {**_DENSE, "num_key_value_heads": 8, "sliding_window": 4096},
-        "qwen2": {**_DENSE, **_WINDOW, "num_key_value_heads": 32},
-        "qwen3": {**_DENSE, **_WINDOW, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
-        "mixtral": {
-            **{**_DENSE, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "sliding_window": None},
-            **{**_ROUTED, "num_experts_per_tok": 2, "num_local_experts": 8, "router_jitter_noise": 0.0},
-        },
-        "qwen3_moe": {
-            **{**_DENSE, **_WINDOW, **_ROUTED, "num_key_value_heads": 4, "attention_bias": False},
-            **{"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 128},
-        },
-        "deepseek_v3": {
-            **{**_DENSE, "attention_bias": False, "rope_interleave": True, "norm_topk_prob": True},
-            **{"head_dim": 64, "qk_head_dim": 192, ROUTER_LOSS: False, "num_nextn_predict_layers": 0},
-        },
-    }
-)
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {**_DENSE, "attention_bias": False, "mlp_bias": False},
+    "mistral": {**_DENSE, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {**_DENSE, **_WINDOW, "num_key_value_heads": 32},
+    "qwen3": {**_DENSE, **_WINDOW, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+    "mixtral": {
+        **{**_DENSE, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "sliding_window": None},
+        **{**_ROUTED, "num_experts_per_tok": 2, "num_local_experts": 8, "router_jitter_noise": 0.0},
+    },
+    "qwen3_moe": {
+        **{**_DENSE, **_WINDOW, **_ROUTED, "num_key_value_heads": 4, "attention_bias": False},
+        **{"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 128},
+    },
+    "deepseek_v3": {
+        **{**_DENSE, "attention_bias": False, "rope_interleave": True, "norm_topk_prob": True},
+        **{"head_dim": 64, "qk_head_dim": 192, ROUTER_LOSS: False, "num_nextn_predict_layers": 0},
+    },
+}
 """Defaults of transformers by model type; sizes that every config has are not listed."""
 _ALIASES = {"qwen3_moe": {"num_local_experts": "num_experts"}, "mixtral": {"num_experts": "num_local_experts"}}
 ROPE = "rope_scaling"

@@ -58,15 +58,13 @@ CAPABILITIES = Capabilities(
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     levers = request.plan.chosen_levers
-    left_out = ["optimizer, data and first weights: those of the training script"]
-    if view.fsdp > 1 and view.zero == 2:
-        left_out.append(
-            "where ZeRO-2 keeps parameters: DeepSpeed replicates them in compute precision all the time, FSDP2 gathers "
-            "them once a microbatch"
-        )
-    if view.tp > 1:
-        left_out.append("which matrices are cut: DeepSpeed's AutoTP decides, not the model's own tp plan")
-        left_out.append(f"which rank reads what: the {view.tp} ranks of a tp group have to be given the same samples")
+    left_out = {
+        "optimizer, data and first weights: those of the training script": True,
+        "where ZeRO-2 keeps parameters: DeepSpeed replicates them in compute precision all the time, FSDP2 gathers "
+        "them once a microbatch": view.fsdp > 1 and view.zero == 2,
+        "which matrices are cut: DeepSpeed's AutoTP decides, not the model's own tp plan": view.tp > 1,
+        f"which rank reads what: the {view.tp} ranks of a tp group have to be given the same samples": view.tp > 1,
+    }
     usage = [
         "in train.py: deepspeed.initialize(model=model, config='ds_config.json'), or TrainingArguments(deepspeed=...)"
     ]
@@ -79,21 +77,26 @@ def _write(request: Request) -> Draft:
     usage += peft.model_usage(levers, view.precision)
     return Draft(
         files=(("ds_config.json", json.dumps(content)), *peft.model_files(levers, view.precision)),
-        carried=view.carried,
-        left_out=tuple(left_out),
+        left_out=tuple(line for line, holds in left_out.items() if holds),
         launch=f"{request.torchrun} train.py",
         usage=tuple(usage),
     )
 
 
 def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": view.zero if view.fsdp > 1 else 0}
+    if view.fsdp > 1:
+        zero |= {"overlap_comm": True, "contiguous_gradients": True, "reduce_scatter": True}
+        if view.on_host:
+            zero |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in ("param", "optimizer")}
+        zero |= {"stage3_gather_16bit_weights_on_model_save": True} if view.zero == 3 else {}
     content: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": view.microbatch_per_rank,
         "gradient_accumulation_steps": view.pipeline.num_microbatches,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": view.precision == "bf16"},
         **({"fp16": _SCALED} if view.precision == SCALES_LOSS else {}),
-        "zero_optimization": _zero(view),
+        "zero_optimization": zero,
     }
     if view.tp > 1:
         content["tensor_parallel"] = {"autotp_size": view.tp}
@@ -108,21 +111,6 @@ def _content(view: UniformPlan, preset: str | None) -> dict[str, Any]:
             "contiguous_memory_optimization": False,
         }
     return content
-
-
-def _zero(view: UniformPlan) -> dict[str, Any]:
-    stage = view.zero if view.fsdp > 1 else 0
-    if stage == 0:
-        return {"stage": 0}
-    common: dict[str, Any] = {
-        "stage": stage,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_scatter": True,
-    }
-    if view.on_host:
-        common |= {f"offload_{name}": {"device": "cpu", "pin_memory": True} for name in ("param", "optimizer")}
-    return common | ({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {})
 
 
 def _read(text: str, _chain: ModelChain, num_devices: int) -> FileSettings:
@@ -159,7 +147,6 @@ def _read(text: str, _chain: ModelChain, num_devices: int) -> FileSettings:
 
 DEEPSPEED = Engine(
     name="deepspeed",
-    software="DeepSpeed 0.19.8",
     capabilities=CAPABILITIES,
     execution=Execution(reduce_bytes=2),
     precisions=("bf16", "fp16", "fp32"),
@@ -168,7 +155,7 @@ DEEPSPEED = Engine(
         "train": peft.LEVERS["train"],
         "offload": peft.OFFLOAD,
         "base": replace(peft.LEVERS["base"], dimensions=dimensions_of("dp")),
-        "optimizer": peft.one_of(_OPTIMIZERS, "no such states for what ZeRO flattens"),
+        "optimizer": peft.one_of(_OPTIMIZERS, "which has no such states for what ZeRO flattens"),
     },
     reader=Reader(suffixes=(".json",), read=_read),
     targets=(

@@ -25,8 +25,8 @@ class Taken:
     """Why it does not run a value, in words behind its name; None where it does."""
     dimensions: frozenset[Dimensions] | None = None
     """The sets of parallelism dimensions that may share a layer beside it; None: all that the engine has."""
-    execution: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of the execution that it changes."""
+    execution: Callable[[Execution], Execution] = lambda execution: execution
+    """What it makes of the execution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,6 @@ class Engine:
     """Software that runs plans."""
 
     name: str
-    software: str
-    """The full name, with the version that was read."""
     capabilities: Capabilities
     """The plans that it can run."""
     execution: Execution = OURS
@@ -53,14 +51,15 @@ class Engine:
     some of them has them in its name, ``megatron+deepep``, so that a plan names them too."""
 
     levers: Mapping[str, Taken] = field(default_factory=dict)
-    """How it runs each lever that it has, by name; an engine that ``mixes_layers`` runs all, as our runtime does."""
+    """How it runs each lever that it has, by name; an engine that ``mixes_layers`` runs all others as our runtime does.
+    """
 
     def lever_refusal(self, lever: Lever) -> str | None:
         """Why it does not run this value of a lever, in words behind its name; None where it does."""
-        if self.capabilities.mixes_layers:
-            return None
         taken = self.levers.get(lever.name)
-        return "" if taken is None else taken.refuse(lever)
+        if taken is None:
+            return None if self.capabilities.mixes_layers else ""
+        return taken.refuse(lever)
 
     def running(self, levers: Levers) -> "Engine":
         """The engine as it runs these levers."""
@@ -69,7 +68,7 @@ class Engine:
             means = found.capabilities
             if taken.dimensions is not None:
                 means = replace(means, dimensions=means.dimensions & taken.dimensions)
-            found = replace(found, capabilities=means, execution=replace(found.execution, **taken.execution))
+            found = replace(found, capabilities=means, execution=taken.execution(found.execution))
         return found
 
     def with_options(self, chosen: Sequence[str]) -> "Engine":

@@ -1,14 +1,13 @@
 """Execution of a plan by an engine, as far as it changes what a step costs; the defaults are our runtime's.
 
 `benchmarks/published_runs/frameworks.py` has one value per framework that others published runs of, and says which were
-read in code or papers and which were chosen on those runs.
+read in code or papers and which were chosen on those runs. `Kernels` are data that `steelyard.cost.decoder` prices.
 """
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, final
+from typing import Literal, final
 
-from steelyard.engines.kernels import Kernels
 from steelyard.levers.lever import Effects
 from steelyard.plan.strategy import Strategy
 
@@ -16,6 +15,55 @@ Dispatcher = Literal["all-to-all", "deep", "all-gather"]
 """How tokens reach their experts: a copy for each expert of a token; one for each rank, or over the network for each
 node, that has experts of it, which hands it on (DeepEP; handing it on runs beside the network and is not priced); or
 one for each rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Which parts of a block an engine computes in one kernel, and what it keeps for the backward pass.
+
+    ``attention``: a flash kernel, matmuls around a fused softmax, or eager operations. ``selective``: what selective
+    remat computes again: the core of attention (Megatron), or all but attention and every second matmul (torchtitan).
+    ``full``: what full remat computes again: the whole block, or the block up to the last tensor that its backward
+    pass needs, where torch's non-reentrant checkpoint stops early (the last matmul is then not run again).
+    ``norm_bytes``: what two norms that are no kernel keep per entry of the hidden state, beside the results.
+    ``mask_bytes`` per entry of the masks of dropout behind attention and behind the feed-forward part.
+    ``copies``: kernels of a block that only copy or make masks. ``keeps_gathered``: whether sequence parallelism keeps
+    what it gathered until the backward pass, not its own part of it. ``loss_bytes``: what the loss holds at its peak,
+    and of that until the backward pass, per token and entry of the vocabulary on a rank, of all entries if
+    ``gathers_logits``; ``loss_outlives``: whether the latter is still there while the next microbatch's loss is made.
+    ``loss_pieces``: parts of a sequence whose logits, loss and gradients are made one part after another; with several
+    only fp32 gradients of the hidden state stay until the backward pass.
+    ``of_each_expert``: kernels of the forward pass that every local expert has of its own, beside those of all
+    together. ``expert_copies``: tensors of a pair of a token and an expert, as wide as the hidden state, that are kept
+    beside what enters the expert: what comes out and what putting tokens in order leaves. Seen in Megatron-Core's
+    allocated bytes, of models whose routing is not forced; found on published runs.
+    """
+
+    norm: bool
+    rotary: bool
+    activation: bool
+    loss: bool
+    attention: Literal["flash", "fused softmax", "eager"]
+    dropout: bool = False
+    mask_bytes: int = 1
+    selective: Literal["attention core", "half of the matmuls"] = "attention core"
+    full: Literal["block", "until last needed"] = "block"
+    norm_bytes: int = 14
+    copies: int = 0
+    keeps_gathered: bool = False
+    loss_bytes: tuple[int, int] = (12, 4)
+    gathers_logits: bool = False
+    loss_outlives: bool = False
+    loss_pieces: int = 1
+    of_each_expert: int = 0
+    expert_copies: int = 4
+
+
+FUSED = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="flash")
+"""Every part of a block in one kernel, as Transformer Engine and Apex have them."""
+EAGER = Kernels(norm=True, rotary=False, activation=False, loss=False, attention="flash", expert_copies=2)
+"""Operations of torch one by one; its norms, its flash attention and its grouped products are a kernel each, the latter
+with fewer copies (1.4 as traced from transformers' Qwen3)."""
 
 
 @final
@@ -32,13 +80,6 @@ class StateBytes:
     zero: int
     frozen: int = 2
     """Bytes of a parameter that is not trained, which has no gradient and no optimizer state."""
-
-    kept_apart: ClassVar[tuple[str, ...]] = ("context", "parameters", "gradients", "optimizer", "optimizer step")
-    """Terms of memory that no allocator holds more for than they are."""
-
-    def optimizer_shards(self, data_degree: int, shard_degree: int | None) -> int:
-        """Ranks over which the optimizer states of a replicated layer are divided."""
-        return 1 if self.zero == 0 else min(shard_degree or data_degree, data_degree)
 
     @property
     def of_frozen(self) -> "StateBytes":
@@ -78,24 +119,6 @@ class StateBytes:
         return {name: sum(kept(name, *part) for part in divided) for name in parts}
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Fsdp2States:
-    """States as PyTorch's FSDP2 and optimizers keep them in the allocator's memory, as the runtime uses them.
-
-    What they take follows from FSDP2's own order of work: `steelyard.cost.layer` and `steelyard.cost.memory`.
-    """
-
-    kept_apart: ClassVar[tuple[str, ...]] = ()
-
-    def optimizer_shards(self, _data_degree: int, _shard_degree: int | None) -> int:
-        """Optimizer states of a replicated layer are replicated as it is."""
-        return 1
-
-
-FSDP2_STATES = Fsdp2States()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """What a framework does otherwise than this project's runtime."""
@@ -110,8 +133,10 @@ class Execution:
     """Rate of fp8 linear layers over that of bf16 ones, as a fraction of the ratio of their peaks, what scaling and
     casts leave of it. Of Transformer Engine found on published runs; between pairs of dgxc_benchmarking that differ in
     precision alone it is 0.80 to 1.05."""
-    states: StateBytes | Fsdp2States = FSDP2_STATES
-    """Who keeps parameters, gradients and optimizer states between steps."""
+    states: StateBytes | None = None
+    """Parameters, gradients and optimizer states in buffers of the framework between steps; None where FSDP2 and
+    optimizers of torch keep them in the allocator's memory, as their own order of work has it (`steelyard.cost.layer`
+    and `steelyard.cost.memory`)."""
     reduce_bytes: int = 4
     """Bytes per parameter that gradients are reduced in."""
     whole_gradients: Literal["never", "without tp", "always"] = "never"
@@ -187,15 +212,23 @@ class Execution:
     @property
     def keeps_own_buffers(self) -> bool:
         """Whether states, and what stages exchange, lie in buffers of the framework instead of torch's."""
-        return isinstance(self.states, StateBytes)
+        return self.states is not None
+
+    @property
+    def kept_apart(self) -> tuple[str, ...]:
+        """Terms of memory that no allocator holds more for than they are."""
+        own = ("context", "parameters", "gradients", "optimizer", "optimizer step")
+        return own if self.keeps_own_buffers else ()
 
     def optimizer_shards(self, data_degree: int) -> int:
         """Ranks over which the optimizer states of a replicated layer are divided."""
-        return self.states.optimizer_shards(data_degree, self.shard_degree)
+        if self.states is None or self.states.zero == 0:
+            return 1
+        return min(self.shard_degree or data_degree, data_degree)
 
     def step_bytes(self, parameter_bytes: int, data_degree: int) -> int:
         """Bytes that a rank takes while the optimizer steps, when no activations are left, and gives back after."""
-        if not isinstance(self.states, StateBytes):
+        if self.states is None:
             return 0
         num_params, shards = parameter_bytes // self.states.parameters, self.optimizer_shards(data_degree)
         gathered = self.gathered_bytes * (num_params + num_params // shards) if shards > 1 else 0

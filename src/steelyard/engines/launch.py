@@ -12,6 +12,7 @@ data whatever the version calls the patches of a shared one.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import yaml
@@ -99,15 +100,7 @@ def _write_slurm(request: Request) -> Draft:
     )
 
 
-def _write_trainjob(request: Request) -> Draft:
-    return _write_kubeflow(request, "trainjob.yaml", _trainjob)
-
-
-def _write_pytorchjob(request: Request) -> Draft:
-    return _write_kubeflow(request, "pytorchjob.yaml", _pytorchjob)
-
-
-def _write_kubeflow(request: Request, file: str, job: Callable[[Cluster, str, str], list[Document]]) -> Draft:
+def _write_kubeflow(file: str, job: Callable[[Cluster, str, str], list[Document]], request: Request) -> Draft:
     cluster = _cluster(request, "kubeflow")
     if request.image is None:
         raise UserError(
@@ -116,21 +109,23 @@ def _write_kubeflow(request: Request, file: str, job: Callable[[Cluster, str, st
             expected="the container image that has steelyard and torch",
             hint="write for example --image registry.example/steelyard:0.1",
         )
-    name = f"steelyard-{_dashed(request.plan.model.name)}"
+    name, plan = f"steelyard-{_dashed(request.plan.model.name)}", request.plan
+    if plan.prediction is not None:
+        plan = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"alternatives": ()})})
     documents = [
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {"name": f"{name}-plan"},
-            "data": {"plan.json": dump_json(_without_alternatives(request.plan)) + "\n"},
+            "data": {"plan.json": dump_json(plan) + "\n"},
         },
         *job(cluster, name, request.image),
     ]
     return Draft(
         files=((file, yaml.dump_all(documents, Dumper=_BlockTextDumper, sort_keys=False, width=120)),),
         carried=(
-            _processes(request.plan, cluster),
-            "the plan itself, as a ConfigMap: every layer's strategy, stages, schedule and microbatches",
+            _processes(plan, cluster),
+            f"the plan itself, as a ConfigMap: {_EVERYTHING}",
         ),
         left_out=(
             "the data: a PersistentVolumeClaim named training-data must hold it, at most one file or folder named data",
@@ -144,17 +139,10 @@ class _BlockTextDumper(yaml.SafeDumper):
     """Writes text of several lines as a block, so that a plan stays readable."""
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_BlockTextDumper.add_representer(str, _text)
-
-
-def _without_alternatives(plan: Plan) -> Plan:
-    if plan.prediction is None:
-        return plan
-    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"alternatives": ()})})
+_BlockTextDumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
 
 
 def _trainjob(cluster: Cluster, name: str, image: str) -> list[Document]:
@@ -194,15 +182,13 @@ def _pytorchjob(cluster: Cluster, name: str, image: str) -> list[Document]:
     def replicas(count: int) -> Document:
         return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
 
-    specs = {"Master": replicas(1)}
-    if cluster.num_nodes > 1:
-        specs["Worker"] = replicas(cluster.num_nodes - 1)
+    workers = {"Worker": replicas(cluster.num_nodes - 1)} if cluster.num_nodes > 1 else {}
     return [
         {
             "apiVersion": "kubeflow.org/v1",
             "kind": "PyTorchJob",
             "metadata": {"name": name},
-            "spec": {"pytorchReplicaSpecs": specs},
+            "spec": {"pytorchReplicaSpecs": {"Master": replicas(1)} | workers},
         }
     ]
 
@@ -314,12 +300,12 @@ KUBEFLOW = replace(
     starts_all_hosts=True,
     software="Kubeflow Trainer v2 (TrainJob)",
     summary="trainjob.yaml: the plan as a ConfigMap and a job that runs it (needs --image)",
-    write=_write_trainjob,
+    write=partial(_write_kubeflow, "trainjob.yaml", _trainjob),
 )
 KUBEFLOW_V1 = replace(
     KUBEFLOW,
     name="kubeflow-v1",
     software="Kubeflow's training operator v1 (PyTorchJob)",
     summary="pytorchjob.yaml: the same for the training operator v1",
-    write=_write_pytorchjob,
+    write=partial(_write_kubeflow, "pytorchjob.yaml", _pytorchjob),
 )

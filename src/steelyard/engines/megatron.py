@@ -22,8 +22,7 @@ from typing import Any
 from steelyard.engines.capabilities import Capabilities, block_layers, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine, options_in
-from steelyard.engines.execution import Execution, StateBytes
-from steelyard.engines.kernels import FUSED
+from steelyard.engines.execution import FUSED, Execution, StateBytes
 from steelyard.engines.pytorch import other_export
 from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
@@ -64,7 +63,6 @@ CAPABILITIES = Capabilities(
     why_not={"fsdp": "which is Megatron-FSDP's: export --to megatron-fsdp"},
     remats=frozenset(Remat),
     remats_first_blocks=True,
-    pipeline="any cuts",
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.megatron_name is not None),
 )
 
@@ -123,20 +121,9 @@ def _write(request: Request) -> Draft:
         left_out.append("FSDP2 itself: Megatron-FSDP shards the same states, with buckets and prefetching of its own")
     return Draft(
         files=(("megatron.sh", _script(groups, view, request)),),
-        carried=view.carried,
         left_out=tuple(left_out),
-        launch=_launch(request),
-    )
-
-
-def _launch(request: Request) -> str:
-    """The script with what it asks for: the checkout, and of several hosts the number and the first."""
-    cluster = request.cluster
-    where = "" if cluster and cluster.num_nodes == 1 else "NODE_RANK=RANK MASTER_ADDR=FIRST_HOST "
-    sizes = "" if cluster else "NNODES=HOSTS NPROC_PER_NODE=DEVICES "
-    return (
-        f"{sizes}{where}MEGATRON=/path/to/Megatron-LM bash megatron.sh --tokenizer-type HuggingFaceTokenizer "
-        "--tokenizer-model NAME --data-path PREFIX --train-iters 1000 --lr 3e-4"
+        launch=f"{request.variables}MEGATRON=/path/to/Megatron-LM bash megatron.sh --tokenizer-type "
+        "HuggingFaceTokenizer --tokenizer-model NAME --data-path PREFIX --train-iters 1000 --lr 3e-4",
     )
 
 
@@ -158,11 +145,9 @@ def _script(groups: Mapping[str, Flags], view: UniformPlan, request: Request) ->
     host = "${MASTER_ADDR:-127.0.0.1}" if nodes == 1 else "${MASTER_ADDR:?set MASTER_ADDR to the first host}"
     lines += [
         "",
-        *[
-            f'torchrun --nnodes "${{NNODES:-{nodes}}}" --nproc-per-node "${{NPROC_PER_NODE:-{devices}}}" \\',
-            f'    --node-rank "{rank}" --master-addr "{host}" \\',
-            '    --master-port "${MASTER_PORT:-29500}" \\',
-        ],
+        f'torchrun --nnodes "${{NNODES:-{nodes}}}" --nproc-per-node "${{NPROC_PER_NODE:-{devices}}}" \\',
+        f'    --node-rank "{rank}" --master-addr "{host}" \\',
+        '    --master-port "${MASTER_PORT:-29500}" \\',
         f'    "$MEGATRON/pretrain_gpt.py" {arrays} "$@"',
     ]
     return "\n".join(lines) + "\n"
@@ -324,18 +309,6 @@ _LLAMA3_ROPE = {
 """Constants of megatron-core's ``RotaryEmbedding``: only the factor is an argument."""
 
 
-def _llama(config: Mapping[str, Any]) -> Flags:
-    return []
-
-
-def _qwen2(config: Mapping[str, Any]) -> Flags:
-    return ["--add-qkv-bias"]
-
-
-def _qwen3(config: Mapping[str, Any]) -> Flags:
-    return ["--qk-layernorm"]
-
-
 def _mixtral(config: Mapping[str, Any]) -> Flags:
     return _experts(config["num_local_experts"], config["intermediate_size"], config["num_hidden_layers"], config)
 
@@ -346,7 +319,7 @@ def _qwen3_moe(config: Mapping[str, Any]) -> Flags:
     where = [] if all(sparse) else [f"--moe-layer-freq {sparse}"]
     whole = [] if config["norm_topk_prob"] else ["--moe-router-pre-softmax"]
     experts = _experts(config["num_experts"], config["moe_intermediate_size"], sum(sparse), config)
-    return [*_qwen3(config), *experts, *whole, *where]
+    return ["--qk-layernorm", *experts, *whole, *where]
 
 
 def _experts(count: int, width: int, layers: int, config: Mapping[str, Any]) -> Flags:
@@ -376,10 +349,10 @@ _COMMON: Known = {
 whole base of the rotary embedding."""
 _ROUTED: Known = dict.fromkeys(("num_experts_per_tok", ROUTER_LOSS, "router_aux_loss_coef"), ANY)
 _FAMILIES: Mapping[str, tuple[Known, Callable[[Mapping[str, Any]], Flags]]] = {
-    "llama": ({"mlp_bias": (False, True)}, _llama),
-    "mistral": ({WINDOW: ANY}, _llama),
-    "qwen2": ({}, _qwen2),
-    "qwen3": ({}, _qwen3),
+    "llama": ({"mlp_bias": (False, True)}, lambda config: []),
+    "mistral": ({WINDOW: ANY}, lambda config: []),
+    "qwen2": ({}, lambda config: ["--add-qkv-bias"]),
+    "qwen3": ({}, lambda config: ["--qk-layernorm"]),
     "mixtral": ({**_ROUTED, "num_local_experts": ANY, WINDOW: ANY, "router_jitter_noise": (0,)}, _mixtral),
     "qwen3_moe": (
         {
@@ -512,7 +485,6 @@ def _read_remat(entries: Entries) -> tuple[Remat, int | None]:
 
 MEGATRON = Engine(
     name="megatron",
-    software="Megatron-LM (megatron-core 0.19.2)",
     capabilities=CAPABILITIES,
     execution=Execution(
         states=StateBytes(parameters=2, gradients=4, optimizer=12, zero=1),

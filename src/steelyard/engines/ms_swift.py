@@ -10,15 +10,8 @@ NPROC_PER_NODE, NODE_RANK and MASTER_ADDR, and builds the model from its Hugging
 import shlex
 from typing import Any
 
+from steelyard.engines import megatron
 from steelyard.engines.engine import options_in
-from steelyard.engines.megatron import (
-    MEGATRON,
-    attributes,
-    model_flags,
-    parallel_flags,
-    refuse_cut_token,
-    remat_flags,
-)
 from steelyard.engines.writing import Draft, Request, Target, UniformPlan
 from steelyard.errors import UserError
 
@@ -31,8 +24,8 @@ _LOST = {"--window-size": "sliding_window", "--moe-layer-freq": "blocks without 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     chain = request.plan.chain()
-    refuse_cut_token("ms-swift", chain, view.tp)
-    flags = model_flags(chain, view.seq_len)
+    megatron.refuse_cut_token("ms-swift", chain, view.tp)
+    flags = megatron.model_flags(chain, view.seq_len)
     lost = next((_LOST[option] for option in (flag.partition(" ")[0] for flag in flags) if option in _LOST), None)
     if lost is not None:
         raise UserError(
@@ -51,27 +44,20 @@ def _write(request: Request) -> Draft:
     balancing = [flag for flag in flags if flag.startswith(_BALANCING)]
     return Draft(
         files=(("swift.sh", _script(view, request, balancing)),),
-        carried=view.carried,
         left_out=(
             f"the model: MODEL is an id or folder with the config of {request.plan.model.name}",
             "data, learning rate and number of steps: give them as arguments of the script",
         ),
-        launch=f"{_where(request)}MODEL=NAME bash swift.sh --dataset NAME --train_iters 1000 --lr 3e-4",
+        launch=f"{request.variables}MODEL=NAME bash swift.sh --dataset NAME --train_iters 1000 --lr 3e-4",
         usage=("for DeepSpeed instead: export --to deepspeed, and swift sft --deepspeed ds_config.json",),
     )
-
-
-def _where(request: Request) -> str:
-    if request.cluster is None:
-        return "NNODES=HOSTS NPROC_PER_NODE=DEVICES NODE_RANK=RANK MASTER_ADDR=FIRST_HOST "
-    return "NODE_RANK=RANK MASTER_ADDR=FIRST_HOST " if request.cluster.num_nodes > 1 else ""
 
 
 def _script(view: UniformPlan, request: Request, balancing: list[str]) -> str:
     options = options_in(request.plan.engine)
     arguments: dict[str, Any] = {
         "recompute_granularity": "none",
-        **attributes([*parallel_flags(view, options), *remat_flags(view), *balancing]),
+        **megatron.attributes([*megatron.parallel_flags(view, options), *megatron.remat_flags(view), *balancing]),
         "micro_batch_size": view.microbatch_per_rank,
         "global_batch_size": view.global_batch,
         "max_length": view.seq_len,
@@ -109,5 +95,5 @@ TARGET = Target(
     summary="swift.sh: arguments of megatron pt, which drives Megatron-Core",
     write=_write,
     weights="--model reads those of Hugging Face and --save_safetensors true writes them; megatron export converts",
-    routers=MEGATRON.targets[0].routers,
+    routers=megatron.MEGATRON.targets[0].routers,
 )

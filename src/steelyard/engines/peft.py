@@ -23,7 +23,7 @@ from typing import Any
 
 from steelyard.engines.capabilities import dimensions_of
 from steelyard.engines.engine import Taken
-from steelyard.levers import Lever, Levers
+from steelyard.levers import Levers
 from steelyard.levers.optimizer import Optimizer
 from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.levers.train import ALL_LINEAR, Train
@@ -51,32 +51,24 @@ def refuse_kind(train: Train) -> str | None:
     return None if train.is_plain else "whose files are written for plain LoRA alone"
 
 
-def refuse_base(base: QuantizedBase) -> str | None:
-    """Why a base is not the same there."""
-    return "whose load_in_8bit multiplies in 8 bits (LLM.int8)" if str(base) == "int8" else None
-
-
 def one_of(names: Collection[str], words: str) -> Taken:
-    """Return a lever of which these values are taken; ``words`` say what the engine has instead of others."""
-
-    def refuse(lever: Lever) -> str | None:
-        return None if str(lever) in names else f"which has {words}"
-
-    return Taken(refuse=refuse)
+    """Return a lever of which these values are taken; ``words`` say why others are not."""
+    return Taken(refuse=lambda lever: None if str(lever) in names else words)
 
 
 OFFLOAD = replace(
-    one_of(("parameters",), "no copies of moments or activations that a plan says"), dimensions=dimensions_of("fsdp")
+    one_of(("parameters",), "which has no copies of moments or activations that a plan says"),
+    dimensions=dimensions_of("fsdp"),
 )
 """FSDP2's `CPUOffloadPolicy`, and in DeepSpeed ZeRO-3 with ``offload_param`` and ``offload_optimizer``."""
 LEVERS: Mapping[str, Taken] = {
     "train": Taken(
         refuse=refuse_kind,
         dimensions=WITHOUT_TP,
-        execution={"adapters": "autocast", "shares_frozen_head": True},
+        execution=lambda execution: replace(execution, adapters="autocast", shares_frozen_head=True),
     ),
-    "base": Taken(dimensions=WITHOUT_TP, refuse=refuse_base),
-    "optimizer": one_of(OPTIM, "no such optimizer"),
+    "base": replace(one_of(("nf4",), "whose load_in_8bit multiplies in 8 bits (LLM.int8)"), dimensions=WITHOUT_TP),
+    "optimizer": one_of(OPTIM, "which has no such optimizer"),
 }
 
 

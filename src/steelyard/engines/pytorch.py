@@ -8,7 +8,7 @@ modules that tensor parallelism has, on the same samples and from the same first
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,11 @@ _TASKS = frozenset({Task.CAUSAL_LM, Task.MASKED_LM, Task.SEQ2SEQ_LM, Task.IMAGE_
 def _write(request: Request) -> Draft:
     plan = request.plan
     chain = plan.chain()
-    _check(plan, chain)
+    for found, expected, hint in _refusals(plan, chain):
+        raise UserError(field="--to", found=f"pytorch for {found}", expected=expected, hint=hint)
+    # the plan without predictions and other plans, with the config of a packaged model
+    content = plan.model_dump(mode="json", exclude_none=True, exclude={"prediction", *OTHER_PLANS})
+    content |= {"model": {"name": plan.model.name, "config": dict(chain.config)}}
     stem = "train_" + re.sub(r"[^a-z0-9]+", "_", plan.model.name.lower()).strip("_")
     counts = (
         format_plural(len(set(plan.strategies)), "strategy", "strategies") + " in all",
@@ -61,7 +65,7 @@ def _write(request: Request) -> Draft:
     )
     return Draft(
         script=(f"{stem}.py", SCRIPT.read_text(encoding="utf-8")),
-        files=((f"{stem}.json", json.dumps({"plan": _plan(plan, chain), "chain": _chain(chain, plan.seq_len)})),),
+        files=((f"{stem}.json", json.dumps({"plan": content, "chain": _chain(chain, plan.seq_len)})),),
         carried=(
             "every layer's own strategy: " + ", ".join(counts),
             f"precision: {plan.precision}",
@@ -77,58 +81,35 @@ def _write(request: Request) -> Draft:
     )
 
 
-def _check(plan: Plan, chain: ModelChain) -> None:
-    """Raises `UserError` for levers, a model, or a tensor parallelism of it, that the script has no stock calls for."""
+def _refusals(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, str, str]]:
+    """What of a plan or its model the script has no stock calls for, what it has, and what to do instead."""
+    train = "run the plan with `steelyard train`"
     if plan.levers:
-        raise UserError(
-            field="--to",
-            found=f"pytorch for a plan with {plan.chosen_levers}",
-            expected="a target that starts steelyard's own runtime, which has it",
-            hint="write it with --to torchrun, or plan without the options of levers",
-        )
+        own = "a target that starts steelyard's own runtime, which has it"
+        torchrun = "write it with --to torchrun, or plan without the options of levers"
+        yield f"a plan with {plan.chosen_levers}", own, torchrun
     refuse_untold("pytorch", chain)
-    divided = {chain.type_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tensor_degree > 1}
-    reason = _why_not(chain) or next(
-        filter(None, (_why_no_tp(_split_styles(chain, layer_type)) for layer_type in divided)), ""
-    )
     if plan.precision == SCALES_LOSS:
-        raise UserError(
-            field="--to",
-            found=f"pytorch for a plan in {SCALES_LOSS}",
-            expected="bf16 or fp32: the script does not scale the loss",
-            hint="run the plan with `steelyard train`",
-        )
-    sizes = plan.stage_sizes
-    if len(set(sizes)) > 1:
-        raise UserError(
-            field="--to",
-            found=f"pytorch for a plan with stages of {', '.join(map(str, sizes))} devices",
-            expected="stages of as many devices each, which are one mesh",
-            hint="run the plan with `steelyard train`, or plan with equal stages",
-        )
-    shared = plan.shared_heads(chain)
-    if shared is not None:
-        raise UserError(
-            field="--to",
-            found=f"pytorch for a plan with tp {shared[0]} over {shared[2]} {shared[1]}",
-            expected=f"a tp degree that divides them: stock calls let no ranks share {shared[1]}",
-            hint=f"plan with --max-tp {shared[2]}, or run the plan with `steelyard train`",
-        )
+        yield f"a plan in {SCALES_LOSS}", "bf16 or fp32: the script does not scale the loss", train
+    if len(set(plan.stage_sizes)) > 1:
+        sizes, equal = ", ".join(map(str, plan.stage_sizes)), "stages of as many devices each, which are one mesh"
+        yield f"a plan with stages of {sizes} devices", equal, f"{train}, or plan with equal stages"
+    if (shared := plan.shared_heads(chain)) is not None:
+        degree, name, size = shared
+        whole = f"a tp degree that divides them: stock calls let no ranks share {name}"
+        yield f"a plan with tp {degree} over {size} {name}", whole, f"plan with --max-tp {size}, or {train}"
     others = sorted({dimension.name for strategy in plan.strategies for dimension in strategy.dimensions} - DIMENSIONS)
     if others:
-        raise UserError(
-            field="--to",
-            found=f"pytorch for a plan with {', '.join(others)}",
-            expected="a plan of " + ", ".join(sorted(DIMENSIONS)),
-            hint="plan with --space paper, or run the plan with `steelyard train`",
-        )
-    if reason:
-        raise UserError(
-            field="--to",
-            found=f"pytorch for {chain.name} ({chain.family.model_type}){reason}",
-            expected="a model for token ids or classes of images, with one hidden state between blocks, and what its "
-            "encoder gives where it has one; experts without tp",
-            hint="run the plan with `steelyard train`, or --to torchrun for a script that starts it",
+        known = f"a plan of {', '.join(sorted(DIMENSIONS))}"
+        yield f"a plan with {', '.join(others)}", known, f"plan with --space paper, or {train}"
+    divided = {chain.type_of(layer) for layer, strategy in enumerate(plan.strategies) if strategy.tensor_degree > 1}
+    reasons = (_why_not(chain), *(_why_no_tp(_split_styles(chain, layer_type)) for layer_type in divided))
+    for reason in filter(None, reasons):
+        yield (
+            f"{chain.name} ({chain.family.model_type}){reason}",
+            "a model for token ids or classes of images, with one hidden state between blocks, and what its encoder "
+            "gives where it has one; experts without tp",
+            f"{train}, or --to torchrun for a script that starts it",
         )
 
 
@@ -203,12 +184,6 @@ def _styles(chain: ModelChain, layer_type: LayerType) -> dict[str, str]:
 
 def _split_styles(chain: ModelChain, layer_type: LayerType) -> Mapping[str, str]:
     return chain.family.of_type(chain.family.tp, layer_type) or {}
-
-
-def _plan(plan: Plan, chain: ModelChain) -> dict[str, Any]:
-    """The plan without predictions and other plans, with the config of a packaged model."""
-    content = plan.model_dump(mode="json", exclude_none=True, exclude={"prediction", *OTHER_PLANS})
-    return content | {"model": {"name": plan.model.name, "config": dict(chain.config)}}
 
 
 def _chain(chain: ModelChain, seq_len: int) -> dict[str, Any]:

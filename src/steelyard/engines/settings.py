@@ -6,7 +6,7 @@ precision, and the rest of the file is named as not read.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from steelyard.errors import UserError
@@ -51,6 +51,8 @@ class FileSettings:
     precision: str
     unread: tuple[str, ...]
     """Entries that were not read, by name."""
+    levers: Mapping[str, str] = field(default_factory=dict)
+    """Texts of levers by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,31 +27,32 @@ _FILE = "swift_sft.yaml"
 
 def _write(request: Request) -> Draft:
     view, levers = UniformPlan.of(request.plan), request.plan.chosen_levers
-    content = _content(view, levers) | _levers(levers, view.precision)
+    content, cluster = _content(view, levers) | _levers(levers, view.precision), request.cluster
+    nodes = f"NNODES={cluster.num_nodes} " if cluster and cluster.num_nodes > 1 else ""
+    devices = f"NPROC_PER_NODE={cluster.devices_per_node} " if cluster else ""
     return Draft(
         files=((_FILE, yaml.safe_dump(content, sort_keys=False)),),
-        carried=view.carried,
         left_out=(
             f"the model: MODEL is an id or folder with the config of {request.plan.model.name}",
             "data, learning rate and number of steps: give them as arguments",
             *(kept_gathered(request) if view.fsdp > 1 else ()),
             *peft.left_out(levers),
         ),
-        launch=f"{_where(request)}swift sft {_FILE} --model MODEL --dataset NAME",
+        launch=f"{nodes}{request.variables}{devices}swift sft {_FILE} --model MODEL --dataset NAME",
     )
-
-
-def _where(request: Request) -> str:
-    """The variables by which ms-swift starts processes."""
-    cluster = request.cluster
-    if cluster is None:
-        return "NNODES=HOSTS NPROC_PER_NODE=DEVICES NODE_RANK=RANK MASTER_ADDR=FIRST_HOST "
-    several = f"NNODES={cluster.num_nodes} NODE_RANK=RANK MASTER_ADDR=FIRST_HOST " if cluster.num_nodes > 1 else ""
-    return f"{several}NPROC_PER_NODE={cluster.devices_per_node} "
 
 
 def _content(view: UniformPlan, levers: Levers) -> dict[str, Any]:
     is_full, recomputes = levers.value(Train).is_default, view.remat is Remat.FULL
+    sharding = "full_shard" if view.zero == 3 else "shard_grad_op"
+    config = {
+        "fsdp_version": 2,
+        "reshard_after_forward": view.zero == 3,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "cpu_ram_efficient_loading": True,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "activation_checkpointing": recomputes,
+    }
     return {
         "tuner_type": "full" if is_full else "lora",
         "torch_dtype": "float32" if is_full else peft.DTYPES[view.precision],
@@ -64,21 +65,9 @@ def _content(view: UniformPlan, levers: Levers) -> dict[str, Any]:
         "attn_impl": "flash_attn",
         "max_grad_norm": 1.0,
         "gradient_checkpointing": recomputes and view.fsdp == 1,
-        **({} if view.fsdp == 1 else {"fsdp": _fsdp(view, recomputes=recomputes)}),
+        **({} if view.fsdp == 1 else {"fsdp": {"fsdp": f"{sharding} auto_wrap", "fsdp_config": config}}),
         **peft.training_arguments(levers),
     }
-
-
-def _fsdp(view: UniformPlan, *, recomputes: bool) -> dict[str, Any]:
-    config = {
-        "fsdp_version": 2,
-        "reshard_after_forward": view.zero == 3,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "cpu_ram_efficient_loading": True,
-        "state_dict_type": "SHARDED_STATE_DICT",
-        "activation_checkpointing": recomputes,
-    }
-    return {"fsdp": f"{'full_shard' if view.zero == 3 else 'shard_grad_op'} auto_wrap", "fsdp_config": config}
 
 
 def _levers(levers: Levers, precision: Precision) -> dict[str, Any]:

@@ -20,13 +20,13 @@ from typing import Any
 from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
-from steelyard.engines.engine import Engine, options_in
-from steelyard.engines.execution import Execution
-from steelyard.engines.kernels import EAGER
+from steelyard.engines.engine import Engine, Taken, options_in
+from steelyard.engines.execution import EAGER, Execution
 from steelyard.engines.pytorch import other_export
 from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
 from steelyard.errors import UserError
+from steelyard.levers.float8 import MXFP8, Float8
 from steelyard.model.chain import ModelChain
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.plan.dimensions.ep import DEGREE
@@ -44,7 +44,6 @@ CAPABILITIES = Capabilities(
     modes={"zero": frozenset({2, 3}), "sp": frozenset({False, True}), "ep": frozenset(DEGREE.texts)},
     modes_piped={"zero": frozenset({1})},  # torch's PipelineStage, backward_maybe_with_nosync
     remats=frozenset(Remat),
-    pipeline="any cuts",
     schedules=frozenset(each.name for each in SCHEDULES.values() if each.torchtitan_name is not None),
 )
 
@@ -163,51 +162,48 @@ def _refuse(chain: ModelChain, seq_len: int) -> None:
 
 
 def _write(request: Request) -> Draft:
-    view = UniformPlan.of(request.plan)
-    if view.precision in ("fp8", "mxfp8"):
-        raise UserError(
-            field="--to",
-            found=f"torchtitan for a plan in {view.precision}",
-            expected="a plan in bf16: how torchtitan is told to use another one is not written here yet",
-            hint="plan with --precision bf16, and set torchtitan's own converter",
-        )
+    view, float8 = UniformPlan.of(request.plan), request.plan.chosen_levers.value(Float8)
     flavor, config = flavor_of(request.plan.chain(), view.seq_len)
     changes = changes_of(flavor, config)
-    left_out = [
-        "first weights, data and optimizer: those of torchtitan's own configuration",
-    ]
-    if view.remat is Remat.SELECTIVE:
-        left_out.append(
-            "selective remat to the letter: torchtitan 0.3 also recomputes every second matrix product, which the "
-            "price counts; main keeps the regions that its models declare, which it does not"
+    has_functions = float8.is_default or str(float8) in _CONVERTERS
+    if changes and not has_functions:
+        raise UserError(
+            field="--to",
+            found=f"torchtitan for a plan with --float8 {float8}, which 0.2 alone has, whose flavor differs",
+            expected="scales of rows, which a configuration function of 0.3 has",
+            hint="plan with --float8 rowwise",
         )
-    if view.shards > 1:
-        left_out.append("communication hidden otherwise: torchtitan prefetches by FSDP's own order")
-    if view.cp > 1:
-        left_out.append("how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention")
-    if view.tp > 1 and not view.sp:
-        left_out.append("tp without sp in the .toml: 0.2 always shards the sequence beside tp")
-    if changes:
-        left_out.append("a .toml for torchtitan 0.2: its flavor differs from the model, which the .py files set right")
     is_whole = WHOLE_LOSS in options_in(request.plan.engine)
-    if not is_whole and not changes:
-        left_out.append("the loss in pieces of the sequence in the .toml: 0.2 takes the whole at once, and more memory")
+    left_out = {
+        "first weights, data and optimizer: those of torchtitan's own configuration": True,
+        "selective remat to the letter: torchtitan 0.3 also recomputes every second matrix product, which the price "
+        "counts; main keeps the regions that its models declare, which it does not": view.remat is Remat.SELECTIVE,
+        "communication hidden otherwise: torchtitan prefetches by FSDP's own order": view.shards > 1,
+        "how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention": view.cp > 1,
+        "tp without sp in the .toml: 0.2 always shards the sequence beside tp": view.tp > 1 and not view.sp,
+        "a .toml for torchtitan 0.2: its flavor differs from the model, which the .py files set right": changes,
+        f"configuration functions for torchtitan 0.3 and main, which have no scales {float8}": not has_functions,
+        "the loss in pieces of the sequence in the .toml: 0.2 takes the whole at once, and more memory": not is_whole
+        and not changes,
+    }
     lines = (*changes, *(["config.loss = config.loss.loss_fn  # of the whole sequence at once"] if is_whole else []))
     name = "steelyard_" + re.sub(r"[^a-z0-9]+", "_", request.plan.model.name.lower())
-    start = request.torchrun
+    start = f"{request.torchrun} -m torchtitan.train"
+    of_functions = f"{start} --module {name} --config {name}"
+    of_toml = f"{start} --job.config_file {name}.toml"
+    functions = (
+        (f"{name}.py", _configuration(view, RELEASE, flavor, float8, lines, name)),
+        (f"{name}_main.py", _configuration(view, MAIN, flavor, float8, lines, f"{name}_main")),
+    )
+    usages = (f"torchtitan 0.3: put {name}.py on PYTHONPATH; on main: the same with {name}_main",)
     return Draft(
         files=(
-            (f"{name}.py", _configuration(view, RELEASE, flavor, lines, name)),
-            (f"{name}_main.py", _configuration(view, MAIN, flavor, lines, f"{name}_main")),
-            *(() if changes else ((f"{name}.toml", _toml(view, flavor)),)),
+            *(functions if has_functions else ()),
+            *(() if changes else ((f"{name}.toml", _toml(view, flavor, float8)),)),
         ),
-        carried=view.carried,
-        left_out=tuple(left_out),
-        launch=f"{start} -m torchtitan.train --module {name} --config {name}",
-        usage=(
-            f"torchtitan 0.3: put {name}.py on PYTHONPATH; on main: the same with {name}_main",
-            *(() if changes else (f"torchtitan 0.2: {start} -m torchtitan.train --job.config_file {name}.toml",)),
-        ),
+        left_out=tuple(line for line, holds in left_out.items() if holds),
+        launch=of_functions if has_functions else of_toml,
+        usage=(*(usages if has_functions else ()), *(() if changes else (f"torchtitan 0.2: {of_toml}",))),
     )
 
 
@@ -308,12 +304,23 @@ def _parallelism(view: UniformPlan, version: _Version) -> dict[str, Any]:
     return found
 
 
-def _configuration(view: UniformPlan, version: _Version, flavor: _Flavor, changes: Sequence[str], function: str) -> str:
+_CONVERTERS = {
+    "rowwise": "Float8LinearConverter.Config(recipe_name='rowwise', filter_fqns=['lm_head', 'router.gate'], ",
+    "mxfp8": "MXFP8LinearConverter.Config(fqns=['attention', 'feed_forward'], ",
+}
+"""What converts linear layers of blocks, as the configuration of a model is told."""
+
+
+def _configuration(
+    view: UniformPlan, version: _Version, flavor: _Flavor, float8: Float8, changes: Sequence[str], function: str
+) -> str:
+    converter = _CONVERTERS.get(str(float8))
     folder, size = flavor.folder, re.sub(r"[.-]", "_", flavor.name.lower())
     wrapper = {Remat.NONE: None, Remat.SELECTIVE: "SelectiveAC", Remat.FULL: "FullAC"}[view.remat]
     lines = [
         "from torchtitan.config import CompileConfig",
         f"from {version.parallelism} import ParallelismConfig",
+        *([f"from torchtitan.components.quantization import {converter.partition('.')[0]}"] if converter else []),
         *([f"from torchtitan.distributed.activation_checkpoint import {wrapper}"] if wrapper else []),
         f"from torchtitan.models.{folder} import model_registry",
         f"from torchtitan.models.{folder}.config_registry import {folder}_{size}",
@@ -322,8 +329,9 @@ def _configuration(view: UniformPlan, version: _Version, flavor: _Flavor, change
         "",
         f"def {function}() -> Trainer.Config:",
         f"    config = {folder}_{size}()",
-        f"    config.model_spec = model_registry({flavor.name!r})",
-        "    config.compile = CompileConfig()",
+        f"    config.model_spec = model_registry({flavor.name!r}"
+        + (f", converters=[{converter}model_compile_enabled=True)])" if converter else ")"),
+        f"    config.compile = CompileConfig({'enable=True' if converter else ''})",
         *(f"    {line}" for line in changes),
         *(f"    config.training.{key} = {value!r}" for key, value in _training(view, version).items()),
         f"    config.activation_checkpoint = {f'{wrapper}.Config()' if wrapper else None}",
@@ -335,7 +343,7 @@ def _configuration(view: UniformPlan, version: _Version, flavor: _Flavor, change
     return "\n".join(lines) + "\n"
 
 
-def _toml(view: UniformPlan, flavor: _Flavor) -> str:
+def _toml(view: UniformPlan, flavor: _Flavor, float8: Float8) -> str:
     parallelism = _parallelism(view, RELEASE)
     parallelism.pop("enable_sequence_parallel", None)
     if view.cp > 1:
@@ -345,12 +353,17 @@ def _toml(view: UniformPlan, flavor: _Flavor) -> str:
     training = _training(view, RELEASE)
     training.pop("disable_cuda_graphs", None)
     checkpoint = {"mode": str(view.remat)} | ({"selective_ac_option": "op"} if view.remat is Remat.SELECTIVE else {})
-    sections: Mapping[str, Mapping[str, Any]] = {
+    sections: dict[str, dict[str, Any]] = {
         "model": {"name": flavor.folder, "flavor": flavor.name},
         "training": training,
         "parallelism": parallelism,
         "activation_checkpoint": checkpoint,
     }
+    if not float8.is_default:
+        name, recipe = ("mx", "mxfp8_cublas") if str(float8) == MXFP8 else ("float8", str(float8))
+        sections["model"]["converters"] = [f"quantize.linear.{name}"]
+        filtered = {"filter_fqns": ["output", "router.gate"]}
+        sections |= {"compile": {"enable": True}, f"quantize.linear.{name}": {"recipe_name": recipe} | filtered}
     # numbers, texts and lists of texts are written alike in JSON and TOML
     written = [
         "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in entries.items())])
@@ -396,7 +409,10 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
             field="activation_checkpoint.mode", found=mode, expected=" or ".join(remats), hint="change it in the file"
         )
     dtype = str(entries.get("training.mixed_precision_param", default="bfloat16"))
-    has_fp8 = any("float8" in str(entries.get(name, default="")) for name in ("model.converters", "converters"))
+    converters = str(entries.get("model.converters", "converters", default="")) + str(values.get("model_spec", ""))
+    recipe = entries.get("quantize.linear.float8.recipe_name", default="rowwise")
+    is_mx = "quantize.linear.mx" in converters or "MXFP8" in converters
+    float8 = MXFP8 if is_mx else str(recipe) if "loat8" in converters else None
     return FileSettings(
         settings=Settings(
             tp=tp,
@@ -413,7 +429,8 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
         ),
         global_batch=batch,
         seq_len=seq_len,
-        precision="fp8" if has_fp8 else {"bfloat16": "bf16", "float32": "fp32"}.get(dtype, dtype),
+        precision={"bfloat16": "bf16", "float32": "fp32"}.get(dtype, dtype),
+        levers={Float8.name: float8} if float8 else {},
         unread=entries.unread,
     )
 
@@ -453,15 +470,25 @@ def _literal(node: ast.expr) -> Any:
 
 
 _KERNELS = replace(EAGER, selective="half of the matmuls")
+
+
+def _compiled(execution: Execution) -> Execution:
+    """The execution with blocks compiled, without which casts cost more than products in 8 bits gain."""
+    assert execution.kernels is not None, "of torchtitan"
+    return replace(execution, kernels=replace(execution.kernels, norm=True, rotary=True, activation=True))
+
+
 TORCHTITAN = Engine(
     name="torchtitan",
-    software="torchtitan 0.3.0",
     capabilities=CAPABILITIES,
-    execution=Execution(buffers_every_microbatch=True, kernels=replace(_KERNELS, loss_pieces=8), fp8_share=0.68),
-    precisions=("bf16", "fp32", "fp8", "mxfp8"),
+    execution=Execution(buffers_every_microbatch=True, kernels=replace(_KERNELS, loss_pieces=8)),
+    precisions=("bf16", "fp32"),
     options={WHOLE_LOSS: {"kernels": _KERNELS}},
     refuse=_refuse,
-    levers={"offload": replace(peft.OFFLOAD, dimensions=dimensions_of("fsdp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp"))},
+    levers={
+        "offload": replace(peft.OFFLOAD, dimensions=dimensions_of("fsdp", "fsdp+tp", "fsdp+cp", "fsdp+cp+tp")),
+        "float8": Taken(execution=_compiled),
+    },
     reader=Reader(suffixes=(".toml", ".py"), read=_read),
     targets=(
         Target(
@@ -476,7 +503,6 @@ TORCHTITAN = Engine(
     ),
 )
 """FSDP2 as here, torch's stages as they come; its checkpoints do not stop early
-(distributed/activation_checkpoint.py). Float8 of torchao casts in kernels of its own: found on the 20 published runs of
-torchtitan with scales of whole tensors (those with scales of rows are slower by another third). Every configuration
-of 0.3.0 has its loss in 8 pieces of the sequence, each with its part of the head and its backward pass
+(distributed/activation_checkpoint.py). Float8 comes with its blocks compiled, as in its own configurations. Every
+configuration of 0.3.0 has its loss in 8 pieces of the sequence, each with its part of the head and its backward pass
 (`ChunkedLossWrapper`, pull request 2937 of April 2026)."""

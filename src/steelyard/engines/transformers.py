@@ -56,7 +56,6 @@ def _write(request: Request) -> Draft:
     model = "distributed_config=distributed_config" if _shards_itself(view) else "..."
     return Draft(
         files=(("steelyard_trainer.py", _trainer(view, levers, CAPABILITIES.divides_experts(request.plan.chain()))),),
-        carried=view.carried,
         left_out=tuple(left_out),
         launch=f"{request.torchrun} train.py",
         usage=(
@@ -130,7 +129,6 @@ def _trainer(view: UniformPlan, levers: Levers, divides_experts: bool) -> str:
 
 TRANSFORMERS = Engine(
     name="transformers",
-    software="transformers 5.23.0",
     capabilities=CAPABILITIES,
     execution=Execution(whole_gradients="without tp"),
     precisions=("bf16", "fp16", "fp32"),

@@ -5,7 +5,7 @@ Frameworks of one strategy share words for a plan: degrees, remat, batch sizes, 
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from steelyard.engines.capabilities import block_layers, first_blocks_recomputed
@@ -103,20 +103,15 @@ class UniformPlan:
         return self.ep * self.tp if self.has_experts else 1
 
     @property
-    def degrees(self) -> str:
-        """The degrees in words, as in ``fsdp 4, tp 2 with sp, 2 stages``."""
+    def carried(self) -> tuple[str, ...]:
+        """What every framework carries over alike, one line each."""
         words = [f"dp {self.dp}"] if self.dp > 1 else []
         words += [f"fsdp {self.fsdp} (ZeRO-{self.zero})"] if self.shards > 1 else []
         words += [f"cp {self.cp} ({self.cp_method})"] if self.cp > 1 else []
         words += [f"tp {self.tp} {'with' if self.sp else 'without'} sp"] if self.tp > 1 else []
         words += [f"ep {self.ep}"] if self.ep > 1 else []
         words += [f"{self.pipeline.num_stages} stages"] if self.pipeline.num_stages > 1 else []
-        return ", ".join(words) or "one device"
-
-    @property
-    def cuts(self) -> str:
-        """The blocks of every part of the pipeline, as in ``embedding and 7 blocks, 9 blocks, 8 blocks and head``."""
-        return ", ".join(
+        cuts = ", ".join(
             " and ".join(
                 ["embedding"] * part.has_embedding
                 + [format_plural(len(part.blocks), "block")] * (len(part.blocks) > 0)
@@ -125,21 +120,13 @@ class UniformPlan:
             for part in self.parts
         )
 
-    @property
-    def remat_words(self) -> str:
-        """What is recomputed, in words."""
+        remat = "no remat" if self.remat is Remat.NONE else f"{self.remat} remat of every block"
         if self.remat_blocks is not None:
-            return f"full remat of the first {self.remat_blocks} blocks of every stage"
-        return "no remat" if self.remat is Remat.NONE else f"{self.remat} remat of every block"
-
-    @property
-    def carried(self) -> tuple[str, ...]:
-        """What every framework carries over alike, one line each."""
-        pipeline = (f"pipeline: {self.pipeline.schedule}, {self.cuts}",) if self.pipeline.num_stages > 1 else ()
+            remat = f"full remat of the first {self.remat_blocks} blocks of every stage"
         return (
-            f"parallelism: {self.degrees}",
-            *pipeline,
-            f"remat: {self.remat_words}",
+            f"parallelism: {', '.join(words) or 'one device'}",
+            *((f"pipeline: {self.pipeline.schedule}, {cuts}",) if self.pipeline.num_stages > 1 else ()),
+            f"remat: {remat}",
             f"batch: {format_plural(self.pipeline.num_microbatches, 'microbatch', 'microbatches')} of "
             f"{format_plural(self.microbatch_per_rank, 'sample')} on each of "
             f"{format_plural(self.data_degree, 'data rank')}; {self.global_batch} samples of {self.seq_len} tokens",
@@ -203,6 +190,12 @@ class Request:
         return "on the host" if self.cluster.num_nodes == 1 else f"on each of the {self.cluster.num_nodes} hosts"
 
     @property
+    def variables(self) -> str:
+        """What a script is given to start processes, where it does not know it; empty on one host."""
+        where = "" if self.cluster and self.cluster.num_nodes == 1 else "NODE_RANK=RANK MASTER_ADDR=FIRST_HOST "
+        return where if self.cluster else f"NNODES=HOSTS NPROC_PER_NODE=DEVICES {where}"
+
+    @property
     def torchrun(self) -> str:
         """How the processes of each host are started, in words of a shell; names in capitals are to be filled in."""
         if self.cluster is not None and self.cluster.num_nodes == 1:
@@ -216,30 +209,20 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """Files without their opening statement, and what the statement says."""
+    """Files without their opening statement, and what the statement says; `export_plan` puts both together."""
 
     files: tuple[tuple[str, str], ...]
     """Name and content, the main file first."""
-    carried: tuple[str, ...]
     launch: str
     """The line that starts it on each host; names in capitals are to be filled in."""
     script: tuple[str, str] | None = None
     """A main file that is the same for every plan, and so has no statement; it reads the others, from beside itself
     and under its own name."""
+    carried: tuple[str, ...] = ()
+    """Empty where that is what every framework of one strategy carries over."""
     left_out: tuple[str, ...] = ()
     usage: tuple[str, ...] = ()
     """What else to do, beside the launch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """The files of a target, and the statement that each opens with; a script that all plans share has none."""
-
-    files: tuple[tuple[str, str], ...]
-    carried: tuple[str, ...]
-    left_out: tuple[str, ...]
-    is_one: bool = False
-    """Whether the first file reads the others, from beside itself and under its own name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,30 +246,46 @@ class Target:
     """What is not carried over where that is trained."""
 
 
-def export_plan(target: Target, request: Request) -> Export:
-    """The files of a target for a plan that its engine can run; raises `UserError` where they cannot be written."""
-    draft = target.write(request)
-    levers = (f"levers: {request.plan.chosen_levers}",) if request.plan.levers else ()
-    carried = (*draft.carried, *levers, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
-    trains_other = request.plan.chain().trains_routers and not target.starts_steelyard
+def export_plan(target: Target, request: Request) -> Draft:
+    """The files of a target, a script first and the others behind their statement, for a plan that its engine can run.
+
+    Raises `UserError` where they cannot be written.
+    """
+    draft, plan = target.write(request), request.plan
+    levers = (f"levers: {plan.chosen_levers}",) if plan.levers else ()
+    own = draft.carried or UniformPlan.of(plan).carried
+    carried = (*own, *levers, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
+    trains_other = plan.chain().trains_routers and not target.starts_steelyard
     left_out = (*request.unsupported, *draft.left_out, *((target.routers,) if trains_other else ()))
+    # as `steelyard train` sets it
+    allocator = f"export {VARIABLE}={SETTING}, so that the memory of a nearly full device holds fewer holes"
+    has_gpus = request.cluster is None or request.cluster.device.is_gpu
     usage = (
         f"{'once' if target.starts_all_hosts else request.hosts}: {draft.launch}",
         *draft.usage,
         f"weights: {target.weights}",
-        *_vocabulary(target, request.plan),
-        *(() if target.starts_steelyard else _allocator(request)),
+        *_vocabulary(target, plan),
+        *((f"before it: {allocator}",) if has_gpus and not target.starts_steelyard else ()),
     )
-    lines = statement(target, request, carried, left_out, usage)
-    return Export(
-        files=(
-            *((draft.script,) if draft.script else ()),
-            *((name, _opened(name, content, lines)) for name, content in draft.files),
-        ),
-        carried=carried,
-        left_out=left_out,
-        is_one=draft.script is not None,
+    lines = (
+        f"For {target.software}, written by steelyard export.",
+        *(("Asked for and given up:",) if request.given_up else ()),
+        *(f"  {line}" for line in request.given_up),
+        f"{plan.model.name} on {plan.cluster}: {plan.global_batch} samples of {plan.seq_len} tokens a step, "
+        f"{plan.precision}, {plan.num_devices} devices.",
+        request.headline,
+        "Carried over:",
+        *(f"  {line}" for line in carried),
+        "Not carried over:" if left_out else "Not carried over: nothing of the plan is lost.",
+        *(f"  {line}" for line in left_out),
+        "How to use it:",
+        *(f"  {line}" for line in usage),
     )
+    # lines of a comment stay lines of a comment, whatever the names in a plan hold
+    lines = tuple("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)
+    files = [(name, _opened(name, content, lines)) for name, content in draft.files]
+    script = (draft.script,) if draft.script else ()
+    return replace(draft, files=(*script, *files), carried=carried, left_out=left_out)
 
 
 def refuse_own_module(name: str, chain: ModelChain) -> None:
@@ -322,38 +321,6 @@ def _vocabulary(target: Target, plan: Plan) -> tuple[str, ...]:
     unit = target.vocabulary_unit * plan.strategies[0].degree(TP)
     padded = -(-chain.vocab_size // unit) * unit
     return (f"vocabulary: {chain.vocab_size} tokens, padded to {padded}, a multiple of {unit}",)
-
-
-def _allocator(request: Request) -> tuple[str, ...]:
-    """What to set beforehand where there are GPUs, as `steelyard train` does."""
-    if request.cluster is not None and not request.cluster.device.is_gpu:
-        return ()
-    return (f"before it: export {VARIABLE}={SETTING}, so that the memory of a nearly full device holds fewer holes",)
-
-
-def statement(
-    target: Target, request: Request, carried: Sequence[str], left_out: Sequence[str], usage: Sequence[str]
-) -> tuple[str, ...]:
-    """The lines that a file opens with: what it is, what was carried over, what could not be, and how it is used.
-
-    Lines of a comment stay lines of a comment, whatever the names in a plan hold.
-    """
-    plan = request.plan
-    lines = (
-        f"For {target.software}, written by steelyard export.",
-        *(("Asked for and given up:",) if request.given_up else ()),
-        *(f"  {line}" for line in request.given_up),
-        f"{plan.model.name} on {plan.cluster}: {plan.global_batch} samples of {plan.seq_len} tokens a step, "
-        f"{plan.precision}, {plan.num_devices} devices.",
-        request.headline,
-        "Carried over:",
-        *(f"  {line}" for line in carried),
-        "Not carried over:" if left_out else "Not carried over: nothing of the plan is lost.",
-        *(f"  {line}" for line in left_out),
-        "How to use it:",
-        *(f"  {line}" for line in usage),
-    )
-    return tuple("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)
 
 
 _ENCODING = "# -*- coding: utf-8 -*-\n"

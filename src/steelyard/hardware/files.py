@@ -8,7 +8,7 @@ there is an error that lists the nearest ones, never a default.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from steelyard.errors import InvalidClusterError, nearest
-from steelyard.files import MOST_YAML_BYTES, parse_yaml, read_packaged_yaml
+from steelyard.files import MOST_YAML_BYTES, read_packaged_yaml
 from steelyard.files import read_text as read_file
 from steelyard.hardware.values import USUAL_BACKENDS, Backend, Device, DeviceType, Link, MeasuredLink, Vendor
 from steelyard.limits import MOST_BYTES, MOST_DEVICES
@@ -40,8 +40,8 @@ HostMemory = Annotated[Positive | None, Field(le=MOST_BYTES / GIB, exclude_if=la
 DtypeName = Literal["bf16", "fp16", "fp32", "tf32", "fp8", "mxfp8", "nvfp4"]
 FileModelT = TypeVar("FileModelT", bound="FileModel")
 MICRO = 1e-6
-_MEASURED_TIMES = ("start", "step", "climb")
-"""What of a link is measured in time: in microseconds in a file."""
+_MEASURED_TIMES = {"start_us": "start_s", "step_us": "step_s", "climb_us": "climb_s"}
+"""What of a link is measured in time, in microseconds in a file, by what it is called in seconds."""
 _TAGS = ("by name", "by ports", "in full", "one pool")
 
 
@@ -88,19 +88,15 @@ class MeasuredSpec(FileModel):
     def to_measured(self) -> MeasuredLink:
         """The same in seconds."""
         values = dict(self)
-        for name in _MEASURED_TIMES:
-            microseconds = values.pop(f"{name}_us")
-            values[f"{name}_s"] = None if microseconds is None else microseconds * MICRO
-        return MeasuredLink(**values)
+        times = {name: values.pop(key) for key, name in _MEASURED_TIMES.items()}
+        return MeasuredLink(**values, **{name: each and each * MICRO for name, each in times.items()})
 
     @classmethod
     def of(cls, measured: MeasuredLink) -> "MeasuredSpec":
         """The same in microseconds."""
         values = asdict(measured)
-        for name in _MEASURED_TIMES:
-            seconds = values.pop(f"{name}_s")
-            values[f"{name}_us"] = None if seconds is None else seconds / MICRO
-        return cls(**values)
+        times = {key: values.pop(name) for key, name in _MEASURED_TIMES.items()}
+        return cls(**values, **{key: each and each / MICRO for key, each in times.items()})
 
 
 class LinkSpec(FileModel):
@@ -235,7 +231,25 @@ LinkEntry = Annotated[
 ]
 
 
-class ClusterFile(FileModel):
+class Versioned(FileModel):
+    """A whole file, whose version stands first."""
+
+    version: Literal[1]
+
+
+class PoolSpec(FileModel):
+    """One pool of a mixed cluster: what a `ClusterFile` has, without its version."""
+
+    name: str | None = None
+    num_nodes: Count
+    devices_per_node: Count
+    device: DeviceEntry
+    intra_link: LinkEntry | None = None
+    inter_link: LinkEntry | None = None
+    host_memory_GiB: HostMemory = None  # noqa: N815
+
+
+class ClusterFile(PoolSpec, Versioned):
     """A cluster as a user writes it; a link left out is the one that the catalogue gives the device.
 
     .. code-block:: yaml
@@ -251,34 +265,13 @@ class ClusterFile(FileModel):
         host_memory_GiB: 1024           # what a node's processes may take of its host's memory; not checked without it
     """
 
-    version: Literal[1]
-    name: str | None = None
-    num_nodes: Count
-    devices_per_node: Count
-    device: DeviceEntry
-    intra_link: LinkEntry | None = None
-    inter_link: LinkEntry | None = None
-    host_memory_GiB: HostMemory = None  # noqa: N815
-
 
 def _as_tuple(found: object) -> object:
     """Lists of a plan file as tuples: behind a discriminator pydantic has them as values, no longer as JSON."""
     return tuple(found) if isinstance(found, list) else found
 
 
-class PoolSpec(FileModel):
-    """One pool of a mixed cluster: what a `ClusterFile` has, without its version."""
-
-    name: str | None = None
-    num_nodes: Count
-    devices_per_node: Count
-    device: DeviceEntry
-    intra_link: LinkEntry | None = None
-    inter_link: LinkEntry | None = None
-    host_memory_GiB: HostMemory = None  # noqa: N815
-
-
-class PoolsFile(FileModel):
+class PoolsFile(Versioned):
     """A cluster of several pools as a user writes it.
 
     .. code-block:: yaml
@@ -290,7 +283,6 @@ class PoolsFile(FileModel):
           - {num_nodes: 4, devices_per_node: 8, device: a100-40gb, inter_link: 4xethernet-100}
     """
 
-    version: Literal[1]
     link: LinkEntry | None = None
     pools: Annotated[tuple[PoolSpec, ...], BeforeValidator(_as_tuple)]
     links: Annotated[tuple[LinkEntry, ...] | None, BeforeValidator(_as_tuple)] = None
@@ -307,26 +299,11 @@ HardwareFile = Annotated[
 ]
 
 
-class DeviceCatalogue(FileModel):
-    """The file ``devices.yaml``."""
+class Catalogue(Versioned):
+    """The files ``devices.yaml`` and ``links.yaml``."""
 
-    version: Literal[1]
-    devices: tuple[DeviceRow, ...]
-
-
-class LinkCatalogue(FileModel):
-    """The file ``links.yaml``."""
-
-    version: Literal[1]
-    links: tuple[LinkRow, ...]
-
-
-def read_mapping(text: str, *, where: str) -> Any:
-    """What a YAML text holds, unchecked; raises `InvalidClusterError` where it is none."""
-    try:
-        return parse_yaml(text)
-    except ValueError as error:
-        raise InvalidClusterError(field=where, found=str(error), expected="a YAML mapping") from error
+    devices: tuple[DeviceRow, ...] = ()
+    links: tuple[LinkRow, ...] = ()
 
 
 def checked(data: Any, model: type[FileModelT], *, where: str) -> FileModelT:
@@ -334,18 +311,14 @@ def checked(data: Any, model: type[FileModelT], *, where: str) -> FileModelT:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise _first_mistake(error, model, where=where) from error
-
-
-def _first_mistake(error: ValidationError, model: type[FileModel], *, where: str) -> InvalidClusterError:
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part not in _TAGS]
-    return InvalidClusterError(
-        field=".".join([where, *path]),
-        found="nothing" if first["type"] == "missing" else repr(first["input"]),
-        expected=first["msg"].removeprefix("Value error, "),
-        hint="" if len(path) > 1 else "the keys are " + ", ".join(model.model_fields),
-    )
+        first = error.errors()[0]
+        path = [str(part) for part in first["loc"] if part not in _TAGS]
+        raise InvalidClusterError(
+            field=".".join([where, *path]),
+            found="nothing" if first["type"] == "missing" else repr(first["input"]),
+            expected=first["msg"].removeprefix("Value error, "),
+            hint="" if len(path) > 1 else "the keys are " + ", ".join(model.model_fields),
+        ) from error
 
 
 def read_text(path: Path) -> str:
@@ -368,12 +341,12 @@ _PORTS = re.compile(r"\s*([1-9][0-9]*)\s*x\s*", re.IGNORECASE)
 
 def devices() -> tuple[Device, ...]:
     """Every device of the catalogue, in the order of its file."""
-    return tuple(row.to_device() for row in _device_catalogue().devices)
+    return tuple(row.to_device() for row in _catalogue("devices.yaml").devices)
 
 
 def links() -> tuple[Link, ...]:
     """Every link of the catalogue, in the order of its file."""
-    return tuple(row.to_link() for row in _link_catalogue().links)
+    return tuple(row.to_link() for row in _catalogue("links.yaml").links)
 
 
 def find_device(name: str) -> Device:
@@ -460,31 +433,18 @@ def _look_up(name: str, rows: Mapping[str, RowT], *, field: str) -> RowT:
     return rows[key]
 
 
-def _rows_by_name(rows: Iterable[RowT], *, where: str) -> Mapping[str, RowT]:
-    by_name: dict[str, RowT] = {}
-    for row in rows:
-        for name in (row.name, *row.aliases):
-            if name.lower() in by_name:
-                raise InvalidClusterError(field=where, found=f"{name!r} twice", expected="each name and alias once")
-            by_name[name.lower()] = row
-    return by_name
-
-
 @cache
-def _device_catalogue() -> DeviceCatalogue:
-    return checked(read_packaged_yaml("steelyard.hardware", "devices.yaml"), DeviceCatalogue, where="devices.yaml")
-
-
-@cache
-def _link_catalogue() -> LinkCatalogue:
-    return checked(read_packaged_yaml("steelyard.hardware", "links.yaml"), LinkCatalogue, where="links.yaml")
+def _catalogue(file: str) -> Catalogue:
+    return checked(read_packaged_yaml("steelyard.hardware", file), Catalogue, where=file)
 
 
 @cache
 def _device_rows() -> Mapping[str, DeviceRow]:
-    return _rows_by_name(_device_catalogue().devices, where="devices.yaml")
+    rows = _catalogue("devices.yaml").devices
+    return {name.lower(): row for row in rows for name in (row.name, *row.aliases)}
 
 
 @cache
 def _link_rows() -> Mapping[str, LinkRow]:
-    return _rows_by_name(_link_catalogue().links, where="links.yaml")
+    rows = _catalogue("links.yaml").links
+    return {name.lower(): row for row in rows for name in (row.name, *row.aliases)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
-from steelyard.errors import InvalidClusterError, nearest
+from steelyard.errors import InvalidClusterError
 from steelyard.limits import MOST_BYTES, MOST_DEVICES, MOST_PER_S
 from steelyard.precision import LayerPrecision
 from steelyard.units import GB, format_bytes
@@ -59,7 +59,7 @@ class Device:
     ``host_bytes_per_s``: what copies from or to pinned memory of the host reach; None where nobody said, and for a cpu,
     whose memory is the host's.
     ``source``: address of the data sheet. Raises `InvalidClusterError` for numbers that are not positive and finite,
-    for an unknown device type or backend, and for two of them that do not go together.
+    and for a backend that does not go with the device type.
     """
 
     name: str
@@ -75,11 +75,6 @@ class Device:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flop_per_s", dict(self.peak_flop_per_s))
-        _require_one_of(f"device {self.name!r}: kind", self.type, get_args(DeviceType))
-        _require_one_of(f"device {self.name!r}: backend", self.backend, [each.value for each in Backend])
-        if self.vendor is not None:
-            _require_one_of(f"device {self.name!r}: vendor", self.vendor, get_args(Vendor))
-        object.__setattr__(self, "backend", Backend(self.backend))
         if self.backend is Backend.NCCL and not self.is_gpu:
             raise InvalidClusterError(
                 field=f"device {self.name!r}: backend",
@@ -391,13 +386,6 @@ def joined_pools(pools: Sequence[Cluster], links: Sequence[Link | None]) -> Clus
     """These clusters of one group as one, with the link of each to the others."""
     groups = (replace(pool.group, outer_link=link) for pool, link in zip(pools, links, strict=True))
     return Cluster(groups=tuple(groups))
-
-
-def _require_one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise InvalidClusterError(
-            field=name, found=repr(value), expected=" or ".join(known), hint=nearest(str(value), known)
-        )
 
 
 def _require_positive(name: str, value: float, most: float = MOST_PER_S) -> None:

@@ -12,6 +12,7 @@ from steelyard.errors import UserError, nearest
 from steelyard.hardware import DeviceType
 from steelyard.levers.chunked_loss import ChunkedLoss
 from steelyard.levers.compiled_blocks import CompiledBlocks
+from steelyard.levers.float8 import Float8
 from steelyard.levers.lever import Asked, Divided, Effects, Lever
 from steelyard.levers.offload import Offload
 from steelyard.levers.optimizer import Optimizer
@@ -22,7 +23,7 @@ from steelyard.model.chain import ModelChain
 Value = TypeVar("Value", bound=Lever)
 
 LEVERS: dict[str, type[Lever]] = {
-    lever.name: lever for lever in (Train, QuantizedBase, Optimizer, Offload, ChunkedLoss, CompiledBlocks)
+    lever.name: lever for lever in (Train, QuantizedBase, Optimizer, Offload, ChunkedLoss, Float8, CompiledBlocks)
 }
 """By name, in the order in which they are written. A test may add one of its own."""
 

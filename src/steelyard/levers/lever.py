@@ -1,23 +1,15 @@
 """A lever: one thing about training that a user may change beside the strategies of layers.
 
 Each is a value in a module of its own, written as one word or text: the same in a plan file, behind its option on the
-command line, and in Python. What it changes of a step is asked of it in the terms below; search, prices, memory, files
-and commands know no lever by name.
-
-| asked                                                       | answered by         |
-|-------------------------------------------------------------|---------------------|
-| what it is, as it is written                                | `Lever.parse`, str  |
-| for which devices, models, beside which others              | `Lever.check`       |
-| on which hosts it runs                                      | `Lever.check_host`  |
-| which layers it forbids to be trained in which way          | `Lever.refusal`     |
-| what it makes of the model                                  | `Lever.change`      |
-| what training keeps and moves for each parameter            | `Lever.effects`     |
+command line, and in Python. What it changes of a step is asked of it by the methods of `Lever`; search, prices,
+memory, files and commands know no lever by name.
 
 How it is run is said by its twin in `steelyard.modules.levers`, and by each engine which of its values it takes
 (`steelyard.engines.engine.Engine.levers`).
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, Self
 
@@ -62,6 +54,19 @@ class MatrixUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LowPrecision:
+    """Products of linear layers whose operands are cast to 8 bits."""
+
+    peak: str
+    """Type whose peak they reach the same part of as others of bf16's."""
+    forward: tuple[tuple[float, int], ...]
+    """Of casts in a forward pass, bytes that they move of an entry and their kernels: of a layer's inputs, which layers
+    share, and of its weights. For closed forms of compiled blocks: a trace counts them."""
+    backward: tuple[tuple[float, int], ...]
+    """In a backward pass, and of the gradients of outputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
     """What training keeps and moves beside the work of layers, as levers change it; without any as AdamW in fp32."""
 
@@ -81,6 +86,8 @@ class Effects:
     """What of a layer's bytes in host memory a step has on the device at a time, at most."""
     matrices: MatrixUpdate | None = None
     """What is otherwise for hidden matrices of blocks (`LayerType.has_matrix`); None where nothing is."""
+    low_precision: LowPrecision | None = None
+    """Rate of products of 8-bit operands, where layers have some."""
     parameters_on_host: bool = False
     """Whether all that is kept of parameters lies in the memory of the host, which updates them: they are copied to the
     device for every pass of a layer, and their gradients back."""
@@ -117,6 +124,10 @@ class Asked:
     """Names of all levers."""
     devices: tuple[Device, ...] = ()
     """Types of the devices, where they are known."""
+
+
+Objection = tuple[str, str, str]
+"""What was found, in words behind the lever's text, what is expected, and what to do."""
 
 
 class Divided(Protocol):
@@ -168,6 +179,11 @@ class Lever(ABC):
     adds_parameters: ClassVar[bool] = False
     """Whether it adds parameters to a model, and leaves all else untrained."""
 
+    tolerances: ClassVar[tuple[float, float]] = (0.0, 0.0)
+    """Relative differences of losses and of gradients between two plans with it, where they are above those of the
+    precision."""
+    precisions: ClassVar[tuple[str, ...]] = ()
+    """Precisions in the place of which engines have it."""
     size: ClassVar[str] = ""
     """What is called its size, if it has one: advice finds the largest that fits."""
 
@@ -193,15 +209,17 @@ class Lever(ABC):
     def check(self, asked: Asked) -> None:
         """Raises `UserError` where it cannot be had for this."""
         refused = asked.engine and asked.engine.lever_refusal(self)
-        if asked.engine is None or refused is None:
-            return
-        others = sorted(each.name for each in asked.engines if each.lever_refusal(self) is None)
-        raise UserError(
-            field=f"--{self.name}",
-            found=f"{self} with the engine {asked.engine.name}" + f", {refused}" * bool(refused),
-            expected="one of the engines " + ", ".join(others),
-            hint=f"leave --engine or --{self.name} out",
-        )
+        objections = self.objections(asked)
+        if asked.engine is not None and refused is not None:
+            others = ", ".join(sorted(each.name for each in asked.engines if each.lever_refusal(self) is None))
+            found = f"with the engine {asked.engine.name}" + f", {refused}" * bool(refused)
+            objections = iter([(found, f"one of the engines {others}", f"leave --engine or --{self.name} out")])
+        for found, expected, hint in objections:
+            raise UserError(field=f"--{self.name}", found=f"{self} {found}", expected=expected, hint=hint)
+
+    def objections(self, _asked: Asked) -> Iterator[Objection]:
+        """What it cannot be had for by itself, whatever runs it: the first one is told."""
+        return iter(())
 
     def sized(self, _size: int) -> "Lever":
         """The same of another size, if it has one."""

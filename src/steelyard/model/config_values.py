@@ -23,7 +23,6 @@ _NUMBERS = (
     *("initializer_factor", "layer_norm_eps", "layer_norm_epsilon", "query_pre_attn_scalar", "rms_norm_eps"),
     *("rope_local_base_freq", "rope_theta", "rotary_emb_base", "routed_scaling_factor"),
 )
-_TIES = ("tie_word_embeddings",)
 _SHARES = (
     *("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "drop_path_rate", "dropout_rate"),
     *("embd_pdrop", "hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "rotary_pct"),
@@ -36,15 +35,8 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _TOP_K = "num_experts_per_tok"
 _MOST = 1e15
 _SIZES = (
-    *(
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "num_hidden_layers",
-        "intermediate_size",
-        "head_dim",
-    ),
-    *("n_embd", "n_head", "n_inner", "n_layer", "n_positions"),
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
+    *("head_dim", "n_embd", "n_head", "n_inner", "n_layer", "n_positions"),
     *("vocab_size", "max_position_embeddings", *_EXPERTS),
 )
 _POSITIONS = ("max_position_embeddings", "n_positions")
@@ -95,19 +87,19 @@ def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_FLAGS, lambda value: isinstance(value, bool), "true or false"),
     ((ROUTER_LOSS,), lambda value: value is None or isinstance(value, bool), "true or false, or null"),
     (_NUMBERS, lambda value: _is_number(value) and 0 < value <= _MOST, "a number above 0"),
     (_SHARES, lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     (_OBJECTS, lambda value: value is None or isinstance(value, dict), "an object, or null"),
-    (_TIES, lambda value: value is None or isinstance(value, bool), "true or false"),
+    (("tie_word_embeddings",), lambda value: value is None or isinstance(value, bool), "true or false"),
     (_LISTS, lambda value: value is None or isinstance(value, list), "a list, or null"),
-    (("architectures",), lambda value: value is None or _is_names(value), "a list of names of classes, or null"),
+    (
+        ("architectures",),
+        lambda value: value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value)),
+        "a list of names of classes, or null",
+    ),
 )
 
 

@@ -28,17 +28,8 @@ _HEAD_DIM_KEYS = (
 )
 _FFN_KEYS = (
     *("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"),
-    *(
-        "expert_ffn_hidden_size",
-        "encoder_ffn_dim",
-        "decoder_ffn_dim",
-        "shared_intermediate_size",
-        "shared_expert_intermediate_size",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "mlp_hidden_size",
-        "conv_channels",
-    ),
+    *("expert_ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim", "shared_intermediate_size"),
+    *("shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "mlp_hidden_size", "conv_channels"),
 )
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
 _TOKEN_KEYS = (
@@ -103,7 +94,8 @@ def small_config(
     }
     found = {key: value for key, value in config.items() if not _is_made_for_a_width(key, value)}
     found |= {key: value for key, value in sizes.items() if given.get(key)}  # what is of size 0 is not there
-    found |= {key: _in_ratio(config[key], heads) for key in _HEAD_KEYS if isinstance(config.get(key), list)}
+    by_stage = {key: config[key] for key in _HEAD_KEYS if isinstance(config.get(key), list)}
+    found |= {key: [max(1, heads * each // stages[0]) for each in stages] for key, stages in by_stage.items()}
     found |= {key: [PADDED_TO] * len(config[key]) for key in _PADDED_KEYS if isinstance(config.get(key), list)}
     hidden = given.get("hidden_size")
     found |= {key: width // 2 for key in _PROJECTED_KEYS if key in given and hidden not in (None, given[key])}
@@ -119,7 +111,9 @@ def small_config(
         found["head_dim"] = 2 * _HEAD_DIM
     parts = {key: value for key, value in config.items() if isinstance(value, Mapping) and is_part(key, value)}
     found |= _few_patches(given) | _few_merged(config)
-    found |= {key: _fewer_turned(value, given) for key, value in config.items() if _has_sections(value)}
+    rotary = {key: value for key, value in config.items() if isinstance(value, Mapping)}
+    turned = {key: value for key, value in rotary.items() if isinstance(value.get(_SECTIONS), list)}
+    found |= {key: _fewer_turned(value, given) for key, value in turned.items()}
     layers = parts.pop("per_layer_config", {})
     part = partial(small_config, degree=degree, expert_degree=expert_degree, widths=widths)
     found |= {key: part(value) for key, value in parts.items()}
@@ -155,10 +149,6 @@ def _few_merged(config: Mapping[str, Any]) -> dict[str, Any]:
     window = config.get("window_size") or 0
     most = patch * merge * max(_FEW_MERGED, 3 * (window // (patch * merge)) // 2)
     return {"image_size": min(size, most) if isinstance(size, int) else [min(side, most) for side in size]}
-
-
-def _has_sections(value: object) -> bool:
-    return isinstance(value, Mapping) and isinstance(value.get(_SECTIONS), list)
 
 
 def _fewer_turned(rotary: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, Any]:
@@ -223,11 +213,6 @@ def is_part(key: str, value: Mapping[str, Any]) -> bool:
     return key.endswith("_config") or "model_type" in value
 
 
-def _in_ratio(by_stage: list[int], heads: int) -> list[int]:
-    """Heads of stages that grow as those given do, the first with so many."""
-    return [max(1, each * heads // by_stage[0]) for each in by_stage]
-
-
 def _windows_in_ratio(layer: Mapping[str, Any], given: Mapping[str, int]) -> dict[str, int]:
     """Of a layer the windows that are longer than the model's, as many times as long."""
     both = (key for key in _WINDOW_KEYS if isinstance(layer.get(key), int) and given.get(key))
@@ -248,15 +233,11 @@ def multiple(least: int, of: int) -> int:
 
 
 def _is_made_for_a_width(key: str, value: object) -> bool:
-    return (
-        key.startswith("rope_")
-        and isinstance(value, Mapping)
-        and any(isinstance(each, list | tuple) for each in value.values())
-    )
+    lists = [each for each in value.values() if isinstance(each, list | tuple)] if isinstance(value, Mapping) else []
+    return key.startswith("rope_") and bool(lists)
 
 
 def _is_outside(key: str, value: object) -> bool:
     """Whether a special token is not one of a small vocabulary; a list of them never is."""
-    return key.endswith(("_token_id", "_token_index")) and (
-        isinstance(value, list) or (isinstance(value, int) and value >= TOKENS)
-    )
+    is_other = isinstance(value, list) or (isinstance(value, int) and value >= TOKENS)
+    return key.endswith(("_token_id", "_token_index")) and is_other

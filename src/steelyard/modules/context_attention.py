@@ -143,47 +143,32 @@ def run_attention(
 
     Raises `InvalidModelError` where entries drop out, and `InvalidPlanError` where the heads cannot be divided.
     """
-    width, missing = value.size(-1), key.size(-1) - value.size(-1)
-    if missing > 0:
-        value = nn.functional.pad(value, (0, missing))
-    output = _attend(module, query, key, value, attention_mask, dropout, scaling, **options)
-    return output[..., :width] if missing > 0 else output, None
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    **options: Any,
-) -> Tensor:
-    """As `run_attention`, of values as wide as keys."""
     division: ContextDivision | None = getattr(module, DIVISION, None)
-    if division is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)[0]
-    if dropout:
+    width, missing = value.size(-1), key.size(-1) - value.size(-1)
+    value = nn.functional.pad(value, (0, missing)) if missing > 0 else value
+    if division is not None and dropout:
         raise InvalidModelError(
             field="attention dropout",
             found=f"{dropout} in a layer under cp",
             expected="0: ranks that hold different tokens do not drop entries of attention alike",
             hint="set the config's attention dropout to 0, or plan without cp",
         )
-    if options.get("sliding_window") not in (None, division.window):
+    if division is not None and options.get("sliding_window") not in (None, division.window):
         raise InvalidModelError(
             field="cp",
             found=f"attention over a window of {options['sliding_window']} tokens in a layer under cp",
             expected=f"one of {division.window}, as its layer type says",
             hint="plan without cp",
         )
-    if division.method is ContextMethod.GATHER:
+    if division is not None and division.method is ContextMethod.GATHER:
         scores = Scores(scale=scaling, window=division.window)
-        return _GatheredAttention.apply(query, key, value, division.mesh, scores)
-    query, key, value = _heads_to_tokens(query, key, value, division.mesh)
-    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
-    return _tokens_to_heads(output, division.mesh)
+        output = _GatheredAttention.apply(query, key, value, division.mesh, scores)
+    else:
+        if division is not None:
+            query, key, value = _heads_to_tokens(query, key, value, division.mesh)
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
+        output = output if division is None else _tokens_to_heads(output, division.mesh)
+    return output[..., :width] if missing > 0 else output, None
 
 
 # gather

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -133,6 +134,11 @@ class FakeOpMode(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """A compiled block is seen as the kernels that it runs."""
         return True
+
+
+def has_parts(tensor_type: type[torch.Tensor]) -> bool:
+    """Whether tensors of a type are made of others, on which their operations run."""
+    return hasattr(tensor_type, "__tensor_flatten__") and not issubclass(tensor_type, AsyncCollectiveTensor)
 
 
 def asks_device(func: Any, args: tuple[Any, ...]) -> bool:

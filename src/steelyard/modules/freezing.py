@@ -41,23 +41,14 @@ def find_freeze(chain: ModelChain, patterns: Sequence[str], own: Any = None) -> 
     named = list(_named_parameters(model, chain))
     for pattern in patterns:
         if not any(_matches(each.path, pattern) for each in named):
-            paths = [each.path for each in named]
-            modules: list[str] = []
-            for depth in range(1, 4):
-                found = list(dict.fromkeys(".".join(path.split(".")[:-1][:depth]) for path in paths))
-                if len(found) > _MOST_NAMED:
-                    break
-                modules = list(dict.fromkeys([*modules, *filter(None, found)]))
-            every = list(
-                dict.fromkeys(
-                    ".".join(path.split(".")[:end]) for path in paths for end in range(1, path.count(".") + 2)
-                )
-            )
+            parts = [each.path.split(".") for each in named]
+            every = dict.fromkeys(".".join(each[:end]) for each in parts for end in range(1, len(each) + 1))
+            outer = sorted(every, key=lambda path: path.count("."))[:_MOST_NAMED]
             raise InvalidModelError(
                 field="freeze",
                 found=f"{pattern!r}, which names nothing of the model",
-                expected=f"the path of a module or parameter, as {', '.join(modules[:_MOST_NAMED])}",
-                hint=nearest(pattern, list(every)),
+                expected=f"the path of a module or parameter, as {', '.join(outer)}",
+                hint=nearest(pattern, every),
             )
     frozen = {
         (each.layer, each.local)

@@ -87,15 +87,10 @@ def blank_samples(chain: ModelChain, num_samples: int, seq_len: int) -> tuple[Te
 
     Of a user's own module the numbers of samples, which stand for what it reads.
     """
-    if chain.split.module:
-        return torch.zeros(num_samples, dtype=torch.long), torch.zeros(num_samples, dtype=torch.long)
-    if chain.family.task is Task.IMAGE_CLASSIFICATION:
-        assert chain.image is not None
-        return torch.zeros((num_samples, *chain.image)), torch.zeros(num_samples, dtype=torch.long)
-    tokens = torch.zeros((num_samples, seq_len), dtype=torch.long)
-    if chain.features:
-        return torch.zeros((num_samples, *chain.features.shape)), tokens
-    return tokens, torch.zeros_like(tokens)
+    of_labels = (num_samples, seq_len) if chain.family.task.reads_text else (num_samples,)
+    labels = torch.zeros(of_labels, dtype=torch.long)
+    read = chain.features or chain.image
+    return (blank(read, num_samples, seq_len, labels.device) if read else torch.zeros_like(labels)), labels
 
 
 def random_samples(

@@ -38,7 +38,7 @@ class OwnModel:
     def __init__(self, module: nn.Module, split: OwnSplit, loss: Loss | None, sample: Any = None) -> None:
         self.module, self.split, self.loss, self.sample = module, split, loss, sample
         self.config = None
-        self._layers: dict[int, dict[str, nn.Module]] = {}
+        self._ends: dict[int, nn.Module] = {}
 
     @property
     def name(self) -> str:
@@ -52,18 +52,15 @@ class OwnModel:
 
     def layer(self, number: int) -> dict[str, nn.Module]:
         """The modules of a layer of the chain. Of a parameter that layers share, each but the first has a copy."""
-        if number not in self._layers:
-            self._layers[number] = self._made(number)
-        return self._layers[number]
-
-    def _made(self, number: int) -> dict[str, nn.Module]:
         own = self.split
         if 0 < number <= own.num_blocks:
             return {"block": self.module.get_submodule(own.blocks[number - 1])}
-        made = StubbedOwn(self.module, own, keep=own.head if number else own.embedding).model
-        for path in (path for copies in own.shared for layer, path in copies[1:] if layer == number):
-            _replace(made, made.get_parameter(path.partition(".")[2]))
-        return {"model": made}
+        if number not in self._ends:
+            made = StubbedOwn(self.module, own, keep=own.head if number else own.embedding).model
+            for path in (path for copies in own.shared for layer, path in copies[1:] if layer == number):
+                _replace(made, made.get_parameter(path.partition(".")[2]))
+            self._ends[number] = made
+        return {"model": self._ends[number]}
 
     def materialize(self, number: int, device: torch.device) -> None:
         """Moves a layer to a device; parameters on the meta device get memory there, and no values."""
@@ -118,16 +115,15 @@ class OwnBatch:
     def inputs(self) -> Any:
         """What the module is given, in the precision that it computes in; float64 stays as it is."""
         given = self._read[0] if self._has_targets else self._read
-        return pytree.tree_map_only(Tensor, self._converted, given)
+        return pytree.tree_map_only(
+            Tensor, lambda each: each.to(self._device, self.dtype if each.dtype == torch.float32 else each.dtype), given
+        )
 
     @cached_property
     def targets(self) -> Any:
         """What the loss function compares with; None where the module returns its loss."""
         given = self._read[1] if self._has_targets else None
         return pytree.tree_map_only(Tensor, lambda each: each.to(self._device), given)
-
-    def _converted(self, each: Tensor) -> Tensor:
-        return each.to(device=self._device, dtype=self.dtype if each.dtype == torch.float32 else each.dtype)
 
     def arguments(self, block: int) -> BlockArguments:
         """What a block is given; what flows is to be put in its places."""

@@ -26,7 +26,7 @@ from steelyard.plan.part import PlanPart
 from steelyard.plan.prediction import Prediction, baseline_line, layers_text, simplicity_line
 from steelyard.plan.stages import StagePart, StagePlan, illegal_reason
 from steelyard.plan.strategy import Strategy
-from steelyard.plan.training import Training
+from steelyard.plan.training import HOURS_PER_DAY, SECONDS_PER_HOUR, Training
 from steelyard.precision import LayerPrecision, Precision
 from steelyard.schedules import USUAL, PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
@@ -96,7 +96,14 @@ class Plan(PlanPart):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         chain = self.chain()
-        _check_config(self, chain)
+        if self.model.config_hash not in (None, chain.config_hash):
+            where = "of the packaged model" if self.model.config is None else "in this file"
+            raise InvalidPlanError(
+                field="model.config_hash",
+                found=repr(self.model.config_hash),
+                expected=f"{chain.config_hash!r}, the hash of the config {where}",
+                hint="the config was changed after planning: plan again, or remove config_hash to keep the change",
+            )
         if self.precision not in get_args(LayerPrecision) and self.engine is None:
             raise InvalidPlanError(
                 field="precision",
@@ -200,13 +207,17 @@ class Plan(PlanPart):
         return (alone, *(_plan_of(self, other) for other in self.next_best))
 
     def with_training(self, tokens: int, *, price: float | None = None) -> "Plan":
-        """The plan with what its prediction makes of a whole training; ``price`` is dollars for a device-hour."""
-        training = Training.of(
-            tokens,
-            step_time_s=self.step_s,
-            tokens_per_step=self.global_batch * self.seq_len,
-            num_devices=self.num_devices,
-            price=price,
+        """The plan with what its prediction makes of a whole training, in whole steps; ``price`` is dollars for a
+        device-hour."""
+        steps = -(-tokens // (self.global_batch * self.seq_len))
+        hours = steps * self.step_s / SECONDS_PER_HOUR
+        training = Training(
+            tokens=tokens,
+            steps=steps,
+            days=hours / HOURS_PER_DAY,
+            device_hours=hours * self.num_devices,
+            price_per_device_hour=price,
+            cost=None if price is None else hours * self.num_devices * price,
         )
         return self.model_copy(update={"training": training})
 
@@ -288,22 +299,23 @@ def _plan_of(plan: Plan, fallback: Fallback) -> Plan:
     return Plan(**own | {name: getattr(fallback, name) for name in Fallback.model_fields})
 
 
-def _check_config(plan: Plan, chain: ModelChain) -> None:
-    if plan.model.config_hash not in (None, chain.config_hash):
-        where = "of the packaged model" if plan.model.config is None else "in this file"
-        raise InvalidPlanError(
-            field="model.config_hash",
-            found=repr(plan.model.config_hash),
-            expected=f"{chain.config_hash!r}, the hash of the config {where}",
-            hint="the config was changed after planning: plan again, or remove config_hash to keep the change",
-        )
-
-
 def _check_ranks(plan: Plan) -> None:
     takes_chunks = find_schedule(plan.schedule).takes_chunks
     for index, stage in enumerate(plan.stages):
         _check_chunks(plan, index, stage, takes_chunks=takes_chunks)
-    _check_consecutive(plan.stages, alike=takes_chunks)
+    expected_first = 0
+    for index, stage in enumerate(plan.stages):
+        first, last = stage.ranks
+        size = plan.stages[0].num_devices if takes_chunks else stage.num_devices
+        if first != expected_first or last - first + 1 != size or size < 1:
+            raise InvalidPlanError(
+                field=f"stages[{index}].ranks",
+                found=f"[{first}, {last}]",
+                expected=f"[{expected_first}, {expected_first + max(size, 1) - 1}]: consecutive ranks"
+                + (", as many as the first stage has" if takes_chunks else ""),
+                hint="number the ranks of the stages one after another",
+            )
+        expected_first = last + 1
     if takes_chunks and plan.num_stages < 2:
         raise InvalidPlanError(
             field="stages",
@@ -340,22 +352,6 @@ def _place(plan: Plan, index: int) -> str:
     """Where in the file the runs of a part stand."""
     chunk, stage = divmod(index, plan.num_stages)
     return f"stages[{stage}].chunks[{chunk}]" if plan.num_chunks > 1 else f"stages[{stage}].runs"
-
-
-def _check_consecutive(stages: tuple[StagePlan, ...], *, alike: bool) -> None:
-    expected_first = 0
-    for index, stage in enumerate(stages):
-        first, last = stage.ranks
-        size = stages[0].num_devices if alike else stage.num_devices
-        if first != expected_first or last - first + 1 != size or size < 1:
-            raise InvalidPlanError(
-                field=f"stages[{index}].ranks",
-                found=f"[{first}, {last}]",
-                expected=f"[{expected_first}, {expected_first + max(size, 1) - 1}]: consecutive ranks"
-                + (", as many as the first stage has" if alike else ""),
-                hint="number the ranks of the stages one after another",
-            )
-        expected_first = last + 1
 
 
 def _check_pools(plan: Plan) -> None:

@@ -1,7 +1,5 @@
 """Days and money for a whole training, from the time of a step."""
 
-from typing import Self
-
 from pydantic import Field
 
 from steelyard.plan.part import PlanPart
@@ -25,22 +23,6 @@ class Training(PlanPart):
     """In dollars; absent where none was given."""
     cost: float | None = Field(default=None, ge=0)
     """Dollars of all device-hours; absent where no price was given."""
-
-    @classmethod
-    def of(
-        cls, tokens: int, *, step_time_s: float, tokens_per_step: int, num_devices: int, price: float | None = None
-    ) -> Self:
-        """The training of whole steps that reaches ``tokens``; ``price`` is dollars for a device-hour."""
-        steps = -(-tokens // tokens_per_step)
-        hours = steps * step_time_s / SECONDS_PER_HOUR
-        return cls(
-            tokens=tokens,
-            steps=steps,
-            days=hours / HOURS_PER_DAY,
-            device_hours=hours * num_devices,
-            price_per_device_hour=price,
-            cost=None if price is None else hours * num_devices * price,
-        )
 
     @property
     def brief(self) -> tuple[str, str]:

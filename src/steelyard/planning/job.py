@@ -251,9 +251,10 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
     if given is not None:
         _check_profile(given.profile, chain, machines, seq_len, request.precision)
     known = given or MeasuredProfile(traced())
+    has_shapes = given is None or request.levers.effects.matrices is None
     group = DeviceGroup(
         cluster=machines,
-        profile=known.profile,
+        profile=known.profile if has_shapes else _with_products(known.profile, traced()),
         budget_bytes=budget.num_bytes if budget else budgeted.device.known_memory_bytes(),
         margin_bytes=budget.margin_bytes if budget else 0,
         time_factor=request.time_factor,
@@ -277,6 +278,19 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
         job = job.within(job.budget_bytes - margin, margin_bytes=margin)
     job = with_assumed_links(job, traced) if job.assumes_links else job
     return job if request.engine == NATIVE else job_under(job, request.engine)
+
+
+def _with_products(profile: Profile, traced: Profile) -> Profile:
+    """Return a profile with the shapes of matrix products of a trace, which is where the profile has its counts from.
+
+    Those that were measured of a packaged model have none.
+    """
+    layers = []
+    for each in profile.layers:
+        found = traced.layer(each.kind, each.degrees)
+        shapes = {"products": found.forward.products} if found else {}
+        layers.append(each.model_copy(update={"forward": each.forward.model_copy(update=shapes)}))
+    return profile.model_copy(update={"layers": tuple(layers)})
 
 
 def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_len: int, precision: Precision) -> None:

@@ -119,7 +119,7 @@ def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
     for end in ends.values():
         layer_types.setdefault(end, len(layer_types))
     source = [layer_type for layer_type, _ in layer_types]
-    chosen = tables.select(layer_types=source, layers=layers)
+    chosen = tables.select(source, layers=layers)
     legal = chosen.legal.copy()
     for row, (_, own) in enumerate(layer_types):
         for index in own:

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 from steelyard.cost.job import ASSUMED_IMBALANCE
-from steelyard.engines import Engine, check_levers, engine_of
+from steelyard.engines import check_levers, engine_of
 from steelyard.engines.capabilities import unsupported
+from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, all_of
 from steelyard.hardware import Cluster, parse_pools, with_network
 from steelyard.installed import TRAINING, installed_version, require_training
-from steelyard.levers import NO_LEVERS, Levers
+from steelyard.levers import LEVERS, NO_LEVERS, Levers
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
@@ -529,11 +530,13 @@ def _check_engine(request: PlanRequest) -> None:
 def check_precision(engine: Engine, precision: str) -> None:
     """Raise `UserError` for a precision that an engine does not compute in."""
     if precision not in engine.precisions:
+        instead = [name for name in engine.levers if precision in LEVERS[name].precisions]
         raise UserError(
             field="--precision",
             found=f"{precision} with the engine {engine.name}",
             expected="one of " + ", ".join(engine.precisions),
-            hint="plan for an engine that computes in it, as in --engine "
+            hint="".join(f"write --{name}, or " for name in instead)
+            + "plan for an engine that computes in it, as in --engine "
             + (NATIVE.name if precision in NATIVE.precisions else "megatron"),
         )
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from steelyard.cost.job import Job, layer_precision
 from steelyard.cost.kernels import job_under
-from steelyard.engines import ENGINES, Engine, check_levers, engine_of
+from steelyard.engines import ENGINES, check_levers, engine_of
 from steelyard.engines.capabilities import block_layers, unsupported
-from steelyard.engines.execution import StateBytes
+from steelyard.engines.engine import Engine
 from steelyard.engines.settings import Settings
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.files import read_text
@@ -35,7 +35,7 @@ def price_settings(request: PlanRequest, engine: Engine, precision: Precision, s
     """
     check_levers(request.levers, request.chain, engine)
     states = engine.execution.states
-    if settings.zero == 0 and isinstance(states, StateBytes):
+    if settings.zero == 0 and states is not None:
         engine = replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))
     job = replace(job_under(job_of(request), engine), precision=precision)
     return with_price(plan_of_settings(job, settings), job), job
@@ -91,10 +91,12 @@ def plan_of_file(
         seq_len=_needed("--seq-len", path, seq_len or found.seq_len),
         memory_margin=0.0,
         precision=layer_precision(precision),
+        levers=found.levers,
+        engine=runs_it.name if found.levers else None,
     )
     notes = [f"Not read of {path.name}: {', '.join(found.unread)}."] if found.unread else []
     settings = found.settings
-    if settings.zero == 0 and isinstance(runs_it.execution.states, StateBytes):
+    if settings.zero == 0 and runs_it.execution.keeps_own_buffers:
         alone, _ = price_settings(request, runs_it, precision, settings)
         assert alone.prediction is not None, "just priced"
         notes.append(
@@ -175,7 +177,7 @@ def plan_of_settings(job: Job, settings: Settings) -> Plan:
 
 def _strategy(job: Job, settings: Settings, data: int, experts: int) -> Strategy:
     """The strategy of a block; an engine with buffers of its own shards optimizer states of replicated parameters."""
-    if isinstance(states := job.execution.states, StateBytes) and settings.zero < states.zero:
+    if (states := job.execution.states) is not None and settings.zero < states.zero:
         raise UserError(
             field="--zero",
             found=f"{settings.zero} for {job.engine.name}",

@@ -37,7 +37,7 @@ from steelyard.cost.job import Job
 from steelyard.cost.kernels import job_under
 from steelyard.cost.predict import predict
 from steelyard.cost.tables import CostTables
-from steelyard.engines import Engine
+from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, is_as_named, parse_cluster

@@ -42,6 +42,7 @@ class Work(ProfilePart):
 
     ``matmul_flop`` and ``attention_flop`` run on the matrix units; ``matmul_bytes`` is what the former read and write,
     ``memory_bytes`` what all other operations do; ``num_kernels`` counts operations that launch a kernel.
+    ``low_precision_flop`` are those of ``matmul_flop`` that multiply operands of 8 bits;
     ``expert_weight_bytes`` are those of ``matmul_bytes`` that are weights of routed experts, or their gradients;
     ``expert_kernels`` those of ``num_kernels`` that each of a rank's experts has of its own.
     ``products`` and ``attention`` are the shapes of these kernels: convolutions have none, nor have counts that were
@@ -49,6 +50,7 @@ class Work(ProfilePart):
     """
 
     matmul_flop: Affine
+    low_precision_flop: Affine = Field(default=Affine(), exclude_if=lambda line: line == Affine())
     attention_flop: Affine
     matmul_bytes: Affine
     expert_weight_bytes: float = 0.0
@@ -217,7 +219,7 @@ class LayerProfile(ProfilePart):
         lines = {name: _between(getattr(even, name), getattr(twice, name), imbalance) for name in names}
 
         def work(one: Work, two: Work) -> Work:
-            names = ("matmul_flop", "attention_flop", "matmul_bytes", "memory_bytes")
+            names = ("matmul_flop", "low_precision_flop", "attention_flop", "matmul_bytes", "memory_bytes")
             lines = {name: _between(getattr(one, name), getattr(two, name), imbalance) for name in names}
             is_alike = len(one.products) == len(two.products)  # not where equal products of one are unlike in the other
             pairs = zip(one.products, two.products, strict=True) if is_alike else ()

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from steelyard.plan.plan import Plan, headline
@@ -14,6 +13,7 @@ from steelyard.units import format_bytes, format_seconds
 
 LEAST = 1e-9
 """Less than this, of seconds or bytes, is nothing."""
+ALIKE = "All layers have the same stage and strategy in both."
 
 
 def compare_view(first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")) -> RenderableType:
@@ -21,12 +21,37 @@ def compare_view(first: Plan, second: Plan, names: tuple[str, str] = ("first", "
     parts: list[RenderableType] = [
         Text(f"{name}: {headline(plan)}", style="bold") for name, plan in zip(names, (first, second), strict=True)
     ]
+    for title, terms, show in compared_terms(first, second):
+        table = plain_table(title, "", *(number(column, whole=True) for column in (*names, "difference")))
+        *rows, total = term_rows(terms, show)
+        for row in rows:
+            table.add_row(*row)
+        table.add_row(*total, style="bold")
+        parts.append(table)
+    return Group(*parts, layer_table(first, second, names))
+
+
+Terms = tuple[dict[str, float], dict[str, float]]
+
+
+def compared_terms(first: Plan, second: Plan) -> Iterator[tuple[str, Terms, Callable[[float], str]]]:
+    """Time and memory of both plans by term, each with its title and how amounts are shown; none unless both have a
+    prediction."""
     if first.prediction is not None and second.prediction is not None:
         times = step_terms(first, first.prediction), step_terms(second, second.prediction)
-        parts.append(_term_table("Time of a step, slowest stage", times, names, format_seconds))
+        yield "Time of a step, slowest stage", times, format_seconds
         sizes = fullest_terms(first.prediction), fullest_terms(second.prediction)
-        parts.append(_term_table("Memory of the fullest stage", sizes, names, format_bytes))
-    return Group(*parts, layer_table(first, second, names))
+        yield "Memory of the fullest stage", sizes, format_bytes
+
+
+def term_rows(terms: Terms, show: Callable[[float], str]) -> Iterator[tuple[str, str, str, str]]:
+    """For each term that is there its name, what it is in both plans, and the difference; the total last."""
+    names = dict.fromkeys(name for each in terms for name in each)
+    amounts = {name: tuple(each.get(name, 0.0) for each in terms) for name in names}
+    kept = {name: both for name, both in amounts.items() if max(map(abs, both)) > LEAST}
+    for name, (before, after) in (*kept.items(), ("total", tuple(sum(each.values()) for each in terms))):
+        difference = ("+" if after >= before else "−") + show(abs(after - before))
+        yield name, show(before), show(after), "–" if abs(after - before) < LEAST else difference
 
 
 def step_terms(plan: Plan, prediction: Prediction) -> dict[str, float]:
@@ -55,7 +80,7 @@ def layer_table(first: Plan, second: Plan, names: tuple[str, str]) -> Renderable
     """A row for every run of layers that differs."""
     chain, rows = first.chain(), list(changed_layers(first, second))
     if not rows:
-        return Text("All layers have the same stage and strategy in both.")
+        return Text(ALIKE)
     table = plain_table("Layers that differ", "layers", *names)
     for start, end, before, after in rows:
         table.add_row(layers_text(chain, start, end), before, after)
@@ -68,24 +93,3 @@ def _layers(plan: Plan) -> list[str]:
         for index, part in enumerate(plan.parts)
         for strategy in part.strategies
     ]
-
-
-def _term_table(
-    title: str, terms: tuple[dict[str, float], dict[str, float]], names: tuple[str, str], show: Callable[[float], str]
-) -> Table:
-    table = plain_table(title, "", *(number(column, whole=True) for column in (*names, "difference")))
-    first, second = terms
-    for name in dict.fromkeys((*first, *second)):
-        before, after = first.get(name, 0.0), second.get(name, 0.0)
-        if max(abs(before), abs(after)) > LEAST:
-            table.add_row(name, show(before), show(after), signed(after - before, show))
-    before, after = sum(first.values()), sum(second.values())
-    table.add_row("total", show(before), show(after), signed(after - before, show), style="bold")
-    return table
-
-
-def signed(value: float, show: Callable[[float], str]) -> str:
-    """A difference with its sign, as ``show`` prints amounts."""
-    if abs(value) < LEAST:
-        return "–"
-    return ("+" if value >= 0 else "−") + show(abs(value))

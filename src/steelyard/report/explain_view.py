@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from steelyard.plan.choices import ComparedBaseline, Explanation, SlowNode, StrategyVerdict, Verdict
+from steelyard.plan.choices import ComparedBaseline, Explanation, SlowNode, StrategyVerdict, Verdict, WhyNot
 from steelyard.plan.plan import Plan, headline
 from steelyard.plan.prediction import SAME_SHARE, Prediction
 from steelyard.report.compare_view import compare_view
@@ -33,49 +33,32 @@ from steelyard.units import format_bytes, format_change, format_plural, format_s
 
 def solve_view(name: str, result: SearchResult) -> RenderableType:
     """The choice stage by stage, or what is missing, and every configuration with its reason."""
-    best = result.best
-    parts: list[RenderableType] = [Text(solve_headline(name, result), style="bold")]
-    if best is not None:
-        parts += [Text(line) for line in choice_lines(best)]
-    return Group(*parts, config_table(result))
-
-
-def solve_headline(name: str, result: SearchResult) -> str:
-    """The outcome in a sentence."""
-    best = result.best
+    best, budget = result.best, format_bytes(result.budget_bytes)
     if best is None:
         miss = result.nearest_miss
         missing = (
             "no budget helps" if miss is None else f"{format_bytes(miss.miss_bytes)} ({miss.miss_bytes} bytes) short"
         )
-        return f"{name}: nothing fits in {format_bytes(result.budget_bytes)}: {missing}"
-    proof = "optimal" if result.status == "optimal" else f"best so far, gap {result.gap:.2%}"
-    return (
-        f"{name}: {format_seconds(best.solution.step_s)} a step, {proof}, "
-        f"{format_bytes(best.solution.peak_bytes)} of {format_bytes(result.budget_bytes)}"
-    )
-
-
-def choice_lines(outcome: ConfigOutcome) -> list[str]:
-    """The configuration, then the strategies of each stage."""
-    tables, solution = outcome.tables, outcome.solution
-    lines = [_config(outcome)]
-    for stage, (first, end) in zip(solution.stages, pairwise(solution.boundaries), strict=True):
-        chosen = [str(tables.strategies[index]) for index in solution.strategies[first:end]]
-        counts = {text: chosen.count(text) for text in dict.fromkeys(chosen)}
-        used = ", ".join(f"{text} ×{count}" for text, count in counts.items())
-        lines.append(f"  layers {first}–{end - 1}: {format_seconds(stage.time_s)} a microbatch: {used}")
-    return lines
-
-
-def config_table(result: SearchResult) -> Table:
-    """Every pipeline configuration of the tables, best first, and why it won, lost or does not fit."""
+        lines = [f"{name}: nothing fits in {budget}: {missing}"]
+    else:
+        solution = best.solution
+        proof = "optimal" if result.status == "optimal" else f"best so far, gap {result.gap:.2%}"
+        step, taken = format_seconds(solution.step_s), format_bytes(solution.peak_bytes)
+        lines = [f"{name}: {step} a step, {proof}, {taken} of {budget}", _config(best)]
+        for stage, (first, end) in zip(solution.stages, pairwise(solution.boundaries), strict=True):
+            used = _counted([str(best.tables.strategies[index]) for index in solution.strategies[first:end]])
+            lines.append(f"  layers {first}–{end - 1}: {format_seconds(stage.time_s)} a microbatch: {used}")
     table = plain_table("Configurations", "configuration", number("step", whole=True), "why")
     unsolved = [outcome for outcome in result.configs if outcome.result.solution is None]
     for outcome in (*result.ranked, *unsolved):
         found = outcome.result.solution
         table.add_row(_config(outcome), "–" if found is None else format_seconds(found.step_s), outcome.reason)
-    return table
+    return Group(Text(lines[0], style="bold"), *map(Text, lines[1:]), table)
+
+
+def _counted(texts: list[str]) -> str:
+    """Each text once, with how often it is there."""
+    return ", ".join(f"{text} ×{texts.count(text)}" for text in dict.fromkeys(texts))
 
 
 def step_table(frontier: SampledFrontier) -> Table:
@@ -108,7 +91,13 @@ SMALL_SHARE = 0.01
 def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = False) -> RenderableType:
     """The decision, where time and memory go, what binds, and the baselines; with ``everything`` all that lost too."""
     num_rows = sum(len(part.runs) for part in plan.parts)
-    layers = stage_table(plan) if everything or num_rows <= SHOWN_ROWS else Text(_usage(plan))
+    if everything or num_rows <= SHOWN_ROWS:
+        layers: RenderableType = stage_table(plan)
+    else:  # how many layers have each strategy, the most used first
+        names = [str(strategy) for strategy in plan.strategies]
+        sizes = ", ".join(str(len(part.layers)) for part in plan.parts)
+        words = f"Layers of the {'stages' if plan.num_chunks == 1 else 'chunks'}: {sizes} (--all shows which)."
+        layers = Text(f"Strategies: {_counted(sorted(names, key=lambda name: -names.count(name)))}.\n{words}")
     parts: list[RenderableType] = [Text(headline(plan), style="bold"), *warning_lines(plan.prediction), layers]
     if plan.prediction is not None:
         parts += [Text(line) for line in prediction_lines(plan, plan.prediction)] + pool_lines(plan.prediction)
@@ -155,11 +144,8 @@ def _gain(step_s: float, slowed_s: float) -> str:
     return f"a gain of {gain:.1%}" if gain > 0 else f"{-gain:.1%} more than to go on"
 
 
-def why_not_view(plan: Plan, explanation: Explanation, *, everything: bool = False) -> RenderableType:
-    """The plan beside the best one that does what was asked for, or what stands in the way; ``everything`` adds
-    nothing."""
-    asked = explanation.why_not
-    assert asked is not None, "asked for an answer that is not there"
+def why_not_view(plan: Plan, asked: WhyNot) -> RenderableType:
+    """The plan beside the best one that does what was asked for, or what stands in the way."""
     if asked.plan is None:
         return Group(
             Text(headline(plan), style="bold"),
@@ -184,11 +170,7 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
     left, margin = min(prediction.left_bytes()), prediction.margin_bytes
     spare = f"{format_bytes(-left - margin)} too much."
     if left >= 0:
-        spare = (
-            f"{format_bytes(left)} left"
-            + (f", beside {prediction.margin_text}" if prediction.margin_text else "")
-            + "."
-        )
+        spare = f"{format_bytes(left)} left" + f", beside {prediction.margin_text}" * bool(margin) + "."
     elif -left <= margin:
         spare = f"{format_bytes(-left)} of the {format_bytes(margin)} to be left free."
     lines = [
@@ -234,14 +216,8 @@ def baseline_table(title: str, baselines: Sequence[ComparedBaseline], *, whole: 
             reason = "no legal strategy" if missing is None else f"does not fit: misses {format_bytes(missing)}"
             table.add_row(baseline.name, "–", "–", reason)
         else:
-            slowdown = baseline.slowdown or 0.0
-            slower = format_change(slowdown)
-            table.add_row(
-                baseline.name,
-                step_text(baseline),
-                slower,
-                f"{baseline.setting}: {baseline.strategies}",
-            )
+            slower = format_change(baseline.slowdown or 0.0)
+            table.add_row(baseline.name, step_text(baseline), slower, f"{baseline.setting}: {baseline.strategies}")
     return table
 
 
@@ -277,16 +253,6 @@ def _everything(plan: Plan, explanation: Explanation) -> list[RenderableType]:
     if explanation.verdicts:
         parts.append(verdict_table(explanation.verdicts))
     return parts
-
-
-def _usage(plan: Plan) -> str:
-    """How many layers have each strategy, the most used first."""
-    names = [str(strategy) for strategy in plan.strategies]
-    used = sorted(dict.fromkeys(names), key=lambda name: -names.count(name))
-    counted = ", ".join(f"{name} ×{names.count(name)}" for name in used)
-    sizes = [len(part.layers) for part in plan.parts]
-    parts = "stages" if plan.num_chunks == 1 else "chunks"
-    return f"Strategies: {counted}.\nLayers of the {parts}: {', '.join(map(str, sizes))} (--all shows which)."
 
 
 def _stage(plan: Plan, index: int, what: str) -> str:

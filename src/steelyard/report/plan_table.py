@@ -89,7 +89,9 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
         machines = plan.hardware_value()
     except InvalidClusterError:
         return []
-    copies = _host_lines(machines) if prediction.host else []
+    rates = {pool.device.name: pool.device.host_bytes_per_s for pool in machines.pools if prediction.host}
+    on_host = "; ".join(f"{rate / GB:.3g} GB/s on {name}" for name, rate in rates.items() if rate)
+    copies = [f"Copies from and to the host assumed, per device and direction: {on_host}"] if on_host else []
     if machines.is_mixed:
         pairs = [(pool, link) for pool, link in zip(machines.pools, machines.links, strict=True) if link is not None]
         words = [f"{link.name} from {pool.name}, {link.rate_text()}" for pool, link in pairs]
@@ -101,13 +103,6 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
         ]
     text = _links(machines, prediction.profile)
     return [*([f"Links assumed, per device and direction: {text}"] if text else []), *copies]
-
-
-def _host_lines(cluster: Cluster) -> list[str]:
-    """A line with the rates that copies from and to hosts are taken to reach."""
-    rates = {pool.device.name: pool.device.host_bytes_per_s for pool in cluster.pools}
-    words = "; ".join(f"{rate / GB:.3g} GB/s on {name}" for name, rate in rates.items() if rate)
-    return [f"Copies from and to the host assumed, per device and direction: {words}"] if words else []
 
 
 def _links(cluster: Cluster, source: CostSource | None) -> str:

@@ -66,7 +66,7 @@ class LossScale:
     def take_in(self, gradients: Sequence[Tensor]) -> None:
         """Scales gradients that an earlier batch has left, to which those of a step are added."""
         if gradients:
-            torch._foreach_mul_(gradients, self._scale)
+            torch._foreach_mul_(gradients, self._scale.to(gradients[0].device))
 
     @torch.no_grad()
     def finish_step(self, gradients: Sequence[Tensor]) -> None:
@@ -76,7 +76,10 @@ class LossScale:
         """
         found = torch.zeros(1, device=self._scale.device)
         if gradients:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, self._scale.reciprocal())
+            there = gradients[0].device  # the device, or its host
+            seen = torch.zeros(1, device=there)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, seen, self._scale.reciprocal().to(there))
+            found += seen.to(found.device)
         self.is_skipped = any_rank_has(found)
         torch._amp_update_scale_(self._scale, self._num_finite, found, GROWTH, BACKOFF, self._growth_interval)
         if self.is_skipped and self.value < 1:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from steelyard.modules.dimensions.ep import divided_parameters, expert_degree
 from steelyard.modules.layers import ChainLayer, EmbeddingLayer, Flow, tensors_of
 from steelyard.plan.dimensions import CP, DP, FSDP, TP
-from steelyard.plan.strategy import Level, Strategy
+from steelyard.plan.dimensions.dimension import Level
+from steelyard.plan.strategy import Strategy
 from steelyard.runtime.parallel_model import ParallelModel
 
 

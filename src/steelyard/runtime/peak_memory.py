@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._pytree import tree_leaves
 
-from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, asks_device
+from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, asks_device, has_parts
 from steelyard.modules.host_memory import is_on_host
 
 _WRAPPERS = (DTensor, AsyncCollectiveTensor)
@@ -124,7 +124,7 @@ class LiveStorages(FakeOpMode):
         """
         if asks_device(func, args):
             return args[0].fake_device
-        if any(map(_has_parts, types)):
+        if any(map(has_parts, types)):
             return NotImplemented
         if self._seen is None:
             result = func(*args, **(kwargs or {}))
@@ -227,15 +227,10 @@ def held_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     """
     while isinstance(tensor, _WRAPPERS):
         tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
-    if _has_parts(type(tensor)):
+    if has_parts(type(tensor)):
         names, _ = tensor.__tensor_flatten__()
         return tuple(getattr(tensor, name) for name in names)
     return (tensor,)
-
-
-def _has_parts(tensor_type: type[Tensor]) -> bool:
-    """Whether tensors of a type are made of others, on which their operations run."""
-    return hasattr(tensor_type, "__tensor_flatten__") and not issubclass(tensor_type, AsyncCollectiveTensor)
 
 
 @contextmanager

@@ -328,7 +328,7 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
         allocator=allocator_setting() if trainer.model.device.type == "cuda" else "",
         mfu=model_flop_utilisation(plan, median_s),
         predicted_step_s=plan.prediction.step_time_s if plan.prediction else None,
-        predicted_time_factor=plan.prediction.time_factor if plan.prediction else 1.0,
+        predicted_time_factor=plan.prediction.profile.time_factor if plan.prediction else 1.0,
         predicted_imbalance=plan.prediction.profile.imbalance if plan.prediction else None,
         predicted_busy_s=predicted_busy_s(plan),
         predicted_own_s=predicted_own_s(plan, trainer.model.device),

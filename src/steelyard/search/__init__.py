@@ -3,7 +3,6 @@
 | module               | idea                                                                                |
 |----------------------|-------------------------------------------------------------------------------------|
 | `space`              | which strategies a layer may take: the decision tree                                |
-| `frontier`           | (bytes, seconds) pairs that nothing beats                                           |
 | `layers`             | one strategy per layer of a run: the dynamic program on frontiers                   |
 | `bounds`             | what runs of layers take at least, in seconds and in bytes; the nearest miss        |
 | `step_bounds`        | what no pipeline over unlike stages is faster than                                  |

@@ -44,8 +44,8 @@ from numpy.typing import NDArray
 from steelyard.cost.tables import CostTables
 from steelyard.limits import MOST_BYTES
 from steelyard.search import kernels
-from steelyard.search.frontier import FloatArray, IntArray, distinct
-from steelyard.search.layers import NO_LIMIT_BYTES, StageCosts, peak_levels
+from steelyard.search.kernels import FloatArray, IntArray
+from steelyard.search.layers import NO_LIMIT_BYTES, StageCosts, distinct, peak_levels
 
 IMPOSSIBLE = MOST_BYTES
 """Bytes of a layer that has no strategy; so large that no device holds it, so small that sums stay in int64."""

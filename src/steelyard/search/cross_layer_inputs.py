@@ -18,8 +18,8 @@ optimal stays optimal, and a search that time cuts short has a gap.
 | $A_v$             | `Condition` | –    | strategies that a source may take, by the source's position        |
 | $\underline d_v$  | –           | s    | least that a reader pays under the condition                       |
 
-`partition_exact`, `assess`, `settle`, `sketch` and `partition_with` do for tables with or without cross-layer inputs
-what those of `partition` and `balance` do for tables without. Memory plays no part in it: what fits is the same with
+`partition_exact`, `assess` and `partition_with` do for tables with or without cross-layer inputs what those of
+`partition` and `balance` do for tables without. Memory plays no part in it: what fits is the same with
 cross-layer inputs as without.
 
 Source: Cai et al. 2020 (TensorOpt, arXiv 2004.10856), section 4, for conditions on one layer; best-first branch and
@@ -40,7 +40,7 @@ from steelyard.plan.decisions import Partition
 from steelyard.search import partition
 from steelyard.search.balance import partition_by
 from steelyard.search.evaluate import Solution, evaluate
-from steelyard.search.frontier import IntArray
+from steelyard.search.kernels import IntArray
 from steelyard.search.partition import NO_PLAN, ConfigResult, Prospect, quick_bound_s
 from steelyard.search.runs import AnyBudget
 
@@ -66,6 +66,18 @@ class CrossLayerProspect:
         """No plan of the configuration is faster."""
         return self.relaxed.lower_bound_s
 
+    def settle(self, *, cutoff_s: float = np.inf, deadline: float | None = None) -> ConfigResult:
+        """As `Prospect.settle`."""
+        if self.lower_bound_s > cutoff_s:
+            return ConfigResult(status="beaten", solution=None, lower_bound_s=self.lower_bound_s)
+        return _search_conditions(self, cutoff_s, deadline)
+
+    def sketch(self) -> ConfigResult:
+        """As `Prospect.sketch`."""
+        found = self.relaxed.sketch().solution
+        best = min(self.fallback, _priced(self.tables, found) if found else self.fallback, key=lambda plan: plan.step_s)
+        return ConfigResult(status="beaten", solution=best.known, lower_bound_s=self.lower_bound_s)
+
 
 def partition_exact(
     of: CostTables | AnyBudget, budget_bytes: int, *, cutoff_s: float = np.inf, deadline: float | None = None
@@ -76,7 +88,7 @@ def partition_exact(
     value. `AnyBudget` saves work between budgets.
     """
     found = assess(of, budget_bytes)
-    return found if isinstance(found, ConfigResult) else settle(found, cutoff_s=cutoff_s, deadline=deadline)
+    return found if isinstance(found, ConfigResult) else found.settle(cutoff_s=cutoff_s, deadline=deadline)
 
 
 def assess(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | CrossLayerProspect | ConfigResult:
@@ -89,29 +101,6 @@ def assess(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | CrossLay
         return relaxed
     fallback = _priced(tables, relaxed.fallback) if relaxed.fallback.strategies else NO_PLAN
     return CrossLayerProspect(tables=tables, budget_bytes=budget_bytes, relaxed=relaxed, fallback=fallback)
-
-
-def settle(
-    prospect: Prospect | CrossLayerProspect, *, cutoff_s: float = np.inf, deadline: float | None = None
-) -> ConfigResult:
-    """The fastest plan of a feasible configuration, or the proof that it is slower than the cutoff."""
-    if isinstance(prospect, Prospect):
-        return partition.settle_chain(prospect, cutoff_s=cutoff_s, deadline=deadline)
-    if prospect.lower_bound_s > cutoff_s:
-        return ConfigResult(status="beaten", solution=None, lower_bound_s=prospect.lower_bound_s)
-    return _search_conditions(prospect, cutoff_s, deadline)
-
-
-def sketch(prospect: Prospect | CrossLayerProspect) -> ConfigResult:
-    """A good plan of a configuration that is beaten already; no attempt is made to prove it best."""
-    if isinstance(prospect, Prospect):
-        return partition.sketch_chain(prospect)
-    found = partition.sketch_chain(prospect.relaxed).solution
-    plans = [prospect.fallback, *([] if found is None else [_priced(prospect.tables, found)])]
-    best = min(plans, key=lambda plan: plan.step_s)
-    return ConfigResult(
-        status="beaten", solution=best if best.strategies else None, lower_bound_s=prospect.lower_bound_s
-    )
 
 
 def partition_with(method: Partition, tables: CostTables, budget_bytes: int) -> ConfigResult:
@@ -181,7 +170,7 @@ def conditioned(tables: CostTables, condition: Condition) -> CostTables:
     last_roles = {role: (tables.last_types[role[0]], *role[1:]) for role in roles} if tables.last_types else {}
     layer_types = list(dict.fromkeys([*roles, *last_roles.values()]))
     base = [layer_type for layer_type, _, _ in layer_types]
-    chosen = tables.select(layer_types=base, layers=[layer_types.index(role) for role in roles])
+    chosen = tables.select(base, layers=[layer_types.index(role) for role in roles])
     last_types = tuple(layer_types.index(last_roles.get(role, role)) for role in layer_types) if last_roles else ()
     legal, time_s = chosen.legal, chosen.time_s
     for row, (_, source, sides) in enumerate(layer_types):
@@ -204,7 +193,7 @@ def _search_conditions(prospect: CrossLayerProspect, cutoff_s: float, deadline: 
     while waiting and waiting[0][0] < best.step_s * TIES and waiting[0][0] <= cutoff_s and not timed_out:
         bound, _, condition, start = heapq.heappop(waiting)
         limit = min(cutoff_s, best.step_s) or best.step_s  # no plan is proven slower than zero by aiming at zero
-        result = partition.settle_chain(start, cutoff_s=limit, deadline=deadline)
+        result = start.settle(cutoff_s=limit, deadline=deadline)
         bound = max(bound, result.lower_bound_s, limit if result.status == "beaten" else 0.0)
         plan = _priced(tables, result.solution) if result.solution is not None else None
         best = min(best, plan or best, key=lambda each: each.step_s)

@@ -80,11 +80,8 @@ class ChoiceProspect:
         """No plan of any choice is faster."""
         return self.choices[0].least_s
 
-    def settle(self, *, cutoff_s: float = np.inf, deadline: float | None = None, every: bool = True) -> ConfigResult:
-        """Return the fastest plan of all choices, or the proof that none takes at most ``cutoff_s`` a step.
-
-        Not ``every`` ends with the first choice of which a plan fits.
-        """
+    def settle(self, *, cutoff_s: float = np.inf, deadline: float | None = None) -> ConfigResult:
+        """Return the fastest plan of all choices, or the proof that none takes at most ``cutoff_s`` a step."""
         best: Solution | None = None
         for choice in self.choices:
             limit_s = cutoff_s if best is None else best.step_s
@@ -92,16 +89,19 @@ class ChoiceProspect:
                 break
             if choice.least_bytes > self.budget_bytes:
                 continue
-            if best is not None and (not every or (deadline is not None and time.monotonic() > deadline)):
-                return ConfigResult(
-                    status="feasible" if every else "beaten", solution=best, lower_bound_s=self.lower_bound_s
-                )
+            if best is not None and deadline is not None and time.monotonic() > deadline:
+                return ConfigResult(status="feasible", solution=best, lower_bound_s=self.lower_bound_s)
             best = best_cuts(self.tables, choice, self.budget_bytes, cutoff_s=limit_s) or best
         if best is not None:
             return ConfigResult(status="optimal", solution=best, lower_bound_s=best.step_s)
         if cutoff_s < np.inf:
             return ConfigResult(status="beaten", solution=None, lower_bound_s=cutoff_s)
         return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf)
+
+    def sketch(self) -> ConfigResult:
+        """Return the plan of the first choice of which one fits."""
+        found = self.settle(deadline=-np.inf)
+        return replace(found, status="beaten") if found.status == "feasible" else found
 
     def with_miss(self) -> ConfigResult:
         """Return by how much the choice of least memory misses."""

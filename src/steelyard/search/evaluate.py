@@ -62,6 +62,11 @@ class Solution:
         """Memory of the fullest stage."""
         return max(stage.total_bytes for stage in self.stages)
 
+    @property
+    def known(self) -> "Solution | None":
+        """The solution itself; None where it stands for that no plan is known."""
+        return self if self.strategies else None
+
 
 def evaluate(tables: CostTables, boundaries: Sequence[int], strategies: Sequence[int]) -> Solution:
     """Time and memory of this choice; raises `InvalidProblemError` if it is not a choice these tables allow."""

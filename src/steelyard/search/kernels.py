@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
+Number = TypeVar("Number", np.int64, np.float64)
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 SIGNATURES: dict[str, str] = {}

@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 
 from steelyard.cost.tables import CostTables
 from steelyard.search import kernels
-from steelyard.search.frontier import FloatArray, IntArray, distinct
+from steelyard.search.kernels import FloatArray, IntArray, Number
 
 MAX_LEVELS = 8
 """Transient peaks told apart in the bounds; more are grouped, which weakens the bounds and loses nothing else."""
@@ -331,6 +331,14 @@ def option_table(tables: CostTables) -> OptionTable:
     for own, each in zip(receives_less, less, strict=True):
         own[: len(each), : len(each)] = each
     return OptionTable(tables=tables, switches=switches, columns=columns, receives_less=receives_less)
+
+
+def distinct(values: NDArray[Number]) -> NDArray[Number]:
+    """The different values of an array, rising: `np.unique`, in a third of the time and without loading `numpy.ma`."""
+    rising = np.sort(values, axis=None)
+    is_new = np.ones(len(rising), dtype=bool)
+    is_new[1:] = rising[1:] != rising[:-1]
+    return rising[is_new]
 
 
 def columns_no_larger(table: FloatArray) -> NDArray[np.bool_]:

@@ -29,7 +29,6 @@ from typing import Literal
 import numpy as np
 
 from steelyard.cost.tables import CostTables
-from steelyard.errors import InvalidProblemError
 from steelyard.search.bounds import furthest_boundaries, least_memory_strategies
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, chain_frontier
@@ -129,17 +128,28 @@ class Prospect:
         """What the plan of little memory needs."""
         return miss_of(self.prepared.tables, self.least, self.prepared.budget_bytes)
 
+    def settle(self, *, cutoff_s: float = np.inf, deadline: float | None = None) -> ConfigResult:
+        """Return the fastest plan, or the proof that it is slower than the cutoff."""
+        if self.lower_bound_s > cutoff_s:
+            return ConfigResult(status="beaten", solution=None, lower_bound_s=self.lower_bound_s)
+        found = _search_upwards(self.prepared, self._first, self.lower_bound_s, cutoff_s, deadline)
+        return replace(found, miss=self.miss) if found.status == "infeasible" else found
+
+    def sketch(self) -> ConfigResult:
+        """Return a good plan of a configuration that is beaten already; no attempt is made to prove it best."""
+        return ConfigResult(status="beaten", solution=self._first.known, lower_bound_s=self.lower_bound_s)
+
+    @property
+    def _first(self) -> Solution:
+        first = first_plan(self.prepared, self.filled) or self.fallback
+        return min(first, self.fallback, key=lambda plan: plan.step_s)
+
 
 def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | ConfigResult:
     """A feasible configuration with a lower bound of its step time, or the proof that it is infeasible."""
     known = of if isinstance(of, AnyBudget) else AnyBudget(of)
     tables = known.tables
-    if tables.cross_layer_inputs:
-        raise InvalidProblemError(
-            field="side_inputs",
-            found=str(len(tables.cross_layer_inputs)),
-            expected="none here: `search` resolves them first",
-        )
+    assert not tables.cross_layer_inputs, "`cross_layer_inputs` resolves them first"
     memories = known.memories
     fitting = furthest_boundaries(tables, memories, budget_bytes)
     if fitting is None:
@@ -176,31 +186,6 @@ def miss_of(tables: CostTables, least: Solution, budget_bytes: int) -> NearestMi
         stage=stage,
         layer=start + int(np.argmax(alone)),
     )
-
-
-def settle_chain(prospect: Prospect, *, cutoff_s: float = np.inf, deadline: float | None = None) -> ConfigResult:
-    """The fastest plan of a feasible configuration, or the proof that it is slower than the cutoff."""
-    if prospect.lower_bound_s > cutoff_s:
-        return ConfigResult(status="beaten", solution=None, lower_bound_s=prospect.lower_bound_s)
-    best = _first_or_fallback(prospect)
-    found = _search_upwards(prospect.prepared, best, prospect.lower_bound_s, cutoff_s, deadline)
-    return replace(found, miss=prospect.miss) if found.status == "infeasible" else found
-
-
-def sketch_chain(prospect: Prospect) -> ConfigResult:
-    """A good plan of a configuration that is beaten already; no attempt is made to prove it best."""
-    return ConfigResult(
-        status="beaten", solution=_known(_first_or_fallback(prospect)), lower_bound_s=prospect.lower_bound_s
-    )
-
-
-def _known(plan: Solution) -> Solution | None:
-    return plan if plan.strategies else None
-
-
-def _first_or_fallback(prospect: Prospect) -> Solution:
-    first = first_plan(prospect.prepared, prospect.filled) or prospect.fallback
-    return min(first, prospect.fallback, key=lambda plan: plan.step_s)
 
 
 def quick_bound_s(tables: CostTables) -> float:
@@ -266,7 +251,7 @@ def _search_upwards(
         try:
             best, lower = improve(prepared, best, lower, target, boundaries, deadline)
         except TimeIsUpError:
-            return ConfigResult(status="feasible", solution=_known(best), lower_bound_s=lower)
+            return ConfigResult(status="feasible", solution=best.known, lower_bound_s=lower)
         if target > slowest_s and not best.strategies:
             return ConfigResult(status="infeasible", solution=None, lower_bound_s=np.inf)
         if target >= min(best.step_s, cutoff_s):
@@ -274,9 +259,9 @@ def _search_upwards(
         aim *= AIM_GROWTH
     lower = min(lower, best.step_s)
     if lower < min(best.step_s, cutoff_s):
-        return ConfigResult(status="feasible", solution=_known(best), lower_bound_s=lower)
+        return ConfigResult(status="feasible", solution=best.known, lower_bound_s=lower)
     if best.step_s > cutoff_s or not best.strategies:
-        return ConfigResult(status="beaten", solution=_known(best), lower_bound_s=lower)
+        return ConfigResult(status="beaten", solution=best.known, lower_bound_s=lower)
     return ConfigResult(status="optimal", solution=best, lower_bound_s=best.step_s)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.search.frontier import FloatArray, IntArray, reduce_groups
+from steelyard.search.kernels import FloatArray, IntArray
 from steelyard.search.runs import BestRuns, PreparedTables, StageRuns, rest_bounds, time_limits
 
 
@@ -104,6 +104,20 @@ def join_runs(prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: floa
     step_s = prepared.step_s(joined[-1].total, joined[-1].worst)
     best = int(np.argmin(step_s))
     return Pipeline(step_s=float(step_s[best]), legs=tuple(_legs(joined, transitions, best))[::-1])
+
+
+def reduce_groups(group: IntArray, first: FloatArray, second: FloatArray) -> IntArray:
+    """Indices of the points that no point of their own group beats; ordered by group, then ``first``.
+
+    Of equal points the first is kept.
+    """
+    order = np.lexsort((second, first, group))
+    rank = np.unique(second, return_inverse=True)[1][order]
+    number = np.unique(group, return_inverse=True)[1][order]
+    falling = rank - number * len(order)  # all ranks of a later group are below those of an earlier one
+    is_kept = np.ones(len(order), dtype=bool)
+    is_kept[1:] = falling[1:] < np.minimum.accumulate(falling)[:-1]
+    return order[is_kept]
 
 
 def _matches(before: Joined, moves: Transitions, num_groups: int) -> tuple[IntArray, IntArray]:

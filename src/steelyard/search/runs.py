@@ -39,13 +39,14 @@ from steelyard.search.bounds import (
     stage_memories,
 )
 from steelyard.search.evaluate import Solution, evaluate
-from steelyard.search.frontier import FloatArray, IntArray, distinct
+from steelyard.search.kernels import FloatArray, IntArray
 from steelyard.search.layers import (
     ROUNDING,
     ChainFrontier,
     Pruning,
     StageCosts,
     chain_frontier,
+    distinct,
     option_table,
 )
 
@@ -172,9 +173,6 @@ class AnyBudget:
     def least_plan(self) -> Solution | None:
         """A plan of little memory, the least where nothing is freed; None where some layer has no legal strategy."""
         tables, memories = self.tables, self.memories
-        if tables.cross_layer_inputs:
-            tables = replace(tables, cross_layer_inputs=())
-            memories = stage_memories(tables)
         needed = least_budget(tables, memories)
         boundaries = None if needed is None else furthest_boundaries(tables, memories, needed)
         if boundaries is None:

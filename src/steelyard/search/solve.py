@@ -13,7 +13,6 @@ import heapq
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -23,14 +22,7 @@ from steelyard.errors import InvalidProblemError
 from steelyard.plan.decisions import Partition
 from steelyard.schedules import PipelineConfig
 from steelyard.search.bounds import IMPOSSIBLE
-from steelyard.search.cross_layer_inputs import (
-    CrossLayerProspect,
-    assess,
-    partition_exact,
-    partition_with,
-    settle,
-    sketch,
-)
+from steelyard.search.cross_layer_inputs import CrossLayerProspect, assess, partition_exact, partition_with
 from steelyard.search.cuts import Choice, ChoiceProspect, Leading
 from steelyard.search.evaluate import Solution
 from steelyard.search.partition import ConfigResult, NearestMiss, Prospect, quick_bound_s
@@ -273,11 +265,10 @@ def _solve_in_order(
             else:
                 heapq.heappush(waiting, (assessed.lower_bound_s / samples[index], index, assessed))
         elif bound > cutoff:
-            results[index] = known.settle(every=False) if isinstance(known, ChoiceProspect) else sketch(known)
+            results[index] = known.sketch()
             num_alternatives -= 1
         else:
-            solve = known.settle if isinstance(known, ChoiceProspect) else partial(settle, known)
-            result = results[index] = solve(cutoff_s=cutoff * samples[index], deadline=deadline)
+            result = results[index] = known.settle(cutoff_s=cutoff * samples[index], deadline=deadline)
             if result.solution is not None:
                 heapq.heappush(best, -result.solution.step_s / samples[index])
                 if len(best) > num_exact:

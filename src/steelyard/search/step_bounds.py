@@ -24,7 +24,7 @@ import numpy as np
 
 from steelyard.cost.tables import CostTables
 from steelyard.search.bounds import StageMemory, memories_of, stage_bounds
-from steelyard.search.frontier import FloatArray, IntArray
+from steelyard.search.kernels import FloatArray, IntArray
 from steelyard.search.layers import option_table
 from steelyard.units import MIB
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 import steelyard.modules.experts  # noqa: F401  registers the products that are counted here
 from steelyard.errors import InvalidModelError
-from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, asks_device, look
+from steelyard.modules.fake_op_cache import FakeOpCache, FakeOpMode, asks_device, has_parts, look
 from steelyard.profiles.profile import Collective
 
 aten = torch.ops.aten
@@ -53,6 +53,8 @@ class OpCounts:
     """Totals of one direction (forward or backward) of a layer on one rank, or what one operation adds to them."""
 
     matmul_flop: float = 0.0
+    low_precision_flop: float = 0.0
+    """Of them, of products of 8-bit operands."""
     attention_flop: float = 0.0
     matmul_bytes: float = 0.0
     expert_weight_bytes: float = 0.0
@@ -164,10 +166,10 @@ class OpCounter(FakeOpMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs the operation and counts it; DTensor operations are left to unfold into local ones first."""
+        """Runs the operation and counts it; those of DTensors and 8-bit tensors unfold into plain ones first."""
         if asks_device(func, args):
             return args[0].fake_device  # what the fake mode would say
-        if any(issubclass(each, DTensor) for each in types):
+        if any(map(has_parts, types)):
             return NotImplemented
         kwargs = kwargs or {}
         if _is_bookkeeping(func):
@@ -256,6 +258,7 @@ def _effect(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
             matmul_bytes=moved,
             expert_weight_bytes=of_experts,
             matmul_flop=flop,
+            low_precision_flop=flop if packet is aten._scaled_mm else 0,
             square_flop=flop if packet in _BATCHED_PRODUCTS else 0,
             products=list(_seen_products(packet, args, out)),
         )
@@ -316,7 +319,7 @@ def _of_experts(inputs: Tensor, weights: Tensor, *, share: float) -> SeenProduct
     return SeenProduct(groups=experts, m=inputs.shape[0] * share / experts, n=outer, k=inner)
 
 
-_PRODUCT_OPERANDS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1}
+_PRODUCT_OPERANDS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1, aten._scaled_mm: 0}
 """Position of the first factor among the arguments of each product."""
 
 

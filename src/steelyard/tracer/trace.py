@@ -256,6 +256,7 @@ def _recomputation(remat: Remat, observations: list[Observation], line: _Line) -
 def _work(direction: _Direction, observations: list[Observation], line: _Line) -> Work:
     return Work(
         matmul_flop=line(lambda o: direction(o).matmul_flop),
+        low_precision_flop=line(lambda o: direction(o).low_precision_flop),
         attention_flop=line(lambda o: direction(o).attention_flop),
         matmul_bytes=line(lambda o: direction(o).matmul_bytes),
         expert_weight_bytes=direction(observations[0]).expert_weight_bytes,

@@ -1,7 +1,7 @@
 """The twins of the levers that change a model, each of one lever of `steelyard.levers`."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from steelyard.levers import Levers
 from steelyard.levers.chunked_loss import ChunkedLoss
 from steelyard.levers.offload import Offload
 from steelyard.model.chain import ModelChain
-from steelyard.modules.levers import compiled_blocks, offload, quantized_base, train
+from steelyard.modules.levers import compiled_blocks, float8, offload, quantized_base, train
 
-CHANGES: dict[str, Any] = {"train": train, "base": quantized_base}
+CHANGES: dict[str, Any] = {"train": train, "base": quantized_base, "float8": float8}
 """By the name of the lever, those that change a model."""
-LAYER_CHANGES: dict[str, Any] = {"compile": compiled_blocks}
-"""Those that change layers one by one."""
+LAYER_CHANGES: dict[str, Any] = {"float8": float8, "compile": compiled_blocks}
+"""Those that change layers one by one, in the order of `LEVERS`."""
 
 
 def change_model(model: PreTrainedModel, chain: ModelChain) -> None:
@@ -53,14 +53,12 @@ def saving(levers: Levers) -> Callable[[nn.Module, Any], AbstractContextManager[
     return lambda layer, context: offload.saving_on_host(layer, context.side.tensors())
 
 
-def is_added(name: str) -> bool:
-    """Whether a parameter of this name is not of the unmodified model."""
-    return train.is_added(name)
-
-
-def own_name(name: str) -> str:
-    """The name of a parameter in the unmodified model."""
-    return train.own_name(name)
+is_added = train.is_added
+"""Whether a parameter of a name is not of the unmodified model."""
+own_name = train.own_name
+"""The name of a parameter in the unmodified model."""
+added_that_read = train.entered
+"""The modules that levers have added to a module and that read what linear layers read."""
 
 
 def num_quantized(model: nn.Module) -> int:
@@ -83,11 +81,6 @@ def fill_added(
     for change in _changes(chain):
         module = CHANGES[change.name].fill_added(change, model, path, module, seed=seed, layer=layer, is_new=is_new)
     return module
-
-
-def added_that_read(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that levers have added to a module and that read what linear layers read."""
-    return train.entered(module)
 
 
 def cast_added(layer: nn.Module, chain: ModelChain) -> None:

@@ -17,6 +17,7 @@ templates of matrix products with an epilogue, which it uses with max-autotune a
 """
 
 import logging
+import math
 import operator
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -230,6 +231,7 @@ class _Kernels:
 
 def _grouped(graph: fx.Graph) -> dict[fx.Node, _Group]:
     """The groups of fused operations by the nodes that leave them."""
+    _mark_cheap(graph)
     level = _levels(graph)
     joined: dict[fx.Node, list[fx.Node]] = {}
     sums = []
@@ -246,15 +248,16 @@ def _grouped(graph: fx.Graph) -> dict[fx.Node, _Group]:
     found: dict[fx.Node, _Group] = {}
     for nodes in {id(each): each for each in joined.values()}.values():
         inside = set(nodes)
-        if outputs := [node for node in nodes if any(_leaves(user, inside) for user in node.users)]:
+        if outputs := [node for node in nodes if _is_written(node, inside)]:
             found |= dict.fromkeys(outputs, _group(sorted(nodes, key=place.__getitem__), outputs))
+    written = {*found}
     for node in sums:
-        found[node] = _group(sorted(_leading(node, joined), key=place.__getitem__), [node])
+        found[node] = _group(sorted(_leading(node, joined.keys() - written), key=place.__getitem__), [node])
     return found
 
 
 def _group(nodes: list[fx.Node], outputs: list[fx.Node]) -> _Group:
-    """A group with the views that it looks through, and what it is given."""
+    """A group with what it computes again (views and `_is_cheap`) of what it is given."""
     inside = set(nodes)
     run: dict[fx.Node, None] = {}
     inputs: dict[fx.Node, None] = {}
@@ -283,7 +286,7 @@ def _gather(node: fx.Node, inside: set[fx.Node], run: dict[fx.Node, None], input
     """Adds an argument of a group to what it runs, a view in it, or to what it is given."""
     if node in inside or node in run or node in inputs:
         return
-    if _is_view(node) and _viewed(node) in inside:
+    if (_is_view(node) and (_viewed(node) in inside or _is_cheap(_viewed(node)))) or _is_cheap(node):
         for each in node.all_input_nodes:
             _gather(each, inside, run, inputs)
         run[node] = None
@@ -291,11 +294,33 @@ def _gather(node: fx.Node, inside: set[fx.Node], run: dict[fx.Node, None], input
         inputs[node] = None
 
 
-def _leaves(user: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether a user of a value of a group is outside; a sum over rows computes the value again."""
-    if _is_view(user):
-        return any(_leaves(each, inside) for each in user.users)
-    return user not in inside and not (_is_fused(user) and _sums_rows(user))
+def _is_written(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether a value of a group is read outside: by a kernel that is not fused, or by a fused one.
+
+    Of the latter sums over rows compute it again, and all do so with what is `_is_cheap`.
+    """
+    read = list(node.users)
+    is_again = _is_cheap(node)
+    while read:
+        user = read.pop()
+        if _is_view(user):
+            read += user.users
+        elif user not in inside:
+            if not _is_fused(user) or not (is_again or _sums_rows(user)):
+                return True
+        elif not is_again and _is_cheap(user) and _is_read_again(user, inside):
+            return True
+    return False
+
+
+def _is_read_again(node: fx.Node, inside: set[fx.Node]) -> bool:
+    """Whether a fused operation outside reads what it computes again of a value of a group."""
+    return any(
+        _is_read_again(user, inside)
+        if _is_view(user) or (user in inside and _is_cheap(user))
+        else user not in inside and _is_fused(user) and not _sums_rows(user)
+        for user in node.users
+    )
 
 
 def _leading(node: fx.Node, joined: Container[fx.Node]) -> set[fx.Node]:
@@ -358,14 +383,41 @@ def _is_fused(node: fx.Node) -> bool:
     return torch.Tag.pointwise in target.tags or target.overloadpacket in _FUSED or _op_types().is_fusible(node)
 
 
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether a value takes hardly more bytes to compute again than to read, so that inductor does not write it."""
+    return bool(node.meta.get("is_cheap"))
+
+
+def _mark_cheap(graph: fx.Graph) -> None:
+    """Marks values that operations on single entries make of what has hardly more bytes."""
+    sources: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        read = {source for each in node.all_input_nodes for source in sources[each]}
+        is_pointwise = _is_fused(node) and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        node.meta["is_cheap"] = is_pointwise and sum(map(_num_bytes, read)) <= 17 / 16 * _num_bytes(node)
+        sources[node] = read if node.meta["is_cheap"] or _is_view(node) else {node}
+
+
+def _num_bytes(node: fx.Node) -> int:
+    """Bytes of a tensor, at the number of samples that is traced."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return 0
+    sizes = (each if isinstance(each, int) else each.node.hint for each in value.shape)
+    return math.prod(sizes) * value.dtype.itemsize
+
+
 def _sums_rows(node: fx.Node) -> bool:
-    """Whether an operation adds up rows: the last dim of what it reads stays."""
+    """Whether an operation adds up rows, so that the dim whose entries are neighbours stays, or takes the largest entry
+    of all."""
     target = node.target
     if not (isinstance(target, torch._ops.OpOverload) and target.overloadpacket in _REDUCTIONS):
-        return False
+        return target is _aten.max.default
     read = node.all_input_nodes[0].meta["val"]
     dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    return bool(dims) and read.ndim > 1 and not any(dim in (-1, read.ndim - 1) for dim in tree_leaves(dims))
+    if target.overloadpacket is _aten.amax and not dims:
+        return True
+    return bool(dims) and read.ndim > 1 and not any(read.stride(dim) == 1 for dim in tree_leaves(dims))
 
 
 _REDUCTIONS = {_aten.sum, _aten.mean, _aten.amax, _aten.amin}

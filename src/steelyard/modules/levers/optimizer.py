@@ -227,7 +227,7 @@ def _chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 @cache
 def _state_type(word: str) -> Any:
     """The class of quantized moments."""
-    with _quietly_imported():
+    with quietly_imported():
         from torchao.optim import subclass_4bit, subclass_8bit
 
         for module in (subclass_4bit, subclass_8bit):  # tables that fake tensors cannot make
@@ -239,7 +239,7 @@ def _state_type(word: str) -> Any:
 @cache
 def _update(device_type: str) -> Callable[..., None]:
     """The update of one tensor on a device of this type."""
-    with _quietly_imported():
+    with quietly_imported():
         from torchao.optim.adam import single_param_adam
     if device_type == "cpu":
         return single_param_adam
@@ -253,7 +253,7 @@ def _update(device_type: str) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def _quietly_imported() -> Iterator[None]:
+def quietly_imported() -> Iterator[None]:
     """torchao tells of kernels that it cannot load and that nothing here calls."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -76,13 +76,12 @@ class _Product(torch.autograd.Function):
 
 def _quantized(weight: Tensor, word: str) -> dict[str, Tensor]:
     """The buffers of weights; bf16 first, in which a base comes."""
-    weight = weight.to(torch.bfloat16)
-    if weight.is_meta or is_fake(weight):
-        return _blank(weight, word)
     from bitsandbytes.functional import create_dynamic_map
 
-    ops = torch.ops.bitsandbytes
-    table = create_dynamic_map().to(weight.device)  # type: ignore[no-untyped-call]
+    ops, weight = torch.ops.bitsandbytes, weight.to(torch.bfloat16)
+    table = weight.new_empty(SCALES_BLOCK, dtype=torch.float32)
+    if not (weight.is_meta or is_fake(weight)):
+        table = create_dynamic_map().to(weight.device)  # type: ignore[no-untyped-call]
     if word == "int8":
         codes, scales = ops.quantize_blockwise(weight, table, BYTE_BLOCK)
         return {"codes": codes, "scales": scales, "table": table}
@@ -92,22 +91,6 @@ def _quantized(weight: Tensor, word: str) -> dict[str, Tensor]:
     short, scales_of_scales = ops.quantize_blockwise(scales - offset, table, SCALES_BLOCK)
     found = {"codes": codes, "scales": short, "scales_of_scales": scales_of_scales}
     return found | {"offset": offset, "table": table}
-
-
-def _blank(weight: Tensor, word: str) -> dict[str, Tensor]:
-    """The same without values."""
-    count, table = weight.numel(), weight.new_empty(SCALES_BLOCK, dtype=torch.float32)
-    if word == "int8":
-        scales = table.new_empty(-(-count // BYTE_BLOCK))
-        return {"codes": torch.empty_like(weight, dtype=torch.uint8), "scales": scales, "table": table}
-    blocks = -(-count // BLOCK)
-    return {
-        "codes": weight.new_empty((-(-count // 2), 1), dtype=torch.uint8),
-        "scales": weight.new_empty(blocks, dtype=torch.uint8),
-        "scales_of_scales": table.new_empty(-(-blocks // SCALES_BLOCK)),
-        "offset": table.new_empty(()),
-        "table": table,
-    }
 
 
 def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChain) -> None:

@@ -51,6 +51,7 @@ def memory_section(found: ReportContents) -> Html:
         of = f" of {format_bytes(budgets[emptiest])}" if found.plan.is_mixed else ""
         lead += f" The emptiest holds {format_bytes(totals[emptiest])}{of}."
     lead += " Each figure is an upper bound."
+    limits, colour = " and ".join(map(format_bytes, dict.fromkeys(budgets))), colours(names, MEMORY_COLOURS)
     return section(
         "memory",
         "What fills the memory",
@@ -58,19 +59,15 @@ def memory_section(found: ReportContents) -> Html:
         stacked_bars(
             stages,
             names,
-            colours(names, MEMORY_COLOURS),
+            colour,
             max(*budgets, *totals),
             format_bytes,
             limits=budgets,
             below=found.stage_pools,
         ),
-        _legend(stages, names, colours(names, MEMORY_COLOURS), format_bytes, f"the budget of {_budget_text(budgets)}"),
+        _legend(stages, names, colour, format_bytes, f"the budget of {limits}"),
         folded("As a table", _table(stages, names, format_bytes, "memory", left_of=budgets)),
     )
-
-
-def _budget_text(budgets: Sequence[float]) -> str:
-    return " and ".join(map(format_bytes, dict.fromkeys(budgets)))
 
 
 def stage_seconds(found: ReportContents) -> list[dict[str, float]]:
@@ -114,6 +111,7 @@ def stacked_bars(
     ``below`` stands under the names. A dashed line shows the limit of each bar, one through all of equal limits.
     """
     labels = labels or [f"stage {index}" for index in range(len(stages))]
+    margin, letter = LABEL_SHARES
     rows, is_common = [], limits is not None and len(set(limits)) == 1
     for index, stage in enumerate(stages):
         side = [tag("b", labels[index]), tag("small", below[index]) if below else None]
@@ -121,7 +119,7 @@ def stacked_bars(
         parts = [
             tag(
                 "i",
-                name if _has_room(name, stage[name] / whole) else "",
+                name if stage[name] / whole >= margin + letter * len(name) else "",
                 class_=f"part {colour[name]}",
                 style=f"width:{stage[name] / whole:.3%}",
                 title=f"{name}: {show(stage[name])} ({stage[name] / total:.1%})",
@@ -147,11 +145,6 @@ def stacked_bars(
 
 def _limit(share: float) -> Html:
     return tag("div", tag("i", style=f"left:{share:.3%}"), class_="limit", aria_hidden="true")
-
-
-def _has_room(name: str, share: float) -> bool:
-    margin, letter = LABEL_SHARES
-    return share >= margin + letter * len(name)
 
 
 def _legend(

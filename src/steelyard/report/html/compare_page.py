@@ -1,16 +1,15 @@
 """Two plans as a page: their time and memory as bars of one scale, and the layers that differ."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib.metadata import version
 
 from steelyard.plan.plan import Plan, headline
 from steelyard.plan.prediction import layers_text
-from steelyard.report.compare_view import changed_layers, fullest_terms, signed, step_terms
+from steelyard.report.compare_view import ALIKE, Terms, changed_layers, compared_terms, term_rows
 from steelyard.report.html.bars import stacked_bars
 from steelyard.report.html.contents import term
 from steelyard.report.html.markup import Html, document, legend, section, table, tag
 from steelyard.report.html.palette import MEMORY_COLOURS, colours, time_colours
-from steelyard.units import format_bytes, format_seconds
 
 
 def compare_page(first: Plan, second: Plan, names: tuple[str, str]) -> str:
@@ -25,47 +24,26 @@ def compare_page(first: Plan, second: Plan, names: tuple[str, str]) -> str:
             for name, plan in zip(names, (first, second), strict=True)
         ],
     )
-    sections = []
-    if first.prediction is not None and second.prediction is not None:
-        times = step_terms(first, first.prediction), step_terms(second, second.prediction)
-        known = time_colours() | {"waiting and fixed": time_colours()["waiting"]}
-        sections.append(_terms("time", "Time of a step, slowest stage", times, names, known, format_seconds))
-        sizes = fullest_terms(first.prediction), fullest_terms(second.prediction)
-        sections.append(_terms("memory", "Memory of the fullest stage", sizes, names, MEMORY_COLOURS, format_bytes))
-    sections.append(section("layers", "Layers that differ", _layers(first, second, names)))
+    compared = zip(("time", "memory"), compared_terms(first, second), strict=False)
+    sections = [_terms(name, *of_both, names) for name, of_both in compared]
+    chain = first.chain()
+    rows = [(layers_text(chain, start, end), *both) for start, end, *both in changed_layers(first, second)]
+    layers = table(("layers", *names), rows) if rows else tag("p", ALIKE)
+    sections.append(section("layers", "Layers that differ", layers))
     footer = tag("footer", tag("p", f"Written by steelyard {version('steelyard')}."))
     return document(title, title, (header, *sections, footer))
 
 
-def _terms(
-    name: str,
-    title: str,
-    terms: tuple[dict[str, float], dict[str, float]],
-    names: tuple[str, str],
-    known: Mapping[str, str],
-    show: Callable[[float], str],
-) -> Html:
+def _terms(name: str, title: str, terms: Terms, show: Callable[[float], str], names: tuple[str, str]) -> Html:
     """Both plans as bars of one scale, and every term of both with the difference."""
-    kept = list(dict.fromkeys(each for plan in terms for each in plan if plan[each] > 0))
-    colour, totals = colours(kept, known), [sum(plan.values()) for plan in terms]
-    rows: list[Sequence[str | Html]] = [
-        (term(each), show(before), show(after), signed(after - before, show))
-        for each in kept
-        for before, after in [(terms[0].get(each, 0.0), terms[1].get(each, 0.0))]
-    ]
-    rows.append((tag("b", "total"), *map(show, totals), signed(totals[1] - totals[0], show)))
+    rows = list(term_rows(terms, show))
+    kept = [each for each, *_ in rows[:-1]]
+    known = MEMORY_COLOURS | time_colours() | {"waiting and fixed": time_colours()["waiting"]}
+    colour, most = colours(kept, known), max(sum(plan.values()) for plan in terms)
     return section(
         name,
         title,
-        stacked_bars(terms, kept, colour, max(totals), show, labels=names),
+        stacked_bars(terms, kept, colour, most, show, labels=names),
         legend((colour[each], term(each)) for each in kept),
-        table(("", *names, "difference"), rows, numeric=(1, 2, 3)),
+        table(("", *names, "difference"), [(term(each), *shown) for each, *shown in rows], numeric=(1, 2, 3)),
     )
-
-
-def _layers(first: Plan, second: Plan, names: tuple[str, str]) -> Html:
-    chain = first.chain()
-    rows = [(layers_text(chain, start, end), *both) for start, end, *both in changed_layers(first, second)]
-    if not rows:
-        return tag("p", "All layers have the same stage and strategy in both.")
-    return table(("layers", *names), rows)

@@ -16,6 +16,8 @@ from steelyard.report.html.trade_off import trade_off_section
 from steelyard.report.plan_table import gain_sentence
 from steelyard.units import TERA, format_bytes, format_count, format_plural, format_seconds
 
+_TILE = ("name", "figure", "below")
+
 
 def summary(found: ReportContents) -> Html:
     """The head of the page: what is trained, the decision, and the figures."""
@@ -26,7 +28,15 @@ def summary(found: ReportContents) -> Html:
         tag("h1", plan.model.name, tag("span", " on "), plan.cluster),
         tag("p", network, class_="hint") if (network := network_text(found)) else None,
         tag("p", decision(found), class_="decision", id="decision"),
-        tag("div", [_tile(*each) for each in _tiles(found)], class_="tiles", id="figures"),
+        tag(
+            "div",
+            [
+                tag("div", [tag("div", part, class_=look) for part, look in zip(each, _TILE, strict=True)])
+                for each in _tiles(found)
+            ],
+            class_="tiles",
+            id="figures",
+        ),
         [
             tag("p", note, class_="note")
             for note in (*found.prediction.warnings, *found.notes, *found.study.explanation.notes)
@@ -45,12 +55,13 @@ def decision(found: ReportContents) -> Html:
     )
     tokens = format_count(plan.global_batch * plan.seq_len)
     step = format_seconds(prediction.step_time_s).replace(" ", " ")  # the unit stays on the line
+    names = [str(strategy) for strategy in plan.strategies]
     count = format_plural(plan.num_microbatches, "microbatch", "microbatches")
     batch = f"with {count} of {plan.microbatch_samples} × {plan.seq_len:,} tokens"
     return join(
         [
             f"Train it {_pipeline(plan)}, {batch}, most layers as ",
-            tag("b", most_used(plan), class_="whole"),
+            tag("b", max(dict.fromkeys(names), key=names.count), class_="whole"),
             f": a step of {tokens} tokens takes {step} and {verdict}.",
             f" {gained}." if (gained := gain_sentence(plan)) else "",
             f" Changed: {plan.chosen_levers}." if plan.levers else "",
@@ -72,12 +83,6 @@ def network_text(found: ReportContents) -> str:
     return f"Inside {inside}" if between is None else f"Between nodes {link_text(between)}; inside {inside}"
 
 
-def most_used(plan: Plan) -> str:
-    """The strategy that most layers have."""
-    names = [str(strategy) for strategy in plan.strategies]
-    return max(dict.fromkeys(names), key=names.count)
-
-
 def _pipeline(plan: Plan) -> str:
     sizes = plan.stage_sizes
     devices = format_plural(sizes[0], "device")
@@ -93,22 +98,15 @@ def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
     """Name, figure and what stands below it."""
     plan, prediction, record = found.plan, found.prediction, found.record
     share = found.peak_bytes / found.budget_bytes if found.budget_bytes else 1.0
-    measured_s = None if record is None else f"measured {format_seconds(record.median_step_s)}"
-    measured_speed = None
-    if record is not None:
-        measured_speed = f"measured {record.tokens_per_s / record.num_devices:,.0f}"
     all_devices = format_count(prediction.tokens_per_s_per_device * plan.num_devices)
+    below_time = f"{plan.global_batch:,} samples a step"
+    below_speed = f"{all_devices} on {format_plural(plan.num_devices, 'device')}"
+    if record is not None:
+        below_time = f"measured {format_seconds(record.median_step_s)}"
+        below_speed = f"measured {record.tokens_per_s / record.num_devices:,.0f}"
     tiles: list[tuple[Child, str, Child]] = [
-        (
-            "step time",
-            format_seconds(prediction.step_time_s),
-            f"{measured_s or f'{plan.global_batch:,} samples a step'}; {prediction.accuracy}",
-        ),
-        (
-            "tokens/s/device",
-            f"{prediction.tokens_per_s_per_device:,.0f}",
-            measured_speed or f"{all_devices} on {format_plural(plan.num_devices, 'device')}",
-        ),
+        ("step time", format_seconds(prediction.step_time_s), f"{below_time}; {prediction.accuracy}"),
+        ("tokens/s/device", f"{prediction.tokens_per_s_per_device:,.0f}", below_speed),
     ]
     if prediction.model_flop_per_s is not None:
         tiles.append(("TFLOP/s per device", f"{prediction.model_flop_per_s / TERA:,.0f}", "model FLOP, as in MFU"))
@@ -138,15 +136,10 @@ def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
     return [*tiles, ("proof", *prediction.certificate.brief)]
 
 
-def _tile(name: Child, figure: str, below: Child) -> Html:
-    return tag(
-        "div", tag("div", name, class_="name"), tag("div", figure, class_="figure"), tag("div", below, class_="below")
-    )
-
-
 def report_page(found: ReportContents) -> str:
     """The complete page as the text of one file that loads nothing from anywhere."""
     sections = (
+        summary(found),
         measured_section(found),
         strategy_section(found),
         time_section(found),
@@ -157,23 +150,15 @@ def report_page(found: ReportContents) -> str:
         assumption_section(found),
         glossary_section(found),
     )
-    title = f"{found.plan.model.name} on {found.plan.cluster}"
-    content = (summary(found), *sections, _footer(found))
+    title, name = f"{found.plan.model.name} on {found.plan.cluster}", found.plan_file
+    commands = {
+        "why this plan": f"steelyard explain {name}",
+        "does it fit, on the real runtime": f"steelyard check {name}",
+        "run it": f"steelyard train {name} --data PATH",
+    }
+    facts = [
+        tag("div", tag("dt", what), tag("dd", tag("code", each)), class_="fact") for what, each in commands.items()
+    ]
+    written = tag("p", f"Written by steelyard {version('steelyard')} from {name}.")
+    content = (*sections, tag("footer", tag("dl", facts), written))
     return document(title, headline(found.plan), content, script="timeline.js")
-
-
-def _footer(found: ReportContents) -> Html:
-    name = found.plan_file
-    commands = (
-        ("why this plan", f"steelyard explain {name}"),
-        ("does it fit, on the real runtime", f"steelyard check {name}"),
-        ("run it", f"steelyard train {name} --data PATH"),
-    )
-    return tag(
-        "footer",
-        tag(
-            "dl",
-            [tag("div", tag("dt", what), tag("dd", tag("code", command)), class_="fact") for what, command in commands],
-        ),
-        tag("p", f"Written by steelyard {version('steelyard')} from {name}."),
-    )

@@ -20,13 +20,7 @@ ROW, HEIGHT = 10, 8
 """Units from one stage to the next, and of a pass."""
 MOST_PASSES = 12_000
 """A step of more is shown in part: its first and its last microbatches."""
-PASS_NAMES = {
-    "forward": "forward",
-    "backward": "backward",
-    "once": "optimizer",
-    "bubble": "bubble",
-    "not shown": "not shown",
-}
+PASS_NAMES = {each: each for each in ("forward", "backward", "once", "bubble", "not shown")} | {"once": "optimizer"}
 MIN_SHARE = 0.0005
 
 
@@ -36,7 +30,10 @@ def timeline_section(found: ReportContents) -> Html | None:
     if timeline is None:
         return None
     hidden = hidden_microbatches(plan.num_microbatches, max(2, MOST_PASSES // (2 * len(plan.parts))))
-    stages = [_passes(timeline, plan, stage, hidden) for stage in range(timeline.pipeline.num_stages)]
+    stages = []
+    for stage in range(timeline.pipeline.num_stages):
+        passes = (each for each in stage_slices(timeline, stage, plan.num_chunks) if each.track == PASSES)
+        stages.append(list(without_hidden(sorted(passes, key=lambda each: each.start_s), hidden)))
     categories = [
         category for category in PASS_NAMES if any(each.category == category for stage in stages for each in stage)
     ]
@@ -67,11 +64,6 @@ def timeline_section(found: ReportContents) -> Html | None:
     return section("timeline", "One step, pass by pass", *parts)
 
 
-def _passes(timeline: Timeline, plan: Plan, stage: int, hidden: range) -> list[Slice]:
-    slices = (each for each in stage_slices(timeline, stage, plan.num_chunks) if each.track == PASSES)
-    return list(without_hidden(sorted(slices, key=lambda each: each.start_s), hidden))
-
-
 def _lead(timeline: Timeline, plan: Plan, hidden: range, fixed_s: float) -> str:
     text = f"{plan.pipeline.schedule.title} with {plan.num_microbatches} microbatches, as simulated. "
     if timeline.pipeline.num_stages == 1:
@@ -86,17 +78,14 @@ def _lead(timeline: Timeline, plan: Plan, hidden: range, fixed_s: float) -> str:
 
 
 def _controls() -> Html:
-    names = (
-        ("whole", "Whole step"),
-        ("start", "Start"),
-        ("end", "End"),
-        ("in", "+"),
-        ("out", "−"),
-    )
+    names = {"whole": "Whole step", "start": "Start", "end": "End", "in": "+", "out": "−"}
     words = {"in": "zoom in", "out": "zoom out"}
     return tag(
         "div",
-        [tag("button", text, type="button", data_zoom=name, aria_label=words.get(name)) for name, text in names],
+        [
+            tag("button", text, type="button", data_zoom=name, aria_label=words.get(name))
+            for name, text in names.items()
+        ],
         tag("span", "drag to move, Ctrl and wheel or pinch to zoom", class_="hint"),
         class_="controls",
     )
@@ -140,9 +129,8 @@ def _data(stages: Sequence[Sequence[Slice]], step_s: float) -> Html:
 
 def _name(each: Slice) -> str:
     chunk = "" if each.chunk is None else f" of chunk {each.chunk}"
-    return (
-        each.name if each.category in ("bubble", "not shown") else PASS_NAMES.get(each.category, each.category)
-    ) + chunk
+    is_told = each.category in ("bubble", "not shown")
+    return (each.name if is_told else PASS_NAMES.get(each.category, each.category)) + chunk
 
 
 def _legend(stages: Sequence[Sequence[Slice]], categories: Sequence[str], step_s: float) -> Html:

@@ -12,7 +12,7 @@ from steelyard.plan.prediction import Alternative
 from steelyard.report.frontier_table import figure_title, frontier_note
 from steelyard.report.html.chart import Chart, Line, Mark, chart, nice_ticks, staircase
 from steelyard.report.html.contents import ReportContents
-from steelyard.report.html.markup import Child, Html, document, folded, section, table, tag
+from steelyard.report.html.markup import Html, document, folded, section, table, tag
 from steelyard.report.tables import cell
 from steelyard.units import GIB, MIB, format_bytes, format_count, format_seconds
 
@@ -29,9 +29,7 @@ def trade_off_charts(found: TradeOffs) -> tuple[Chart, ...]:
     drawn = [memory_chart(found.points, found.budget_bytes)] if found.points else []
     counted = [point for point in found.devices if point.step_time_s is not None]
     if len(counted) > 1:
-        drawn += [_device_chart(found, counted), _throughput_chart(found, counted)]
-        if found.price_per_device_hour is not None:
-            drawn.append(_cost_chart(found, counted))
+        drawn += _device_charts(found, counted)
     offered = [offer for offer in found.offers if offer.step_time_s is not None]
     return (*drawn, _offer_chart(offered)) if len(offered) > 1 else tuple(drawn)
 
@@ -62,54 +60,58 @@ def memory_chart(
     )
 
 
-def _device_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
-    def words(point: DevicePoint) -> str:
-        return f"{format_seconds(point.step_time_s or 0.0)} a step; {point.setting}; {point.strategies}"
+def _device_charts(found: TradeOffs, counted: list[DevicePoint]) -> list[Chart]:
+    """Step time, throughput and, where there is a price, cost on numbers of devices.
 
-    marks = _device_marks(found, counted, lambda point: point.step_time_s, words)
-    return _by_devices("Least step time on a number of devices", "step time (s)", marks)
+    Tokens a second stand beside what they would be if all devices were worth as much as on the fewest.
+    """
 
-
-def _device_marks(
-    found: TradeOffs,
-    counted: list[DevicePoint],
-    height: Callable[[DevicePoint], float | None],
-    words: Callable[[DevicePoint], str],
-) -> tuple[Mark, ...]:
-    return tuple(
-        _mark(
-            point.num_devices,
-            height(point) or 0.0,
-            f"{point.cluster}: {words(point)}",
-            is_chosen=point.cluster == found.cluster,
+    def drawn(
+        title: str, y_label: str, height: Callable[[DevicePoint], float | None], words: Callable[[DevicePoint], str]
+    ) -> Chart:
+        marks = tuple(
+            _mark(
+                point.num_devices,
+                height(point) or 0.0,
+                f"{point.cluster}: {words(point)}",
+                is_chosen=point.cluster == found.cluster,
+            )
+            for point in counted
         )
-        for point in counted
+        return Chart(
+            title=title,
+            x_label="devices",
+            y_label=y_label,
+            lines=(Line(points=_places(marks)),),
+            marks=marks,
+            x_ticks=tuple(mark.x for mark in marks),
+        )
+
+    time = drawn(
+        "Least step time on a number of devices",
+        "step time (s)",
+        lambda point: point.step_time_s,
+        lambda point: f"{format_seconds(point.step_time_s or 0.0)} a step; {point.setting}; {point.strategies}",
     )
-
-
-def _throughput_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
-    """Tokens a second, beside what they would be if all devices were worth as much as on the fewest."""
-    marks = _device_marks(
-        found,
-        counted,
+    speed = drawn(
+        "Throughput on a number of devices",
+        "tokens/s",
         lambda point: point.tokens_per_s,
         lambda point: f"{format_count(point.tokens_per_s or 0.0)} tokens/s",
     )
-    fewest = min(marks, key=lambda mark: mark.x)
-    ideal = Line(points=tuple((mark.x, fewest.y * mark.x / fewest.x) for mark in marks), look="ideal")
-    drawn = _by_devices("Throughput on a number of devices", "tokens/s", marks)
+    fewest = min(speed.marks, key=lambda mark: mark.x)
+    ideal = Line(points=tuple((mark.x, fewest.y * mark.x / fewest.x) for mark in speed.marks), look="ideal")
     words = f"ideal: as many tokens/s for every device as on {fewest.x:.0f}"
-    return replace(drawn, lines=(*drawn.lines, ideal), legend=(("ideal", words),))
-
-
-def _cost_chart(found: TradeOffs, counted: list[DevicePoint]) -> Chart:
-    marks = _device_marks(
-        found,
-        counted,
+    charts = [time, replace(speed, lines=(*speed.lines, ideal), legend=(("ideal", words),))]
+    if found.price_per_device_hour is None:
+        return charts
+    cost = drawn(
+        f"Cost at {found.price_per_device_hour:g} per device-hour",
+        "cost of a billion tokens",
         lambda point: point.cost_per_billion_tokens,
         lambda point: f"{point.cost_per_billion_tokens or 0.0:,.2f} per billion tokens",
     )
-    return _by_devices(f"Cost at {found.price_per_device_hour:g} per device-hour", "cost of a billion tokens", marks)
+    return [*charts, cost]
 
 
 def _offer_chart(offered: list[DevicePoint]) -> Chart:
@@ -135,17 +137,6 @@ def _offer_chart(offered: list[DevicePoint]) -> Chart:
     )
 
 
-def _by_devices(title: str, y_label: str, marks: tuple[Mark, ...]) -> Chart:
-    return Chart(
-        title=title,
-        x_label="devices",
-        y_label=y_label,
-        lines=(Line(points=_places(marks)),),
-        marks=marks,
-        x_ticks=tuple(mark.x for mark in marks),
-    )
-
-
 def _mark(x: float, y: float, title: str, *, is_chosen: bool) -> Mark:
     return Mark(
         x=float(x), y=y, title=title, look="here" if is_chosen else "step", label="this plan" if is_chosen else ""
@@ -162,18 +153,8 @@ def trade_off_section(found: ReportContents) -> Html:
     others = [each for each in found.prediction.alternatives if each.step_time_s and each.memory_bytes]
     parts = [tag("p", _lead(found)), chart(_chart(found, others))]
     if points:
-        rows = [
-            (
-                format_bytes(point.memory_bytes),
-                format_seconds(point.step_time_s),
-                format_count(point.tokens_per_s),
-                point.setting,
-                point.strategies,
-            )
-            for point in points
-        ]
-        headings = ("memory per device", "step", "tokens/s", "pipeline", "strategies")
-        parts.append(folded("The frontier as a table", table(headings, rows, numeric=(0, 1, 2))))
+        shown = table(_POINT_HEADINGS, map(_point_row, points), numeric=(0, 1, 2))
+        parts.append(folded("The frontier as a table", shown))
     return section("frontier", "Time against memory", *parts)
 
 
@@ -250,48 +231,46 @@ def _page_lead(found: TradeOffs) -> str:
 def _tables(found: TradeOffs) -> list[Html]:
     parts = []
     if found.points:
-        rows = [
-            (
-                tag("b", "this plan") if point.is_chosen else "",
-                format_bytes(point.memory_bytes),
-                format_seconds(point.step_time_s),
-                format_count(point.tokens_per_s),
-                point.setting,
-                point.strategies,
-            )
-            for point in found.points
-        ]
-        headings = ("", "memory per device", "step", "tokens/s", "pipeline", "strategies")
-        parts += [table(headings, rows, numeric=(1, 2, 3)), tag("p", frontier_note(found), class_="hint")]
+        rows = [(tag("b", "this plan") if point.is_chosen else "", *_point_row(point)) for point in found.points]
+        shown = table(("", *_POINT_HEADINGS), rows, numeric=(1, 2, 3))
+        parts += [shown, tag("p", frontier_note(found), class_="hint")]
     if found.devices:
         priced = found.price_per_device_hour is not None
         headings = ("devices", "step", "tokens/s", *(("cost of 10⁹ tokens",) if priced else ()), "plan")
-        shown = table(headings, [_device_row(point, priced) for point in found.devices], numeric=range(3 + priced))
+        of_devices = [
+            (
+                str(point.num_devices),
+                *_speed(point),
+                *((cell(point.cost_per_billion_tokens, _money),) if priced else ()),
+                point.reason or f"{point.setting}; {point.strategies}",
+            )
+            for point in found.devices
+        ]
+        shown = table(headings, of_devices, numeric=range(3 + priced))
         parts.append(shown if len(parts) == 0 else folded("By number of devices", shown))
     if found.offers:
-        of_offers = ("", "devices", "an hour", "cost of 10⁹ tokens", "step", "tokens/s", "plan")
-        parts.append(table(of_offers, [_offer_row(offer) for offer in found.offers], numeric=(2, 3, 4, 5)))
+        headings = ("", "devices", "an hour", "cost of 10⁹ tokens", "step", "tokens/s", "plan")
+        of_offers = [
+            (
+                tag("b", "worth having") if offer.is_worth_having else "",
+                offer.cluster,
+                _money(offer.price_per_hour or 0.0),
+                cell(offer.cost_per_billion_tokens, _money),
+                *_speed(offer),
+                offer.reason or f"{offer.setting}; {offer.strategies}",
+            )
+            for offer in found.offers
+        ]
+        parts.append(table(headings, of_offers, numeric=(2, 3, 4, 5)))
     return parts
 
 
-def _offer_row(offer: DevicePoint) -> tuple[Child, ...]:
-    return (
-        tag("b", "worth having") if offer.is_worth_having else "",
-        offer.cluster,
-        _money(offer.price_per_hour or 0.0),
-        cell(offer.cost_per_billion_tokens, _money),
-        *_speed(offer),
-        offer.reason or f"{offer.setting}; {offer.strategies}",
-    )
+_POINT_HEADINGS = ("memory per device", "step", "tokens/s", "pipeline", "strategies")
 
 
-def _device_row(point: DevicePoint, priced: bool) -> tuple[str, ...]:
-    return (
-        str(point.num_devices),
-        *_speed(point),
-        *((cell(point.cost_per_billion_tokens, _money),) if priced else ()),
-        point.reason or f"{point.setting}; {point.strategies}",
-    )
+def _point_row(point: FrontierPoint) -> tuple[str, ...]:
+    step, speed = format_seconds(point.step_time_s), format_count(point.tokens_per_s)
+    return format_bytes(point.memory_bytes), step, speed, point.setting, point.strategies
 
 
 def _speed(point: DevicePoint) -> tuple[str, str]:

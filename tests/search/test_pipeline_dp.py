@@ -1,32 +1,15 @@
-"""What frontiers keep."""
+"""What of placed stages is kept."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steelyard.search.frontier import distinct, reduce, reduce_groups
-
-POINTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12).map(float)), max_size=12)
+from steelyard.search.layers import distinct
+from steelyard.search.pipeline_dp import reduce_groups
 
 
 def beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return all(a <= b for a, b in zip(one, other, strict=True)) and one != other
-
-
-@given(POINTS)
-def test_reduce_keeps_exactly_the_points_that_none_beats(points: list[tuple[int, float]]) -> None:
-    kept = reduce(np.array([p[0] for p in points], dtype=np.int64), np.array([p[1] for p in points]))
-    expected = {point for point in points if not any(beats(other, point) for other in points)}
-    assert {points[index] for index in kept} == expected
-    assert len(kept) == len(expected)
-
-
-@given(POINTS)
-def test_bytes_rise_and_seconds_fall(points: list[tuple[int, float]]) -> None:
-    num_bytes, seconds = np.array([p[0] for p in points], dtype=np.int64), np.array([p[1] for p in points])
-    kept = reduce(num_bytes, seconds)
-    assert np.all(np.diff(num_bytes[kept]) > 0)
-    assert np.all(np.diff(seconds[kept]) < 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6), st.integers(0, 6)), max_size=24))

@@ -1,0 +1,85 @@
+r"""Linear layers of blocks that multiply in 8 bits, by torchao: operands are cast before each product, with scales.
+
+| word       | a scale for           | products   | recipe                                          |
+|------------|-----------------------|------------|-------------------------------------------------|
+| tensorwise | each tensor           | e4m3, e5m2 | torchao.float8, Micikevicius et al. 2022        |
+| rowwise    | each row              | e4m3       | torchao.float8, scales are powers of two        |
+| mxfp8      | 32 entries of a row   | e4m3       | OCP Microscaling formats (MX) 1.0, on Blackwell |
+
+All three products of a layer (output, gradients of input and weight) take operands in 8 bits and return the precision
+that computes, in which parameters, gradients and what is saved stay. Scales are those of the moment: an operand is read
+for its largest entry and again for its cast. A trace counts both, one by one or as ``--compile blocks`` fuses them.
+Without it casts cost more than the products gain. FLOP of products in 8 bits are counted apart, and priced at the part
+of the fp8 peak that others reach of bf16's: four layers of torchao's pull request 2185 on an H100 ran 1.1 to 1.7 times
+as fast with their casts, which leaves their products 1.8 to 2.3.
+
+Layers whose part on a rank has a dim that 16 does not divide stay as they are, as do embedding, head, routers and
+experts. fsdp and tp gather in the precision that computes; under tp each rank has scales of its own part.
+
+A CPU computes the same numbers (`torch._scaled_mm`), slowly. MXFP8 is priced in closed form, for an engine that has it.
+
+Not modelled: fsdp and tp that gather in 8 bits; that kernels which reduce or write columns are slower than others.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from steelyard.levers.lever import Asked, Divided, Effects, LowPrecision, Objection, Result, WordLever
+from steelyard.model.chain import ModelChain
+
+NONE = "none"
+MXFP8 = "mxfp8"
+_PRODUCTS: Mapping[str, LowPrecision] = {
+    "tensorwise": LowPrecision(peak="fp8", forward=((5, 2), (5, 2)), backward=((8, 2), (5, 2), (6, 2))),
+    "rowwise": LowPrecision(peak="fp8", forward=((1, 0), (3, 1)), backward=((8, 2), (9, 3), (6, 2))),
+    MXFP8: LowPrecision(peak="mxfp8", forward=((3, 1), (3, 1)), backward=((3, 1), (3, 1), (6, 2))),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Float8(WordLever):
+    """The scales of operands in 8 bits."""
+
+    word: str = NONE
+
+    name: ClassVar[str] = "float8"
+    values: ClassVar[tuple[str, ...]] = (NONE, *_PRODUCTS)
+    offers: ClassVar[tuple[str, ...]] = ("tensorwise", "rowwise")
+    help: ClassVar[str] = (
+        "Products of linear layers in 8 bits: none, tensorwise, rowwise (a scale for a tensor or a row), or mxfp8."
+    )
+    result: ClassVar[Result] = "rounding"
+    tolerances: ClassVar[tuple[float, float]] = (1e-3, 0.25)
+    precisions: ClassVar[tuple[str, ...]] = ("fp8", "mxfp8")
+
+    def objections(self, asked: Asked) -> Iterator[Objection]:
+        """Adapters, a module of the user's own, and a device without fp8."""
+        if asked.chain.has_adapters or "train" in asked.levers:
+            yield "beside adapters", "linear layers that are trained themselves", "leave --float8 or --train out"
+        if asked.chain.split.module:
+            own = f"for {asked.chain.name}, a module of your own"
+            before = "convert the module by torchao.float8.convert_to_float8_training before, or leave --float8 out"
+            yield own, "a model of transformers", before
+        peak = _PRODUCTS[self.word].peak
+        for device in asked.devices:
+            if device.is_gpu and peak not in device.peak_flop_per_s:
+                yield (
+                    f"on {device.name!r}, which has no known rate in {peak}",
+                    f"a device that multiplies in {peak}, or whose cluster file says its rate",
+                    f"leave --float8 out, or add {peak} to peak_TFLOPs of the device in the cluster file",
+                )
+
+    def refusal(self, strategy: Divided) -> str | None:
+        """Layers of which ranks divide experts are not traced with it."""
+        if strategy.expert_degree > 1:
+            return f"no ep with --{self.name} {self}: layers of divided experts are not converted"
+        return None
+
+    def change(self, chain: ModelChain) -> ModelChain:
+        """The model whose blocks multiply so; what is not traced is priced in closed form alone."""
+        return chain if self.word == MXFP8 else replace(chain, changes=(*chain.changes, self))
+
+    def effects(self, effects: Effects) -> Effects:
+        """The rate of its products."""
+        return replace(effects, low_precision=_PRODUCTS[self.word])
