@@ -113,11 +113,11 @@ def _without_padding(tokens: Tensor, chain: ModelChain) -> Tensor:
 class _LocalSGD(LocalUpdates, SGD):
     """SGD on each rank's part of the parameters, where `SGD` itself would keep momenta that no later step finds."""
 
-    def _init_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], momenta: list[Any]) -> bool:
+    def _init_group(self, group: dict[str, Any], *found: list[Any]) -> bool:
         for parameter in group["params"]:
             if parameter.grad is not None and "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return super()._init_group(group, params, grads, momenta)
+        return super()._init_group(group, *found)
 
 
 def train_alone(plan: Plan, *, seed: int, num_steps: int) -> Reference:
