@@ -128,7 +128,7 @@ def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Itera
 
 def _single(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, str]]:
     """The values of each lever that the request does not set."""
-    for name, lever in sorted(LEVERS.items(), key=lambda each: each[1].takes_long):
+    for name, lever in sorted(LEVERS.items(), key=lambda each: (each[1].takes_long, bool(each[1].offered_with))):
         if name not in request.levers.texts and (asked or not lever.takes_long):
             beside = {
                 other: text
