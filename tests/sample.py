@@ -19,8 +19,8 @@ TYPES = (
 splits of all have; the second is split for other tests anyway, or has experts or attention of its own kind."""
 
 
-def sampled(names: Iterable[str], sample: Collection[str]) -> list[Any]:
-    """The names as parameters of a test."""
+def sampled(names: Iterable[Any], sample: Collection[Any]) -> list[Any]:
+    """The names, or numbers, as parameters of a test."""
     return [name if name in sample else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 

@@ -21,6 +21,7 @@ from published_runs.frameworks import FIXED_SEGMENTS_RESERVE, MIXED_16
 
 from lever_runs.rows import Row
 from steelyard.engines.automodel import AUTOMODEL
+from steelyard.engines.deepspeed import DEEPSPEED
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Execution, StateBytes
 from steelyard.engines.native import NATIVE
@@ -131,8 +132,8 @@ def _peft(_row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
 
 
 def _qwen(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
-    if (row.count("fsdp") or 1) > 1:
-        return Framework(engine=_engine("qwen", Execution()))  # ZeRO-3, all in bf16: as FSDP2 shards
+    if (row.count("fsdp") or 1) > 1 or (is_full and (row.count("num_gpus") or 1) > 1):
+        return Framework(engine=_engine("qwen", DEEPSPEED.execution))  # ZeRO-2 keeps what is not trained whole
     is_deepspeed = is_full or "DeepSpeed" in row.text("framework")
     execution = replace(_DEEPSPEED, states=replace(MIXED_16, zero=0)) if is_deepspeed else _FP32_ADAPTERS
     if "embeddings" in row.text("method"):  # nearly all that is trained, which peft copies in bf16 and does not cast

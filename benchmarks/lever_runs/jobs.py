@@ -33,10 +33,11 @@ from steelyard.hardware.values import NodeGroup
 from steelyard.levers import Levers
 from steelyard.levers.float8 import Float8
 from steelyard.levers.train import KINDS, LORA
-from steelyard.model.chain import LayerRole
+from steelyard.model.chain import LayerRole, ModelChain
+from steelyard.model.read import chain_from_config
 from steelyard.plan.strategy import Remat
 from steelyard.planning.job import job_of
-from steelyard.planning.request import make_request
+from steelyard.planning.request import changed_chain, make_request
 from steelyard.planning.settings import Settings
 from steelyard.profiles.profile import LayerProfile
 from steelyard.profiles.shapes import Affine
@@ -146,25 +147,18 @@ class Case:
 
     def job(self, seq_len: int) -> Job:
         """The job at a length, with what the framework's modules save beyond ours."""
+        levers = Levers.of(dict(self.levers))
         is_closed = self.framework.engine.execution.kernels is not None
-        request = make_request(
-            self.config,
-            self.cluster,
-            global_batch=self.global_batch,
-            seq_len=seq_len,
-            levers={name: text for name, text in self.levers if not (is_closed and name == "float8")},
-            memory_margin=0.0,
-        )
+        of_model = Levers(tuple(each for each in levers if not (is_closed and isinstance(each, Float8))))
+        chain = _changed(json.dumps(dict(self.config), sort_keys=True), of_model)
+        request = make_request(chain, self.cluster, global_batch=self.global_batch, seq_len=seq_len, memory_margin=0.0)
         engine = self.framework.engine
         states = engine.execution.states
         if isinstance(states, StateBytes) and self.settings.zero == 0:
             engine = replace(engine, execution=replace(engine.execution, states=replace(states, zero=0)))
         gathers = dict(self.levers).get("float8") == "tensorwise" and self.settings.tp == 1
-        chosen = (
-            GatheredFloat8(str(each)) if gathers and isinstance(each, Float8) else each
-            for each in Levers.of(dict(self.levers))
-        )
-        request = replace(request, engine=engine, levers=Levers(tuple(chosen)))
+        chosen = (GatheredFloat8(str(each)) if gathers and isinstance(each, Float8) else each for each in levers)
+        request = replace(request, levers=Levers(tuple(chosen)), engine=engine)
         job = job_of(replace(request, precision=self.precision))  # type: ignore[arg-type]
         return job if engine.execution.kernels is not None else self._as_framework(job)
 
@@ -215,6 +209,11 @@ class Case:
         if not (self.framework.single_scales and dict(self.levers).get("base") == "nf4"):
             return layer
         return layer.model_copy(update={"buffer_bytes": int(layer.buffer_bytes * (1 / 2 + 4 / 64) / _NF4)})
+
+
+@cache
+def _changed(config: str, levers: Levers) -> ModelChain:
+    return changed_chain(chain_from_config(json.loads(config), name="model"), levers, ())
 
 
 def _with_constant(layer: LayerProfile, num_bytes: int) -> LayerProfile:
@@ -410,12 +409,14 @@ def _adapters(row: Row) -> str:
 
 
 def _zero(row: Row, framework: Framework, data: int) -> int:
-    """The ZeRO stage: 3 where ``fsdp`` is above 1 or the engine is an FSDP engine, else what the states say."""
+    """The ZeRO stage: 3 or 2 where ``fsdp`` is above 1 or the engine is an FSDP engine, else what the states say."""
     is_sharded = (row.count("fsdp") or 1) > 1
     own = isinstance(framework.engine.execution.states, StateBytes)
     if is_sharded and own and data > 1 and row.text("method") == "full":
         raise _SkipError("all in bf16 under FSDP")
-    return 3 if is_sharded or not own else 0
+    if own and not is_sharded:
+        return 0
+    return 2 if "ZeRO-2" in row.text("notes") and not is_sharded else 3
 
 
 def _cluster(row: Row, count: int) -> tuple[Cluster, bool]:

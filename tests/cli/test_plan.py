@@ -146,19 +146,11 @@ def test_a_whole_process_plans_without_gpu_and_without_torch_once_traced(run: Ru
 
 @pytest.mark.slow
 def test_nothing_fits_exits_1_and_names_the_miss_in_bytes(run: Run) -> None:
-    result = run("plan", *SMALL, "--memory", "2GiB")
+    job = ("llama-demo", "--cluster", "1x1xa100-80gb", "--seq-len", 64, "--global-batch", 4)
+    result = run("plan", *job, "--memory", "64MiB")
     assert result.exit_code == 1
     assert "nearest miss" in result.stderr
     assert "bytes) more" in result.stderr
-
-
-@pytest.mark.slow
-def test_what_the_nearest_miss_asks_for_is_enough_and_no_more_than_needed(run: Run) -> None:
-    job = ("llama3.2-1b", "--cluster", "1x8xa100-80gb", "--seq-len", 2048, "--global-batch", 32)
-    miss = json.loads(run("plan", *job, "--memory", "2GiB", "--json").output)
-    needed = miss["budget_bytes"] + int(miss["nearest_miss"].split("(")[1].split(" bytes")[0])
-    assert run("plan", *job, "--memory", f"{needed + 2}B").exit_code == 0
-    assert run("plan", *job, "--memory", f"{needed - 1024}B").exit_code == 1
 
 
 @pytest.mark.slow

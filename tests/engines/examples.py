@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from steelyard.engines import ENGINE_OF_TARGET, target_of
-from steelyard.engines.writing import Export, Request, describe_uniform, export_plan
+from steelyard.engines.writing import Draft, Request, describe_uniform, export_plan
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import parse_cluster
 from steelyard.model.read import load_model
@@ -111,7 +111,7 @@ def mixed(*, devices: int = 4, **changes: Any) -> Plan:
     return read(content | changes)
 
 
-def exported(plan: Plan, to: str, *, unsupported: tuple[str, ...] = (), image: str | None = "an-image") -> Export:
+def exported(plan: Plan, to: str, *, unsupported: tuple[str, ...] = (), image: str | None = "an-image") -> Draft:
     target = target_of(to)
     headline = "the plan" if ENGINE_OF_TARGET[target.name].capabilities.mixes_layers else describe_uniform(plan)
     cluster = parse_cluster(plan.cluster)

@@ -41,6 +41,11 @@ def test_every_link_name_is_reachable(name):
     assert find_link(name) in links()
 
 
+@pytest.mark.parametrize("known", [DEVICE_NAMES, LINK_NAMES])
+def test_every_name_and_alias_is_of_one_row(known):
+    assert len({name.lower() for name in known}) == len(known)
+
+
 def test_listings_hold_every_row_once():
     assert len({device.name for device in devices()}) == len(devices()) == len(rows("devices.yaml", "devices"))
     assert len({link.name for link in links()}) == len(links()) == len(rows("links.yaml", "links"))

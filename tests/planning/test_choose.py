@@ -227,7 +227,7 @@ def test_where_memory_does_not_bind_the_plan_is_proven() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_called_the_nearest_miss_is_enough() -> None:
+def test_what_is_called_the_nearest_miss_is_enough_and_no_more_than_needed() -> None:
     of = job().on(budget_bytes=1100 * MIB)
     missed = plan_job(of, Decisions())
     assert missed.plan is None
@@ -238,6 +238,7 @@ def test_what_is_called_the_nearest_miss_is_enough() -> None:
     assert found.plan is not None
     assert peak_bytes(found.plan) <= enough.budget_bytes
     assert predict(found.plan, enough).fits
+    assert plan_job(enough.on(budget_bytes=enough.budget_bytes - 1024), Decisions()).plan is None
 
 
 @pytest.mark.slow

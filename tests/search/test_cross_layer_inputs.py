@@ -307,15 +307,15 @@ def test_the_documented_cross_layer_input_is_solved() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("source", 2, "side_inputs.0.readers.*\n.*up to 1"),
-        ("source", -1, "side_inputs.0.source"),
-        ("readers", [], "side_inputs.0.readers"),
-        ("readers", [2], "side_inputs.0.readers"),
-        ("readers", [1, 1], "side_inputs.0.readers"),
-        ("seconds", [[0.0, 0.0]], "side_inputs.0.seconds.*1 entries"),
-        ("seconds", [[0.0], [0.0]], "side_inputs.0.seconds.*1 entries"),
+        ("source", 2, "side_inputs.0..source.*\n.*0 to 1"),
+        ("source", -1, "side_inputs.0..source"),
+        ("readers", [], "side_inputs.0..readers"),
+        ("readers", [2], "side_inputs.0..readers"),
+        ("readers", [1, 1], "side_inputs.0..readers"),
+        ("seconds", [[0.0, 0.0]], "side_inputs.0..seconds.*1 entries"),
+        ("seconds", [[0.0], [0.0]], "side_inputs.0..seconds.*1 entries"),
         ("seconds", [[0.0, -1.0], [0.0, 0.0]], "greater than or equal to 0"),
-        ("seconds", [[0.0, float("nan")], [0.0, 0.0]], "side_inputs.0.seconds"),
+        ("seconds", [[0.0, float("nan")], [0.0, 0.0]], "side_inputs.0..seconds"),
         ("second", [[0.0]], "did you mean seconds"),
     ],
 )

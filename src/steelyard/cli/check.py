@@ -113,29 +113,19 @@ def _expected(plan: Plan, given: Elsewhere) -> tuple[list[StageBudget], Backend]
     prediction = plan.prediction
     if prediction is not None and not any(given.values()):
         backend = prediction.backend or plan.pools()[0].device.backend
-        shares = zip(prediction.stages, prediction.stage_budgets(), prediction.stage_margins(), strict=True)
-        budgets = [
-            StageBudget(
-                predicted=stage.memory_bytes,
-                budget_bytes=budget + margin,
-                margin_bytes=margin,
-                host_bytes=stage.host_bytes,
-            )
-            for stage, budget, margin in shares
-        ]
-        return budgets, backend
-    job = job_of(request_of_plan(plan, **given))
-    stage_jobs = [config.job for config in stage_configs(plan, job)]
+        stages = [(stage.memory_bytes, stage.host_bytes) for stage in prediction.stages]
+        limits = list(zip(prediction.stage_budgets(), prediction.stage_margins(), strict=True))
+    else:
+        job = job_of(request_of_plan(plan, **given))
+        stage_jobs = [config.job for config in stage_configs(plan, job)]
+        backend = stage_jobs[0].cluster.device.backend
+        stages = list(zip(predict_memory(plan, job), predict_host(plan, job), strict=True))
+        limits = [(each.budget_bytes, each.margin_bytes) for each in stage_jobs]
     budgets = [
-        StageBudget(
-            predicted=terms,
-            budget_bytes=each.budget_bytes + each.margin_bytes,
-            margin_bytes=each.margin_bytes,
-            host_bytes=on_host,
-        )
-        for terms, on_host, each in zip(predict_memory(plan, job), predict_host(plan, job), stage_jobs, strict=True)
+        StageBudget(predicted=terms, budget_bytes=budget + margin, margin_bytes=margin, host_bytes=on_host)
+        for (terms, on_host), (budget, margin) in zip(stages, limits, strict=True)
     ]
-    return budgets, stage_jobs[0].cluster.device.backend
+    return budgets, backend
 
 
 def _as_json(checked: list[CheckedRank]) -> dict[str, Any]:

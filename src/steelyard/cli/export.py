@@ -11,7 +11,7 @@ from steelyard.engines import ENGINE_OF_TARGET, TARGETS, check_levers, engine_of
 from steelyard.engines.capabilities import Capabilities, unsupported
 from steelyard.engines.engine import Engine
 from steelyard.engines.native import NATIVE
-from steelyard.engines.writing import Export, Request, Target, describe_uniform, export_plan
+from steelyard.engines.writing import Draft, Request, Target, describe_uniform, export_plan
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, parse_cluster
 from steelyard.levers import LEVERS
@@ -152,7 +152,7 @@ def _own_cluster(plan: Plan) -> Cluster | None:
         return None
 
 
-def _write(exported: Export, output: Path, *, plan: Path) -> tuple[Path, ...]:
+def _write(exported: Draft, output: Path, *, plan: Path) -> tuple[Path, ...]:
     """Writes all files into a folder, or what a file name asks for, and returns the paths.
 
     That is the file of its suffix, or all of them under this name where they read each other. Raises `UserError` where
@@ -173,7 +173,7 @@ def _write(exported: Export, output: Path, *, plan: Path) -> tuple[Path, ...]:
             )
         chosen = (
             {output.with_suffix(Path(name).suffix): content for name, content in exported.files}
-            if exported.is_one
+            if exported.script
             else {output: alike[0]}
         )
     for file in chosen:
@@ -189,7 +189,7 @@ def _write(exported: Export, output: Path, *, plan: Path) -> tuple[Path, ...]:
 
 
 def _print_statement(
-    exported: Export, fitted: FittedPlan, headline: str, written: tuple[Path, ...], *, on_error: bool
+    exported: Draft, fitted: FittedPlan, headline: str, written: tuple[Path, ...], *, on_error: bool
 ) -> None:
     console = Console(stderr=on_error, highlight=False, soft_wrap=True)
     for line in fitted.given_up:
@@ -201,15 +201,15 @@ def _print_statement(
         console.print(f"  not carried over: {line}", style="dim", markup=False)
     for file in written:
         console.print(f"written to {file}", markup=False)
-    if exported.is_one and on_error:
+    if exported.script and on_error:
         needed = ", ".join(name for name, _ in exported.files[1:])
         console.print(f"printed alone, without {needed}, which it reads: -o {exported.files[0][0]} writes both")
-    elif exported.is_one:
+    elif exported.script:
         console.print("the first reads the other: keep them together, under one name")
 
 
 def _content(
-    exported: Export, fitted: FittedPlan, target: Target, headline: str, written: tuple[Path, ...]
+    exported: Draft, fitted: FittedPlan, target: Target, headline: str, written: tuple[Path, ...]
 ) -> dict[str, Any]:
     prediction = fitted.plan.prediction
     return {

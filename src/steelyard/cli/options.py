@@ -9,27 +9,17 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
 from pydantic import BaseModel
 from rich.console import Console
 
+from steelyard import limits
 from steelyard.engines import ENGINES
 from steelyard.errors import UserError, nearest
 from steelyard.hardware import devices, links
 from steelyard.installed import require_training
-from steelyard.limits import (
-    MOST_DEVICES,
-    MOST_LAYERS,
-    MOST_MICROBATCHES,
-    MOST_PIXELS,
-    MOST_PRICE,
-    MOST_SAMPLES,
-    MOST_SECONDS,
-    MOST_TOKENS,
-)
 from steelyard.model.own import BUILDER
 from steelyard.model.read import hub_names, model_names
 from steelyard.output import check_file, check_folder
@@ -117,11 +107,11 @@ def parse_size(option: str, text: str, most: int) -> int | Literal["max"]:
 def parse_image_size(text: str) -> tuple[int, int]:
     """Height and width in ``448`` or ``448x672``; raises `UserError` for anything else."""
     sides = text.split("x")
-    if len(sides) > 2 or any(not is_number(side, MOST_PIXELS) for side in sides):
+    if len(sides) > 2 or any(not is_number(side, limits.MOST_PIXELS) for side in sides):
         raise UserError(
             field="--image-size",
             found=repr(text),
-            expected=f"the pixels of a side, or HEIGHTxWIDTH, at most {MOST_PIXELS}",
+            expected=f"the pixels of a side, or HEIGHTxWIDTH, at most {limits.MOST_PIXELS}",
             hint="write for example --image-size 448",
         )
     return int(sides[0]), int(sides[-1])
@@ -146,26 +136,19 @@ def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[
     return tuple(known[name] for name in names)
 
 
-def check_choice(option: str, text: str, choices: Any, *, instead: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """``text`` if it is one of the literal ``choices``; raises `UserError` naming them for anything else.
-
-    ``instead`` says what to do where one is asked for that is known and not offered.
-    """
+def check_choice(option: str, text: str, choices: Any, *, hint: str = "") -> Any:
+    """``text`` if it is one of the literal ``choices``; raises `UserError` naming them for anything else."""
     known = get_args(choices)
     if text not in known:
-        hint = instead.get(text.lower()) or nearest(text, known)
-        raise UserError(field=option, found=repr(text), expected="one of " + ", ".join(known), hint=hint)
+        expected = "one of " + ", ".join(known)
+        raise UserError(field=option, found=repr(text), expected=expected, hint=hint or nearest(text, known))
     return text
 
 
-_INSTEAD_OF_PRECISION = {
-    "fp4": "plan with --precision nvfp4, for an engine that has it (--engine megatron)",
-}
-
-
 def parse_precision(text: str, choices: Any = Precision) -> Any:
-    """The precision of ``--precision``; raises `UserError` for another, with the reason where one is not run yet."""
-    return check_choice("--precision", text, choices, instead=_INSTEAD_OF_PRECISION)
+    """The precision of ``--precision``; raises `UserError` for another, with what to do for one that is known."""
+    nvfp4 = "plan with --precision nvfp4, for an engine that has it (--engine megatron)"
+    return check_choice("--precision", text, choices, hint=nvfp4 if text.lower() == "fp4" else "")
 
 
 Model = Annotated[
@@ -204,11 +187,11 @@ SeqLen = Annotated[
         "--seq-len",
         help="Tokens of a sample; default: what an image or your own module's sample has.",
         min=1,
-        max=MOST_TOKENS,
+        max=limits.MOST_TOKENS,
     ),
 ]
 GlobalBatch = Annotated[
-    int, typer.Option("--global-batch", help="Samples of a step over all devices.", min=1, max=MOST_SAMPLES)
+    int, typer.Option("--global-batch", help="Samples of a step over all devices.", min=1, max=limits.MOST_SAMPLES)
 ]
 PrecisionOption = Annotated[
     str,
@@ -263,11 +246,13 @@ ProfileOption = Annotated[
         help="Measured costs from `steelyard profile`; of pools POOL=FILE,…; default: traced and catalogue.",
     ),
 ]
-MaxTp = Annotated[int | None, typer.Option("--max-tp", help="Largest tensor-parallel degree.", min=1, max=MOST_DEVICES)]
+MaxTp = Annotated[
+    int | None, typer.Option("--max-tp", help="Largest tensor-parallel degree.", min=1, max=limits.MOST_DEVICES)
+]
 
 TimeLimit = Annotated[
     float,
-    typer.Option("--time-limit", help="Seconds after which the best so far is taken.", min=0, max=MOST_SECONDS),
+    typer.Option("--time-limit", help="Seconds after which the best so far is taken.", min=0, max=limits.MOST_SECONDS),
 ]
 MOST_POINTS = 1000
 """Budgets of a frontier."""
@@ -375,10 +360,11 @@ Aim = Annotated[
     str, typer.Option("--objective", help="time: the fastest plan; devices: the fewest devices, then the fastest.")
 ]
 Stages = Annotated[
-    int | None, typer.Option("--stages", help="Fix the number of pipeline stages.", min=1, max=MOST_LAYERS)
+    int | None, typer.Option("--stages", help="Fix the number of pipeline stages.", min=1, max=limits.MOST_LAYERS)
 ]
 Microbatches = Annotated[
-    int | None, typer.Option("--microbatches", help="Fix the number of microbatches.", min=1, max=MOST_MICROBATCHES)
+    int | None,
+    typer.Option("--microbatches", help="Fix the number of microbatches.", min=1, max=limits.MOST_MICROBATCHES),
 ]
 Remats = Annotated[
     str | None, typer.Option("--remat", help="Choices of activation checkpointing, as in none,selective,full.")
@@ -387,7 +373,7 @@ Schedules = Annotated[
     str | None, typer.Option("--schedule", help=f"Pipeline schedules to search, as in {','.join(SCHEDULES)}.")
 ]
 MaxStages = Annotated[
-    int | None, typer.Option("--max-stages", help="Most stages of a pipeline.", min=1, max=MOST_DEVICES)
+    int | None, typer.Option("--max-stages", help="Most stages of a pipeline.", min=1, max=limits.MOST_DEVICES)
 ]
 ZeroStages = Annotated[str | None, typer.Option("--zero", help="ZeRO stages that fsdp may use, as in 1,2,3.")]
 WhichSpace = Annotated[
@@ -435,7 +421,7 @@ Tokens = Annotated[
 ]
 Price = Annotated[
     float | None,
-    typer.Option("--price", help="Dollars for a device-hour: what the --tokens cost.", min=0, max=MOST_PRICE),
+    typer.Option("--price", help="Dollars for a device-hour: what the --tokens cost.", min=0, max=limits.MOST_PRICE),
 ]
 SaveProblem = Annotated[
     Path | None, typer.Option("--save-problem", callback=tried, help="Write the cost tables for `steelyard solve`.")

@@ -206,7 +206,7 @@ class CostTables:
         if self.pools is not None:
             _check_pools(self, self.pools)
         for index, side in enumerate(self.cross_layer_inputs):
-            _check_cross_layer_inputs(f"side_inputs.{index}", side, len(self.layers), num_strategies)
+            _check_cross_layer_inputs(f"side_inputs[{index}]", side, len(self.layers), num_strategies)
 
     def __str__(self) -> str:
         shape, count = self.pipeline, len(self.strategies)

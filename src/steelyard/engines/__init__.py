@@ -1,17 +1,8 @@
 """The software that runs plans, one module for each engine, with all that steelyard knows of it.
 
-| module                | holds                                                                   |
-|-----------------------|-------------------------------------------------------------------------|
-| `engine`              | `Engine`: models, capabilities, execution and targets of one engine     |
-| `capabilities`        | which plans an engine can run, and what of a given plan it cannot       |
-| `execution`           | how an engine runs a plan, as far as that changes time or memory        |
-| `writing`             | how a plan is written: `Target`, and a uniform plan in words they share |
-| `peft`                | levers of the engines that train models of transformers by peft         |
-| `native`              | steelyard's own runtime; its targets are in `pytorch` and `launch`      |
-| `axolotl`, `ms_swift`, `swift_sft` | files of software that drives an engine of the others      |
-| the others            | one engine each                                                         |
-
-A new engine is one module and one entry of `ENGINES`.
+`engine` says what an engine is, of the values in `capabilities`, `execution`, `settings` and `writing`; `peft` has the
+levers of several. `native` is our own runtime, whose targets are in `pytorch` and `launch`. A new engine is one module
+and one entry of `ENGINES`; software that drives another engine from files of its own is one of `FRONT_ENDS`.
 """
 
 from collections.abc import Mapping

@@ -6,7 +6,7 @@ none for the embedding and the head, which no framework recomputes. `steelyard.p
 form.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from steelyard.model.chain import LayerRole, ModelChain
@@ -121,31 +121,37 @@ class Capabilities:
 
 def unsupported(plan: Plan, capabilities: Capabilities) -> tuple[str, ...]:
     """What of a plan a framework of these means cannot express, one reason each; empty where it can run it as it is."""
-    if capabilities.mixes_layers:
-        return ()
-    chain = plan.chain()
-    reasons = [
-        *_mixed(plan),
-        *_recomputed_ends(plan, chain),
-        *_mixed_remat(plan, chain, capabilities),
-        *dict.fromkeys(
-            reason
-            for strategy in plan.strategies
-            if (reason := capabilities.refusal(strategy, is_piped=plan.num_stages > 1)) is not None
-        ),
-    ]
+    return () if capabilities.mixes_layers else tuple(_reasons(plan, plan.chain(), capabilities))
+
+
+def _reasons(plan: Plan, chain: ModelChain, capabilities: Capabilities) -> Iterator[str]:
+    bases = [strategy.without_remat() for strategy in plan.strategies]
+    sparse = {base for layer, base in enumerate(bases) if chain.type_of(layer).num_experts}
+    if len({base.with_whole_experts() for base in bases}) > 1 or len(sparse) > 1:
+        yield f"strategies that differ between layers ({_counted(bases)})"
+    blocks = block_layers(chain)
+    remats = {layer: strategy.remat for layer, strategy in enumerate(plan.strategies)}
+    ends = [layer for layer, remat in remats.items() if layer not in blocks and remat is not Remat.NONE]
+    if ends:
+        yield f"remat of the {' and the '.join(map(chain.layer_name, ends))}"
+    choices = [remats[layer] for layer in blocks]
+    if capabilities.remats_first_blocks and set(choices) == {Remat.NONE, Remat.FULL}:
+        if first_blocks_recomputed(plan) is None:
+            yield f"remat of blocks that are not the first n of every stage ({_counted(choices)})"
+    elif len(set(choices)) > 1:
+        yield f"remat that differs between blocks ({_counted(choices)})"
+    refusals = (capabilities.refusal(strategy, is_piped=plan.num_stages > 1) for strategy in plan.strategies)
+    yield from dict.fromkeys(filter(None, refusals))
     if not capabilities.shares_heads and (shared := plan.shared_heads(chain)) is not None:
-        reasons.append(f"tp {shared[0]} over {shared[2]} {shared[1]}")
+        yield f"tp {shared[0]} over {shared[2]} {shared[1]}"
     if not capabilities.divides_experts(chain) and any(each.expert_degree > 1 for each in plan.strategies):
-        reasons.append(f"ep in a model of type {chain.family.model_type}")
-    sizes = plan.stage_sizes
-    if len(set(sizes)) > 1:
-        reasons.append(f"stages of unlike numbers of devices ({', '.join(map(str, sizes))})")
+        yield f"ep in a model of type {chain.family.model_type}"
+    if len(set(plan.stage_sizes)) > 1:
+        yield f"stages of unlike numbers of devices ({', '.join(map(str, plan.stage_sizes))})"
     if plan.num_stages > 1 and not capabilities.schedules:
-        reasons.append(f"a pipeline ({plan.num_stages} stages)")
+        yield f"a pipeline ({plan.num_stages} stages)"
     elif plan.num_stages > 1 and plan.schedule not in capabilities.schedules:
-        reasons.append(f"the {plan.schedule} schedule")
-    return tuple(reasons)
+        yield f"the {plan.schedule} schedule"
 
 
 def block_layers(chain: ModelChain) -> tuple[int, ...]:
@@ -153,57 +159,16 @@ def block_layers(chain: ModelChain) -> tuple[int, ...]:
     return tuple(layer for layer in range(chain.num_layers) if chain.type_of(layer).role is LayerRole.BLOCK)
 
 
-def recomputed_blocks(plan: Plan) -> tuple[tuple[bool, ...], ...]:
-    """For every part of the pipeline, which of its blocks are recomputed in full."""
-    blocks = set(block_layers(plan.chain()))
-    return tuple(
-        tuple(
-            strategy.remat is Remat.FULL
-            for layer, strategy in enumerate(part.strategies, start=part.first_layer)
-            if layer in blocks
-        )
-        for part in plan.parts
-    )
-
-
 def first_blocks_recomputed(plan: Plan) -> int | None:
     """The n of "the first n blocks of every stage are recomputed in full"; None where the plan is not of that form.
 
     Every block of a stage with n or fewer of them.
     """
-    count = max((sum(part) for part in recomputed_blocks(plan)), default=0)
-    fits = all(
-        recomputed == (index < count) for part in recomputed_blocks(plan) for index, recomputed in enumerate(part)
-    )
+    blocks, strategies = set(block_layers(plan.chain())), plan.strategies
+    parts = [[strategies[layer].remat is Remat.FULL for layer in part.layers if layer in blocks] for part in plan.parts]
+    count = max(map(sum, parts), default=0)
+    fits = all(recomputed == (index < count) for part in parts for index, recomputed in enumerate(part))
     return count if fits else None
-
-
-def _mixed(plan: Plan) -> list[str]:
-    chain = plan.chain()
-    whole = {strategy.without_remat().with_whole_experts() for strategy in plan.strategies}
-    bases = [strategy.without_remat() for strategy in plan.strategies]
-    sparse = [base for layer, base in enumerate(bases) if chain.type_of(layer).num_experts]
-    if len(whole) == 1 and len(set(sparse)) <= 1:
-        return []
-    return [f"strategies that differ between layers ({_counted(bases)})"]
-
-
-def _recomputed_ends(plan: Plan, chain: ModelChain) -> list[str]:
-    blocks = set(block_layers(chain))
-    ends = [layer for layer in range(chain.num_layers) if layer not in blocks]
-    names = [chain.layer_name(layer) for layer in ends if plan.strategies[layer].remat is not Remat.NONE]
-    return [f"remat of the {' and the '.join(names)}"] if names else []
-
-
-def _mixed_remat(plan: Plan, chain: ModelChain, capabilities: Capabilities) -> list[str]:
-    choices = [plan.strategies[layer].remat for layer in block_layers(chain)]
-    if len(set(choices)) < 2:
-        return []
-    if capabilities.remats_first_blocks and set(choices) == {Remat.NONE, Remat.FULL}:
-        if first_blocks_recomputed(plan) is not None:
-            return []
-        return [f"remat of blocks that are not the first n of every stage ({_counted(choices)})"]
-    return [f"remat that differs between blocks ({_counted(choices)})"]
 
 
 def _counted(values: Iterable[object]) -> str:

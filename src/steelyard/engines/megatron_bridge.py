@@ -17,18 +17,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from steelyard.engines import megatron
 from steelyard.engines.config_entries import hub_config
 from steelyard.engines.engine import Taken, options_in
 from steelyard.engines.execution import StateBytes
-from steelyard.engines.megatron import (
-    KERNELS,
-    MEGATRON,
-    attributes,
-    model_flags,
-    parallel_flags,
-    refuse_cut_token,
-    remat_flags,
-)
 from steelyard.engines.peft import refuse_kind, whole_if_so
 from steelyard.engines.writing import Draft, Request, Target, UniformPlan
 from steelyard.errors import UserError
@@ -107,15 +99,15 @@ def _write(request: Request) -> Draft:
             expected="a model without experts: its adapters stand beside those of experts too",
             hint="export --to automodel or transformers",
         )
-    refuse_cut_token("megatron-bridge", chain, view.tp)
+    megatron.refuse_cut_token("megatron-bridge", chain, view.tp)
     options = options_in(request.plan.engine)
-    of_plan = attributes([*parallel_flags(view, options), *remat_flags(view)])
+    of_plan = megatron.attributes([*megatron.parallel_flags(view, options), *megatron.remat_flags(view)])
     model = {key: value for key, value in of_plan.items() if key not in _OF_GRADIENTS}
     gradients = {key: value for key, value in of_plan.items() if key in _OF_GRADIENTS}
     if view.pipeline.num_chunks > 1:
         model["virtual_pipeline_model_parallel_size"] = view.pipeline.num_chunks
-    flags = model_flags(chain, view.seq_len)
-    of_model = attributes([flag for flag in flags if flag.startswith(_SET_AFTERWARDS)])
+    flags = megatron.model_flags(chain, view.seq_len)
+    of_model = megatron.attributes([flag for flag in flags if flag.startswith(_SET_AFTERWARDS)])
     model |= {_RENAMED.get(key, key): value for key, value in of_model.items()}
     model |= {"add_bias_linear": "--disable-bias-linear" not in flags, "seq_length": view.seq_len}
     is_deep = view.has_experts and not {"alltoall", "allgather"} & set(options)
@@ -224,16 +216,16 @@ dgxc_benchmarking, whose 85 runs without it are all predicted 12 to 36 % too slo
 mlperf_training, which nothing was fitted to, are so as well. On A100 Megatron-Core's are not. Experts' matmuls are not
 either: with it the 18 runs of Grok in dgxc_benchmarking are 19 % too fast, without it 10 %."""
 MEGATRON_BRIDGE = replace(
-    MEGATRON,
+    megatron.MEGATRON,
     name="megatron-bridge",
     execution=replace(
-        MEGATRON.execution,
+        megatron.MEGATRON.execution,
         states=StateBytes(parameters=2, gradients=2, optimizer=12, zero=1),
         reduce_bytes=2,
         hidden_collectives=0.5,
         accumulation_bytes=2,
         tuned_linear_speedup=TE_SPEEDUP,
-        kernels=replace(KERNELS, expert_copies=0),
+        kernels=replace(megatron.KERNELS, expert_copies=0),
         dispatcher="deep",
     ),
     levers={"train": Taken(refuse=_refuse_part)},
@@ -245,7 +237,7 @@ MEGATRON_BRIDGE = replace(
             write=_write,
             weights="examples/conversion/convert_checkpoints.py import and export; checkpoint.pretrained_checkpoint "
             "in the recipe names what import wrote",
-            routers=MEGATRON.targets[0].routers,
+            routers=megatron.MEGATRON.targets[0].routers,
         ),
     ),
 )

@@ -10,15 +10,8 @@ NPROC_PER_NODE, NODE_RANK and MASTER_ADDR, and builds the model from its Hugging
 import shlex
 from typing import Any
 
+from steelyard.engines import megatron
 from steelyard.engines.engine import options_in
-from steelyard.engines.megatron import (
-    MEGATRON,
-    attributes,
-    model_flags,
-    parallel_flags,
-    refuse_cut_token,
-    remat_flags,
-)
 from steelyard.engines.writing import Draft, Request, Target, UniformPlan
 from steelyard.errors import UserError
 
@@ -31,8 +24,8 @@ _LOST = {"--window-size": "sliding_window", "--moe-layer-freq": "blocks without 
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     chain = request.plan.chain()
-    refuse_cut_token("ms-swift", chain, view.tp)
-    flags = model_flags(chain, view.seq_len)
+    megatron.refuse_cut_token("ms-swift", chain, view.tp)
+    flags = megatron.model_flags(chain, view.seq_len)
     lost = next((_LOST[option] for option in (flag.partition(" ")[0] for flag in flags) if option in _LOST), None)
     if lost is not None:
         raise UserError(
@@ -64,7 +57,7 @@ def _script(view: UniformPlan, request: Request, balancing: list[str]) -> str:
     options = options_in(request.plan.engine)
     arguments: dict[str, Any] = {
         "recompute_granularity": "none",
-        **attributes([*parallel_flags(view, options), *remat_flags(view), *balancing]),
+        **megatron.attributes([*megatron.parallel_flags(view, options), *megatron.remat_flags(view), *balancing]),
         "micro_batch_size": view.microbatch_per_rank,
         "global_batch_size": view.global_batch,
         "max_length": view.seq_len,
@@ -102,5 +95,5 @@ TARGET = Target(
     summary="swift.sh: arguments of megatron pt, which drives Megatron-Core",
     write=_write,
     weights="--model reads those of Hugging Face and --save_safetensors true writes them; megatron export converts",
-    routers=MEGATRON.targets[0].routers,
+    routers=megatron.MEGATRON.targets[0].routers,
 )

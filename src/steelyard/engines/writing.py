@@ -5,7 +5,7 @@ Frameworks of one strategy share words for a plan: degrees, remat, batch sizes, 
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from steelyard.engines.capabilities import block_layers, first_blocks_recomputed
@@ -209,7 +209,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """Files without their opening statement, and what the statement says."""
+    """Files without their opening statement, and what the statement says; `export_plan` puts both together."""
 
     files: tuple[tuple[str, str], ...]
     """Name and content, the main file first."""
@@ -223,17 +223,6 @@ class Draft:
     left_out: tuple[str, ...] = ()
     usage: tuple[str, ...] = ()
     """What else to do, beside the launch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """The files of a target, and the statement that each opens with; a script that all plans share has none."""
-
-    files: tuple[tuple[str, str], ...]
-    carried: tuple[str, ...]
-    left_out: tuple[str, ...]
-    is_one: bool = False
-    """Whether the first file reads the others, from beside itself and under its own name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,13 +246,16 @@ class Target:
     """What is not carried over where that is trained."""
 
 
-def export_plan(target: Target, request: Request) -> Export:
-    """The files of a target for a plan that its engine can run; raises `UserError` where they cannot be written."""
-    draft = target.write(request)
-    levers = (f"levers: {request.plan.chosen_levers}",) if request.plan.levers else ()
-    own = draft.carried or UniformPlan.of(request.plan).carried
+def export_plan(target: Target, request: Request) -> Draft:
+    """The files of a target, a script first and the others behind their statement, for a plan that its engine can run.
+
+    Raises `UserError` where they cannot be written.
+    """
+    draft, plan = target.write(request), request.plan
+    levers = (f"levers: {plan.chosen_levers}",) if plan.levers else ()
+    own = draft.carried or UniformPlan.of(plan).carried
     carried = (*own, *levers, *((f"asked for and kept: {', '.join(request.kept)}",) if request.kept else ()))
-    trains_other = request.plan.chain().trains_routers and not target.starts_steelyard
+    trains_other = plan.chain().trains_routers and not target.starts_steelyard
     left_out = (*request.unsupported, *draft.left_out, *((target.routers,) if trains_other else ()))
     # as `steelyard train` sets it
     allocator = f"export {VARIABLE}={SETTING}, so that the memory of a nearly full device holds fewer holes"
@@ -272,19 +264,28 @@ def export_plan(target: Target, request: Request) -> Export:
         f"{'once' if target.starts_all_hosts else request.hosts}: {draft.launch}",
         *draft.usage,
         f"weights: {target.weights}",
-        *_vocabulary(target, request.plan),
+        *_vocabulary(target, plan),
         *((f"before it: {allocator}",) if has_gpus and not target.starts_steelyard else ()),
     )
-    lines = statement(target, request, carried, left_out, usage)
-    return Export(
-        files=(
-            *((draft.script,) if draft.script else ()),
-            *((name, _opened(name, content, lines)) for name, content in draft.files),
-        ),
-        carried=carried,
-        left_out=left_out,
-        is_one=draft.script is not None,
+    lines = (
+        f"For {target.software}, written by steelyard export.",
+        *(("Asked for and given up:",) if request.given_up else ()),
+        *(f"  {line}" for line in request.given_up),
+        f"{plan.model.name} on {plan.cluster}: {plan.global_batch} samples of {plan.seq_len} tokens a step, "
+        f"{plan.precision}, {plan.num_devices} devices.",
+        request.headline,
+        "Carried over:",
+        *(f"  {line}" for line in carried),
+        "Not carried over:" if left_out else "Not carried over: nothing of the plan is lost.",
+        *(f"  {line}" for line in left_out),
+        "How to use it:",
+        *(f"  {line}" for line in usage),
     )
+    # lines of a comment stay lines of a comment, whatever the names in a plan hold
+    lines = tuple("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)
+    files = [(name, _opened(name, content, lines)) for name, content in draft.files]
+    script = (draft.script,) if draft.script else ()
+    return replace(draft, files=(*script, *files), carried=carried, left_out=left_out)
 
 
 def refuse_own_module(name: str, chain: ModelChain) -> None:
@@ -320,31 +321,6 @@ def _vocabulary(target: Target, plan: Plan) -> tuple[str, ...]:
     unit = target.vocabulary_unit * plan.strategies[0].degree(TP)
     padded = -(-chain.vocab_size // unit) * unit
     return (f"vocabulary: {chain.vocab_size} tokens, padded to {padded}, a multiple of {unit}",)
-
-
-def statement(
-    target: Target, request: Request, carried: Sequence[str], left_out: Sequence[str], usage: Sequence[str]
-) -> tuple[str, ...]:
-    """The lines that a file opens with: what it is, what was carried over, what could not be, and how it is used.
-
-    Lines of a comment stay lines of a comment, whatever the names in a plan hold.
-    """
-    plan = request.plan
-    lines = (
-        f"For {target.software}, written by steelyard export.",
-        *(("Asked for and given up:",) if request.given_up else ()),
-        *(f"  {line}" for line in request.given_up),
-        f"{plan.model.name} on {plan.cluster}: {plan.global_batch} samples of {plan.seq_len} tokens a step, "
-        f"{plan.precision}, {plan.num_devices} devices.",
-        request.headline,
-        "Carried over:",
-        *(f"  {line}" for line in carried),
-        "Not carried over:" if left_out else "Not carried over: nothing of the plan is lost.",
-        *(f"  {line}" for line in left_out),
-        "How to use it:",
-        *(f"  {line}" for line in usage),
-    )
-    return tuple("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)
 
 
 _ENCODING = "# -*- coding: utf-8 -*-\n"

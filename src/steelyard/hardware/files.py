@@ -8,7 +8,7 @@ there is an error that lists the nearest ones, never a default.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -40,8 +40,8 @@ HostMemory = Annotated[Positive | None, Field(le=MOST_BYTES / GIB, exclude_if=la
 DtypeName = Literal["bf16", "fp16", "fp32", "tf32", "fp8", "mxfp8", "nvfp4"]
 FileModelT = TypeVar("FileModelT", bound="FileModel")
 MICRO = 1e-6
-_MEASURED_TIMES = ("start", "step", "climb")
-"""What of a link is measured in time: in microseconds in a file."""
+_MEASURED_TIMES = {"start_us": "start_s", "step_us": "step_s", "climb_us": "climb_s"}
+"""What of a link is measured in time, in microseconds in a file, by what it is called in seconds."""
 _TAGS = ("by name", "by ports", "in full", "one pool")
 
 
@@ -88,19 +88,15 @@ class MeasuredSpec(FileModel):
     def to_measured(self) -> MeasuredLink:
         """The same in seconds."""
         values = dict(self)
-        for name in _MEASURED_TIMES:
-            microseconds = values.pop(f"{name}_us")
-            values[f"{name}_s"] = None if microseconds is None else microseconds * MICRO
-        return MeasuredLink(**values)
+        times = {name: values.pop(key) for key, name in _MEASURED_TIMES.items()}
+        return MeasuredLink(**values, **{name: each and each * MICRO for name, each in times.items()})
 
     @classmethod
     def of(cls, measured: MeasuredLink) -> "MeasuredSpec":
         """The same in microseconds."""
         values = asdict(measured)
-        for name in _MEASURED_TIMES:
-            seconds = values.pop(f"{name}_s")
-            values[f"{name}_us"] = None if seconds is None else seconds / MICRO
-        return cls(**values)
+        times = {key: values.pop(name) for key, name in _MEASURED_TIMES.items()}
+        return cls(**values, **{key: each and each / MICRO for key, each in times.items()})
 
 
 class LinkSpec(FileModel):
@@ -437,16 +433,6 @@ def _look_up(name: str, rows: Mapping[str, RowT], *, field: str) -> RowT:
     return rows[key]
 
 
-def _rows_by_name(rows: Iterable[RowT], *, where: str) -> Mapping[str, RowT]:
-    by_name: dict[str, RowT] = {}
-    for row in rows:
-        for name in (row.name, *row.aliases):
-            if name.lower() in by_name:
-                raise InvalidClusterError(field=where, found=f"{name!r} twice", expected="each name and alias once")
-            by_name[name.lower()] = row
-    return by_name
-
-
 @cache
 def _catalogue(file: str) -> Catalogue:
     return checked(read_packaged_yaml("steelyard.hardware", file), Catalogue, where=file)
@@ -454,9 +440,11 @@ def _catalogue(file: str) -> Catalogue:
 
 @cache
 def _device_rows() -> Mapping[str, DeviceRow]:
-    return _rows_by_name(_catalogue("devices.yaml").devices, where="devices.yaml")
+    rows = _catalogue("devices.yaml").devices
+    return {name.lower(): row for row in rows for name in (row.name, *row.aliases)}
 
 
 @cache
 def _link_rows() -> Mapping[str, LinkRow]:
-    return _rows_by_name(_catalogue("links.yaml").links, where="links.yaml")
+    rows = _catalogue("links.yaml").links
+    return {name.lower(): row for row in rows for name in (row.name, *row.aliases)}

@@ -8,25 +8,7 @@ from pathlib import Path
 
 from steelyard.errors import InvalidClusterError
 from steelyard.files import parse_yaml
-from steelyard.hardware.files import (
-    MICRO,
-    ClusterFile,
-    DeviceSpec,
-    LinkEntry,
-    LinkSpec,
-    MeasuredSpec,
-    PoolsFile,
-    PoolSpec,
-    SharedLink,
-    checked,
-    default_links,
-    find_device,
-    find_link,
-    find_network,
-    known_device,
-    links,
-    read_text,
-)
+from steelyard.hardware import files
 from steelyard.hardware.values import Cluster, Device, Link, NodeGroup, joined_pools
 from steelyard.limits import MOST_DEVICES
 from steelyard.units import GB, GIB, TERA
@@ -61,7 +43,7 @@ def parse_pools(text: str) -> Cluster:
     """
     if text.strip().lower().endswith((".yaml", ".yml")):
         path = Path(text.strip())
-        return pools_from_yaml(read_text(path), where=str(path), name=path.stem)
+        return pools_from_yaml(files.read_text(path), where=str(path), name=path.stem)
     pools = [_short(part) for part in text.split("+")]
     if len(pools) == 1:
         return pools[0]
@@ -79,7 +61,7 @@ def parse_pools(text: str) -> Cluster:
 
 def _assumed_links(pools: Sequence[Cluster]) -> tuple[Link, ...]:
     """The slowest network that the catalogue gives one of the pools' devices, for each of them."""
-    networks = [default_links(pool.device.name, num_devices=MOST_DEVICES)[1] for pool in pools]
+    networks = [files.default_links(pool.device.name, num_devices=MOST_DEVICES)[1] for pool in pools]
     return (min(networks, key=lambda link: link.bytes_per_s),) * len(pools)
 
 
@@ -93,7 +75,7 @@ def _short(text: str) -> Cluster:
             hint="write for example --cluster 1x8xa100-80gb",
         )
     num_nodes, devices_per_node = int(match.group(1)), int(match.group(2))
-    device = find_device(match.group(3))
+    device = files.find_device(match.group(3))
     intra_link, inter_link = _links_of(device.name, num_nodes=num_nodes, devices_per_node=devices_per_node)
     group = NodeGroup(
         name=f"{num_nodes}x{devices_per_node}x{device.name}",
@@ -113,8 +95,8 @@ def pools_from_yaml(text: str, *, where: str = "cluster file", name: str = "clus
     except ValueError as error:
         raise InvalidClusterError(field=where, found=str(error), expected="a YAML mapping") from error
     if isinstance(content, dict) and "pools" in content:
-        return cluster_of(checked(content, PoolsFile, where=where), name=name)
-    return cluster_of(checked(content, ClusterFile, where=where), name=name)
+        return cluster_of(files.checked(content, files.PoolsFile, where=where), name=name)
+    return cluster_of(files.checked(content, files.ClusterFile, where=where), name=name)
 
 
 def with_network(cluster: Cluster, network: str) -> Cluster:
@@ -124,7 +106,7 @@ def with_network(cluster: Cluster, network: str) -> Cluster:
     """
     groups = []
     for each in cluster.groups:
-        link = find_network(network, devices_per_node=each.devices_per_node)
+        link = files.find_network(network, devices_per_node=each.devices_per_node)
         inside = link if each.num_nodes > 1 or not cluster.is_mixed else each.inter_link
         groups.append(replace(each, inter_link=inside, outer_link=link))
     return Cluster(groups=tuple(groups))
@@ -143,12 +125,12 @@ def is_as_named(cluster: Cluster) -> bool:
     return named.on(device=replace(named.device, memory_bytes=cluster.device.memory_bytes)) == cluster
 
 
-def hardware_file(cluster: Cluster) -> ClusterFile | PoolsFile | None:
+def hardware_file(cluster: Cluster) -> files.ClusterFile | files.PoolsFile | None:
     """What a plan keeps of a cluster beside its name: the file that describes it, None where the name says it all."""
     return None if is_as_named(cluster) else cluster_file(cluster)
 
 
-def cluster_file(cluster: Cluster) -> ClusterFile | PoolsFile:
+def cluster_file(cluster: Cluster) -> files.ClusterFile | files.PoolsFile:
     """The file that `cluster_of` reads back as this cluster; what the catalogue has is written by its name."""
     found = []
     for group in cluster.groups:
@@ -158,24 +140,26 @@ def cluster_file(cluster: Cluster) -> ClusterFile | PoolsFile:
                 "name": group.name,
                 "num_nodes": group.num_nodes,
                 "devices_per_node": ports,
-                "device": device.name if known_device(device.name) == device else _spec(device),
-                "intra_link": group.intra_link.name if group.intra_link in links() else _link_spec(group.intra_link),
+                "device": device.name if files.known_device(device.name) == device else _spec(device),
+                "intra_link": group.intra_link.name
+                if group.intra_link in files.links()
+                else _link_spec(group.intra_link),
                 "inter_link": group.inter_link and _link_spec(group.inter_link, ports_per_node=ports),
                 "host_memory_GiB": group.host_memory_bytes and group.host_memory_bytes / GIB,
             }
         )
     if not cluster.is_mixed:
-        return ClusterFile.model_validate({"version": 1, **found[0]})
+        return files.ClusterFile.model_validate({"version": 1, **found[0]})
     outer = [
         each.outer_link and _link_spec(each.outer_link, ports_per_node=each.devices_per_node) for each in cluster.groups
     ]
-    return PoolsFile.model_validate({"version": 1, "pools": found, "links": outer})
+    return files.PoolsFile.model_validate({"version": 1, "pools": found, "links": outer})
 
 
-def _spec(device: Device) -> DeviceSpec:
-    memory, rate, known = device.memory_bytes, device.memory_bytes_per_s, known_device(device.name)
+def _spec(device: Device) -> files.DeviceSpec:
+    memory, rate, known = device.memory_bytes, device.memory_bytes_per_s, files.known_device(device.name)
     host = None if known and known.host_bytes_per_s == device.host_bytes_per_s else device.host_bytes_per_s
-    return DeviceSpec.model_validate(
+    return files.DeviceSpec.model_validate(
         {
             "name": device.name,
             "kind": device.type,
@@ -191,25 +175,25 @@ def _spec(device: Device) -> DeviceSpec:
     )
 
 
-def _link_spec(link: Link, *, ports_per_node: int | None = None) -> LinkSpec:
-    return LinkSpec(
+def _link_spec(link: Link, *, ports_per_node: int | None = None) -> files.LinkSpec:
+    return files.LinkSpec(
         name=link.name,
         bandwidth_GBps=link.bytes_per_s / GB,
-        latency_us=link.latency_s / MICRO,
+        latency_us=link.latency_s / files.MICRO,
         ports_per_node=ports_per_node,
         source=link.source,
         notes=link.notes,
         needs_profile=link.needs_profile,
-        measured=MeasuredSpec.of(link.measured),
+        measured=files.MeasuredSpec.of(link.measured),
     )
 
 
-def cluster_of(file: ClusterFile | PoolsFile, *, name: str) -> Cluster:
+def cluster_of(file: files.ClusterFile | files.PoolsFile, *, name: str) -> Cluster:
     """The cluster that a file describes; ``name`` is used when the file gives none.
 
     A pool without a name is called as the short form would call it. Raises `InvalidClusterError` for a single pool.
     """
-    if isinstance(file, ClusterFile):
+    if isinstance(file, files.ClusterFile):
         return Cluster(groups=(_group_of(file, name),))
     if len(file.pools) < 2:
         raise InvalidClusterError(
@@ -223,11 +207,11 @@ def cluster_of(file: ClusterFile | PoolsFile, *, name: str) -> Cluster:
     return Cluster(groups=tuple(groups))
 
 
-def _group_of(file: PoolSpec, name: str) -> NodeGroup:
+def _group_of(file: files.PoolSpec, name: str) -> NodeGroup:
     own, num_nodes, ports = file.device, file.num_nodes, file.devices_per_node
-    device = find_device(own) if isinstance(own, str) else own.to_device(known_device(own.name))
+    device = files.find_device(own) if isinstance(own, str) else own.to_device(files.known_device(own.name))
     for field, is_missing in (("intra_link", True), ("inter_link", num_nodes > 1)):
-        if is_missing and getattr(file, field) is None and isinstance(own, DeviceSpec):
+        if is_missing and getattr(file, field) is None and isinstance(own, files.DeviceSpec):
             raise InvalidClusterError(
                 field=field,
                 found=f"nothing, and {own.name!r} is described in the file, so the catalogue has no default for it",
@@ -237,7 +221,7 @@ def _group_of(file: PoolSpec, name: str) -> NodeGroup:
     if file.intra_link is None:
         intra_link, _ = _links_of(device.name, num_nodes=num_nodes, devices_per_node=ports)
     elif isinstance(file.intra_link, str):
-        intra_link = find_link(file.intra_link)
+        intra_link = files.find_link(file.intra_link)
     else:
         intra_link = _link_of(file.intra_link, devices_per_node=ports, ports_unsaid=ports)
     inter_link = _network(file.inter_link, ports)
@@ -254,18 +238,18 @@ def _group_of(file: PoolSpec, name: str) -> NodeGroup:
     )
 
 
-def _network(entry: LinkEntry | None, devices_per_node: int) -> Link | None:
+def _network(entry: files.LinkEntry | None, devices_per_node: int) -> Link | None:
     """The link of a device that leads out of its node, None where none is written."""
     if isinstance(entry, str):
-        return find_network(entry, devices_per_node=devices_per_node)
+        return files.find_network(entry, devices_per_node=devices_per_node)
     return None if entry is None else _link_of(entry, devices_per_node=devices_per_node, ports_unsaid=1)
 
 
-def _link_of(entry: SharedLink | LinkSpec, *, devices_per_node: int, ports_unsaid: int) -> Link:
-    link = entry.to_link() if isinstance(entry, LinkSpec) else find_link(entry.name)
+def _link_of(entry: files.SharedLink | files.LinkSpec, *, devices_per_node: int, ports_unsaid: int) -> Link:
+    link = entry.to_link() if isinstance(entry, files.LinkSpec) else files.find_link(entry.name)
     return link.shared(num_ports=entry.ports_per_node or ports_unsaid, num_devices=devices_per_node)
 
 
 def _links_of(device_name: str, *, num_nodes: int, devices_per_node: int) -> tuple[Link, Link | None]:
-    intra_link, inter_link = default_links(device_name, num_devices=num_nodes * devices_per_node)
+    intra_link, inter_link = files.default_links(device_name, num_devices=num_nodes * devices_per_node)
     return intra_link, inter_link if num_nodes > 1 else None

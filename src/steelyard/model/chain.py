@@ -200,13 +200,8 @@ class ModelChain(Layout):
 
     def most_in_states(self, seq_len: int) -> int:
         """The most entries of the hidden states that flow between two layers, for one sample."""
-        longest = max(
-            times * seq_len + beside for times, beside in (layer_type.tokens for layer_type in self.layer_types)
-        )
-        fixed = max(
-            (prod(layer_type.hidden) for layer_type in self.layer_types if layer_type.hidden and self.features),
-            default=0,
-        )
+        longest = max(times * seq_len + beside for times, beside in (each.tokens for each in self.layer_types))
+        fixed = max((prod(each.hidden) for each in self.layer_types if each.hidden and self.features), default=0)
         encoded = prod(self._encoded_shape(seq_len)) * (self.num_streams - 1)
         return max(longest * self.hidden_size + encoded, fixed)
 
@@ -290,7 +285,9 @@ class ModelChain(Layout):
     def warnings(self, seq_len: int) -> tuple[str, ...]:
         """What is allowed with sequences of this length and should be known all the same."""
         of_changes = (change.warning(self) for change in self.changes)
-        of_model = (self.left_out(), self._runs_all_blocks(), self._unfused_attention(seq_len))
+        drops = ", ".join(self.split.layerdrop)
+        runs_all = f"every block runs in every step: layerdrop ({drops}) is not carried out" if drops else ""
+        of_model = (self.left_out(), runs_all, self._unfused_attention(seq_len))
         told = tuple(filter(None, (*of_model, *of_changes)))
         if not self.family.task.reads_text or seq_len <= self.max_seq_len:
             return told
@@ -320,12 +317,6 @@ class ModelChain(Layout):
         if self.features is None and task.reads_text and ({"vision_config", "audio_config"} & {*config}):
             return f"{planned} on text alone: what the model has for images or sound is not trained"
         return ""
-
-    def _runs_all_blocks(self) -> str:
-        """That blocks run in every step which the model leaves out at random as it trains; empty where it does not."""
-        if not self.split.layerdrop:
-            return ""
-        return f"every block runs in every step: layerdrop ({', '.join(self.split.layerdrop)}) is not carried out"
 
     def _unfused_attention(self, seq_len: int) -> str:
         """That attention is in no kernel of its own; empty where it is, or where the config names no heads of it."""

@@ -233,15 +233,11 @@ def multiple(least: int, of: int) -> int:
 
 
 def _is_made_for_a_width(key: str, value: object) -> bool:
-    return (
-        key.startswith("rope_")
-        and isinstance(value, Mapping)
-        and any(isinstance(each, list | tuple) for each in value.values())
-    )
+    lists = [each for each in value.values() if isinstance(each, list | tuple)] if isinstance(value, Mapping) else []
+    return key.startswith("rope_") and bool(lists)
 
 
 def _is_outside(key: str, value: object) -> bool:
     """Whether a special token is not one of a small vocabulary; a list of them never is."""
-    return key.endswith(("_token_id", "_token_index")) and (
-        isinstance(value, list) or (isinstance(value, int) and value >= TOKENS)
-    )
+    is_other = isinstance(value, list) or (isinstance(value, int) and value >= TOKENS)
+    return key.endswith(("_token_id", "_token_index")) and is_other

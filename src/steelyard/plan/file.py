@@ -82,7 +82,8 @@ def parse_file(path: Path, model: type[FileModel], error_type: type[UserError], 
 def parse_value(content: Any, model: type[FileModel], error_type: type[UserError], *, what: str) -> FileModel:
     """The value of type ``model`` that JSON-like ``content`` describes; every failure is an ``error_type``."""
     version = content.get("version") if isinstance(content, dict) else None
-    supported = model.model_fields["version"].default if "version" in model.model_fields else None
+    known = model.model_fields.get("version")
+    supported = None if known is None or known.is_required() else known.default
     if version is not None and supported is not None and version != supported:
         raise error_type(
             field="version",
@@ -114,18 +115,14 @@ def _first_error(error: ValidationError, model: type[BaseModel], error_type: typ
         )
     if detail["type"] == "missing":
         return error_type(field=field, found="nothing", expected="a value: this key is required", hint="add the key")
+    text = repr(detail["input"])
     return error_type(
         field=field,
-        found=_short(detail["input"]),
+        found=text if len(text) <= _SHOWN_WIDTH else text[:_SHOWN_WIDTH] + "…",
         expected=_LENGTHS.get(detail["type"], "").format(**detail.get("ctx", {}))
         or detail["msg"].removeprefix("Input should be "),
         hint=detail.get("ctx", {}).get("hint", "correct the value"),
     )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_WIDTH else text[:_SHOWN_WIDTH] + "…"
 
 
 _CLASSES = ("ModelSplit", "OwnSplit")

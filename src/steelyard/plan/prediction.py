@@ -10,19 +10,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from steelyard import limits
 from steelyard.errors import InvalidPlanError
 from steelyard.hardware import Backend
-from steelyard.limits import (
-    MOST_DEVICES,
-    MOST_LAYERS,
-    MOST_PER_S,
-    MOST_STEPS,
-    Bytes,
-    Count,
-    PositiveSeconds,
-    Samples,
-    Seconds,
-)
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.part import PlanPart
 from steelyard.profiles.profile import ProfileIdentity
@@ -66,7 +56,7 @@ class CostSource(ProfileIdentity):
 
     time_factor: float = Field(default=1.0, gt=0)
     """What all times were multiplied by after a measured run; 1 where there was none."""
-    num_calibrating: Count = 0
+    num_calibrating: limits.Count = 0
     """Measured runs that gave it; 0 also in plans that were written before they were counted."""
     rates: CatalogueRates | None = None
     """Absent where times were measured or the rates given, and in plans that were written before it was said."""
@@ -112,9 +102,9 @@ class Certificate(PlanPart):
     gap: float | None = Field(default=None, ge=0, le=1)
     """The part of the plan's step by the cost tables that `Prediction.lower_bound_s` does not prove necessary; absent
     where nothing is proven."""
-    time_limit_s: Seconds | None = None
+    time_limit_s: limits.Seconds | None = None
     """What the search might take, where that ended it before it proved its plan; absent where it ended by itself."""
-    num_simulated: int | None = Field(default=None, ge=2, le=MOST_STEPS)
+    num_simulated: int | None = Field(default=None, ge=2, le=limits.MOST_STEPS)
     """Plans among which the simulator chose; absent where it confirmed the search's best."""
 
     @model_validator(mode="after")
@@ -147,11 +137,8 @@ class Certificate(PlanPart):
             case "gap" if self._is_within_tolerance:
                 return f"optimal to {TOLERANCE:.2%}", "no plan that fits is faster by more"
             case "gap":
-                ended = (
-                    "left when the time was up"
-                    if self.time_limit_s is not None
-                    else "no plan that fits is faster by more"
-                )
+                is_over = self.time_limit_s is not None
+                ended = "left when the time was up" if is_over else "no plan that fits is faster by more"
                 return f"gap {self.gap:.2%}", ended
             case "simulated":
                 return "simulated", "the fastest of the search's best"
@@ -206,9 +193,9 @@ class StagePrediction(PlanPart):
     Of all its chunks together.
     """
 
-    time_s: dict[str, Seconds]
-    memory_bytes: dict[str, Bytes]
-    host_bytes: Bytes = Field(default=0, exclude_if=lambda size: not size)
+    time_s: dict[str, limits.Seconds]
+    memory_bytes: dict[str, limits.Bytes]
+    host_bytes: limits.Bytes = Field(default=0, exclude_if=lambda size: not size)
     """What a rank holds in the memory of its host, which ``memory_bytes`` does not count."""
 
     @property
@@ -227,23 +214,23 @@ class Alternative(PlanPart):
 
     description: str
     reason: str
-    step_time_s: Seconds | None = None
+    step_time_s: limits.Seconds | None = None
     """Absent where it was not computed exactly."""
     is_bound: bool = False
     """Whether the configuration was not searched to the end, so that its best plan may be faster."""
-    memory_bytes: Bytes | None = None
+    memory_bytes: limits.Bytes | None = None
     """Of its fullest device; absent where it was not computed exactly."""
 
 
 class FastestPlan(PlanPart):
     """The fastest plan that was found, in whose place stands a simpler one that is little slower."""
 
-    step_time_s: PositiveSeconds
-    memory_bytes: Bytes
+    step_time_s: limits.PositiveSeconds
+    memory_bytes: limits.Bytes
     """Of its fullest device."""
-    num_groups: int = Field(ge=1, le=MOST_LAYERS)
+    num_groups: int = Field(ge=1, le=limits.MOST_LAYERS)
     """Runs of neighbouring layers of one strategy, summed over the stages."""
-    num_stages: int | None = Field(default=None, ge=1, le=MOST_LAYERS)
+    num_stages: int | None = Field(default=None, ge=1, le=limits.MOST_LAYERS)
     """Absent in files of before, whose plans gave up groups alone."""
     setting: str
     strategies: str
@@ -253,9 +240,9 @@ class Baseline(PlanPart):
     """The best plan of a simple way to train that needs no planner, on the same costs."""
 
     name: str
-    step_time_s: Seconds | None = None
+    step_time_s: limits.Seconds | None = None
     """Absent where none of them fits."""
-    missing_bytes: Bytes | None = None
+    missing_bytes: limits.Bytes | None = None
     """Bytes per device that the nearest one lacks, where none fits."""
     setting: str = ""
     strategies: str = ""
@@ -284,11 +271,11 @@ class PoolUse(PlanPart):
     """A pool of devices that was at hand: what it was taken to be, and how many stages lie in it."""
 
     name: str
-    num_devices: int = Field(ge=1, le=MOST_DEVICES)
-    num_stages: int = Field(ge=0, le=MOST_DEVICES)
+    num_devices: int = Field(ge=1, le=limits.MOST_DEVICES)
+    num_stages: int = Field(ge=0, le=limits.MOST_DEVICES)
     """0 where it is left out."""
-    budget_bytes: Bytes
-    margin_bytes: Bytes = 0
+    budget_bytes: limits.Bytes
+    margin_bytes: limits.Bytes = 0
     profile: CostSource
     reason: str | None = None
     """Why it is left out."""
@@ -300,8 +287,8 @@ class HostUse(PlanPart):
     On GPUs they are pinned, in which torch rounds each of them up to a power of two.
     """
 
-    node_bytes: Bytes
-    memory_bytes: Bytes | None = None
+    node_bytes: limits.Bytes
+    memory_bytes: limits.Bytes | None = None
     """What they may hold; absent where the cluster does not say it, so that nothing was checked."""
 
     @property
@@ -322,25 +309,25 @@ class HostUse(PlanPart):
 class Prediction(PlanPart):
     """What the planner expects of a plan, and how sure it is that no plan is better."""
 
-    step_time_s: PositiveSeconds
-    tokens_per_s_per_device: float = Field(ge=0, le=MOST_PER_S)
-    mfu: float | None = Field(default=None, ge=0, le=MOST_PER_S)
+    step_time_s: limits.PositiveSeconds
+    tokens_per_s_per_device: float = Field(ge=0, le=limits.MOST_PER_S)
+    mfu: float | None = Field(default=None, ge=0, le=limits.MOST_PER_S)
     """Model FLOP utilisation; absent where the device's peak is not known."""
     mfu_attention: str = ""
     """How attention is counted in it, as the model has it: ``causal``; empty in plans that were written before."""
-    model_flop_per_s: float | None = Field(default=None, ge=0, le=MOST_PER_S)
+    model_flop_per_s: float | None = Field(default=None, ge=0, le=limits.MOST_PER_S)
     """Model FLOP/s of a device, counted as in `mfu`; absent where no layer says its work, and in older plans."""
-    rank_samples: tuple[Samples, ...] = ()
+    rank_samples: tuple[limits.Samples, ...] = ()
     """Micro-batch size: samples of a microbatch on a rank, each size that a layer has; absent in older plans."""
     warnings: tuple[str, ...] = ()
     """What is allowed and should be known all the same: sequences longer than the model was made for."""
-    budget_bytes: Bytes
+    budget_bytes: limits.Bytes
     """What a device may hold."""
-    margin_bytes: Bytes = 0
+    margin_bytes: limits.Bytes = 0
     """What each device has beside it and is left free, for the allocator's sake."""
     stages: tuple[StagePrediction, ...]
     certificate: Certificate
-    lower_bound_s: Seconds
+    lower_bound_s: limits.Seconds
     not_searched: tuple[str, ...] = ()
     """What could be run and was left out of the search, so that the certificate says nothing of it."""
     profile: CostSource
@@ -457,9 +444,8 @@ def simplicity_line(num_groups: int, num_stages: int, prediction: Prediction) ->
     slower = prediction.step_time_s / fastest.step_time_s - 1
     words = "as fast as" if slower <= SAME_SHARE else f"{slower:.1%} slower than"
     is_mixed, is_deep = fastest.num_groups > num_groups, (fastest.num_stages or 0) > num_stages
-    mine = [f"{format_plural(num_groups, 'group')} of layers"] * is_mixed + [
-        format_plural(num_stages, "stage")
-    ] * is_deep
+    mine = [f"{format_plural(num_groups, 'group')} of layers"] * is_mixed
+    mine += [format_plural(num_stages, "stage")] * is_deep
     best = f"best mix, {format_plural(fastest.num_groups, 'group')}"
     if is_deep:
         groups = f" and {format_plural(fastest.num_groups, 'group')}" if is_mixed else ""

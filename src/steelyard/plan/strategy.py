@@ -110,7 +110,12 @@ class Strategy:
                 )
         chosen = dict(self.modes)
         contradictions = [dimension.contradiction(self.levels, chosen) for dimension in self.dimensions]
-        contradictions += [self._without_its_dimension(key) for key in chosen]
+        for key in chosen:
+            dimension, mode = modes()[key]
+            if dimension not in self.dimensions:
+                expected = f"{mode.texts[self.mode(key)] or key} only together with {dimension}"
+                hint = f"add a {dimension} level, or leave {key} out"
+                contradictions.append(Contradiction(field=key, expected=expected, hint=hint))
         for found in contradictions:
             if found is not None:
                 raise InvalidPlanError(field=found.field, found=str(self), expected=found.expected, hint=found.hint)
@@ -131,16 +136,6 @@ class Strategy:
                 )
         kept = tuple((key, chosen[key]) for key in known if key in chosen and chosen[key] != known[key][1].default)
         return _strategy(levels, remat, kept)
-
-    def _without_its_dimension(self, key: str) -> Contradiction | None:
-        dimension, mode = modes()[key]
-        if dimension in self.dimensions:
-            return None
-        return Contradiction(
-            field=key,
-            expected=f"{mode.texts[self.mode(key)] or key} only together with {dimension}",
-            hint=f"add a {dimension} level, or leave {key} out",
-        )
 
     def _derive(self) -> None:
         """Fills in what follows from levels and modes: a search asks each strategy for it thousands of times."""
@@ -335,10 +330,8 @@ class Strategy:
     def expert_state_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The axes over which experts' states are replicated and sharded: what expert parallelism leaves of them."""
         taken = set(self.expert_axes)
-        replicas, shards = self.replica_axes, self.shard_axes
-        return tuple(axis for axis in replicas if axis not in taken), tuple(
-            axis for axis in shards if axis not in taken
-        )
+        replicas = tuple(axis for axis in self.replica_axes if axis not in taken)
+        return replicas, tuple(axis for axis in self.shard_axes if axis not in taken)
 
     @property
     def is_aligned(self) -> bool:

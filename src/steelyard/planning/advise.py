@@ -18,7 +18,7 @@ from steelyard.levers.lever import Result
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.price import refuse_host, with_price
 from steelyard.planning.request import PlanRequest, with_levers
-from steelyard.planning.variants import FREE_CHOICE, Answer, Progress, Study, within
+from steelyard.planning.variants import FREE_CHOICE, Progress, Study, within
 from steelyard.units import GIB, format_seconds
 
 LIMIT_S = 1.0
@@ -151,7 +151,10 @@ def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float
     answer, least = study.answer(FREE_CHOICE), least_bytes(study)
     if answer.plan is not None and study.job.effects.uses_host:
         refuse_host(with_price(answer.plan, study.job))
-    missing = 0 if answer.plan is not None else _missing(answer, least, study.job.budget_bytes)
+    missing = 0
+    if answer.plan is None:
+        short = (least or _NO_LIMIT) - study.job.budget_bytes if answer.missing_bytes is None else answer.missing_bytes
+        missing = max(1, short)
     results = [lever.result for lever in levers or ()]
     return Advice(
         options=_options(texts),
@@ -166,12 +169,6 @@ def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float
 
 def _options(texts: Mapping[str, str]) -> str:
     return " ".join(f"--{name} {text}" for name, text in texts.items())
-
-
-def _missing(answer: Answer, least: int | None, budget_bytes: int) -> int:
-    if answer.missing_bytes is not None:
-        return max(1, answer.missing_bytes)
-    return max(1, (least or _NO_LIMIT) - budget_bytes)
 
 
 def is_beyond_host(study: Study) -> bool:

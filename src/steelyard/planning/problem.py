@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -79,19 +79,12 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
             continue
         place = size, pipeline.num_microbatches
         if place not in computed_s:
-            of_types = least_times_s(_ways(offered[size]), config)
+            of_types = least_times_s(offered[size], config)
             computed_s[place] = sum(of_types[layer_type] for layer_type in job.chain.layers)
         bubble = (1 - 1 / pipeline.num_stages) / pipeline.num_chunks
         least_s = computed_s[place] * (pipeline.num_microbatches / pipeline.num_stages + bubble) * (1 - ROUNDING)
         found.append(OnDemand(pipeline, least_s, partial(build_tables, config, offered[size], known)))
     return tuple(each.narrowed(partial(pinned, pins=pins)) for each in found) if pins else tuple(found)
-
-
-@lru_cache(maxsize=64)
-def _ways(strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-    """Of these strategies one for each way to compute."""
-    ways = {(str(each.shape), each.sample_degree, each.token_degree, each.expert_degree): each for each in strategies}
-    return tuple(ways.values())
 
 
 def is_uniform(job: Job, decisions: Decisions) -> bool:

@@ -1,14 +1,5 @@
 """Why a plan does not do something: what was never searched, what a pin costs, and what forbids it.
 
-| function                                        | says                                                               |
-|-------------------------------------------------|--------------------------------------------------------------------|
-| `refuse_impossible`                             | what of a pin no strategy could have, before the model is traced   |
-| `configs_not_searched`, `strategies_not_searched` | what was not built into tables, each with its reason             |
-| `left_out`                                      | the same as far as it could be run, for the plan                   |
-| `widened`                                       | what a pin searches that the free search leaves out                |
-| `why_not`, `why_not_plan`                       | the best plan that does what is asked for, or why there is none    |
-| `pin_error`                                     | which of several pins cannot be met                                |
-
 What no strategy could have, whatever the stages, is asked of the dimensions that a pin names: each thing that is wanted
 is tried alone, then all together, as the smallest strategy that has it.
 """

@@ -13,6 +13,7 @@ from steelyard.units import format_bytes, format_seconds
 
 LEAST = 1e-9
 """Less than this, of seconds or bytes, is nothing."""
+ALIKE = "All layers have the same stage and strategy in both."
 
 
 def compare_view(first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")) -> RenderableType:
@@ -39,18 +40,14 @@ def compared_terms(first: Plan, second: Plan) -> Iterator[tuple[str, Terms, Call
     if first.prediction is not None and second.prediction is not None:
         times = step_terms(first, first.prediction), step_terms(second, second.prediction)
         yield "Time of a step, slowest stage", times, format_seconds
-        yield (
-            "Memory of the fullest stage",
-            (fullest_terms(first.prediction), fullest_terms(second.prediction)),
-            format_bytes,
-        )
+        sizes = fullest_terms(first.prediction), fullest_terms(second.prediction)
+        yield "Memory of the fullest stage", sizes, format_bytes
 
 
 def term_rows(terms: Terms, show: Callable[[float], str]) -> Iterator[tuple[str, str, str, str]]:
     """For each term that is there its name, what it is in both plans, and the difference; the total last."""
-    amounts = {
-        name: (terms[0].get(name, 0.0), terms[1].get(name, 0.0)) for name in dict.fromkeys((*terms[0], *terms[1]))
-    }
+    names = dict.fromkeys(name for each in terms for name in each)
+    amounts = {name: tuple(each.get(name, 0.0) for each in terms) for name in names}
     kept = {name: both for name, both in amounts.items() if max(map(abs, both)) > LEAST}
     for name, (before, after) in (*kept.items(), ("total", tuple(sum(each.values()) for each in terms))):
         difference = ("+" if after >= before else "−") + show(abs(after - before))
@@ -83,7 +80,7 @@ def layer_table(first: Plan, second: Plan, names: tuple[str, str]) -> Renderable
     """A row for every run of layers that differs."""
     chain, rows = first.chain(), list(changed_layers(first, second))
     if not rows:
-        return Text("All layers have the same stage and strategy in both.")
+        return Text(ALIKE)
     table = plain_table("Layers that differ", "layers", *names)
     for start, end, before, after in rows:
         table.add_row(layers_text(chain, start, end), before, after)

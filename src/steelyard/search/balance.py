@@ -26,12 +26,13 @@ from steelyard.plan.decisions import Partition
 from steelyard.schedules import names_of
 from steelyard.search.bounds import furthest_boundaries, least_budget, stage_memories
 from steelyard.search.evaluate import Solution
-from steelyard.search.partition import ConfigResult, Prospect, assess_chain, best_for_boundaries
+from steelyard.search.partition import ConfigResult, assess_chain, best_for_boundaries
 from steelyard.search.runs import PreparedTables
 
 
 def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> ConfigResult:
-    """The plan that this method of cutting finds; at most feasible, as other cuts may be faster."""
+    """The plan that this method of cutting finds, of those that are not exact; at most feasible, as other cuts may be
+    faster, and infeasible without a miss where only these cuts do not fit."""
     if tables.pipeline.num_chunks > 1:
         raise InvalidProblemError(
             field="schedule",
@@ -41,11 +42,12 @@ def partition_by(method: Partition, tables: CostTables, budget_bytes: int) -> Co
     prospect = assess_chain(tables, budget_bytes)
     if isinstance(prospect, ConfigResult):
         return prospect
-    if method == "exact":
-        raise ValueError("the exact partition is partition_exact")
     cuts = even_boundaries if method == "even" else memory_balanced_boundaries
     start = best_for_boundaries(prospect.prepared, cuts(tables))
-    return _unproven(prospect, _adjusted(prospect.prepared, start) if method == "bmw" and start is not None else start)
+    if method == "bmw" and start is not None:
+        start = _adjusted(prospect.prepared, start)
+    status: Literal["feasible", "infeasible"] = "feasible" if start else "infeasible"
+    return ConfigResult(status=status, solution=start, lower_bound_s=prospect.lower_bound_s)
 
 
 def even_boundaries(tables: CostTables) -> tuple[int, ...]:
@@ -77,12 +79,6 @@ def time_balanced_boundaries(tables: CostTables) -> tuple[int, ...]:
     for best in reversed(chosen):
         boundaries.append(int(best[boundaries[-1]]))
     return (0, *reversed(boundaries))
-
-
-def _unproven(prospect: Prospect, solution: Solution | None) -> ConfigResult:
-    """A feasible result, or an infeasible one without a miss where only these cuts do not fit."""
-    status: Literal["feasible", "infeasible"] = "feasible" if solution else "infeasible"
-    return ConfigResult(status=status, solution=solution, lower_bound_s=prospect.lower_bound_s)
 
 
 def _adjusted(prepared: PreparedTables, start: Solution) -> Solution:

@@ -29,7 +29,6 @@ from typing import Literal
 import numpy as np
 
 from steelyard.cost.tables import CostTables
-from steelyard.errors import InvalidProblemError
 from steelyard.search.bounds import furthest_boundaries, least_memory_strategies
 from steelyard.search.evaluate import Solution, evaluate
 from steelyard.search.layers import ROUNDING, Pruning, TimeIsUpError, chain_frontier
@@ -150,12 +149,7 @@ def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | Co
     """A feasible configuration with a lower bound of its step time, or the proof that it is infeasible."""
     known = of if isinstance(of, AnyBudget) else AnyBudget(of)
     tables = known.tables
-    if tables.cross_layer_inputs:
-        raise InvalidProblemError(
-            field="side_inputs",
-            found=str(len(tables.cross_layer_inputs)),
-            expected="none here: `search` resolves them first",
-        )
+    assert not tables.cross_layer_inputs, "`cross_layer_inputs` resolves them first"
     memories = known.memories
     fitting = furthest_boundaries(tables, memories, budget_bytes)
     if fitting is None:

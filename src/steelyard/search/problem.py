@@ -38,19 +38,19 @@ Everything is checked when read: unknown keys, missing, negative or non-finite n
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from steelyard.cost.tables import CostTables, CrossLayerInput
 from steelyard.errors import InvalidProblemError, UserError, nearest
-from steelyard.files import read_json
 from steelyard.limits import MOST_BYTES, MOST_LAYERS, Bytes, Microbatches, Samples, Seconds
 from steelyard.output import write_file
-from steelyard.plan.strategy import parse_strategy
+from steelyard.plan.file import parse_file, parse_value
+from steelyard.plan.strategy import Strategy, parse_strategy
 from steelyard.schedules import PipelineConfig, find_schedule
 from steelyard.schedules.name import ScheduleName
 from steelyard.search.solve import SearchResult, search
@@ -162,36 +162,28 @@ def save_problem(path: Path, problem: Problem) -> None:
 
 def load_problem(path: Path) -> Problem:
     """Read a problem file; raises `InvalidProblemError` naming the place in it and what was expected there."""
-    try:
-        content = read_json(path)
-    except OSError as error:
-        raise InvalidProblemError(
-            field=str(path), found=error.strerror or "an error", expected="a readable file"
-        ) from None
-    except ValueError as error:
-        raise InvalidProblemError(field=str(path), found=str(error), expected="a JSON file") from None
-    return parse_problem(content)
+    return _problem(parse_file(path, ProblemFile, InvalidProblemError, what="problem"))
 
 
 def parse_problem(content: object) -> Problem:
     """The problem that this parsed JSON describes; raises `InvalidProblemError`."""
-    try:
-        parsed = ProblemFile.model_validate(content)
-    except ValidationError as error:
-        raise _explained(error) from None
-    for index, config in enumerate(parsed.settings):
-        if config.side_inputs and parsed.version == 1:
+    return _problem(parse_value(content, ProblemFile, InvalidProblemError, what="problem"))
+
+
+def _problem(content: ProblemFile) -> Problem:
+    for index, config in enumerate(content.settings):
+        if config.side_inputs and content.version == 1:
             raise InvalidProblemError(
-                field=f"settings.{index}.side_inputs",
+                field=f"settings[{index}].side_inputs",
                 found="cross-layer inputs in a file of version 1",
                 expected="none, or version 2",
                 hint='write "version": 2',
             )
     return Problem(
-        name=parsed.name,
-        budget_bytes=parsed.budget_bytes,
-        configs=tuple(_tables(config, f"settings.{index}") for index, config in enumerate(parsed.settings)),
-        samples=tuple(config.samples for config in parsed.settings),
+        name=content.name,
+        budget_bytes=content.budget_bytes,
+        configs=tuple(_named(config, f"settings[{index}]") for index, config in enumerate(content.settings)),
+        samples=tuple(config.samples for config in content.settings),
     )
 
 
@@ -238,29 +230,37 @@ def _config_costs(tables: CostTables, samples: int) -> ConfigCosts:
     )
 
 
-def _tables(config: ConfigCosts, place: str) -> CostTables:
+def _named(config: ConfigCosts, place: str) -> CostTables:
+    """The tables of a configuration; whatever is wrong with them is named by its place in the file."""
+    try:
+        return _tables(config)
+    except UserError as error:
+        raise InvalidProblemError(**error.parts() | {"field": f"{place}.{error.field}"}) from None
+
+
+def _tables(config: ConfigCosts) -> CostTables:
     names = [layer_type.name for layer_type in config.kinds]
     size = len(config.strategies)
-    _expect_once(names, f"{place}.kinds")
-    _expect_once([name for part in config.switch_s for name in part.kinds], f"{place}.switch_s", expected=names)
+    _expect_once(names, "kinds")
+    _expect_once([name for part in config.switch_s for name in part.kinds], "switch_s", expected=names)
     columns: dict[str, list[list[Any]]] = {}
     for field in ("legal", "time_s", "static_bytes", "activation_bytes", "transient_bytes"):
         columns[field] = [getattr(layer_type, field) for layer_type in config.kinds]
         for name, row in zip(names, columns[field], strict=True):
-            _expect_length(row, size, f"{place}.kinds.{name}.{field}")
+            _expect_length(row, size, f"kinds.{name}.{field}")
     switch = np.zeros((len(names), size, size))
     for part in config.switch_s:
-        _expect_length(part.seconds, size, f"{place}.switch_s")
+        _expect_length(part.seconds, size, "switch_s")
         for row in part.seconds:
-            _expect_length(row, size, f"{place}.switch_s")
+            _expect_length(row, size, "switch_s")
         switch[[names.index(name) for name in part.kinds]] = np.array(part.seconds)
     if sum(run.count for run in config.layers) > MOST_LAYERS:
         found = f"{sum(run.count for run in config.layers)} layers"
-        raise InvalidProblemError(field=f"{place}.layers", found=found, expected=f"at most {MOST_LAYERS}")
+        raise InvalidProblemError(field="layers", found=found, expected=f"at most {MOST_LAYERS}")
     for run in config.layers:
         if run.kind not in names:
             raise InvalidProblemError(
-                field=f"{place}.layers",
+                field="layers",
                 found=repr(run.kind),
                 expected="a layer type of the configuration",
                 hint=nearest(run.kind, names),
@@ -274,7 +274,7 @@ def _tables(config: ConfigCosts, place: str) -> CostTables:
         ),
         layer_types=tuple(names),
         layers=tuple(names.index(run.kind) for run in config.layers for _ in range(run.count)),
-        strategies=tuple(_strategy(text, place) for text in config.strategies),
+        strategies=tuple(_strategy(text) for text in config.strategies),
         legal=np.array(columns["legal"], dtype=bool),
         time_s=np.array(columns["time_s"], dtype=np.float64),
         static_bytes=np.array(columns["static_bytes"], dtype=np.int64),
@@ -283,23 +283,16 @@ def _tables(config: ConfigCosts, place: str) -> CostTables:
         switch_s=switch,
         transfer_s=config.transfer_s,
         overhead_bytes=config.overhead_bytes,
-        cross_layer_inputs=_cross_layer_inputs(config, f"{place}.side_inputs"),
+        cross_layer_inputs=_cross_layer_inputs(config),
     )
 
 
-def _cross_layer_inputs(config: ConfigCosts, place: str) -> tuple[CrossLayerInput, ...]:
-    size, num_layers = len(config.strategies), sum(run.count for run in config.layers)
+def _cross_layer_inputs(config: ConfigCosts) -> tuple[CrossLayerInput, ...]:
+    size = len(config.strategies)
     for index, side in enumerate(config.side_inputs):
-        _expect_length(side.seconds, size, f"{place}.{index}.seconds")
+        _expect_length(side.seconds, size, f"side_inputs[{index}].seconds")
         for row in side.seconds:
-            _expect_length(row, size, f"{place}.{index}.seconds")
-        positions = (side.source, *side.readers, num_layers)
-        if not side.readers or any(a >= b for a, b in pairwise(positions)):
-            raise InvalidProblemError(
-                field=f"{place}.{index}.readers",
-                found=f"{side.readers[:8]}, source {side.source}",
-                expected=f"one or more rising layers behind the source, up to {num_layers - 1}",
-            )
+            _expect_length(row, size, f"side_inputs[{index}].seconds")
     return tuple(
         CrossLayerInput(
             source=side.source, readers=tuple(side.readers), seconds=np.array(side.seconds, dtype=np.float64)
@@ -308,11 +301,11 @@ def _cross_layer_inputs(config: ConfigCosts, place: str) -> tuple[CrossLayerInpu
     )
 
 
-def _strategy(text: str, place: str) -> Any:
+def _strategy(text: str) -> Strategy:
     try:
         return parse_strategy(text)
     except UserError as error:
-        raise InvalidProblemError(**error.parts() | {"field": f"{place}.strategies", "found": repr(text)}) from None
+        raise InvalidProblemError(**error.parts() | {"field": "strategies", "found": repr(text)}) from None
 
 
 def _expect_length(row: Sequence[object], size: int, place: str) -> None:
@@ -326,25 +319,3 @@ def _expect_once(names: Iterable[str], place: str, expected: Sequence[str] | Non
     if len(set(listed)) < len(listed) or (expected is not None and set(listed) != set(expected)):
         wanted = "each layer type once" + (f", of {', '.join(expected)}" if expected is not None else "")
         raise InvalidProblemError(field=place, found=", ".join(listed) or "none", expected=wanted)
-
-
-_KNOWN_KEYS = {
-    name
-    for part in (ProblemFile, ConfigCosts, LayerTypeCosts, SwitchCosts, EqualLayers, CrossLayerInputCosts)
-    for name in part.model_fields
-}
-
-
-def _explained(error: ValidationError) -> InvalidProblemError:
-    """The first thing wrong with the file, in our words."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"]) or "file"
-    if first["type"] == "extra_forbidden":
-        key = str(first["loc"][-1])
-        return InvalidProblemError(
-            field=place, found=f"unknown key {key!r}", expected="a key of the schema", hint=nearest(key, _KNOWN_KEYS)
-        )
-    if first["type"] == "missing":
-        return InvalidProblemError(field=place, found="nothing", expected="a value: the key is missing")
-    hint = first.get("ctx", {}).get("hint", "")
-    return InvalidProblemError(field=place, found=repr(first["input"])[:80], expected=first["msg"], hint=hint)

@@ -173,9 +173,6 @@ class AnyBudget:
     def least_plan(self) -> Solution | None:
         """A plan of little memory, the least where nothing is freed; None where some layer has no legal strategy."""
         tables, memories = self.tables, self.memories
-        if tables.cross_layer_inputs:
-            tables = replace(tables, cross_layer_inputs=())
-            memories = stage_memories(tables)
         needed = least_budget(tables, memories)
         boundaries = None if needed is None else furthest_boundaries(tables, memories, needed)
         if boundaries is None:

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.modules.dimensions.cp_worker import CASES, NUM_PROCESSES, REFUSED
+from tests.modules.dimensions.cp_worker import CASES, NUM_PROCESSES, REFUSED, SAMPLE
 from tests.runtime.processes import run_ranks
+from tests.sample import asked, sampled
 
 pytestmark = pytest.mark.processes
 
@@ -14,17 +15,21 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("cp")
-    return run_ranks("tests.modules.dimensions.cp_worker:compare", NUM_PROCESSES, folder)
+    found: dict[str, Any] = run_ranks("tests.modules.dimensions.cp_worker:compare", NUM_PROCESSES, folder)
+    if not {*asked(request)} <= {*SAMPLE}:
+        more = run_ranks("tests.modules.dimensions.cp_worker:compare_nightly", NUM_PROCESSES, folder)
+        found["cases"] |= more["cases"]
+    return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, SAMPLE))
 def test_losses_add_up_to_that_of_one_process(found: dict[str, Any], name: str) -> None:
     assert found["cases"][name]["loss_error"] < TOLERANCE
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, SAMPLE))
 def test_gradients_add_up_to_those_of_one_process(found: dict[str, Any], name: str) -> None:
     assert found["cases"][name]["gradient_error"] < TOLERANCE, found["cases"][name]["tensor"]
 

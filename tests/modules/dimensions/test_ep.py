@@ -17,8 +17,9 @@ from steelyard.modules.layers import ChainLayer, build_layer
 from steelyard.modules.updates import local_part
 from steelyard.plan.strategy import Remat, parse_strategy
 from steelyard.tracer.layer import CountedLayer, TracedLayer, fake_layer, fake_world, run_layer, shared_inputs
-from tests.modules.dimensions.ep_ranks import CONFIGS, LEAST_GAP, OF_EIGHT, OF_FOUR, RESUMED
+from tests.modules.dimensions.ep_ranks import CONFIGS, LEAST_GAP, NIGHTLY, OF_EIGHT, OF_FOUR, RESUMED
 from tests.runtime.processes import run_ranks
+from tests.sample import asked, sampled
 
 TOLERANCE = 1e-5
 CHAIN = chain_from_config(CONFIGS["mixtral"], name="test")
@@ -39,19 +40,25 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.fixture(scope="module")
-def parity(four: Found, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    eight = run_ranks("tests.modules.dimensions.ep_ranks:of_eight", 8, tmp_path_factory.mktemp("eight"))
-    return four["parity"] | eight["parity"]
+def parity(request: pytest.FixtureRequest, four: Found, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    found = dict(four["parity"])
+    for work, num_processes in (
+        (("of_four_nightly", 4), ("of_eight", 8)) if NIGHTLY.intersection(asked(request)) else ()
+    ):
+        of = run_ranks(f"tests.modules.dimensions.ep_ranks:{work}", num_processes, tmp_path_factory.mktemp(work))
+        found |= of["parity"]
+    return found
 
 
 DIVISIONS = OF_FOUR | OF_EIGHT
+SAMPLE = DIVISIONS.keys() - NIGHTLY
 RIGHT = [name for name, each in DIVISIONS.items() if each.sums_experts and each.precision == "fp32"]
 FAULTY = [name for name, each in DIVISIONS.items() if not each.sums_experts]
 ROUNDED = [name for name, each in DIVISIONS.items() if each.precision == "bf16"]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", sampled(RIGHT, SAMPLE))
 def test_loss_and_all_gradients_are_those_of_one_process(parity: Found, name: str) -> None:
     found = parity[name]
     assert found["loss_error"] < TOLERANCE
@@ -66,31 +73,31 @@ def test_a_missing_sum_over_the_outer_ranks_would_be_found(parity: Found, name: 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", sampled(ROUNDED, SAMPLE))
 def test_bf16_gives_the_loss_of_one_process_but_for_rounding(parity: Found, name: str) -> None:
     assert parity[name]["loss_error"] < 1e-3
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", sampled(RIGHT, SAMPLE))
 def test_no_token_of_the_samples_chooses_between_experts_that_are_nearly_equal(parity: Found, name: str) -> None:
     assert parity[name]["least_gap"] > LEAST_GAP
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", sampled(RIGHT, SAMPLE))
 def test_the_norm_counts_each_expert_once_where_copies_are_what_placements_say(parity: Found, name: str) -> None:
     assert parity[name]["norm_error"] < TOLERANCE
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", sampled(RIGHT, SAMPLE))
 def test_parts_are_where_their_placements_say(parity: Found, name: str) -> None:
     assert parity[name]["weights_error"] == 0.0
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", sampled(RIGHT, SAMPLE))
 def test_a_rank_stores_its_share_of_the_experts_and_no_padding(parity: Found, name: str) -> None:
     each = DIVISIONS[name]
     shards = each.data // each.replicas if each.zero else each.ep
@@ -98,14 +105,14 @@ def test_a_rank_stores_its_share_of_the_experts_and_no_padding(parity: Found, na
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", sampled(RIGHT, SAMPLE))
 def test_the_busiest_rank_has_more_than_the_mean_and_less_than_all(parity: Found, name: str) -> None:
     assert parity[name]["imbalance"]
     assert all(1.0 < ratio < DIVISIONS[name].ep for ratio in parity[name]["imbalance"].values())
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", sampled(RIGHT, SAMPLE))
 def test_the_counter_of_pairs_begins_again_when_it_is_read(parity: Found, name: str) -> None:
     assert set(parity[name]["imbalance_of_nothing"].values()) == {1.0}
 

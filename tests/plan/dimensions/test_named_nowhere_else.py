@@ -55,6 +55,7 @@ MAY_HOLD = {
     "model/family.py": DATA,
     "model/own.py": DATA,
     "model/split.py": DATA,
+    "modules/host_memory.py": THEIRS,
     "modules/own_split.py": DATA,
     "modules/split_layer_types.py": DATA,
     "modules/split_proof.py": DATA,

@@ -5,21 +5,6 @@ that is particular to it stands in the file of its name in this package, as one 
 pins, reports and exports ask the values in `steelyard.plan.dimensions.DIMENSIONS` and name none of them. What makes a
 real layer so is the dimension's twin, the file of the same name in `steelyard.modules.dimensions`.
 
-| question                                                 | answered by                                      |
-|----------------------------------------------------------|--------------------------------------------------|
-| what does a rank hold a part of?                         | `Dimension.divides`                              |
-| what becomes of parameters, gradients, optimizer states? | `Dimension.states`                               |
-| how is it written, what else may be chosen with it?      | `Dimension.name`, `Dimension.modes`           |
-| beside or inside which other dimensions may it stand?    | `Dimension.contradiction`                        |
-| which layers, batches and sequences can it divide?       | `Dimension.illegal`                              |
-| which of its degrees are worth a search, and which not?  | `Dimension.not_worth`, `Dimension.not_worth_for` |
-| what is sent, in which phase of a step?                  | `Dimension.traffic`                              |
-| which memory does it need beside the traced layer?       | `Dimension.working`                              |
-| where does the hidden state between two layers lie?      | `Dimension.placement`                            |
-| over how many ranks does it divide heads of attention?   | `Dimension.head_degree`                          |
-| at which degrees must a layer be traced or measured?     | `Dimension.shape`                                |
-| what does it do, in words?                               | `Dimension.words`                                |
-
 The functions at the end answer for several dimensions: those that divide data need samples that divide, and sum their
 gradients over the ranks.
 """
@@ -32,6 +17,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
+from steelyard.levers.lever import Divided
 from steelyard.model.chain import LayerType, ModelChain
 from steelyard.units import Amount
 
@@ -156,7 +142,7 @@ class Level:
 Levels = tuple[Level, ...]
 
 
-class StrategyView(Protocol):
+class StrategyView(Divided, Protocol):
     """What dimensions read of a strategy (`steelyard.plan.strategy.Strategy`, which is made of dimensions)."""
 
     @property
@@ -164,25 +150,15 @@ class StrategyView(Protocol):
     @property
     def parallel(self) -> str: ...
     @property
-    def remat(self) -> str: ...
-    @property
-    def keeps_gathered(self) -> bool: ...
-    @property
     def keeps_whole(self) -> bool: ...
     @property
     def num_devices(self) -> int: ...
-    @property
-    def tensor_degree(self) -> int: ...
     @property
     def sample_degree(self) -> int: ...
     @property
     def sequence_degree(self) -> int: ...
     @property
     def head_degree(self) -> int: ...
-    @property
-    def expert_degree(self) -> int: ...
-    @property
-    def state_shards(self) -> int: ...
     @property
     def expert_state_shards(self) -> int: ...
     def level(self, dimension: "Dimension", /) -> Level | None: ...
@@ -246,15 +222,19 @@ def needs_nothing(_load: Load) -> Working:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dimension:
-    """A parallelism dimension; see the module for the questions that it answers."""
+    """A parallelism dimension: each field answers a question about it."""
 
     name: str
     divides: Divides
+    """What each rank holds a part of."""
     states: States
+    """What becomes of parameters, gradients and optimizer states."""
     illegal: Callable[[LayerType, "StrategyView", Batch], str | None]
     """Why a layer of a type cannot be divided so under a strategy that uses this dimension, or None where it can."""
     traffic: Callable[[Load], Iterator[Traffic]]
+    """What is sent, in which phase of a step."""
     placement: Callable[["StrategyView"], Placed]
+    """Where the hidden state between two layers lies."""
     words: Callable[["StrategyView"], str]
     """What the ranks do, ``samples over 8 ranks, a copy of the parameters on each``."""
     term: str
@@ -264,7 +244,9 @@ class Dimension:
     working: Callable[[Load], Working] = needs_nothing
     """What its collectives keep and need while a layer works."""
     modes: tuple[Mode, ...] = ()
+    """What else may be chosen with it."""
     contradiction: Callable[[Levels, Mapping[str, Value]], Contradiction | None] = lambda _levels, _modes: None
+    """Why it may not stand beside or inside the other levels; None where it may."""
     not_worth: Callable[[Levels, int | None], str] = lambda _levels, _devices_per_node: ""
     """Given levels and devices of a node: why such levels are not searched unless a pin asks for them; empty where they
     are."""

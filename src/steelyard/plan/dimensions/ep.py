@@ -45,10 +45,9 @@ def _offered(levels: Levels) -> tuple[int, ...]:
     return tuple(degree for degree in degrees if degree % shards == 0 or shards % degree == 0)
 
 
-_TEXTS: dict[Value, str] = {degree: f"ep{degree}" if degree > 1 else "" for degree in range(1, MOST + 1)}
 DEGREE = Mode(
     key="ep",
-    texts=_TEXTS,
+    texts={degree: f"ep{degree}" if degree > 1 else "" for degree in range(1, MOST + 1)},
     pin={str(degree): degree for degree in range(1, MOST + 1)},
     offered=_offered,
 )
@@ -60,7 +59,7 @@ def _contradiction(levels: Levels, modes: Mapping[str, Value]) -> Contradiction 
         return None
     return Contradiction(
         field="ep",
-        expected=f"a degree that divides the {data} data ranks" + (f": {', '.join(map(str, _offered(levels)))}"),
+        expected=f"a degree that divides the {data} data ranks: {', '.join(map(str, _offered(levels)))}",
         hint="change ep, or the levels that divide samples",
     )
 
@@ -110,10 +109,6 @@ def _traffic(load: Load) -> Iterator[Traffic]:
             )
 
 
-def _words(strategy: StrategyView) -> str:
-    return f"experts over {strategy.expert_degree} of the data ranks, tokens sent to them and back"
-
-
 EP = Dimension(
     name="ep",
     divides=Divides.EXPERTS,
@@ -121,7 +116,7 @@ EP = Dimension(
     illegal=_illegal,
     traffic=_traffic,
     placement=lambda _strategy: Placed.BATCH,
-    words=_words,
+    words=lambda strategy: f"experts over {strategy.expert_degree} of the data ranks, tokens sent to them and back",
     term="tokens on their way to experts and back",
     hue="pink",
     modes=(DEGREE,),

@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 from steelyard.plan.plan import Plan, headline
 from steelyard.plan.prediction import layers_text
-from steelyard.report.compare_view import Terms, changed_layers, compared_terms, term_rows
+from steelyard.report.compare_view import ALIKE, Terms, changed_layers, compared_terms, term_rows
 from steelyard.report.html.bars import stacked_bars
 from steelyard.report.html.contents import term
 from steelyard.report.html.markup import Html, document, legend, section, table, tag
@@ -26,7 +26,10 @@ def compare_page(first: Plan, second: Plan, names: tuple[str, str]) -> str:
     )
     compared = zip(("time", "memory"), compared_terms(first, second), strict=False)
     sections = [_terms(name, *of_both, names) for name, of_both in compared]
-    sections.append(section("layers", "Layers that differ", _layers(first, second, names)))
+    chain = first.chain()
+    rows = [(layers_text(chain, start, end), *both) for start, end, *both in changed_layers(first, second)]
+    layers = table(("layers", *names), rows) if rows else tag("p", ALIKE)
+    sections.append(section("layers", "Layers that differ", layers))
     footer = tag("footer", tag("p", f"Written by steelyard {version('steelyard')}."))
     return document(title, title, (header, *sections, footer))
 
@@ -44,11 +47,3 @@ def _terms(name: str, title: str, terms: Terms, show: Callable[[float], str], na
         legend((colour[each], term(each)) for each in kept),
         table(("", *names, "difference"), [(term(each), *shown) for each, *shown in rows], numeric=(1, 2, 3)),
     )
-
-
-def _layers(first: Plan, second: Plan, names: tuple[str, str]) -> Html:
-    chain = first.chain()
-    rows = [(layers_text(chain, start, end), *both) for start, end, *both in changed_layers(first, second)]
-    if not rows:
-        return tag("p", "All layers have the same stage and strategy in both.")
-    return table(("layers", *names), rows)

@@ -30,7 +30,10 @@ def timeline_section(found: ReportContents) -> Html | None:
     if timeline is None:
         return None
     hidden = hidden_microbatches(plan.num_microbatches, max(2, MOST_PASSES // (2 * len(plan.parts))))
-    stages = [_passes(timeline, plan, stage, hidden) for stage in range(timeline.pipeline.num_stages)]
+    stages = []
+    for stage in range(timeline.pipeline.num_stages):
+        passes = (each for each in stage_slices(timeline, stage, plan.num_chunks) if each.track == PASSES)
+        stages.append(list(without_hidden(sorted(passes, key=lambda each: each.start_s), hidden)))
     categories = [
         category for category in PASS_NAMES if any(each.category == category for stage in stages for each in stage)
     ]
@@ -59,11 +62,6 @@ def timeline_section(found: ReportContents) -> Html | None:
         parts.append(folded("Bubbles by name", _bubble_table(timeline)))
     parts.append(tag("p", f"For a full trace: steelyard timeline {found.plan_file} -o trace.json", class_="hint"))
     return section("timeline", "One step, pass by pass", *parts)
-
-
-def _passes(timeline: Timeline, plan: Plan, stage: int, hidden: range) -> list[Slice]:
-    slices = (each for each in stage_slices(timeline, stage, plan.num_chunks) if each.track == PASSES)
-    return list(without_hidden(sorted(slices, key=lambda each: each.start_s), hidden))
 
 
 def _lead(timeline: Timeline, plan: Plan, hidden: range, fixed_s: float) -> str:
