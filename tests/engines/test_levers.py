@@ -54,10 +54,14 @@ def module_of(plan: Plan, to: str) -> types.ModuleType:
 # who runs what
 
 
-def test_our_runtime_runs_every_value() -> None:
-    for lever in LEVERS.values():
-        for text in (*lever.offers, *lever.values):
-            assert ENGINES["native"].lever_refusal(next(iter(Levers.of({lever.name: text})), lever())) is None
+def test_our_runtime_runs_every_value_but_mxfp8() -> None:
+    refused = {
+        text
+        for lever in LEVERS.values()
+        for text in (*lever.offers, *lever.values)
+        if ENGINES["native"].lever_refusal(next(iter(Levers.of({lever.name: text})), lever())) is not None
+    }
+    assert refused == {"mxfp8"}
 
 
 @pytest.mark.parametrize(
