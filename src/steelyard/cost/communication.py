@@ -97,13 +97,7 @@ def collective_time(
     measured = profile.collective(collective, group.size, strided=group.stride > 1)
     if measured is not None:
         return measured.time_s
-    if cluster.intra_link.needs_profile:
-        raise InvalidProfileError(
-            field="collectives",
-            found=f"no {collective} over {group.size} ranks",
-            expected=f"a measurement: the rates of {cluster.name} are not in the catalogue",
-            hint="run steelyard profile with as many processes as the plan has",
-        )
+    _check_rate(cluster.intra_link, f"no {collective} over {group.size} ranks")
     if collective == "all_to_all":
         return partial(_exchange_s, group=group, cluster=cluster, reached=reached)
     path, passes, fraction = _path(group, cluster, reached), _PASSES[collective], (group.size - 1) / group.size
@@ -163,13 +157,7 @@ def send_recv_s(
     size = cluster.devices_per_node
     crosses = cluster.num_nodes > 1 and (distance >= size or size % (2 * distance) != 0)
     link = cluster.inter_link if crosses and cluster.inter_link is not None else cluster.intra_link
-    if link.needs_profile:
-        raise InvalidProfileError(
-            field="collectives",
-            found="no send_recv",
-            expected=f"a measurement: the rates of {cluster.name} are not in the catalogue",
-            hint="run steelyard profile",
-        )
+    _check_rate(link, "no send_recv")
     path = _reached(link, reached, inside=link is cluster.intra_link)
     return path.latency_s + num_bytes / path.bytes_per_s
 
@@ -187,16 +175,21 @@ def crossing_s(
     if measured:
         return max(each.time_s(num_bytes / ranks) for each in measured)
     for _, link, _ in sides:
-        if link.needs_profile:
-            raise InvalidProfileError(
-                field="collectives",
-                found="no send_recv",
-                expected=f"a measurement: the rate of {link.name} is not in the catalogue",
-                hint="run steelyard profile",
-            )
+        _check_rate(link, "no send_recv")
     paths = [(size, _reached(link, reached, inside=False)) for size, link, reached in sides]
     rate = min(size * path.bytes_per_s for size, path in paths)
     return max(path.latency_s for _, path in paths) + num_bytes / rate
+
+
+def _check_rate(link: Link, found: str) -> None:
+    """Raise `InvalidProfileError` for a link of unknown rate over which nothing was measured."""
+    if link.needs_profile:
+        raise InvalidProfileError(
+            field="collectives",
+            found=found,
+            expected=f"a measurement: the rate of {link.name} is not in the catalogue",
+            hint="run steelyard profile with as many processes as the plan has",
+        )
 
 
 def _reached(link: Link, reached: LinkEfficiency, *, inside: bool) -> Path:

@@ -23,7 +23,6 @@ from steelyard.plan.decisions import FREE, Decisions, Partition
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, Certificate
 from steelyard.plan.strategy import Strategy
-from steelyard.planning.job import job_of
 from steelyard.planning.price import bare_plan, describe, prediction_of, summarise, warnings_of
 from steelyard.planning.problem import is_uniform, make_tables
 from steelyard.planning.request import PlanRequest
@@ -160,14 +159,9 @@ def without_margin(job: Job) -> Job:
     return Job.over([each.within(each.budget_bytes + each.margin_bytes) for each in job.by_group])
 
 
-def plan_request(request: PlanRequest, job: Job | None = None) -> PlanningResult:
-    """Return the plan of a request, not compared with others yet; ``job`` saves pricing the request."""
-    return plan_job(
-        job or job_of(request),
-        request.decisions,
-        top=request.num_alternatives,
-        time_limit_s=request.time_limit_s,
-    )
+def plan_request(request: PlanRequest, job: Job) -> PlanningResult:
+    """Return the plan of a request with this job, not compared with others yet."""
+    return plan_job(job, request.decisions, top=request.num_alternatives, time_limit_s=request.time_limit_s)
 
 
 def plan_job(

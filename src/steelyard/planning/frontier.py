@@ -20,7 +20,7 @@ from steelyard.hardware import Cluster, joined_pools
 from steelyard.plan.choices import DevicePoint, FrontierPoint, TradeOffs
 from steelyard.plan.plan import Plan
 from steelyard.plan.training import SECONDS_PER_HOUR
-from steelyard.planning.choose import device_bytes
+from steelyard.planning.choose import PlanningResult, device_bytes
 from steelyard.planning.price import describe, peak_bytes, summarise, with_price
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import Progress, Study, Variant, on_cluster, on_devices, with_shape, within
@@ -165,24 +165,22 @@ def falling(points: Sequence[FrontierPoint]) -> tuple[FrontierPoint, ...]:
 
 def device_point(study: Study, variant: Variant, price_per_device_hour: float | None) -> DevicePoint:
     """The best plan on a number of devices as a point of time and money against devices."""
-    result, cluster = study.plan(variant), variant.change(study.request).cluster
+    cluster = variant.change(study.request).cluster
     bare = DevicePoint(num_devices=cluster.num_devices, cluster=cluster.name)
+    price = None if price_per_device_hour is None else price_per_device_hour * bare.num_devices
+    return _filled(bare, study.plan(variant), price)
+
+
+def _filled(bare: DevicePoint, result: PlanningResult | str, price_per_hour: float | None) -> DevicePoint:
+    """The point of devices with what their best plan takes, and costs where an hour of all of them has a price; or why
+    there is none."""
     if isinstance(result, str) or result.plan is None:
         reason = result if isinstance(result, str) else f"does not fit: {result.miss_text}"
         return bare.model_copy(update={"reason": reason})
     point = priced_point(result.plan)
-    price = None if price_per_device_hour is None else price_per_device_hour * bare.num_devices
-    return filled(bare, point, tokens_per_s=point.tokens_per_s, price_per_hour=price)
-
-
-def filled(
-    bare: DevicePoint, point: FrontierPoint, *, tokens_per_s: float, price_per_hour: float | None
-) -> DevicePoint:
-    """The point of devices with what their best plan takes, and costs where an hour of all of them has a price."""
-    names = [name for name in FrontierPoint.model_fields if name in DevicePoint.model_fields]
-    found = {name: getattr(point, name) for name in names} | {"tokens_per_s": tokens_per_s}
+    found = {name: getattr(point, name) for name in FrontierPoint.model_fields if name in DevicePoint.model_fields}
     if price_per_hour is not None:
-        found["cost_per_billion_tokens"] = price_per_hour / SECONDS_PER_HOUR * BILLION / tokens_per_s
+        found["cost_per_billion_tokens"] = price_per_hour / SECONDS_PER_HOUR * BILLION / point.tokens_per_s
     return bare.model_copy(update=found)
 
 
@@ -263,13 +261,10 @@ def _offer(study: Study, part: Cluster, prices: Mapping[str, float]) -> DevicePo
     price = sum(prices[pool.device.name] * pool.num_devices for pool in part.pools)
     bare = DevicePoint(num_devices=part.num_devices, cluster=part.name, price_per_hour=price)
     result = study.plan(on_cluster(part))
-    if isinstance(result, str) or result.plan is None or result.plan.prediction is None:
-        reason = result if isinstance(result, str) else f"does not fit: {result.miss_text}"
-        return bare.model_copy(update={"reason": reason})
-    if any(use.num_stages == 0 for use in result.plan.prediction.pools or ()):
+    plan = None if isinstance(result, str) else result.plan
+    if plan is not None and plan.prediction and any(use.num_stages == 0 for use in plan.prediction.pools or ()):
         return None
-    tokens_per_s = result.plan.global_batch * result.plan.seq_len / result.plan.prediction.step_time_s
-    return filled(bare, priced_point(result.plan), tokens_per_s=tokens_per_s, price_per_hour=price)
+    return _filled(bare, result, price)
 
 
 def _is_worth_having(offer: DevicePoint, figures: Sequence[tuple[float | None, float | None]]) -> bool:
