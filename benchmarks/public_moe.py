@@ -43,8 +43,7 @@ from published_runs.frameworks import MIXED_18
 
 from steelyard.cost.job import ASSUMED_IMBALANCE, DeviceGroup, Job
 from steelyard.cost.kernels import job_under
-from steelyard.engines.execution import OURS, Execution
-from steelyard.engines.kernels import EAGER, FUSED
+from steelyard.engines.execution import EAGER, FUSED, OURS, Execution
 from steelyard.engines.megatron_bridge import TE_SPEEDUP
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import TORCHTITAN as TORCHTITAN_ENGINE

@@ -16,8 +16,7 @@ from published_runs.rows import PublishedRun
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.deepspeed import DEEPSPEED
-from steelyard.engines.execution import Dispatcher, Execution, StateBytes
-from steelyard.engines.kernels import EAGER, FUSED, Kernels
+from steelyard.engines.execution import EAGER, FUSED, Dispatcher, Execution, Kernels, StateBytes
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN

@@ -19,7 +19,7 @@ from steelyard.cost.decoder_experts import Experts
 from steelyard.cost.efficiency import Efficiency
 from steelyard.cost.job import DeviceGroup, Job
 from steelyard.cost.kernels import kernels_of, tuned_over_experts
-from steelyard.engines.kernels import Kernels
+from steelyard.engines.execution import Kernels
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster, Link

@@ -11,7 +11,7 @@ from steelyard.cost.kernels import job_under
 from steelyard.engines.accelerate import ACCELERATE
 from steelyard.engines.deepspeed import DEEPSPEED
 from steelyard.engines.engine import Engine
-from steelyard.engines.kernels import EAGER, FUSED, Kernels
+from steelyard.engines.execution import EAGER, FUSED, Kernels
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import TORCHTITAN

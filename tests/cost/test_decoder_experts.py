@@ -4,7 +4,7 @@ import pytest
 
 from steelyard.cost.decoder import DecoderShape, decoder_layer
 from steelyard.cost.decoder_experts import Experts
-from steelyard.engines.kernels import FUSED
+from steelyard.engines.execution import FUSED
 from steelyard.engines.megatron import KERNELS
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN

@@ -46,7 +46,7 @@ def comment_lines(name: str, content: str) -> list[str]:
 def test_every_file_opens_with_what_was_and_was_not_carried_over(name: str) -> None:
     plan = mixed() if name == "pytorch" else FSDP
     export = exported(plan, name, unsupported=("something else",))
-    for file, content in export.files[1:] if export.is_one else export.files:
+    for file, content in export.files[1:] if export.script else export.files:
         lines = comment_lines(file, content)
         assert any(line.startswith("For ") for line in lines[:1])
         assert lines.index("Carried over:") < lines.index("Not carried over:") < lines.index("  something else")
@@ -64,7 +64,7 @@ def test_only_what_does_not_start_our_runtime_asks_to_set_the_allocator(name: st
 def test_every_file_says_how_it_is_launched_and_weights_are_converted(name: str) -> None:
     plan = uniform("fsdp16", devices=16, cluster="2x8xa100-80gb")
     export = exported(plan, name)
-    for file, content in export.files[1:] if export.is_one else export.files:
+    for file, content in export.files[1:] if export.script else export.files:
         lines = comment_lines(file, content)
         usage = lines[lines.index("How to use it:") + 1 :]
         where = "once" if TARGETS[name].starts_all_hosts else "on each of the 2 hosts"

@@ -10,7 +10,7 @@ import torch
 from steelyard.cost.decoder import DecoderShape, decoder_layer
 from steelyard.cost.predict import predict_memory
 from steelyard.engines import engine_of
-from steelyard.engines.kernels import EAGER
+from steelyard.engines.execution import EAGER
 from steelyard.errors import InvalidModelError, InvalidPlanError, UserError
 from steelyard.levers import Levers
 from steelyard.levers.float8 import Float8

@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 
 from steelyard.cli.app import app
 from steelyard.errors import CombinedError, UserError
-from steelyard.model.read import chain_from_config
+from steelyard.levers import Levers
+from steelyard.model.read import chain_from_config, load_model
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.file import dump_json, write_plan
 from steelyard.plan.strategy import Remat
+from steelyard.planning import request as requests
 from steelyard.planning.complete import complete, find_plan
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.profiles.record import RankRecord, RunRecord, StepRecord
@@ -249,3 +251,18 @@ def test_one_thing_that_is_misspelt_is_an_error_of_its_own_kind() -> None:
     with pytest.raises(UserError, match="a100-80gb") as raised:
         request(cluster="1x8xa100-80g")
     assert not isinstance(raised.value, CombinedError)
+
+
+def test_what_is_frozen_beside_adapters_is_found_once_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, levers = load_model("llama-demo"), Levers.of({"train": "lora:r=4"})
+    found = requests.changed_chain(model, levers, ())
+    (kept,) = (tmp_path / "steelyard" / "frozen").iterdir()
+    with monkeypatch.context() as without_torch:
+        without_torch.setattr(requests, "import_module", None)
+        assert requests.changed_chain(model, levers, ()) == found
+    kept.write_text("{")
+    assert requests.changed_chain(model, levers, ()) == found
+    assert "cannot be read" in caplog.text

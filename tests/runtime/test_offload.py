@@ -23,7 +23,7 @@ STAGES = {
 }
 MOVED = [
     *((word, name) for word in WORDS[1:] for name in STAGES if name != "gathered"),
-    *(("parameters", name) for name in ("alone", "stages", "gathered", "tensors")),
+    *(("parameters", name) for name in ("stages", "gathered", "tensors")),
     ("parameters+activations", "alone"),
 ]
 RESUMED = [
@@ -74,7 +74,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             plan_of(word, name),
             checkpoint_dir=folder / f"{word} {name}" if (word, name) in written else None,
         )
-        for word, name in [*(("none", name) for name in STAGES), *MOVED]
+        for word, name in [*(("none", name) for name in STAGES if name != "gathered"), *MOVED]
     ]
     for word, name, other, plan in RESUMED:
         middle = Path(folder) / f"{word} {name}" / f"step-{MIDDLE:08d}"

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from steelyard.cost.decoder_experts import HALF, Experts, with_experts
-from steelyard.engines.kernels import Kernels
+from steelyard.engines.execution import Kernels
 from steelyard.levers.lever import LowPrecision
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.family import Routing

@@ -13,7 +13,7 @@ that. Not modelled: the bytes of the router, its losses.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from steelyard.engines.kernels import Kernels
+from steelyard.engines.execution import Kernels
 from steelyard.profiles.profile import CollectiveCount, LayerProfile, Recomputation, Work
 from steelyard.profiles.shapes import Affine
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from steelyard.cost.decoder import DecoderShape, decoder_layer
 from steelyard.cost.job import Job, layer_precision
 from steelyard.engines.engine import Engine
-from steelyard.engines.kernels import Kernels
+from steelyard.engines.execution import Kernels
 from steelyard.hardware.values import Device
 from steelyard.precision import Precision
 from steelyard.profiles.profile import LayerProfile

@@ -20,8 +20,7 @@ import yaml
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import hub_config
 from steelyard.engines.engine import Engine, Taken
-from steelyard.engines.execution import Execution
-from steelyard.engines.kernels import FUSED
+from steelyard.engines.execution import FUSED, Execution
 from steelyard.engines.megatron_bridge import TE_SPEEDUP
 from steelyard.engines.peft import DTYPES, one_of, refuse_kind, whole_if_so
 from steelyard.engines.writing import (
@@ -81,28 +80,22 @@ def _write(request: Request) -> Draft:
             expected="a plan without tp: Automodel's own models with experts take none",
             hint="plan with --max-tp 1",
         )
-    left_out = ["tokenizer, learning rate and first weights: set them in the file"]
     levers = request.plan.chosen_levers
-    if not levers.value(Train).is_default:
-        left_out.append(
-            "fp32 adapters: Automodel keeps them and their states in the type of the base; and the base: its weights "
-            "are read where model._target_ is NeMoAutoModelForCausalLM.from_pretrained"
-        )
-    if view.remat is Remat.FULL and not view.has_experts:
-        left_out.append(
-            "full remat to the letter: attention, MLP and norms are recomputed each, so that the inputs of all of them "
-            "stay, not only that of the block"
-        )
-    if view.remat is Remat.SELECTIVE:
-        left_out.append(
-            "selective remat to the letter: Automodel also recomputes every second matrix product, which the price "
-            "counts"
-        )
-    if has_own_code and view.ep == 1 and view.zero == 3:
-        left_out.append("ZeRO-3: with undivided experts Automodel's own models keep parameters after forward")
+    left_out = {
+        "tokenizer, learning rate and first weights: set them in the file": True,
+        "fp32 adapters: Automodel keeps them and their states in the type of the base; and the base: its weights are "
+        "read where model._target_ is NeMoAutoModelForCausalLM.from_pretrained": not levers.value(Train).is_default,
+        "full remat to the letter: attention, MLP and norms are recomputed each, so that the inputs of all of them "
+        "stay, not only that of the block": view.remat is Remat.FULL and not view.has_experts,
+        "selective remat to the letter: Automodel also recomputes every second matrix product, which the price "
+        "counts": view.remat is Remat.SELECTIVE,
+        "ZeRO-3: with undivided experts Automodel's own models keep parameters after forward": has_own_code
+        and view.ep == 1
+        and view.zero == 3,
+    }
     return Draft(
         files=(("automodel.yaml", yaml.safe_dump(_content(view, chain, levers), sort_keys=False, width=120)),),
-        left_out=tuple(left_out),
+        left_out=tuple(line for line, holds in left_out.items() if holds),
         launch=f"{request.torchrun} -m nemo_automodel.cli.app automodel.yaml",
         usage=("data are made up: name yours under dataset",),
     )

@@ -58,15 +58,13 @@ CAPABILITIES = Capabilities(
 def _write(request: Request) -> Draft:
     view = UniformPlan.of(request.plan)
     levers = request.plan.chosen_levers
-    left_out = ["optimizer, data and first weights: those of the training script"]
-    if view.fsdp > 1 and view.zero == 2:
-        left_out.append(
-            "where ZeRO-2 keeps parameters: DeepSpeed replicates them in compute precision all the time, FSDP2 gathers "
-            "them once a microbatch"
-        )
-    if view.tp > 1:
-        left_out.append("which matrices are cut: DeepSpeed's AutoTP decides, not the model's own tp plan")
-        left_out.append(f"which rank reads what: the {view.tp} ranks of a tp group have to be given the same samples")
+    left_out = {
+        "optimizer, data and first weights: those of the training script": True,
+        "where ZeRO-2 keeps parameters: DeepSpeed replicates them in compute precision all the time, FSDP2 gathers "
+        "them once a microbatch": view.fsdp > 1 and view.zero == 2,
+        "which matrices are cut: DeepSpeed's AutoTP decides, not the model's own tp plan": view.tp > 1,
+        f"which rank reads what: the {view.tp} ranks of a tp group have to be given the same samples": view.tp > 1,
+    }
     usage = [
         "in train.py: deepspeed.initialize(model=model, config='ds_config.json'), or TrainingArguments(deepspeed=...)"
     ]
@@ -79,7 +77,7 @@ def _write(request: Request) -> Draft:
     usage += peft.model_usage(levers, view.precision)
     return Draft(
         files=(("ds_config.json", json.dumps(content)), *peft.model_files(levers, view.precision)),
-        left_out=tuple(left_out),
+        left_out=tuple(line for line, holds in left_out.items() if holds),
         launch=f"{request.torchrun} train.py",
         usage=tuple(usage),
     )

@@ -22,8 +22,7 @@ from typing import Any
 from steelyard.engines.capabilities import Capabilities, block_layers, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine, options_in
-from steelyard.engines.execution import Execution, StateBytes
-from steelyard.engines.kernels import FUSED
+from steelyard.engines.execution import FUSED, Execution, StateBytes
 from steelyard.engines.pytorch import other_export
 from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold

@@ -21,8 +21,7 @@ from steelyard.engines import peft
 from steelyard.engines.capabilities import Capabilities, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine, Taken, options_in
-from steelyard.engines.execution import Execution
-from steelyard.engines.kernels import EAGER
+from steelyard.engines.execution import EAGER, Execution
 from steelyard.engines.pytorch import other_export
 from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
@@ -174,27 +173,19 @@ def _write(request: Request) -> Draft:
             expected="scales of rows, which a configuration function of 0.3 has",
             hint="plan with --float8 rowwise",
         )
-    left_out = [
-        "first weights, data and optimizer: those of torchtitan's own configuration",
-    ]
-    if view.remat is Remat.SELECTIVE:
-        left_out.append(
-            "selective remat to the letter: torchtitan 0.3 also recomputes every second matrix product, which the "
-            "price counts; main keeps the regions that its models declare, which it does not"
-        )
-    if view.shards > 1:
-        left_out.append("communication hidden otherwise: torchtitan prefetches by FSDP's own order")
-    if view.cp > 1:
-        left_out.append("how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention")
-    if view.tp > 1 and not view.sp:
-        left_out.append("tp without sp in the .toml: 0.2 always shards the sequence beside tp")
-    if changes:
-        left_out.append("a .toml for torchtitan 0.2: its flavor differs from the model, which the .py files set right")
-    if not has_functions:
-        left_out.append(f"configuration functions for torchtitan 0.3 and main, which have no scales {float8}")
     is_whole = WHOLE_LOSS in options_in(request.plan.engine)
-    if not is_whole and not changes:
-        left_out.append("the loss in pieces of the sequence in the .toml: 0.2 takes the whole at once, and more memory")
+    left_out = {
+        "first weights, data and optimizer: those of torchtitan's own configuration": True,
+        "selective remat to the letter: torchtitan 0.3 also recomputes every second matrix product, which the price "
+        "counts; main keeps the regions that its models declare, which it does not": view.remat is Remat.SELECTIVE,
+        "communication hidden otherwise: torchtitan prefetches by FSDP's own order": view.shards > 1,
+        "how keys and values are gathered, to the letter: torchtitan takes PyTorch's own attention": view.cp > 1,
+        "tp without sp in the .toml: 0.2 always shards the sequence beside tp": view.tp > 1 and not view.sp,
+        "a .toml for torchtitan 0.2: its flavor differs from the model, which the .py files set right": changes,
+        f"configuration functions for torchtitan 0.3 and main, which have no scales {float8}": not has_functions,
+        "the loss in pieces of the sequence in the .toml: 0.2 takes the whole at once, and more memory": not is_whole
+        and not changes,
+    }
     lines = (*changes, *(["config.loss = config.loss.loss_fn  # of the whole sequence at once"] if is_whole else []))
     name = "steelyard_" + re.sub(r"[^a-z0-9]+", "_", request.plan.model.name.lower())
     start = f"{request.torchrun} -m torchtitan.train"
@@ -210,7 +201,7 @@ def _write(request: Request) -> Draft:
             *(functions if has_functions else ()),
             *(() if changes else ((f"{name}.toml", _toml(view, flavor, float8)),)),
         ),
-        left_out=tuple(left_out),
+        left_out=tuple(line for line, holds in left_out.items() if holds),
         launch=of_functions if has_functions else of_toml,
         usage=(*(usages if has_functions else ()), *(() if changes else (f"torchtitan 0.2: {of_toml}",))),
     )

@@ -8,11 +8,12 @@ Of next-token prediction. Under sequence parallelism beside tp the head's ranks 
 stays whole.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from steelyard.errors import UserError
-from steelyard.levers.lever import Asked, Lever
+from steelyard.levers.lever import Asked, Lever, Objection
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 
@@ -53,16 +54,10 @@ class ChunkedLoss(Lever):
         """Whether it is computed whole."""
         return self.chunks == 1
 
-    def check(self, asked: Asked) -> None:
-        """Raises `UserError` for a model of another task than next-token prediction."""
-        Lever.check(self, asked)
+    def objections(self, asked: Asked) -> Iterator[Objection]:
+        """A model of another task than next-token prediction."""
         if asked.chain.family.task is not Task.CAUSAL_LM:
-            raise UserError(
-                field="--loss",
-                found=f"{self} for {asked.chain.name}",
-                expected="a model that predicts the next token",
-                hint="leave it out",
-            )
+            yield f"for {asked.chain.name}", "a model that predicts the next token", "leave it out"
 
     def change(self, chain: ModelChain) -> ModelChain:
         """The model whose head computes so."""

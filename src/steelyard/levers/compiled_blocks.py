@@ -13,12 +13,13 @@ Ansel et al. 2024 (PyTorch 2), sections 4 and 5.
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from steelyard.errors import UserError
 from steelyard.hardware import DeviceType
-from steelyard.levers.lever import Asked, Divided, Lever, Result, WordLever
+from steelyard.levers.lever import Asked, Divided, Objection, Result, WordLever
 from steelyard.model.chain import ModelChain
 
 OFF = "off"
@@ -38,23 +39,14 @@ class CompiledBlocks(WordLever):
     result: ClassVar[Result] = "rounding"
     takes_long: ClassVar[bool] = True
 
-    def check(self, asked: Asked) -> None:
-        """Raises `UserError` for a module of the user's own, and for quantized weights."""
-        Lever.check(self, asked)
+    def objections(self, asked: Asked) -> Iterator[Objection]:
+        """A module of the user's own, and quantized weights."""
         if asked.chain.split.module:
-            raise UserError(
-                field="--compile",
-                found=f"{self} for {asked.chain.name}, a module of your own",
-                expected="a model of transformers",
-                hint="leave --compile out",
-            )
+            own = f"for {asked.chain.name}, a module of your own"
+            yield own, "a model of transformers", "leave --compile out"
         if "base" in asked.levers:
-            raise UserError(
-                field="--compile",
-                found=f"{self} beside --base",
-                expected="weights in full precision: kernels that make quantized ones whole are not compiled",
-                hint="leave --compile or --base out",
-            )
+            whole = "weights in full precision: kernels that make quantized ones whole are not compiled"
+            yield "beside --base", whole, "leave --compile or --base out"
 
     def check_host(self, device_type: DeviceType) -> None:
         """Raises `UserError` where this host has no compiler for what torch.compile generates."""

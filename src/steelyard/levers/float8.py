@@ -21,12 +21,11 @@ A CPU computes the same numbers (`torch._scaled_mm`), slowly. MXFP8 is priced in
 Not modelled: fsdp and tp that gather in 8 bits; that kernels which reduce or write columns are slower than others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from steelyard.errors import UserError
-from steelyard.levers.lever import Asked, Divided, Effects, Lever, LowPrecision, Result, WordLever
+from steelyard.levers.lever import Asked, Divided, Effects, LowPrecision, Objection, Result, WordLever
 from steelyard.model.chain import ModelChain
 
 NONE = "none"
@@ -54,31 +53,21 @@ class Float8(WordLever):
     tolerances: ClassVar[tuple[float, float]] = (1e-3, 0.25)
     precisions: ClassVar[tuple[str, ...]] = ("fp8", "mxfp8")
 
-    def check(self, asked: Asked) -> None:
-        """Raises `UserError` for adapters, for a module of the user's own, and for a device without fp8."""
-        Lever.check(self, asked)
+    def objections(self, asked: Asked) -> Iterator[Objection]:
+        """Adapters, a module of the user's own, and a device without fp8."""
         if asked.chain.has_adapters or "train" in asked.levers:
-            raise UserError(
-                field="--float8",
-                found=f"{self} beside adapters",
-                expected="linear layers that are trained themselves",
-                hint="leave --float8 or --train out",
-            )
+            yield "beside adapters", "linear layers that are trained themselves", "leave --float8 or --train out"
         if asked.chain.split.module:
-            raise UserError(
-                field="--float8",
-                found=f"{self} for {asked.chain.name}, a module of your own",
-                expected="a model of transformers",
-                hint="convert the module by torchao.float8.convert_to_float8_training before, or leave --float8 out",
-            )
+            own = f"for {asked.chain.name}, a module of your own"
+            before = "convert the module by torchao.float8.convert_to_float8_training before, or leave --float8 out"
+            yield own, "a model of transformers", before
+        peak = _PRODUCTS[self.word].peak
         for device in asked.devices:
-            peak = _PRODUCTS[self.word].peak
             if device.is_gpu and peak not in device.peak_flop_per_s:
-                raise UserError(
-                    field="--float8",
-                    found=f"{self} on {device.name!r}, which has no known rate in {peak}",
-                    expected=f"a device that multiplies in {peak}, or whose cluster file says its rate",
-                    hint=f"leave --float8 out, or add {peak} to peak_TFLOPs of the device in the cluster file",
+                yield (
+                    f"on {device.name!r}, which has no known rate in {peak}",
+                    f"a device that multiplies in {peak}, or whose cluster file says its rate",
+                    f"leave --float8 out, or add {peak} to peak_TFLOPs of the device in the cluster file",
                 )
 
     def refusal(self, strategy: Divided) -> str | None:

@@ -1,23 +1,15 @@
 """A lever: one thing about training that a user may change beside the strategies of layers.
 
 Each is a value in a module of its own, written as one word or text: the same in a plan file, behind its option on the
-command line, and in Python. What it changes of a step is asked of it in the terms below; search, prices, memory, files
-and commands know no lever by name.
-
-| asked                                                       | answered by         |
-|-------------------------------------------------------------|---------------------|
-| what it is, as it is written                                | `Lever.parse`, str  |
-| for which devices, models, beside which others              | `Lever.check`       |
-| on which hosts it runs                                      | `Lever.check_host`  |
-| which layers it forbids to be trained in which way          | `Lever.refusal`     |
-| what it makes of the model                                  | `Lever.change`      |
-| what training keeps and moves for each parameter            | `Lever.effects`     |
+command line, and in Python. What it changes of a step is asked of it by the methods of `Lever`; search, prices,
+memory, files and commands know no lever by name.
 
 How it is run is said by its twin in `steelyard.modules.levers`, and by each engine which of its values it takes
 (`steelyard.engines.engine.Engine.levers`).
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, Self
 
@@ -134,6 +126,10 @@ class Asked:
     """Types of the devices, where they are known."""
 
 
+Objection = tuple[str, str, str]
+"""What was found, in words behind the lever's text, what is expected, and what to do."""
+
+
 class Divided(Protocol):
     """What a strategy makes of a layer's parameters."""
 
@@ -213,15 +209,17 @@ class Lever(ABC):
     def check(self, asked: Asked) -> None:
         """Raises `UserError` where it cannot be had for this."""
         refused = asked.engine and asked.engine.lever_refusal(self)
-        if asked.engine is None or refused is None:
-            return
-        others = sorted(each.name for each in asked.engines if each.lever_refusal(self) is None)
-        raise UserError(
-            field=f"--{self.name}",
-            found=f"{self} with the engine {asked.engine.name}" + f", {refused}" * bool(refused),
-            expected="one of the engines " + ", ".join(others),
-            hint=f"leave --engine or --{self.name} out",
-        )
+        objections = self.objections(asked)
+        if asked.engine is not None and refused is not None:
+            others = ", ".join(sorted(each.name for each in asked.engines if each.lever_refusal(self) is None))
+            found = f"with the engine {asked.engine.name}" + f", {refused}" * bool(refused)
+            objections = iter([(found, f"one of the engines {others}", f"leave --engine or --{self.name} out")])
+        for found, expected, hint in objections:
+            raise UserError(field=f"--{self.name}", found=f"{self} {found}", expected=expected, hint=hint)
+
+    def objections(self, _asked: Asked) -> Iterator[Objection]:
+        """What it cannot be had for by itself, whatever runs it: the first one is told."""
+        return iter(())
 
     def sized(self, _size: int) -> "Lever":
         """The same of another size, if it has one."""

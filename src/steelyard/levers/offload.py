@@ -46,11 +46,11 @@ or the memory of the host as they copy at the same time; what both directions at
 Source: Ren et al. 2021 (ZeRO-Offload, arXiv 2101.06840), table 4; `torch.distributed.fsdp.CPUOffloadPolicy`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from steelyard.errors import UserError
-from steelyard.levers.lever import Asked, Divided, Effects, Lever, Result, WordLever
+from steelyard.levers.lever import Asked, Divided, Effects, Objection, Result, WordLever
 from steelyard.levers.optimizer import Optimizer
 
 NONE = "none"
@@ -98,30 +98,20 @@ class Offload(WordLever):
         """Whether what blocks save lies in host memory."""
         return _ACTIVATIONS in self.word.split("+")
 
-    def check(self, asked: Asked) -> None:
-        """Raises `UserError` for another optimizer, and for a GPU whose link to the host is not known."""
-        Lever.check(self, asked)
+    def objections(self, asked: Asked) -> Iterator[Objection]:
+        """Another optimizer, and a GPU whose link to the host is not known."""
         if (self.moves_optimizer or self.moves_parameters) and Optimizer.name in asked.levers:
-            raise UserError(
-                field="--offload",
-                found=f"{self} beside another optimizer",
-                expected="AdamW in fp32, whose moments are copied in parts or updated on the host",
-                hint="leave --optimizer or --offload out",
-            )
+            adamw = "AdamW in fp32, whose moments are copied in parts or updated on the host"
+            yield "beside another optimizer", adamw, "leave --optimizer or --offload out"
         if self.moves_parameters and "base" in asked.levers:
-            raise UserError(
-                field="--offload",
-                found=f"{self} beside --base",
-                expected="weights that FSDP shards and copies, which quantized ones are not",
-                hint="leave --base or --offload out",
-            )
+            sharded = "weights that FSDP shards and copies, which quantized ones are not"
+            yield "beside --base", sharded, "leave --base or --offload out"
         for device in asked.devices:
             if device.is_gpu and device.host_bytes_per_s is None:
-                raise UserError(
-                    field="--offload",
-                    found=f"{self} on {device.name!r}, whose link to the host is not known",
-                    expected="a device of which the cluster file says what copies from and to the host reach",
-                    hint="add host_GBps to the device in the cluster file: 24.8 over PCIe 4, 55 over PCIe 5",
+                yield (
+                    f"on {device.name!r}, whose link to the host is not known",
+                    "a device of which the cluster file says what copies from and to the host reach",
+                    "add host_GBps to the device in the cluster file: 24.8 over PCIe 4, 55 over PCIe 5",
                 )
 
     def refusal(self, strategy: Divided) -> str | None:

@@ -36,11 +36,11 @@ Sources: Dettmers et al. 2022 (8-bit); Li et al. 2023 (4-bit); Shazeer and Stern
 `torchao.optim`; Jordan et al. 2024 (Muon); Liu et al. 2025 (its scale); torch 2.13 `torch.optim`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from steelyard.errors import UserError
-from steelyard.levers.lever import Asked, Divided, Effects, Lever, MatrixUpdate, Result, WordLever
+from steelyard.levers.lever import Asked, Divided, Effects, MatrixUpdate, Objection, Result, WordLever
 
 BLOCK = {"adamw-8bit": 256, "adamw-4bit": 128}
 """Entries that share a scale."""
@@ -84,27 +84,19 @@ class Optimizer(WordLever):
     )
     result: ClassVar[Result] = "other updates"
 
-    def check(self, asked: Asked) -> None:
-        """Raises `UserError` for Muon where parts of blocks are trained, and on a GPU without bf16."""
-        Lever.check(self, asked)
+    def objections(self, asked: Asked) -> Iterator[Objection]:
+        """Muon where parts of blocks are trained, and on a GPU without bf16."""
         if self.word != "muon":
             return
         freeze = asked.chain.freeze
         if asked.chain.has_adapters or (freeze is not None and any(part.paths for part in freeze.parts)):
-            raise UserError(
-                field="--optimizer",
-                found=f"muon for a part of the layers of {asked.chain.name}",
-                expected="layers that are trained whole or not at all",
-                hint="leave --optimizer out, or freeze whole layers",
-            )
+            part = f"for a part of the layers of {asked.chain.name}"
+            yield part, "layers that are trained whole or not at all", "leave --optimizer out, or freeze whole layers"
         for device in asked.devices:
             if not device.needs_profile and "bf16" not in device.peak_flop_per_s:
-                raise UserError(
-                    field="--optimizer",
-                    found=f"muon on {device.name!r}, which has no matrix units for bf16",
-                    expected="a device that multiplies matrices in bf16",
-                    hint="write --optimizer adamw-8bit, or leave it out",
-                )
+                on = f"on {device.name!r}, which has no matrix units for bf16"
+                other = "write --optimizer adamw-8bit, or leave it out"
+                yield on, "a device that multiplies matrices in bf16", other
 
     def refusal(self, strategy: Divided) -> str | None:
         """Adafactor and Muon need whole matrices."""

@@ -15,11 +15,11 @@ pass of its own, and freed behind it. The weights are bitsandbytes'. They are no
 Source: Dettmers et al. 2023 (QLoRA), bitsandbytes 0.50.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from steelyard.errors import UserError
-from steelyard.levers.lever import Asked, Lever, Result, WordLever
+from steelyard.levers.lever import Asked, Objection, Result, WordLever
 from steelyard.model.chain import ModelChain
 
 FULL = "full"
@@ -36,16 +36,12 @@ class QuantizedBase(WordLever):
     help: ClassVar[str] = "What adapters stand beside: full (the precision that computes), nf4 or int8."
     result: ClassVar[Result] = "rounding"
 
-    def check(self, asked: Asked) -> None:
-        """Raises `UserError` where the base itself would be trained."""
-        Lever.check(self, asked)
+    def objections(self, asked: Asked) -> Iterator[Objection]:
+        """A base that itself would be trained."""
         if "train" not in asked.levers:
-            raise UserError(
-                field="--base",
-                found=f"{self} where all of {asked.chain.name} is trained",
-                expected="adapters, beside which the base stays as it is",
-                hint="add --train lora:r=16, or leave --base out",
-            )
+            found = f"where all of {asked.chain.name} is trained"
+            adapters = "adapters, beside which the base stays as it is"
+            yield found, adapters, "add --train lora:r=16, or leave --base out"
 
     def change(self, chain: ModelChain) -> ModelChain:
         """The model with its linear layers in fewer bits."""

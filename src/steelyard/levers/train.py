@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from steelyard.errors import UserError, nearest
-from steelyard.levers.lever import Asked, Divided, Lever, Result
+from steelyard.levers.lever import Asked, Divided, Lever, Objection, Result
 from steelyard.model.chain import LayerType, ModelChain
 
 ALL_LINEAR = "all-linear"
@@ -192,24 +192,16 @@ class Train(Lever):
             self, dropout=0.0, more=tuple((key, value) for key, value in self.more if not key.endswith("dropout"))
         )
 
-    def check(self, asked: Asked) -> None:
-        """Raises `UserError` for a module of the user's own, whose linear layers peft is not shown, and where an
-        adapter reads weights that are not there whole."""
-        Lever.check(self, asked)
+    def objections(self, asked: Asked) -> Iterator[Objection]:
+        """A module of the user's own, whose linear layers peft is not shown, and adapters that read weights which are
+        not there whole."""
         if asked.chain.split.module:
-            raise UserError(
-                field="--train",
-                found=f"{self} for {asked.chain.split.module}, a module of your own",
-                expected="a model of transformers",
-                hint="put adapters into the module yourself: what has no gradient is not trained",
-            )
+            own = f"for {asked.chain.split.module}, a module of your own"
+            yourself = "put adapters into the module yourself: what has no gradient is not trained"
+            yield own, "a model of transformers", yourself
         if "base" in asked.levers and not self.is_plain:
-            raise UserError(
-                field="--train",
-                found=f"{self} beside a quantized base",
-                expected="lora with r=, alpha=, targets=, dropout=, rslora",
-                hint="leave --base out",
-            )
+            plain = "lora with r=, alpha=, targets=, dropout=, rslora"
+            yield "beside a quantized base", plain, "leave --base out"
 
     def change(self, chain: ModelChain) -> ModelChain:
         """The model with adapters in it; tp divides layers with LoRA where it does so by whole matrices."""
