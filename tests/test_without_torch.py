@@ -11,13 +11,13 @@ from steelyard.cli.app import COMMANDS
 
 pytestmark = pytest.mark.slow
 
-JOB = ["--cluster", "1x8xa100-80gb", "--seq-len", "2048", "--global-batch", "64"]
+JOB = ["--cluster", "1x4xa100-80gb", "--seq-len", "2048", "--global-batch", "16"]
 SMALL = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 128}
 PLANNED = {
     "plan": ["plan", "llama3-8b", *JOB, "-o", "plan.json"],
     "plan by hub id, at an odd length": [
-        *("plan", "Qwen/Qwen3-14B", "--cluster", "2x8xh100-80gb", "--seq-len", "3001", "--global-batch", "32"),
+        *("plan", "Qwen/Qwen3-14B", "--cluster", "1x8xh100-80gb", "--seq-len", "3001", "--global-batch", "8"),
         *("--save-problem", "problem.json"),
     ],
     "plan of a model without a family": ["plan", "phi-4", *JOB, "-o", "phi.json"],
@@ -25,9 +25,9 @@ PLANNED = {
     "price": ["price", "llama3-8b", *JOB, "--engine", "torchtitan", "--zero", "3"],
     "explain": ["explain", "plan.json"],
     "explain of a model without a family": ["explain", "phi.json"],
-    "report": ["report", "plan.json", "-o", "plan.html", "--time-limit", "3"],
+    "report": ["report", "plan.json", "-o", "plan.html", "--time-limit", "0"],
     "advise": ["advise", "llama3-8b", *JOB],
-    "frontier": ["frontier", "llama3-8b", *JOB, "--time-limit", "3"],
+    "frontier": ["frontier", "llama3-8b", *JOB, "--points", "3", "--devices", "4"],
     "diff": ["diff", "plan.json", "plan.json"],
     "timeline": ["timeline", "plan.json", "-o", "timeline.json"],
     "solve": ["solve", "problem.json"],

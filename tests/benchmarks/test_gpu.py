@@ -47,6 +47,7 @@ def test_without_a_gpu_it_says_so_and_fails(
     assert "no GPU" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.processes
 def test_every_part_runs_on_the_cpu_at_small_sizes(tmp_path: Path) -> None:
     output = tmp_path / "out.json"

@@ -286,7 +286,14 @@ NIGHTLY = {
     *("hybrid, fp32", "hybrid zero2, large vocabulary, few tokens", "tied, few tokens, fp32"),
     *("experts of fewer ranks, fp32", "fsdp tp selective, tied", "sharded, large vocabulary, few tokens"),
     *("four stages, large vocabulary", "ulysses, full remat", "cp, two stages", "hybrid, interleaved"),
-    *("read past a stage", "experts, zero2", "two stages, gpipe, fp32, tied", "an embedding alone, whole gradients"),
+    *("fsdp zero1", "hybrid, tied unlike", "cp, full remat, fp32", "experts, zero1", "experts of replicas"),
+    *(
+        "zero1, large vocabulary, few tokens",
+        "read past a stage",
+        "experts, zero2",
+        "two stages, gpipe, fp32, tied",
+        "an embedding alone, whole gradients",
+    ),
 }
 """Every strategy and each of its switches is in another case, beside others."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]

@@ -21,6 +21,6 @@ def test_the_code_of_the_guide_is_that_of_the_example() -> None:
 
 @pytest.mark.processes
 def test_the_example_trains_as_one_process_does_also_after_it_goes_on_under_another_plan(tmp_path: Path) -> None:
-    facts = run_ranks("tests.runtime.guide_worker:everything", 4, tmp_path)
+    facts = run_ranks("tests.runtime.guide_worker:everything", 2, tmp_path)
     assert facts["found"] == pytest.approx(facts["expected"], rel=1e-4)
     assert facts["found"][-1] < facts["found"][0]

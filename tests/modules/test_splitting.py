@@ -565,8 +565,9 @@ def test_blocks_that_text_does_not_reach_lie_with_the_embedding() -> None:
     assert split.embedding == ("model.embed_tokens", "model.layers.1")
 
 
+@pytest.mark.nightly
 def test_places_that_a_block_chooses_flow_to_those_that_read_them() -> None:
-    chosen = structure("hy_v4").streams[-1]
+    chosen = split_of("hy_v4").streams[-1]
     assert (chosen.maker, chosen.readers, chosen.shape, chosen.whole) == (2, (3,), (0, 8), "int32")
 
 
@@ -577,7 +578,7 @@ def test_a_block_chooses_no_more_places_than_there_are() -> None:
 
 
 def test_whole_numbers_that_flow_need_no_gradient() -> None:
-    chain = chain_from_config(split_config("hy_v4"), name="hy_v4", split=structure("hy_v4"))
+    chain = chain_from_config(split_config("hy_v4"), name="hy_v4", split=SPLITS["hy_v4"])
     assert chain.flow_needs_gradient(2) == (True, False)
     assert chain.flow_types(2) == ("", "int32")
 
@@ -600,7 +601,7 @@ def test_a_tied_matrix_that_the_head_reads_without_a_call_is_the_heads() -> None
 
 
 def test_samples_of_a_model_that_pads_them_have_a_length_that_needs_none() -> None:
-    split = structure("pegasus_x")
+    split = split_of("pegasus_x")
     assert split.multiple == 64
     chain = chain_from_config(split_config("pegasus_x"), name="l", split=split)
     chain.check_seq_len(128)
@@ -611,7 +612,7 @@ def test_samples_of_a_model_that_pads_them_have_a_length_that_needs_none() -> No
 
 
 def test_a_second_state_flows_from_each_block_of_an_encoder_to_the_next() -> None:
-    split = structure("pegasus_x")
+    split = split_of("pegasus_x")
     assert [(each.maker, each.readers, each.shape) for each in split.streams] == [
         (0, (1,), (8, 64)),
         (1, (2,), (8, 64)),
@@ -704,8 +705,9 @@ def test_parameters_that_the_module_of_the_blocks_holds_lie_with_what_reads_them
     assert "model" in split.embedding
 
 
+@pytest.mark.nightly
 def test_a_second_state_flows_from_each_block_to_the_next() -> None:
-    streams = structure("zaya").streams
+    streams = split_of("zaya").streams
     assert [(each.maker, each.readers, each.result) for each in streams] == [(1, (2,), 1), (2, (3,), 1)]
 
 

@@ -15,15 +15,16 @@ from tests.runtime.processes import run_module
 from tests.runtime.test_optimizers import CONFIG, DEVICES, EXACT_TOLERANCE, MIDDLE, RUN, write_tokens
 from tests.runtime.test_optimizers import STAGES as PLAIN
 
-WORDS = ("none", "optimizer", "activations", "optimizer+activations")
 STAGES = {
     **{name: stages for name, stages in PLAIN.items() if "selective" not in " ".join(stages)},
     "remat": ("tp2, tp2+sp remat=full, fsdp2 remat=full, fsdp2 zero2",),
     "gathered": ("fsdp2, fsdp2 remat=full, fsdp2, fsdp2",),
 }
 MOVED = [
-    *((word, name) for word in WORDS[1:] for name in STAGES if name != "gathered"),
-    *(("parameters", name) for name in ("stages", "gathered", "tensors")),
+    *(("optimizer", name) for name in ("alone", "stages", "sharded", "mixed")),
+    *(("activations", name) for name in ("replicated", "stages", "tensors", "tokens", "remat")),
+    *(("optimizer+activations", name) for name in ("mixed", "remat")),
+    *(("parameters", name) for name in ("alone", "stages", "gathered", "tensors")),
     ("parameters+activations", "alone"),
 ]
 RESUMED = [
