@@ -54,9 +54,9 @@ def module_of(plan: Plan, to: str) -> types.ModuleType:
 # who runs what
 
 
-def test_our_runtime_runs_every_value() -> None:
+def test_our_runtime_runs_every_value_but_mxfp8() -> None:
     for lever in LEVERS.values():
-        for text in (*lever.offers, *lever.values):
+        for text in {*lever.offers, *lever.values} - {"mxfp8"}:
             assert ENGINES["native"].lever_refusal(next(iter(Levers.of({lever.name: text})), lever())) is None
 
 

@@ -162,6 +162,31 @@ def test_torchtitans_loss_is_in_pieces_unless_its_option_has_it_whole() -> None:
     assert TORCHTITAN.with_options(["whole-loss"]).execution.kernels.loss_pieces == 1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("word", "converter"), [("rowwise", "Float8Linear"), ("mxfp8", "MXFP8Linear")])
+def test_torchtitan_converts_and_compiles_linear_layers_in_8_bits(word: str, converter: str) -> None:
+    model = PlanModel(name="llama3.1-8b")
+    plan = FSDP.model_copy(update={"engine": "torchtitan", "model": model, "levers": {"float8": word}})
+    function = text_of(plan, "torchtitan", ".py")
+    assert f"converters=[{converter}Converter.Config(" in function
+    assert "config.compile = CompileConfig(enable=True)" in function
+    content = titan(plan)
+    (name,) = content["model"]["converters"]
+    assert content["compile"] == {"enable": True}
+    assert content["quantize"]["linear"][name.rpartition(".")[2]]["recipe_name"].startswith(word)
+    for text in (function, text_of(plan, "torchtitan", ".toml")):
+        assert TORCHTITAN.reader is not None
+        found = TORCHTITAN.reader.read(text, plan.chain(), 8)
+        assert (found.precision, found.levers) == ("bf16", {"float8": word})
+
+
+def test_scales_of_whole_tensors_are_of_torchtitan_0_2_alone() -> None:
+    model = PlanModel(name="llama3.1-8b")
+    plan = FSDP.model_copy(update={"engine": "torchtitan", "model": model, "levers": {"float8": "tensorwise"}})
+    assert [name for name, _ in exported(plan, "torchtitan").files] == ["steelyard_llama3_1_8b.toml"]
+    with pytest.raises(UserError, match=r"0\.2 alone has"):
+        exported(plan.model_copy(update={"model": PlanModel(name="llama3-8b")}), "torchtitan")
+
+
 def test_both_forms_for_torchtitan_say_the_same() -> None:
     tree = ast.parse(text_of(uneven_pipeline(), "torchtitan", ".py"))
     call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.keywords)

@@ -16,6 +16,7 @@ from steelyard.levers import Levers
 from steelyard.levers.float8 import Float8
 from steelyard.plan.file import dump_json
 from steelyard.planning.complete import find_plan
+from steelyard.planning.job import job_of
 from steelyard.planning.request import make_request
 from steelyard.planning.settings import Settings, price_settings
 from steelyard.profiles.profile import LayerProfile
@@ -77,12 +78,10 @@ def test_an_engine_that_has_the_lever_says_so_of_the_precision() -> None:
     assert (error.field, "--float8" in (error.hint or "")) == ("--precision", True)
 
 
-def test_a_model_without_aligned_layers_is_refused() -> None:
-    config = CONFIGS["llama"] | {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 9}
-    request = make_request(config, "1x1xh100-80gb", global_batch=4, seq_len=32)
+def test_a_model_without_aligned_layers_is_refused_before_any_search() -> None:
+    sizes = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 9, "intermediate_size": 100}
     with pytest.raises(InvalidModelError, match="dims that 16 divides"):
-        make_request(config | {"intermediate_size": 100}, "1x1xh100-80gb", global_batch=4, seq_len=32, levers=ROWWISE)
-    assert request.levers.texts == {}
+        job_of(make_request(CONFIGS["llama"] | sizes, "1x1xh100-80gb", global_batch=4, seq_len=32, levers=ROWWISE))
 
 
 def test_divided_experts_are_refused() -> None:

@@ -139,7 +139,7 @@ def test_a_plan_says_by_what_its_times_were_scaled_and_keeps_it_when_priced_agai
     found = plan_job(of, Decisions(num_stages=1, num_microbatches=4, max_degrees={"tp": 1})).plan
     assert found is not None
     assert found.prediction is not None
-    assert found.prediction.time_factor == pytest.approx(1.5)
+    assert found.prediction.profile.time_factor == pytest.approx(1.5)
     assert Plan.model_validate(found.model_dump(mode="json")) == found
     again = with_price(found, job_of(found, cluster=of.cluster, profile=of.profile))
     assert again.prediction is not None

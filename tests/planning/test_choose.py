@@ -128,7 +128,7 @@ def test_a_plan_says_where_its_costs_come_from_and_what_carries_its_collectives(
     assert found is not None
     assert found.prediction is not None
     assert found.prediction.profile == of.cost_source()
-    assert found.prediction.time_factor == 1.25
+    assert found.prediction.profile.time_factor == 1.25
     assert found.prediction.backend is Backend.NCCL
 
 

@@ -409,10 +409,10 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
             field="activation_checkpoint.mode", found=mode, expected=" or ".join(remats), hint="change it in the file"
         )
     dtype = str(entries.get("training.mixed_precision_param", default="bfloat16"))
-    converters = str(entries.get("model.converters", "converters", default="")) + str(values.get("model_spec", ""))
-    recipe = entries.get("quantize.linear.float8.recipe_name", default="rowwise")
-    is_mx = "quantize.linear.mx" in converters or "MXFP8" in converters
-    float8 = MXFP8 if is_mx else str(recipe) if "loat8" in converters else None
+    converters = ("model.converters", "converters", "model_spec.converters"), ("quantize.linear",)
+    told = "".join(str(entries.get(*names, default="")) for names in converters)
+    usual = "rowwise" if "Converter" in told else "tensorwise"  # of 0.3, and of 0.2
+    word = MXFP8 if "mx" in told.lower() else next((each for each in Float8.values[1:] if each in told), usual)
     return FileSettings(
         settings=Settings(
             tp=tp,
@@ -430,7 +430,7 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
         global_batch=batch,
         seq_len=seq_len,
         precision={"bfloat16": "bf16", "float32": "fp32"}.get(dtype, dtype),
-        levers={Float8.name: float8} if float8 else {},
+        levers={Float8.name: word} if told else {},
         unread=entries.unread,
     )
 

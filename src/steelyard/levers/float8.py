@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from steelyard.levers.compiled_blocks import CompiledBlocks
 from steelyard.levers.lever import Asked, Divided, Effects, LowPrecision, Objection, Result, WordLever
 from steelyard.model.chain import ModelChain
 
@@ -50,6 +51,8 @@ class Float8(WordLever):
         "Products of linear layers in 8 bits: none, tensorwise, rowwise (a scale for a tensor or a row), or mxfp8."
     )
     result: ClassVar[Result] = "rounding"
+    takes_long: ClassVar[bool] = True
+    offered_with: ClassVar[Mapping[str, str]] = {CompiledBlocks.name: "blocks"}
     tolerances: ClassVar[tuple[float, float]] = (1e-3, 0.25)
     precisions: ClassVar[tuple[str, ...]] = ("fp8", "mxfp8")
 

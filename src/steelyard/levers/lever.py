@@ -9,7 +9,7 @@ How it is run is said by its twin in `steelyard.modules.levers`, and by each eng
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, Self
 
@@ -171,6 +171,8 @@ class Lever(ABC):
     """What may be asked for, where that is one of a few words."""
     offers: ClassVar[tuple[str, ...]] = ()
     """What advice tries of it."""
+    offered_with: ClassVar[Mapping[str, str]] = {}
+    """Texts of other levers beside which alone advice tries it."""
     help: ClassVar[str]
     """What the option is, in a sentence."""
     result: ClassVar[Result] = "exact"

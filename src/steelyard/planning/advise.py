@@ -128,9 +128,14 @@ def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Itera
 
 def _single(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, str]]:
     """The values of each lever that the request does not set."""
-    for name, lever in sorted(LEVERS.items(), key=lambda each: each[1].takes_long):
+    for name, lever in sorted(LEVERS.items(), key=lambda each: (each[1].takes_long, bool(each[1].offered_with))):
         if name not in request.levers.texts and (asked or not lever.takes_long):
-            yield from ({name: text} for text in lever.offers)
+            beside = {
+                other: text
+                for other, text in lever.offered_with.items()
+                if other not in request.levers.texts and request.engine.lever_refusal(LEVERS[other].parse(text)) is None
+            }
+            yield from ({name: text, **beside} for text in lever.offers)
 
 
 def _try(request: PlanRequest, texts: Mapping[str, str], own: Advice, free_s: float) -> Advice | str:

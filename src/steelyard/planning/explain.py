@@ -23,6 +23,7 @@ from steelyard.planning.frontier import memory_points, priced_point
 from steelyard.planning.price import describe, peak_bytes, with_cost, with_price
 from steelyard.planning.problem import stage_strategies
 from steelyard.planning.request import PlanRequest
+from steelyard.planning.simple import SAME
 from steelyard.planning.variants import (
     ANY_PLAN,
     FREE_CHOICE,
@@ -44,8 +45,6 @@ SMALL_BUDGET_BYTES = 16 * GIB
 """Below this a sixteenth of the budget takes the place of one GiB."""
 BUDGETS = "more and less memory"
 UNLIMITED = "unlimited memory"
-SAME = 5e-4
-"""Step times that differ by less than this fraction are called the same."""
 
 
 def explain_plan(

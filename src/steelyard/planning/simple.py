@@ -43,7 +43,7 @@ from steelyard.units import format_bytes, format_seconds
 TIE = 0.003
 """Plans whose steps differ by less are equally fast."""
 SAME = 5e-4
-"""A group that saves less of a step is called no faster."""
+"""Step times that differ by less than this fraction are called the same."""
 USUAL_STAGES = 8
 STAGE_PARAMS = 15_000_000_000
 """MT-NLG has 15.1 billion a stage, Megatron's largest 15.8, BLOOM 14.7."""
