@@ -12,19 +12,23 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from steelyard.cost.build import (
     KnownCosts,
+    LayerCosts,
     build_tables,
     least_times_s,
     transfer_s,
     usable_bytes,
 )
+from steelyard.cost.context import context_bytes
 from steelyard.cost.fold import why_not_folded
 from steelyard.cost.job import Job, JobConfig
+from steelyard.cost.memory import TERMS
 from steelyard.cost.placement import Placement, pooled_tables
 from steelyard.cost.tables import CostTables
 from steelyard.errors import UserError
@@ -36,16 +40,22 @@ from steelyard.plan.strategy import Remat, Strategy, divisors
 from steelyard.planning.pins import Pin, pinned, pins_of
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, Schedule
 from steelyard.search import OnDemand, SpaceOptions, enumerate_strategies, paper_dimensions
-from steelyard.search.kernels import FloatArray
 from steelyard.search.layers import ROUNDING
 from steelyard.search.partition import quick_bound_s
-from steelyard.search.step_bounds import HeldRuns, least_slowest_s, least_step_s, missing_bytes
+from steelyard.search.step_bounds import (
+    HeldRuns,
+    PricedLayers,
+    least_slowest_s,
+    least_step_s,
+    missing_bytes,
+    priced_layers,
+)
 
 if TYPE_CHECKING:
     from steelyard.search.problem import Problem
 
-LEVELS = 2
-"""Bounds of a configuration beyond that by what computing takes: by its times, and by whole cuts that fit."""
+LEVELS = 3
+"""Bounds of a configuration beyond that by what computing takes: by its times, by its memory, and by whole cuts."""
 TINY_S = 1e-9
 """What a stage takes at least where nothing is known."""
 
@@ -266,10 +276,10 @@ class GroupSpace:
         counts = microbatch_counts(job.global_batch)
         self._known = [KnownCosts(counts) for _ in job.groups]
         self._offered: dict[tuple[int, int], tuple[Strategy, ...]] = {}
-        self._stage_layers: dict[tuple[int, int, int, int, bool], _StageLayers] = {}
+        self._stage_layers: dict[tuple[int, int, int, int, bool, bool], _StageLayers] = {}
         self._known_runs: dict[tuple[int, ...], HeldRuns] = {}
         self._counts = np.bincount(job.chain.layers, minlength=len(job.chain.layer_types)).tolist()
-        self._computed: dict[tuple[int, int, int], FloatArray] = {}
+        self._computed: dict[tuple[int, int, int], tuple[list[float], PricedLayers]] = {}
 
     def on_demand(self) -> tuple[OnDemand, ...]:
         """The cost tables of every configuration, as `search` takes them."""
@@ -309,12 +319,16 @@ class GroupSpace:
             yield replace(config, placement=Placement(pools=pools, stages=stages))
 
     def next_bound_s(self, config: PlacedPipeline, level: int, cutoff_s: float = math.inf) -> float:
-        """What no plan of a configuration is faster than: by its times, then by those and the slowest stage of whole
-        cuts that fit.
+        """What no plan of a configuration is faster than: by its times, then by those and its memory, then by whole
+        cuts too.
 
         More than ``cutoff_s`` need not be told apart.
         """
-        return self._least_s(config, self._slowest_s(config, cutoff_s) if level else 0.0)
+        if level == 0:
+            stages = self._stages(config)
+            return self._least_s(config, [each.fastest for each in stages], [each.transfer_s for each in stages])
+        slowest_s = self._slowest_s(config, cutoff_s) if level == 2 else 0.0
+        return slowest_s if math.isinf(slowest_s) else self._bound_within_s(config, slowest_s, are_made=level == 2)
 
     def tables(self, config: PlacedPipeline) -> CostTables:
         """The cost tables of a configuration."""
@@ -322,6 +336,17 @@ class GroupSpace:
         offered = [self._strategies(*each) for each in zip(placement.pools, placement.sizes(self._job), strict=True)]
         known = [self._known[pool] for pool in placement.pools]
         return pooled_tables(self._job, placement, config.pipeline, offered, known)
+
+    def _bound_within_s(self, config: PlacedPipeline, slowest_s: float, *, are_made: bool) -> float:
+        pipeline, stages = config.pipeline, self._stages(config, are_made=are_made)
+        in_flight = [pipeline.in_flight(stage) if pipeline.num_chunks == 1 else 1 for stage in range(len(stages))]
+        has_gradients = pipeline.num_chunks == 1 and max(in_flight) < pipeline.num_microbatches
+        priced = [
+            each.within(count, self._counts, has_gradients=has_gradients)
+            for each, count in zip(stages, in_flight, strict=True)
+        ]
+        transfers, rooms = [each.transfer_s for each in stages], [each.room_bytes for each in stages]
+        return self._least_s(config, priced, transfers, rooms, slowest_s)
 
     def _slowest_s(self, config: PlacedPipeline, cutoff_s: float) -> float:
         """What the slowest stage of a configuration takes at least; 0 where its stages have several chunks."""
@@ -355,9 +380,10 @@ class GroupSpace:
             self._known_runs[key] = HeldRuns(tables, usable_bytes(job))
         return self._known_runs[key]
 
-    def _stages(self, config: PlacedPipeline) -> list["_StageLayers"]:
+    def _stages(self, config: PlacedPipeline, *, are_made: bool = False) -> list["_StageLayers"]:
+        """``are_made`` where the tables of the stages are known, or may as well be."""
         pipeline, is_alone = _without_chunks(config.pipeline), len(config.placement.pools) == 1
-        return [self._layers(*each, pipeline, is_alone) for each in config.placement.of_stages(self._job)]
+        return [self._layers(*each, pipeline, are_made, is_alone) for each in config.placement.of_stages(self._job)]
 
     def _joined(self) -> Iterator[PlacedPipeline]:
         job, decisions = self._job, self._decisions
@@ -375,45 +401,53 @@ class GroupSpace:
                             yield self._with_bound(Placement(pools=pools, stages=stages), config.pipeline)
 
     def _with_bound(self, placement: Placement, pipeline: PipelineConfig) -> PlacedPipeline:
-        computed_s = [self._computed_s(*each, pipeline) for each in placement.of_stages(self._job)]
-        found = least_step_s(computed_s, self._counts, [0.0] * len(computed_s), pipeline.num_passes)
-        return PlacedPipeline(
-            placement=placement, pipeline=pipeline, bound_s=found / pipeline.num_chunks * (1 - ROUNDING)
-        )
+        config = PlacedPipeline(placement=placement, pipeline=pipeline, bound_s=0.0)
+        priced = [self._compute(*each, pipeline)[1] for each in placement.of_stages(self._job)]
+        return replace(config, bound_s=self._least_s(config, priced, [0.0] * len(priced)))
 
-    def _least_s(self, config: PlacedPipeline, slowest_s: float) -> float:
-        if math.isinf(slowest_s):
-            return slowest_s
-        stages, pipeline = self._stages(config), config.pipeline
-        handed = self._handed_s(config, [each.transfer_s for each in stages])
-        times_s = [each.least_s for each in stages]
-        found = least_step_s(times_s, self._counts, handed, pipeline.num_passes, slowest_s)
-        return found / pipeline.num_chunks * (1 - ROUNDING)
+    def _least_s(
+        self,
+        config: PlacedPipeline,
+        stages: Sequence[PricedLayers],
+        transfers: Sequence[float],
+        rooms: Sequence[float] | None = None,
+        slowest_s: float = 0.0,
+    ) -> float:
+        handed = self._handed_s(config, transfers)
+        passes = config.pipeline.num_passes
+        layers = self._job.chain.layers
+        ends = (layers[0], layers[-1]) if rooms is not None and config.pipeline.num_chunks == 1 else None
+        found = least_step_s(stages, self._counts, handed, passes, rooms, slowest_s, ends)
+        return found / config.pipeline.num_chunks * (1 - ROUNDING)
 
     def _handed_s(self, config: PlacedPipeline, transfers: Sequence[float]) -> list[float]:
         """What each stage takes for handing over; between pools, and between chunks, that counts for nothing."""
         chunks, borders = config.pipeline.num_chunks, {0, *itertools.accumulate(config.placement.stages)}
         return [0.0 if chunks > 1 or stage in borders else each for stage, each in enumerate(transfers)]
 
-    def _computed_s(self, pool: int, size: int, pipeline: PipelineConfig) -> FloatArray:
-        """[K] what computing alone takes on stages of a size by layer type."""
+    def _compute(self, pool: int, size: int, pipeline: PipelineConfig) -> tuple[list[float], PricedLayers]:
+        """What computing alone takes on stages of a size: by layer type, and of all layers."""
         key = pool, size, pipeline.num_microbatches
         if key not in self._computed:
             config = JobConfig(job=self._job.by_group[pool], pipeline=_without_chunks(pipeline), stage_size=size)
-            self._computed[key] = np.array(least_times_s(self._strategies(pool, size), config))
+            times_s = least_times_s(self._strategies(pool, size), config)
+            self._computed[key] = times_s, PricedLayers.unpriced(times_s, self._counts)
         return self._computed[key]
 
-    def _layers(self, pool: int, size: int, pipeline: PipelineConfig, is_alone: bool) -> "_StageLayers":
+    def _layers(self, pool: int, size: int, pipeline: PipelineConfig, are_made: bool, is_alone: bool) -> "_StageLayers":
         stages = pipeline.num_stages if self._job.chain.sums_tied else min(pipeline.num_stages, 2)
-        key = pool, size, pipeline.num_microbatches, stages, is_alone
+        key = pool, size, pipeline.num_microbatches, stages, are_made, is_alone
         if key not in self._stage_layers:
             config = JobConfig(job=self._job.by_group[pool], pipeline=pipeline, stage_size=size)
             costs = self._known[pool].of(config, self._strategies(pool, size))
-            blocks = [place for place, each in enumerate(self._job.chain.layer_types) if each.role is LayerRole.BLOCK]
-            least_s = self._computed_s(pool, size, pipeline).copy()
-            times_s = np.where(costs.legal[blocks], costs.time_s(blocks, config, alike=is_alone), np.inf)
-            least_s[blocks] = times_s.min(axis=1, initial=np.inf)
-            self._stage_layers[key] = _StageLayers(least_s=least_s, transfer_s=transfer_s(config))
+            layer_types = self._job.chain.layer_types
+            made = [
+                place for place, layer_type in enumerate(layer_types) if are_made or layer_type.role is LayerRole.BLOCK
+            ]
+            least_s, _ = self._compute(pool, size, pipeline)
+            time_s = np.repeat(np.array(least_s)[:, None], costs.legal.shape[1], axis=1)
+            time_s[made] = costs.time_s(made, config, alike=is_alone)
+            self._stage_layers[key] = _StageLayers(config=config, costs=costs, time_s=time_s, counts=self._counts)
         return self._stage_layers[key]
 
     def _strategies(self, pool: int, size: int) -> tuple[Strategy, ...]:
@@ -426,9 +460,35 @@ def _without_chunks(pipeline: PipelineConfig) -> PipelineConfig:
     return replace(pipeline, num_chunks=1, schedule=USUAL)
 
 
-class _StageLayers(NamedTuple):
-    """What stages of one size of one pool take at least, with one number of microbatches."""
+class _StageLayers:
+    """What the layers take on stages of one size of one pool, with one number of microbatches.
 
-    least_s: FloatArray
-    """[K] of a layer; of layers that are no blocks, which are few, what computing takes."""
-    transfer_s: float
+    ``time_s`` [K, S] is what they take at least: of those that are no blocks, which are few, it may be what computing
+    takes at its fastest.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: JobConfig,
+        costs: LayerCosts,
+        time_s: NDArray[np.float64],
+        counts: Sequence[int],
+    ) -> None:
+        self._costs, self._time_s = costs, time_s
+        self._within: dict[tuple[int, bool], PricedLayers] = {}
+        self.transfer_s = transfer_s(config)
+        self.fastest = priced_layers(costs.legal, time_s, np.zeros(costs.legal.shape, dtype=np.int64), counts)
+        """By their times alone."""
+        self.room_bytes = usable_bytes(config.job) - context_bytes(config)
+
+    def within(self, in_flight: int, counts: Sequence[int], *, has_gradients: bool) -> PricedLayers:
+        """With the bytes that they hold with so many microbatches in flight, at least."""
+        key = in_flight, has_gradients
+        if key not in self._within:
+            costs = self._costs
+            held = dict(zip(TERMS, costs.rows.terms, strict=True))
+            saved, gradients = held.pop("activations"), held.pop("gradients")
+            num_bytes = sum(held.values()) + in_flight * saved + has_gradients * gradients
+            self._within[key] = priced_layers(costs.legal, self._time_s, num_bytes, counts)
+        return self._within[key]

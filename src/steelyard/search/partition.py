@@ -44,7 +44,7 @@ from steelyard.search.runs import (
     solve_runs,
     time_limits,
 )
-from steelyard.search.step_bounds import least_step_s
+from steelyard.search.step_bounds import PricedLayers, least_step_s
 
 Status = Literal["optimal", "feasible", "infeasible", "beaten"]
 
@@ -196,7 +196,7 @@ def quick_bound_s(tables: CostTables) -> float:
     if tables.pools is not None:
         counts = np.bincount(tables.layers, minlength=len(tables.layer_types)).tolist()
         alone = [
-            np.where(tables.legal_on(stage), tables.time_s, np.inf).min(axis=1)
+            PricedLayers.unpriced(np.where(tables.legal_on(stage), tables.time_s, np.inf).min(axis=1), counts)
             for stage in map(tables.pools.of_stages.index, range(max(tables.pools.of_stages) + 1))
         ]
         stages = [alone[pool] for pool in tables.pools.of_stages]
