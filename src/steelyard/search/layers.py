@@ -38,8 +38,9 @@ Lagrangian duality as in Handler and Zang 1980 (constrained shortest paths).
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,9 @@ MAX_LEVELS = 8
 
 MAX_PRICES_PER_LEVEL = 4
 """Prices of memory tried for each level while states are extended: the best ones for the whole run, and 0."""
+
+MAX_TYPES_SCREENED = 32
+"""With more layer types than this in a run, its transient peaks are grouped into levels unseen."""
 
 MAX_CANDIDATES = 2_000_000
 """States times options of one layer; more of them take seconds and hundreds of megabytes."""
@@ -423,7 +427,10 @@ def chain_frontier(
     rows[2], rows[3], rows[6:] = 0, NOTHING_BYTES, 0
     states = LayerStates(rows=rows, seconds=np.zeros(len(entries)))
     room = np.empty((8, 0), dtype=np.int64), np.empty((2, 0))
-    guide = _guide(costs, layer_types, entries, pruning)
+    costs = _useful(
+        costs, layer_types, pruning, _levels(costs, layer_types, pruning, costs.transient + costs.rows[:, 6])
+    )
+    guide = _guide(costs, layer_types, entries, pruning, _levels(costs, layer_types, pruning, costs.transient))
     per_layer, missed_s = [], 0.0
     for position, layer_type in enumerate(layer_types):
         if pruning.deadline is not None and time.monotonic() > pruning.deadline:
@@ -484,18 +491,80 @@ def peak_levels(peaks: IntArray, least: int | None = None) -> tuple[IntArray, In
     return np.append(least, upper[:-1] + 1), upper
 
 
-def _levels(costs: StageCosts, layer_types: Sequence[int]) -> tuple[IntArray, IntArray]:
-    """Lower and upper edges of the levels of transient peak that a run is searched with."""
-    own = {each: costs.transient[each, : costs.count[each]] for each in set(layer_types)}
-    peaks = np.concatenate(list(own.values()))
+def _possible_peaks(costs: StageCosts, layer_types: Sequence[int], peaks: IntArray, pruning: Pruning) -> IntArray:
+    """The transient peaks on which the run may end within budget and limit: the fewer, the finer are the levels.
+
+    Each is bounded as in the module, at its own transient and without switches. Left as they are where there are as few
+    as levels anyway, or so many layer types that this would take longer than it saves.
+    """
+    different = distinct(peaks)
+    numbers = Counter(layer_types)
+    if len(different) <= MAX_LEVELS or len(numbers) > MAX_TYPES_SCREENED:
+        return different
+    total = pruning.prices[:, None] * (different - float(pruning.budget_bytes))
+    for layer_type, number in numbers.items():
+        count = costs.count[layer_type]
+        order = np.argsort(costs.transient[layer_type, :count], kind="stable")
+        priced = costs.seconds[layer_type, order] + pruning.prices[:, None] * costs.bytes[layer_type, order]
+        least = np.full((len(pruning.prices), count + 1), np.inf)
+        np.minimum.accumulate(priced, axis=1, out=least[:, 1:])
+        total += number * least[:, np.searchsorted(costs.transient[layer_type, order], different, side="right")]
+    bound = total.max(axis=0, initial=0.0)
+    possible = bound <= pruning.limit_s * (1 + ROUNDING)
+    possible[np.argmin(bound)] = True
+    found: IntArray = different[possible]
+    return found
+
+
+def _levels(
+    costs: StageCosts, layer_types: Sequence[int], pruning: Pruning, reach: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Lower and upper edges of the levels of ``reach`` [K, O], the transient peak, that a run is searched with."""
+    peaks = np.concatenate([reach[layer_type, : costs.count[layer_type]] for layer_type in set(layer_types)])
     if costs.is_plain:
-        return peak_levels(np.maximum(peaks, max(int(each.min(initial=2**48)) for each in own.values())))
-    return peak_levels(peaks, int(own[layer_types[-1]].min(initial=2**48)))
+        lower_bound = max(
+            int(costs.transient[layer_type, : costs.count[layer_type]].min(initial=2**48))
+            for layer_type in set(layer_types)
+        )
+        return peak_levels(_possible_peaks(costs, layer_types, np.maximum(peaks, lower_bound), pruning))
+    return peak_levels(peaks, int(costs.transient[layer_types[-1], : costs.count[layer_types[-1]]].min(initial=2**48)))
 
 
-def _guide(costs: StageCosts, layer_types: Sequence[int], entries: IntArray, pruning: Pruning) -> _Guide:
+def _useful(
+    costs: StageCosts, layer_types: Sequence[int], pruning: Pruning, levels: tuple[IntArray, IntArray]
+) -> StageCosts:
+    """The costs with those options alone that some run within budget and limit may hold.
+
+    A run with an option takes as much longer than the bound of all runs, at any price, as the option than the cheapest
+    of its type. Switches are left out.
+    """
+    if np.isinf(pruning.limit_s):
+        return costs
+    freed = 0 if costs.is_plain else costs.most_freed(layer_types)
+    numbers = np.array(
+        [
+            (layer_type, number, freed if layer_type in layer_types[:-1] else 0)
+            for layer_type, number in sorted(Counter(layer_types).items())
+        ]
+    )
+    count, rows, seconds = costs.count.copy(), costs.rows.copy(), costs.seconds.copy()
+    least = np.empty((len(numbers), len(pruning.prices)))
+    limit_s = pruning.limit_s * (1 + ROUNDING)
+    end = int(costs.transient[layer_types[-1], : costs.count[layer_types[-1]]].min(initial=NO_LIMIT_BYTES))
+    given = numbers, count, rows, seconds, pruning.prices, *levels, end, pruning.budget_bytes, limit_s, least
+    kernels.drop_useless(*given)
+    return replace(costs, count=count, rows=rows, seconds=seconds)
+
+
+def _guide(
+    costs: StageCosts,
+    layer_types: Sequence[int],
+    entries: IntArray,
+    pruning: Pruning,
+    levels: tuple[IntArray, IntArray],
+) -> _Guide:
     """Completion bounds for every level at price 0 and at those of the prices that bound the whole run best."""
-    lower, upper = _levels(costs, layer_types)
+    lower, upper = levels
     completion = np.zeros((len(layer_types) + 1, len(lower), len(pruning.prices), costs.num_groups + 1))
     rest_bytes, others = (
         np.zeros((len(layer_types) + 1, len(lower)), dtype=np.int64),
