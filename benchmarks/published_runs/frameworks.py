@@ -255,7 +255,7 @@ class GatheredFloat8(Float8):
     """Float8 whose weights FSDP gathers in 8 bits (``enable_fsdp_float8_all_gather``): each rank casts its own part."""
 
     def effects(self, effects: Effects) -> Effects:
-        """As without, but casts of whole weights."""
+        """Effects of the lever without casts of whole weights."""
         low = Float8.effects(self, effects).low_precision
         assert low is not None, "of float8"
         (inputs, _), (inputs_again, _, outputs) = low.forward, low.backward

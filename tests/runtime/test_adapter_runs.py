@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from steelyard.modules.build import build_model
-from steelyard.plan.file import write_plan
+from tests.runtime.adapter_runs import logits_of, run_all
 from tests.runtime.lora_cases import SHORT, lora_plan
-from tests.runtime.processes import run_module
 from tests.runtime.test_checkpoints import MIDDLE, RUN, load_folder
 
 pytestmark = [
@@ -47,7 +45,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     items = (item for item in request.session.items if item.path == request.path)
     asked = dict.fromkeys(item.callspec.params["name"] for item in items)  # type: ignore[attr-defined]
     sizes: dict[str, Any] = {"global_batch": 8, "num_devices": 4}
-    jobs = []
+    runs = []
     for name in asked:
         whole = "fsdp4, dp4 remat=full, dp2-fsdp2, fsdp4"
         one = lora_plan(TEXTS[name], SHORT, whole, num_microbatches=2, **sizes)
@@ -56,26 +54,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             build_model(one.chain().unchanged, seed=7).save_pretrained(folder / "base")
         start = replace(RUN, lr=0.01, init=folder / "base", export_hf=folder / f"{name} adapters")
         resumed = str(folder / name / f"step-{MIDDLE:08d}")
-        for job, plan, options in (
-            (name, one, replace(start, checkpoint_dir=folder / name)),
-            (
-                f"{name}, rest",
-                other,
-                replace(start, init=None, resume=resumed, export_hf=folder / f"{name} merged", merge=True),
-            ),
-        ):
-            write_plan(plan, folder / f"{job}.json")
-            of = {"plan": str(folder / f"{job}.json"), "data": str(folder / "tokens.npy"), "processes": 4}
-            jobs.append({"name": job, "arguments": options.arguments(), **of})
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    run_module("tests.runtime.run_worker", folder / "jobs.json", result=folder / "losses.json")
+        rest = replace(start, init=None, resume=resumed, export_hf=folder / f"{name} merged", merge=True)
+        runs += [(name, one, replace(start, checkpoint_dir=folder / name)), (f"{name}, rest", other, rest)]
+    run_all(folder, runs)
     return folder
-
-
-def _logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model.eval()(torch.arange(32).view(2, 16)).logits
-    return logits
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,9 +70,9 @@ def test_a_run_goes_on_under_another_plan_as_if_it_had_not_stopped(folder: Path,
 @pytest.mark.parametrize("name", NAMES)
 def test_peft_reads_adapters_that_compute_what_the_merged_weights_do(folder: Path, name: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    before = _logits(base)
-    with_adapters = _logits(PeftModel.from_pretrained(base, str(folder / f"{name} adapters")))
-    merged = _logits(AutoModelForCausalLM.from_pretrained(folder / f"{name} merged", dtype=torch.float32))
+    before = logits_of(base)
+    with_adapters = logits_of(PeftModel.from_pretrained(base, str(folder / f"{name} adapters")))
+    merged = logits_of(AutoModelForCausalLM.from_pretrained(folder / f"{name} merged", dtype=torch.float32))
     assert not torch.allclose(before, with_adapters, atol=1e-3)
     assert torch.allclose(with_adapters, merged, atol=1e-4)
     first = load_folder(folder / "base")

@@ -3,22 +3,19 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from steelyard.modules.build import build_model
 from steelyard.modules.prepared import store_together
-from steelyard.plan.file import write_plan
 from steelyard.plan.plan import Plan
+from tests.runtime.adapter_runs import logits_of, run_all
 from tests.runtime.lora_cases import lora_plan
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
-from tests.runtime.processes import run_module
 from tests.runtime.test_checkpoints import MIDDLE, RUN, load_folder, stored
 
 pytestmark = [
@@ -64,27 +61,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store_together(gpt2_base)  # as transformers has them
     gpt2_base.save_pretrained(folder / "gpt2 base")
     middle, short_middle = (str(folder / name / f"step-{MIDDLE:08d}") for name in ("one", "nf4"))
-    jobs = []
-    for name, plan, options in (
+    runs = [
         ("one", one, replace(lr, checkpoint_dir=folder / "one")),
         ("other", other, replace(lr, init=None, resume=middle, export_hf=folder / "merged", merge=True)),
         ("nf4", short, replace(lr, checkpoint_dir=folder / "nf4", export_hf=folder / "beside nf4")),
         ("gpt2", gpt2, replace(lr, init=folder / "gpt2 base", export_hf=folder / "gpt2 adapters")),
         ("gpt2, merged", gpt2, replace(lr, init=folder / "gpt2 base", export_hf=folder / "gpt2 merged", merge=True)),
         ("nf4, other", other_short, replace(lr, init=None, resume=short_middle, export_hf=None)),
-    ):
-        write_plan(plan, folder / f"{name}.json")
-        of = {"plan": str(folder / f"{name}.json"), "data": str(folder / "tokens.npy"), "processes": 4}
-        jobs.append({"name": name, "arguments": options.arguments(), **of})
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    run_module("tests.runtime.run_worker", folder / "jobs.json", result=folder / "losses.json")
+    ]
+    run_all(folder, runs)
     return folder
-
-
-def _logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model.eval()(torch.arange(32).view(2, 16)).logits
-    return logits
 
 
 @pytest.mark.parametrize(("whole", "rest"), [("one", "other"), ("nf4", "nf4, other")])
@@ -106,9 +92,9 @@ def test_a_base_in_four_bits_begins_near_the_base_and_not_with_it(folder: Path) 
 @pytest.mark.parametrize("model", ["", "gpt2 "])
 def test_peft_reads_adapters_that_compute_what_the_merged_weights_do(folder: Path, model: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(folder / f"{model}base")
-    before = _logits(base)
-    with_adapters = _logits(PeftModel.from_pretrained(base, str(folder / f"{model}adapters")))
-    merged = _logits(AutoModelForCausalLM.from_pretrained(folder / f"{model}merged", dtype=torch.float32))
+    before = logits_of(base)
+    with_adapters = logits_of(PeftModel.from_pretrained(base, str(folder / f"{model}adapters")))
+    merged = logits_of(AutoModelForCausalLM.from_pretrained(folder / f"{model}merged", dtype=torch.float32))
     assert not torch.allclose(before, with_adapters, atol=1e-3)
     assert torch.allclose(with_adapters, merged, atol=1e-4)
     assert {each.name for each in (folder / f"{model}adapters").iterdir()} == {

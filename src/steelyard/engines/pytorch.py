@@ -82,7 +82,7 @@ def _write(request: Request) -> Draft:
 
 
 def _refusals(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, str, str]]:
-    """What of a plan or its model the script has no stock calls for, what it has, and what to do instead."""
+    """Parts of a plan or its model that the script has no stock calls for, what it has, and what to do instead."""
     train = "run the plan with `steelyard train`"
     if plan.levers:
         own = "a target that starts steelyard's own runtime, which has it"

@@ -78,7 +78,7 @@ class UniformPlan:
             cp_method=str(strategy.mode("cp_method")),
             tp=strategy.degree(TP),
             ep=max(each.expert_degree for each in plan.strategies),
-            has_experts=any(layer_type.num_experts for layer_type in chain.layer_types),
+            has_experts=chain.has_experts,
             sp=bool(strategy.mode("sp")),
             zero=int(strategy.mode("zero")),
             remat=Remat.FULL if mixed else remats.pop(),
@@ -104,7 +104,7 @@ class UniformPlan:
 
     @property
     def carried(self) -> tuple[str, ...]:
-        """What every framework carries over alike, one line each."""
+        """Lines that say what every framework carries over alike."""
         words = [f"dp {self.dp}"] if self.dp > 1 else []
         words += [f"fsdp {self.fsdp} (ZeRO-{self.zero})"] if self.shards > 1 else []
         words += [f"cp {self.cp} ({self.cp_method})"] if self.cp > 1 else []
@@ -191,7 +191,7 @@ class Request:
 
     @property
     def variables(self) -> str:
-        """What a script is given to start processes, where it does not know it; empty on one host."""
+        """Variables that a script is given to start processes, where it does not know them; empty on one host."""
         where = "" if self.cluster and self.cluster.num_nodes == 1 else "NODE_RANK=RANK MASTER_ADDR=FIRST_HOST "
         return where if self.cluster else f"NNODES=HOSTS NPROC_PER_NODE=DEVICES {where}"
 

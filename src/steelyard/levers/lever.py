@@ -24,7 +24,7 @@ that is trained."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixUpdate:
-    r"""What an optimizer keeps and does for a whole matrix of $m \times n$ entries, $m \le n$.
+    r"""Bytes and FLOP of an optimizer for a whole matrix of $m \times n$ entries, $m \le n$.
 
     Pairs are coefficients, as each field says.
     """
@@ -220,7 +220,7 @@ class Lever(ABC):
             raise UserError(field=f"--{self.name}", found=f"{self} {found}", expected=expected, hint=hint)
 
     def objections(self, _asked: Asked) -> Iterator[Objection]:
-        """What it cannot be had for by itself, whatever runs it: the first one is told."""
+        """Reasons why it cannot be had by itself, whatever runs it: the first one is told."""
         return iter(())
 
     def sized(self, _size: int) -> "Lever":
@@ -241,7 +241,7 @@ class Lever(ABC):
         return chain
 
     def warning(self, _chain: ModelChain) -> str:
-        """What should be known of the model as this has changed it; empty where there is nothing."""
+        """A warning about the model as this has changed it; empty where there is none."""
         return ""
 
     def refusal(self, _strategy: Divided) -> str | None:

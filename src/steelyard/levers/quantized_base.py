@@ -50,7 +50,7 @@ class QuantizedBase(WordLever):
         return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
 
     def warning(self, chain: ModelChain) -> str:
-        """That routed experts are not quantized."""
-        if any(each.num_experts for each in chain.layer_types):
+        """A warning about routed experts, which are not quantized."""
+        if chain.has_experts:
             return f"routed experts are not in {self}: linear layers are quantized, and experts are stacked"
         return ""

@@ -217,8 +217,8 @@ class Train(Lever):
         return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
 
     def warning(self, chain: ModelChain) -> str:
-        """That routed experts have no adapters."""
-        if any(each.num_experts for each in chain.layer_types):
+        """A warning about routed experts, which have no adapters."""
+        if chain.has_experts:
             return "routed experts have no adapters: peft has them for linear layers, and experts are stacked"
         return ""
 

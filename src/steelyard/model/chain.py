@@ -30,7 +30,7 @@ class ModelChange(Protocol):
     adds_parameters: ClassVar[bool]
 
     def warning(self, chain: "ModelChain", /) -> str:
-        """What should be known of a model that it has changed; empty where there is nothing."""
+        """A warning about a model that it has changed; empty where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,11 @@ class ModelChain(Layout):
     def features(self) -> SplitFeatures | None:
         """What the first layer reads, where samples hold it beside the token ids of a later one."""
         return self.split.features
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer has routed experts."""
+        return any(each.num_experts for each in self.layer_types)
 
     @property
     def has_adapters(self) -> bool:
