@@ -30,7 +30,7 @@ encloses a compiled block is the same, and a fault of theirs would be one of eve
 _CASES: dict[str, Case] = {
     "replicated": _case(LLAMA, "dp2, dp2, dp2 remat=full, dp2 remat=selective, dp2"),
     "sharded": _case(LLAMA, "fsdp2, fsdp2, fsdp2 zero2 remat=full, fsdp2 remat=selective, fsdp2"),
-    "tensors": _case(LLAMA, "tp2, tp2+sp, tp2 remat=selective, tp2+sp remat=full, tp2"),
+    "tensors": _case(LLAMA, "tp2+sp, tp2+sp, tp2 remat=selective, tp2+sp remat=full, tp2"),
     "stages": _case(LLAMA, "single, single, single", "single, single", num_microbatches=4),
     "bf16": _case(LLAMA, "fsdp2, dp2, fsdp2, dp2, fsdp2", precision="bf16"),
     "adapters": Case(

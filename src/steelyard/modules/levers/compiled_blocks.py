@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -67,6 +68,7 @@ class _Compiled:
     def __call__(self, *places: Any, **names: Any) -> Any:
         """What the block returns."""
         run = self._selective if self._layer.remat is Remat.SELECTIVE else self._plain
+        places, names = tree_map_only(AsyncCollectiveTensor, _Waited.apply, (places, names))
         for each in tree_leaves((places, names)) if self._any_samples else ():
             if isinstance(each, Tensor) and each.requires_grad:
                 torch._dynamo.maybe_mark_dynamic(each, 0)
@@ -80,6 +82,18 @@ class _Compiled:
                 expected="blocks that torch.compile traces as one function",
                 hint="leave --compile out, or what the block draws at random (dropout) where tp divides it",
             ) from error
+
+
+class _Waited(torch.autograd.Function):
+    """A collective's result when it is there: a compiled function would give its gradient to what the result is in."""
+
+    @staticmethod
+    def forward(_ctx: Any, result: AsyncCollectiveTensor) -> Tensor:
+        return result.wait()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 @contextmanager
