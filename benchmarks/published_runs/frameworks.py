@@ -52,8 +52,8 @@ class Framework:
     """With kernels of its own: rows have sizes, and no modules that could be traced."""
     balances_by_flop: bool = False
     """Whether stages get equal FLOP, head included, instead of equal numbers of blocks."""
-    default_remat: Remat = Remat.NONE
-    """What it recomputes where nothing is said."""
+    default_remat: Remat | None = Remat.NONE
+    """What it recomputes where nothing is said; None where its own configurations differ."""
     default_sp: bool = False
     """Whether tensor parallelism has sequence parallelism where nothing is said."""
     default_zero: int = 0
@@ -146,7 +146,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("megatron-lm", Framework(execution=_MEGATRON_LM)),
     ("megatron-core", _CORE),
     ("megatron-bridge", _NEMO),
-    ("nemo automodel", Framework(execution=AUTOMODEL.execution)),
+    ("nemo automodel", Framework(execution=AUTOMODEL.execution, default_remat=None)),
     ("nemo", _NEMO),
     ("primus", _CORE),
     ("maxtext", Framework(execution=Execution(kernels=FUSED, eager_launch=False), default_remat=Remat.FULL)),

@@ -410,7 +410,9 @@ def _outside_tp(degrees: _Degrees) -> int:
 
 def _remat(run: PublishedRun, framework: Framework) -> Remat:
     """What the row says of recomputation, or the framework's default."""
-    text = run.text("act_ckpt") or str(framework.default_remat)
+    text = run.text("act_ckpt") or str(framework.default_remat or "")
+    if not text:
+        raise _SkipError("act_ckpt missing")
     if _is_alternating(run):
         return Remat.FULL
     if text == Remat.SELECTIVE and "ratio not stated" in run.text("act_ckpt_detail"):
@@ -526,9 +528,11 @@ _VARIANTS = {
     "GB300": {"279": "gb300-279gb", "": "gb300-279gb"},
     "V100": {"16": "v100-16gb", "32": "v100-32gb", "": "v100-32gb"},
 }
-_RATE = re.compile(r"(?:(?P<ports>[0-9]+)x)?[^0-9]*?\s*(?P<rate>[0-9.]+)\s*(?P<unit>[GT][Bb])")
+_RATE = re.compile(r"(?:(?P<ports>[0-9]+)x)?[^0-9]*?\s*(?P<rate>[0-9.]+)\s*(?P<unit>[GT][Bb])(?!E)")
 _ADAPTER = re.compile(r"ConnectX-[0-9]+|BlueField-[0-9]+|BF[0-9]|MT[0-9]+")
 """Names of network adapters that have digits."""
+_OTHER_PATH, _TO_STORAGE = "PCIe-NIC", " for NS and "
+"""What says a rate of the host's bus, and what stands between the network of storage and that of compute."""
 _BITS = {"Gb": 1.0, "Tb": 1000.0, "GB": 8.0, "TB": 8000.0}
 """Gigabits in a unit."""
 
@@ -584,7 +588,9 @@ def _inter_link(text: str, default: Link, per_node: int) -> Link:
         return find_link("omnipath-100").shared(num_ports=4, num_devices=per_node)
     if text == "AWS EFA":
         return find_link("efa-100").shared(num_ports=32, num_devices=per_node)
-    of_compute = text.partition("Compute:")[2] or text
+    if _OTHER_PATH in text:
+        return default
+    of_compute = text.partition("Compute:")[2] or text.partition(_TO_STORAGE)[2] or text
     match = _RATE.search(_ADAPTER.sub("", of_compute))
     if match is None:
         return default
