@@ -1,6 +1,7 @@
 """Offload as a lever: what is written of it, what it costs in time and memory, and what is refused."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.plan.plan import headline
 from steelyard.plan.prediction import HostUse
 from steelyard.planning.advise import advise
-from steelyard.planning.complete import find_plan
+from steelyard.planning.complete import complete, find_plan
+from steelyard.planning.job import job_of
 from steelyard.planning.request import make_request
 from steelyard.report.plan_table import link_lines
 from steelyard.runtime.dry_run import dry_run
@@ -199,6 +201,63 @@ def test_advice_offers_it_and_a_search_never_takes_it_by_itself() -> None:
     assert found["--offload optimizer"].saved_bytes > 0
     assert found["--offload activations"].result == "exact"
     assert not find_plan("llama-demo", "1x1xa100-40gb", **OPTIONS).levers
+
+
+# left to the search
+
+
+def test_the_search_takes_it_where_nothing_fits_without_and_says_why() -> None:
+    """Of 7 billion parameters on a card of 24 GB, whose plan is the one of the value that was asked for."""
+    options: dict[str, Any] = {"global_batch": 1, "seq_len": 512}
+    result = complete(make_request("llama2-7b", "1x1xrtx-4090", **options, levers={"offload": "auto"}))
+    assert result.plan == find_plan("llama2-7b", "1x1xrtx-4090", **options, levers={"offload": "parameters"})
+    assert re.search(
+        r"^offload parameters: [\d.]+ s a step, nothing fits without it; without it on 1x8xrtx-4090 [\d.]+ m?s a step$",
+        result.notes[0],
+    )
+
+
+def test_the_search_leaves_it_out_where_it_gains_nothing() -> None:
+    result = complete(make_request("llama-demo", "1x2xa100-40gb", **OPTIONS, levers={"offload": "auto"}))
+    assert result.plan == find_plan("llama-demo", "1x2xa100-40gb", **OPTIONS)
+    assert result.notes[0].startswith("offload none: ")
+    assert "; offload optimizer takes " in result.notes[0]
+
+
+@pytest.mark.parametrize(("memory", "taken"), [("1200MiB", "parameters+activations"), ("1300MiB", "activations")])
+def test_no_value_is_faster_than_the_one_that_the_search_takes(memory: str, taken: str) -> None:
+    """Over a link so fast that some gain where more must be computed again without."""
+    cluster = parse_cluster("1x2xa100-40gb")
+    fast = cluster.on(device=replace(cluster.device, host_bytes_per_s=4e12))
+    options: dict[str, Any] = {**OPTIONS, "seq_len": 1024, "memory": memory, "levers": {"offload": "auto"}}
+    found = find_plan("llama-demo", fast, **options)
+    assert found.levers == {"offload": taken}
+    for word in Offload.values:
+        other = find_plan("llama-demo", fast, **options | {"levers": {"offload": word}})
+        assert found.step_s <= 1.02 * other.step_s
+
+
+def test_values_that_cannot_be_had_are_left_out_with_the_reason() -> None:
+    levers = {"offload": "auto", "optimizer": "adamw-8bit"}
+    result = complete(make_request("llama-demo", "1x2xa100-40gb", **OPTIONS, levers=levers))
+    assert result.plan is not None
+    assert "; not optimizer beside another optimizer" in result.notes[0]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"global_batch": "max"}, {"seq_len": "max"}, {"objective": "devices"}, {"cluster": "1x1xa100-80gb+1x1xa100-40gb"}],
+)
+def test_one_thing_at_a_time_is_left_to_the_search(more: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as caught:
+        make_request("llama-demo", **{"cluster": "1x2xa100-40gb", **OPTIONS, **more}, levers={"offload": "auto"})
+    assert caught.value.field.startswith("--offload")
+
+
+def test_what_is_priced_has_a_value() -> None:
+    request = make_request("llama-demo", "1x2xa100-40gb", **OPTIONS, levers={"offload": "auto"})
+    with pytest.raises(UserError, match="one of none, optimizer"):
+        job_of(request)
 
 
 # the host

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from steelyard.cost.job import DeviceGroup, Job
 from steelyard.cost.predict import predict_memory
@@ -11,6 +12,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import parse_cluster
 from steelyard.levers import Levers
 from steelyard.levers.train import Train
+from steelyard.modules.build import build_model
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import shrunk_plan
@@ -19,7 +21,7 @@ from steelyard.planning.complete import NothingFitsError, find_plan
 from steelyard.planning.request import make_request
 from steelyard.runtime.dry_run import dry_run
 from steelyard.tracer.cache import cached_trace
-from tests.runtime.lora_cases import lora_plan
+from tests.runtime.lora_cases import SHORT, lora_plan
 from tests.runtime.models import FAMILY_CONFIGS
 
 GIB = 2**30
@@ -101,6 +103,15 @@ def test_adapters_at_a_matrix_of_embedding_and_head_are_refused() -> None:
 def test_biases_of_the_base_are_not_trained_beside_adapters() -> None:
     with pytest.raises(UserError, match=r"which trains model.*bias"):
         lora_plan("lora:r=4,bias=all", "qwen2", "dp2, dp2, dp2, dp2", num_devices=2)
+
+
+def test_magnitudes_begin_as_norms_of_the_weights_that_are_quantized() -> None:
+    plan = lora_plan("qlora:r=4,use_dora=true", SHORT, ", ".join(["dp2"] * 4), num_devices=2)
+    adapted = [each for each in build_model(plan.chain(), seed=3).modules() if hasattr(each, "lora_magnitude_vector")]
+    assert len(adapted) == 2 * 7
+    for each in adapted:
+        magnitudes, weight = each.lora_magnitude_vector["default"].weight, each.base_layer.weight.float()
+        assert torch.equal(magnitudes, weight.norm(dim=1))
 
 
 def test_adapters_other_than_lora_beside_a_quantized_base_are_refused() -> None:
@@ -202,6 +213,8 @@ CASES = {
     "tensors and sequence, bf16": ("bf16", 2, (", ".join(["tp2+sp"] * 8),)),
     "nf4, bf16": ("bf16", 2, ("dp2, fsdp2, dp2 remat=full, fsdp2, dp2, dp2, fsdp2, dp2",)),
     "nf4": ("fp32", 1, (", ".join(["dp2"] * 8),)),
+    "nf4 and dora, bf16": ("bf16", 2, ("dp2, fsdp2, dp2 remat=full, fsdp2, dp2, dp2 remat=selective, fsdp2, dp2",)),
+    "nf4 and dora": ("fp32", 1, (", ".join(["dp2"] * 8),)),
     "dora, bf16": ("bf16", 2, ("fsdp2, dp2, fsdp2 zero2, dp2 remat=full, fsdp2, dp2 remat=selective, dp2, fsdp2",)),
     "dora, stages": ("fp32", 4, ("single, single, single", "single, single, single, single, single")),
     "oft, bf16": ("bf16", 2, ("fsdp2, dp2, fsdp2 zero2, dp2 remat=full, fsdp2, dp2 remat=selective, dp2, fsdp2",)),
@@ -213,6 +226,7 @@ CASES = {
 
 TEXTS = {
     "nf4": "qlora:r=8",
+    "nf4 and dora": "qlora:r=8,use_dora=true",
     "dora": "dora:r=8",
     "oft": "oft:oft_block_size=4,targets=all-linear",
     "vera": "vera:r=8,targets=all-linear",

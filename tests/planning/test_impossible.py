@@ -61,7 +61,9 @@ def test_what_no_strategy_has_is_refused_with_the_reason_of_its_dimension(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pin", ["ep=4", "ep=4, fsdp=2", "tp=2", "cp=2", "remat=full", "single", "sp=on", "zero=3"])
+@pytest.mark.parametrize(
+    "pin", ["ep=4", "ep=4, fsdp=2", "ep", "fsdp, remat=full", "tp=2", "cp=2", "remat=full", "single", "sp=on", "zero=3"]
+)
 def test_what_some_strategy_has_is_not(requests: dict[str, PlanRequest], pin: str) -> None:
     assert impossible(requests["mixtral"], parse_pin(pin, option="--pin", num_layers=4)) == ()
 

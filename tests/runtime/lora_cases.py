@@ -78,6 +78,7 @@ CASES: dict[str, Case] = {
     "gpt2, stored together": _case(FAMILY_CONFIGS["gpt2"], "lora:r=4", "fsdp2, dp2", "dp2, fsdp2"),
     "nf4": _case("llama", "qlora:r=4", "fsdp4, dp4, dp4 remat=full, fsdp4 remat=selective, dp4, fsdp4, fsdp4, dp4"),
     "nf4, stages": _case("qwen2", "qlora:r=4", "dp2, fsdp2", "dp2, fsdp2", num_microbatches=4),
+    "nf4, dora": _case(SHORT, "qlora:r=4,use_dora=true", "dp2, fsdp2 remat=full", "dp2, fsdp2", num_microbatches=4),
     "int8": _case("llama", SOME, "fsdp4, dp4, cp4, fsdp4, dp4, fsdp4, dp2-cp2, dp4", base="int8", seq_len=32),
     "loss in chunks, replicated": _case(SHORT, "full", ", ".join(["dp4"] * 4), loss="chunked:3"),
     "loss in chunks, sharded": _case(SHORT, "full", ", ".join(["fsdp4"] * 4), loss="chunked", precision="fp32"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from steelyard.modules.build import build_model
 from steelyard.modules.prepared import store_together
@@ -28,15 +28,15 @@ CONFIG = CONFIGS["llama"] | {"num_hidden_layers": 3}
 TEXT = "lora:r=4,alpha=16,targets=q_proj+v_proj+down_proj"
 
 
-def _plan(*stages: str, num_microbatches: int, base: str | None = None) -> Plan:
+def _plan(*stages: str, num_microbatches: int, text: str = TEXT, base: str | None = None) -> Plan:
     sizes = {"global_batch": 8, "num_microbatches": num_microbatches, "num_devices": 4}
-    return lora_plan(TEXT, CONFIG, *stages, base=base, **sizes)
+    return lora_plan(text, CONFIG, *stages, base=base, **sizes)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a base that is written out, a run from it and the rest of it under another plan, with merged weights; the same
-    beside a base in 4 bits."""
+    with magnitudes beside a base in 4 bits."""
     folder = tmp_path_factory.mktemp("lora")
     np.save(folder / "tokens.npy", np.random.default_rng(0).integers(0, 250, 20_000).astype(np.uint16))
     one = _plan("fsdp4, tp4, fsdp2-tp2+sp, dp4, tp2-fsdp2", num_microbatches=2)
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base.save_pretrained(folder / "base")
     lr = replace(RUN, lr=0.05, init=folder / "base", export_hf=folder / "adapters")
     short, other_short = (
-        _plan(*stages, num_microbatches=2, base="nf4")
+        _plan(*stages, num_microbatches=2, text=f"{TEXT},use_dora=true", base="nf4")
         for stages in (
             ["fsdp4, fsdp4, dp4, dp2-fsdp2, fsdp4"],
             ["dp2, fsdp2, dp2", "fsdp2, fsdp2"],
@@ -85,8 +85,18 @@ def test_a_base_in_four_bits_begins_near_the_base_and_not_with_it(folder: Path) 
     (_, first), (_, first_beside) = losses["one"][0], losses["nf4"][0]
     assert first_beside == pytest.approx(first, rel=1e-2)
     assert first_beside != pytest.approx(first, rel=1e-7)
-    with_adapters = load_folder(folder / "beside nf4")
-    assert with_adapters.keys() == load_folder(folder / "adapters").keys()
+
+
+def test_peft_reads_magnitudes_beside_a_base_in_four_bits(folder: Path) -> None:
+    in_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=in_bits)
+    before = logits_of(base)
+    with_adapters = PeftModel.from_pretrained(base, str(folder / "beside nf4"))
+    found = {name.replace(".default", "") for name, _ in with_adapters.named_parameters() if ".lora_" in name}
+    stored_names = {name.removesuffix(".weight") for name in load_folder(folder / "beside nf4")}
+    assert {name.removesuffix(".weight") for name in found} == stored_names
+    assert sum("magnitude" in name for name in stored_names) == 3 * CONFIG["num_hidden_layers"]
+    assert not torch.allclose(before, logits_of(with_adapters), atol=1e-3)
 
 
 @pytest.mark.parametrize("model", ["", "gpt2 "])

@@ -397,7 +397,8 @@ def _once_time(
         if own.once:
             terms[dimension.name] = _beside(backward_s, reduce_s, config)
             if is_positive(gather_s):
-                terms[dimension.name] += _beside(forward_s, gather_s, config)
+                is_hidden = not execution.keeps_parameters
+                terms[dimension.name] += _beside(forward_s, gather_s, config) if is_hidden else gather_s
         if own.last_s:
             gather_s, others_s = own.beside_s.get("backward", 0.0), backward_s - backward.get(dimension.name, 0.0)
             hidden_s = _beside(others_s, gather_s, config)

@@ -156,15 +156,18 @@ def layer_load(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Lo
     job, samples = config.job, rank_samples(strategy, config.samples)
     held, experts = _held_apart(layer, strategy)
     trained, trained_experts = _held_apart(layer.trained, strategy) if layer.frozen_params else (held, experts)
+    new_alone = job.execution.keeps_parameters and strategy.keeps_gathered
+    gathered, gathered_experts = (trained, trained_experts) if new_alone else (held, experts)
     reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.execution.reduce_bytes
     key = "carried", layer, strategy.remat, strategy.token_degree, hashable(samples)
     traced, exchanged, key_value_bytes, attention_bytes = job.once(key, lambda: _carried(layer, strategy, config))
     return Load(
         strategy=strategy,
-        parameter_bytes=(held - experts) * job.compute_bytes,
+        parameter_bytes=(gathered - gathered_experts) * job.compute_bytes,
         gradient_bytes=(trained - trained_experts) * reduced,
-        expert_parameter_bytes=experts * job.compute_bytes,
+        expert_parameter_bytes=gathered_experts * job.compute_bytes,
         expert_gradient_bytes=trained_experts * reduced,
+        gathers_once=new_alone or strategy.keeps_whole,
         traced=traced,
         exchanged=exchanged,
         part_sent=_part_sent(strategy, config),

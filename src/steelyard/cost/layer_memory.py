@@ -153,7 +153,9 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
     is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and job.execution.shares_frozen_head
     held = without_tied(layer, job, strategy) if is_again and layer.frozen_params else layer
     resting = job.compute_bytes * (sharded_params(held, strategy) - sharded_params(held.trained, strategy))
-    shard, kept_gradients, fetched = trained_shard + resting, trained_shard, 0
+    stays_whole = job.execution.keeps_parameters and is_sharded and strategy.keeps_gathered
+    shard = trained_shard + (job.compute_bytes * held_params(held, strategy) if stays_whole else resting)
+    kept_gradients, fetched = trained_shard, 0
     if streams:
         fetched = (shard if job.cluster.device.is_gpu else 0) + (computed if shards == 1 else 0)
         host, shard, kept_gradients = host + shard + kept_gradients, 0, 0
@@ -170,7 +172,7 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         is_sharded=is_sharded,
         shard=shard + (layer.buffer_bytes if has_adapters else 0),
         trained_shard=trained_shard,
-        copy=0 if not is_sharded and job.compute_bytes == MASTER_BYTES else computed,
+        copy=0 if stays_whole or (not is_sharded and job.compute_bytes == MASTER_BYTES) else computed,
         keeps_copy=strategy.keeps_gathered and not streams and (shards == 1 or layer.has_backward or keeps_whole),
         keeps_whole=keeps_whole,
         kept_gradients=kept_gradients,

@@ -60,8 +60,6 @@ def _write(request: Request) -> Draft:
     levers = request.plan.chosen_levers
     left_out = {
         "optimizer, data and first weights: those of the training script": True,
-        "where ZeRO-2 keeps parameters: DeepSpeed replicates them in compute precision all the time, FSDP2 gathers "
-        "them once a microbatch": view.fsdp > 1 and view.zero == 2,
         "which matrices are cut: DeepSpeed's AutoTP decides, not the model's own tp plan": view.tp > 1,
         f"which rank reads what: the {view.tp} ranks of a tp group have to be given the same samples": view.tp > 1,
     }
@@ -148,7 +146,7 @@ def _read(text: str, _chain: ModelChain, num_devices: int) -> FileSettings:
 DEEPSPEED = Engine(
     name="deepspeed",
     capabilities=CAPABILITIES,
-    execution=Execution(reduce_bytes=2),
+    execution=Execution(reduce_bytes=2, keeps_parameters=True),
     precisions=("bf16", "fp16", "fp32"),
     refuse=lambda chain, seq_len: refuse_untold("deepspeed", chain),
     levers={

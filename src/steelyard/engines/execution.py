@@ -144,6 +144,9 @@ class Execution:
     whole_gradients: Literal["never", "without tp", "always"] = "never"
     """Where FSDP2 keeps a sharded layer's gradients whole, in compute precision, until the last backward pass of a step
     reduces them in that precision: everywhere, where the model is not divided by tp, or nowhere."""
+    keeps_parameters: bool = False
+    """Whether ranks that share states under ZeRO-2 keep all parameters from step to step, in the type that computes, so
+    that once a step, after the optimizer, new values of those that are trained are gathered and nothing else."""
     accumulation_bytes: int = 0
     """What adding a microbatch's gradients to those of a step moves per parameter, beside what makes them: 10 where
     2-byte gradients are added to 4-byte ones in a kernel of its own (6 read, 4 written), 6 where the product that makes

@@ -138,6 +138,8 @@ class Asked:
     """Types of the devices, where they are known."""
 
 
+AUTO = "auto"
+"""Leaves a value to the search: the word of levers that are ``searched``, in the place of a value."""
 Objection = tuple[str, str, str]
 """What was found, in words behind the lever's text, what is expected, and what to do."""
 
@@ -190,6 +192,8 @@ class Lever(ABC):
     result: ClassVar[Result] = "exact"
     takes_long: ClassVar[bool] = False
     """Whether a model is traced for up to a minute with it, so that advice tries it last, and not unasked."""
+    searched: ClassVar[bool] = False
+    """Whether a search may choose among its ``values``, asked for by `AUTO`; none of them changes the model."""
     adds_parameters: ClassVar[bool] = False
     """Whether it adds parameters to a model, and leaves all else untrained."""
 

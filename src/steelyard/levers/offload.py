@@ -73,9 +73,11 @@ class Offload(WordLever):
         *(_PARAMETERS, f"{_PARAMETERS}+{_ACTIVATIONS}"),
     )
     offers: ClassVar[tuple[str, ...]] = values[1:]
+    searched: ClassVar[bool] = True
     help: ClassVar[str] = (
         "What lies in the memory of the host: none, optimizer (the moments of AdamW), activations (what blocks save), "
-        "parameters (with gradients and moments; the host steps), or one of these two + activations."
+        "parameters (with gradients and moments; the host steps), or one of these two + activations; steelyard plan "
+        "also takes auto: the fastest of them, and none unless another one gains."
     )
 
     @property

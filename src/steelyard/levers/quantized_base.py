@@ -10,7 +10,7 @@ Linear layers but the head are so; each is made whole again in the precision tha
 pass of its own, and freed behind it. The weights are bitsandbytes'. They are not trained, every rank has all of them
 (fsdp shards what is left), and a layer with some is not divided by tp.
 
-``--train qlora:…`` asks for adapters and nf4.
+``--train qlora:…`` asks for adapters and nf4. Magnitudes of DoRA are norms of weights made whole in bf16, as in peft.
 
 Source: Dettmers et al. 2023 (QLoRA), bitsandbytes 0.50.
 """

@@ -193,14 +193,14 @@ class Train(Lever):
         )
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
-        """A module of the user's own, whose linear layers peft is not shown, and adapters that read weights which are
-        not there whole."""
+        """A module of the user's own, whose linear layers peft is not shown, and adapters that peft has not beside
+        quantized weights, or not made of them."""
         if asked.chain.split.module:
             own = f"for {asked.chain.split.module}, a module of your own"
             yourself = "put adapters into the module yourself: what has no gradient is not trained"
             yield own, "a model of transformers", yourself
-        if "base" in asked.levers and not self.is_plain:
-            plain = "lora with r=, alpha=, targets=, dropout=, rslora"
+        if "base" in asked.levers and not (self.kind == LORA and {key for key, _ in self.more} <= {"use_dora"}):
+            plain = "lora or dora with r=, alpha=, targets=, dropout=, rslora"
             yield "beside a quantized base", plain, "leave --base out"
 
     def change(self, chain: ModelChain) -> ModelChain:

@@ -117,13 +117,15 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
 
 
 def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Iterator[str]:
-    """The best changes in a line each, for where nothing fits."""
+    """The best changes in a line each, for where nothing fits, one of them a value that a search may choose."""
     is_large = request.cluster.num_devices > MOST_HINTED
     if is_large or request.is_mixed or request.seq_len is None or request.global_batch is None:
         return
-    for each in advise(request, asked=False, progress=progress).changes[:NUM_HINTS]:
-        if each.fits:
-            yield f"{each.options} ({each.result}, {format_seconds(each.step_s)} a step)"
+    found = advise(replace(request, searched=()), asked=False, progress=progress).changes
+    fits = [each for each in found if each.fits]
+    exact = [each for each in fits if LEVERS[each.options.split()[0].removeprefix("--")].searched][:1]
+    for each in [*dict.fromkeys((*fits[: NUM_HINTS - 1], *exact, *fits))][:NUM_HINTS]:
+        yield f"{each.options} ({each.result}, {format_seconds(each.step_s)} a step)"
 
 
 def _single(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, str]]:

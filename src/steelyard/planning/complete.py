@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from steelyard.cost.predict import predict
 from steelyard.engines import ENGINES
 from steelyard.errors import UserError
 from steelyard.hardware import Cluster
+from steelyard.levers import LEVERS
 from steelyard.model.chain import ModelChain
 from steelyard.model.read import chain_from_config
 from steelyard.plan.choices import ComparedBaseline
@@ -32,15 +35,27 @@ from steelyard.planning.choose import (
     PlanningResult,
     accept,
     device_bytes,
+    plan_job,
     plan_request,
 )
 from steelyard.planning.job import job_of, time_factors
 from steelyard.planning.price import peak_bytes, prediction_of, refuse_host, with_cost
 from steelyard.planning.problem import is_uniform
-from steelyard.planning.request import SIMPLIFY, GivenProfiles, PlanRequest, make_request
+from steelyard.planning.request import SIMPLIFY, GivenProfiles, PlanRequest, make_request, with_levers
 from steelyard.planning.simple import DEPTH_GAIN, simplest, usual_stages, with_reasons, with_usual_stages
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
-from steelyard.planning.variants import Answer, Progress, Study, baselines, counted, group_answers, run_by, within
+from steelyard.planning.variants import (
+    Answer,
+    Progress,
+    Study,
+    baselines,
+    counted,
+    group_answers,
+    next_larger,
+    on_cluster,
+    run_by,
+    within,
+)
 from steelyard.planning.why_not import (
     left_out,
     pin_error,
@@ -50,12 +65,16 @@ from steelyard.planning.why_not import (
     widened_text,
 )
 from steelyard.precision import Precision
-from steelyard.units import format_bytes
+from steelyard.units import format_bytes, format_seconds
 
 ENGINE_LIMIT_S = 1.0
 """Seconds for the best plan of another engine where only the line that names the fastest ones asks for it."""
 MEMORY_SHARES = (0.9, 0.75, 0.6, 0.5)
 """Of the predicted memory of the plan: what each fallback may take at most."""
+LEVER_LIMIT_S = 1.0
+"""Seconds for the best plan with a value of a lever that is left to the search."""
+MOST_LARGER = 3
+"""Larger clusters that are tried to find one on which such a lever is not needed."""
 CONFIG_LIMIT_S = 5.0
 """Seconds for the best plan of one configuration more."""
 ROUNDING_BYTES = 2
@@ -165,7 +184,7 @@ def find_plan(
 
     ``imbalance`` is the load of the busiest expert rank relative to the mean, which training reports. ``decisions``
     takes choices away from the search. ``levers`` are what is changed beside strategies, as the options of ``steelyard
-    plan`` say it: ``{"optimizer": "adamw-8bit"}``.
+    plan`` say it: ``{"optimizer": "adamw-8bit"}``, or ``{"offload": "auto"}`` for the fastest value.
 
     Raises `NothingFitsError` naming the nearest miss where no plan fits, and another `UserError` for a wrong argument.
     """
@@ -223,8 +242,12 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
     """Return the finished plan of a request, or the nearest miss; raises `UserError` for pins that nothing meets.
 
     The plan is compared with baselines, and has the next best plans, those of less memory, and what the whole training
-    takes in it, as far as the request asks for them.
+    takes in it, as far as the request asks for them. Levers left to the search are chosen first.
     """
+    if request.searched:
+        chosen, why = _with_levers_chosen(request, progress)
+        result = complete(chosen, progress=progress)
+        return replace(result, notes=(why, *result.notes))
     result = _searched(request, progress)
     if result.plan is None:
         if result.miss is None and request.decisions.pins:
@@ -242,6 +265,45 @@ def complete(request: PlanRequest, *, progress: Progress = lambda _: None) -> Pl
     return result
 
 
+def _with_levers_chosen(request: PlanRequest, progress: Progress) -> tuple[PlanRequest, str]:
+    """The request with the values of its searched levers under which it is fastest, and why in a line.
+
+    Of those at most as much slower as a simpler plan may be the first, since values that change less come first. The
+    next larger cluster that needs none stands beside it.
+    """
+    plain, found, refused = replace(request, searched=()), list[tuple[float, str, PlanRequest]](), list[str]()
+    for words in product(*(LEVERS[name].values for name in request.searched)):
+        said = ", ".join(f"{name} {word}" for name, word in zip(request.searched, words, strict=True))
+        progress(said)
+        try:
+            each = with_levers(plain, dict(zip(request.searched, words, strict=True)))
+            job = job_of(each)
+            best = plan_job(job, each.decisions, top=1, time_limit_s=LEVER_LIMIT_S, to_the_end=False).plan
+            found.append((refuse_host(best).step_s if best else math.inf, said, each))
+        except UserError as error:
+            if not found:
+                raise
+            refused.append(f"not {error.found}")
+    without_s, _, without = found[0]
+    step_s, said, chosen = next(each for each in found if each[0] <= (1 + request.simplify_share) * min(found)[0])
+    told = (
+        f"{said}: nothing fits, nor with another value"
+        if step_s == math.inf
+        else f"{said}: {format_seconds(step_s)} a step"
+    )
+    if chosen is not without:
+        study, larger = Study(replace(without, time_limit_s=LEVER_LIMIT_S)), request.cluster
+        for _ in range(MOST_LARGER):
+            larger = next_larger(larger)
+            if (answer := study.answer(on_cluster(larger))).plan is not None:
+                break
+        before = "nothing fits" if without_s == math.inf else format_seconds(without_s)
+        after = "nothing fits" if answer.plan is None else f"{format_seconds(answer.step_s)} a step"
+        return chosen, f"{told}, {before} without it; without it on {larger.name} {after}"
+    others = [f"{name} takes {format_seconds(each_s)}" for each_s, name, _ in sorted(found[1:], key=itemgetter(0))[:1]]
+    return chosen, "; ".join((told, *(others if step_s < math.inf else []), *refused))
+
+
 def engine_answers(
     request: PlanRequest,
     result: PlanningResult,
@@ -257,7 +319,7 @@ def engine_answers(
     if result.plan is None or result.job.is_mixed:
         return ()
     job = result.job
-    solved = replace(request, global_batch=job.global_batch, seq_len=job.seq_len)
+    solved = replace(request, global_batch=job.global_batch, seq_len=job.seq_len, levers=job.levers, searched=())
     study = Study(solved if limit_s is None else replace(solved, time_limit_s=limit_s), job)
     engines = {engine.name: engine for engine in ENGINES.values() if engine != request.engine}
     limit, found = usual_stages(job), []

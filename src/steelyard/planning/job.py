@@ -48,6 +48,8 @@ from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.files import parse_json, parse_yaml, read_text
 from steelyard.hardware import Cluster, Link, is_same_device, known_device
+from steelyard.levers import LEVERS
+from steelyard.levers.lever import AUTO
 from steelyard.limits import PositiveSeconds
 from steelyard.model.chain import ModelChain
 from steelyard.plan.file import parse_value, read_plan
@@ -224,8 +226,15 @@ def slowed(rates: Efficiency, factor: float) -> Efficiency:
 def job_of(request: PlanRequest) -> Job:
     """Return the job of a request on its device groups. Traces the model unless a profile is given.
 
-    Raises `InvalidProfileError` for a profile of another job.
+    Raises `InvalidProfileError` for a profile of another job, and `UserError` where levers are left to a search.
     """
+    for name in request.searched:
+        raise UserError(
+            field=f"--{name}",
+            found=AUTO,
+            expected=f"one of {', '.join(LEVERS[name].values)} for what is priced",
+            hint="see `steelyard plan` for what it chooses",
+        )
     pairs = zip(request.cluster.pools, request.cluster.links, strict=True)
     job = Job.over([_job_on(request, *pair) for pair in pairs])
     return calibrate(job, request.calibration) if request.calibration else job

@@ -27,7 +27,8 @@ SHOWN_CHOICES = 6
 _PLACE = re.compile(r"(layers?|blocks?)\s+(\d{1,6})(?:\s*[-–]\s*(\d{1,6}))?")
 _PIPELINE = re.compile(r"pp\s*=?\s*([0-9]{0,6})")
 _PIPELINE_KEYS = ("stages", "microbatches", "schedule")
-_ANY_DEGREE = "2 or more"
+OR_MORE = " or more"
+_ANY_DEGREE = f"2{OR_MORE}"
 
 
 def pin_keys() -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from steelyard.errors import InvalidModelError, InvalidProfileError, UserError, 
 from steelyard.hardware import Cluster, parse_pools, with_network
 from steelyard.installed import TRAINING, installed_version, require_training
 from steelyard.levers import LEVERS, NO_LEVERS, Levers
+from steelyard.levers.lever import AUTO
 from steelyard.limits import MOST_SAMPLES, MOST_STEP_TOKENS, MOST_TOKENS
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
@@ -148,6 +149,8 @@ class PlanRequest:
     """What runs the plan."""
     levers: Levers = NO_LEVERS
     """What is changed beside strategies."""
+    searched: tuple[str, ...] = ()
+    """Names of levers whose values are left to the search."""
     profiles: Mapping[str, MeasuredProfile] = field(default_factory=dict)
     """By the name of the pool; pools without one are traced and priced by the catalogue."""
     calibration: tuple[Path, ...] = ()
@@ -272,13 +275,14 @@ def make_request(
             return chain_from_config(model, name="model")
         return load_model(model, image_size=image_size)
 
+    searched = tuple(name for name, each in LEVERS.items() if each.searched and (levers or {}).get(name) == AUTO)
     machines, chain, memory_bytes, given, runs_it, chosen = all_of(
         partial(_machines, cluster, network),
         read_chain,
         partial(_num_bytes, memory),
         partial(_read_if_one, profile, cluster),
         lambda: NATIVE if engine is None else engine_of(engine),
-        lambda: Levers.of(levers or {}),
+        lambda: Levers.of({name: text for name, text in (levers or {}).items() if name not in searched}),
     )
     profiles = _profiles(given, machines)
     check_levers(chosen, chain, runs_it)  # before the model is built for what they change
@@ -293,6 +297,7 @@ def make_request(
         memory_bytes=memory_bytes,
         engine=runs_it,
         levers=chosen,
+        searched=searched,
         profiles=profiles,
         **asked,
     )
@@ -489,6 +494,13 @@ def _check_model(request: PlanRequest) -> None:
 def _check_what_is_free(request: PlanRequest) -> None:
     """Raises `UserError` where more than one of length, batch and devices is free, or a length that is measured."""
     is_fewest = request.objective == "devices"
+    if request.searched and (is_fewest or None in (request.seq_len, request.global_batch)):
+        raise UserError(
+            field=f"--{request.searched[0]}",
+            found=f"{AUTO} with a length, a batch or a number of devices that is free too",
+            expected="one thing at a time that the search chooses beside strategies",
+            hint=f"write for example --global-batch 64, or a value of --{request.searched[0]}",
+        )
     if request.seq_len is not None:
         if request.global_batch is None and is_fewest:
             raise UserError(
@@ -553,6 +565,7 @@ def _check_pools(request: PlanRequest) -> None:
                 "--partition": request.decisions.stage_partition != "exact",
                 "--uniform": request.decisions.uniform,
                 "--simplify": request.simplify not in (0.0, SIMPLIFY),
+                **dict.fromkeys((f"--{name} {AUTO}" for name in request.searched), True),
             }
         )
 

@@ -67,6 +67,8 @@ from steelyard.search.balance import even_boundaries
 from steelyard.search.layers import ROUNDING
 from steelyard.units import format_plural, format_seconds
 
+_NODE = 8
+"""Devices of a node that is bought full."""
 ANY_PLAN = "any plan"
 """The name of the variant that changes nothing."""
 
@@ -228,6 +230,14 @@ def with_shape(cluster: Cluster, nodes: int, per_node: int) -> Cluster:
     is_short = cluster.name == f"{cluster.num_nodes}x{size}x{cluster.device.name}"
     name = f"{nodes}x{per_node}x{cluster.device.name}" if is_short else f"{cluster.name} ({nodes}x{per_node})"
     return cluster.on(name=name, num_nodes=nodes, devices_per_node=per_node)
+
+
+def next_larger(cluster: Cluster) -> Cluster:
+    """The same sort of cluster with a node more; twice the devices of one node with fewer than eight, or no network."""
+    nodes, size = cluster.num_nodes, cluster.devices_per_node
+    if nodes == 1 and (size < _NODE or cluster.inter_link is None):
+        return with_shape(cluster, 1, 2 * size)
+    return with_shape(cluster, nodes + 1, size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

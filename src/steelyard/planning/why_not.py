@@ -22,7 +22,7 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import shortfall
 from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
-from steelyard.planning.pins import Pin, pins_of
+from steelyard.planning.pins import OR_MORE, Pin, pins_of
 from steelyard.planning.price import peak_bytes, with_price
 from steelyard.planning.problem import pipeline_configs, space_options, stage_strategies
 from steelyard.planning.request import PlanRequest
@@ -107,6 +107,7 @@ def _dimension_of(key: str) -> Dimension | None:
 
 def _smallest(wanted: Wanted) -> Strategy | None:
     """The strategy of fewest devices that has all that is wanted, None where its parts contradict each other."""
+    wanted = tuple((key, value.removesuffix(OR_MORE)) for key, value in wanted)
     levels = [
         Level(dimension=dimension_named(key), degree=int(value))
         for key, value in wanted

@@ -78,7 +78,7 @@ def fill_added(
 ) -> nn.Module:
     """The module of a layer at a path with what levers add, which gets first weights: all where the module ``is_new``,
     else what has none."""
-    for change in _changes(chain):
+    for change in reversed(_changes(chain)):  # what is taken out first comes back last, around what is quantized
         module = CHANGES[change.name].fill_added(change, model, path, module, seed=seed, layer=layer, is_new=is_new)
     return module
 

@@ -36,6 +36,16 @@ class QuantizedLinear(nn.Module):
         for name, buffer in _quantized(linear.weight.detach(), word).items():
             self.register_buffer(name, buffer, persistent=name != "table")
 
+    @property
+    def weight(self) -> Tensor:
+        """The weights [O, I] in the precision that they were quantized from, as adapters that read them do in peft."""
+        return self.weight_in(torch.bfloat16)
+
+    def put(self, part: str, buffer: Tensor) -> None:
+        """Puts one of `PARTS` in the place of one without values."""
+        self.register_buffer(part, buffer)
+        self.table = _table(buffer)
+
     @torch.no_grad()
     def take(self, weight: Tensor) -> None:
         """Takes weights [O, I] on."""
@@ -51,10 +61,10 @@ class QuantizedLinear(nn.Module):
         return ops.dequantize_4bit(self.codes, scales + self.offset, BLOCK, "nf4", self.shape, dtype)
 
     def whole(self) -> nn.Linear:
-        """A linear layer of the weights made whole, in fp32."""
+        """A linear layer of ``weight``, in fp32."""
         with torch.device("meta"):
             made = nn.Linear(self.in_features, self.out_features, bias=False)
-        made.weight = nn.Parameter(self.weight_in(torch.float32), requires_grad=False)
+        made.weight = nn.Parameter(self.weight.float(), requires_grad=False)
         made.bias = self.bias
         return made
 
@@ -76,12 +86,8 @@ class _Product(torch.autograd.Function):
 
 def _quantized(weight: Tensor, word: str) -> dict[str, Tensor]:
     """The buffers of weights; bf16 first, in which a base comes."""
-    from bitsandbytes.functional import create_dynamic_map
-
     ops, weight = torch.ops.bitsandbytes, weight.to(torch.bfloat16)
-    table = weight.new_empty(SCALES_BLOCK, dtype=torch.float32)
-    if not (weight.is_meta or is_fake(weight)):
-        table = create_dynamic_map().to(weight.device)  # type: ignore[no-untyped-call]
+    table = _table(weight)
     if word == "int8":
         codes, scales = ops.quantize_blockwise(weight, table, BYTE_BLOCK)
         return {"codes": codes, "scales": scales, "table": table}
@@ -91,6 +97,16 @@ def _quantized(weight: Tensor, word: str) -> dict[str, Tensor]:
     short, scales_of_scales = ops.quantize_blockwise(scales - offset, table, SCALES_BLOCK)
     found = {"codes": codes, "scales": short, "scales_of_scales": scales_of_scales}
     return found | {"offset": offset, "table": table}
+
+
+def _table(like: Tensor) -> Tensor:
+    """The 256 numbers that 8 bits stand for, on the device of a tensor."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    if like.is_meta or is_fake(like):
+        return like.new_empty(SCALES_BLOCK, dtype=torch.float32)
+    table: Tensor = create_dynamic_map().to(like.device)  # type: ignore[no-untyped-call]
+    return table
 
 
 def change_model(lever: QuantizedBase, model: PreTrainedModel, _chain: ModelChain) -> None:

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from steelyard.errors import InvalidModelError, nearest
 from steelyard.levers.train import ALL_LINEAR, LORA, Train
 from steelyard.model.chain import ModelChain
-from steelyard.modules.levers.quantized_base import QuantizedLinear
+from steelyard.modules.levers.quantized_base import PARTS, QuantizedLinear
 from steelyard.modules.prepared import store_together
 
 _MOST_NAMED = 24
@@ -365,8 +365,12 @@ def _around(
     module = begin_filling(copy.deepcopy(model.get_submodule(path)))
     for name, tensor in tensors.items():
         if not is_added(name):
-            owner, _, own = own_name(name).rpartition(".")
-            module.get_submodule(owner).register_parameter(own, nn.Parameter(tensor.float(), requires_grad=False))
+            path_inside, _, own = own_name(name).rpartition(".")
+            owner = module.get_submodule(path_inside)
+            if isinstance(owner, QuantizedLinear) and own in PARTS:
+                owner.put(own, tensor)
+            else:
+                owner.register_parameter(own, nn.Parameter(tensor.float(), requires_grad=False))
     return fill_added(lever, model, path, module, seed=seed, layer=layer, is_new=True)
 
 

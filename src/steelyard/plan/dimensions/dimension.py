@@ -93,7 +93,7 @@ class Load(NamedTuple):
 
     strategy: "StrategyView"
     parameter_bytes: float
-    """Of all parameters that shards are gathered to, as they compute."""
+    """Of all parameters that are gathered of shards, as they compute."""
     gradient_bytes: float
     """Of their gradients, as they are reduced."""
     traced: Mapping[Phase, tuple[tuple[Collective, int, Amount], ...]]
@@ -112,6 +112,8 @@ class Load(NamedTuple):
     """Collectives by which divided experts get their tokens, as ``traced``, on the rank that gets most."""
     part_sent: float = 1.0
     """Of these bytes, what is sent where a token goes once to each place that has experts of it, or to all."""
+    gathers_once: bool = False
+    """Whether parameters are gathered once a step, whatever the number of microbatches."""
     sends_to_all: bool = False
     """Whether tokens are gathered on all ranks that divide the experts, and the results reduced over them."""
 

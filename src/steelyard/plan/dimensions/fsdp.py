@@ -49,7 +49,7 @@ def _traffic(load: Load) -> Iterator[Traffic]:
 def _of_states(over: Over, gathered: float, reduced: float, load: Load) -> Iterator[Traffic]:
     sent: Callable[..., Traffic] = partial(Traffic, over=over, beside_compute=True)
     whole = load.strategy.keeps_whole
-    yield sent(phase="step" if whole else "forward", collective="all_gather", tensor_bytes=gathered)
+    yield sent(phase="step" if load.gathers_once else "forward", collective="all_gather", tensor_bytes=gathered)
     if not load.strategy.keeps_gathered:
         yield sent(phase="backward", collective="all_gather", tensor_bytes=gathered)
     yield sent(phase="step" if whole else "backward", collective="reduce_scatter", tensor_bytes=reduced)
