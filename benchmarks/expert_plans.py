@@ -128,16 +128,21 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
     nodes = max(1, int(row["gpus"]) // int(row["gpus_per_node"]))
     per_node = min(int(row["gpus"]), int(row["gpus_per_node"]))
     try:
-        engine = engine_of(row)
+        engine, precision = engine_of(row), row["precision"]
+        levers = {"float8": "tensorwise"} if precision == "fp8" and "torchtitan" in engine.name else {}
+        if levers:  # its float8 is a lever, not a precision
+            precision = "bf16"
         config = load_config(row["model"], folder)
         request = make_request(
             _megatrons(config, int(row["tp"])) if "megatron" in engine.name else config,
             f"{nodes}x{per_node}x{row['device']}",
             global_batch=int(row["global_batch"]),
             seq_len=int(row["seq"]),
-            precision=layer_precision(row["precision"]),  # type: ignore[arg-type]
+            precision=layer_precision(precision),  # type: ignore[arg-type]
+            levers=levers,
+            engine=engine.name if levers else None,
         )
-        plan, job = price_settings(request, engine, row["precision"], settings_of(row))  # type: ignore[arg-type]
+        plan, job = price_settings(request, engine, precision, settings_of(row))  # type: ignore[arg-type]
         found |= {
             "priced_s": _step_s(plan),
             "priced_gib": peak_bytes(plan) / GIB,
