@@ -204,8 +204,28 @@ def side_by_side(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+_JOB = ("model", "device", "gpus", "seq", "global_batch", "precision")
+"""Columns that the plans of one job share."""
+
+
+def orders(rows: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each job of which several plans were measured: the one ranked first, and its regret."""
+    jobs: dict[tuple[str, ...], list[tuple[float, float, str]]] = {}
+    for row, one in zip(rows, found, strict=True):
+        if row.get("measured_s") and not one["skipped"]:
+            plan = (float(one["priced_s"]), float(row["measured_s"]), row["name"])
+            jobs.setdefault(tuple(row[column] for column in _JOB), []).append(plan)
+    lines = []
+    for plans in jobs.values():
+        if len(plans) > 1:
+            _, measured_s, name = min(plans)
+            regret = measured_s / min(measured for _, measured, _ in plans) - 1
+            lines.append(f"{len(plans)} plans of one job: {name} is ranked first, regret {regret:.1%}")
+    return lines
+
+
 def main() -> None:
-    """Prints each job's price beside what was measured, and errors by class."""
+    """Prints each job's price beside what was measured, errors by class, and the order of one job's plans."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="?", type=Path, default=DATA / "jobs.csv")
     parser.add_argument("--predictions", type=Path)
@@ -232,6 +252,7 @@ def main() -> None:
         print(side_by_side(found))
     for name, each in errors.items():
         print(f"{name}: median error {median(map(abs, each)):.1%} of {len(each)}")
+    print("\n".join(orders(rows, found)))
     if options.predictions is not None:
         with options.predictions.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
