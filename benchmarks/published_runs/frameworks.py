@@ -245,7 +245,7 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     if "fp8 activation input store" in run.text("options") or _has_fp8_parameters(run):
         kernels = replace(kernels, activation_bytes=1)
     if run.text("compile") == "True":
-        kernels = replace(kernels, norm=True, rotary=True, activation=True)
+        kernels = replace(kernels, norm=True, rotary=True, activation=True, loss=True)
     if run.text("act_ckpt") == "selective":
         by_op = "op" in detail and "torchtitan" in run.text("framework")
         kernels = replace(kernels, selective="half of the matmuls" if by_op else "attention core")
