@@ -128,16 +128,21 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
     nodes = max(1, int(row["gpus"]) // int(row["gpus_per_node"]))
     per_node = min(int(row["gpus"]), int(row["gpus_per_node"]))
     try:
-        engine = engine_of(row)
+        engine, precision = engine_of(row), row["precision"]
+        levers = {"float8": "tensorwise"} if precision == "fp8" and "torchtitan" in engine.name else {}
+        if levers:  # its float8 is a lever, not a precision
+            precision = "bf16"
         config = load_config(row["model"], folder)
         request = make_request(
             _megatrons(config, int(row["tp"])) if "megatron" in engine.name else config,
             f"{nodes}x{per_node}x{row['device']}",
             global_batch=int(row["global_batch"]),
             seq_len=int(row["seq"]),
-            precision=layer_precision(row["precision"]),  # type: ignore[arg-type]
+            precision=layer_precision(precision),  # type: ignore[arg-type]
+            levers=levers,
+            engine=engine.name if levers else None,
         )
-        plan, job = price_settings(request, engine, row["precision"], settings_of(row))  # type: ignore[arg-type]
+        plan, job = price_settings(request, engine, precision, settings_of(row))  # type: ignore[arg-type]
         found |= {
             "priced_s": _step_s(plan),
             "priced_gib": peak_bytes(plan) / GIB,
@@ -199,8 +204,28 @@ def side_by_side(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+_JOB = ("model", "device", "gpus", "seq", "global_batch", "precision")
+"""Columns that the plans of one job share."""
+
+
+def orders(rows: Sequence[Mapping[str, str]], found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each job of which several plans were measured: the one ranked first, and its regret."""
+    jobs: dict[tuple[str, ...], list[tuple[float, float, str]]] = {}
+    for row, one in zip(rows, found, strict=True):
+        if row.get("measured_s") and not one["skipped"]:
+            plan = (float(one["priced_s"]), float(row["measured_s"]), row["name"])
+            jobs.setdefault(tuple(row[column] for column in _JOB), []).append(plan)
+    lines = []
+    for plans in jobs.values():
+        if len(plans) > 1:
+            _, measured_s, name = min(plans)
+            regret = measured_s / min(measured for _, measured, _ in plans) - 1
+            lines.append(f"{len(plans)} plans of one job: {name} is ranked first, regret {regret:.1%}")
+    return lines
+
+
 def main() -> None:
-    """Prints each job's price beside what was measured, and errors by class."""
+    """Prints each job's price beside what was measured, errors by class, and the order of one job's plans."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("jobs", nargs="?", type=Path, default=DATA / "jobs.csv")
     parser.add_argument("--predictions", type=Path)
@@ -227,6 +252,7 @@ def main() -> None:
         print(side_by_side(found))
     for name, each in errors.items():
         print(f"{name}: median error {median(map(abs, each)):.1%} of {len(each)}")
+    print("\n".join(orders(rows, found)))
     if options.predictions is not None:
         with options.predictions.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")

@@ -9,8 +9,10 @@ source that was left out lie inside: sources differ more than the runs of one, s
 
 | class                      | runs                                                                                    |
 |----------------------------|-----------------------------------------------------------------------------------------|
-| catalogue                  | those that the rates are fitted to, each source by rates that were fitted without it    |
-| catalogue, beyond its fit  | devices of which no run was fitted, experts over ranks: recommended or not              |
+| dense models               | those that the rates are fitted to, each source by rates that were fitted without it    |
+| adapters                   | as those, and open measurements of adapters of `levers.py`                              |
+| others of the catalogue    | open runs that `steelyard.cost.accuracy.spread_of` takes for them, by its rates, but    |
+|                            | those that whoever compiled the table flags as slower than anything explains            |
 | one measured run           | pairs of the first class of one model, framework and device: one scales the other       |
 | three measured runs        | the same, `DRAWS` times for every run the median of three others                        |
 | measured profile           | ratios of `prediction_accuracy.py` as README.md has them, each plan left out in turn    |
@@ -25,28 +27,54 @@ import argparse
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 from calibrate import fit_with_left_out
+from lever_runs.forecast import Forecast as LeverForecast
+from lever_runs.forecast import forecast
+from lever_runs.rows import read_rows
+from lever_runs.score import figures
 from numpy.typing import NDArray
 from published_runs.forecast import forecast_case
 from published_runs.jobs import Case, case_of
 from published_runs.rows import PublishedRun, read_runs
 from published_runs.targets import MIN_JUDGED
 
-from steelyard.cost.accuracy import BEYOND_FIT, CATALOGUE, MEASURED, SCALED, SCALED_BY_SEVERAL, SEVERAL, spread_of
+from steelyard.cost.accuracy import (
+    ADAPTERS,
+    DENSE,
+    DIVIDED_SEQUENCES,
+    EIGHT_BITS,
+    EXPERTS,
+    MEASURED,
+    SCALED,
+    SCALED_BY_SEVERAL,
+    SEVERAL,
+    Spread,
+    spread_of,
+)
 
 README = Path(__file__).parent / "README.md"
 TABLE_FILE = Path(__file__).parents[1] / "src/steelyard/cost/accuracy.py"
-NAMES = ("CATALOGUE", "BEYOND_FIT", "SCALED", "SCALED_BY_SEVERAL", "MEASURED")
+OTHERS = {
+    "EIGHT_BITS": EIGHT_BITS,
+    "DIVIDED_SEQUENCES": DIVIDED_SEQUENCES,
+    "EXPERTS": EXPERTS,
+    "ADAPTERS": ADAPTERS,
+}
+"""Classes of the catalogue beside the first."""
+NAMES = ("DENSE", *OTHERS, "SCALED", "SCALED_BY_SEVERAL", "MEASURED")
+UNEXPLAINED = "note_very_low_mfu"
 INSIDE = 0.9
 LEVELS = (0.90, 0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 1.0)
 SLOWDOWNS = tuple(percent / 100 for percent in range(51))
 DRAWS = 20
+ROWS_AT_ONCE = 16
 Array = NDArray[np.float64]
 Errors = Mapping[str, Array]
 """Logarithms of measured over predicted time by source."""
@@ -145,6 +173,18 @@ def by_source(timed: Iterable[Timed]) -> dict[str, Array]:
     return {source: np.array(errors) for source, errors in found.items()}
 
 
+def with_adapters() -> dict[str, Array]:
+    """Errors of open measurements of adapters that ran, as their engine runs them."""
+    rows = [row for row in read_rows() if row.text("method") not in ("", "full") and row.text("status") == "ok"]
+    found: dict[str, list[float]] = defaultdict(list)
+    with ProcessPoolExecutor() as pool:
+        for each in pool.map(forecast, rows, chunksize=ROWS_AT_ONCE):
+            times = figures(each).get("time") if isinstance(each, LeverForecast) else None
+            if times is not None:
+                found[each.row.source].append(float(np.log(times[1] / times[0])))
+    return {source: np.array(errors) for source, errors in found.items()}
+
+
 def scaled_by_one(timed: Iterable[Timed]) -> dict[str, Array]:
     """What is left of each error where each other run that is like it scales the prediction."""
     found: dict[str, list[Array]] = defaultdict(list)
@@ -235,15 +275,18 @@ def _in_order(pairs: Array, slowdown: float) -> float:
     return float(np.mean(further[:, 1] >= 0)) if len(further) else 1.0
 
 
-def beyond_fit(runs: Iterable[PublishedRun]) -> Iterator[Timed]:
-    """Runs of devices and kinds of models of which none is among those that the rates are fitted to."""
+def in_classes(runs: Iterable[PublishedRun]) -> dict[Spread, list[Timed]]:
+    """Open runs that were timed, as the shipped rates predict them, by class."""
+    found: dict[Spread, list[Timed]] = defaultdict(list)
     for run in runs:
-        if not (run.is_open and run.step_time_s):
+        if not (run.is_open and run.step_time_s) or UNEXPLAINED in run.text("flags"):
             continue
         case = case_of(run)
-        if isinstance(case, Case) and spread_of(case.job.cost_source(), case.plan.strategies) is BEYOND_FIT:
+        spread = spread_of(case.job, case.plan.strategies) if isinstance(case, Case) else None
+        if isinstance(case, Case) and spread is not None:
             error = np.log(run.step_time_s / forecast_case(case).step_time_s)
-            yield Timed(run=run, log_error=float(error))
+            found[spread].append(Timed(run=run, log_error=float(error)))
+    return found
 
 
 def measured_profiles(text: str) -> dict[str, Array]:
@@ -258,7 +301,7 @@ def measured_profiles(text: str) -> dict[str, Array]:
 
 def lines(found: Sequence[tuple[str, Found]], good: AsGood) -> list[str]:
     """The tables of README.md."""
-    head = "| costs made from | runs | typical | low | high | level | left out, inside |"
+    head = "| runs like | runs | typical | low | high | level | left out, inside |"
     rows = [
         f"| {name} | {each.num_runs:,} | {each.typical:.3f} | {each.low:.3f} | {each.high:.3f} | {each.level:.2f} | "
         f"{each.held_out:.1%} |"
@@ -304,10 +347,11 @@ def main() -> None:
     fitted = [
         Timed(run=named[row], log_error=-ratio) for source in left_out for row, ratio in source.log_ratios.items()
     ]
-    readme = README.read_text(encoding="utf-8")
+    readme, others = README.read_text(encoding="utf-8"), in_classes(runs)
     errors = [
-        (CATALOGUE.words, by_source(fitted)),
-        (BEYOND_FIT.words, by_source(beyond_fit(runs))),
+        (DENSE.words, by_source(fitted)),
+        *((spread.words, by_source(others[spread])) for spread in OTHERS.values() if spread is not ADAPTERS),
+        (ADAPTERS.words, by_source(others[ADAPTERS]) | with_adapters()),
         (SCALED.words, scaled_by_one(fitted)),
         (SCALED_BY_SEVERAL.words, scaled_by_several(fitted, random.Random(0))),
         (MEASURED.words, measured_profiles(readme)),

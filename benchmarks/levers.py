@@ -1,10 +1,11 @@
 """Published measurements of single training levers beside what the cost model says of them.
 
-    python benchmarks/levers.py FOLDER [--predictions OUT.csv]
+    python benchmarks/levers.py [FOLDER] [--predictions OUT.csv]
 
-FOLDER holds runs.csv: a row is a measurement with its model, card, framework and levers; its columns beyond those that
-`lever_runs.rows` names are ignored. Open rows are held against what was measured, by source and by lever; sealed rows,
-whose measured columns are blank, are predicted as well. OUT.csv has a line per row: id, step_time_s, tokens_per_s,
+FOLDER holds runs.csv (or runs.csv.gz); without it those in ``lever_runs/data`` are predicted. A row is a measurement
+with its model, card, framework and levers; its columns beyond those that `lever_runs.rows` names are ignored. Open rows
+are held against what was measured, by source and by lever; sealed rows, whose measured columns are blank, are predicted
+as well. OUT.csv has a line per row: id, step_time_s, tokens_per_s,
 peak_allocated_gib, peak_reserved_gib, fits, skipped (the reason, empty where predicted).
 """
 
@@ -16,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from lever_runs.forecast import Outcome, Unpredicted, forecast, write_predictions
-from lever_runs.rows import read_rows
+from lever_runs.rows import OPEN_ROWS, read_rows
 from lever_runs.score import KINDS, WITHIN, Pair, Summary, Verdicts, errors_by, of_source, pairs_of, targets_of
 
 from steelyard.errors import UserError
@@ -75,7 +76,7 @@ def skipped_lines(outcomes: Sequence[Outcome]) -> list[str]:
 def main() -> None:
     """Predicts every row and prints errors, pairs, targets and what was skipped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", default=OPEN_ROWS)
     parser.add_argument("--predictions", type=Path)
     options = parser.parse_args()
     try:

@@ -7,9 +7,10 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from published_runs.rows import Cells, InvalidRunsError
+from published_runs.rows import Cells, InvalidRunsError, opened, table_file
 
-FILE_NAME = "runs.csv"
+OPEN_ROWS = Path(__file__).parent / "data"
+"""The folder of the rows whose measurements are shown."""
 NEEDED = (
     *("id", "split", "source", "scope", "model", "method", "rank", "target_modules", "quant_bits", "quant_type"),
     *("precision", "optimizer", "optimizer_bits", "compile", "remat", "offload", "chunked_loss", "attention"),
@@ -35,11 +36,11 @@ class Row(Cells):
         return tuple((name, lever) for name, lever in zip(names, levers, strict=False) if name)
 
 
-def read_rows(folder: Path) -> tuple[Row, ...]:
+def read_rows(folder: Path = OPEN_ROWS) -> tuple[Row, ...]:
     """The rows of a folder in their order; raises `InvalidRunsError` where they cannot be read."""
-    path = folder / FILE_NAME
+    path = table_file(folder)
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with opened(path) as file:
             reader = csv.DictReader(file)
             missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
             if missing:
@@ -49,5 +50,5 @@ def read_rows(folder: Path) -> tuple[Row, ...]:
             return tuple(Row(cells={name: cell or "" for name, cell in row.items() if name}) for row in reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InvalidRunsError(
-            field=str(path), found=str(error), expected=f"a folder with {FILE_NAME}", hint="check the path"
+            field=str(path), found=str(error), expected="a table of runs", hint="check the path"
         ) from error

@@ -9,5 +9,7 @@
 | `forecast`   | seconds, memory and whether it fits, of every row                                   |
 | `score`      | errors, verdicts on memory and regret, per source                                   |
 | `targets`    | the project's targets and what was reached                                          |
+| `classes`    | dense, experts, long context, 8-bit, adapters: what every figure by class goes by   |
+| `order`      | which plan of a job is ranked first, its regret, and the rank correlation           |
 | `table`      | all of this for the terminal and as JSON                                            |
 """

@@ -148,8 +148,8 @@ def _seconds_left_out(runs: Sequence[Forecast], ratios: Mapping[str, float]) -> 
     return {each.run.id: exp(ratios[each.run.id]) * (each.run.step_time_s or 0.0) for each in runs}
 
 
-def worst_contradictions(timed: Sequence[Forecast]) -> tuple[Contradiction, ...]:
-    """The worst pair of every job that has a regret and contradicts itself, the worst job first."""
+def worst_contradictions(timed: Sequence[Forecast], min_plans: int = MIN_PLANS) -> tuple[Contradiction, ...]:
+    """The worst pair of every job of so many plans that contradicts itself, the worst job first."""
     jobs: dict[str, list[PublishedRun]] = defaultdict(list)
     num_plans: dict[str, int] = defaultdict(int)
     for each in timed:
@@ -158,7 +158,7 @@ def worst_contradictions(timed: Sequence[Forecast]) -> tuple[Contradiction, ...]
             jobs[each.run.job].append(each.run)
     found = []
     for job, runs in jobs.items():
-        pairs = [each for each in _contradictions(job, runs) if num_plans[job] >= MIN_PLANS]
+        pairs = [each for each in _contradictions(job, runs) if num_plans[job] >= min_plans]
         if pairs:
             found.append(max(pairs, key=lambda each: (each.longer, each.run)))
     return tuple(sorted(found, key=lambda each: -each.longer))

@@ -22,6 +22,7 @@ from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.levers import Effects, Levers
 from steelyard.levers.float8 import Float8
+from steelyard.levers.train import Train
 from steelyard.plan.strategy import Remat
 from steelyard.precision import Precision
 
@@ -51,8 +52,8 @@ class Framework:
     """With kernels of its own: rows have sizes, and no modules that could be traced."""
     balances_by_flop: bool = False
     """Whether stages get equal FLOP, head included, instead of equal numbers of blocks."""
-    default_remat: Remat = Remat.NONE
-    """What it recomputes where nothing is said."""
+    default_remat: Remat | None = Remat.NONE
+    """What it recomputes where nothing is said; None where its own configurations differ."""
     default_sp: bool = False
     """Whether tensor parallelism has sequence parallelism where nothing is said."""
     default_zero: int = 0
@@ -145,8 +146,9 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("megatron-lm", Framework(execution=_MEGATRON_LM)),
     ("megatron-core", _CORE),
     ("megatron-bridge", _NEMO),
-    ("nemo automodel", Framework(execution=AUTOMODEL.execution)),
+    ("nemo automodel", Framework(execution=AUTOMODEL.execution, default_remat=None)),
     ("nemo", _NEMO),
+    ("primus", _CORE),
     ("maxtext", Framework(execution=Execution(kernels=FUSED, eager_launch=False), default_remat=Remat.FULL)),
     ("llm-foundry", Framework(execution=Execution(kernels=_MPT))),
     (
@@ -240,6 +242,8 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
         kernels = replace(kernels, loss_bytes=(peak + kept, kept))
     if run.text("framework").startswith("Megatron-Core"):
         kernels = _megatron_core_kernels(run, kernels)
+    if "fp8 activation input store" in run.text("options") or _has_fp8_parameters(run):
+        kernels = replace(kernels, activation_bytes=1)
     if run.text("compile") == "True":
         kernels = replace(kernels, norm=True, rotary=True, activation=True)
     if run.text("act_ckpt") == "selective":
@@ -263,9 +267,33 @@ class GatheredFloat8(Float8):
         return replace(effects, low_precision=low)
 
 
+_GRAPHS = ("full", "full iteration", "per layer")
+"""CUDA graphs of all that a step launches, or of every layer."""
+_LORA_DROPOUT = 0.1
+"""Of MLPerf's runs, as ``target_modules: ['attention']`` and ``fp8_params`` beside fp8
+(megatron_gpt_peft_tuning_config.yaml of mlcommons/training_results_v5.1, AMD, 4da2d1c)."""
+
+
+def _has_fp8_parameters(run: PublishedRun) -> bool:
+    """Whether what adapters stand beside is kept in 8 bits, and what an activation reads likewise (``FP8_ACTIVATION``
+    of all scripts that were found)."""
+    is_mlperf = "MLPerf" in run.text("framework")
+    return bool(run.count("lora")) and is_mlperf and any(each in run.text("precision") for each in ("fp8", "fp4"))
+
+
+def _lora_of(run: PublishedRun) -> Train:
+    """Adapters of a run: MLPerf's beside attention, one of queries, keys and values together, which is priced as that
+    of queries; of others beside all linear layers."""
+    if "MLPerf" in run.text("framework"):
+        return Train.parse(f"lora:r={run.count('lora')},targets=q_proj+o_proj,dropout={_LORA_DROPOUT}")
+    return Train.parse(f"lora:r={run.count('lora')}")
+
+
 def levers_of(run: PublishedRun) -> Levers:
-    """Float8 of torchtitan, whose weights FSDP gathers in 8 bits where scales are of whole tensors."""
+    """Adapters, or float8 of torchtitan, whose weights FSDP gathers in 8 bits where scales are of whole tensors."""
     text = run.text("precision").lower()
+    if run.count("lora"):
+        return Levers((_lora_of(run),))
     if "torchtitan" not in run.text("framework").lower() or not any(each in text for each in ("float8", "mxfp8")):
         return Levers()
     word = next((each for each in ("mxfp8", "rowwise") if each in text), "tensorwise")
@@ -275,7 +303,7 @@ def levers_of(run: PublishedRun) -> Levers:
 
 def precision_of(run: PublishedRun) -> Precision:
     """The precision of linear layers; fp16 is a matter of the engine's rates alone."""
-    if levers_of(run):
+    if levers_of(run).effects.low_precision:
         return "bf16"
     return "fp8" if any(name in run.text("precision").lower() for name in ("fp8", "fp4")) else "bf16"
 
@@ -301,6 +329,10 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
         execution = replace(execution, states=None)
     assert execution.kernels is not None, "rows have no modules that could be traced"
     kernels = _kernels(run, execution.kernels)
+    if execution.states is not None and _has_fp8_parameters(run):
+        execution = replace(execution, states=replace(execution.states, frozen=1))
+    if run.text("cuda_graph") in _GRAPHS:
+        execution = replace(execution, eager_launch=False)
     execution = replace(execution, kernels=kernels, dispatcher=_dispatcher(run, execution))
     if "fp4" in precision:
         execution = replace(execution, linear_speedup=2.0)  # of fp4 as of fp8, with twice the ratio

@@ -25,7 +25,7 @@ from steelyard.errors import UserError
 from steelyard.hardware import Cluster, Link
 from steelyard.hardware.files import default_links, find_device, find_link
 from steelyard.hardware.values import Device, NodeGroup
-from steelyard.levers.lever import LowPrecision
+from steelyard.levers import Effects
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.model.family import KV_HEADS, Task
 from steelyard.model.read import chain_from_config
@@ -99,15 +99,14 @@ def _case(run: PublishedRun) -> Case:
     degrees = _degrees(run)
     shape = _shape(run, degrees, framework)
     cluster = _cluster(run)
-    chain = _chain(shape)
-    strategy, framework = _strategy(run, framework, degrees, shape)
     precision, levers = precision_of(run), levers_of(run)
+    chain = levers.change(_chain(shape))
+    strategy, framework = _strategy(run, framework, degrees, shape)
     engine = replace(NATIVE, name=run.text("framework"), execution=framework.execution, precisions=(precision,))
     imbalance = _imbalance(run, framework)
     kernels, slowdown = kernels_of(engine, precision), tuned_over_experts(engine, cluster.device)
     assert kernels is not None, "of every framework here"
-    low, has_sp = levers.effects.low_precision, bool(strategy.mode("sp"))
-    profile = _profile(shape, kernels, degrees.tp, has_sp, imbalance, slowdown, low)
+    profile = _profile(shape, kernels, degrees.tp, bool(strategy.mode("sp")), imbalance, slowdown, levers.effects)
     job = Job(
         chain=chain,
         groups=(DeviceGroup(profile=profile, cluster=cluster, budget_bytes=cluster.device.known_memory_bytes()),),
@@ -118,7 +117,7 @@ def _case(run: PublishedRun) -> Case:
         imbalance=imbalance,
         levers=levers,
     )
-    plan = _plan(job, degrees, strategy, shape, framework, _is_alternating(run))
+    plan = _plan(job, degrees, strategy, shape, framework, run)
     case = Case(
         run=run,
         job=job,
@@ -332,9 +331,9 @@ def _split(shape: _Shape) -> ModelSplit:
 
 @cache
 def _profile(
-    shape: _Shape, kernels: Kernels, tp: int, sp: bool, imbalance: float, slowdown: float, low: LowPrecision | None
+    shape: _Shape, kernels: Kernels, tp: int, sp: bool, imbalance: float, slowdown: float, effects: Effects
 ) -> Profile:
-    chain = _chain(shape)
+    chain, low, adapters = _chain(shape), effects.low_precision, effects.adapters
     identity = ProfileIdentity(
         method="traced",
         model_name="published",
@@ -348,7 +347,17 @@ def _profile(
         created="",
     )
     layers = (
-        decoder_layer(shape.decoder, kernels, each, tp=tp, sp=sp, imbalance=imbalance, slowdown=slowdown, low=low)
+        decoder_layer(
+            shape.decoder,
+            kernels,
+            each,
+            tp=tp,
+            sp=sp,
+            imbalance=imbalance,
+            slowdown=slowdown,
+            low=low,
+            adapters=adapters,
+        )
         for each in chain.layer_types
     )
     return Profile(identity=identity, layers=tuple(layers))
@@ -401,7 +410,9 @@ def _outside_tp(degrees: _Degrees) -> int:
 
 def _remat(run: PublishedRun, framework: Framework) -> Remat:
     """What the row says of recomputation, or the framework's default."""
-    text = run.text("act_ckpt") or str(framework.default_remat)
+    text = run.text("act_ckpt") or str(framework.default_remat or "")
+    if not text:
+        raise _SkipError("act_ckpt missing")
     if _is_alternating(run):
         return Remat.FULL
     if text == Remat.SELECTIVE and "ratio not stated" in run.text("act_ckpt_detail"):
@@ -409,6 +420,10 @@ def _remat(run: PublishedRun, framework: Framework) -> Remat:
     if text not in set(Remat):
         raise _SkipError(f"act_ckpt {text}")
     return Remat(text)
+
+
+_FIRST_BLOCKS = re.compile(r"block (\d+) layers")
+"""Megatron's block recomputation: so many blocks, the first ones of each stage."""
 
 
 def _is_alternating(run: PublishedRun) -> bool:
@@ -422,7 +437,7 @@ def _plan(
     strategy: Strategy,
     shape: _Shape,
     framework: Framework,
-    alternating: bool,
+    run: PublishedRun,
 ) -> Plan:
     chain, size = job.chain, degrees.devices // degrees.pp
     bounds = _stage_bounds(shape, degrees.pp * degrees.chunks, by_flop=framework.balances_by_flop)
@@ -432,7 +447,7 @@ def _plan(
         strategies = tuple(
             each if chain.type_of(layer).num_experts else each.with_whole_experts()
             for layer in range(first, end)
-            for each in (edge if _keeps_all(chain, layer, alternating=alternating) else strategy,)
+            for each in (edge if _keeps_all(run, chain, layer, layer - max(first, 1)) else strategy,)
         )
         start = index % degrees.pp * size
         stages.append(StagePart(ranks=(start, start + size - 1), runs=fold_runs(first, strategies)))
@@ -449,8 +464,12 @@ def _plan(
     )
 
 
-def _keeps_all(chain: ModelChain, layer: int, *, alternating: bool) -> bool:
-    return chain.type_of(layer).role is not LayerRole.BLOCK or (alternating and layer % 2 == 0)
+def _keeps_all(run: PublishedRun, chain: ModelChain, layer: int, place: int) -> bool:
+    """Whether a layer, the block of a part of the pipeline in this place, is not computed again."""
+    if chain.type_of(layer).role is not LayerRole.BLOCK:
+        return True
+    first = _FIRST_BLOCKS.fullmatch(run.text("act_ckpt_detail"))
+    return place >= int(first[1]) if first else _is_alternating(run) and layer % 2 == 0
 
 
 def _schedule(degrees: _Degrees) -> Schedule:
@@ -496,17 +515,24 @@ _VARIANTS = {
     "A800": {"80": "a800-80gb", "": "a800-80gb"},
     "H100": {"80": "h100-80gb", "": "h100-80gb", "96": "h100-96gb-hbm2e", "95": "h100-96gb-hbm2e"},
     "H200": {"141": "h200-141gb", "": "h200-141gb"},
+    "H200-NVL": {"141": "h200-nvl-141gb"},
+    "L40S": {"48": "l40s"},
     "B200": {"180": "b200-180gb", "": "b200-180gb"},
-    "B300": {"": "b300-270gb"},
+    "B300": {"270": "b300-270gb", "": "b300-270gb"},
     "GH200": {"96": "gh200-96gb"},
     "MI300X": {"192": "mi300x", "": "mi300x"},
+    "MI325X": {"256": "mi325x"},
+    "MI350X": {"288": "mi350x"},
+    "MI355X": {"288": "mi355x"},
     "GB200": {"186": "gb200-186gb", "": "gb200-186gb"},
     "GB300": {"279": "gb300-279gb", "": "gb300-279gb"},
     "V100": {"16": "v100-16gb", "32": "v100-32gb", "": "v100-32gb"},
 }
-_RATE = re.compile(
-    r"(?:(?P<ports>[0-9]+)x)?[^0-9]*?(?:ConnectX-[0-9]+[^0-9]*)?\s*(?P<rate>[0-9.]+)\s*(?P<unit>[GT][Bb])"
-)
+_RATE = re.compile(r"(?:(?P<ports>[0-9]+)x)?[^0-9]*?\s*(?P<rate>[0-9.]+)\s*(?P<unit>[GT][Bb])(?!E)")
+_ADAPTER = re.compile(r"ConnectX-[0-9]+|BlueField-[0-9]+|BF[0-9]|MT[0-9]+")
+"""Names of network adapters that have digits."""
+_OTHER_PATH, _TO_STORAGE = "PCIe-NIC", " for NS and "
+"""What says a rate of the host's bus, and what stands between the network of storage and that of compute."""
 _BITS = {"Gb": 1.0, "Tb": 1000.0, "GB": 8.0, "TB": 8000.0}
 """Gigabits in a unit."""
 
@@ -562,8 +588,10 @@ def _inter_link(text: str, default: Link, per_node: int) -> Link:
         return find_link("omnipath-100").shared(num_ports=4, num_devices=per_node)
     if text == "AWS EFA":
         return find_link("efa-100").shared(num_ports=32, num_devices=per_node)
-    of_compute = text.partition("Compute:")[2] or text
-    match = _RATE.search(of_compute)
+    if _OTHER_PATH in text:
+        return default
+    of_compute = text.partition("Compute:")[2] or text.partition(_TO_STORAGE)[2] or text
+    match = _RATE.search(_ADAPTER.sub("", of_compute))
     if match is None:
         return default
     ports, rate = match["ports"], float(match["rate"]) * _BITS[match["unit"]] / 8 * GB

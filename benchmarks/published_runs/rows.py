@@ -14,7 +14,7 @@ from steelyard.errors import UserError
 
 FILE_NAMES = ("runs.csv", "runs.csv.gz")
 _DATA = Path(__file__).parent / "data"
-OPEN_RUNS = (_DATA, _DATA / "second")
+OPEN_RUNS = (_DATA, _DATA / "second", _DATA / "third")
 """The folders of the rows whose measurements are shown."""
 
 
@@ -108,7 +108,7 @@ _NEEDED = tuple(_NEEDED_TEXT.split())
 _ADDED_TEXT = """
     measures etp moe_topk moe_ffn moe_shared_experts moe_dense_layers moe_dispatcher moe_balance moe_shared_ffn
     vocab_padded cp_method mla_q_lora mla_kv_lora mla_qk_nope mla_qk_rope mla_v_head mtp_layers decoder_layers lora
-    optimizer options cuda_graph
+    optimizer options cuda_graph flags
 """
 _ADDED = dict.fromkeys(_ADDED_TEXT.split(), "")
 """Columns that a table may lack: nothing is known there."""
@@ -120,11 +120,11 @@ def read_runs(*paths: Path) -> tuple[PublishedRun, ...]:
     Those whose measurements are shown where no path is given. Raises `InvalidRunsError` where there is no such file, a
     column is missing or an id stands twice in a table.
     """
-    return tuple(run for path in paths or OPEN_RUNS for run in _read_table(_file(path)))
+    return tuple(run for path in paths or OPEN_RUNS for run in _read_table(table_file(path)))
 
 
 def _read_table(file: Path) -> tuple[PublishedRun, ...]:
-    with _opened(file) as lines:
+    with opened(file) as lines:
         reader = csv.DictReader(lines)
         missing = [column for column in _NEEDED if column not in (reader.fieldnames or ())]
         if missing:
@@ -154,7 +154,8 @@ def of_sources(runs: Iterable[PublishedRun], sources: Collection[str]) -> tuple[
     return kept
 
 
-def _file(path: Path) -> Path:
+def table_file(path: Path) -> Path:
+    """The table of a folder, or the file itself; raises `InvalidRunsError` where there is none."""
     files = [path / name for name in FILE_NAMES] if path.is_dir() else [path]
     found = next((file for file in files if file.is_file()), None)
     if found is None:
@@ -163,7 +164,8 @@ def _file(path: Path) -> Path:
     return found
 
 
-def _opened(file: Path) -> TextIO:
+def opened(file: Path) -> TextIO:
+    """A table as text, which may be compressed."""
     if file.suffix == ".gz":
         return gzip.open(file, "rt", newline="", encoding="utf-8")
     return file.open(newline="", encoding="utf-8")

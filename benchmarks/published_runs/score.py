@@ -159,24 +159,24 @@ def scale_factors(timed: Sequence[Forecast]) -> Mapping[tuple[str, str, str], fl
     """For each source, framework and device the median of measured over predicted time."""
     ratios: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for each in timed:
-        ratios[_scale_key(each.run)].append(_measured_s(each) / each.step_time_s)
+        ratios[_scale_key(each.run)].append(measured_s(each) / each.step_time_s)
     return {key: median(values) for key, values in ratios.items()}
 
 
-def _measured_s(timed: Forecast) -> float:
+def measured_s(timed: Forecast) -> float:
     assert timed.run.step_time_s is not None, "only timed runs are asked"
     return timed.run.step_time_s
 
 
 def time_errors(timed: Sequence[Forecast]) -> list[float]:
     """Predicted over measured time minus one."""
-    return [each.step_time_s / _measured_s(each) - 1 for each in timed]
+    return [each.step_time_s / measured_s(each) - 1 for each in timed]
 
 
 def scaled_errors(timed: Sequence[Forecast]) -> list[float]:
     """The same with each prediction times its source's, framework's and device's factor."""
     factors = scale_factors(timed)
-    return [factors[_scale_key(each.run)] * each.step_time_s / _measured_s(each) - 1 for each in timed]
+    return [factors[_scale_key(each.run)] * each.step_time_s / measured_s(each) - 1 for each in timed]
 
 
 def regret(
@@ -192,16 +192,30 @@ def regret(
         jobs[each.run.job].append(each)
     found = []
     for runs in jobs.values():
-        if len(runs) < MIN_PLANS:
-            continue
-        searched = [each for each in runs if each.has_margin] or runs
-        chosen = min(searched, key=lambda each: (predicted_s[each.run.id], each.run.id))
-        found.append(_measured_s(chosen) / min(map(_measured_s, runs if of_all else searched)) - 1)
+        if len(runs) >= MIN_PLANS:
+            searched = plans_searched(runs)
+            chosen = ranked_first(searched, predicted_s)
+            found.append(regret_of(chosen, runs if of_all else searched))
     if not found:
         return None
     return RegretSummary(
         jobs=len(found), mean=sum(found) / len(found), p90=float(np.quantile(found, 0.9)), worst=max(found)
     )
+
+
+def plans_searched(runs: Sequence[Forecast]) -> Sequence[Forecast]:
+    """The plans of a job that leave their margin of memory free, or all where none does."""
+    return [each for each in runs if each.has_margin] or runs
+
+
+def ranked_first(runs: Sequence[Forecast], predicted_s: Mapping[str, float]) -> Forecast:
+    """The plan that is predicted fastest; of equals the first by the id of its run."""
+    return min(runs, key=lambda each: (predicted_s[each.run.id], each.run.id))
+
+
+def regret_of(chosen: Forecast, runs: Sequence[Forecast]) -> float:
+    """How much longer a plan took than the fastest of these, as a fraction."""
+    return measured_s(chosen) / min(map(measured_s, runs)) - 1
 
 
 def measured_memory(run: PublishedRun) -> tuple[float, float] | None:

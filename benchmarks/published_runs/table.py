@@ -10,6 +10,7 @@ from rich.table import Table
 
 from published_runs.evidence import RegretEvidence, regret_evidence
 from published_runs.forecast import Outcome, Unpredicted
+from published_runs.order import MIN_RANKED, RankedJob, order_by_class, ranked_jobs
 from published_runs.score import ErrorSummary, LeftOut, RegretSummary, SourceScore
 from published_runs.targets import TargetLine
 from steelyard.units import format_plural
@@ -24,7 +25,7 @@ def comparison_view(
 ) -> Group:
     """Everything that was found: time, memory, what was skipped, and the targets."""
     beside = (left_out_table(left_out),) if left_out else ()
-    regret = regret_tables(regret_evidence(outcomes, left_out))
+    regret = regret_tables(regret_evidence(outcomes, left_out)) + order_tables(ranked_jobs(outcomes))
     return Group(
         time_table(timed), *beside, *regret, memory_table(held), skipped_table(outcomes), target_table(targets)
     )
@@ -100,6 +101,35 @@ def regret_tables(found: RegretEvidence) -> tuple[Table, ...]:
     return table, apart
 
 
+def order_tables(jobs: Sequence[RankedJob]) -> tuple[Table, ...]:
+    """Regret and rank correlation by class, and of every job with the plan that is ranked first."""
+    table = Table(title=f"order of plans, jobs of {MIN_RANKED} measured plans or more (every source weighing the same)")
+    table.add_column("class")
+    for name in ("jobs", "sources", "regret", "90 %", "correlation"):
+        table.add_column(name, justify="right")
+    kept = order_by_class([each for each in jobs if not each.contradicts])
+    for each, name in [(each, each.kind) for each in order_by_class(jobs)] + [
+        (each, f"{each.kind}, without jobs that contradict themselves") for each in kept
+    ]:
+        figures = (_percent(each.regret), _percent(each.p90), _correlation(each.correlation))
+        table.add_row(name, str(each.jobs), str(each.sources), *figures)
+    every = Table(title="order of plans by job")
+    for name in ("class", "source", "job"):
+        every.add_column(name)
+    for name in ("plans", "regret", "correlation"):
+        every.add_column(name, justify="right")
+    every.add_column("ranked first")
+    for job in jobs:
+        figures = (str(job.plans), _percent(job.regret), _correlation(job.correlation))
+        first = job.first + (", the job contradicts itself" if job.contradicts else "")
+        every.add_row(job.kind, job.source, job.job, *figures, first)
+    return table, every
+
+
+def _correlation(value: float | None) -> str:
+    return "–" if value is None else f"{value:+.2f}"
+
+
 def memory_table(scores: Sequence[SourceScore]) -> Table:
     """Errors and verdicts of memory, a row per source that has any."""
     table = Table(
@@ -171,6 +201,7 @@ def comparison_json(
         "time": [asdict(score) for score in timed],
         "left_out": [asdict(each) for each in left_out],
         "regret": _regret_json(regret_evidence(outcomes, left_out)),
+        "order": [asdict(job) for job in ranked_jobs(outcomes)],
         "memory": [asdict(score) for score in held],
         "skipped": dict(count_reasons(outcomes)),
         "targets": [asdict(line) | {"is_met": line.is_met} for line in targets],

@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from steelyard.cost.accuracy import BEYOND_FIT, CATALOGUE, MEASURED, SCALED, SCALED_BY_SEVERAL
+from steelyard.cost.accuracy import (
+    ADAPTERS,
+    DENSE,
+    DIVIDED_SEQUENCES,
+    EIGHT_BITS,
+    EXPERTS,
+    MEASURED,
+    SCALED,
+    SCALED_BY_SEVERAL,
+)
 from steelyard.cost.communication import Group, collective_time
 from steelyard.cost.efficiency import IDEAL_LINKS, LinkEfficiency
 from steelyard.cost.job import DeviceGroup, Job, JobConfig
@@ -46,7 +55,7 @@ CONFIG = {
 }
 PARAMS = {"embedding": 16384, "block": 41088, "head": 16448}
 SEQ_LEN = 32
-SPREADS = (CATALOGUE, BEYOND_FIT, SCALED, SCALED_BY_SEVERAL, MEASURED)
+SPREADS = (DENSE, EIGHT_BITS, DIVIDED_SEQUENCES, EXPERTS, ADAPTERS, SCALED, SCALED_BY_SEVERAL, MEASURED)
 """All errors that predictions may state."""
 
 

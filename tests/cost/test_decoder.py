@@ -20,6 +20,7 @@ from steelyard.model.chain import LayerRole, LayerType
 from steelyard.model.read import load_model
 from steelyard.profiles.profile import LayerProfile, Profile
 from steelyard.tracer.packaged import packaged_trace
+from tests.jobs import make_job
 
 SEQ_LEN = 2048
 TRACED = replace(EAGER, norm=False, full="until last needed")
@@ -172,3 +173,36 @@ def test_what_was_measured_stays_as_it_was() -> None:
     identity = traced("llama2-7b").identity.model_copy(update={"method": "measured", "num_devices": 8})
     measured = job("llama2-7b").on(profile=traced("llama2-7b").model_copy(update={"identity": identity}))
     assert job_under(measured, MEGATRON).profile == measured.profile
+
+
+@pytest.mark.parametrize("text", ["lora:r=8", "lora:r=8,targets=q_proj+o_proj"])
+def test_a_block_with_adapters_is_as_it_was_traced(text: str) -> None:
+    """What the first block has less, behind a frozen embedding, is not modelled."""
+    traced = make_job("llama-demo", "1x2xh100-80gb", global_batch=8, seq_len=256, levers={"train": text})
+    shape, layer_types = DecoderShape.of(traced.chain, 256), {each.name: each for each in traced.chain.layer_types}
+    assert shape is not None
+    layers = [
+        each for each in traced.profile.layers if each.kind == "block, partly frozen" and "sp" not in each.degrees
+    ]
+    assert len(layers) == 2
+    for layer in layers:
+        tp, adapters = layer.degrees.get("tp", 1), traced.effects.adapters
+        found = decoder_layer(shape, TRACED, layer_types[layer.kind], tp=tp, sp=False, adapters=adapters)
+        assert (found.num_params, found.frozen_params) == (layer.num_params, layer.frozen_params)
+        for direction in ("forward", "backward"):
+            one, other = getattr(found, direction), getattr(layer, direction)
+            for quantity, rel in (("matmul_flop", 1e-3), ("attention_flop", 1e-3), ("matmul_bytes", 0.01)):
+                assert getattr(one, quantity).at(1) == pytest.approx(getattr(other, quantity).at(1), rel=rel), quantity
+            assert one.memory_bytes.at(1) == pytest.approx(other.memory_bytes.at(1), rel=0.06)
+        assert 1 <= found.saved_bytes.at(1) / layer.saved_bytes.at(1) < 1.2
+
+
+def test_an_engine_with_its_own_modules_has_adapters_in_closed_form() -> None:
+    asked = {"cluster": "1x2xh100-80gb", "global_batch": 8, "seq_len": 256, "engine": "megatron-bridge"}
+    adapters = {"train": "lora:r=8,targets=q_proj+k_proj+v_proj+o_proj"}
+    plain, with_lora = make_job("llama-demo", **asked), make_job("llama-demo", **asked, levers=adapters)
+    one, other = plain.profile.layers[1], with_lora.profile.layers[2]
+    assert with_lora.execution.kernels is not None
+    assert other.frozen_params == one.num_params < other.num_params
+    assert other.backward.matmul_flop.at(1) < 0.6 * one.backward.matmul_flop.at(1)
+    assert other.saved_bytes.at(1) < one.saved_bytes.at(1)

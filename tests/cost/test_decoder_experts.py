@@ -1,5 +1,7 @@
 """What routed experts add to a block, against counts worked out by hand."""
 
+from typing import Any
+
 import pytest
 
 from steelyard.cost.decoder import DecoderShape, decoder_layer
@@ -8,6 +10,7 @@ from steelyard.engines.execution import FUSED
 from steelyard.engines.megatron import KERNELS
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN
+from steelyard.levers.lever import Adapters
 from steelyard.model.chain import LayerRole, LayerType
 from steelyard.profiles.profile import LayerProfile
 
@@ -16,7 +19,7 @@ DENSE = LayerType(name="block", role=LayerRole.BLOCK)
 SPARSE = LayerType(name="block", role=LayerRole.BLOCK, num_experts=COUNT)
 
 
-def block(layer_type: LayerType = SPARSE, *, tp: int = 1, etp: int = 1, kernels=FUSED, **more: float) -> LayerProfile:  # type: ignore[no-untyped-def]
+def block(layer_type: LayerType = SPARSE, *, tp: int = 1, etp: int = 1, kernels=FUSED, **more: Any) -> LayerProfile:  # type: ignore[no-untyped-def]
     shape = DecoderShape(
         hidden=HIDDEN,
         heads=4,
@@ -89,3 +92,14 @@ def test_recipes_of_megatron_bridge_keep_no_copies_for_putting_tokens_in_order()
     found, dense = (block(each, kernels=kernels).saved_bytes.at(1) for each in (SPARSE, DENSE))
     assert found - dense == 2 * TOKENS * TOP_K * (HIDDEN + 3 * WIDTH)
     assert block(kernels=KERNELS).saved_bytes.at(1) - found == 4 * 2 * TOKENS * TOP_K * HIDDEN
+
+
+def test_beside_adapters_experts_have_no_gradients_of_weights() -> None:
+    adapters = Adapters(rank=2, targets=frozenset({"q_proj"}), has_dropout=False)
+    trained, frozen = block(), block(adapters=adapters)
+    assert (frozen.expert_params, frozen.frozen_expert_params) == (trained.expert_params,) * 2
+    assert frozen.num_params - frozen.frozen_params == 2 * (HIDDEN + HIDDEN)
+    dense = block(DENSE, adapters=adapters).backward.matmul_flop.at(1)
+    assert 2 * (frozen.backward.matmul_flop.at(1) - dense) == trained.backward.matmul_flop.at(1) - block(
+        DENSE
+    ).backward.matmul_flop.at(1)

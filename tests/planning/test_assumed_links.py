@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.cost.accuracy import CATALOGUE, spread_of
+from steelyard.cost.accuracy import DENSE, spread_of
 from steelyard.cost.compute import compute_time
 from steelyard.cost.efficiency import Efficiency, efficiency_of
 from steelyard.cost.job import Job
@@ -114,11 +114,11 @@ def test_slowed_rates_make_every_kernel_take_so_much_longer() -> None:
 
 def test_the_interval_is_the_catalogues_whose_links_they_are() -> None:
     job = assumed()
-    assert spread_of(job.cost_source(), ()) is CATALOGUE
+    assert spread_of(job, ()) is DENSE
 
 
 def test_without_rates_in_the_catalogue_nothing_is_known_of_the_errors(cpu_cluster: str) -> None:
-    assert spread_of(made(cpu_cluster, of_one_device()).cost_source(), ()) is None
+    assert spread_of(made(cpu_cluster, of_one_device()), ()) is None
 
 
 def test_a_profile_of_one_device_prices_other_numbers_of_them(cpu_cluster: str) -> None:

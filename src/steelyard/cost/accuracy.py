@@ -1,27 +1,34 @@
 """How far measured step times lie from predicted ones, from the errors of runs that are like the one predicted.
 
-What runs are like it is a matter of where its costs come from. ``low`` and ``high`` are measured over predicted time:
-nine in ten runs of a source of which nothing was known lie between them. ``typical`` is the median of
-|predicted / measured − 1|. All are found by ``benchmarks/intervals.py``, which writes the table below; its sources,
-command, date and what part of the runs of each source that was left out lay inside stand in ``benchmarks/README.md``.
+What runs are like it is a matter of where its costs come from and of what is trained how. ``low`` and ``high`` are
+measured over predicted time: nine in ten runs of a source of which nothing was known lie between them. ``typical`` is
+the median of |predicted / measured − 1|. All are found by ``benchmarks/intervals.py``, which writes the table below;
+its sources, command, date and what part of the runs of each source that was left out lay inside stand in
+``benchmarks/README.md``.
 
-| made from                  | runs                                                                            |
-|----------------------------|---------------------------------------------------------------------------------|
-| catalogue                  | published runs, each source predicted by rates that were fitted without it      |
-| catalogue, beyond its fit  | published runs on devices or with divided experts, of which none was fitted     |
-| one measured run           | those of the catalogue, each scaled by another of its model, device, framework  |
-| three measured runs        | the same, scaled by the median of three others                                  |
-| measured profile           | plans of 2 and of 4 CPU processes of one machine                                |
+| like                      | runs                                                                                  |
+|---------------------------|---------------------------------------------------------------------------------------|
+| dense models              | published runs in 16 bits, each source predicted by rates that were fitted without it |
+| products in 8 bits        | published runs of dense models whose linear layers multiply in 8 bits or fewer        |
+| divided sequences         | published runs of dense models with context parallelism, in either                    |
+| models with experts       | published runs of models with experts                                                 |
+| adapters                  | published runs in which adapters alone are trained                                    |
+| one measured run          | dense models, each scaled by another run of its model, device and framework           |
+| three measured runs       | the same, scaled by the median of three others                                        |
+| measured profile          | plans of 2 and of 4 CPU processes of one machine                                      |
 
-A profile of one device whose links are assumed counts as the catalogue, whose links they are.
+A run is of the last of the first five that it belongs to. A profile of one device whose links are assumed counts as the
+catalogue, whose links they are. Of dense models on devices whose rates are assumed too few runs are known.
 
-Not known: errors of a measured profile on GPUs, and of devices that are slower in some way that no such run was.
+Not known: errors of a measured profile on GPUs, of what differs from all these, and of this project's own runtime on
+GPUs: published runs are of others' engines.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from steelyard.plan.prediction import CostSource, Interval
+from steelyard.cost.job import Job, layer_precision
+from steelyard.plan.prediction import Interval
 from steelyard.plan.strategy import Strategy
 
 
@@ -30,19 +37,22 @@ class Spread:
     """Errors of the runs that are like each other."""
 
     words: str
-    """What the costs of such runs were made from."""
+    """What such runs are."""
     typical: float
     low: float
     high: float
 
 
-CATALOGUE = Spread(words="catalogue", typical=0.073, low=0.818, high=1.440)
-BEYOND_FIT = Spread(words="catalogue, beyond its fit", typical=0.203, low=0.652, high=2.069)
+DENSE = Spread(words="dense models", typical=0.075, low=0.821, high=1.367)
+EXPERTS = Spread(words="models with experts", typical=0.176, low=0.699, high=1.763)
+EIGHT_BITS = Spread(words="products in 8 bits", typical=0.077, low=0.717, high=1.866)
+DIVIDED_SEQUENCES = Spread(words="divided sequences", typical=0.074, low=0.787, high=1.313)
+ADAPTERS = Spread(words="adapters", typical=0.154, low=0.698, high=1.471)
 SCALED = Spread(words="one measured run", typical=0.062, low=0.806, high=1.241)
 SCALED_BY_SEVERAL = Spread(words="three measured runs", typical=0.055, low=0.856, high=1.249)
 MEASURED = Spread(words="measured profile", typical=0.063, low=0.871, high=1.094)
 
-AS_GOOD = 0.07
+AS_GOOD = 0.08
 """Two plans of one job err alike. One that is predicted slower than another by no more than this fraction is as good:
 of those predicted further apart nine in ten are measured in that order, in sources that were left out."""
 
@@ -50,21 +60,29 @@ SEVERAL = 3
 """Measured runs from which on their median is known to be better than one of them."""
 
 
-def spread_of(source: CostSource, strategies: Iterable[Strategy]) -> Spread | None:
-    """The errors of runs like a plan of these strategies with these costs; None where none is known."""
+def spread_of(job: Job, strategies: Iterable[Strategy]) -> Spread | None:
+    """The errors of runs like a plan of these strategies; None where none are known."""
+    source = job.cost_source()
     if source.is_measured and not source.links_assumed:
         return MEASURED
     if source.rates is None:
         return None
     if source.time_factor != 1.0:
         return SCALED if source.num_calibrating < SEVERAL else SCALED_BY_SEVERAL
-    divides_experts = any(strategy.expert_degree > 1 for strategy in strategies)
-    return BEYOND_FIT if source.rates.is_assumed or divides_experts else CATALOGUE
+    is_low = job.precision != layer_precision(job.precision) or job.effects.low_precision is not None
+    classes = (
+        (job.chain.has_adapters, ADAPTERS),
+        (job.chain.has_experts, EXPERTS),
+        (any(strategy.token_degree > 1 for strategy in strategies), DIVIDED_SEQUENCES),
+        (is_low, EIGHT_BITS),
+        (not source.rates.is_assumed, DENSE),
+    )
+    return next((spread for is_of_class, spread in classes if is_of_class), None)
 
 
-def interval_of(source: CostSource, strategies: Iterable[Strategy], step_time_s: float) -> Interval | None:
+def interval_of(job: Job, strategies: Iterable[Strategy], step_time_s: float) -> Interval | None:
     """Where nine in ten runs like this one would lie, in seconds of a step; None where no such runs are known."""
-    spread = spread_of(source, strategies)
+    spread = spread_of(job, strategies)
     if spread is None:
         return None
     return Interval(

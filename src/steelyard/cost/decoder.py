@@ -22,6 +22,10 @@ $\sigma = 1/\text{tp}$ with sequence parallelism, else 1. Bytes per token:
 Matmul FLOP are 2 per weight and token forward, twice that backward; attention 4 s q per token, half of it where a fused
 kernel skips what is masked, and 2.5 times that backward because the kernel recomputes the scores.
 
+Beside LoRA nothing else is trained: no weight has a gradient, and what only that reads is not kept. Adapters of rank
+$r$ beside $n$ inputs and $m$ outputs are 2 r (n + m) FLOP a token, and 10 m bytes to scale and add what they make; with
+dropout 5 n more and 3 n kept. That the first block needs no gradient of its input is not modelled.
+
 Source: Korthikanti et al. 2022 (saved activations); Dao 2023 (flash attention). Not modelled: biases in bytes,
 alignment, memory of kernels.
 """
@@ -32,7 +36,7 @@ from typing import Any
 
 from steelyard.cost.decoder_experts import HALF, Experts, with_experts
 from steelyard.engines.execution import Kernels
-from steelyard.levers.lever import LowPrecision
+from steelyard.levers.lever import Adapters, LowPrecision
 from steelyard.model.chain import LayerRole, LayerType, ModelChain
 from steelyard.model.family import Routing
 from steelyard.profiles.profile import Collective, CollectiveCount, LayerProfile, Recomputation, Work
@@ -47,6 +51,9 @@ _PLAIN_ACTIVATIONS = ("gpt2", "gpt_neox", "nemotron", "opt", "bloom", "falcon", 
 """Model types whose feed-forward part has two matrices and no gate."""
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
 """Model types whose queries and keys have norms of their own, which no entry of a config says."""
+_PLAIN, _LATENT = ("q_proj", "k_proj", "v_proj"), ("kv_a_proj_with_mqa", "kv_b_proj")
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+"""Linear layers of a block, as transformers' Llama and DeepSeek have them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +144,20 @@ def decoder_layer(
     imbalance: float = 1.0,
     slowdown: float = 1.0,
     low: LowPrecision | None = None,
+    adapters: Adapters | None = None,
 ) -> LayerProfile:
     """The profile of a layer of this type on one of ``tp`` ranks.
 
     ``imbalance``: how many times the mean of its pairs of a token and an expert the fullest of tensor-parallel ranks
     computes; ``slowdown``: how many times as long matmuls of experts take as at the rate of other linear layers;
-    ``low``: of linear layers of blocks that multiply in 8 bits.
+    ``low``: of linear layers of blocks that multiply in 8 bits; ``adapters``: what alone is trained, beside
+    layers of `linear_names`.
     """
     if not (shape.window and layer_type.attention == "sliding_attention"):
         shape = replace(shape, window=0)
-    local = _Local(shape=shape, kernels=kernels, kind=layer_type.name, tp=tp, sp=sp and tp > 1, low=low)
+    local = _Local(
+        shape=shape, kernels=kernels, kind=layer_type.name, tp=tp, sp=sp and tp > 1, low=low, adapters=adapters
+    )
     if layer_type.role is LayerRole.EMBEDDING:
         return local.embedding()
     if layer_type.role is LayerRole.HEAD:
@@ -163,7 +174,15 @@ def decoder_layer(
         tp=tp,
         imbalance=imbalance,
         slowdown=slowdown,
+        trains=adapters is None,
     )
+
+
+def linear_names(shape: DecoderShape) -> tuple[str, ...]:
+    """Names of the linear layers of a block, routed experts apart."""
+    queries = ("q_a_proj", "q_b_proj") if shape.latent and shape.latent.queries else ("q_proj",)
+    attention = (*queries, *_LATENT) if shape.latent else _PLAIN
+    return (*attention, "o_proj", *(_FEED_FORWARD if shape.gated else _FEED_FORWARD[1:]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +195,7 @@ class _Local:
     tp: int
     sp: bool
     low: LowPrecision | None
+    adapters: Adapters | None
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -243,6 +263,53 @@ class _Local:
         keys += [(float(latent.keys), self.heads * (latent.plain + latent.values))]
         return [*down, *keys, (self.heads * latent.values, h)]
 
+    def _adapted(self) -> dict[str, tuple[float, float]]:
+        """Inputs and outputs of the linear layers that have adapters."""
+        if self.adapters is None:
+            return {}
+        names = linear_names(self.shape)
+        sizes = dict(zip(names, self._linears(), strict=True))
+        return {name: sizes[name] for name in names if all(sizes[name]) and name in (self.adapters.targets or names)}
+
+    def _beside_adapters(self, forward: Work, backward: Work) -> tuple[Work, Work]:
+        """The work of both passes of a block with adapters, of which only these are trained."""
+        assert self.adapters is not None, "asked for with adapters"
+        adapted, linears, tokens = self._adapted().values(), self._linears(), self.tokens
+        weights = self.adapters.rank * sum(inputs + outputs for inputs, outputs in adapted)
+        entries = sum(inputs + 2 * self.adapters.rank + outputs for inputs, outputs in adapted)
+        dropped = 5 * sum(inputs for inputs, _ in adapted) if self.adapters.has_dropout else 0
+        results, count = sum(outputs for _, outputs in adapted), len(adapted)
+        base = sum(inputs * outputs for inputs, outputs in linears)
+        operands = HALF * tokens * sum(inputs + outputs for inputs, outputs in linears)
+
+        def of_pass(work: Work, times: int, less: int, moved: float, kernels: int) -> Work:
+            """With products of adapters ``times`` forward, and ``less`` of those of all linear layers."""
+            products = times * weights - less * base
+            samples = times * HALF * tokens * entries - less * operands
+            more = {
+                "matmul_flop": Affine(per_sample=2 * tokens * products),
+                "matmul_bytes": Affine(constant=HALF * products, per_sample=samples),
+                "memory_bytes": Affine(per_sample=tokens * (moved + dropped)),
+            }
+            launched = work.num_kernels + count * (kernels + (dropped > 0)) - less * len(linears)
+            lines = {name: getattr(work, name) + line for name, line in more.items()}
+            return work.model_copy(update=lines | {"num_kernels": launched})
+
+        summed = 6 * sum(inputs for inputs, _ in adapted)
+        return of_pass(forward, 1, 0, 10 * results, 4), of_pass(backward, 2, 1, 4 * results + summed, 6)
+
+    def _saved_for_adapters(self) -> float:
+        """Bytes of a token that a block with adapters keeps more, or, where nothing reads them, fewer."""
+        if self.adapters is None:
+            return 0.0
+        adapted, has_dropout = self._adapted(), self.adapters.has_dropout
+        norm = 2 * self.shape.hidden * (self.sigma if self.kernels.norm and not self.kernels.keeps_gathered else 1)
+        own: float = HALF * self.adapters.rank * len(adapted)
+        own += 3 * sum(inputs for inputs, _ in adapted.values()) if has_dropout else 0
+        attention, feed_forward = {*linear_names(self.shape)} - {"o_proj", *_FEED_FORWARD}, {*_FEED_FORWARD[:2]}
+        readers = (attention, norm), (feed_forward, norm), ({_FEED_FORWARD[2]}, 2 * self.f)
+        return own - sum(kept for names, kept in readers if has_dropout or not names & adapted.keys())
+
     def _cast_bytes(self, casts: tuple[tuple[float, int], ...]) -> Affine:
         """Bytes that casts of a pass to 8 bits move, of these for an entry."""
         (of_inputs, _), (of_weights, _), (of_outputs, _) = (*casts, (0.0, 0))[:3]
@@ -292,6 +359,8 @@ class _Local:
         if self.low is not None:
             forward = self._in_8_bits(forward, self.low.forward)
             backward = self._in_8_bits(backward, self.low.backward)
+        if self.adapters is not None:
+            forward, backward = self._beside_adapters(forward, backward)
         return self._profile(
             LayerRole.BLOCK,
             num_params=weights + 2 * self.shape.hidden,
@@ -436,8 +505,9 @@ class _Local:
             attention += (2 if kernels.norm else 6) * (self.q + self.k)
         if self.shape.latent:
             attention += 4 * (self.shape.latent.queries + self.shape.latent.keys)
-        gated = 6 if kernels.activation else 8
-        return gathered + entering + attention + self.f * (gated if self.shape.gated else 4)
+        gated = 2 + 2 * kernels.activation_bytes if kernels.activation else 8
+        feed_forward = self.f * (gated if self.shape.gated else 4)
+        return gathered + entering + attention + feed_forward + self._saved_for_adapters()
 
     def _score_transient(self) -> float:
         return 0.0 if self.kernels.attention == "flash" else 8 * self.heads * self.tokens
@@ -466,6 +536,9 @@ class _Local:
             ),
             num_kernels=(37 if divided else 22) * pieces,
         )
+        if self.adapters is not None:  # no gradient of the matrix
+            update = {name: getattr(backward, name) * 0.5 for name in ("matmul_flop", "matmul_bytes")}
+            backward = backward.model_copy(update=update)
         kept = 4 if self.kernels.norm else 10
         entries = self.shape.vocab if self.kernels.gathers_logits else self.vocab
         peak_bytes, saved_bytes = (self.tokens // pieces * each * entries for each in self.kernels.loss_bytes)
@@ -488,22 +561,23 @@ class _Local:
         weights = h * self.vocab
         moved = (2 if self.tp == 1 else 6) * self.tokens * h
 
-        def work(rows: float, kernels: int) -> Work:
+        def work(line: Affine, kernels: int) -> Work:
             return Work(
                 matmul_flop=Affine(),
                 attention_flop=Affine(),
                 matmul_bytes=Affine(),
-                memory_bytes=Affine(constant=rows, per_sample=moved),
+                memory_bytes=line,
                 num_kernels=kernels,
             )
 
+        trains = self.adapters is None
         return self._profile(
             LayerRole.EMBEDDING,
             num_params=weights,
-            forward=work(0.0, 1 if self.tp == 1 else 8),
-            backward=work(HALF * weights, 2),
+            forward=work(Affine(per_sample=moved), 1 if self.tp == 1 else 8),
+            backward=work(Affine(constant=HALF * weights, per_sample=moved), 2) if trains else work(Affine(), 0),
             calls=1,
-            saved=8.0 * self.tokens,
+            saved=8.0 * self.tokens * trains,
             input_bytes=8.0 * self.tokens,
             transient=(6.0 * self.tokens * h, 8.0 * self.tokens * h),
         )
@@ -524,14 +598,20 @@ class _Local:
         streams = HALF * self.tokens if role is LayerRole.BLOCK else 0.0
         there = self._collectives(calls, into=role is not LayerRole.EMBEDDING, out=role is not LayerRole.HEAD)
         back = self._collectives(calls, into=role is not LayerRole.HEAD, out=role is not LayerRole.EMBEDDING)
+        if role is LayerRole.EMBEDDING and (not self.sp or self.adapters is not None):
+            back = ()
+        added = 0.0
+        if self.adapters is not None and role is LayerRole.BLOCK:
+            added = self.adapters.rank * sum(inputs + outputs for inputs, outputs in self._adapted().values())
         return LayerProfile(
             kind=self.kind,
             degrees=self.degrees,
-            num_params=round(num_params),
+            num_params=round(num_params + added),
+            frozen_params=0 if self.adapters is None else round(num_params),
             forward=forward,
             backward=backward,
             forward_collectives=there,
-            backward_collectives=() if role is LayerRole.EMBEDDING and not self.sp else back,
+            backward_collectives=back,
             saved_bytes=Affine(per_sample=saved),
             input_bytes=Affine(per_sample=input_bytes),
             forward_transient_bytes=passes[0],

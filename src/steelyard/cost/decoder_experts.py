@@ -47,8 +47,10 @@ def with_experts(
     tp: int,
     imbalance: float,
     slowdown: float,
+    trains: bool,
 ) -> LayerProfile:
-    """The block of a rank that has ``tokens`` tokens of a sample, with its experts; arguments as of `decoder_layer`."""
+    """The block of a rank that has ``tokens`` tokens of a sample, with its experts, which adapters beside other layers
+    leave as they are; arguments as of `decoder_layer`."""
     pairs = tokens * experts.top_k * experts.etp / tp
     params = experts.count * (3 if gated else 2) * hidden * experts.ffn // tp
 
@@ -56,7 +58,7 @@ def with_experts(
 
     def of(pairs: float, calls: tuple[CollectiveCount, ...], received: float = 0.0) -> LayerProfile:
         fc1, width = (2 if gated else 1) * experts.ffn / experts.etp, experts.ffn / experts.etp
-        kept = HALF * (hidden * (1 + kernels.expert_copies) + fc1 + width) * pairs
+        kept = HALF * (hidden * (trains + kernels.expert_copies) + fc1 + width * trains) * pairs
         made = HALF * (2 * hidden + fc1) * pairs
         own_kernels = kernels.of_each_expert * max(1, experts.count * experts.etp // tp)
         forward, backward = (
@@ -71,12 +73,14 @@ def with_experts(
                 num_kernels=times * (_ROUTER_KERNELS + _GROUPED_KERNELS + own_kernels),
                 expert_kernels=times * own_kernels,
             )
-            for times in (1, 2)
+            for times in (1, 2 if trains else 1)
         )
         return block.model_copy(
             update={
                 "num_params": block.num_params + params + experts.count * hidden,
                 "expert_params": params,
+                "frozen_params": 0 if trains else block.frozen_params + params + experts.count * hidden,
+                "frozen_expert_params": 0 if trains else params,
                 "forward": _sum(block.forward, forward),
                 "backward": _sum(block.backward, backward),
                 "forward_collectives": (*block.forward_collectives, *calls),

@@ -5,7 +5,7 @@ Parameters stay those that were traced: closed forms leave out biases and the no
 
 from dataclasses import replace
 
-from steelyard.cost.decoder import DecoderShape, decoder_layer
+from steelyard.cost.decoder import DecoderShape, decoder_layer, linear_names
 from steelyard.cost.job import Job, layer_precision
 from steelyard.engines.engine import Engine
 from steelyard.engines.execution import Kernels
@@ -20,8 +20,8 @@ _SAME_FORM = 0.05
 def job_under(job: Job, engine: Engine) -> Job:
     """The job as an engine runs it.
 
-    What was measured, is in fp32, is frozen in parts or has other layers than the closed forms stays as it was, and the
-    engine is one without kernels of its own.
+    What was measured, is in fp32, is frozen in parts, but for plain LoRA, or has other layers than the closed forms
+    stays as it was, and the engine is one without kernels of its own.
     """
     engine, profile = engine.running(job.levers), job.profile
     kernels = kernels_of(engine, job.precision)
@@ -39,8 +39,10 @@ def job_under(job: Job, engine: Engine) -> Job:
 def _under(kernels: Kernels, job: Job, imbalance: float, slowdown: float) -> tuple[LayerProfile, ...]:
     """The layers of the job's profile in closed form; empty where one of them is not of that form."""
     layer_types = {layer_type.name: layer_type for layer_type in job.chain.layer_types}
-    shape, found = DecoderShape.of(job.chain, job.seq_len), []
-    if shape is None or any(layer_type.likeness for layer_type in layer_types.values()):
+    shape, found, adapters = DecoderShape.of(job.chain, job.seq_len), [], job.effects.adapters
+    if shape is None or (adapters and not adapters.targets <= {*linear_names(shape)}):
+        return ()
+    if adapters is None and any(layer_type.likeness for layer_type in layer_types.values()):
         return ()
     for layer in job.profile.layers:
         closed = decoder_layer(
@@ -52,6 +54,7 @@ def _under(kernels: Kernels, job: Job, imbalance: float, slowdown: float) -> tup
             imbalance=imbalance,
             slowdown=slowdown,
             low=job.effects.low_precision,
+            adapters=adapters,
         )
         if not layer.degrees and abs(closed.num_params / layer.num_params - 1) > _SAME_FORM:
             return ()
@@ -76,6 +79,7 @@ def tuned_over_experts(engine: Engine, device: Device) -> float:
 
 
 def _with_params_of(traced: LayerProfile, layer: LayerProfile) -> LayerProfile:
-    counts = {name: getattr(traced, name) for name in ("num_params", "expert_params", "buffer_bytes")}
+    names = ("num_params", "expert_params", "frozen_params", "frozen_expert_params", "buffer_bytes")
+    counts = {name: getattr(traced, name) for name in names}
     divided = layer.divided_experts and tuple(each.model_copy(update=counts) for each in layer.divided_experts)
     return layer.model_copy(update=counts | {"divided_experts": divided})

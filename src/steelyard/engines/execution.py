@@ -28,8 +28,9 @@ class Kernels:
     ``norm_bytes``: what two norms that are no kernel keep per entry of the hidden state, beside the results.
     ``mask_bytes`` per entry of the masks of dropout behind attention and behind the feed-forward part.
     ``copies``: kernels of a block that only copy or make masks. ``keeps_gathered``: whether sequence parallelism keeps
-    what it gathered until the backward pass, not its own part of it. ``loss_bytes``: what the loss holds at its peak,
-    and of that until the backward pass, per token and entry of the vocabulary on a rank, of all entries if
+    what it gathered until the backward pass, not its own part of it. ``activation_bytes``: of each entry that a gated
+    activation in one kernel keeps of its inputs; 1 where it keeps them in 8 bits. ``loss_bytes``: what the loss holds
+    at its peak, and of that until the backward pass, per token and entry of the vocabulary on a rank, of all entries if
     ``gathers_logits``; ``loss_outlives``: whether the latter is still there while the next microbatch's loss is made.
     ``loss_pieces``: parts of a sequence whose logits, loss and gradients are made one part after another; with several
     only fp32 gradients of the hidden state stay until the backward pass.
@@ -51,6 +52,7 @@ class Kernels:
     norm_bytes: int = 14
     copies: int = 0
     keeps_gathered: bool = False
+    activation_bytes: int = 2
     loss_bytes: tuple[int, int] = (12, 4)
     gathers_logits: bool = False
     loss_outlives: bool = False

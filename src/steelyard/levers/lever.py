@@ -69,6 +69,16 @@ class LowPrecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """LoRA beside linear layers of blocks, of which nothing else is trained."""
+
+    rank: int
+    targets: frozenset[str]
+    """Ends of the paths of linear layers; empty for all."""
+    has_dropout: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
     """What training keeps and moves beside the work of layers, as levers change it; without any as AdamW in fp32."""
 
@@ -90,6 +100,8 @@ class Effects:
     """What is otherwise for hidden matrices of blocks (`LayerType.has_matrix`); None where nothing is."""
     low_precision: LowPrecision | None = None
     """Rate of products of 8-bit operands, where layers have some."""
+    adapters: Adapters | None = None
+    """Of plain LoRA, for closed forms: a trace has them."""
     parameters_on_host: bool = False
     """Whether all that is kept of parameters lies in the memory of the host, which updates them: they are copied to the
     device for every pass of a layer, and their gradients back."""

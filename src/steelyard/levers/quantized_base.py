@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from steelyard.levers.lever import Asked, Objection, Result, WordLever
+from steelyard.levers.lever import Asked, Effects, Objection, Result, WordLever
 from steelyard.model.chain import ModelChain
 
 FULL = "full"
@@ -42,6 +42,10 @@ class QuantizedBase(WordLever):
             found = f"where all of {asked.chain.name} is trained"
             adapters = "adapters, beside which the base stays as it is"
             yield found, adapters, "add --train lora:r=16, or leave --base out"
+
+    def effects(self, effects: Effects) -> Effects:
+        """Effects for which no closed form stands: these have no weights in fewer bits."""
+        return replace(effects, adapters=None)
 
     def change(self, chain: ModelChain) -> ModelChain:
         """The model with its linear layers in fewer bits."""

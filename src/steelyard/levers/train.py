@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from steelyard.errors import UserError, nearest
-from steelyard.levers.lever import Asked, Divided, Lever, Objection, Result
+from steelyard.levers.lever import Adapters, Asked, Divided, Effects, Lever, Objection, Result
 from steelyard.model.chain import LayerType, ModelChain
 
 ALL_LINEAR = "all-linear"
@@ -215,6 +215,13 @@ class Train(Lever):
 
         layer_types = tuple(map(changed, chain.layer_types))
         return replace(chain, changes=(*chain.changes, self), layer_types=layer_types)
+
+    def effects(self, effects: Effects) -> Effects:
+        """Effects with the sizes of plain LoRA."""
+        if not self.is_plain:
+            return effects
+        targets = frozenset(() if self.targets == (ALL_LINEAR,) else self.targets)
+        return replace(effects, adapters=Adapters(rank=self.r, targets=targets, has_dropout=self.dropout > 0))
 
     def warning(self, chain: ModelChain) -> str:
         """A warning about routed experts, which have no adapters."""

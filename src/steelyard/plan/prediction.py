@@ -256,13 +256,13 @@ class Interval(PlanPart):
     typical: float = Field(ge=0)
     """The median of |predicted / measured − 1| of such runs."""
     like: str
-    """What the costs of such runs were made from, as `steelyard.cost.accuracy` has it."""
+    """What such runs are, as `steelyard.cost.accuracy` has it."""
     as_good: float = Field(ge=0)
     """By what fraction a plan of the same job may be predicted slower and still be as good as this one."""
 
     def __str__(self) -> str:
         return (
-            f"predicted, typically ± {self.typical:.0%}; 9 in 10 such runs: "
+            f"predicted, typically ± {self.typical:.0%} ({self.like}); 9 in 10 such runs: "
             f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}"
         )
 

@@ -164,7 +164,7 @@ def prediction_of(
         lower_bound_s=lower_bound_s,
         profile=first.cost_source(),
         backend=first.cluster.device.backend,
-        interval=None if is_mixed else interval_of(first.cost_source(), plan.strategies, cost.step_time_s),
+        interval=None if is_mixed else interval_of(first, plan.strategies, cost.step_time_s),
         host=_host_use(job, plan, cost.stages),
         alternatives=alternatives,
         pools=_pool_uses(job, plan, cost.step_time_s, found) if is_mixed else None,
