@@ -68,13 +68,13 @@ class Case:
     """The rank that the row's memory is of."""
     workspace_bytes: int
     """What kernels keep in torch's memory beside tensors."""
-    not_in_time: tuple[str, ...] = ()
-    """Rates that the row's time holds nothing of."""
+    rates: tuple[tuple[str, float], ...] = ()
+    """As `Framework.rates`."""
 
     def timed_at(self, rates: Efficiency) -> Job:
-        """The job at these rates, less what the row's time does not hold."""
-        none: dict[str, Any] = dict.fromkeys(self.not_in_time, 0.0)
-        return self.job.on(rates=replace(rates, **none))
+        """The job at these rates, as far as the row's time shows them."""
+        shown: dict[str, Any] = {name: part * getattr(rates, name) for name, part in self.rates}
+        return self.job.on(rates=replace(rates, **shown))
 
 
 class _SkipError(Exception):
@@ -124,9 +124,9 @@ def _case(run: PublishedRun) -> Case:
         plan=plan,
         reports=framework.reports,
         workspace_bytes=workspace_bytes(run, framework),
-        not_in_time=framework.not_in_time,
+        rates=framework.rates,
     )
-    return replace(case, job=case.timed_at(job.efficiency)) if case.not_in_time else case
+    return replace(case, job=case.timed_at(job.efficiency)) if case.rates else case
 
 
 def _refuse_what_is_not_modelled(run: PublishedRun) -> None:
