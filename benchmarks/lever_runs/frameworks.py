@@ -77,6 +77,9 @@ class Framework:
     """Whether a head that has the embedding's matrix has no copy of its own."""
     stream_bytes: int = 2
     """Bytes of an entry of what flows between blocks."""
+    eager_score_bytes: int = 0
+    """Bytes that eager attention's backward pass holds of a score beyond ours. Queries of a stream in fp32 leave the
+    softmax in fp32, of which autocast makes a copy for the product with values."""
     reserve: float = FIXED_SEGMENTS_RESERVE
     """Part of what comes and goes by which the allocator reserves more than is allocated."""
     blocks_of_lengths: float = 0.0
@@ -108,7 +111,10 @@ def _litgpt(row: Row, config: Mapping[str, Any], is_full: bool) -> Framework:
     root = 2 * 2 * config["vocab_size"] * config["hidden_size"]
     return Framework(
         engine=_engine("litgpt", replace(_BF16, states=sharded, bucket_bytes=root) if shards > 1 else _BF16),
-        loss_bytes=(4, 6),  # chunked_cross_entropy in bf16, of logits that the caller's list keeps
+        loss_bytes=(
+            8,
+            10,
+        ),  # in chunks, of logits that its Fabric makes fp32 (HalfPrecision.convert_output) and a list keeps
         dropout=0.0 if is_full else 0.05,
         has_fused_qkv=True,
         kept_quantized_inputs=1 if "longest sample" in row.text("notes") else 2,  # bitsandbytes 0.41, 0.42; one is long
@@ -148,6 +154,7 @@ def _fitcheck(_row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framewor
         engine=_engine("transformers", replace(_FP32_ADAPTERS, states=states)),
         loss_bytes=(8, 16),  # of a head in fp32, whose logits `outputs` keeps
         stream_bytes=4,
+        eager_score_bytes=2,
     )
 
 

@@ -197,12 +197,15 @@ class Case:
         if framework.has_fused_qkv:
             more += 2 * width * (2 * heads if groups == heads else 2 * (heads - groups))
         if framework.dropout:
+            layer = _with_more(layer, saved=-(job.compute_bytes - 1) * layer.adapter_inputs.per_sample)
             more -= _DROPPED * hidden * max(0, sum(name in dict(self.levers)["train"] for name in _QKV) - 1)
         if self.settings.remat is Remat.FULL:
             layer = _with_stream(layer, (framework.stream_bytes - job.compute_bytes) * hidden * job.seq_len)
         if dict(self.levers).get("base"):
             more += framework.kept_quantized_inputs * 2 * (3 * hidden + ffn)
-        return self._scaled(_with_more(layer, saved=more * job.seq_len))
+        scores = heads * job.seq_len**2 if config.get("attn_implementation") == "eager" else 0
+        transient = framework.eager_score_bytes * scores
+        return self._scaled(_with_more(layer, saved=more * job.seq_len, transient=transient))
 
     def _scaled(self, layer: LayerProfile) -> LayerProfile:
         """Returns it with scales in fp32, where the framework has them so."""
@@ -234,7 +237,8 @@ def _with_stream(layer: LayerProfile, num_bytes: int) -> LayerProfile:
 
 
 _DROPPED = 3
-"""Bytes of an entry that dropout saves: what is left of it, and the mask."""
+"""Bytes of an entry that dropout saves: what is left of it, and the mask, of a byte on a GPU; a trace has that of the
+CPU's dropout, in the type that computes."""
 _QKV = ("q_proj", "k_proj", "v_proj")
 _NF4 = 1 / 2 + 1 / 64 + 4 / 16384
 """Bytes of a weight: `steelyard.levers.quantized_base`."""
