@@ -87,6 +87,8 @@ class Framework:
     single_scales: bool = False
     """Whether scales of nf4 are in fp32 (no double quantization), which is 4 bytes for 64 weights."""
     default_remat: str = "none"
+    default_targets: str = ""
+    """Linear layers that have adapters where a row does not say, in the table's words."""
 
 
 def _engine(name: str, execution: Execution) -> Engine:
@@ -165,7 +167,13 @@ def _trainer(row: Row, _config: Mapping[str, Any], is_full: bool) -> Framework:
         reserve=0.0 if name == "ms-swift" else FIXED_SEGMENTS_RESERVE,
         blocks_of_lengths=_BLOCKS_OF_LENGTHS if name == "ms-swift" else 0.0,
         default_remat="full" if name == "LLaMA-Factory" else "none",
+        default_targets="all" if name == "axolotl" else "",  # lora_target_linear of the rows' configurations
     )
+
+
+def _mixed(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
+    """Masters in fp32, which autocast copies."""
+    return Framework(engine=_engine(row.text("framework").lower(), NATIVE.execution))
 
 
 def _titan(row: Row, _config: Mapping[str, Any], _is_full: bool) -> Framework:
@@ -184,7 +192,7 @@ _FRAMEWORKS: tuple[tuple[str, Callable[[Row, Mapping[str, Any], bool], Framework
     ("transformers + peft (scripts/measure.py)", _fitcheck),
     ("ms-swift", _trainer),
     ("LLaMA-Factory", _trainer),
-    ("transformers Trainer", _trainer),
+    ("transformers Trainer", _mixed),
     ("axolotl", _trainer),
     ("torchtitan", _titan),
     ("NeMo Automodel", _automodel),

@@ -359,7 +359,7 @@ def _precision(row: Row) -> str:
     text = row.text("precision")
     if _float8(row) in Float8.values:
         return "bf16"
-    return {"": "bf16", "bf16 or fp16 (not stated)": "bf16", "16 bit": "bf16"}.get(text, text)
+    return {"": "bf16", "bf16 or fp16 (not stated)": "bf16", "16 bit": "bf16", "fp16 amp": "fp16"}.get(text, text)
 
 
 def _float8(row: Row) -> str:
@@ -372,7 +372,7 @@ def _levers(row: Row, config: Mapping[str, Any], framework: Framework) -> tuple[
     if _KINDS.get(row.text("method"), row.text("method")) in {*KINDS} - {LORA}:
         found["train"] = _adapters(row)
     elif row.text("method") != "full":
-        rank, targets = row.count("rank"), targets_of(row.text("target_modules"), config)
+        rank, targets = row.count("rank"), targets_of(row.text("target_modules") or framework.default_targets, config)
         if rank is None or targets is None:
             raise _SkipError("rank or targets of adapters not stated" if rank is None else "targets not known")
         found["train"] = f"lora:r={rank},targets={'+'.join(targets)}"

@@ -3,6 +3,7 @@
 Models with code of their own (Qwen, ChatGLM, Baichuan) are given the form of a model of transformers that has the same
 matrices. Where queries, keys and values are one product, as in the first two, that is Phi-3, which makes one of the two
 of the gated layer as well; Baichuan's count as separate ones.
+BERT's head is that of masked words, where its rows classify sequences: 3 % of the parameters, tied but for 1 million.
 """
 
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ _PACKAGED: Mapping[str, str] = {
     "katanemo/Plano-Orchestrator-4B": "qwen3-4b",
     "Qwen/Qwen3-8B": "qwen3-8b",
     "LLaMA-7B (GaLore configuration)": "llama2-7b",
+    "google-bert/bert-large-uncased": "bert-large",
     "google-t5/t5-base": "t5-base",
     "google/gemma-2-2b": "gemma2-2b",
     "google/gemma-2-9b": "gemma2-9b",
