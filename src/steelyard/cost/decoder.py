@@ -542,6 +542,8 @@ class _Local:
         kept = 4 if self.kernels.norm else 10
         entries = self.shape.vocab if self.kernels.gathers_logits else self.vocab
         peak_bytes, saved_bytes = (self.tokens // pieces * each * entries for each in self.kernels.loss_bytes)
+        if divided and not (self.kernels.loss or self.kernels.gathers_logits):
+            peak_bytes += self.tokens // pieces * 4 * entries  # what ranks sum over, in fp32
         if pieces > 1:
             saved_bytes = 4 * self.tokens * h
             peak_bytes += saved_bytes

@@ -469,13 +469,13 @@ def _literal(node: ast.expr) -> Any:
         return ast.unparse(node)
 
 
-_KERNELS = replace(EAGER, selective="half of the matmuls")
+_KERNELS = replace(EAGER, selective="half of the matmuls", keeps_gathered=True)
 
 
 def _compiled(execution: Execution) -> Execution:
     """The execution with blocks compiled, without which casts cost more than products in 8 bits gain."""
     assert execution.kernels is not None, "of torchtitan"
-    return replace(execution, kernels=replace(execution.kernels, norm=True, rotary=True, activation=True))
+    return replace(execution, kernels=replace(execution.kernels, norm=True, rotary=True, activation=True, loss=True))
 
 
 TORCHTITAN = Engine(

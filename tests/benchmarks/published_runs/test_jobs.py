@@ -94,8 +94,8 @@ def test_what_cannot_be_priced_is_skipped_with_its_reason(cells: dict[str, str],
 
 @pytest.mark.slow
 def test_rows_of_every_published_source_become_cases_but_where_sizes_or_precision_are_not_stated() -> None:
-    """Zero-bubble's rows lack the vocabulary or a schedule that is priced, Sailor's the type that computes; Automodel's of
-    earlier dates do not say what is computed again, and how Fast-LLM runs is not known."""
+    """Zero-bubble's rows lack the vocabulary or a schedule that is priced, Sailor's the type that computes;
+    Automodel's of earlier dates do not say what is computed again, and how Fast-LLM runs is not known."""
     by_source: dict[str, list[PublishedRun]] = {}
     for run in read_runs():
         by_source.setdefault(run.source, []).append(run)
