@@ -33,15 +33,16 @@ STAGES: dict[str, tuple[str, ...]] = {
     "recomputed": ("dp2, dp2 remat=full, dp2 remat=selective, dp2",),
     "tokens": ("cp2, cp2, cp2, cp2",),
     "mixed": ("fsdp4, tp2-fsdp2, dp2-tp2, fsdp4",),
+    "hybrid": ("fsdp4, dp2-fsdp2, fsdp2-cp2, dp4",),
 }
-DEVICES = {"alone": 1, "mixed": 4}
+DEVICES = {"alone": 1, "mixed": 4, "hybrid": 4}
 """2 of others."""
 WORDS = {
     "adamw-8bit": ("alone", "replicated", "stages", "sharded", "tensors", "mixed"),
     "adamw-4bit": ("alone", "replicated", "stages", "sharded", "tensors", "mixed"),
     "sgd": ("alone", "stages", "mixed"),
     "adafactor": ("alone", "replicated", "stages"),
-    "muon": ("alone", "replicated", "stages", "recomputed", "tokens"),
+    "muon": ("alone", "replicated", "stages", "recomputed", "tokens", "sharded", "hybrid"),
 }
 RUNS = [(word, name) for word, names in WORDS.items() for name in names if name != "alone"]
 EXACT_TOLERANCE = 1e-5
@@ -62,6 +63,8 @@ RESUMED = [
     ("muon", "stages", "muon", "stages"),
     ("muon", "stages", "muon", "replicated"),
     ("muon", "replicated", "muon", "stages"),
+    ("muon", "stages", "muon", "hybrid"),
+    ("muon", "sharded", "muon", "replicated"),
 ]
 """Optimizer and plan of a run, and of the one that goes on with its checkpoint."""
 

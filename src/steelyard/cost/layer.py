@@ -369,7 +369,7 @@ def _once_time(
     """
     job, execution, strategy = config.job, config.job.execution, sent.strategy
     stepped = _stepped(layer.trained, strategy, execution)
-    terms: Terms = {"optimizer": _update_s(layer_type, layer, stepped, job)}
+    terms: Terms = {"optimizer": _update_s(layer_type, layer, stepped, strategy, config)}
     if job.effects.moved_bytes:
         terms["offload"] = host_copies_s(stepped * job.effects.moved_bytes, job)
     forward_s, backward_s = sum(forward.values()), sum(backward.values())
@@ -406,15 +406,24 @@ def _once_time(
     return terms
 
 
-def _update_s(layer_type: LayerType, layer: LayerProfile, stepped: float, job: Job) -> float:
-    """Seconds to update ``stepped`` parameters of a layer, its hidden matrices as a lever says."""
-    update = job.effects.matrices
+def _update_s(
+    layer_type: LayerType, layer: LayerProfile, stepped: float, strategy: Strategy, config: JobConfig
+) -> float:
+    """Seconds to update ``stepped`` parameters of a layer, its hidden matrices as a lever says.
+
+    Of matrices that ranks share each is gathered and updated on one of them, which sends it to the others.
+    """
+    job, update = config.job, config.job.effects.matrices
     if update is None:
         return optimizer_s(stepped, job)
     in_matrices = matrix_params(layer_type, layer)
-    seconds = optimizer_s(stepped - in_matrices, job) + optimizer_s(in_matrices, job, update.update_bytes)
+    group = levels_group(strategy, shard_levels(strategy.levels), config.devices_per_stage)
+    of_rank = in_matrices / group.size
+    seconds = optimizer_s(stepped - of_rank, job) + optimizer_s(of_rank, job, update.update_bytes)
     for m, n, count in hidden_matrices(layer_type, layer):
-        seconds += count * products_s(update.flop_of(m, n), update.product_bytes_of(m, n), layer, job)
+        made_s = products_s(update.flop_of(m, n), update.product_bytes_of(m, n), layer, job)
+        gathered_s = job.collective_s("all_gather", update.gathered_bytes * m * n, group)
+        seconds += count * (made_s / group.size + 2 * gathered_s)
     return seconds
 
 

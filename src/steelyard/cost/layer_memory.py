@@ -226,7 +226,7 @@ def saved_in_matrices(num_params: int, layer_type: LayerType, layer: LayerProfil
     if update is None:
         return 0
     fewer = job.effects.state_bytes - update.state_bytes
-    return math.floor(fewer * min(num_params, matrix_params(layer_type, layer)))
+    return math.floor(fewer * (matrix_params(layer_type, layer) * num_params // max(1, layer.trained.num_params)))
 
 
 def _matrix_buffer_bytes(job: Job) -> int:

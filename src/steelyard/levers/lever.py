@@ -39,6 +39,8 @@ class MatrixUpdate:
     """Bytes of the operands and results of its products: of $m n$ and of $m^2$."""
     buffer_bytes: tuple[float, float]
     """Bytes that it has while it updates a matrix, one at a time: of $m n$ and of $m^2$."""
+    gathered_bytes: float
+    """Bytes of an entry of the update, which ranks that share a matrix gather, and get back."""
 
     def flop_of(self, m: float, n: float) -> float:
         """FLOP of a step."""

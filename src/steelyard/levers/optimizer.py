@@ -25,7 +25,9 @@ a matrix of $m \times n$, $m \le n$, is five Newton-Schulz iterations of three p
 $$5 (2 m^2 n + 2 m^3 + 2 m^2 n) = 20 m^2 n + 10 m^3 \text{ FLOP}$$
 
 with $8 m n + 4 m^2$ bytes at a time: the update in fp32, $X$ and the new one in bf16, $A$ and $B$. Every rank of dp
-computes all of it. A part of a matrix has other singular vectors, so that no rank may hold one.
+computes all of it. A part of a matrix has other singular vectors. So under fsdp, where each rank has a part of the
+momentum, updates are gathered in bf16, each is made orthogonal on one of the ranks, which sends it to the others, and
+nothing runs beside that. tp and ep are refused.
 Advice does not try it: 8-bit moments save more, also where they are sharded, and its seconds need shapes of matrices,
 which packaged traces leave out, so that the model is traced.
 
@@ -41,6 +43,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from steelyard.levers.lever import Asked, Divided, Effects, MatrixUpdate, Objection, Result, WordLever
+from steelyard.model.chain import LayerRole
 
 BLOCK = {"adamw-8bit": 256, "adamw-4bit": 128}
 """Entries that share a scale."""
@@ -62,6 +65,7 @@ _MUON = MatrixUpdate(
     flop=(20, 10),
     product_bytes=(50, 60),
     buffer_bytes=(8, 4),
+    gathered_bytes=2,
 )
 _WHOLE = {
     "adafactor": "adafactor takes means over whole rows and columns of a matrix",
@@ -85,10 +89,14 @@ class Optimizer(WordLever):
     result: ClassVar[Result] = "other updates"
 
     def objections(self, asked: Asked) -> Iterator[Objection]:
-        """Muon where parts of blocks are trained, and on a GPU without bf16."""
+        """Muon where parts of blocks are trained or none of them, and on a GPU without bf16."""
         if self.word != "muon":
             return
-        freeze = asked.chain.freeze
+        freeze, types = asked.chain.freeze, enumerate(asked.chain.layers)
+        blocks = [layer for layer, of in types if asked.chain.layer_types[of].role is LayerRole.BLOCK]
+        if freeze is not None and all(map(freeze.is_whole, blocks)):
+            blocks_to_train = "blocks to train, whose matrices it makes orthogonal"
+            yield "for embedding and head alone", blocks_to_train, "leave --optimizer out, or freeze fewer layers"
         if asked.chain.has_adapters or (freeze is not None and any(part.paths for part in freeze.parts)):
             part = f"for a part of the layers of {asked.chain.name}"
             yield part, "layers that are trained whole or not at all", "leave --optimizer out, or freeze whole layers"
@@ -99,10 +107,10 @@ class Optimizer(WordLever):
                 yield on, "a device that multiplies matrices in bf16", other
 
     def refusal(self, strategy: Divided) -> str | None:
-        """Adafactor and Muon need whole matrices."""
-        if self.word in _WHOLE and max(strategy.state_shards, strategy.tensor_degree, strategy.expert_degree) > 1:
-            return f"{_WHOLE[self.word]}: no fsdp, no tp, no ep"
-        return None
+        """Adafactor and Muon need whole matrices, of which Muon gathers those that are sharded."""
+        if self.word in _WHOLE and max(strategy.tensor_degree, strategy.expert_degree) > 1:
+            return f"{_WHOLE[self.word]}: no tp, no ep"
+        return f"{_WHOLE[self.word]}: no fsdp" if self.word == "adafactor" and strategy.state_shards > 1 else None
 
     def effects(self, effects: Effects) -> Effects:
         """What it keeps and moves."""
