@@ -22,11 +22,13 @@ from published_runs.accuracy import (
     memory_by_source,
     time_by_source,
 )
-from published_runs.classes import ADAPTERS, CONTEXT, DENSE
+from published_runs.classes import ADAPTERS, CONTEXT, DENSE, class_of
 from published_runs.forecast import Forecast
+from published_runs.jobs import Case, case_of
 from published_runs.page import Findings, accuracy_page
 from published_runs.rows import FILE_NAMES
 
+from steelyard.cost.accuracy import spread_of
 from steelyard.units import GIB
 from tests.benchmarks.published_runs.examples import case, sample
 from tests.benchmarks.published_runs.test_score import made
@@ -169,3 +171,11 @@ def test_the_script_writes_a_page_without_asking_anyone(monkeypatch: pytest.Monk
     assert "compares these predictions with 2 training runs" in text
     assert "None was asked" in text
     assert "No source was left out" in text
+
+
+@pytest.mark.slow
+def test_a_run_is_of_the_class_that_a_plan_says_of_itself() -> None:
+    for run in sample():
+        found = case_of(run)
+        spread = spread_of(found.job, found.plan.strategies) if isinstance(found, Case) else None
+        assert spread is None or spread.words == class_of(run), run.id
