@@ -29,9 +29,10 @@ class DivergedError(RuntimeError):
 class Divergence:
     """What was found in the steps of a run; the same on every rank, as losses and gradient norms are."""
 
-    def __init__(self, options: TrainOptions, *, is_cross_entropy: bool) -> None:
+    def __init__(self, options: TrainOptions, *, is_cross_entropy: bool, in_fp16: bool = False) -> None:
         self._options, self._is_cross_entropy = options, is_cross_entropy
         self._limit = math.inf
+        self._note = ". In fp16 a forward pass has no values above 65504, whatever the loss scale" * in_fp16
         self._found = ("", 0)
         """The name of what was found in the last step, and in how many steps in a row."""
 
@@ -58,7 +59,7 @@ class Divergence:
         advice = (
             "check that parameters are trained and labels are not all masked"
             if name == "norm"
-            else f"lower --lr (now {options.lr:g}) or raise --warmup-steps (now {options.warmup_steps})"
+            else f"lower --lr (now {options.lr:g}) or raise --warmup-steps (now {options.warmup_steps}){self._note}"
         )
         if ends:
             raise DivergedError(
