@@ -50,7 +50,7 @@ class Divergence:
         if not name and norm == 0 and not is_skipped:
             name, what = "norm", f"the gradient norm is 0, so that nothing is trained (loss {loss:.4g})"
         if not name and loss > self._limit:
-            name, what = "loss", f"the loss is {loss:.4g}, above twice that of the first step; the run has diverged"
+            name, what = "loss", f"the loss is {loss:.4g}, above twice that of the first step"
         before, count = self._found
         count = count + 1 if name == before else 1
         self._found = name, count
