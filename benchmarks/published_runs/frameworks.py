@@ -17,7 +17,7 @@ from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.deepspeed import DEEPSPEED
 from steelyard.engines.execution import EAGER, FUSED, Dispatcher, Execution, Kernels, StateBytes
-from steelyard.engines.megatron import MEGATRON
+from steelyard.engines.megatron import KERNELS, MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN
 from steelyard.levers import Effects, Levers
@@ -121,6 +121,9 @@ _MEGATRON_LM = Execution(
     overlaps_transfers="never",
 )
 _CORE = Framework(execution=MEGATRON.execution, has_te=True)
+_PRIMUS = replace(MEGATRON.execution, kernels=replace(KERNELS, expert_copies=0))
+"""Tokens are put in order in one kernel (``moe_permute_fusion``) and dealt out evenly
+(examples/megatron/configs/MI355X/deepseek_v2_lite-BF16-pretrain.yaml)."""
 _NEMO = Framework(execution=MEGATRON_BRIDGE.execution, default_sp=True, default_zero=1, imbalance=1.0)
 """Its performance recipes force routing to be even, have sp on and a distributed optimizer
 (distributed_fused_adam_with_cosine_annealing)."""
@@ -148,7 +151,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("megatron-bridge", _NEMO),
     ("nemo automodel", Framework(execution=AUTOMODEL.execution, default_remat=None)),
     ("nemo", _NEMO),
-    ("primus", _CORE),
+    ("primus", Framework(execution=_PRIMUS, has_te=True, imbalance=1.0)),
     ("maxtext", Framework(execution=Execution(kernels=FUSED, eager_launch=False), default_remat=Remat.FULL)),
     ("llm-foundry", Framework(execution=Execution(kernels=_MPT))),
     (

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from steelyard.planning.complete import NothingFitsError, find_plan
 from steelyard.planning.request import make_request
 from steelyard.runtime.dry_run import dry_run
 from steelyard.tracer.cache import cached_trace
-from tests.runtime.lora_cases import SHORT, lora_plan
+from tests.runtime.lora_cases import SHORT, STACKED, lora_plan
 from tests.runtime.models import FAMILY_CONFIGS
 
 GIB = 2**30
@@ -141,15 +142,32 @@ def test_a_plan_says_that_routed_experts_are_not_quantized() -> None:
 
 
 def test_a_plan_says_that_routed_experts_have_no_adapters() -> None:
-    for config, strategies, expected in (("llama", ["dp2"] * 8, False), (FAMILY_CONFIGS["mixtral"], ["dp2"] * 4, True)):
-        chain = lora_plan("lora:r=4", config, ", ".join(strategies), num_devices=2).chain()
+    mixtral = FAMILY_CONFIGS["mixtral"], ["dp2"] * 4
+    plans = ("lora:r=4", "llama", ["dp2"] * 8, False), ("lora", *mixtral, True), (f"lora:{STACKED}", *mixtral, False)
+    for text, config, strategies, expected in plans:
+        chain = lora_plan(text, config, ", ".join(strategies), num_devices=2).chain()
         assert any("routed experts have no adapters" in each for each in chain.warnings(16)) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "expected"),
+    [
+        (FAMILY_CONFIGS["mixtral"], "experts.up_proj", "mlp.experts.down_proj, mlp.experts.gate_up_proj"),
+        (FAMILY_CONFIGS["mixtral"], "mlp.gate.weight", "mlp.experts.down_proj, mlp.experts.gate_up_proj"),
+        ("llama-tied", "q_proj.weight", "a model with stacked experts"),
+    ],
+)
+def test_a_name_of_no_stacked_matrices_is_refused(config: Any, target: str, expected: str) -> None:
+    with pytest.raises(UserError, match="no stacked matrices of experts") as caught:
+        lora_plan(f"lora:r=4,target_parameters={target}", config, ", ".join(["dp2"] * 4), num_devices=2)
+    assert caught.value.expected == expected
 
 
 def test_other_adapters_than_lora_go_with_no_expert_parallelism() -> None:
     strategy = parse_strategy("fsdp4 ep2")
     assert Levers.of({"train": "lora"}).refusal(strategy) is None
     assert Levers.of({"train": "ia3"}).refusal(strategy) == "ia3 adapters go with no ep"
+    assert "go with no ep" in str(Levers.of({"train": f"lora:{STACKED}"}).refusal(strategy))
 
 
 def test_another_engine_is_refused_before_any_search() -> None:
@@ -221,6 +239,8 @@ CASES = {
     "vera, bf16": ("bf16", 2, ("fsdp2, dp2, fsdp2 zero2, dp2 remat=full, fsdp2, dp2 remat=selective, dp2, fsdp2",)),
     "copies, bf16": ("bf16", 2, ("fsdp2, dp2, fsdp2 zero2, dp2 remat=full, fsdp2, dp2 remat=selective, dp2, fsdp2",)),
     "stages": ("fp32", 4, ("single, single, single", "single, single, single, single, single")),
+    "experts, bf16": ("bf16", 2, ("dp2, dp2, dp2 remat=full, dp2",)),
+    "experts": ("fp32", 1, (", ".join(["fsdp2"] * 4),)),
 }
 
 
@@ -230,6 +250,7 @@ TEXTS = {
     "dora": "dora:r=8",
     "oft": "oft:oft_block_size=4,targets=all-linear",
     "vera": "vera:r=8,targets=all-linear",
+    "experts": f"lora:r=8,{STACKED}",
     "copies": "lora:r=8,modules_to_save=embed_tokens+lm_head",
 }
 
@@ -240,7 +261,7 @@ def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str) -> 
     precision, count, stages = CASES[name]
     plan = lora_plan(
         TEXTS.get(name.partition(",")[0], "lora:r=8"),
-        "llama",
+        FAMILY_CONFIGS["mixtral"] if name.startswith("experts") else "llama",
         *stages,
         precision=precision,
         num_microbatches=count,

@@ -38,6 +38,7 @@ def _case(
 
 ALL, SOME = "lora:r=4", "lora:r=2,alpha=8,targets=q_proj+v_proj+down_proj,rslora"
 _SOME = "targets=q_proj+v_proj+down_proj"
+STACKED = "target_parameters=mlp.experts.gate_up_proj+mlp.experts.down_proj"
 KINDS = {
     "ia3": "ia3:feedforward_modules=down_proj,targets=k_proj+v_proj+down_proj",
     "oft": f"oft:oft_block_size=4,{_SOME}",
@@ -71,6 +72,13 @@ CASES: dict[str, Case] = {
     "bf16": _case("llama", ALL, "fsdp2, dp2", "dp2, fsdp2, tp2, fsdp2, fsdp2, dp2", precision="bf16"),
     "tied": _case("llama-tied", ALL, "dp2, fsdp2", "fsdp2, dp2"),
     "experts": _case(FAMILY_CONFIGS["mixtral"], "lora:r=4", "fsdp4, dp4, fsdp4 ep2 remat=full, dp4"),
+    "stacked experts": _case(
+        FAMILY_CONFIGS["mixtral"],
+        f"lora:r=4,targets=q_proj,{STACKED}",
+        "fsdp4, dp4, fsdp2-cp2 zero2 remat=full, dp4",
+        seq_len=16,
+    ),
+    "stacked experts, stages": _case(FAMILY_CONFIGS["mixtral"], f"lora:r=4,{STACKED}", "dp2, fsdp2", "dp2, fsdp2"),
     "one key-value head, tensors": _case(
         FAMILY_CONFIGS["mistral with one key-value head"], ALL, "dp4, tp4, tp2-dp2+sp, dp4", seq_len=16
     ),

@@ -14,7 +14,7 @@ from steelyard.modules.build import build_model
 from steelyard.modules.prepared import store_together
 from steelyard.plan.plan import Plan
 from tests.runtime.adapter_runs import logits_of, run_all
-from tests.runtime.lora_cases import lora_plan
+from tests.runtime.lora_cases import STACKED, lora_plan
 from tests.runtime.models import CONFIGS, FAMILY_CONFIGS
 from tests.runtime.test_checkpoints import MIDDLE, RUN, load_folder, stored
 
@@ -51,22 +51,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["dp2, fsdp2, dp2", "fsdp2, fsdp2"],
         )
     )
-    gpt2 = lora_plan(
-        "lora:r=4",
-        FAMILY_CONFIGS["gpt2"] | {"vocab_size": 256},
-        "fsdp4, dp4, fsdp4, dp4",
-        **{"global_batch": 8, "num_microbatches": 2, "num_devices": 4, "seq_len": 16},
-    )
-    gpt2_base = build_model(gpt2.chain().unchanged, seed=7)
-    store_together(gpt2_base)  # as transformers has them
-    gpt2_base.save_pretrained(folder / "gpt2 base")
+    others = []
+    for name, text in (("gpt2", "lora:r=4"), ("mixtral", f"lora:r=4,targets=q_proj,{STACKED}")):
+        found = lora_plan(
+            text,
+            FAMILY_CONFIGS[name] | {"vocab_size": 256},
+            "fsdp4, dp4, fsdp4, dp4",
+            **{"global_batch": 8, "num_microbatches": 2, "num_devices": 4, "seq_len": 16},
+        )
+        found_base = build_model(found.chain().unchanged, seed=7)
+        store_together(found_base)  # as transformers has them
+        found_base.save_pretrained(folder / f"{name} base")
+        options = replace(lr, init=folder / f"{name} base", export_hf=folder / f"{name} adapters")
+        others.append((name, found, options))
+        merged = replace(options, export_hf=folder / f"{name} merged", merge=True)
+        others.append((f"{name}, merged", found, merged))
     middle, short_middle = (str(folder / name / f"step-{MIDDLE:08d}") for name in ("one", "nf4"))
     runs = [
         ("one", one, replace(lr, checkpoint_dir=folder / "one")),
         ("other", other, replace(lr, init=None, resume=middle, export_hf=folder / "merged", merge=True)),
         ("nf4", short, replace(lr, checkpoint_dir=folder / "nf4", export_hf=folder / "beside nf4")),
-        ("gpt2", gpt2, replace(lr, init=folder / "gpt2 base", export_hf=folder / "gpt2 adapters")),
-        ("gpt2, merged", gpt2, replace(lr, init=folder / "gpt2 base", export_hf=folder / "gpt2 merged", merge=True)),
+        *others,
         ("nf4, other", other_short, replace(lr, init=None, resume=short_middle, export_hf=None)),
     ]
     run_all(folder, runs)
@@ -99,7 +104,7 @@ def test_peft_reads_magnitudes_beside_a_base_in_four_bits(folder: Path) -> None:
     assert not torch.allclose(before, logits_of(with_adapters), atol=1e-3)
 
 
-@pytest.mark.parametrize("model", ["", "gpt2 "])
+@pytest.mark.parametrize("model", ["", "gpt2 ", "mixtral "])
 def test_peft_reads_adapters_that_compute_what_the_merged_weights_do(folder: Path, model: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(folder / f"{model}base")
     before = logits_of(base)

@@ -17,7 +17,8 @@ so that it computes what it did.
 
 Any other part is a field of peft's ``LoraConfig``, and of other kinds all parts are fields of their own config, under
 the names and with the defaults that peft has; lists are joined by +. They are checked where peft is: as the model is
-read. ``dora:…`` is short for ``lora:…,use_dora=true``.
+read. ``dora:…`` is short for ``lora:…,use_dora=true``. ``target_parameters`` names stacked matrices of routed experts,
+which get an $A$ and a $B$ for each expert; the product is added to all of them in every pass.
 
 What is not trained has no gradient and no optimizer state, and lies in the precision that layers compute in. LoRA alone
 is divided by tp.
@@ -68,6 +69,7 @@ _LENT = 3
 _APART = "split_size"
 """A number that a module with matrices of one result has, which tp divides one by one (`steelyard.modules.prepared`).
 """
+_STACKED = "target_parameters"
 _KEYS = ("r", "alpha", "targets", "dropout", "rslora")
 _SHORT = {"target_modules": "targets", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora"}
 """Names of peft that have a short one; those of LoRA for LoRA alone."""
@@ -224,9 +226,9 @@ class Train(Lever):
         return replace(effects, adapters=Adapters(rank=self.r, targets=targets, has_dropout=self.dropout > 0))
 
     def warning(self, chain: ModelChain) -> str:
-        """A warning about routed experts, which have no adapters."""
-        if chain.has_experts:
-            return "routed experts have no adapters: peft has them for linear layers, and experts are stacked"
+        """A warning about routed experts without adapters."""
+        if chain.has_experts and _STACKED not in dict(self.more):
+            return f"routed experts have no adapters: they are stacked, of which {_STACKED}= names the matrices"
         return ""
 
     def refusal(self, strategy: Divided) -> str | None:

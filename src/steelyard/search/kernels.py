@@ -291,7 +291,10 @@ def candidates(  # noqa: C901, PLR0912, PLR0915 (as `sweep`)
     return found
 
 
-@compiled("i8(i8[::1], i8[:,::1], f8[::1], i8[:,::1], f8[:,::1], f8, f8[:,:,::1], f8[:,:,::1], i8[:,:,:,::1])")
+@compiled(
+    "i8(i8[::1], i8[:,::1], f8[::1], i8[:,::1], f8[:,::1], f8, f8[:,:,::1], f8[:,:,::1], i8[:,:,:,::1], i8[:,::1], "
+    "i8[:,::1])"
+)
 def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     order: IntArray,
     places: IntArray,
@@ -302,25 +305,22 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
     fastest: FloatArray,
     same: FloatArray,
     known: IntArray,
+    classes: IntArray,
+    buffers: IntArray,
 ) -> int:
     """Moves the unbeaten of the `candidates` to the front of ``order``, which lists them by bytes; returns how many.
 
     ``detour`` [C + 1, C + 1] is at most so much longer takes whatever follows from the first class than from the
     second; ``growth`` [B, B] as in `StageCosts`; ``slack_s`` as in `Pruning`. Only states of one entry are compared.
     Room to work in, [entries times B, C + 1, J]: ``fastest`` so far at a level or below, ``same`` the fastest at the
-    very level and ``known`` what it takes with its transient, and without. Of equal bytes the faster one goes first,
-    then the one with the smaller transient; with a slack the one with the smaller transient beats others from there on.
+    very level and ``known`` what it takes with its transient, and without. ``classes`` [entries times B, C + 2] and
+    ``buffers`` [entries, B + 1]: how many classes, and places of buffers, unbeaten states have so far, and which.
+    Of equal bytes the faster one goes first, then the one with the smaller transient; with a slack the one with the
+    smaller transient beats others from there on.
     """
     sizes = len(growth)
     for index in order:
-        known[0, places[0, index] * sizes : places[0, index] * sizes + sizes, 0, 0] = -2
-    for index in order:
-        known[0, places[0, index] * sizes + places[7, index], 0, 0] = -1
-    for index in order:
-        came = places[0, index] * sizes + places[7, index]
-        if known[0, came, 0, 0] == -1:
-            known[0, came, 0, 0] = 0
-            fastest[came], same[came] = np.inf, np.inf
+        classes[places[0, index] * sizes + places[7, index], 0] = buffers[places[0, index], 0] = 0
     for place in range(1, len(order)):
         index, slot = order[place], place
         while slot > 0 and places[2, order[slot - 1]] == places[2, index]:
@@ -334,28 +334,39 @@ def sweep(  # noqa: C901, PLR0912 (one function compiles faster than two)
         order[slot] = index
     num_kept = 0
     for index in order:
-        came, left, own = places[0, index] * sizes + places[7, index], places[1, index], places[6, index]
-        peak = places[2, index] + places[3, index]
-        beaten = False
-        for turn in range(detour.shape[0] + 1):
-            other = left if turn == 0 else turn - 1  # the own class beats most
-            longest = seconds[index] + slack_s - detour[other, left]
-            beaten = own > 0 and fastest[came, other, own - 1] <= longest
-            beaten |= same[came, other, own] <= longest and known[0, came, other, own] <= peak
+        entry, left, own, size = places[0, index], places[1, index], places[6, index], places[7, index]
+        came, peak, longest = entry * sizes + size, places[2, index] + places[3, index], seconds[index] + slack_s
+        beaten, is_new = False, True
+        for turn in range(classes[came, 0], 0, -1):
+            other = classes[came, turn]
+            within = longest - detour[other, left]
+            beaten = own > 0 and fastest[came, other, own - 1] <= within
+            beaten |= same[came, other, own] <= within and known[0, came, other, own] <= peak
+            is_new &= other != left
             if beaten:
                 break
-        size = places[7, index]
-        for other in range(sizes):
+        for turn in range(0 if beaten else buffers[entry, 0]):
+            other = buffers[entry, turn + 1]
             more, place = growth[other, size], came - size + other
-            if beaten or other == size or more < 0 or known[0, place, 0, 0] == -2:
+            if other == size or more < 0:
                 continue
             for level in range(fastest.shape[2]):
-                if same[place, left, level] <= seconds[index] + slack_s and known[0, place, left, level] + more <= peak:
+                if same[place, left, level] <= longest and known[0, place, left, level] + more <= peak:
                     beaten |= known[1, place, left, level] + more <= places[2, index]
+            if beaten:
+                break
         if beaten:
             continue
         order[num_kept] = index
         num_kept += 1
+        if classes[came, 0] == 0:
+            buffers[entry, 0] += 1
+            buffers[entry, buffers[entry, 0]] = size
+            same[came] = np.inf
+        if is_new:
+            classes[came, 0] += 1
+            classes[came, classes[came, 0]] = left
+            fastest[came, left] = np.inf
         ahead_s = same[came, left, own] - seconds[index]
         if ahead_s > 0 or (-slack_s < ahead_s and peak < known[0, came, left, own]):
             same[came, left, own] = seconds[index]

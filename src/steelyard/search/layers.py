@@ -426,11 +426,11 @@ def chain_frontier(
     rows[0] = rows[1] = entries
     rows[2], rows[3], rows[6:] = 0, NOTHING_BYTES, 0
     states = LayerStates(rows=rows, seconds=np.zeros(len(entries)))
-    room = np.empty((8, 0), dtype=np.int64), np.empty((2, 0))
     costs = _useful(
         costs, layer_types, pruning, _levels(costs, layer_types, pruning, costs.transient + costs.rows[:, 6])
     )
     guide = _guide(costs, layer_types, entries, pruning, _levels(costs, layer_types, pruning, costs.transient))
+    room, work = (np.empty((8, 0), dtype=np.int64), np.empty((2, 0))), _work_of(costs, len(guide.upper))
     per_layer, missed_s = [], 0.0
     for position, layer_type in enumerate(layer_types):
         if pruning.deadline is not None and time.monotonic() > pruning.deadline:
@@ -446,7 +446,7 @@ def chain_frontier(
         num_next = max(1, int(costs.count[list(layer_types[position + 1 : position + 2])].sum()))
         few, most = FEW_CANDIDATES // num_next, (2 * FEW_CANDIDATES if missed_s else MAX_CANDIDATES) // num_next
         found = _NOTHING if received is None else received
-        states, slack_s = _extend(states, costs, layer_type, detour, guide, position + 1, room, found, few, most)
+        states, slack_s = _extend(states, costs, layer_type, detour, guide, position + 1, room, work, found, few, most)
         received = None
         missed_s += slack_s
         per_layer.append(states)
@@ -607,7 +607,18 @@ def _guide(
 _Room = tuple[IntArray, FloatArray]
 """[8, N] and [2, N] for `kernels.candidates` to fill in."""
 
+_Work = tuple[FloatArray, FloatArray, IntArray, IntArray, IntArray]
+"""For `kernels.sweep` to work in."""
+
 _NOTHING = np.zeros((0, 0), dtype=np.int64)
+
+
+def _work_of(costs: StageCosts, num_levels: int) -> _Work:
+    classes, sizes = costs.num_groups + 1, len(costs.buffers)
+    shape = classes * sizes, classes, num_levels
+    numbers = (2, *shape), (shape[0], classes + 1), (classes, sizes + 1)
+    known, seen, places = (np.empty(each, dtype=np.int64) for each in numbers)
+    return np.empty(shape), np.empty(shape), known, seen, places
 
 
 def _extend(
@@ -618,6 +629,7 @@ def _extend(
     guide: _Guide,
     position: int,
     room: _Room,
+    work: _Work,
     received: IntArray,
     few: int,
     most: int,
@@ -626,9 +638,7 @@ def _extend(
 
     That is 0 unless they would be more than ``most``: then there are ``few``.
     """
-    (places, values), width, sizes = room, guide.pruning.width, len(costs.buffers)
-    shape = ((costs.num_groups + 1) * sizes, len(detour), len(guide.upper))
-    work, peaks = np.empty((2, *shape)), np.empty((2, *shape), dtype=np.int64)
+    (places, values), width = room, guide.pruning.width
     found = kernels.candidates(
         states.rows,
         states.seconds,
@@ -652,7 +662,7 @@ def _extend(
         guide.others[position],
         width is not None,
         work[0],
-        peaks,
+        work[2],
         places,
         values,
     )
@@ -662,7 +672,7 @@ def _extend(
         order = places[2, :found].argsort(kind="stable")
 
     def unbeaten(order: IntArray, slack_s: float) -> IntArray:
-        return order[: kernels.sweep(order, places, values[0], costs.growth, detour, slack_s, work[0], work[1], peaks)]
+        return order[: kernels.sweep(order, places, values[0], costs.growth, detour, slack_s, *work)]
 
     kept, slack_s = unbeaten(order, 0.0), 0.0
     if len(kept) > most:

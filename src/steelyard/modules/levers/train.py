@@ -29,6 +29,7 @@ from steelyard.modules.levers.quantized_base import PARTS, QuantizedLinear
 from steelyard.modules.prepared import store_together
 
 _MOST_NAMED = 24
+_STACKED_DIMS = 3
 _STRIDE = 1_000_033
 _NAME = "default"
 """What peft calls the adapters of a model with one set of them: a part of the name of each of their parameters."""
@@ -70,6 +71,16 @@ def config_of(lever: Train, model: PreTrainedModel) -> Any:
         if name is None:
             raise _refused(key, f"a setting of {config_class.__name__}: {', '.join(fields)}", nearest(key, fields))
         values[name] = _value(text, fields[name])
+    stacked = [name for name, each in model.named_parameters() if each.ndim == _STACKED_DIMS]
+    for target in values.get("target_parameters") or ():
+        if not any(f".{name}".endswith(f".{target}") for name in stacked):
+            names = sorted({".".join(name.split(".")[-3:]) for name in stacked})
+            words = f"target_parameters={target}, which ends the name of no stacked matrices of experts"
+            raise _refused(
+                words,
+                ", ".join(names) or "a model with stacked experts",
+                nearest(str(target), names) if names else "leave it out",
+            )
     values |= {"save_projection": False} if "save_projection" in fields else {}  # drawn again from a number in the file
     try:
         with _quiet():
@@ -229,7 +240,9 @@ def _check(lever: Train, model: PreTrainedModel, chain: ModelChain, names: set[s
     for layer in range(chain.num_layers):
         for path in sorted({*chain.family.modules(layer).values()} - {*chain.split.holders}):
             module = model.get_submodule(path)
-            shapes = [tuple(base_of(each).weight.shape) for _, each in adapted(module)]
+            shapes = [
+                tuple(base_of(each).weight.shape) for _, each in adapted(module) if hasattr(base_of(each), "weight")
+            ]
             widths |= {layer: tuple(map(max, zip(*shapes, strict=True)))} if shapes else {}
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if is_added(name) and first.setdefault(id(tensor), layer) != layer:
@@ -254,13 +267,27 @@ def _check(lever: Train, model: PreTrainedModel, chain: ModelChain, names: set[s
 
 
 def adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of peft in a module, or it itself, that stand around one of the unmodified model, by their path."""
-    return ((path, each) for path, each in module.named_modules() if any(name in each._modules for name in _BASES))
+    """The modules of peft in a module, or it itself, that stand around one of the unmodified model, by their path; of
+    several around one the outermost."""
+    found = ((path, each) for path, each in module.named_modules() if _base_name(each))
+    return ((path, each) for path, each in found if path.rpartition(".")[2] not in _BASES)
 
 
 def base_of(module: nn.Module) -> Any:
     """The module of the unmodified model that one of peft stands around."""
-    return next(module._modules[name] for name in _BASES if name in module._modules)
+    innermost = _innermost(module)
+    return innermost.get_submodule(_base_name(innermost))
+
+
+def _innermost(module: nn.Module) -> nn.Module:
+    """The innermost module of peft of those around one of the unmodified model."""
+    inner = module.get_submodule(_base_name(module))
+    return _innermost(inner) if _base_name(inner) else module
+
+
+def _base_name(module: nn.Module) -> str:
+    """The name of what a module of peft stands around; empty for any other."""
+    return next((name for name in _BASES if name in module._modules), "")
 
 
 def begin_filling(module: nn.Module) -> nn.Module:
@@ -306,7 +333,8 @@ def _put_back(module: nn.Module, taken: Mapping[str, nn.Module]) -> nn.Module:
     """The module with its adapters again, in place, with fake tensors for theirs."""
     device = next(module.parameters()).device
     for path, each in taken.items():
-        each.set_submodule(next(name for name in _BASES if name in each._modules), module.get_submodule(path))
+        innermost = _innermost(each)
+        innermost.set_submodule(_base_name(innermost), module.get_submodule(path))
         if path:
             module.set_submodule(path, each)
     found = taken.get("", module)
@@ -328,7 +356,7 @@ def is_added(name: str) -> bool:
 
 def own_name(name: str) -> str:
     """The name of a parameter without what peft puts around modules."""
-    return ".".join(part for part in name.split(".") if part not in _BASES)
+    return name if is_added(name) else ".".join(part for part in name.split(".") if part not in _BASES)
 
 
 def names_inside(module: nn.Module) -> Iterator[str]:
@@ -351,9 +379,10 @@ def merged(lever: Train, model: PreTrainedModel, path: str, tensors: Mapping[str
     module.load_state_dict({name: tensor for name, tensor in tensors.items() if is_added(name)}, strict=False)
     found: dict[str, Tensor] = {}
     for inside, each in list(adapted(module)):
-        if hasattr(each, "merge"):
-            each.merge()
-        plain = base_of(each) if hasattr(each, "merge") else each.unload_and_optionally_merge_module(True, False, None)
+        around = [one for one in each.modules() if hasattr(one, "merge")] if hasattr(each, "merge") else []
+        for one in around:
+            one.merge()
+        plain = base_of(each) if around else each.unload_and_optionally_merge_module(True, False, None)
         found |= {f"{inside}.{name}".removeprefix("."): tensor.detach() for name, tensor in plain.named_parameters()}
     return found
 
