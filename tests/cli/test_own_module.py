@@ -130,7 +130,7 @@ def test_train_builds_the_module_in_every_process_and_resumes(
     job = ("train", tmp_path / "cpu.json", "--builder", EXAMPLE, "--data", tmp_path / "samples.safetensors")
     first = run(*job, "--steps", 3, "--checkpoint-dir", tmp_path / "kept", "--json")
     assert first.exit_code == 0, first.output
-    again = run(*job, "--steps", 4, "--checkpoint-dir", tmp_path / "kept", "--resume", "latest", "--json")
+    again = run(*job, "--steps", 4, "--checkpoint-dir", tmp_path / "kept", "--allow-change", "steps", "--json")
     assert again.exit_code == 0, again.output
     assert [step["step"] for step in json.loads(again.stdout)["steps"]] == [4]
     refused = run(*job, "--steps", 1, "--export-hf", tmp_path / "exported")

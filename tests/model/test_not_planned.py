@@ -26,3 +26,12 @@ def test_a_model_of_pairs_is_refused_with_the_class_of_its_image_tower(
     with pytest.raises(InvalidModelError, match="every image of a batch with every text") as raised:
         chain_from_config({"model_type": model_type, **named}, name="model")
     assert PAIRS[model_type] in raised.value.expected + raised.value.hint
+
+
+def test_quantized_weights_are_refused_with_the_levers_that_plan_them() -> None:
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    with pytest.raises(
+        InvalidModelError, match=r"quantization_config: found quantized weights .*bitsandbytes"
+    ) as raised:
+        chain_from_config(config, name="model")
+    assert "--train qlora:r=16" in raised.value.hint

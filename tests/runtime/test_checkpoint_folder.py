@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,13 +17,15 @@ from zlib import crc32
 
 import pytest
 
-from steelyard.errors import InvalidCheckpointError
+from steelyard.errors import InvalidCheckpointError, UserError
 from steelyard.plan.file import write_plan
 from steelyard.runtime import launch as launching
 from steelyard.runtime.checkpoint_folder import (
     INFO_FILE,
     CheckpointInfo,
+    changes,
     checkpoint_path,
+    checkpoint_to_resume,
     commit,
     complete_checkpoints,
     content_fault,
@@ -317,6 +320,39 @@ def test_a_foreign_or_other_models_checkpoint_is_found_before_any_process_starts
         options = TrainOptions(resume=str(resume))
         with pytest.raises(InvalidCheckpointError, match=message):
             launching.launch(tmp_path / "plan.json", tmp_path / "text.txt", options)
+
+
+def test_changed_options_are_named_and_asked_for_before_any_process_starts(tmp_path: Path) -> None:
+    before = TrainOptions(lr=1e-3, steps=10)
+    info = read_info(write(tmp_path, 3)).model_copy(update={"options": before.of_run("a/tokens.npy")})
+    assert changes(info, tmp_path, before, "b/tokens.npy", info.data_samples) == {}
+    other = replace(before, lr=1e-4, steps=20)
+    with pytest.raises(
+        UserError, match=r"data is text of 7 samples, was tokens.npy of .*; lr is 0.0001, was 0.001"
+    ) as raised:
+        changes(info, tmp_path, other, "text", 7)
+    assert "--allow-change data,lr,steps;" in raised.value.hint
+    allowed = replace(other, allow_change="data,lr, steps")
+    assert list(changes(info, tmp_path, allowed, "text", 7)) == ["data", "lr", "steps"]
+    with pytest.raises(UserError, match="--steps: found 3, and a checkpoint after step 3"):
+        changes(info, tmp_path, replace(allowed, steps=3), "text", 7)
+    with pytest.raises(UserError, match=r"--allow-change: found lrr"):
+        replace(other, allow_change="lrr")
+
+
+def test_a_run_goes_on_by_itself_unless_it_is_told_to_start_anew(tmp_path: Path) -> None:
+    options = TrainOptions(checkpoint_dir=tmp_path)
+    assert checkpoint_to_resume(TrainOptions()) is None
+    assert checkpoint_to_resume(options) is None
+    written = write(tmp_path, 3)
+    assert checkpoint_to_resume(options) == (written, [])
+    anew = replace(options, no_resume=True)
+    assert checkpoint_to_resume(anew) is None
+    assert checkpoint_to_resume(anew, is_restart=True) == (written, [])
+    prepare_folder(tmp_path, resumed=None, sets_aside=True)
+    (aside,) = tmp_path.glob("before-*")
+    assert checkpoint_to_resume(options) is None
+    assert checkpoint_to_resume(replace(options, resume=str(aside))) == (aside / written.name, [])
 
 
 def test_the_hash_of_a_plan_leaves_out_what_it_predicts_and_its_name() -> None:

@@ -156,7 +156,7 @@ def test_a_device_that_is_lost_for_good_and_comes_back_changes_no_loss(
     printed = capfd.readouterr().out
     assert losses(options) == pytest.approx(undisturbed, rel=SAME_LOSS)
     assert re.search(
-        r"elastic: rank 0 was ended by SIGKILL .* goes on with 3 processes\. When .*kill -USR1 \d", printed
+        r"elastic: rank 0 was ended by SIGKILL .* goes on with 3 processes\. When .*kill -USR2 \d", printed
     )
     fewer = re.search(r"elastic: 4 → ([12]) devices?, predicted .* a step \(.*\); spare, .*: process .*2 of 3", printed)
     assert fewer is not None, printed

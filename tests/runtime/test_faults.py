@@ -109,8 +109,8 @@ def test_a_run_that_is_killed_in_a_step_and_in_a_save_ends_with_the_losses_of_on
     assert newest_step(options) == f"step-{NUM_STEPS:08d}"
     printed = capfd.readouterr().out.splitlines()
     assert [line for line in printed if not line.startswith("step")] == [
-        "started again (1): a process was lost",
-        "started again (2): a process was lost",
+        "started again (1): rank 1 was ended by SIGKILL (often: the machine ran out of memory)",
+        "started again (2): rank 1 was ended by SIGKILL (often: the machine ran out of memory)",
         f"resumed after step 4 from {tmp_path}/restarted/step-00000004",
     ]
 

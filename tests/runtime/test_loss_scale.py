@@ -98,7 +98,7 @@ def test_a_run_reports_the_steps_it_skips_and_resumes_with_its_scale(
     options = TrainOptions(steps=1, checkpoint_dir=folder, metrics=metrics)
     with one_process():
         first = train(plan, "synthetic", options)  # its checkpoint has a scale, and optimizers that did nothing
-        ran = train(plan, "synthetic", replace(options, steps=24, resume="latest"))
+        ran = train(plan, "synthetic", replace(options, steps=24, allow_change="steps"))
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     skipped = [line.get("skipped", False) for line in lines]
     count = skipped.index(False)

@@ -114,6 +114,7 @@ def test_clipping_is_that_of_torch() -> None:
         for copy, parameter in zip(copies, model.parameters(), strict=True):
             copy.grad = parameter.grad.to_local().clone()
         expected = torch.nn.utils.clip_grad_norm_(copies, 0.1)
+        assert model.clip_gradients(0.0).item() == pytest.approx(expected.item(), rel=1e-5)  # which clips nothing
         assert model.clip_gradients(0.1).item() == pytest.approx(expected.item(), rel=1e-5)
         for copy, parameter in zip(copies, model.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad.to_local(), copy.grad)

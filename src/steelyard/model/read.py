@@ -213,6 +213,16 @@ def chain_from_config(config: Mapping[str, Any], *, name: str, split: ModelSplit
         raise InvalidModelError(field="config", found=type(config).__name__, expected="a JSON object")
     check_values(config)
     check_type(config)
+    if config.get("quantization_config"):
+        settings = config["quantization_config"]
+        method = settings.get("quant_method", "unnamed") if isinstance(settings, Mapping) else type(settings).__name__
+        raise InvalidModelError(
+            field="quantization_config",
+            found=f"quantized weights (quant_method: {method})",
+            expected="a config whose weights are in the precision that computes",
+            hint="remove the entry; --train qlora:r=16, or lora:r=16 with --base int8, trains adapters beside "
+            "quantized weights, --precision fp8 computes in 8 bits",
+        )
     identity = config_hash(config)
     model_type = str(config.get("model_type", ""))
     if split is None:

@@ -13,6 +13,7 @@
 | `progress`            | the line of progress, metrics as JSON lines, TensorBoard                        |
 | `stage_clock`         | how long a rank works in a step, without waiting for other stages               |
 | `train`               | the training loop of one rank, its memory limit, and the run record             |
+| `divergence`          | says when a run goes wrong, and ends it                                         |
 | `persistence`         | how a run begins and what it leaves behind: resume, weights, checkpoints        |
 | `state`               | parameters and optimizer states under names that no plan changes                |
 | `checkpoint`          | checkpoints beside the training or in the user's own loop, read under any plan  |

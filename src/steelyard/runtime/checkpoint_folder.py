@@ -266,7 +266,7 @@ def changes(
             expected="the options of that run, or leave to change them",
             hint=f"to go on with the new ones add --allow-change {','.join(asked)}; to start anew, --no-resume",
         )
-    if info.step >= options.steps:
+    if data_samples is not None and info.step >= options.steps:  # else the checkpoint may turn out to be damaged
         raise UserError(
             field="--steps",
             found=f"{options.steps}, and a checkpoint after step {info.step} ({path})",

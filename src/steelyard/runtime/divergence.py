@@ -29,9 +29,10 @@ class DivergedError(RuntimeError):
 class Divergence:
     """What was found in the steps of a run; the same on every rank, as losses and gradient norms are."""
 
-    def __init__(self, options: TrainOptions, *, is_cross_entropy: bool) -> None:
+    def __init__(self, options: TrainOptions, *, is_cross_entropy: bool, in_fp16: bool = False) -> None:
         self._options, self._is_cross_entropy = options, is_cross_entropy
         self._limit = math.inf
+        self._note = ". In fp16 a forward pass has no values above 65504, whatever the loss scale" * in_fp16
         self._found = ("", 0)
         """The name of what was found in the last step, and in how many steps in a row."""
 
@@ -49,7 +50,7 @@ class Divergence:
         if not name and norm == 0 and not is_skipped:
             name, what = "norm", f"the gradient norm is 0, so that nothing is trained (loss {loss:.4g})"
         if not name and loss > self._limit:
-            name, what = "loss", f"the loss is {loss:.4g}, above twice that of the first step; the run has diverged"
+            name, what = "loss", f"the loss is {loss:.4g}, above twice that of the first step"
         before, count = self._found
         count = count + 1 if name == before else 1
         self._found = name, count
@@ -58,7 +59,7 @@ class Divergence:
         advice = (
             "check that parameters are trained and labels are not all masked"
             if name == "norm"
-            else f"lower --lr (now {options.lr:g}) or raise --warmup-steps (now {options.warmup_steps})"
+            else f"lower --lr (now {options.lr:g}) or raise --warmup-steps (now {options.warmup_steps}){self._note}"
         )
         if ends:
             raise DivergedError(

@@ -5,6 +5,7 @@ more than the plan's budget, so that a plan can be tried on devices that have mo
 above it; on the CPU the peak of the first full step is compared.
 """
 
+import math
 import socket
 import statistics
 import time
@@ -212,7 +213,11 @@ class _Trainer:
         first_step = self.model.num_steps = self.persistence.num_steps
         num_updates = 0
         watch = SlownessWatch(self.model, self._options)
-        divergence = Divergence(self._options, is_cross_entropy=self.model.chain.family.task is not Task.OWN)
+        divergence = Divergence(
+            self._options,
+            is_cross_entropy=self.model.chain.family.task is not Task.OWN,
+            in_fp16=self.model.loss_scale is not None,
+        )
         for step in range(first_step, self._options.steps):
             lr = learning_rate(step, self._options)
             for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
@@ -333,6 +338,7 @@ def _record(trainer: _Trainer, steps: list[Step]) -> RunRecord:
             for number, (step, time_s) in enumerate(
                 zip(steps, times_s, strict=True), start=trainer.persistence.num_steps + 1
             )
+            if math.isfinite(step.loss) and math.isfinite(step.grad_norm)  # else it changed nothing (--keep-going)
         ),
         ranks=tuple(rank for rank in ranks if rank is not None),
         allocator=allocator_setting() if trainer.model.device.type == "cuda" else "",
