@@ -298,6 +298,7 @@ def test_the_memory_of_a_host_is_that_of_all_its_ranks(tmp_path: Path) -> None:
 # what is refused
 
 
+@pytest.mark.slow
 def test_more_than_the_host_has_is_refused_and_not_advised(tmp_path: Path) -> None:
     cluster = write_cluster(tmp_path, host_memory_GiB=0.001)
     with pytest.raises(UserError) as caught:

@@ -24,6 +24,7 @@ def fits(request: PlanRequest) -> bool:
     return plan_request(request, job_of(request)).plan is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("levers", [{}, {"optimizer": "sgd"}])
 def test_the_largest_batch_fits_and_one_sample_more_does_not(levers: dict[str, str]) -> None:
     tried: list[str] = []
