@@ -276,6 +276,7 @@ def _left_out(
         scaled=scaled,
         regret=regret(forecasts, seconds),
         log_ratios={run.id: float(ratio) for run, ratio in zip(runs, ratios, strict=True)},
+        parameters=parameters,
     )
 
 

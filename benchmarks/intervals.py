@@ -9,7 +9,7 @@ source that was left out lie inside: sources differ more than the runs of one, s
 
 | class                      | runs                                                                                    |
 |----------------------------|-----------------------------------------------------------------------------------------|
-| dense models               | those that the rates are fitted to, each source by rates that were fitted without it    |
+| dense 16-bit               | those that the rates are fitted to, each source by rates that were fitted without it    |
 | adapters                   | as those, and open measurements of adapters of `levers.py`                              |
 | others of the catalogue    | open runs that `steelyard.cost.accuracy.spread_of` takes for them, by its rates, but    |
 |                            | those that whoever compiled the table flags as slower than anything explains            |
@@ -48,9 +48,9 @@ from published_runs.targets import MIN_JUDGED
 from steelyard.cost.accuracy import (
     ADAPTERS,
     DENSE,
-    DIVIDED_SEQUENCES,
-    EIGHT_BITS,
+    EIGHT_BIT,
     EXPERTS,
+    LONG_CONTEXT,
     MEASURED,
     SCALED,
     SCALED_BY_SEVERAL,
@@ -62,8 +62,8 @@ from steelyard.cost.accuracy import (
 README = Path(__file__).parent / "README.md"
 TABLE_FILE = Path(__file__).parents[1] / "src/steelyard/cost/accuracy.py"
 OTHERS = {
-    "EIGHT_BITS": EIGHT_BITS,
-    "DIVIDED_SEQUENCES": DIVIDED_SEQUENCES,
+    "EIGHT_BIT": EIGHT_BIT,
+    "LONG_CONTEXT": LONG_CONTEXT,
     "EXPERTS": EXPERTS,
     "ADAPTERS": ADAPTERS,
 }

@@ -35,7 +35,12 @@ def class_of(run: PublishedRun) -> str:
         return EXPERTS
     if (run.count("cp") or 1) > 1:
         return CONTEXT
-    return EIGHT_BIT if any(name in run.text("precision").lower() for name in _LOW_PRECISIONS) else DENSE
+    return EIGHT_BIT if is_low_precision(run) else DENSE
+
+
+def is_low_precision(run: PublishedRun) -> bool:
+    """Whether linear layers multiply in 8 bits or fewer."""
+    return any(name in run.text("precision").lower() for name in _LOW_PRECISIONS)
 
 
 def counts_for_time(run: PublishedRun) -> bool:

@@ -68,12 +68,17 @@ class Order:
 
 def ranked_jobs(outcomes: Iterable[Outcome], min_plans: int = MIN_RANKED) -> tuple[RankedJob, ...]:
     """Every job of so many measured plans or more, by class and source in order of name."""
-    jobs: dict[tuple[str, ...], list[Forecast]] = defaultdict(list)
-    for each in outcomes:
-        if isinstance(each, Forecast) and counts_for_time(each.run):
-            jobs[_job_of(each.run)].append(each)
-    found = [_ranked(plans) for runs in jobs.values() if len(plans := distinct_plans(runs)) >= min_plans]
+    timed = (each for each in outcomes if isinstance(each, Forecast) and counts_for_time(each.run))
+    found = [_ranked(plans) for plans in measured_plans(timed) if len(plans) >= min_plans]
     return tuple(sorted(found, key=lambda each: (CLASSES.index(each.kind), each.source, each.job)))
+
+
+def measured_plans(timed: Iterable[Forecast]) -> list[list[Forecast]]:
+    """The distinct plans of each job."""
+    jobs: dict[tuple[str, ...], list[Forecast]] = defaultdict(list)
+    for each in timed:
+        jobs[_job_of(each.run)].append(each)
+    return [distinct_plans(runs) for runs in jobs.values()]
 
 
 def _ranked(plans: Sequence[Forecast]) -> RankedJob:

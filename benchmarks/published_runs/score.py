@@ -117,6 +117,8 @@ class LeftOut:
     regret: RegretSummary | None
     log_ratios: Mapping[str, float]
     """Logarithms of predicted over measured time by the id of the run."""
+    parameters: Mapping[str, float]
+    """The rates that the other sources give, by name as `calibrate.USUAL` has them."""
 
 
 Predicate = Callable[[PublishedRun], bool]

@@ -54,7 +54,7 @@ def test_the_command_takes_what_a_process_that_torchrun_starts_takes(
 
     monkeypatch.setattr(launching, "launch", launch)
     words = OPTIONS.arguments()
-    for name in ("--enforce-memory", "--elastic", "--merge"):
+    for name in ("--enforce-memory", "--elastic", "--merge", "--no-resume", "--keep-going"):
         place = words.index(name)
         del words[place : place + 2]
     run("train", plan, "--data", "text.txt", "--restarts", 2, *words)

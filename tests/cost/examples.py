@@ -6,9 +6,9 @@ from typing import Any, get_args
 from steelyard.cost.accuracy import (
     ADAPTERS,
     DENSE,
-    DIVIDED_SEQUENCES,
-    EIGHT_BITS,
+    EIGHT_BIT,
     EXPERTS,
+    LONG_CONTEXT,
     MEASURED,
     SCALED,
     SCALED_BY_SEVERAL,
@@ -55,7 +55,7 @@ CONFIG = {
 }
 PARAMS = {"embedding": 16384, "block": 41088, "head": 16448}
 SEQ_LEN = 32
-SPREADS = (DENSE, EIGHT_BITS, DIVIDED_SEQUENCES, EXPERTS, ADAPTERS, SCALED, SCALED_BY_SEVERAL, MEASURED)
+SPREADS = (DENSE, EIGHT_BIT, LONG_CONTEXT, EXPERTS, ADAPTERS, SCALED, SCALED_BY_SEVERAL, MEASURED)
 """All errors that predictions may state."""
 
 

@@ -1,8 +1,9 @@
-"""Two trainings at once on one host, each ended by a signal to the command: a message, no process, no file is left.
+"""Trainings of one host, each ended by a signal: a message, a checkpoint where asked to stop, no process, no file left.
 
 Nobody reads what they print.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 
 from steelyard.plan.file import write_plan
+from steelyard.processes.stop import EndedError, StopRequest, StopWatch
+from steelyard.runtime.checkpoint_folder import read_info
 from tests.processes.forking_agent import PRELOAD, ROOT
 from tests.processes.warm import HANG_LIMIT_S
 from tests.runtime.models import CONFIGS, make_plan
@@ -30,7 +33,7 @@ start._AGENT = "tests.processes.forking_agent"
 from steelyard.cli.app import main
 main()
 """
-ENDS = {"SIGTERM": 143, "SIGHUP": 129}
+ENDS = {"SIGTERM": 143, "SIGHUP": 129, "SIGUSR1": 138}
 
 
 class Training:
@@ -52,7 +55,7 @@ class Training:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             PRELOAD: "steelyard.runtime.train",
         }
-        self.metrics = folder / "metrics.jsonl"
+        self.metrics, self.checkpoints = folder / "metrics.jsonl", checkpoints
         self.process = subprocess.Popen(
             [sys.executable, "-c", COMMAND, *words],
             cwd=folder,
@@ -68,6 +71,10 @@ class Training:
 
     def num_steps(self) -> int:
         return len(self.metrics.read_text().splitlines()) if self.metrics.exists() else 0
+
+    def last_step(self) -> int:
+        step: int = json.loads(self.metrics.read_text().splitlines()[-1])["step"]
+        return step
 
     def end(self, number: int) -> None:
         self.process.send_signal(number)
@@ -108,8 +115,8 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tr
     folder = tmp_path_factory.mktemp("trainings")
     found: dict[str, Training] = {}
 
-    def start(name: str) -> Training:
-        found[name] = Training(folder / name, checkpoints=folder / name / "checkpoints")
+    def start(name: str, *, checkpoints: str = "") -> Training:
+        found[name] = Training(folder / name, checkpoints=folder / (checkpoints or name) / "checkpoints")
         limit_s = time.monotonic() + HANG_LIMIT_S
         while found[name].num_steps() < 2:
             assert found[name].process.poll() is None, "the training has ended"
@@ -123,6 +130,10 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tr
             second = found["second"] = Training(folder / "second", checkpoints=folder / "SIGTERM" / "checkpoints")
             _, second.said = second.process.communicate(timeout=HANG_LIMIT_S)
         found["SIGTERM"].end(signal.SIGTERM)
+        again = start("SIGUSR1", checkpoints="SIGTERM")
+        for process in again.processes():  # as a scheduler does, to torchrun's agent and the ranks too
+            os.kill(process, signal.SIGUSR1)
+        _, again.said = again.process.communicate(timeout=HANG_LIMIT_S)
         yield found
     finally:
         for training in found.values():
@@ -130,10 +141,29 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tr
                 training.process.kill()
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_a_signal_to_the_command_ends_it_with_a_message_and_its_code(trainings: dict[str, Training], name: str) -> None:
-    assert trainings[name].process.returncode == ENDS[name]
-    assert trainings[name].said == f"error: ended by {name}\n"
+def test_a_signal_that_ends_leaves_a_message_and_its_code(trainings: dict[str, Training]) -> None:
+    assert trainings["SIGHUP"].process.returncode == ENDS["SIGHUP"]
+    assert trainings["SIGHUP"].said == "error: ended by SIGHUP\n"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_stop_signal_saves_the_step_that_runs_and_says_how_to_go_on(
+    trainings: dict[str, Training], name: str
+) -> None:
+    stopped = trainings[name]
+    saved = trainings["SIGTERM"].checkpoints / f"step-{stopped.last_step():08d}"
+    assert stopped.process.returncode == ENDS[name]
+    assert stopped.said.splitlines() == [
+        f"{name}: saving a checkpoint after this step, within 600 s (--timeout-s); a second signal ends at once",
+        f"stopped by {name} after step {stopped.last_step()} of 1000000; saved in {saved}",
+        "  to go on: start the same command again",
+    ]
+    assert read_info(saved).step == stopped.last_step()
+
+
+def test_the_same_command_goes_on_from_the_step_that_was_saved(trainings: dict[str, Training]) -> None:
+    first = json.loads(trainings["SIGUSR1"].metrics.read_text().splitlines()[0])
+    assert first["step"] == trainings["SIGTERM"].last_step() + 1
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -146,3 +176,25 @@ def test_a_second_training_into_the_folder_of_one_that_runs_is_refused(trainings
     assert trainings["second"].process.returncode == 2
     assert "checkpoints, where another run is writing (process " in trainings["second"].said
     assert trainings["second"].num_steps() == 0
+
+
+def test_the_second_signal_ends_at_once_and_so_does_the_end_of_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("STEELYARD_FAILURES", str(tmp_path))
+    watch, stop = StopWatch(), StopRequest(tmp_path, 60.0)
+    assert not watch.is_asked()
+    stop.check()
+    stop(signal.SIGINT, None)
+    assert watch.is_asked()
+    assert watch.number == signal.SIGINT
+    stop.check()
+    with pytest.raises(EndedError, match="ended by SIGTERM, the second signal") as raised:
+        stop(signal.SIGTERM, None)
+    assert raised.value.exit_code == 143
+    impatient = StopRequest(tmp_path, -1.0)
+    impatient(signal.SIGUSR1, None)
+    with pytest.raises(EndedError, match="ended by SIGUSR1; no checkpoint was complete within"):
+        impatient.check()
+    assert capsys.readouterr().err.startswith("SIGINT: saving a checkpoint")

@@ -13,6 +13,7 @@ from steelyard import __version__
 from steelyard.errors import UserError
 from steelyard.output import escape_unprintable, say
 from steelyard.processes.failure import RankFailedError
+from steelyard.processes.stop import EndedError, StoppedError
 
 COMMANDS = {
     name: name
@@ -22,7 +23,9 @@ COMMANDS = {
     )
 } | {"devices": "models", "links": "models", "schema": "schema"}
 """The module of each command, in the order in which they are listed."""
-_ENDING = [signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in signal.Signals.__members__]
+_ENDING = [
+    signal.Signals[name] for name in ("SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1") if name in signal.Signals.__members__
+]
 
 
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
@@ -64,14 +67,6 @@ def options(
     """Find the fastest way to train a Transformer on the GPUs at hand, see that it fits, and run it."""
 
 
-class EndedError(BaseException):
-    """A signal asks the command to end; it does so as after an error, and leaves nothing behind."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"ended by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
-
-
 def main() -> None:
     """Runs a command; a user's mistake is printed without a traceback and ends with its exit code.
 
@@ -94,6 +89,9 @@ def main() -> None:
     except (UserError, RankFailedError, EndedError) as error:
         print(f"error: {error}", file=sys.stderr)
         exit_code = error.exit_code
+    except StoppedError as stopped:
+        print(stopped, file=sys.stderr)
+        exit_code = stopped.exit_code
     say("")
     sys.exit(exit_code)
 

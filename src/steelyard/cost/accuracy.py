@@ -8,10 +8,10 @@ its sources, command, date and what part of the runs of each source that was lef
 
 | like                      | runs                                                                                  |
 |---------------------------|---------------------------------------------------------------------------------------|
-| dense models              | published runs in 16 bits, each source predicted by rates that were fitted without it |
-| products in 8 bits        | published runs of dense models whose linear layers multiply in 8 bits or fewer        |
-| divided sequences         | published runs of dense models with context parallelism, in either                    |
-| models with experts       | published runs of models with experts                                                 |
+| dense 16-bit              | published runs in 16 bits, each source predicted by rates that were fitted without it |
+| 8-bit                     | published runs of dense models whose linear layers multiply in 8 bits or fewer        |
+| long context              | published runs of dense models with context parallelism, in either                    |
+| experts                   | published runs of models with experts                                                 |
 | adapters                  | published runs in which adapters alone are trained                                    |
 | one measured run          | dense models, each scaled by another run of its model, device and framework           |
 | three measured runs       | the same, scaled by the median of three others                                        |
@@ -43,10 +43,10 @@ class Spread:
     high: float
 
 
-DENSE = Spread(words="dense models", typical=0.075, low=0.821, high=1.367)
-EXPERTS = Spread(words="models with experts", typical=0.176, low=0.699, high=1.763)
-EIGHT_BITS = Spread(words="products in 8 bits", typical=0.077, low=0.717, high=1.866)
-DIVIDED_SEQUENCES = Spread(words="divided sequences", typical=0.074, low=0.787, high=1.313)
+DENSE = Spread(words="dense 16-bit", typical=0.075, low=0.821, high=1.367)
+EXPERTS = Spread(words="experts", typical=0.176, low=0.699, high=1.763)
+EIGHT_BIT = Spread(words="8-bit", typical=0.077, low=0.717, high=1.866)
+LONG_CONTEXT = Spread(words="long context", typical=0.074, low=0.787, high=1.313)
 ADAPTERS = Spread(words="adapters", typical=0.154, low=0.698, high=1.471)
 SCALED = Spread(words="one measured run", typical=0.062, low=0.806, high=1.241)
 SCALED_BY_SEVERAL = Spread(words="three measured runs", typical=0.055, low=0.856, high=1.249)
@@ -73,8 +73,8 @@ def spread_of(job: Job, strategies: Iterable[Strategy]) -> Spread | None:
     classes = (
         (job.chain.has_adapters, ADAPTERS),
         (job.chain.has_experts, EXPERTS),
-        (any(strategy.token_degree > 1 for strategy in strategies), DIVIDED_SEQUENCES),
-        (is_low, EIGHT_BITS),
+        (any(strategy.token_degree > 1 for strategy in strategies), LONG_CONTEXT),
+        (is_low, EIGHT_BIT),
         (not source.rates.is_assumed, DENSE),
     )
     return next((spread for is_of_class, spread in classes if is_of_class), None)

@@ -4,7 +4,8 @@
 |-------------|----------------------------------------------------------------------------------|
 | `start`     | starts the processes and waits; the error of the rank that failed first          |
 | `agent`     | torchrun with exit codes as data: what `start` starts                            |
-| `elastic`   | the agent that goes on with what is left, and takes in what comes back           |
+| `elastic`   | the agents: ends for good or starts again, goes on with what is left             |
+| `stop`      | how a signal stops a run, after its state is saved                               |
 | `rank`      | runs the work of one process, reports how it failed, ends it with its parent     |
 | `group`     | joins and leaves the process group                                               |
 | `failure`   | how a process tells why it failed, and how far the run has come                  |

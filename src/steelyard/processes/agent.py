@@ -27,9 +27,11 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import api as rendezvous
 from torch.distributed.launcher import api as launcher
 
+from steelyard.processes.elastic import Agent, ElasticAgent
 from steelyard.processes.failure import ends_of, failures_folder, write_ends
 from steelyard.processes.rank import PARENT_VARIABLE, end_process, watch_parent
 from steelyard.processes.start import RESTARTS_VARIABLE
+from steelyard.processes.stop import END_SIGNAL, STOP_SIGNALS
 
 _GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """The ports that Linux gives to whoever asks for any."""
@@ -89,6 +91,14 @@ def start_in_this_session(
     return subprocess.Popen(args, env=env, stdout=handler._stdout, stderr=handler._stderr, process_group=0)
 
 
+_close = SubprocessHandler.close
+
+
+def _end_at_once(handler: SubprocessHandler, death_sig: signal.Signals | None = None) -> None:
+    """torchrun asks processes to end by SIGTERM when one has failed; here they would first try to save."""
+    _close(handler, END_SIGNAL if death_sig in (None, signal.SIGTERM) else death_sig)
+
+
 def main(start_process: Callable[..., Any] = start_in_this_session) -> None:
     """Runs torchrun; ends with the code of the process that failed first, 1 if a signal ended it.
 
@@ -97,18 +107,18 @@ def main(start_process: Callable[..., Any] = start_in_this_session) -> None:
     for name in logging.Logger.manager.loggerDict:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    watch_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)  # a scheduler's to all processes: the launcher and the ranks heed it
+    watch_parent(lambda: os.kill(os.getpid(), END_SIGNAL))
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
         "1"  # else processes meet the addresses of those before a restart
     )
     rendezvous.get_free_port = free_port
     SubprocessHandler._popen = start_process
+    SubprocessHandler.close = _end_at_once
     torchrun.DefaultLogsSpecs = QuietLogs
-    if RESTARTS_VARIABLE in os.environ:
-        from steelyard.processes.elastic import ElasticAgent
-
-        launcher.LocalElasticAgent = ElasticAgent
+    launcher.LocalElasticAgent = ElasticAgent if RESTARTS_VARIABLE in os.environ else Agent
     end_process(_run(sys.argv[1:]))
 
 

@@ -1,4 +1,4 @@
-"""torchrun's agent where a run goes on with what is left: which restarts there are, and with how many processes.
+"""torchrun's agents: which restarts there are, and with how many processes where a run goes on with what is left.
 
 torchrun's own elasticity is of hosts: who asks for the next rendezvous takes part, and the world is as large as that.
 Three things are decided here, all by what the agent of a host sees:
@@ -25,12 +25,14 @@ from steelyard.output import say
 from steelyard.processes.failure import Failure, ends_of, failures_folder, read_failures, read_standing
 from steelyard.processes.start import (
     LOST_PEER,
+    LOST_VARIABLE,
     RESTARTS_VARIABLE,
     RETURN_SIGNAL,
     TAKEN_IN_VARIABLE,
     describe,
     first_failure,
 )
+from steelyard.processes.stop import END_SIGNAL
 from steelyard.units import format_plural
 
 LOST_DEVICE = re.compile(r"CUDA error|uncorrectable|ECC error|device is lost|fallen off the bus", re.I)
@@ -40,8 +42,30 @@ _LEFT = "left"
 """Key in the store of a rendezvous: one of its hosts has stopped its processes, so the others cannot go on."""
 
 
-class ElasticAgent(LocalElasticAgent):
-    """The agent of one host."""
+class Agent(LocalElasticAgent):
+    """The agent of one host: tells processes that it starts again why, and starts none if they would fail again."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
+            self._failed = self._failure(result)
+            os.environ[LOST_VARIABLE] = describe(self._failed).splitlines()[0] if self._failed is not None else ""
+            if self._failed is not None and self._failed.is_final:
+                self._remaining_restarts = 0  # the agent then ends with this result
+        return result
+
+    def _failure(self, result: RunResult) -> Failure | None:
+        folder = failures_folder()
+        assert folder is not None, "the launcher names it"
+        ends = ends_of(result.failures, folder) if result.failures else {}
+        is_alone = self._worker_group.group_world_size == 1
+        asked = (-END_SIGNAL,) if is_alone else (-END_SIGNAL, -signal.SIGABRT)
+        own = {rank: end for rank, end in ends.items() if end.exit_code not in asked}  # not by torchrun, nor by NCCL
+        return first_failure(read_failures(folder), own)
+
+
+class ElasticAgent(Agent):
+    """The agent of one host of an elastic run."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -66,8 +90,8 @@ class ElasticAgent(LocalElasticAgent):
         if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
             self._tell_others(worker_group)
             os.environ.pop(TAKEN_IN_VARIABLE, None)
-            if not self._goes_on(self._failure(result), worker_group):
-                self._remaining_restarts = 0  # the agent then ends with this result
+            if not self._goes_on(self._failed, worker_group):
+                self._remaining_restarts = 0
         elif result.state is WorkerState.HEALTHY and self._takes_in(worker_group):
             self._tell_others(worker_group)
             os.environ[TAKEN_IN_VARIABLE] = "1"
@@ -97,15 +121,6 @@ class ElasticAgent(LocalElasticAgent):
             else:
                 os.environ[_VISIBLE] = self._all_visible
         return True
-
-    def _failure(self, result: RunResult) -> Failure | None:
-        folder = failures_folder()
-        assert folder is not None, "the launcher names it"
-        ends = ends_of(result.failures, folder) if result.failures else {}
-        is_alone = self._worker_group.group_world_size == 1
-        asked = (-signal.SIGTERM,) if is_alone else (-signal.SIGTERM, -signal.SIGABRT)
-        own = {rank: end for rank, end in ends.items() if end.exit_code not in asked}  # not by torchrun, nor by NCCL
-        return first_failure(read_failures(folder), own)
 
     def _goes_on(self, failure: Failure | None, worker_group: WorkerGroup) -> bool:
         """Whether to start again after a failure; gives a device up where it has had its restarts."""

@@ -94,12 +94,6 @@ def begin_attempt() -> None:
         _attempt_folder(folder, restart_count()).mkdir(exist_ok=True)
 
 
-def previous_failures() -> list[Failure]:
-    """What the ranks reported in the attempt before this one, the earliest first; nothing in the first attempt."""
-    folder, count = failures_folder(), restart_count()
-    return read_failures(folder, count - 1) if folder is not None and count else []
-
-
 def write_failure(failure: Failure, folder: Path) -> None:
     """Writes the failure, of this attempt, as a whole or not at all."""
     attempt = _attempt_folder(folder, restart_count())

@@ -17,13 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from steelyard.errors import UserError
 from steelyard.output import escape_unprintable
 from steelyard.processes.failure import (
     Failure,
     begin_attempt,
     failures_folder,
-    previous_failures,
     torchrun_rank,
     write_failure,
 )
@@ -65,22 +63,15 @@ FAILED = 1
 
 
 def run_rank(work: Callable[[], None]) -> None:
-    """Runs ``work`` as one rank, reports how it failed, and ends the process.
-
-    Started again after an error that would come again, it ends at once with that error.
-    """
+    """Runs ``work`` as one rank, reports how it failed, and ends the process."""
     end_with_parent()
     escape_unprintable()
     begin_attempt()
-    final = next((failure for failure in previous_failures() if failure.is_final), None)
-    if final is not None:
-        _report(final)
-        end_process(final.exit_code)
     exit_code = 0
     try:
         work()
     except Exception as error:
-        exit_code = error.exit_code if isinstance(error, UserError) else FAILED
+        exit_code = getattr(error, "exit_code", FAILED)
         _report(Failure.of(error, rank=torchrun_rank(), exit_code=exit_code))
     end_process(exit_code)
 
@@ -92,7 +83,7 @@ def _report(failure: Failure) -> None:
         return
     import torch.distributed as dist  # which the process that starts others does without
 
-    if dist.is_initialized():
+    if dist.is_initialized() and not failure.is_final:
         print(f"rank {failure.rank} failed:\n{failure.traceback}", file=sys.stderr)
     elif _speaks_first():
         print(failure.message, file=sys.stderr)

@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from steelyard.errors import UserError
 from steelyard.processes.failure import (
@@ -26,6 +26,7 @@ from steelyard.processes.failure import (
     read_failures,
 )
 from steelyard.processes.rank import PARENT_VARIABLE
+from steelyard.processes.stop import END_SIGNAL, STOP_SIGNALS, StoppedError, StopRequest, handling
 
 _AGENT = "steelyard.processes.agent"
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe|lost connection|remote process|timed out", re.I)
@@ -34,7 +35,9 @@ RESTARTS_VARIABLE = "STEELYARD_ELASTIC"
 """Environment variable with the restarts after which a device is given up; absent where a run is not elastic."""
 TAKEN_IN_VARIABLE = "STEELYARD_TAKEN_IN"
 """Environment variable of processes that were started again since others came back, not since one failed."""
-RETURN_SIGNAL = signal.SIGUSR1
+LOST_VARIABLE = "STEELYARD_LOST"
+"""Environment variable of processes that were started again: why."""
+RETURN_SIGNAL = signal.SIGUSR2
 """Tells an elastic run that the devices of this host which were given up are back."""
 _MOST_RESTARTS = 1_000_000
 """What torchrun is told where the agent itself counts restarts (`steelyard.processes.elastic`)."""
@@ -89,13 +92,15 @@ def run_processes(
     restarts: int = 0,
     elastic: Elastic | None = None,
     stdout_to_stderr: bool = False,
+    stop_s: float | None = None,
 ) -> None:
     """Runs ``module`` in ``num_processes`` processes under torchrun until all have ended.
 
     When one fails, torchrun ends the others and starts all again, up to ``restarts`` times; an ``elastic`` run goes on
     after that with what is left, and takes back what it lost when this process gets `RETURN_SIGNAL`. With
-    ``stdout_to_stderr`` what they print leaves stdout to the caller. Raises `RankUserError` or `RankFailedError` with
-    the error of the process that failed first in the last attempt.
+    ``stdout_to_stderr`` what they print leaves stdout to the caller. A stop signal ends all at once, or, with
+    ``stop_s``, asks them to save within as many seconds and to end with `StoppedError`. Raises `RankUserError` or
+    `RankFailedError` with the error of the process that failed first in the last attempt.
     """
     with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
         command = [
@@ -107,6 +112,7 @@ def run_processes(
         ]
         command += ["--local-ranks-filter=0", f"--shutdown-timeout={END_S:.0f}", "--monitor-interval=0.1"]
         command += [f"--max-restarts={_MOST_RESTARTS if elastic else restarts}", "--log-dir", folder]
+        command += [f"--signals-to-handle={END_SIGNAL.name},SIGQUIT"]
         command += ["-m", module, *arguments]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, FAILURES_VARIABLE: folder}
         environment[PARENT_VARIABLE] = str(os.getpid())
@@ -115,11 +121,16 @@ def run_processes(
         stdout = _STDERR if stdout_to_stderr else None
         with subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout) as agent:
             try:
-                with _passing_on(agent, is_wanted=elastic is not None):
+                stop = StopRequest(Path(folder), stop_s or 0.0)
+                handlers: dict[int, Any] = dict.fromkeys(STOP_SIGNALS if stop_s is not None else (), stop)
+                if elastic is not None:
+                    handlers[RETURN_SIGNAL] = lambda *_: agent.send_signal(RETURN_SIGNAL)
+                with handling(handlers):
                     exit_code = None
                     while exit_code is None:  # wakes by itself: no signal that another thread took wakes it
                         with suppress(subprocess.TimeoutExpired):
                             exit_code = agent.wait(timeout=1)
+                        stop.check()
             except BaseException:
                 _end(agent)
                 raise
@@ -127,6 +138,8 @@ def run_processes(
             failure = first_failure(read_failures(Path(folder)), read_ends(Path(folder)))
             if failure is not None and failure.exit_code == UserError.exit_code:
                 raise RankUserError(failure.message)
+            if failure is not None and failure.error_type == StoppedError.__name__:
+                raise StoppedError(failure.message, exit_code=failure.exit_code)
             if failure is not None:
                 raise RankFailedError(describe(failure), failure)
             raise RankFailedError(
@@ -134,22 +147,9 @@ def run_processes(
             )
 
 
-@contextmanager
-def _passing_on(agent: subprocess.Popen[bytes], *, is_wanted: bool) -> Iterator[None]:
-    """In the context `RETURN_SIGNAL` reaches the agent; only the main thread may ask for signals."""
-    if not is_wanted or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(RETURN_SIGNAL, lambda *_: agent.send_signal(RETURN_SIGNAL))
-    try:
-        yield
-    finally:
-        signal.signal(RETURN_SIGNAL, before)
-
-
 def _end(agent: subprocess.Popen[bytes]) -> None:
     """Ends torchrun and by it all its processes, at the latest after `END_S` seconds and a few more."""
-    agent.send_signal(signal.SIGTERM)
+    agent.send_signal(END_SIGNAL)
     try:
         agent.wait(timeout=END_S + 5)
     except subprocess.TimeoutExpired:
@@ -175,7 +175,7 @@ def _blame(end: End) -> int:
 
     One that a signal ended comes before one that stood still, whose peers NCCL aborts, and those that torchrun ended.
     """
-    return 1 if end.stood_still else {int(signal.SIGABRT): 2, int(signal.SIGTERM): 3}.get(-end.exit_code, 0)
+    return 1 if end.stood_still else {int(signal.SIGABRT): 2, int(END_SIGNAL): 3}.get(-end.exit_code, 0)
 
 
 def _silent(rank: int, end: End, reported: Sequence[Failure]) -> Failure:

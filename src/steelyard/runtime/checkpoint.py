@@ -143,7 +143,14 @@ class Checkpointer:
     """
 
     def __init__(
-        self, folder: Path, *, keep_last: int, resumed: Path | None, known: Mapping[Path, str], timeout_s: float
+        self,
+        folder: Path,
+        *,
+        keep_last: int,
+        resumed: Path | None,
+        known: Mapping[Path, str],
+        timeout_s: float,
+        sets_aside: bool = False,
     ) -> None:
         self._folder, self._keep_last = folder, keep_last
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -152,7 +159,7 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self.last_step = 0
         """Of the last checkpoint that this object has completed, as this rank knows it; 0 before the first."""
-        on_first_rank(lambda: prepare_folder(folder, resumed=resumed, known=known), self._group)
+        on_first_rank(lambda: prepare_folder(folder, resumed=resumed, known=known, sets_aside=sets_aside), self._group)
 
     def save(self, state: RunState, info: CheckpointInfo, device: torch.device) -> None:
         """Starts to write a checkpoint; the state may change as soon as this returns.

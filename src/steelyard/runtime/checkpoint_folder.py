@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import socket
+import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,14 +28,13 @@ from typing import Annotated, Any, Literal, TextIO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from steelyard.errors import InvalidCheckpointError
+from steelyard.errors import InvalidCheckpointError, UserError
 from steelyard.files import read_text
 from steelyard.plan.plan import Plan
+from steelyard.runtime.options import AUTO, TrainOptions
 
 INFO_FILE = "run.json"
 LATEST = "latest"
-AUTO = "auto"
-"""As latest, where there is a checkpoint; else the run starts anew."""
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(part|old)")
 _LOCK_FILE = ".lock"
@@ -58,6 +58,8 @@ class CheckpointInfo(BaseModel):
     """Of first weights and sample order."""
     data_samples: int
     """Samples of one epoch, by which data is recognised."""
+    options: dict[str, str] = {}
+    """`TrainOptions.of_run`; nothing in files of before there was it."""
     model_name: str
     config_hash: str
     plan_hash: str
@@ -117,7 +119,7 @@ def find_checkpoint(
     ``resume`` is a checkpoint, a folder of checkpoints, or ``latest`` for the newest one of ``folder``; ``known`` are
     faults that were found inside files. Raises `InvalidCheckpointError` where there is none that is whole.
     """
-    if resume in (LATEST, AUTO) and folder is None:
+    if resume == LATEST and folder is None:
         raise InvalidCheckpointError(
             field="--resume",
             found=f"{resume}, but no --checkpoint-dir",
@@ -138,6 +140,25 @@ def find_checkpoint(
             hint="check the path, or train from the start without --resume",
         )
     return found, faults
+
+
+def checkpoint_to_resume(
+    options: TrainOptions, known: Mapping[Path, str] | None = None, *, is_restart: bool = False
+) -> tuple[Path, list[str]] | None:
+    """The checkpoint to go on from, with what to say about it; None to start anew.
+
+    A run that torchrun has started again (``is_restart``) goes on from its own newest one.
+    """
+    resume: str | None = options.resume
+    if options.no_resume and not is_restart:
+        return None
+    if options.checkpoint_dir is not None and (is_restart or resume == AUTO):
+        newest, faults = newest_intact(options.checkpoint_dir, known)
+        resume = LATEST if newest is not None or faults else None if resume == AUTO or options.no_resume else resume
+    if resume is None or (resume == AUTO and options.checkpoint_dir is None):
+        return None
+    path, faults = find_checkpoint(resume, options.checkpoint_dir, known)
+    return path, [f"passed over a damaged checkpoint: {fault}" for fault in faults]
 
 
 def read_info(path: Path) -> CheckpointInfo:
@@ -213,8 +234,46 @@ def check_model(info: CheckpointInfo, path: Path, plan: Plan) -> None:
             field="--resume",
             found=f"{path} of {info.model_name} (config {info.config_hash})",
             expected=f"a checkpoint of {chain.name} (config {chain.config_hash}), the model of the plan",
-            hint="resume it with a plan for its model",
+            hint="resume it with a plan for its model, or start anew in another --checkpoint-dir",
         )
+
+
+def changes(
+    info: CheckpointInfo, path: Path, options: TrainOptions, data: str | Path, data_samples: int | None = None
+) -> dict[str, str]:
+    """Return what is changed of the run that wrote the checkpoint at ``path``: a sentence for each name.
+
+    Data is told apart by its name and, where it is known, its number of samples. Raises `UserError` for changes that
+    are not allowed.
+    """
+    if info.seed != options.seed:
+        raise InvalidCheckpointError(
+            field="--seed",
+            found=f"{options.seed}",
+            expected=f"{info.seed}, which the samples of the checkpoint's run were ordered by",
+            hint=f"resume with --seed {info.seed}",
+        )
+    old, new = info.options, options.of_run(data)
+    if data_samples not in (None, info.data_samples):
+        old = {**old, "data": f"{old.get('data', 'data')} of {info.data_samples} samples"}
+        new["data"] += f" of {data_samples} samples"
+    found = {name: f"{name} is {new[name]}, was {value}" for name, value in old.items() if value != new[name]}
+    asked = sorted({*options.allowed_changes, *found})
+    if len(asked) > len(options.allowed_changes):
+        raise UserError(
+            field="--resume",
+            found=f"{path} of a run with other options: {'; '.join(found.values())}",
+            expected="the options of that run, or leave to change them",
+            hint=f"to go on with the new ones add --allow-change {','.join(asked)}; to start anew, --no-resume",
+        )
+    if info.step >= options.steps:
+        raise UserError(
+            field="--steps",
+            found=f"{options.steps}, and a checkpoint after step {info.step} ({path})",
+            expected="more steps than are done",
+            hint="raise --steps, with --allow-change steps; to start anew, --no-resume",
+        )
+    return found
 
 
 def damaged(found: str) -> InvalidCheckpointError:
@@ -260,11 +319,14 @@ def lock_folder(folder: Path) -> TextIO:
     return file
 
 
-def prepare_folder(folder: Path, *, resumed: Path | None, known: Mapping[Path, str] | None = None) -> None:
+def prepare_folder(
+    folder: Path, *, resumed: Path | None, known: Mapping[Path, str] | None = None, sets_aside: bool = False
+) -> None:
     """Removes what a killed run left half written, and puts aside damaged checkpoints; one process calls it.
 
     ``resumed`` is the checkpoint that the run goes on from; newer ones that are damaged, in their sizes or by a fault
-    that is ``known``, would be taken for the last ones that are kept. Raises `InvalidCheckpointError` if the folder
+    that is ``known``, would be taken for the last ones that are kept. With ``sets_aside`` a run that begins anew moves
+    those that are there into a folder beside its own. Raises `InvalidCheckpointError` if the folder
     cannot be written, or holds checkpoints that the run does not go on from: they would be deleted in time.
     """
     newer = foreign = complete_checkpoints(folder)
@@ -272,12 +334,18 @@ def prepare_folder(folder: Path, *, resumed: Path | None, known: Mapping[Path, s
         names = [path.name for path in newer]
         newer = newer[names.index(resumed.name) + 1 :] if resumed.name in names else newer
         foreign = [path for path in newer if _fault(path, known) is None]
-    if foreign:
+    if foreign and sets_aside:
+        aside = folder / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
+        aside.mkdir()
+        for path in foreign:
+            path.rename(aside / path.name)
+        newer = []
+    elif foreign:
         raise InvalidCheckpointError(
             field="--checkpoint-dir",
             found=f"{foreign[-1].name} in {folder}, from which this run does not go on",
             expected="an empty folder, or one whose latest checkpoint the run goes on from",
-            hint="go on with that run (--resume latest), or give another folder",
+            hint="go on with that run (--resume latest), give another folder, or start anew with --no-resume",
         )
     try:
         for path in folder.iterdir():

@@ -17,10 +17,10 @@ from steelyard.processes.failure import RankFailedError
 from steelyard.processes.start import Elastic, run_processes
 from steelyard.profiles.record import RunRecord
 from steelyard.runtime.checkpoint_folder import (
-    AUTO,
     LATEST,
+    changes,
     check_model,
-    find_checkpoint,
+    checkpoint_to_resume,
     lock_folder,
     newest_intact,
     read_info,
@@ -47,7 +47,8 @@ def launch(
     to stderr where ``stdout_to_stderr`` is set. An ``elastic`` run's record is None where another host has it.
 
     When a process fails, torchrun starts all again, up to ``restarts`` times. Raises a `UserError` for a mistake in
-    the plan, the data or the options, and `RankFailedError` if a process failed; by then every process has ended.
+    the plan, the data or the options, `RankFailedError` if a process failed, and `StoppedError` if a signal has
+    stopped the run and its checkpoint is complete; by then every process has ended.
     """
     plan = read_plan(plan_path)
     check_builder(plan, options.builder)
@@ -57,9 +58,11 @@ def launch(
     is_alone = elastic is None or elastic.rendezvous is None
     if options.checkpoint_dir is not None and is_alone:
         lock_folder(options.checkpoint_dir).close()
-    if options.resume is not None and options.resume != AUTO:
-        found, _ = find_checkpoint(options.resume, options.checkpoint_dir)
-        check_model(read_info(found), found, plan)
+    resumed = checkpoint_to_resume(options)
+    if resumed is not None:
+        info = read_info(resumed[0])
+        check_model(info, resumed[0], plan)
+        changes(info, resumed[0], options, data)
     with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
         options = replace(options, record=options.record or Path(folder) / "record.json")
         path = Path(plan_path)
@@ -77,7 +80,7 @@ def launch(
             path = Path(folder) / "fallback.json"
             write_plan(plan, path)
             if options.checkpoint_dir is not None and newest_intact(options.checkpoint_dir)[0] is not None:
-                options = replace(options, resume=LATEST)
+                options = replace(options, resume=LATEST, no_resume=False)
 
 
 def _run(
@@ -99,6 +102,7 @@ def _run(
         restarts=restarts,
         elastic=elastic,
         stdout_to_stderr=stdout_to_stderr,
+        stop_s=options.timeout_s if options.checkpoint_dir is not None else None,
     )
     assert options.record is not None, "set by the caller"
     if elastic is not None and elastic.hosts[1] > 1 and not options.record.exists():

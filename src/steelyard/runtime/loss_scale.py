@@ -23,16 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from steelyard.runtime.divergence import DivergedError
+
 INITIAL_SCALE = 65536.0
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
 PREFIX = "loss_scale."
 """What the names of its tensors begin with in a checkpoint."""
-
-
-class DivergedError(RuntimeError):
-    """The loss or the gradient is no longer a finite number."""
-
-    is_final = True
 
 
 class LossScale:

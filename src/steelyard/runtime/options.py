@@ -19,6 +19,10 @@ DATA_HELP = (
     "tensors named as in its sample; or synthetic, for all of them"
 )
 MOST_SEED = 2**32 - 1
+AUTO = "auto"
+"""As latest, where there is a checkpoint; else the run starts anew."""
+RUN_OPTIONS = ("data", "lr", "steps", "warmup_steps", "weight_decay", "max_grad_norm")
+"""What a checkpoint says of its run, so that a change is asked for."""
 
 
 def parse_yes(text: str) -> bool:
@@ -49,7 +53,9 @@ class TrainOptions:
     lr: float = _option(3e-4, "peak learning rate", least=0, most=1e6)
     warmup_steps: int = _option(10, "steps over which the learning rate rises from zero", int, least=0)
     weight_decay: float = _option(0.1, "weight decay of the optimizer", least=0, most=1e6)
-    max_grad_norm: float = _option(1.0, "gradients are scaled down to this global norm", least=0, most=math.inf)
+    max_grad_norm: float = _option(
+        1.0, "gradients are scaled down to this global norm; 0: no clipping", least=0, most=math.inf
+    )
     seed: int = _option(0, "seed of the first weights and of the sample order", int, least=0, most=MOST_SEED)
     tokenizer: Path | None = _option(None, "a tokenizer.json for text; without it text is read as bytes", Path)  # noqa: RUF009
     text_key: str = _option("text", "key of JSON lines that holds the text", str)
@@ -60,9 +66,16 @@ class TrainOptions:
     checkpoint_dir: Path | None = _option(None, "folder for checkpoints; none are written without it", Path)  # noqa: RUF009
     checkpoint_every: int = _option(100, "steps between checkpoints; one more is written at the end", int, least=1)
     keep_last: int = _option(2, "checkpoints that are kept, the newest ones", int, least=1)
-    resume: str | None = _option(
-        None, "a checkpoint or a folder of them to go on from; of --checkpoint-dir: latest, or auto", str
+    resume: str = _option(
+        AUTO,
+        "a checkpoint or a folder of them to go on from; of --checkpoint-dir: latest, or auto, if there is one",
+        str,
     )
+    no_resume: bool = _option(False, "start anew, and put checkpoints of --checkpoint-dir aside", parse_yes)
+    allow_change: str = _option(
+        "", f"resume with other values than the checkpoint's run had; of {', '.join(RUN_OPTIONS)}: those named", str
+    )
+    keep_going: bool = _option(False, "go on where the loss says that the run has gone wrong", parse_yes)
     elastic: bool = _option(
         False, "go on with the hosts and devices that are left, under a new plan; needs --checkpoint-dir", parse_yes
     )
@@ -92,10 +105,24 @@ class TrainOptions:
             if least is not None and value is not None and not least <= value <= most:
                 expected = f"{least} or more" + (f", at most {most:g}" if most < math.inf else "")
                 raise UserError(field=flag(option), found=str(value), expected=expected, hint="correct the option")
+        unknown = [name for name in self.allowed_changes if name not in RUN_OPTIONS]
+        if unknown:
+            hint = nearest(unknown[0], RUN_OPTIONS)
+            raise UserError(field="--allow-change", found=unknown[0], expected=", ".join(RUN_OPTIONS), hint=hint)
         device_types = get_args(DeviceType)
         if self.device not in (None, *device_types):
             hint = nearest(str(self.device), device_types)
             raise UserError(field="--device", found=repr(self.device), expected=" or ".join(device_types), hint=hint)
+
+    @property
+    def allowed_changes(self) -> list[str]:
+        """Names of options that a resumed run may have other values of than the run before."""
+        return [name.strip().replace("-", "_") for name in self.allow_change.split(",") if name.strip()]
+
+    def of_run(self, data: str | Path) -> dict[str, str]:
+        """The options that decide what is trained, as text."""
+        numbers = {name: repr(float(getattr(self, name))) for name in RUN_OPTIONS[1:]}
+        return {"data": Path(data).name, **{name: text.removesuffix(".0") for name, text in numbers.items()}}
 
     @property
     def text(self) -> TextOptions:

@@ -75,6 +75,9 @@ class ParallelModel:
         """Of the last step, where routers are trained: their auxiliary loss, not multiplied by its coefficient."""
         self.loss_scale = LossScale(plan.global_batch, device) if plan.precision == SCALES_LOSS else None
         """Of fp16: what the loss is multiplied by in the backward pass."""
+        self.asked_to_stop: Callable[[], bool] = lambda: False
+        """Asked at the end of each step: whether this rank should stop, which all ranks then know by `is_stopping`."""
+        self._votes = torch.zeros(())
         self._seed = seed
         self._has_dropout = any(chunk.loop.has_dropout for chunk in chunks)
         self._shared = find_shared_gradients(plan, chain, self.layers)
@@ -141,12 +144,20 @@ class ParallelModel:
             if self.loss_scale.is_skipped:
                 for parameter in self.parameters():
                     parameter.grad = None
-        total = torch.zeros((), device=self.device)
+        sums = torch.zeros(2, device=self.device)
         if losses:
-            total += torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
-        dist.all_reduce(total)
+            sums[0] = torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
+        if self.asked_to_stop():
+            sums[1] = 1
+        dist.all_reduce(sums)
+        total, self._votes = sums.unbind()
         routers = self.chunks[-1].routers
         return total if routers is None else total + self.router_coefficient * self._loss_of_routers(routers)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether any rank was asked to stop (`asked_to_stop`) by the end of the last step; the same on every rank."""
+        return bool(self._votes.item())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's sharded parameters by their path below the chain's layers, ``3.block.mlp.up_proj.weight``."""
@@ -166,7 +177,10 @@ class ParallelModel:
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm over the whole model is at most ``max_norm``; returns the norm."""
+        """Scales all gradients so that their norm over the whole model is at most ``max_norm``, if that is not 0.
+
+        Returns the norm before.
+        """
         counted, copies, gradients = [], [], []
         for layer_name, layer in self.layers.items():
             strategy = self.plan.strategies[int(layer_name)]
@@ -181,7 +195,8 @@ class ParallelModel:
         add_square_norms(square, counted, copies)
         dist.all_reduce(square)
         norm = square.sqrt()
-        clip_to_norm(gradients, norm, max_norm)
+        if max_norm:
+            clip_to_norm(gradients, norm, max_norm)
         return norm
 
     def _local_gradients(self) -> list[Tensor]:

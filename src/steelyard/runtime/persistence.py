@@ -7,30 +7,31 @@ that torchrun has started again goes on from the newest checkpoint of ``--checkp
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import signal
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from steelyard.errors import InvalidCheckpointError, InvalidDataError, UserError
+from steelyard.errors import InvalidCheckpointError, UserError
 from steelyard.output import say, write_file
-from steelyard.processes.failure import Standing, previous_failures, read_standing, restart_count, write_standing
-from steelyard.processes.start import LOST_PEER, TAKEN_IN_VARIABLE
+from steelyard.processes.failure import Standing, read_standing, restart_count, write_standing
+from steelyard.processes.start import LOST_VARIABLE, TAKEN_IN_VARIABLE
+from steelyard.processes.stop import StoppedError
 from steelyard.runtime.checkpoint import Checkpointer, on_first_rank, read_checkpoint, whole_checkpoint
 from steelyard.runtime.checkpoint_folder import (
-    AUTO,
-    LATEST,
     CheckpointInfo,
-    find_checkpoint,
+    changes,
+    checkpoint_path,
+    checkpoint_to_resume,
     lock_folder,
-    newest_intact,
     plan_hash,
 )
 from steelyard.runtime.checks import tokenizer_files
-from steelyard.runtime.options import TrainOptions
+from steelyard.runtime.options import AUTO, TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 from steelyard.runtime.state import RunState
 from steelyard.runtime.weights import export_weights, load_weights
@@ -40,15 +41,23 @@ from steelyard.units import format_plural
 class Persistence:
     """The state of a run on disk, as one rank sees it; every method is a collective call.
 
-    ``data_samples`` is the number of samples of an epoch, by which a resumed run recognises its data.
+    ``data`` is the path of the data and ``data_samples`` the number of samples of an epoch: a resumed run recognises
+    its data by them.
     """
 
     def __init__(
-        self, model: ParallelModel, optimizers: Iterable[Optimizer], options: TrainOptions, *, data_samples: int
+        self,
+        model: ParallelModel,
+        optimizers: Iterable[Optimizer],
+        options: TrainOptions,
+        *,
+        data: str | Path,
+        data_samples: int,
     ) -> None:
         self._model, self._options = model, options
         self._state = RunState(model, optimizers)
         self._data_samples = data_samples
+        self._data = data
         self._checkpointer: Checkpointer | None = None
         self._lock: TextIO | None = None
         self._tokenizer: dict[str, bytes] = {}
@@ -81,25 +90,27 @@ class Persistence:
                 else "leave it out",
             )
         # how often torchrun has started the processes again, on the host where it did most often
-        counts = [0] * dist.get_world_size()
-        dist.all_gather_object(counts, restart_count())
-        restarts = max(counts)
+        told: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
+        taken_in = "hosts or devices have come back" if TAKEN_IN_VARIABLE in os.environ else ""
+        dist.all_gather_object(told, (restart_count(), taken_in or os.environ.get(LOST_VARIABLE, "")))
+        restarts = max(count for count, _ in told)
         if restarts:
-            _say(f"started again ({restarts}): {_why_restarted()}")
+            _say(f"started again ({restarts}): {next((why for _, why in told if why), 'a process was lost')}")
         on_first_rank(self._lock_folder)
-        resumed, known = whole_checkpoint(lambda known: _checkpoint_to_resume(options, known, is_restart=restarts > 0))
+        resumed, known = whole_checkpoint(lambda known: checkpoint_to_resume(options, known, is_restart=restarts > 0))
         if options.export_hf is not None:
             self._tokenizer = tokenizer_files(options.tokenizer)
         if resumed is not None:
             path, notices = resumed
             info = read_checkpoint(path, self._state, self._model.plan, self._model.device)
-            self._check_same_run(info)
-            self.num_steps, self.num_samples = info.step, info.num_samples
+            changed = changes(info, path, options, self._data, self._data_samples)
+            self.num_steps, self.num_samples = info.step, 0 if "data" in changed else info.num_samples
             if options.metrics is not None:
                 on_first_rank(lambda: _keep_lines(options.metrics, info.step))
             lost = read_standing().num_steps - info.step
             again = f"; {format_plural(lost, 'step')} lost, trained again" if restarts and lost > 0 else ""
-            _say(*notices, f"resumed after step {info.step} from {path}{again}")
+            anew = "" if restarts or options.resume != AUTO else " (--no-resume starts anew)"
+            _say(*notices, f"resumed after step {info.step} from {path}{again}{anew}", *changed.values())
         elif options.init is not None:
             notices = load_weights(options.init, self._state, self._model.chain, seed=options.seed)
             _say(*notices, f"first weights from {options.init}")
@@ -109,6 +120,7 @@ class Persistence:
                 keep_last=options.keep_last,
                 resumed=resumed[0] if resumed else None,
                 known=known,
+                sets_aside=options.no_resume and not restarts,
                 timeout_s=options.timeout_s,
             )
 
@@ -121,15 +133,18 @@ class Persistence:
         """The first sample of a step (from 0): a resumed run goes on after the samples that were read."""
         return self.num_samples + (step - self.num_steps) * self._model.plan.global_batch
 
-    def after_step(self, num_steps: int) -> None:
-        """Saves the state after ``num_steps`` steps where the options say so; raises if an earlier save has failed."""
+    def after_step(self, num_steps: int, *, is_stopping: bool) -> None:
+        """Saves the state after ``num_steps`` steps where the options say so, or the run is to stop there.
+
+        Raises if an earlier save has failed.
+        """
         if self._checkpointer is None:
             return
         self._checkpointer.check()
         if self._options.elastic:
             saved = max(self._checkpointer.last_step, self.num_steps)
             write_standing(Standing(num_steps=num_steps, num_saved=saved), os.environ)
-        if num_steps % self._options.checkpoint_every == 0 or num_steps == self._options.steps:
+        if num_steps % self._options.checkpoint_every == 0 or num_steps == self._options.steps or is_stopping:
             plan, chain = self._model.plan, self._model.chain
             self._checkpointer.save(
                 self._state,
@@ -138,6 +153,7 @@ class Persistence:
                     num_samples=self.first_sample(num_steps),
                     seed=self._options.seed,
                     data_samples=self._data_samples,
+                    options=self._options.of_run(self._data),
                     model_name=chain.name,
                     config_hash=chain.config_hash,
                     plan_hash=plan_hash(plan),
@@ -160,6 +176,19 @@ class Persistence:
                     self._checkpointer.wait()
             raise
 
+    def stop(self, num_steps: int, number: int) -> NoReturn:
+        """Waits for the checkpoint after ``num_steps`` steps and raises `StoppedError` for signal ``number``."""
+        folder, checkpointer = self._options.checkpoint_dir, self._checkpointer
+        assert folder is not None, "else none can be asked"
+        assert checkpointer is not None, "likewise"
+        checkpointer.wait()
+        raise StoppedError(
+            f"stopped by {signal.Signals(number).name} after step {num_steps} of {self._options.steps}; saved in "
+            f"{checkpoint_path(folder, num_steps)}\n"
+            "  to go on: start the same command again",
+            exit_code=128 + number,
+        )
+
     def end(self) -> None:
         """Waits for the last checkpoint, exports the weights and leaves the folder of checkpoints to others."""
         if self._checkpointer is not None:
@@ -175,42 +204,6 @@ class Persistence:
         if self._lock is not None:
             self._lock.close()
 
-    def _check_same_run(self, info: CheckpointInfo) -> None:
-        if info.seed != self._options.seed:
-            raise InvalidCheckpointError(
-                field="--seed",
-                found=f"{self._options.seed}",
-                expected=f"{info.seed}, which the samples of the checkpoint's run were ordered by",
-                hint=f"resume with --seed {info.seed}",
-            )
-        if info.data_samples != self._data_samples:
-            raise InvalidDataError(
-                found=f"{self._data_samples} samples of {self._model.plan.seq_len} tokens",
-                expected=f"{info.data_samples}, as in the run that wrote the checkpoint",
-                hint="resume with the data and sequence length of that run",
-            )
-        if info.step >= self._options.steps:
-            raise UserError(
-                field="--steps",
-                found=f"{self._options.steps}, and a checkpoint after step {info.step}",
-                expected="more steps than are done",
-                hint="raise --steps",
-            )
-
-
-def _checkpoint_to_resume(
-    options: TrainOptions, known: Mapping[Path, str], *, is_restart: bool
-) -> tuple[Path, list[str]] | None:
-    """The checkpoint to go on from, with what to say about it; None to start anew."""
-    resume = options.resume
-    if options.checkpoint_dir is not None and (is_restart or resume == AUTO):
-        newest, faults = newest_intact(options.checkpoint_dir, known)
-        resume = LATEST if newest is not None or faults else None if resume == AUTO else resume
-    if resume is None:
-        return None
-    path, faults = find_checkpoint(resume, options.checkpoint_dir, known)
-    return path, [f"passed over a damaged checkpoint: {fault}" for fault in faults]
-
 
 def _keep_lines(metrics: Path | None, num_steps: int) -> None:
     """Drops from a file of metrics the steps that will be trained again."""
@@ -225,16 +218,6 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def _why_restarted() -> str:
-    if TAKEN_IN_VARIABLE in os.environ:
-        return "hosts or devices have come back"
-    failures = previous_failures()
-    if not failures or LOST_PEER.search(failures[0].message):
-        return "a process was lost"
-    first = failures[0]
-    return f"rank {first.rank} failed with {first.error_type}: {first.message.splitlines()[0]}"
 
 
 def _say(*lines: str) -> None:

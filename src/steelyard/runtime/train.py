@@ -5,7 +5,6 @@ more than the plan's budget, so that a plan can be tried on devices that have mo
 above it; on the CPU the peak of the first full step is compared.
 """
 
-import math
 import socket
 import statistics
 import time
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steelyard.errors import InvalidPlanError
+from steelyard.model.family import Task
 from steelyard.modules.dimensions import take_imbalance
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.modules.own_proof import build_planned
@@ -28,10 +28,11 @@ from steelyard.output import write_file
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import OWN_TERMS
 from steelyard.processes.allocator import allocator_setting
+from steelyard.processes.stop import STOP_SIGNALS, StopWatch, handling
 from steelyard.profiles.record import OwnWork, RankRecord, RunRecord, SlowRank, StepRecord, slow_ranks
 from steelyard.runtime.checks import check_builder, device_type_of, stage_pool
 from steelyard.runtime.data.source import OwnData, SampleData, open_samples
-from steelyard.runtime.loss_scale import DivergedError
+from steelyard.runtime.divergence import Divergence
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_optimizers
 from steelyard.runtime.options import TrainOptions
@@ -118,7 +119,8 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
     The first process prints one line per step and writes the metrics and the record that ``options`` ask for. Raises
     `InvalidDataError` for data that cannot be used, `InvalidCheckpointError` for weights or checkpoints that cannot be
     read or written, `InvalidPlanError` for another world size, `MemoryExceededError` when memory runs out, and
-    `DivergedError` when the loss is not finite.
+    `DivergedError` when the loss says that nothing is trained. With a folder for checkpoints a stop signal has the
+    state saved after the step that runs, and raises `StoppedError`.
     """
     own = planned_own(plan, options)
     data: SampleData | OwnData
@@ -131,12 +133,13 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
     with memory_limit.explained():
         seed = options.seed
         model = parallelize_plan(plan, seed=seed) if own is None else parallelize_checked(own, plan, seed)
-        trainer = _Trainer(model, data, options, memory_limit)
+        trainer = _Trainer(model, data, options, memory_limit, data_path)
         trainer.persistence.begin()
         steps = trainer.run()
         if is_first:
             steps = reported(steps, plan, options, num_done=trainer.persistence.num_steps)
-        with trainer.persistence.rescuing(), model.clock.seeing_waits():
+        signals = dict.fromkeys(STOP_SIGNALS if options.checkpoint_dir is not None else (), trainer.stop)
+        with trainer.persistence.rescuing(), model.clock.seeing_waits(), handling(signals):
             finished = list(steps)
     record = _record(trainer, finished)
     if is_first and options.record is not None:
@@ -186,7 +189,12 @@ class _Trainer:
     """The state of a run on this rank."""
 
     def __init__(
-        self, model: ParallelModel, data: SampleData | OwnData, options: TrainOptions, memory_limit: MemoryLimit
+        self,
+        model: ParallelModel,
+        data: SampleData | OwnData,
+        options: TrainOptions,
+        memory_limit: MemoryLimit,
+        data_path: str | Path,
     ) -> None:
         self.model = model
         self.peak_bytes = 0
@@ -194,13 +202,17 @@ class _Trainer:
         self._data, self._options = data, options
         self._optimizers = make_optimizers(model, options)
         self._memory_limit = memory_limit
-        self.persistence = Persistence(model, self._optimizers, options, data_samples=data.num_samples)
+        self.persistence = Persistence(model, self._optimizers, options, data=data_path, data_samples=data.num_samples)
+        self.stop = StopWatch()
+        if options.checkpoint_dir is not None:
+            model.asked_to_stop = self.stop.is_asked
 
     def run(self) -> Iterator[Step]:
         """Trains and yields step after step."""
         first_step = self.model.num_steps = self.persistence.num_steps
         num_updates = 0
         watch = SlownessWatch(self.model, self._options)
+        divergence = Divergence(self._options, is_cross_entropy=self.model.chain.family.task is not Task.OWN)
         for step in range(first_step, self._options.steps):
             lr = learning_rate(step, self._options)
             for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
@@ -233,17 +245,12 @@ class _Trainer:
                 skipped=is_skipped or None,
                 **self._parts(loss_value),
             )
-            for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
-                if not math.isfinite(value):
-                    raise DivergedError(
-                        f"step {step + 1}: the {name} is {value}; the run has diverged, and nothing of this step is "
-                        f"saved. Lower --lr (now {self._options.lr:g}) or raise --warmup-steps (now "
-                        f"{self._options.warmup_steps})."
-                        + " In fp16 a forward pass has no values above 65504, whatever the loss scale."
-                        * (scale is not None)
-                    )
+            divergence.check(step + 1, loss_value, norm_value, is_skipped=is_skipped)
             yield result
-            self.persistence.after_step(step + 1)
+            is_stopping = self.model.is_stopping and step + 1 < self._options.steps
+            self.persistence.after_step(step + 1, is_stopping=is_stopping)
+            if is_stopping:
+                self.persistence.stop(step + 1, self.stop.number)
         self.persistence.end()
 
     def _parts(self, loss: float) -> dict[str, float]:
@@ -257,6 +264,9 @@ class _Trainer:
         first = self.persistence.first_sample(step)
         loss = self.model.train_step(lambda samples: self._data.read([first + sample for sample in samples]))
         norm = self.model.clip_gradients(self._options.max_grad_norm)
+        if self._options.keep_going and not norm.isfinite():
+            for parameter in self.model.parameters():
+                parameter.grad = None
         with self.model.clock.working():
             for optimizer in self._optimizers:
                 optimizer.step()

@@ -104,7 +104,7 @@ def test_regret_of_a_source_left_out_goes_by_its_own_predictions() -> None:
     errors = ErrorSummary.of([0.0])
     assert errors is not None
     ratios = {each.run.id: -3.0 if each.run.id == "made-1" else 0.0 for each in runs}
-    left_out = LeftOut(source="vtrain", zero_shot=errors, scaled=errors, regret=None, log_ratios=ratios)
+    left_out = LeftOut(source="vtrain", zero_shot=errors, scaled=errors, regret=None, log_ratios=ratios, parameters={})
     line = regret_evidence(runs, [left_out]).lines[0]
     assert (line.mean, line.left_out) == (pytest.approx(0.0), pytest.approx(6 / 5 - 1))
 

@@ -95,6 +95,6 @@ def test_figures_are_written_into_the_table_of_the_cost_model_and_of_the_readme(
     assert "\nAS_GOOD = 0.17\n" in code
     tables = intervals.lines(found, good)
     text = intervals.in_readme(intervals.README.read_text(encoding="utf-8"), tables)
-    assert "| dense models | 7 | 0.123 | 0.568 | 1.988 | 0.94 | 92.0% |" in text
+    assert "| dense 16-bit | 7 | 0.123 | 0.568 | 1.988 | 0.94 | 92.0% |" in text
     assert "| vtrain | 91% |" in text
     assert intervals.in_readme(text, tables) == text
