@@ -101,6 +101,7 @@ def blocks_of(config: dict[str, Any], levers: dict[str, str], *degrees: int) -> 
     return {layer.shape_text: layer for layer in profile.layers if layer.kind == "block"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["tensorwise", "rowwise"])
 def test_all_products_are_in_8_bits_and_casts_are_counted_beside_them(word: str) -> None:
     config = WIDE | {"max_position_embeddings": 512}
@@ -116,6 +117,7 @@ def test_all_products_are_in_8_bits_and_casts_are_counted_beside_them(word: str)
         assert after.forward_collectives == before.forward_collectives
 
 
+@pytest.mark.slow
 def test_routers_and_experts_stay_as_they_are() -> None:
     config = FAMILY_CONFIGS["mixtral"] | {"max_position_embeddings": 512, "num_local_experts": 16}
     block = blocks_of(config, ROWWISE, 1)["undivided"].forward
@@ -170,6 +172,7 @@ def test_without_compiled_blocks_casts_cost_more_than_products_gain() -> None:
     assert 1.2 < _step_s("1x2xh100-80gb", {"float8": "tensorwise"}) / plain < 1.7
 
 
+@pytest.mark.slow
 def test_torchtitan_compiles_it_and_gains_where_layers_are_large() -> None:
     """With MXFP8 a step takes longer where layers have few tokens: torchtitan's pull request 2086 measured 1.05."""
     plain, short = (_step_s("1x4xgb200", {}, engine="torchtitan", seq_len=each) for each in (8192, 512))

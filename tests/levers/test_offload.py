@@ -196,7 +196,7 @@ def test_what_is_on_the_device_for_the_step_is_no_more_than_a_chunk() -> None:
 
 def test_advice_offers_it_and_a_search_never_takes_it_by_itself() -> None:
     asked = make_request("llama-demo", "1x1xa100-40gb", **OPTIONS)
-    found = {each.options: each for each in advise(asked).changes}
+    found = {each.options: each for each in advise(asked, asked=False).changes}
     assert found["--offload optimizer"].result == "exact"
     assert found["--offload optimizer"].saved_bytes > 0
     assert found["--offload activations"].result == "exact"
@@ -224,6 +224,7 @@ def test_the_search_leaves_it_out_where_it_gains_nothing() -> None:
     assert "; offload optimizer takes " in result.notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory", "taken"), [("1200MiB", "parameters+activations"), ("1300MiB", "activations")])
 def test_no_value_is_faster_than_the_one_that_the_search_takes(memory: str, taken: str) -> None:
     """Over a link so fast that some gain where more must be computed again without."""
@@ -297,13 +298,14 @@ def test_the_memory_of_a_host_is_that_of_all_its_ranks(tmp_path: Path) -> None:
 # what is refused
 
 
+@pytest.mark.slow
 def test_more_than_the_host_has_is_refused_and_not_advised(tmp_path: Path) -> None:
     cluster = write_cluster(tmp_path, host_memory_GiB=0.001)
     with pytest.raises(UserError) as caught:
         find_plan("llama-demo", cluster, **OPTIONS, levers=OFFLOAD)
     assert caught.value.field == "host_memory_GiB"
     assert "more than its 1.02 MiB" in caught.value.found
-    found = advise(make_request("llama-demo", cluster, **OPTIONS))
+    found = advise(make_request("llama-demo", cluster, **OPTIONS), asked=False)
     assert any(each.startswith("--offload optimizer: host_memory_GiB") for each in found.left_out)
     assert not any(each.options == "--offload optimizer" for each in found.changes)
 

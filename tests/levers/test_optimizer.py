@@ -130,6 +130,7 @@ def test_muon_without_matrix_units_for_bf16_is_refused() -> None:
         find_plan("llama-demo", "1x1xv100-32gb", **MUON, precision="fp16")
 
 
+@pytest.mark.slow
 def test_no_plan_for_adafactor_shards_matrices_and_one_for_muon_does() -> None:
     """Where the fastest plans with SGD and AdamW do."""
     options: dict[str, Any] = {"global_batch": 8, "seq_len": 512, "memory": 16 * GIB}

@@ -31,7 +31,7 @@ def _request(model: str, cluster: str, **options: object) -> PlanRequest:
 def test_what_practitioners_do_comes_first(
     model: str, cluster: str, options: dict[str, object], first: tuple[str, ...]
 ) -> None:
-    own, found, _ = advise(_request(model, cluster, **options))
+    own, found, _ = advise(_request(model, cluster, **options), asked=False)
     assert not own.fits
     assert own.missing_bytes > 10 * GIB
     assert {each.options for each in found[:2]} == set(first)
@@ -39,6 +39,7 @@ def test_what_practitioners_do_comes_first(
     assert [each.order for each in found] == sorted(each.order for each in found)
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_change_is_what_planning_with_it_finds() -> None:
     asked = _request("llama-demo", "1x1xa100-40gb", memory="1500MiB", seq_len=128, precision="fp32")
     own, found, _ = advise(asked)
@@ -58,7 +59,7 @@ def test_what_is_said_of_a_change_is_what_planning_with_it_finds() -> None:
 
 def test_within_the_least_memory_there_is_a_plan_and_within_less_none() -> None:
     asked = {"seq_len": 128, "precision": "fp32"}
-    own, *_ = advise(_request("llama-demo", "1x1xa100-40gb", **asked))
+    own, *_ = advise(_request("llama-demo", "1x1xa100-40gb", **asked), asked=False)
     assert own.least_bytes is not None
     plan = find_plan(
         "llama-demo", "1x1xa100-40gb", global_batch=1, memory=own.least_bytes + 2**20, memory_margin=0.0, **asked
@@ -77,6 +78,7 @@ def test_where_states_alone_are_too_many_no_shorter_sequence_is_advised() -> Non
     assert "or a shorter sequence" in (caught.value.hint or "")
 
 
+@pytest.mark.slow
 def test_hints_name_what_fits_alone() -> None:
     found = list(hints(_request("llama2-7b", "1x1xrtx-4090")))
     assert 1 <= len(found) <= 3

@@ -36,6 +36,7 @@ def test_the_largest_batch_fits_and_one_sample_more_does_not(levers: dict[str, s
     assert len(tried) <= MOST_TRIED
 
 
+@pytest.mark.slow
 def test_the_largest_rank_and_the_longest_sequence_fit() -> None:
     levers = {"train": "lora:r=4,alpha=4"}
     found = largest("rank", ask(levers), ask)

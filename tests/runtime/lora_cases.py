@@ -33,7 +33,7 @@ def _case(
     config: str | dict[str, object], text: str, *stages: str, num_microbatches: int = 2, **options: object
 ) -> Case:
     sizes = {"num_microbatches": num_microbatches, "global_batch": 16, "num_devices": NUM_DEVICES}
-    return Case(make=partial(lora_plan, text, config, *stages, **sizes, **options), num_steps=2)
+    return Case(make=partial(lora_plan, text, config, *stages, **sizes | options), num_steps=2)
 
 
 ALL, SOME = "lora:r=4", "lora:r=2,alpha=8,targets=q_proj+v_proj+down_proj,rslora"
@@ -56,7 +56,7 @@ KINDS = {
     "glora": f"glora:r=4,{_SOME}",
 }
 """Kinds of adapters but those that draw numbers as they compute."""
-MIXED = "fsdp4, dp4, fsdp4 zero2 remat=full, dp4 remat=selective, fsdp4, dp4"
+MIXED = "fsdp2, dp2, fsdp2 zero2 remat=full, dp2 remat=selective, fsdp2, dp2"
 CASES: dict[str, Case] = {
     "replicated": _case("llama", ALL, "dp4, dp4, dp4 remat=full, dp4, dp4, dp4 remat=selective, dp4, dp4"),
     "sharded": _case(
@@ -84,12 +84,14 @@ CASES: dict[str, Case] = {
     ),
     "qwen2, which has biases": _case("qwen2", SOME, "fsdp4, tp4, fsdp2-tp2+sp, dp4"),
     "gpt2, stored together": _case(FAMILY_CONFIGS["gpt2"], "lora:r=4", "fsdp2, dp2", "dp2, fsdp2"),
-    "nf4": _case("llama", "qlora:r=4", "fsdp4, dp4, dp4 remat=full, fsdp4 remat=selective, dp4, fsdp4, fsdp4, dp4"),
+    "nf4": _case(FOUR, "qlora:r=4", "fsdp2, dp2, dp2 remat=full, fsdp2 remat=selective, dp2, fsdp2", num_devices=2),
     "nf4, stages": _case("qwen2", "qlora:r=4", "dp2, fsdp2", "dp2, fsdp2", num_microbatches=4),
     "nf4, dora": _case(SHORT, "qlora:r=4,use_dora=true", "dp2, fsdp2 remat=full", "dp2, fsdp2", num_microbatches=4),
     "int8": _case("llama", SOME, "fsdp4, dp4, cp4, fsdp4, dp4, fsdp4, dp2-cp2, dp4", base="int8", seq_len=32),
-    "loss in chunks, replicated": _case(SHORT, "full", ", ".join(["dp4"] * 4), loss="chunked:3"),
-    "loss in chunks, sharded": _case(SHORT, "full", ", ".join(["fsdp4"] * 4), loss="chunked", precision="fp32"),
+    "loss in chunks, replicated": _case(SHORT, "full", ", ".join(["dp2"] * 4), loss="chunked:3", num_devices=2),
+    "loss in chunks, sharded": _case(
+        SHORT, "full", ", ".join(["fsdp2"] * 4), loss="chunked", precision="fp32", num_devices=2
+    ),
     "loss in chunks, tensors": _case(SHORT, "full", ", ".join(["dp2-tp2"] * 4), loss="chunked:4"),
     "loss in chunks, tokens": _case(SHORT, "full", ", ".join(["dp2-cp2"] * 4), loss="chunked:4", seq_len=32),
     "loss in chunks, recomputed": _case(SHORT, "full", "dp4, dp4, dp4, dp4 remat=full", loss="chunked:4"),
@@ -106,8 +108,8 @@ CASES: dict[str, Case] = {
         "dp2, fsdp2",
         "dp2 remat=full, fsdp2, fsdp2, dp2, dp2, fsdp2",
     ),
-    "copies of embedding and head": _case(FOUR, "lora:r=4,modules_to_save=embed_tokens+lm_head", MIXED),
-    **{kind: _case(FOUR, text, MIXED) for kind, text in KINDS.items()},
+    "copies of embedding and head": _case(FOUR, "lora:r=4,modules_to_save=embed_tokens+lm_head", MIXED, num_devices=2),
+    **{kind: _case(FOUR, text, MIXED, num_devices=2) for kind, text in KINDS.items()},
     "latent attention": _case(FAMILY_CONFIGS["deepseek_v3"], ALL, "dp4, fsdp4, dp4, fsdp4", seq_len=16),
 }
 NIGHTLY = {
