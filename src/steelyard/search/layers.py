@@ -37,6 +37,7 @@ Source: Miao et al. 2022, Eq. 1; Wang et al. 2023, section 4.1 (forward memory a
 Lagrangian duality as in Handler and Zang 1980 (constrained shortest paths).
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -66,8 +67,11 @@ FEW_CANDIDATES = 250_000
 """Where there would be more than those, states are dropped that others nearly beat, until there are no more than
 these."""
 
-MANY_TO_SORT = 50_000
-"""More candidates than these are sorted before `kernels.sweep`, which sorts those of equal bytes by insertion."""
+SLACK_PRECISION = 1.6
+"""By what factor at most the slack with which states are dropped is larger than one that leaves too many."""
+
+MANY_TIES = 256
+"""More candidates of equal bytes than these are sorted before `kernels.sweep`, which sorts by insertion."""
 
 NO_LIMIT_BYTES = 2**60
 NOTHING_BYTES = -(2**50)
@@ -666,10 +670,11 @@ def _extend(
         places,
         values,
     )
-    if found > MANY_TO_SORT:
-        order = np.lexsort((places[3, :found], values[0, :found], places[2, :found]))
-    else:
-        order = places[2, :found].argsort(kind="stable")
+    order = places[2, :found].argsort(kind="stable")
+    borders = np.flatnonzero(np.diff(places[2, order], prepend=-1, append=-1))
+    for place in np.flatnonzero(np.diff(borders) > MANY_TIES).tolist():
+        tied = order[borders[place] : borders[place + 1]]
+        tied[:] = tied[np.lexsort((places[3, tied], values[0, tied]))]
 
     def unbeaten(order: IntArray, slack_s: float) -> IntArray:
         return order[: kernels.sweep(order, places, values[0], costs.growth, detour, slack_s, *work)]
@@ -677,10 +682,15 @@ def _extend(
     kept, slack_s = unbeaten(order, 0.0), 0.0
     if len(kept) > most:
         exact, span_s = kept, float(np.ptp(values[0, kept]))
-        slack_s = span_s / len(kept)
-        while len(kept) > few and slack_s < span_s:
-            slack_s *= 2
-            kept = unbeaten(exact.copy(), slack_s)
+        too_small_s, slack_s = span_s / len(kept), 2 * span_s
+        kept = unbeaten(exact.copy(), slack_s)
+        while slack_s > SLACK_PRECISION * too_small_s:
+            middle_s = math.sqrt(too_small_s * slack_s)
+            found_then = unbeaten(exact.copy(), middle_s)
+            if len(found_then) > few:
+                too_small_s = middle_s
+            else:
+                kept, slack_s = found_then, middle_s
     if width is not None and len(kept) > width:
         kept = kept[np.sort(np.argsort(values[1, kept], kind="stable")[:width])]
     return LayerStates(rows=places.take(kept, axis=1), seconds=values[0, kept]), slack_s
