@@ -363,6 +363,8 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
         execution = replace(execution, step_shard_bytes=_UNSHARDED_STEP)
     if "async tp" in overlap or "tp userbuffers" in overlap or "tp comm" in overlap:
         execution = replace(execution, hidden_collectives=0.5)
+    if "ep all-to-all" in overlap:  # beside another microbatch's compute; half, as of tp
+        execution = replace(execution, hidden_exchanges=0.5)
     if run.text("framework") == "nanotron" and zero == 0:
         execution = replace(execution, overlaps_data=True)
     if "grad" in overlap:

@@ -257,9 +257,14 @@ def _latent(run: PublishedRun) -> Latent | None:
     )
 
 
+_BY_EXAMPLE = "the example command forces it"
+"""What the notes say of rows that name no balance, of a repository whose command does."""
+
+
 def _imbalance(run: PublishedRun, framework: Framework) -> float:
     """How many times the mean of tokens the fullest rank computes: even where routing is forced or padded to be."""
-    is_even = any(word in f"{run.text('moe_balance')} {run.text('overlap')}" for word in ("forced", "padded"))
+    said = f"{run.text('moe_balance')} {run.text('overlap')} {run.text('notes').partition(_BY_EXAMPLE)[1]}"
+    is_even = any(word in said for word in ("forced", "padded", _BY_EXAMPLE))
     return 1.0 if is_even and "not forced" not in run.text("moe_balance") else framework.imbalance
 
 

@@ -108,7 +108,7 @@ _NEEDED = tuple(_NEEDED_TEXT.split())
 _ADDED_TEXT = """
     measures etp moe_topk moe_ffn moe_shared_experts moe_dense_layers moe_dispatcher moe_balance moe_shared_ffn
     vocab_padded cp_method mla_q_lora mla_kv_lora mla_qk_nope mla_qk_rope mla_v_head mtp_layers decoder_layers lora
-    optimizer options cuda_graph flags
+    optimizer options cuda_graph flags notes
 """
 _ADDED = dict.fromkeys(_ADDED_TEXT.split(), "")
 """Columns that a table may lack: nothing is known there."""

@@ -274,6 +274,8 @@ class _Sent:
         """Seconds that a layer waits in a phase."""
         sent = self.by[dimension]
         seconds = sent.in_line_s.get(phase, 0.0)
+        if dimension.divides is Divides.EXPERTS:
+            return (1 - self._job.execution.hidden_exchanges) * seconds
         if dimension.divides is not Divides.TENSORS:
             return seconds
         exposed, jitter_s = 1 - self._job.execution.hidden_collectives, self._job.efficiency.jitter_s

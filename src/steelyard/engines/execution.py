@@ -160,6 +160,8 @@ class Execution:
     """Whether data-parallel communication runs beside compute."""
     hidden_collectives: float = 0.0
     """Part of tensor-parallel communication that runs beside compute."""
+    hidden_exchanges: float = 0.0
+    """Part of the exchanges of tokens between ranks that divide experts that runs beside compute."""
     overlaps_transfers: Literal["never", "with chunks", "always"] = "always"
     """Where a stage computes on while it sends to another, instead of waiting until the transfer is done: nowhere, in
     interleaved schedules alone, or everywhere."""
