@@ -333,7 +333,7 @@ def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
 
 
 def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
-    precision, overlap = run.text("precision").lower(), run.text("overlap").lower()
+    precision, execution = run.text("precision").lower(), _overlapped(run, execution, zero)
     if execution.states is not None and zero < 3:
         execution = replace(execution, states=replace(execution.states, zero=zero))
     else:
@@ -361,13 +361,21 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
         )
     elif run.text("framework").lower().startswith("megatron-deepspeed") and zero == 0:
         execution = replace(execution, step_shard_bytes=_UNSHARDED_STEP)
-    if "async tp" in overlap or "tp userbuffers" in overlap or "tp comm" in overlap:
-        execution = replace(execution, hidden_collectives=0.5)
-    if "ep all-to-all" in overlap:  # beside another microbatch's compute; half, as of tp
-        execution = replace(execution, hidden_exchanges=0.5)
-    if run.text("framework") == "nanotron" and zero == 0:
-        execution = replace(execution, overlaps_data=True)
-    if "grad" in overlap:
+    return execution
+
+
+_HIDDEN = 0.5
+"""Part of the communication of tensor or expert parallelism that runs beside compute where a row says so."""
+
+
+def _overlapped(run: PublishedRun, execution: Execution, zero: int) -> Execution:
+    """The execution with what the row says runs beside what."""
+    overlap = run.text("overlap").lower()
+    if any(words in overlap for words in ("async tp", "tp userbuffers", "tp comm")):
+        execution = replace(execution, hidden_collectives=_HIDDEN)
+    if "ep all-to-all" in overlap:
+        execution = replace(execution, hidden_exchanges=_HIDDEN)
+    if "grad" in overlap or (run.text("framework") == "nanotron" and zero == 0):
         execution = replace(execution, overlaps_data=True)
     return execution
 
