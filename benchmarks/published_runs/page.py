@@ -95,7 +95,11 @@ def _targets(lines: Iterable[TargetLine]) -> str:
         )
         for line in lines
     ]
-    return "## Targets\n\n" + _table(("figure", "target", "reached", "met"), rows)
+    return f"""## Targets
+
+A class may have a single source that counts: the next section says how many do, and how far off all sources are.
+
+{_table(("figure", "target", "reached", "met"), rows)}"""
 
 
 def _time(time: Sequence[Errors], devices: Sequence[Errors], left_out: Sequence[Errors]) -> str:
