@@ -19,7 +19,7 @@ from steelyard.planning.simple import with_reasons
 
 
 def request(**asked: object) -> PlanRequest:
-    found = make_request("llama3-8b", "1x8xa100-80gb", global_batch=64, seq_len=4096)
+    found = make_request("llama3-8b", "1x8xa100-80gb", global_batch=64, seq_len=8192)
     return replace(found, num_fallbacks=0, num_next_best=1, **asked)  # type: ignore[arg-type]
 
 
