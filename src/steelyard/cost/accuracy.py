@@ -43,16 +43,16 @@ class Spread:
     high: float
 
 
-DENSE = Spread(words="dense 16-bit", typical=0.075, low=0.821, high=1.367)
-EXPERTS = Spread(words="experts", typical=0.176, low=0.699, high=1.763)
+DENSE = Spread(words="dense 16-bit", typical=0.079, low=0.816, high=1.359)
+EXPERTS = Spread(words="experts", typical=0.172, low=0.773, high=1.793)
 EIGHT_BIT = Spread(words="8-bit", typical=0.077, low=0.717, high=1.866)
 LONG_CONTEXT = Spread(words="long context", typical=0.074, low=0.787, high=1.313)
-ADAPTERS = Spread(words="adapters", typical=0.154, low=0.698, high=1.471)
-SCALED = Spread(words="one measured run", typical=0.062, low=0.806, high=1.241)
-SCALED_BY_SEVERAL = Spread(words="three measured runs", typical=0.055, low=0.856, high=1.249)
+ADAPTERS = Spread(words="adapters", typical=0.144, low=0.691, high=1.669)
+SCALED = Spread(words="one measured run", typical=0.060, low=0.809, high=1.236)
+SCALED_BY_SEVERAL = Spread(words="three measured runs", typical=0.053, low=0.858, high=1.245)
 MEASURED = Spread(words="measured profile", typical=0.063, low=0.871, high=1.094)
 
-AS_GOOD = 0.08
+AS_GOOD = 0.07
 """Two plans of one job err alike. One that is predicted slower than another by no more than this fraction is as good:
 of those predicted further apart nine in ten are measured in that order, in sources that were left out."""
 
