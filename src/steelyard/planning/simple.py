@@ -15,8 +15,8 @@ and hand to another engine. Two families are searched, the second where the firs
 | ends of their own | the same                                              | each also as in the fastest plan |
 
 Of every pipeline configuration the fastest plan of the family counts, and of these the one of the fewest groups: runs
-of neighbouring layers of one strategy, summed over the stages. Plans of as many groups that differ by less than `TIE`
-are told apart by the memory that they leave.
+of neighbouring layers of one strategy, summed over the stages; of as many, that of the fewest shardings. Plans as
+simple that differ by less than `TIE` are told apart by the memory that they leave.
 """
 
 from collections import Counter
@@ -92,8 +92,7 @@ def with_usual_stages(result: PlanningResult, request: PlanRequest) -> tuple[Pla
 
 
 def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request: PlanRequest) -> Plan:
-    """Return the plan of the fewest groups of layers that takes at most `PlanRequest.simplify_share` longer than a
-    plan; the plan itself where none has fewer.
+    """Return the simplest plan that takes at most `PlanRequest.simplify_share` longer; the plan itself where none is.
 
     ``known`` are other plans that fit, none faster. What the simpler plan gives up stands in its prediction, and with
     `PlanRequest.num_next_best` the fastest plan is kept beside it.
@@ -124,16 +123,21 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
         allowed += [each.plan for each in found.ranked if predict(each.plan, job).step_time_s <= most_s]
         if allowed:
             break
-    fewest = min((each.num_groups for each in allowed), default=plan.num_groups)
-    if fewest >= plan.num_groups:
+    fewest = min(map(_mixture, allowed), default=_mixture(plan))
+    if fewest >= _mixture(plan):
         return plan
-    costs = [(predict(each, job), each) for each in allowed if each.num_groups == fewest]
+    costs = [(predict(each, job), each) for each in allowed if _mixture(each) == fewest]
     tied_s = min(cost.step_time_s for cost, _ in costs) * (1 + TIE)
     tied = [pair for pair in costs if pair[0].step_time_s <= tied_s]
     cost, simple = min(tied, key=lambda pair: max(stage.total_bytes for stage in pair[0].stages))
     chosen = _in_place_of(plan, simple, cost, result)
     kept = (plan.as_fallback(), *plan.next_best)[: request.num_next_best]
     return chosen.model_copy(update={"next_best": kept})
+
+
+def _mixture(plan: Plan) -> tuple[int, int]:
+    """How far a plan is from one strategy for all: its groups of layers, and its shardings."""
+    return plan.num_groups, len({strategy.without_remat() for strategy in plan.strategies})
 
 
 def _in_place_of(plan: Plan, chosen: Plan, cost: PlanCost, result: PlanningResult) -> Plan:

@@ -175,7 +175,11 @@ def _blame(end: End) -> int:
 
     One that a signal ended comes before one that stood still, whose peers NCCL aborts, and those that torchrun ended.
     """
-    return 1 if end.stood_still else {int(signal.SIGABRT): 2, int(signal.SIGTERM): 3, int(END_SIGNAL): 3}.get(-end.exit_code, 0)
+    return (
+        1
+        if end.stood_still
+        else {int(signal.SIGABRT): 2, int(signal.SIGTERM): 3, int(END_SIGNAL): 3}.get(-end.exit_code, 0)
+    )
 
 
 def _silent(rank: int, end: End, reported: Sequence[Failure]) -> Failure:
