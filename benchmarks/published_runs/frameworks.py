@@ -58,6 +58,9 @@ class Framework:
     """Whether tensor parallelism has sequence parallelism where nothing is said."""
     default_zero: int = 0
     """ZeRO stage where nothing is said."""
+    pipes_whole: bool = False
+    """Whether its stages are torch's, which keep sharded layers gathered, and their gradients whole, from microbatch to
+    microbatch, whatever the ZeRO stage (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync)."""
     imbalance: float = ASSUMED_IMBALANCE
     """How many times the mean of tokens the fullest rank of its experts computes, where a row does not say."""
     has_te: bool = False
@@ -156,7 +159,12 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("llm-foundry", Framework(execution=Execution(kernels=_MPT))),
     (
         "torchtitan",
-        Framework(execution=TORCHTITAN.execution, default_sp=True, expands_segments=True),  # run_train.sh
+        Framework(
+            execution=TORCHTITAN.execution,
+            default_sp=True,
+            expands_segments=True,  # run_train.sh
+            pipes_whole=True,
+        ),
     ),
     ("nanotron", Framework(execution=_NANOTRON, balances_by_flop=True, reports="first")),
     ("ibm fms-fsdp", Framework(execution=Execution(kernels=_FSDP_EAGER, reduce_bytes=2))),
@@ -237,7 +245,7 @@ def has_loss_in_pieces(run: PublishedRun) -> bool:
 
 
 def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
-    attention, detail = run.text("attention").lower(), run.text("act_ckpt_detail").lower()
+    attention = run.text("attention").lower()
     if "rms kernel" in attention:
         kernels = replace(kernels, norm=True)
     elif run.text("framework").startswith("AA-"):
@@ -246,8 +254,6 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
         kernels = replace(kernels, attention="eager")
     elif attention == "fused" or attention.startswith(("unfused", "local (mcore)")) or "backend unfused" in attention:
         kernels = replace(kernels, attention="fused softmax")
-    if not has_loss_in_pieces(run):
-        kernels = replace(kernels, loss_pieces=1)
     if kernels.loss_outlives and run.count("grad_accum") != 1:
         peak, kept = kernels.loss_bytes
         kernels = replace(kernels, loss_bytes=(peak + kept, kept))
@@ -258,8 +264,9 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     if run.text("compile") == "True":
         kernels = replace(kernels, norm=True, rotary=True, activation=True, loss=True)
     if run.text("act_ckpt") == "selective":
-        by_op = "op" in detail and "torchtitan" in run.text("framework")
-        kernels = replace(kernels, selective="half of the matmuls" if by_op else "attention core")
+        kernels = replace(kernels, selective="attention core")
+    if run.text("framework").startswith("torchtitan"):
+        kernels = _torchtitan_kernels(run, kernels)
     if "sequential" in run.text("moe_dispatcher"):
         return replace(kernels, of_each_expert=4)  # two products, an activation, a slice
     return replace(kernels, of_each_expert=0) if _is_local(run) else kernels
@@ -330,6 +337,34 @@ def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
         dropout=run.text("mlp_type") == "gelu",
         mask_bytes=2,
     )
+
+
+_UNFUSED = ("graph_trainer", "aot_eager", "compiler toolkit")
+"""Backends of torch.compile in torchtitan that run the captured graph as it is, without inductor."""
+_LOSS_NOT_COMPILED = re.compile(r"2024-|2025-0[1-4]|torch 2\.7|graph")
+"""Versions in which compiling the loss stands in comments, as it "causes CUDA errors", and those that capture it."""
+
+
+def _torchtitan_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
+    """What a run's version and switches make of torchtitan's kernels.
+
+    Inductor makes one kernel of the loss, with logits and their gradients in 16 bits, and of routing where it compiles
+    blocks with experts in one piece (distributed/compile.py; of 2025 it did not). Selective remat repeats every second
+    matmul by operation; the pass over graphs did so at first, and now keeps all (graph_trainer/passes.py).
+    """
+    name, detail = run.text("framework").lower(), run.text("act_ckpt_detail").lower()
+    month = re.search(r"20\d\d-\d\d", name)
+    is_fused = run.text("compile") == "True" and ("inductor" in name or not any(each in name for each in _UNFUSED))
+    if not has_loss_in_pieces(run):
+        kernels = replace(kernels, loss_pieces=1)
+    if is_fused and not _LOSS_NOT_COMPILED.search(name):
+        kernels = replace(kernels, loss_bytes=(4, 2))
+    if _dispatcher(run, Execution()) == "deep" or (is_fused and month is not None and month[0] >= "2026-06"):
+        kernels = replace(kernels, eager_routing=False)
+    if run.text("act_ckpt") == "selective" and (detail == "graph pass" or "op" in detail):
+        keeps_all = detail == "graph pass" and month is not None and month[0] > "2026-03"
+        kernels = replace(kernels, selective="no matmul" if keeps_all else "half of the matmuls")
+    return kernels
 
 
 def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:

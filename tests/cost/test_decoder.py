@@ -138,6 +138,9 @@ def test_torchtitans_selective_remat_repeats_three_of_seven_products() -> None:
     again = block(kernels).recomputation("selective")
     assert again.work.matmul_flop.at(1) == block(kernels).forward.matmul_flop.at(1) / 2
     assert again.saved_bytes.at(1) < block(kernels).saved_bytes.at(1)
+    keeps_all = block(replace(kernels, selective="no matmul")).recomputation("selective")
+    assert keeps_all.work.matmul_flop.at(1) == 0
+    assert again.saved_bytes.at(1) < keeps_all.saved_bytes.at(1) < block(kernels).saved_bytes.at(1)
 
 
 def job(name: str) -> Job:

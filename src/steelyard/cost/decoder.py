@@ -445,13 +445,14 @@ class _Local:
 
     def _selective_work(self, forward: Work) -> Work:
         """What the backward pass runs again of the forward pass under the framework's selective remat."""
-        if self.kernels.selective == "half of the matmuls":
+        if self.kernels.selective != "attention core":
+            part = 0.5 if self.kernels.selective == "half of the matmuls" else 0.0
             halves = {
-                name: Affine(per_sample=0.5 * getattr(forward, name).per_sample)
+                name: Affine(per_sample=part * getattr(forward, name).per_sample)
                 for name in ("matmul_flop", "low_precision_flop", "matmul_bytes")
             }
             if self.low is not None:
-                halves["memory_bytes"] = forward.memory_bytes + self._cast_bytes(self.low.forward) * -0.5
+                halves["memory_bytes"] = forward.memory_bytes + self._cast_bytes(self.low.forward) * (part - 1)
             return forward.model_copy(update=halves | {"attention_flop": Affine()})
         return Work(
             matmul_flop=Affine(per_sample=self._score_flop()),
@@ -483,6 +484,8 @@ class _Local:
         h = self.shape.hidden
         if self.kernels.selective == "half of the matmuls":
             return self.sigma * 4 * h + 4 * self.q + 2 * self.k + 2 * self.f
+        if self.kernels.selective == "no matmul":
+            return self.sigma * 4 * h + 4 * self.q + 4 * self.k + 4 * self.f
         dropped = self._saved_per_token() - self._scores_saved_per_token()
         return dropped if self.kernels.attention != "flash" else dropped - 2 * self.q
 

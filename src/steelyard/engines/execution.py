@@ -22,7 +22,8 @@ class Kernels:
     """Which parts of a block an engine computes in one kernel, and what it keeps for the backward pass.
 
     ``attention``: a flash kernel, matmuls around a fused softmax, or eager operations. ``selective``: what selective
-    remat computes again: the core of attention (Megatron), or all but attention and every second matmul (torchtitan).
+    remat computes again: the core of attention (Megatron), all but attention and every second matmul (torchtitan), or
+    all but attention and every matmul, grouped ones apart (graph_trainer, an experiment of torchtitan).
     ``full``: what full remat computes again: the whole block, or the block up to the last tensor that its backward
     pass needs, where torch's non-reentrant checkpoint stops early (the last matmul is then not run again).
     ``norm_bytes``: what two norms that are no kernel keep per entry of the hidden state, beside the results.
@@ -37,7 +38,8 @@ class Kernels:
     ``of_each_expert``: kernels of the forward pass that every local expert has of its own, beside those of all
     together. ``expert_copies``: tensors of a pair of a token and an expert, as wide as the hidden state, that are kept
     beside what enters the expert: what comes out and what putting tokens in order leaves. Seen in Megatron-Core's
-    allocated bytes, of models whose routing is not forced; found on published runs.
+    allocated bytes, of models whose routing is not forced; found on published runs. ``eager_routing``: whether tokens
+    are put in order and back, and what experts make is weighed in fp32, by operations of torch one by one.
     """
 
     norm: bool
@@ -47,7 +49,7 @@ class Kernels:
     attention: Literal["flash", "fused softmax", "eager"]
     dropout: bool = False
     mask_bytes: int = 1
-    selective: Literal["attention core", "half of the matmuls"] = "attention core"
+    selective: Literal["attention core", "half of the matmuls", "no matmul"] = "attention core"
     full: Literal["block", "until last needed"] = "block"
     norm_bytes: int = 14
     copies: int = 0
@@ -59,6 +61,7 @@ class Kernels:
     loss_pieces: int = 1
     of_each_expert: int = 0
     expert_copies: int = 4
+    eager_routing: bool = False
 
 
 FUSED = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="flash")
