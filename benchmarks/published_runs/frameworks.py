@@ -50,6 +50,8 @@ class Framework:
 
     execution: Execution
     """With kernels of its own: rows have sizes, and no modules that could be traced."""
+    engine: str = ""
+    """The engine of the product that it is, or became."""
     balances_by_flop: bool = False
     """Whether stages get equal FLOP, head included, instead of equal numbers of blocks."""
     default_remat: Remat | None = Remat.NONE
@@ -123,11 +125,13 @@ _MEGATRON_LM = Execution(
     overlaps_data=False,
     overlaps_transfers="never",
 )
-_CORE = Framework(execution=MEGATRON.execution, has_te=True)
+_CORE = Framework(execution=MEGATRON.execution, engine=MEGATRON.name, has_te=True)
 _PRIMUS = replace(MEGATRON.execution, kernels=replace(KERNELS, expert_copies=0))
 """Tokens are put in order in one kernel (``moe_permute_fusion``) and dealt out evenly
 (examples/megatron/configs/MI355X/deepseek_v2_lite-BF16-pretrain.yaml)."""
-_NEMO = Framework(execution=MEGATRON_BRIDGE.execution, default_sp=True, default_zero=1, imbalance=1.0)
+_NEMO = Framework(
+    execution=MEGATRON_BRIDGE.execution, engine=MEGATRON_BRIDGE.name, default_sp=True, default_zero=1, imbalance=1.0
+)
 """Its performance recipes force routing to be even, have sp on and a distributed optimizer
 (distributed_fused_adam_with_cosine_annealing)."""
 _NANOTRON = Execution(
@@ -147,20 +151,21 @@ _BEFORE_HOPPER = ("A100", "A800", "V100")
 _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("aa-scaling", Framework(execution=_AA_EXECUTION)),
     ("megatron-deepspeed", Framework(execution=_DEEPSPEED)),
-    ("deepspeed zero-3", Framework(execution=replace(DEEPSPEED.execution, kernels=_CLASSIC))),
+    ("deepspeed zero-3", Framework(execution=replace(DEEPSPEED.execution, kernels=_CLASSIC), engine=DEEPSPEED.name)),
     ("megatron-lm 23e00ed0", _CORE),
     ("megatron-lm", Framework(execution=_MEGATRON_LM)),
     ("megatron-core", _CORE),
     ("megatron-bridge", _NEMO),
-    ("nemo automodel", Framework(execution=AUTOMODEL.execution, default_remat=None)),
+    ("nemo automodel", Framework(execution=AUTOMODEL.execution, engine=AUTOMODEL.name, default_remat=None)),
     ("nemo", _NEMO),
-    ("primus", Framework(execution=_PRIMUS, has_te=True, imbalance=1.0)),
+    ("primus", Framework(execution=_PRIMUS, engine=MEGATRON.name, has_te=True, imbalance=1.0)),
     ("maxtext", Framework(execution=Execution(kernels=FUSED, eager_launch=False), default_remat=Remat.FULL)),
     ("llm-foundry", Framework(execution=Execution(kernels=_MPT))),
     (
         "torchtitan",
         Framework(
             execution=TORCHTITAN.execution,
+            engine=TORCHTITAN.name,
             default_sp=True,
             expands_segments=True,  # run_train.sh
             pipes_whole=True,
