@@ -385,6 +385,8 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     if run.text("cuda_graph") in _GRAPHS:
         execution = replace(execution, eager_launch=False)
     execution = replace(execution, kernels=kernels, dispatcher=_dispatcher(run, execution))
+    if "fp8 parameters" in precision:
+        execution = replace(execution, low_copies=0)  # the parameters are those copies
     if "fp4" in precision:
         execution = replace(execution, linear_speedup=2.0)  # of fp4 as of fp8, with twice the ratio
     if precision.startswith("fp16") or "v100" in run.text("gpu").lower():
