@@ -126,6 +126,8 @@ _MEGATRON_LM = Execution(
     overlaps_data=False,
     overlaps_transfers="never",
 )
+"""Until the version of sequence parallelism (3.0, 2022), whose products of gradients add them to those of a step
+(mpu/layers.py, LinearWithGradAccumulationAndAsyncCommunication)."""
 _CORE = Framework(execution=MEGATRON.execution, engine=MEGATRON.name, has_te=True)
 _PRIMUS = replace(MEGATRON.execution, kernels=replace(KERNELS, expert_copies=0))
 """Tokens are put in order in one kernel (``moe_permute_fusion``) and dealt out evenly
@@ -154,6 +156,7 @@ _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("megatron-deepspeed", Framework(execution=_DEEPSPEED)),
     ("deepspeed zero-3", Framework(execution=replace(DEEPSPEED.execution, kernels=_CLASSIC), engine=DEEPSPEED.name)),
     ("megatron-lm 23e00ed0", _CORE),
+    ("megatron-lm (2022)", Framework(execution=replace(_MEGATRON_LM, accumulation_bytes=6))),
     ("megatron-lm", Framework(execution=_MEGATRON_LM)),
     ("megatron-core", _CORE),
     ("megatron-bridge", _NEMO),
@@ -398,6 +401,8 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     if run.text("cuda_graph") in _GRAPHS:
         execution = replace(execution, eager_launch=False)
     execution = replace(execution, kernels=kernels, dispatcher=_dispatcher(run, execution))
+    if "fp8 parameters" in precision:
+        execution = replace(execution, low_copies=0)  # the parameters are those copies
     if "fp4" in precision:
         execution = replace(execution, linear_speedup=2.0)  # of fp4 as of fp8, with twice the ratio
     if precision.startswith("fp16") or "v100" in run.text("gpu").lower():

@@ -44,9 +44,9 @@ class Spread:
     high: float
 
 
-DENSE = Spread(words="dense 16-bit", typical=0.079, low=0.816, high=1.359)
+DENSE = Spread(words="dense 16-bit", typical=0.079, low=0.832, high=1.364)
 EXPERTS = Spread(words="experts", typical=0.148, low=0.773, high=1.768)
-EIGHT_BIT = Spread(words="8-bit", typical=0.077, low=0.717, high=1.866)
+EIGHT_BIT = Spread(words="8-bit", typical=0.062, low=0.717, high=1.427)
 LONG_CONTEXT = Spread(words="long context", typical=0.074, low=0.787, high=1.313)
 ADAPTERS = Spread(words="adapters", typical=0.144, low=0.691, high=1.669)
 SCALED = Spread(words="one measured run", typical=0.060, low=0.809, high=1.236)

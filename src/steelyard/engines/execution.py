@@ -161,6 +161,9 @@ class Execution:
     them reads and writes the 4-byte ones, 2 where it does so with 2-byte ones."""
     accumulates_late: bool = False
     """Whether those of a whole backward pass are there at once, before any is added to the fp32 ones."""
+    low_copies: int = 0
+    """Bytes per parameter of blocks that a framework with states of its own keeps from microbatch to microbatch beside
+    them where products are in 8 bits: the matrices cast by rows and by columns."""
     frees_gradients: bool = False
     """Whether a framework with states of its own makes gradients in a backward pass and frees them after the step,
     instead of keeping them in a buffer: with one microbatch they are there as activations no longer are."""

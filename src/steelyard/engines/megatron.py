@@ -495,6 +495,7 @@ MEGATRON = Engine(
         overlaps_transfers="with chunks",
         kernels=KERNELS,
         accumulation_bytes=6,  # in the product that makes a gradient
+        low_copies=2,  # Transformer Engine, module/base.py, get_weight_workspace
     ),
     precisions=tuple(_FLAGS),
     options=OPTIONS,

@@ -226,6 +226,7 @@ MEGATRON_BRIDGE = replace(
         reduce_bytes=2,
         hidden_collectives=0.5,
         accumulation_bytes=2,
+        low_copies=0,  # its precisions gather parameters in 8 bits (training/mixed_precision.py)
         tuned_linear_speedup=TE_SPEEDUP,
         kernels=replace(megatron.KERNELS, expert_copies=0),
         dispatcher="deep",
