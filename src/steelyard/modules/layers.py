@@ -149,18 +149,18 @@ class ChainLayer(nn.Module):
         """What a forward pass does, and does again where the strategy says so; a replica wraps it."""
 
     @property
-    def _beside(self) -> tuple[nn.Module, ...]:
+    def beside(self) -> tuple[nn.Module, ...]:
         """Modules without parameters that run in the layer and are not its own, as the dropout behind a table."""
         return getattr(self.run_alone, "beside", ())
 
     @property
     def drops(self) -> bool:
         """Whether anything in the layer drops entries while it trains; of a module of one's own it may."""
-        return self.family.task is Task.OWN or any(has_dropout(each) for each in (self, *self._beside))
+        return self.family.task is Task.OWN or any(has_dropout(each) for each in (self, *self.beside))
 
     def train(self, mode: bool = True) -> Self:
         """Sets whether the layer trains, and all that runs in it."""
-        for module in self._beside:
+        for module in self.beside:
             module.train(mode)
         return super().train(mode)
 

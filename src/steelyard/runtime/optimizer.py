@@ -18,7 +18,7 @@ embedding) do not decay: they set scales and offsets, and decay would pull rare 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -38,21 +38,31 @@ _CONVOLUTION_DIMS = 4
 
 
 def make_optimizers(model: ParallelModel, options: TrainOptions) -> list[Optimizer]:
-    """The optimizers of this rank's parameters, as the plan says, one for each kind of sharding."""
+    """The optimizers of this rank's parameters, as the plan and the options say."""
+    decayed = {id(parameter) for path, parameter in model.named_parameters() if decays(model.chain, path, parameter)}
+    return planned_optimizers(model, decayed, lr=options.lr, weight_decay=options.weight_decay, betas=BETAS)
+
+
+def planned_optimizers(
+    model: ParallelModel, decayed: Collection[int], *, lr: float, weight_decay: float, betas: tuple[float, float]
+) -> list[Optimizer]:
+    """The optimizers of this rank's parameters, as the plan says, one for each kind of sharding.
+
+    Weight decay acts on parameters whose id is ``decayed``.
+    """
     levers = model.plan.chosen_levers
     lever, offload = levers.value(OptimizerLever), levers.value(Offload)
     matrices = hidden_matrices(model)
-    decayed = {id(parameter) for path, parameter in model.named_parameters() if decays(model.chain, path, parameter)}
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         groups: dict[bool, list[nn.Parameter]] = {}
         for parameter in parameters:
             groups.setdefault(id(parameter) in decayed, []).append(parameter)
         decayed_groups = [
-            {"params": group, "weight_decay": options.weight_decay if is_decayed else 0.0}
+            {"params": group, "weight_decay": weight_decay if is_decayed else 0.0}
             for is_decayed, group in groups.items()
         ]
-        return make_optimizer(lever, decayed_groups, offload=offload, matrices=matrices, lr=options.lr, betas=BETAS)
+        return make_optimizer(lever, decayed_groups, offload=offload, matrices=matrices, lr=lr, betas=betas)
 
     return model.make_optimizers(make)
 
