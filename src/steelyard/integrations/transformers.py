@@ -109,6 +109,8 @@ class PlanTrainer(Trainer):
                 expected="nothing: the plan divides the model",
                 hint="start the script with torchrun, without a configuration of accelerate",
             )
+        for module in self.model.modules():  # TRL gives the model a forward pass of its own, with its head's loss
+            vars(module).pop("forward", None)
         self.parallel: ParallelModel = parallelize(self.model, self.plan, seed=self.args.seed)
         self.accelerator.parallel = self.parallel
         self.model_wrapped = _ThisRank(self.parallel, self.model)
