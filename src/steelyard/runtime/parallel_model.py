@@ -135,7 +135,8 @@ class ParallelModel:
             if self.loss_scale.is_skipped:
                 for parameter in self.parameters():
                     parameter.grad = None
-        return self._mean_loss(losses)
+        mean, self.router_loss = self._mean_loss(losses)
+        return mean
 
     def eval_step(
         self, read: Callable[[list[int]], Tensor | Samples], *, num_targets: int | Tensor | None = None
@@ -149,7 +150,7 @@ class ParallelModel:
             losses = self._run_passes(read, num_targets)
             for chunk in self.chunks:
                 chunk.end_evaluation()
-            return self._mean_loss(losses)
+            return self._mean_loss(losses)[0]
 
     def _run_passes(
         self, read: Callable[[list[int]], Tensor | Samples], num_targets: int | Tensor | None
@@ -170,7 +171,8 @@ class ParallelModel:
         with self._vocabulary_parallel_loss(), torch.random.fork_rng(devices) if self._has_dropout else nullcontext():
             return self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
 
-    def _mean_loss(self, losses: list[Tensor]) -> Tensor:
+    def _mean_loss(self, losses: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The loss of a global batch, and the part of routers, where these are trained."""
         sums = torch.zeros(2, device=self.device)
         if losses:
             sums[0] = torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
@@ -178,8 +180,10 @@ class ParallelModel:
             sums[1] = 1
         dist.all_reduce(sums)
         total, self._votes = sums.unbind()
-        routers = self.chunks[-1].routers
-        return total if routers is None else total + self.router_coefficient * self._loss_of_routers(routers)
+        if (routers := self.chunks[-1].routers) is None:
+            return total, None
+        of_routers = self._loss_of_routers(routers)
+        return total + self.router_coefficient * of_routers, of_routers
 
     @property
     def is_stopping(self) -> bool:
@@ -387,13 +391,12 @@ class ParallelModel:
 
     def _loss_of_routers(self, routers: PartRouters) -> Tensor:
         """The mean over the microbatches of a step, which every rank of the last stage has."""
-        self.router_loss = torch.zeros((), device=self.device)
+        found = torch.zeros((), device=self.device)
         if routers.losses:
-            ranks = self.plan.stage_sizes[-1]
-            self.router_loss += torch.stack(routers.losses).sum() / (self.plan.num_microbatches * ranks)
+            found += torch.stack(routers.losses).sum() / (self.plan.num_microbatches * self.plan.stage_sizes[-1])
             routers.losses.clear()
-        dist.all_reduce(self.router_loss)
-        return self.router_loss
+        dist.all_reduce(found)
+        return found
 
 
 @contextmanager
