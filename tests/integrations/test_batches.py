@@ -15,7 +15,8 @@ TOKENS = torch.arange(1, 13).view(2, 6)
 
 def plan(config: str = "llama") -> Plan:
     stages = "single, single, single, single"
-    sizes = {"num_devices": 1, "global_batch": 4, "num_microbatches": 1, "seq_len": 8}
+    seq_len = 17 if config == "vit" else 8
+    sizes = {"num_devices": 1, "global_batch": 4, "num_microbatches": 1, "seq_len": seq_len}
     return make_plan(FAMILY_CONFIGS[config], stages, **sizes)
 
 
@@ -67,3 +68,10 @@ def test_attention_that_is_not_causal_takes_no_padding() -> None:
     with pytest.raises(InvalidDataError, match="samples of one length"):
         planned_batch({"input_ids": eight, "labels": eight, "attention_mask": mask}, plan("bert"))
     assert planned_batch({"input_ids": eight, "labels": eight}, plan("bert")).num_targets == 16
+
+
+def test_images_have_a_label_each() -> None:
+    images = torch.zeros(3, 3, 16, 16)
+    found = planned_batch({"pixel_values": images, "labels": torch.tensor([1, 2, 3])}, plan("vit"))
+    assert (found.samples.inputs.shape, found.samples.labels.tolist()) == ((4, 3, 16, 16), [1, 2, 3, -100])
+    assert found.num_targets == 3

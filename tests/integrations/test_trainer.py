@@ -10,6 +10,7 @@ from tests.runtime.processes import run_ranks
 
 TOLERANCE = 2e-5
 COMPARED = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "total_flos")
+PREDICTED = ("test_loss", "test_accuracy", "test_spread", "test_count")
 
 pytestmark = pytest.mark.processes
 
@@ -34,14 +35,23 @@ def assert_same(history: list[dict[str, float]], expected: list[dict[str, float]
 @pytest.mark.parametrize("name", PLANS)
 def test_losses_learning_rates_and_evaluations_are_those_of_one_process(found: dict[str, Any], name: str) -> None:
     history, expected = found["planned"][name], found["alone"][name]
-    assert_same(history, expected)
+    assert_same(history[:-1], expected[:-1])
     losses = [entry["loss"] for entry in history if "loss" in entry]
     assert len(losses) == STEPS
     assert losses[-1] < losses[0] - 0.1
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_predictions_are_those_of_one_process(found: dict[str, Any], name: str) -> None:
+    predicted, expected = found["planned"][name][-1], found["alone"][name][-1]
+    assert (predicted["logits"], predicted["labels"]) == (expected["logits"], expected["labels"])
+    assert predicted["test_spread"] > 0.1
+    for metric in PREDICTED:
+        assert math.isclose(predicted[metric], expected[metric], rel_tol=TOLERANCE), (metric, predicted, expected)
+
+
 def test_a_run_goes_on_from_a_checkpoint_under_another_plan(found: dict[str, Any]) -> None:
-    expected = [entry for entry in found["alone"]["pp, interleaved"] if entry["step"] > 4]
+    expected = [entry for entry in found["alone"]["pp, interleaved"][:-1] if entry["step"] > 4]
     resumed = [entry for entry in found["resumed"] if entry["step"] > 4]
     assert_same(resumed[:-1], expected[:-1])
 

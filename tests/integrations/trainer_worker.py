@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, EvalPrediction, Trainer, TrainingArguments
 
 from steelyard.errors import UserError
 from steelyard.integrations.transformers import PlanTrainer
@@ -86,6 +87,18 @@ def arguments(folder: Path, **given: Any) -> TrainingArguments:
     )
 
 
+def accuracy(predicted: EvalPrediction) -> dict[str, float]:
+    """Metrics of logits and labels: how often the most probable token is right, and the sum of all logits."""
+    logits, labels = predicted.predictions[:, :-1], predicted.label_ids[:, 1:]
+    is_target = labels != -100
+    right = (logits.argmax(-1) == labels)[is_target].mean()
+    return {
+        "accuracy": float(right),
+        "spread": float(np.abs(logits[is_target]).mean()),
+        "count": float(is_target.sum()),
+    }
+
+
 def data(vocab_size: int) -> dict[str, Any]:
     return {"train_dataset": Sentences(44, vocab_size), "eval_dataset": Sentences(13, vocab_size)}
 
@@ -97,13 +110,20 @@ def whole_model(plan: Plan) -> torch.nn.Module:
     return model
 
 
+def history_of(trainer: Trainer) -> list[dict[str, float]]:
+    """What was logged, and metrics of logits that are predicted after it."""
+    trainer.compute_metrics = accuracy
+    predicted = trainer.predict(trainer.eval_dataset)
+    shapes = {"logits": list(predicted.predictions.shape), "labels": list(predicted.label_ids.shape)}
+    return [*trainer.state.log_history, predicted.metrics | shapes]
+
+
 def train_alone(plan: Plan, folder: Path) -> list[dict[str, float]]:
     """What plain Trainer logs in one process."""
     batch = {f"per_device_{what}_batch_size": plan.global_batch for what in ("train", "eval")}
     trainer = Trainer(whole_model(plan), arguments(folder, **batch), **data(plan.chain().vocab_size))
     trainer.train()
-    history: list[dict[str, float]] = trainer.state.log_history
-    return history
+    return history_of(trainer)
 
 
 def write_references(path: Path) -> None:
@@ -145,7 +165,7 @@ def run() -> dict[str, Any]:
     with as_by_torchrun():
         for name in PLANS:
             with one_of_many_cases():
-                found["planned"][name] = train_planned(name, folder / "out").state.log_history
+                found["planned"][name] = history_of(train_planned(name, folder / "out"))
         found.update(run_checkpoints(folder))
     return found
 

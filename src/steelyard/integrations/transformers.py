@@ -9,7 +9,7 @@ It makes one of any subclass: ``class PlanSFTTrainer(PlanTrainer, SFTTrainer): â
 |----------------------------------------------------------|-----------------------------------------------------------|
 | loop, schedules, callbacks, reporters, data, metrics     | Trainer's                                                 |
 | a training step                                          | one global batch of the plan (`ParallelModel.train_step`) |
-| the loss of an evaluation batch                          | its forward passes (`ParallelModel.eval_step`)            |
+| the loss of an evaluation batch, logits                  | its forward passes (`eval_step`, `predict_step`)          |
 | parameters that the optimizer gets, clipping             | the plan's                                                |
 | ``checkpoint-N/``                                        | trainer_state.json and the scheduler are Trainer's;       |
 |                                                          | ``step-â€¦`` is a sharded checkpoint, read under any plan   |
@@ -23,7 +23,10 @@ object (``Trainer.accelerator``, made in ``create_accelerator_and_postprocess``,
 that leaves both as they are. ``self.model`` stays the user's model, whose modules hold this rank's parameters;
 ``self.model_wrapped`` is what runs.
 
-Not modelled: logits (``predict``, ``compute_metrics``), ``hyperparameter_search``.
+Logits for ``compute_metrics`` and ``predict`` are whole on every rank, as in one process.
+
+Not modelled: the loss of routers in evaluations with logits; metrics that TRL takes of its own forward pass (entropy,
+token accuracy); ``hyperparameter_search``.
 """
 
 import shutil
@@ -37,6 +40,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -59,8 +63,6 @@ from steelyard.runtime.weights import export_weights, load_weights
 _REFUSED: Mapping[str, str] = {
     "model_init": "a model: a plan is for one",
     "compute_loss_func": "the loss of the model, which the last layer of the plan computes",
-    "compute_metrics": "no metrics of logits, which no rank has: the loss alone is evaluated",
-    "preprocess_logits_for_metrics": "no metrics of logits, which no rank has: the loss alone is evaluated",
     "optimizers": "the optimizer of the plan (steelyard plan --optimizer), of the learning rates of the arguments",
     "optimizer_cls_and_kwargs": "the optimizer of the plan (steelyard plan --optimizer)",
     "quantization_config": "the base of the plan (steelyard plan --base)",
@@ -150,17 +152,16 @@ class PlanTrainer(Trainer):
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Tensor | None, None, None]:
-        """Evaluates one global batch under the plan; returns its mean loss."""
-        if not prediction_loss_only:
-            raise UserError(
-                field="predict",
-                found="logits that are asked for",
-                expected="the loss alone, by evaluate",
-                hint="save the model and predict from it, or set prediction_loss_only=True",
-            )
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Evaluates one global batch under the plan; returns its mean loss, and where asked for logits and labels."""
         batch = planned_batch(inputs, self.plan)
-        return self.parallel.eval_step(batch.read, num_targets=batch.num_targets), None, None
+        if prediction_loss_only:
+            return self.parallel.eval_step(batch.read, num_targets=batch.num_targets), None, None
+        logits = self.parallel.predict_step(batch.read)
+        targets = batch.samples.labels.to(logits.device)
+        total = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+        labels = inputs["labels"].to(logits.device)
+        return total / batch.num_targets, logits[tuple(map(slice, labels.shape))], labels
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Makes the plan's optimizer, with Trainer's choice of parameters that decay."""
@@ -311,6 +312,10 @@ class _PlanAccelerator(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Returns what every rank has."""
+        return tensor
+
+    def pad_across_processes(self, tensor: Any, *_: Any, **__: Any) -> Any:
+        """Returns what every rank has, in one shape."""
         return tensor
 
     @property

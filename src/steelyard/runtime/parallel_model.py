@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from steelyard.errors import InvalidPlanError
+from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.own import OwnSplit
@@ -152,8 +152,44 @@ class ParallelModel:
                 chunk.end_evaluation()
             return self._mean_loss(losses)[0]
 
+    def predict_step(self, read: Callable[[list[int]], Tensor | Samples]) -> Tensor:
+        """Return the logits [N, S, V] of a global batch in fp32, or [N, V] of images, on every rank.
+
+        Else as `eval_step`. Every rank takes the memory of all of them. Raises `InvalidModelError` for a user's own
+        module, which returns a loss.
+        """
+        if self.chain.split.module:
+            raise InvalidModelError(
+                field="predict",
+                found=f"{self.chain.split.module}, whose last layer returns a loss",
+                expected="a model of transformers, whose head returns logits",
+                hint="evaluate its loss (eval_step), or predict by the module itself",
+            )
+        found: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad(), _evaluating(self.chunks):
+            for chunk in self.chunks:
+                chunk.logits = found
+            try:
+                self._run_passes(read, 1, predicts=True)
+            finally:
+                for chunk in self.chunks:
+                    chunk.end_evaluation()
+                    chunk.logits = None
+        width = torch.tensor(max((logits.shape[-1] for _, logits in found), default=0), device=self.device)
+        dist.all_reduce(width, dist.ReduceOp.MAX)
+        count = self.chunks[0].num_tokens
+        logits = torch.full((count, int(width)), -torch.inf, device=self.device)
+        for places, part in found:
+            logits[places.flatten()] = part.flatten(0, -2)
+        dist.all_reduce(logits, dist.ReduceOp.MAX)  # of copies, and of ranks that have others
+        return logits.unflatten(0, (self.plan.global_batch, -1)) if self.chain.family.task.reads_text else logits
+
     def _run_passes(
-        self, read: Callable[[list[int]], Tensor | Samples], num_targets: int | Tensor | None
+        self,
+        read: Callable[[list[int]], Tensor | Samples],
+        num_targets: int | Tensor | None,
+        *,
+        predicts: bool = False,
     ) -> list[Tensor]:
         """Run the passes of one global batch; return this rank's shares of the loss, one for each microbatch."""
         if self.chain.split.module:
@@ -162,6 +198,8 @@ class ParallelModel:
         inputs, labels = self.input_samples(), self.label_samples()
         tokens_BS = Samples.of(read(inputs)).inputs.to(self.device) if inputs is not None else None  # noqa: N806
         labels_BS = Samples.of(read(labels)).labels.to(self.device) if labels is not None else None  # noqa: N806
+        if predicts and labels is not None:
+            labels_BS = self._places(labels)  # noqa: N806
         targets = {"labels_BS": labels_BS, "decoder_ids": self._decoder_ids(read)}
         self._count_targets(labels_BS, num_targets)
         for chunk in self.chunks:
@@ -170,6 +208,14 @@ class ParallelModel:
         devices = [self.device] if self.device.type == "cuda" else []
         with self._vocabulary_parallel_loss(), torch.random.fork_rng(devices) if self._has_dropout else nullcontext():
             return self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
+
+    def _places(self, samples: list[int]) -> Tensor:
+        """The place of every label of these samples in the global batch, in the shape of labels."""
+        first = torch.tensor(samples, device=self.device)
+        if not self.chain.family.task.reads_text:
+            return first
+        seq_len = self.plan.seq_len
+        return first[:, None] * seq_len + torch.arange(seq_len, device=self.device)
 
     def _mean_loss(self, losses: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The loss of a global batch, and the part of routers, where these are trained."""

@@ -205,6 +205,8 @@ class StageModule(nn.Module):
         self._backwards_to_go = 0
         self._dropout_seed: tuple[int, ...] = ()
         self._forwards_done = 0
+        self.logits: list[tuple[Tensor, Tensor]] | None = None
+        """What the head has predicted, in the place of a loss; None where it takes one."""
         self.batches: list[dict[int, OwnBatch]] = []
         """For every microbatch of a step, what layers of a user's own module read; set before the step."""
 
@@ -251,6 +253,7 @@ class StageModule(nn.Module):
             num_targets=self.num_targets,
             decoder_ids=decoder_ids,
             batch=batch,
+            logits=self.logits,
         )
         flow, before = self.routers.arrived(inputs) if self.routers else (inputs, None)
         output = self.loop(as_flow(flow), context, (*self._dropout_seed, self._forwards_done))
