@@ -78,6 +78,8 @@ def _contradictions(args: TrainingArguments, plan: Plan) -> Iterator[UserError]:
     for name, reason in _ELSEWHERE.items():
         if getattr(args, name, None):
             yield _wrong(name, args, f"nothing: {reason}", "")
+    if args.save_only_model and args.load_best_model_at_end and plan.chain().has_adapters:
+        yield _wrong("save_only_model", args, "False, since adapters alone are not read back at the end", "")
     if getattr(args, "loss_type", "nll") != "nll":
         yield _wrong("loss_type", args, "nll, the loss of the plan's last layer", "")
 

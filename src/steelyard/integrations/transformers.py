@@ -214,10 +214,14 @@ class PlanTrainer(Trainer):
             self._saves_all = False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes weights for ``from_pretrained``, of a model with adapters these alone; a collective call."""
-        if self._saves_all:  # with the optimizer, by `_save_optimizer_and_scheduler`
-            return
+        """Writes weights for ``from_pretrained``, of a model with adapters these alone; a collective call.
+
+        Within a checkpoint it writes parameters and optimizer states, sharded.
+        """
         folder = Path(output_dir or self.args.output_dir)
+        if self._saves_all:
+            self._write(folder)
+            return
         written = folder / ".export"
         on_first_rank(lambda: shutil.rmtree(written, ignore_errors=True))
         export_weights(written, self._state(), self.plan, tokenizer={})
@@ -232,9 +236,8 @@ class PlanTrainer(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def _write(self, folder: Path) -> None:
         plan, step = self.plan, self.state.global_step
-        folder = Path(output_dir)
         on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True))
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(
@@ -252,8 +255,10 @@ class PlanTrainer(Trainer):
         )
         self._checkpointer.save(self._state(), info, self.parallel.device, folder=folder)
         self._checkpointer.wait()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if dist.get_rank() == 0:
-            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Leaves reading to `_load_optimizer_and_scheduler`: Trainer calls this before there is an optimizer."""
