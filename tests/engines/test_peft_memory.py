@@ -107,6 +107,7 @@ def peak_of_steps(model: Any, *, num_microbatches: int, remat: Remat) -> int:
     return live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL])
 @pytest.mark.parametrize(
     ("levers", "num_microbatches"),

@@ -55,6 +55,7 @@ def test_another_text_is_refused_with_the_nearest() -> None:
     assert "blocks" in (caught.value.hint or "")
 
 
+@pytest.mark.slow
 def test_a_plan_that_compiles_nothing_says_nothing_of_it() -> None:
     plain = find_plan("llama-demo", "1x2xa100-40gb", **JOB)
     assert dump_json(find_plan("llama-demo", "1x2xa100-40gb", **JOB, levers={"compile": "off"})) == dump_json(plain)

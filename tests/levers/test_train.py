@@ -178,6 +178,7 @@ def test_another_engine_is_refused_before_any_search() -> None:
         )
 
 
+@pytest.mark.slow
 def test_seven_billion_fit_on_one_card_of_24_gigabytes_with_adapters_alone(tmp_path: Path) -> None:
     """Hu et al. 2021; Dettmers et al. 2023: 16-bit LoRA of LLaMA 7B takes some 16 GB and states on top."""
     with pytest.raises(NothingFitsError):

@@ -102,6 +102,7 @@ def test_one_change_comes_before_two_and_what_fits_before_what_does_not() -> Non
     assert one.order < two.order < none.order
 
 
+@pytest.mark.slow
 def test_advice_for_an_engine_says_what_it_does_not_run() -> None:
     asked = _request("llama-demo", "1x1xa100-40gb", seq_len=128, engine="deepspeed")
     _, found, left_out = advise(asked)
