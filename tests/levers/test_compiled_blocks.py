@@ -14,6 +14,7 @@ from steelyard.cost.predict import predict_memory
 from steelyard.errors import InvalidModelError, InvalidPlanError, UserError
 from steelyard.levers import Levers
 from steelyard.levers.compiled_blocks import CompiledBlocks
+from steelyard.model.read import chain_from_config
 from steelyard.modules.levers.compiled_blocks import change_layer
 from steelyard.plan.file import dump_json
 from steelyard.plan.strategy import Remat
@@ -35,6 +36,9 @@ from tests.sample import sampled
 
 WIDE = {**CONFIGS["llama"], "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 704, "vocab_size": 512}
 JOB: dict[str, Any] = {"global_batch": 4, "seq_len": 64}
+SIZES: dict[str, Any] = {"num_microbatches": 2, "global_batch": 32, "num_devices": 2, "seq_len": 64}
+MODEL = "test"
+"""As `make_plan` names them."""
 BLOCKS = {"compile": "blocks"}
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
@@ -117,9 +121,9 @@ def test_a_block_that_cannot_be_traced_as_one_function_is_refused() -> None:
 
 
 def blocks_of(config: dict[str, Any], levers: dict[str, str], *degrees: int) -> dict[str, LayerProfile]:
-    """The traced blocks by their shape, of 512 tokens in bf16."""
-    request = make_request(config, "1x2xa100-80gb", global_batch=4, seq_len=512, levers=levers)
-    profile = cached_trace(request.chain, seq_len=512, precision="bf16", degrees=degrees)
+    """The traced blocks by their shape, of 64 tokens in bf16; for `WIDE` the trace that its plans are priced by."""
+    chain = Levers.of(levers).change(chain_from_config(config, name=MODEL))
+    profile = cached_trace(chain, seq_len=SIZES["seq_len"], precision="bf16", degrees=degrees)
     return {layer.shape_text: layer for layer in profile.layers if layer.kind == "block"}
 
 
@@ -128,7 +132,7 @@ def blocks_of(config: dict[str, Any], levers: dict[str, str], *degrees: int) -> 
     ("name", "degree"), [("llama", 2), ("mixtral", 1), pytest.param("gpt2", 1, marks=pytest.mark.nightly)]
 )
 def test_kernels_and_bytes_are_fewer_and_work_and_messages_the_same(name: str, degree: int) -> None:
-    config = FAMILY_CONFIGS[name] | ({"n_positions": 512} if name == "gpt2" else {"max_position_embeddings": 512})
+    config = WIDE if name == "llama" else FAMILY_CONFIGS[name]
     plain, compiled = (blocks_of(config, levers, degree) for levers in ({}, BLOCKS))
     assert plain.keys() == compiled.keys()
     for shape, before in plain.items():
@@ -153,11 +157,10 @@ def _of(layer: LayerProfile, remat: str) -> Recomputation:
 def test_norm_and_activation_of_a_block_are_one_kernel_each() -> None:
     """Of Llama: 7 products and attention, 2 norms (one with the sum before it), the activation times the other
     product, rotary embedding of queries and of keys, and the last sum."""
-    layer = blocks_of(FAMILY_CONFIGS["llama"] | {"max_position_embeddings": 512}, BLOCKS, 1)["undivided"]
+    layer = blocks_of(WIDE, BLOCKS, 2)["undivided"]
     assert layer.forward.num_kernels == 8 + 6
 
 
-SIZES: dict[str, Any] = {"num_microbatches": 2, "global_batch": 32, "num_devices": 2, "seq_len": 64}
 CHECKED = {
     "replicated, fp32": ("fp32", (", ".join(["dp2"] * 6),)),
     "sharded": ("bf16", ("fsdp2, fsdp2, fsdp2 remat=full, fsdp2 remat=full, fsdp2 remat=selective, fsdp2",)),
