@@ -190,15 +190,18 @@ def test_a_plan_says_it_and_advice_tries_what_is_run_everywhere() -> None:
 
 SIZES: dict[str, Any] = {"num_microbatches": 2, "global_batch": 16, "num_devices": 2, "seq_len": 64}
 CHECKED = {
-    "replicated": ("tensorwise", "fp32", (", ".join(["dp2"] * 6),)),
+    "replicated, fp32": ("tensorwise", "fp32", (", ".join(["dp2"] * 6),)),
     "sharded": ("rowwise", "bf16", ("fsdp2, fsdp2, fsdp2, fsdp2 remat=full, fsdp2 remat=selective, fsdp2",)),
-    "tensors": ("rowwise", "fp32", ("tp2, tp2+sp, tp2, tp2 remat=selective, tp2+sp, tp2",)),
+    "tensors": ("rowwise", "bf16", ("tp2, tp2+sp, tp2, tp2 remat=selective, tp2+sp, tp2",)),
     "stages": ("tensorwise", "bf16", ("single, single, single", "single, single, single")),
 }
 
 
+OF_TWO_TRACES = [name for name, (_, precision, _) in CHECKED.items() if precision == "bf16"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", sampled(CHECKED, OF_TWO_TRACES))
 def test_predicted_bytes_are_at_least_those_found_and_little_more(name: str) -> None:
     word, precision, stages = CHECKED[name]
     plan = make_plan(WIDE, *stages, **SIZES, precision=precision, levers={"float8": word})
