@@ -217,6 +217,7 @@ def test_what_was_measured_stays_as_it_was() -> None:
     assert job_under(measured, MEGATRON).profile == measured.profile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["lora:r=8", "lora:r=8,targets=q_proj+o_proj"])
 def test_a_block_with_adapters_is_as_it_was_traced(text: str) -> None:
     """What the first block has less, behind a frozen embedding, is not modelled."""
@@ -239,6 +240,7 @@ def test_a_block_with_adapters_is_as_it_was_traced(text: str) -> None:
         assert 1 <= found.saved_bytes.at(1) / layer.saved_bytes.at(1) < 1.2
 
 
+@pytest.mark.slow
 def test_an_engine_with_its_own_modules_has_adapters_in_closed_form() -> None:
     asked = {"cluster": "1x2xh100-80gb", "global_batch": 8, "seq_len": 256, "engine": "megatron-bridge"}
     adapters = {"train": "lora:r=8,targets=q_proj+k_proj+v_proj+o_proj"}
