@@ -9,6 +9,7 @@ row.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,7 +17,7 @@ from published_runs.rows import PublishedRun
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.deepspeed import DEEPSPEED
-from steelyard.engines.execution import EAGER, FUSED, Dispatcher, Execution, Kernels, StateBytes
+from steelyard.engines.execution import EAGER, FUSED, Dispatcher, Execution, Kernels, Module, StateBytes
 from steelyard.engines.megatron import KERNELS, MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN
@@ -252,6 +253,13 @@ def has_loss_in_pieces(run: PublishedRun) -> bool:
     return "chunked" in name or ("graph_trainer" not in name and month is not None and month[0] >= "2026-05")
 
 
+_MODULES: Mapping[str, Module] = {
+    **{"core_attn": "core_attn", "layernorm": "layernorm", "norm": "layernorm", "mla_up_proj": "mla_up_proj"},
+    **{"mlp": "mlp", "moe_act": "moe_act", "act": "moe_act"},
+}
+"""What runs call the modules of a block that are computed again."""
+
+
 def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     attention = run.text("attention").lower()
     if "rms kernel" in attention:
@@ -272,7 +280,12 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     if run.text("compile") == "True":
         kernels = replace(kernels, norm=True, rotary=True, activation=True, loss=True)
     if run.text("act_ckpt") == "selective":
-        kernels = replace(kernels, selective="attention core")
+        named = tuple(
+            module
+            for word, module in _MODULES.items()
+            if word in re.findall(r"\w+", run.text("act_ckpt_detail").lower())
+        )
+        kernels = replace(kernels, selective=named or ("core_attn",))
     if run.text("framework").startswith("torchtitan"):
         kernels = _torchtitan_kernels(run, kernels)
     if "sequential" in run.text("moe_dispatcher"):

@@ -124,3 +124,15 @@ def test_torchtitan_moves_each_pair_by_operations_of_its_own_and_further_between
     assert more(found.divided_experts[0], fused.divided_experts[0]) == [38 - 8, 58 - 16]
     dense = block(DENSE, kernels=eager).backward_transient_bytes.at(1)
     assert found.backward_transient_bytes.at(1) - dense == max(12 * HIDDEN, 4 * HIDDEN + 4 * WIDTH) * TOKENS * TOP_K
+
+
+def test_the_activation_of_experts_alone_is_computed_again() -> None:
+    kernels = replace(FUSED, selective=("moe_act", "mlp"))
+    adapters = Adapters(rank=2, targets=frozenset({"q_proj"}), has_dropout=False)
+    whole, adapted = block(kernels=kernels), block(kernels=kernels, adapters=adapters)
+    again = whole.recomputation("selective")
+    pairs = TOKENS * TOP_K
+    assert whole.saved_bytes.at(1) - again.saved_bytes.at(1) == 2 * pairs * WIDTH
+    assert again.work.memory_bytes.at(1) == 2 * pairs * 3 * WIDTH
+    assert again.work.matmul_flop.at(1) == 0
+    assert adapted.saved_bytes == adapted.recomputation("selective").saved_bytes  # which no gradient reads

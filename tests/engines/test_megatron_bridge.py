@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from transformers import AutoConfig  # noqa: F401  looks for torch when it is first imported, of which there is a stand-in
 
 from steelyard.engines import ENGINES, engine_of
 from steelyard.engines.capabilities import unsupported
@@ -123,6 +124,16 @@ def test_degrees_cuts_and_remat_are_those_of_the_plan(recipe_of: Any) -> None:
     assert (model.seq_length, recipe.dataset.seq_length) == (4096, 4096)
     assert recipe.ddp.use_distributed_optimizer
     assert not hasattr(model, "use_distributed_optimizer")
+
+
+def test_selective_remat_names_modules_that_the_model_has(recipe_of: Any) -> None:
+    experts = partial(divided_experts, "qwen3-30b-a3b", ep=8, num_layers=48, parallel="dp8")
+    for plan, modules in (
+        (uniform("dp2-tp2", devices=4, remat="selective"), ["layernorm"]),
+        (experts(remat="selective"), ["layernorm", "moe_act"]),
+        (experts(), None),
+    ):
+        assert getattr(recipe_of(plan).model, "recompute_modules", None) == modules
 
 
 def test_context_parallelism_says_its_method_as_transformer_engine_does(recipe_of: Any) -> None:

@@ -61,7 +61,8 @@ def with_experts(
     pairs = tokens * experts.top_k * experts.etp / tp
     params = experts.count * (3 if gated else 2) * hidden * experts.ffn // tp
 
-    repeats = ("full",) if kernels.selective == "attention core" else ("full", "selective")
+    repeats = ("full", "selective") if isinstance(kernels.selective, str) else ("full",)
+    activates_again = trains and "moe_act" in kernels.selective
 
     def of(pairs: float, calls: tuple[CollectiveCount, ...], received: float = 0.0) -> LayerProfile:
         fc1, width = (2 if gated else 1) * experts.ffn / experts.etp, experts.ffn / experts.etp
@@ -100,7 +101,16 @@ def with_experts(
                 "forward_transient_bytes": _plus(block.forward_transient_bytes, made),
                 "backward_transient_bytes": _plus(block.backward_transient_bytes, made_backward),
                 "recomputations": tuple(
-                    _again(each, forward, calls, kept, received, (made, made_backward), repeats=repeats)
+                    _again(
+                        each,
+                        forward,
+                        calls,
+                        kept,
+                        received,
+                        (made, made_backward),
+                        repeats=repeats,
+                        activation=(HALF * width * pairs, HALF * (fc1 + width) * pairs) if activates_again else (0, 0),
+                    )
                     for each in block.recomputations
                 ),
             }
@@ -130,9 +140,11 @@ def _again(
     made: tuple[float, float],
     *,
     repeats: tuple[str, ...],
+    activation: tuple[float, float],
 ) -> Recomputation:
     """A remat choice with the experts, which some choices compute again: full remat exchanges tokens again as well,
-    selective remat keeps what a rank received in an exchange, or all."""
+    selective remat keeps what a rank received in an exchange, or all. Of an ``activation`` that it computes again: what
+    is not kept, and what that moves, in bytes."""
     if each.remat in repeats:
         more: dict[str, object] = {"work": _sum(each.work, forward)}
         if each.remat == "full":
@@ -141,7 +153,13 @@ def _again(
             more["saved_bytes"] = _plus(each.saved_bytes, received)
         made = (made[0] + kept, made[1] + kept)
     else:
-        more = {"saved_bytes": _plus(each.saved_bytes, kept)}
+        less, moved = activation if each.remat == "selective" else (0.0, 0.0)
+        again = {
+            "memory_bytes": _plus(each.work.memory_bytes, moved),
+            "num_kernels": each.work.num_kernels + (less > 0),
+        }
+        more = {"saved_bytes": _plus(each.saved_bytes, kept - less), "work": each.work.model_copy(update=again)}
+        made = (made[0] + less, made[1] + less)
     passes = ("forward_transient_bytes", "backward_transient_bytes")
     work = {name: _plus(getattr(each, name), num_bytes) for name, num_bytes in zip(passes, made, strict=True)}
     return each.model_copy(update=more | work)

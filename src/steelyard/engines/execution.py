@@ -16,14 +16,19 @@ Dispatcher = Literal["all-to-all", "deep", "all-gather"]
 node, that has experts of it, which hands it on (DeepEP; handing it on runs beside the network and is not priced); or
 one for each rank."""
 
+Module = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act"]
+"""Parts of a block that Megatron-Core computes again by themselves (``--recompute-modules``): attention's core; what
+enters attention and the feed-forward part; queries, keys and values of a latent; the feed-forward part of a block
+without experts; what enters an expert's last product. Of ``mlp`` the input stays, of the others what they make goes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """Which parts of a block an engine computes in one kernel, and what it keeps for the backward pass.
 
     ``attention``: a flash kernel, matmuls around a fused softmax, or eager operations. ``selective``: what selective
-    remat computes again: the core of attention (Megatron), all but attention and every second matmul (torchtitan), or
-    all but attention and every matmul, grouped ones apart (graph_trainer, an experiment of torchtitan).
+    remat computes again: these modules (Megatron), all but attention and every second matmul (torchtitan), or all but
+    attention and every matmul, grouped ones apart (graph_trainer, an experiment of torchtitan).
     ``full``: what full remat computes again: the whole block, or the block up to the last tensor that its backward
     pass needs, where torch's non-reentrant checkpoint stops early (the last matmul is then not run again).
     ``norm_bytes``: what two norms that are no kernel keep per entry of the hidden state, beside the results.
@@ -49,7 +54,7 @@ class Kernels:
     attention: Literal["flash", "fused softmax", "eager"]
     dropout: bool = False
     mask_bytes: int = 1
-    selective: Literal["attention core", "half of the matmuls", "no matmul"] = "attention core"
+    selective: tuple[Module, ...] | Literal["half of the matmuls", "no matmul"] = ("core_attn",)
     full: Literal["block", "until last needed"] = "block"
     norm_bytes: int = 14
     copies: int = 0
