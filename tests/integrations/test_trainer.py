@@ -80,3 +80,16 @@ def test_adapters_alone_are_exported(found: dict[str, Any]) -> None:
 def test_damaged_checkpoints_and_those_of_another_model_are_refused(found: dict[str, Any]) -> None:
     assert "with other content than was written" in found["refused"]["damaged"]
     assert "of test (config" in found["refused"]["another model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("routers", "model.config.output_router_logits: found True in the model"),
+        ("own loss", "compute_loss_func: found builtin_function_or_method"),
+        ("no arguments", "give TrainingArguments"),
+        ("no forward", "a rank has a part of the model"),
+    ],
+)
+def test_what_a_plan_leaves_no_place_for_is_refused(found: dict[str, Any], name: str, words: str) -> None:
+    assert words in found["refused"][name]

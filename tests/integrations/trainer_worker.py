@@ -197,6 +197,11 @@ def run_checkpoints(folder: Path) -> dict[str, Any]:
     return found
 
 
+def forward(folder: Path) -> None:
+    plan = PLANS["pp"]()
+    PlanTrainer(whole_model(plan), arguments(folder / "never"), plan=plan, **data(256)).model_wrapped(None)
+
+
 def refusals(folder: Path) -> dict[str, str]:
     """What is said of checkpoints that are damaged, and of data that the plan cannot train on."""
     found = {}
@@ -207,7 +212,15 @@ def refusals(folder: Path) -> dict[str, str]:
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
     dist.barrier()
+    plan = PLANS["ep"]()
+    with_loss = whole_model(plan)
+    with_loss.config.output_router_logits = True
+    given = {"args": arguments(folder / "never"), "plan": plan, **data(64)}
     for name, work in {
+        "routers": partial(PlanTrainer, with_loss, **given),
+        "own loss": partial(PlanTrainer, None, compute_loss_func=print, **given),
+        "no arguments": partial(PlanTrainer, None, plan=plan),
+        "no forward": partial(forward, folder),
         "damaged": partial(train_planned, "fsdp", folder / "never", resume=checkpoint),
         "another model": partial(train_planned, "ep", folder / "never", resume=folder / "saved" / "checkpoint-4"),
     }.items():

@@ -49,6 +49,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from steelyard.errors import InvalidPlanError, UserError
 from steelyard.integrations.batches import planned_batch
 from steelyard.integrations.training_arguments import planned_arguments
+from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.modules.build import build_meta_model
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
@@ -111,6 +112,7 @@ class PlanTrainer(Trainer):
                 expected="nothing: the plan divides the model",
                 hint="start the script with torchrun, without a configuration of accelerate",
             )
+        _check_routers(self.model, self.plan)
         for module in self.model.modules():  # TRL gives the model a forward pass of its own, with its head's loss
             vars(module).pop("forward", None)
         self.parallel: ParallelModel = parallelize(self.model, self.plan, seed=self.args.seed)
@@ -367,6 +369,19 @@ class _Together(Optimizer):
         assert closure is None, "the loss is computed before"
         for each in self.optimizers:
             each.step()
+
+
+def _check_routers(model: nn.Module, plan: Plan) -> None:
+    """Refuses a model whose routers have a loss, by its config or as TRL sets it there, that the plan leaves out."""
+    given = bool(getattr(model.config.get_text_config(), ROUTER_LOSS, False))
+    if given != plan.chain().trains_routers:
+        raise InvalidPlanError(
+            field=f"model.config.{ROUTER_LOSS}",
+            found=f"{given} in the model",
+            expected=f"{not given}, as in the plan's model",
+            hint=f"plan for a config with {ROUTER_LOSS}: {str(given).lower()}, or set it in the model (TRL: "
+            "router_aux_loss_coef, 0.0 for none)",
+        )
 
 
 def _free_others(model: nn.Module, mine: nn.Module) -> None:
