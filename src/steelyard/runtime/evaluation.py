@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from steelyard.errors import InvalidDataError, UserError
-from steelyard.modules.dimensions.ep import take_imbalance
+from steelyard.modules.dimensions import take_imbalance
 from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.plan import Plan
 from steelyard.runtime.data.prepare import SYNTHETIC
