@@ -47,7 +47,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from steelyard.errors import InvalidPlanError, UserError
-from steelyard.integrations.batches import planned_batch
+from steelyard.integrations.batches import check_task, planned_batch
 from steelyard.integrations.training_arguments import planned_arguments
 from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.modules.build import build_meta_model
@@ -101,6 +101,7 @@ class PlanTrainer(Trainer):
                 expected="one process of those that torchrun starts",
                 hint=f"start the script with torchrun --nproc-per-node {self.plan.num_devices}",
             )
+        check_task(self.plan)
         check_world_size(self.plan, dist.get_world_size())
         weights = model if isinstance(model, str | Path) else None
         whole = build_meta_model(self.plan.chain()) if weights or model is None else model
