@@ -86,6 +86,10 @@ def test_adapters_alone_are_exported(found: dict[str, Any]) -> None:
     assert "model.safetensors" not in found["adapters"]
 
 
+def test_a_signal_to_one_rank_saves_and_ends_all(found: dict[str, Any]) -> None:
+    assert found["stopped"] == [3, "step-00000003"]
+
+
 def test_damaged_checkpoints_and_those_of_another_model_are_refused(found: dict[str, Any]) -> None:
     assert "with other content than was written" in found["refused"]["damaged"]
     assert "of test (config" in found["refused"]["another model"]

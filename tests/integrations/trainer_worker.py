@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
-from transformers import AutoModelForCausalLM, EvalPrediction, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 
 from steelyard.errors import UserError
 from steelyard.integrations.transformers import PlanTrainer
@@ -194,6 +195,7 @@ def run_checkpoints(folder: Path) -> dict[str, Any]:
     adapters = train_planned("lora", folder / "adapters", max_steps=1, eval_strategy="no")
     adapters.save_model(str(folder / "adapters"))
     found["adapters"] = sorted(each.name for each in (folder / "adapters").iterdir())
+    found["stopped"] = stopped(folder)
     found["refused"] = refusals(folder)
     return found
 
@@ -211,6 +213,24 @@ def resume_damaged(folder: Path, checkpoint: Path) -> None:
         file.write_bytes(content)
     dist.barrier()
     train_planned("fsdp", folder / "never", resume=checkpoint)
+
+
+class SignalToOneRank(TrainerCallback):
+    """Sends SIGTERM to the second rank as its third step begins."""
+
+    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if state.global_step == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped(folder: Path) -> list[Any]:
+    """The step after which a signal to one rank ends the run, and the checkpoints that it leaves."""
+    plan = PLANS["fsdp"]()
+    given = arguments(folder / "stopped", enable_jit_checkpoint=True, eval_strategy="no")
+    trainer = PlanTrainer(None, given, plan=plan, callbacks=[SignalToOneRank()], **data(256))
+    trainer.train()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    return [trainer.state.global_step, *(each.name for each in (folder / "stopped").glob("*/step-*"))]
 
 
 def refusals(folder: Path) -> dict[str, str]:

@@ -53,6 +53,7 @@ from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.modules.build import build_meta_model
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
+from steelyard.processes.stop import STOP_SIGNALS, StopWatch, handling
 from steelyard.runtime.checkpoint import Checkpointer, on_first_rank, read_checkpoint, whole_checkpoint
 from steelyard.runtime.checkpoint_folder import CheckpointInfo, find_checkpoint, plan_hash
 from steelyard.runtime.checks import check_world_size
@@ -120,6 +121,7 @@ class PlanTrainer(Trainer):
         self.accelerator.parallel = self.parallel
         self.model_wrapped = _ThisRank(self.parallel, self.model)
         self._checkpointer: Checkpointer | None = None
+        self._saves_at_signals = args.enable_jit_checkpoint
         self._saves_all = False
         if weights:
             load_weights(Path(weights), self._state(), self.parallel.chain, seed=self.args.seed)
@@ -143,6 +145,24 @@ class PlanTrainer(Trainer):
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of a step."""
         return self.plan.global_batch
+
+    # a run
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """Trains as Trainer does.
+
+        With ``enable_jit_checkpoint`` a stop signal to any rank has all of them save after the running step, and end.
+        """
+        watch = StopWatch()
+        if self._saves_at_signals:
+            self.parallel.asked_to_stop = watch.is_asked
+        with handling(dict.fromkeys(STOP_SIGNALS if self._saves_at_signals else (), watch)):
+            return super().train(*arguments, **options)
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
+        if self._saves_at_signals and self.parallel.is_stopping and not self.control.should_training_stop:
+            self.control.should_save = self.control.should_training_stop = True
+        super()._maybe_log_save_evaluate(*arguments, **options)
 
     # a step
 
