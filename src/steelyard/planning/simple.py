@@ -65,10 +65,10 @@ def with_usual_stages(result: PlanningResult, request: PlanRequest) -> tuple[Pla
     """Return the result with the fastest plan of no more stages than usual, and that as a decision.
 
     The result itself, and no decision, where its plan has no more, or where all others take over `DEPTH_GAIN` longer.
-    What the plan gives up stands in its prediction.
+    What the plan gives up stands in its prediction. A request without a share for simpler plans gives up nothing.
     """
     plan, job, free = result.plan, result.job, Decisions()
-    if plan is None or job.is_mixed:
+    if plan is None or job.is_mixed or not request.simplify_share:
         return result, free
     limit = usual_stages(job)
     tables = [each for each in result.bounded_tables if limit.allows_stages(each.pipeline.num_stages)]
