@@ -122,7 +122,7 @@ def with_next_best(result: PlanningResult, *, num_plans: int, uniform: bool = Fa
         if len(found) >= num_plans:
             break
         one = accept(job, [each.given], num_alternatives=0, time_limit_s=CONFIG_LIMIT_S, uniform=uniform)
-        found += [(best.plan, predict(best.plan, job)) for best in one.ranked[:1]]
+        found += [(best.plan, best.cost) for best in one.ranked[:1]]
     found.sort(key=lambda each: each[1].step_time_s)
     kept = tuple(with_cost(plan, job, cost).as_fallback() for plan, cost in found)
     return replace(result, plan=result.plan.model_copy(update={"next_best": kept}))

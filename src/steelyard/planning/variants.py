@@ -366,7 +366,7 @@ class Study:
                 job,
                 tables,
                 num_exact=count,
-                num_alternatives=count - 1,
+                num_alternatives=0,
                 time_limit_s=request.time_limit_s,
                 uniform=is_uniform(job, request.decisions),
             )
@@ -380,9 +380,8 @@ class Study:
             miss = found.search.nearest_miss
             missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else None
             return replace(answer, missing_bytes=missing)
-        plans = [each.plan for each in found.ranked[:count]]
-        step_s, plan = min(((predict(each, job).step_time_s, each) for each in plans), key=lambda pair: pair[0])
-        return replace(answer, plan=plan, step_s=step_s, held_bytes=job.budget_bytes)
+        best = found.ranked[0]
+        return replace(answer, plan=best.plan, step_s=best.step_s, held_bytes=job.budget_bytes)
 
     def usual_answer(self, variant: Variant) -> Answer:
         """Return the best plan of a variant as `answer`, of no more stages than usual unless more of them gain.
