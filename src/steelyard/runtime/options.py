@@ -159,7 +159,8 @@ class TrainOptions:
 
     def of_run(self, data: str | Path) -> dict[str, str]:
         """The options that decide what is trained, as text."""
-        given = {name: getattr(self, name) for name in RUN_OPTIONS[1:]} | {"min_lr": self.least_lr}
+        given = {name: getattr(self, name) for name in RUN_OPTIONS[1:]}
+        given["min_lr"] = f"{LEAST_LR_SHARE:g} of lr" if self.min_lr is None else self.min_lr
         texts = {name: each if isinstance(each, str) else repr(float(each)) for name, each in given.items()}
         return {"data": Path(data).name, **{name: text.removesuffix(".0") for name, text in texts.items()}}
 
