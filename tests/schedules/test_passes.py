@@ -28,8 +28,8 @@ INTERLEAVED = [
 def ours(stage: int, num_stages: int, num_microbatches: int, schedule: str, num_chunks: int = 1) -> Passes:
     """Passes as kind, part of the model and microbatch."""
     order = pipeline(num_stages, num_microbatches, schedule, num_chunks).passes(stage)
-    passes = zip(order.is_backward.tolist(), order.chunk.tolist(), order.microbatch.tolist(), strict=True)
-    return [("FB"[backward], chunk * num_stages + stage, microbatch) for backward, chunk, microbatch in passes]
+    passes = zip(order.phase.tolist(), order.chunk.tolist(), order.microbatch.tolist(), strict=True)
+    return [("FB"[phase], chunk * num_stages + stage, microbatch) for phase, chunk, microbatch in passes]
 
 
 class RecordingStage:

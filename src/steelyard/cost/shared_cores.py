@@ -52,6 +52,17 @@ class PassTable:
     """Of the stage's links, that which the result takes."""
 
 
+def first_arrivals(table: PassTable, num_microbatches: int, not_yet_s: float) -> list[float]:
+    """For each pass when its input arrives, as the step begins.
+
+    That of the first part's forward passes is there, and of weight passes, which follow their stage's backward passes.
+    """
+    waiting, num_groups = 2 * table.num_parts, len(table.duration_s)
+    arrival_s = [not_yet_s] * (waiting * num_microbatches) + [0.0] * ((num_groups - waiting) * num_microbatches)
+    arrival_s[:num_microbatches] = [0.0] * num_microbatches
+    return arrival_s
+
+
 _NEVER = float("inf")
 _LEAST_SHARE = 1e-12
 """What is left of a pass, as a share of it, is rounding where it is less."""
@@ -83,8 +94,7 @@ class _Play:
         self._table = table
         self._count = num_microbatches
         self._work_s = _with_transfers(table)
-        self._arrival_s = [_NEVER] * (2 * table.num_parts * num_microbatches)
-        self._arrival_s[:num_microbatches] = [0.0] * num_microbatches
+        self._arrival_s = first_arrivals(table, num_microbatches, _NEVER)
         self._free_s = [0.0] * len(runs)
         self._left_s: dict[int, float] = {}
 

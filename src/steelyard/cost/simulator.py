@@ -1,14 +1,15 @@
 r"""Plays a pipeline schedule event by event and yields the step time and the timeline.
 
-Each stage does its forward and backward passes in the schedule's order (`steelyard.schedules`), one at a time; a
-pass starts when the stage is free and its input has arrived. A transfer occupies its link, one direction between two
+Each stage does its forward, backward and weight passes in the schedule's order (`steelyard.schedules`), one at a time;
+a pass starts when the stage is free and its input has arrived. A transfer occupies its link, one direction between two
 stages, for ``transfer_s`` and arrives then; the sender goes on meanwhile, or waits for the link where
 sends are not overlapped. After its passes a stage does its once-a-step work (optimizer).
 
 Without transfers and with backward passes that take the same multiple of the forward pass on every stage, GPipe takes
 exactly $\sum_i t_i + (m-1)\max_i t_i$. 1F1B takes that on equal stages and up to a fifth less on unequal ones, since
 the last passes of a fast stage hide behind those of a slow one before it. Interleaved, with equal parts and P a divisor
-of m, the bubble is the share $(P-1)/(vm)$ of the work. Never is a step shorter than the first pass of every stage
+of m, the bubble is the share $(P-1)/(vm)$ of the work. Weight passes take their part of a backward pass out of it, and
+fill bubbles with it. Never is a step shorter than the first pass of every stage
 before one, all passes of that stage, and the last pass of every stage before it.
 
 | symbol        | argument   | meaning                                                                             |
@@ -27,19 +28,17 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-import numpy as np
+from steelyard.cost.shared_cores import PassTable, StageRun, first_arrivals, play_on_shared_cores
+from steelyard.schedules import Phase, PipelineConfig
 
-from steelyard.cost.shared_cores import PassTable, StageRun, play_on_shared_cores
-from steelyard.schedules import PipelineConfig
-
-Work = Literal["forward", "backward", "once"]
+Work = Literal["forward", "backward", "weight", "once"]
 Wait = Literal["pipeline fills", "waits for activation", "waits for gradient", "step ends"]
 
-_PASSES: tuple[Work, ...] = ("forward", "backward")
-_FORWARD, _BACKWARD = range(2)
+_PASSES: dict[Phase, Work] = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.WEIGHT: "weight"}
 _WAITS: dict[Work, Wait] = {
     "forward": "waits for activation",
     "backward": "waits for gradient",
+    "weight": "waits for gradient",
     "once": "step ends",
 }
 _NOT_YET = -1.0
@@ -51,6 +50,8 @@ class StageTimes:
 
     forward_s: float
     backward_s: float
+    weight_s: float = 0.0
+    """Of the backward pass, what a weight pass does under a schedule that has these."""
     once_s: float = 0.0
     transfer_s: float = 0.0
     """For which the link from the part before is occupied; the gradient takes as long back."""
@@ -162,7 +163,7 @@ class Timeline:
                     Send(
                         stage=stage,
                         chunk=chunk,
-                        payload="activation" if work == _FORWARD else "gradient",
+                        payload="activation" if work is Phase.FORWARD else "gradient",
                         microbatch=microbatch,
                         receiver=table.receiver[group],
                         start_s=end - table.transfer_s[group],
@@ -171,11 +172,11 @@ class Timeline:
                 )
         return sends
 
-    def _place(self, code: int) -> tuple[int, int, int]:
+    def _place(self, code: int) -> tuple[Phase, int, int]:
         """Work, chunk and microbatch of a pass."""
         group, microbatch = divmod(code, self.pipeline.num_microbatches)
         work, part = divmod(group, self._table.num_parts)
-        return work, part // self.pipeline.num_stages, microbatch
+        return Phase(work), part // self.pipeline.num_stages, microbatch
 
 
 def simulate(
@@ -194,11 +195,11 @@ def simulate(
     """
     num_stages, num_microbatches = pipeline.num_stages, pipeline.num_microbatches
     assert len(parts) == pipeline.num_parts, "one entry for each part of the model"
-    table = _pass_table(parts, num_stages)
+    table = _pass_table(parts, pipeline)
     runs = []
     for stage in range(num_stages):
         order = pipeline.passes(stage)
-        group = np.where(order.is_backward, _BACKWARD * pipeline.num_parts, 0) + order.chunk * num_stages + stage
+        group = order.phase * pipeline.num_parts + order.chunk * num_stages + stage
         runs.append(StageRun(codes=(group * num_microbatches + order.microbatch).tolist()))
     if speeds:
         play_on_shared_cores(runs, table, num_microbatches, speeds)
@@ -221,9 +222,11 @@ def simulate(
     )
 
 
-def _pass_table(parts: Sequence[StageTimes], num_stages: int) -> PassTable:
-    count = len(parts)
-    consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1)]
+def _pass_table(parts: Sequence[StageTimes], pipeline: PipelineConfig) -> PassTable:
+    count, num_stages, splits = len(parts), pipeline.num_stages, pipeline.schedule.splits_backward
+    consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1), *([-1] * count if splits else ())]
+    later_s = [part.weight_s if splits else 0.0 for part in parts]
+    backward_s = [part.backward_s - of_weights for part, of_weights in zip(parts, later_s, strict=True)]
     receiver, transfer_s = [], []
     for group, target in enumerate(consumer):
         sender, receiving = group % count % num_stages, target % count % num_stages
@@ -234,7 +237,7 @@ def _pass_table(parts: Sequence[StageTimes], num_stages: int) -> PassTable:
         transfer_s.append(later.transfer_s if is_sent else 0.0)
     return PassTable(
         num_parts=count,
-        duration_s=[getattr(part, name) for name in ("forward_s", "backward_s") for part in parts],
+        duration_s=[*(part.forward_s for part in parts), *backward_s, *(later_s if splits else ())],
         consumer=consumer,
         receiver=receiver,
         transfer_s=transfer_s,
@@ -244,9 +247,8 @@ def _pass_table(parts: Sequence[StageTimes], num_stages: int) -> PassTable:
 
 def _play(runs: Sequence[StageRun], table: PassTable, num_microbatches: int, *, overlap_sends: bool) -> None:
     """Fills in the times of every run: each stage goes on until an input is missing, and again when it has arrived."""
-    count, num_stages = table.num_parts, len(runs)
-    arrival_s = [_NOT_YET] * (2 * count * num_microbatches)
-    arrival_s[:num_microbatches] = [0.0] * num_microbatches
+    num_stages = len(runs)
+    arrival_s = first_arrivals(table, num_microbatches, _NOT_YET)
     free_s, link_free_s = [0.0] * num_stages, [0.0] * num_stages**2
     duration_s, transfer_s = table.duration_s, table.transfer_s
     consumer, receiver, link = table.consumer, table.receiver, table.link
