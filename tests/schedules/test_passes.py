@@ -177,8 +177,11 @@ def test_the_bound_of_the_search_is_what_the_passes_hold(
     config = pipeline(num_stages, num_rounds * num_stages, schedule, chunks)
     for stage in range(num_stages):
         passes = ours(stage, num_stages, num_rounds * num_stages, schedule, chunks)
-        change = {"F": 1, "B": -1, "I": 0, "W": -1}
-        assert config.in_flight(stage) == max(accumulate(change[kind] for kind, _, _ in passes))
+        alive = {"F": 1, "B": -1, "I": -1, "W": 0}
+        assert config.in_flight(stage) == max(accumulate(alive[kind] for kind, _, _ in passes))
+        waits = accumulate({"F": 0, "B": 0, "I": 1, "W": -1}[kind] for kind, _, _ in passes)
+        behind_a_backward_pass = [count for count, (kind, _, _) in zip(waits, passes, strict=True) if kind == "I"]
+        assert config.waiting(stage) == max(behind_a_backward_pass, default=1) - 1
 
 
 @pytest.mark.parametrize(("num_microbatches", "per_round"), [(1, 1), (2, 2), (3, 3), (4, 2), (8, 2)])

@@ -2,8 +2,8 @@
 
 A linear layer computes the gradient of its input in the backward pass, and keeps its input and the gradient of its
 output for that of its weight. The weight pass computes it and gives it to autograd, which accumulates it and calls its
-hooks as in any backward pass. All other parameters (norms, embeddings, experts that are no linear layers) have their
-gradients in the backward pass.
+hooks as in any backward pass. All other parameters of a block (norms, experts that are no linear layers) have their
+gradients in the backward pass. So have embeddings and heads: the gradients of logits, which would wait, are large.
 
 `torch.distributed.pipelining` splits backward passes itself where no ``dw_builder`` is given. It finds weights as
 parameters of the stage, and here these are others while a layer computes, sharded or not (docs/log.md); it also keeps
@@ -22,7 +22,7 @@ _Work = Callable[[], None]
 
 
 class WaitingGradients:
-    """The weight gradients of one layer of the chain that its backward passes leave to weight passes."""
+    """The weight gradients of one block that its backward passes leave to weight passes."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._waiting: list[_Work] = []

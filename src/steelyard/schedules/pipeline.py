@@ -38,8 +38,8 @@ class PassOrder:
     microbatch: Column
 
     def in_flight(self, chunk: int | None = None) -> int:
-        """Most microbatches of a chunk, or of all, that are alive at once: forward begun, the last pass not ended."""
-        change = (self.phase == Phase.FORWARD).astype(np.int64) - (self.phase == self.phase.max())
+        """Most microbatches of a chunk, or of all, that are alive at once: forward begun, backward not ended."""
+        change = (self.phase == Phase.FORWARD).astype(np.int64) - (self.phase == Phase.BACKWARD)
         return int((change if chunk is None else change * (self.chunk == chunk)).cumsum().max())
 
 
@@ -110,6 +110,10 @@ class Schedule(ABC):
         """The bound of the search: most passes of a stage whose activations are alive at once."""
         return pipeline.passes(stage).in_flight()
 
+    def waiting(self, _pipeline: "PipelineConfig", _stage: int) -> int:
+        """Most passes of a stage whose weight passes wait as a backward pass begins: by default there are none."""
+        return 0
+
     def received_ahead(self, _pipeline: "PipelineConfig", _stage: int) -> tuple[int, int]:
         """Most activations and gradients for which a stage has memory before the pass that needs them: by default none.
 
@@ -175,3 +179,7 @@ class PipelineConfig:
     def in_flight(self, stage: int) -> int:
         """Passes whose activations are alive at once on a stage, counted from 0, as the search bounds them."""
         return self.schedule.in_flight(self, stage)
+
+    def waiting(self, stage: int) -> int:
+        """Passes of a stage whose weight passes wait as a backward pass begins."""
+        return self.schedule.waiting(self, stage)

@@ -47,9 +47,9 @@ class InterleavedZeroBubble(Interleaved1F1B):
         """Nowhere yet."""
         return False
 
-    def in_flight(self, pipeline: PipelineConfig, stage: int) -> int:
-        """The first forwards, the one before the first backward, and those whose weight passes wait."""
-        return min(pipeline.num_passes, self.warm_up(pipeline, stage) + 1 + stage)
+    def waiting(self, pipeline: PipelineConfig, stage: int) -> int:
+        """Those of as many backward passes as there are stages before it."""
+        return min(pipeline.num_passes - 1, stage)
 
     def received_ahead(self, pipeline: PipelineConfig, stage: int) -> tuple[int, int]:
         """As interleaved 1F1B, and at most one more of what a weight pass lets arrive.
