@@ -23,7 +23,7 @@ class Interleaved1F1B(Schedule):
     name = "interleaved-1f1b"
     title = "interleaved 1F1B"
     torch_name = "ScheduleInterleaved1F1B"
-    torchtitan_name = "Interleaved1F1B"
+    torchtitan_name: str | None = "Interleaved1F1B"
     megatron_name: str | None = "forward_backward_pipelining_with_interleaving"
     chunk_counts = tuple(range(2, 21))
     """As many as public recipes have (NeMo: up to 20), where they divide the blocks of a stage."""

@@ -6,6 +6,10 @@ the last stages, which begin to work backwards first, have some left when they w
 $\min(mv, (v - 1)g + (P - 1 - i))$ forwards first, half as many for each stage behind it as interleaved 1F1B: a backward
 pass comes back sooner. Rounds of $g$ microbatches are those of interleaved 1F1B.
 
+Not written for other engines. torchtitan has it, with the split backward passes of torch, which keep all that was
+saved until the weight pass, refuse compiled blocks, and would recompute a block once for each group of its weights.
+Megatron-Core delays gradients of weights within its own schedules alone (``delay_wgrad_compute``).
+
 Source: Qi et al. 2024 (arXiv 2401.10241), section 2.1 (ZB-H1), over the chunks of every stage; the order of
 `ScheduleInterleavedZeroBubble` of `torch.distributed.pipelining` 2.13.
 """
@@ -24,8 +28,7 @@ class InterleavedZeroBubble(Interleaved1F1B):
     name = "interleaved-zero-bubble"
     title = "interleaved zero-bubble"
     torch_name = "ScheduleInterleavedZeroBubble"
-    torchtitan_name = "InterleavedZeroBubble"
-    megatron_name = None
+    torchtitan_name = megatron_name = None
     forwards_per_hop = 1
     splits_backward = True
     why_not_everywhere = "searched only where --schedule names it alone"
