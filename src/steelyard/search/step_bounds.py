@@ -203,7 +203,7 @@ class HeldRuns:
     Of the floors of that pool alone, whatever the stages before and behind; made when first asked for.
     """
 
-    def __init__(self, floor: CostTables, room_bytes: float) -> None:
+    def __init__(self, floor: CostTables, room_bytes: int) -> None:
         self._floor, self._room_bytes = floor, room_bytes - floor.overhead_bytes
         self._options = option_table(floor)
         self._least_s: dict[int, FloatArray] = {}
