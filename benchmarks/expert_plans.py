@@ -60,12 +60,9 @@ NOT_PRICED: Mapping[str, str] = {
     "llama3-405b 8k 16384xH100": "chunks not stated, 4 assumed",
     "deepseek-v3 2048xH800 fp8": "theirs caches activations in fp8, and recomputes norms and projections",
     "automodel qwen3-30b-a3b ep8 8xH100": "theirs has bf16 parameters and Adam moments (qwen3_moe_30b_te_deepep.yaml)",
-    "bridge gpt-oss-120b 64xH100 bf16": "theirs recomputes norms and activations of experts",
-    "bridge gpt-oss-120b 64xGB200 bf16": "theirs recomputes norms and activations of experts",
-    "bridge gpt-oss-120b 64xB200 bf16": "theirs recomputes norms and activations of experts",
-    "bridge deepseek-v3 256xGB200 bf16": "theirs recomputes MLA's projections, and has chunks of unlike blocks",
+    "bridge deepseek-v3 256xGB200 bf16": "theirs recomputes MLA's projections alone, and has chunks of unlike blocks",
 }
-"""What runs did that no settings here express: recompute_modules of Megatron-Bridge's recipes (gpt_oss and deepseek in
+"""What runs did that no settings here express: recompute_modules of Megatron-Bridge's recipes (deepseek in
 scripts/performance/configs), Automodel's examples/benchmark/configs, and section 3.2 of the DeepSeek-V3 report."""
 SHOWN_TERMS = 3
 """Terms of a step in which two plans are said to differ."""

@@ -12,10 +12,15 @@ source that was left out lie inside: sources differ more than the runs of one, s
 | dense 16-bit               | those that the rates are fitted to, each source by rates that were fitted without it    |
 | adapters                   | as those, and open measurements of adapters of `levers.py`                              |
 | others of the catalogue    | open runs that `steelyard.cost.accuracy.spread_of` takes for them, by its rates, but    |
-|                            | those that whoever compiled the table flags as slower than anything explains            |
+|                            | those that whoever compiled the table flags as slower than anything explains, or as of  |
+|                            | devices below their power                                                               |
 | one measured run           | pairs of the first class of one model, framework and device: one scales the other       |
 | three measured runs        | the same, `DRAWS` times for every run the median of three others                        |
 | measured profile           | ratios of `prediction_accuracy.py` as README.md has them, each plan left out in turn    |
+
+An engine's runs of a class have an interval of their own where they are `MIN_JUDGED` or more of several sources, and
+`HELD` of a source that was left out lie inside the others'; where not, the table says what the class's interval holds
+of them, found without their source.
 
 Two plans of one job err alike. ``as good`` is the least slowdown $x$ of which nine in ten pairs of a job's plans that
 are predicted further apart than $x$ are measured in that order; tested in the same way.
@@ -41,6 +46,7 @@ from lever_runs.rows import read_rows
 from lever_runs.score import figures
 from numpy.typing import NDArray
 from published_runs.forecast import forecast_case
+from published_runs.frameworks import framework_of
 from published_runs.jobs import Case, case_of
 from published_runs.rows import PublishedRun, read_runs
 from published_runs.targets import MIN_JUDGED
@@ -69,8 +75,9 @@ OTHERS = {
 }
 """Classes of the catalogue beside the first."""
 NAMES = ("DENSE", *OTHERS, "SCALED", "SCALED_BY_SEVERAL", "MEASURED")
-UNEXPLAINED = "note_very_low_mfu"
+UNEXPLAINED = ("note_very_low_mfu", "note_power_limited")
 INSIDE = 0.9
+HELD = (0.87, 0.95)
 LEVELS = (0.90, 0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 1.0)
 SLOWDOWNS = tuple(percent / 100 for percent in range(51))
 DRAWS = 20
@@ -87,6 +94,12 @@ class Timed:
     run: PublishedRun
     log_error: float
     """Of measured over predicted time."""
+
+    @property
+    def engine(self) -> str:
+        """The product's engine that ran it, or none."""
+        framework = framework_of(self.run)
+        return "" if framework is None else framework.engine
 
     @property
     def log_measured_s(self) -> float:
@@ -171,6 +184,51 @@ def by_source(timed: Iterable[Timed]) -> dict[str, Array]:
     for each in timed:
         found[each.run.source].append(each.log_error)
     return {source: np.array(errors) for source, errors in found.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfEngine:
+    """An engine's runs of a class."""
+
+    spread: Spread
+    engine: str
+    num_runs: int
+    num_sources: int
+    own: Found | None
+    """Their interval where it holds what was left out."""
+    inside: float
+    """What part of them lies inside their interval, or the class's, without the run's source."""
+
+    @property
+    def figures(self) -> str:
+        """What `OF_ENGINES` has of it."""
+        own = self.own
+        return f"({own.typical:.3f}, {own.low:.3f}, {own.high:.3f})" if own else "None"
+
+
+def of_engines(spread: Spread, found: Found, errors: Errors, timed: Sequence[Timed]) -> list[OfEngine]:
+    """The engines of a class, whose runs and sources' errors are given, with its interval ``found``."""
+    lines = []
+    for engine in sorted({each.engine for each in timed} - {""}):
+        own = by_source(each for each in timed if each.engine == engine)
+        count, alone = sum(map(len, own.values())), None
+        if count >= MIN_JUDGED and len(own) > 1:
+            alone = interval(own)
+            alone = alone if HELD[0] <= alone.held_out <= HELD[1] else None
+        by_class = {
+            source: _part_within(each, quantiles(_without(errors, source), found.level)) for source, each in own.items()
+        }
+        lines.append(
+            OfEngine(
+                spread=spread,
+                engine=engine,
+                num_runs=count,
+                num_sources=len(own),
+                own=alone,
+                inside=alone.held_out if alone else _mean(by_class, own),
+            )
+        )
+    return lines
 
 
 def with_adapters() -> dict[str, Array]:
@@ -279,7 +337,7 @@ def in_classes(runs: Iterable[PublishedRun]) -> dict[Spread, list[Timed]]:
     """Open runs that were timed, as the shipped rates predict them, by class."""
     found: dict[Spread, list[Timed]] = defaultdict(list)
     for run in runs:
-        if not (run.is_open and run.step_time_s) or UNEXPLAINED in run.text("flags"):
+        if not (run.is_open and run.step_time_s) or any(flag in run.text("flags") for flag in UNEXPLAINED):
             continue
         case = case_of(run)
         spread = spread_of(case.job, case.plan.strategies) if isinstance(case, Case) else None
@@ -299,7 +357,7 @@ def measured_profiles(text: str) -> dict[str, Array]:
     }
 
 
-def lines(found: Sequence[tuple[str, Found]], good: AsGood) -> list[str]:
+def lines(found: Sequence[tuple[str, Found]], good: AsGood, engines: Sequence[OfEngine] = ()) -> list[str]:
     """The tables of README.md."""
     head = "| runs like | runs | typical | low | high | level | left out, inside |"
     rows = [
@@ -316,15 +374,23 @@ def lines(found: Sequence[tuple[str, Found]], good: AsGood) -> list[str]:
     for source in sources:
         cells = (f"{inside[source]:.0%}" if source in inside else "–" for _, inside in columns)
         table.append(f"| {source} | " + " | ".join(cells) + " |")
-    return [head, "|---" * 7 + "|", *rows, "", *table]
+    of_engines = ["| engine's runs | runs | sources | typical | low | high | inside |", "|---" * 7 + "|"]
+    for line in engines:
+        figures = line.figures.strip("()").replace(",", " |") if line.own else "of the class | |"
+        name = f"{line.spread.words}, {line.engine}"
+        of_engines.append(f"| {name} | {line.num_runs} | {line.num_sources} | {figures} | {line.inside:.1%} |")
+    return [head, "|---" * 7 + "|", *rows, "", *of_engines, "", *table]
 
 
-def rewritten(text: str, found: Sequence[tuple[str, Found]], good: AsGood) -> str:
+def rewritten(text: str, found: Sequence[tuple[str, Found]], good: AsGood, engines: Sequence[OfEngine] = ()) -> str:
     """The text of `accuracy.py` with these figures."""
     for name, (_, each) in zip(NAMES, found, strict=True):
         figures = f"typical={each.typical:.3f}, low={each.low:.3f}, high={each.high:.3f}"
         text, count = re.subn(rf"(?m)^({name} = Spread\(.*)typical=.*\)$", rf"\g<1>{figures})", text)
         assert count == 1, f"{name} stands {count} times in the file"
+    own = [f'    ("{line.spread.words}", "{line.engine}"): {line.figures},\n' for line in engines]
+    table = f"OF_ENGINES: dict[tuple[str, str], tuple[float, float, float] | None] = {{\n{''.join(own)}}}"
+    text = re.sub(r"(?ms)^OF_ENGINES: .*?\}$", lambda _: table, text)
     return re.sub(r"(?m)^(AS_GOOD = )[\d.]+", rf"\g<1>{good.slowdown:.2f}", text)
 
 
@@ -358,11 +424,18 @@ def main() -> None:
     ]
     found = [(name, interval(each)) for name, each in errors]
     good = as_good(pairs_of_jobs(fitted))
-    tables = lines(found, good)
+    left = {each.run.source for each in fitted}
+    others[DENSE] = [*fitted, *(each for each in others[DENSE] if each.run.source not in left)]
+    engines = [
+        line
+        for spread, (_, of_class), (_, each) in zip((DENSE, *OTHERS.values()), found, errors, strict=False)
+        for line in of_engines(spread, of_class, each, others[spread])
+    ]
+    tables = lines(found, good, engines)
     print("\n".join(tables))
     if options.write:
         text = TABLE_FILE.read_text(encoding="utf-8")
-        TABLE_FILE.write_text(rewritten(text, found, good), encoding="utf-8")
+        TABLE_FILE.write_text(rewritten(text, found, good, engines), encoding="utf-8")
         README.write_text(in_readme(readme, tables), encoding="utf-8")
 
 

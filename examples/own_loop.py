@@ -27,5 +27,8 @@ for step in range(trainer.num_steps, trainer.num_steps + 10):
         optimizer.zero_grad()
     if dist.get_rank() == 0:
         print(f"step {step + 1}: loss {loss.item():.4f}")
+evaluated = trainer.eval_step(lambda samples: tokens[samples])
+if dist.get_rank() == 0:
+    print(f"evaluated: loss {evaluated.item():.4f}")
 steelyard.save_checkpoint(trainer, optimizers, sys.argv[2])
 dist.destroy_process_group()

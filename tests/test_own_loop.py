@@ -19,7 +19,10 @@ def run_example(folder: Path, *stages: str) -> dict[int, float]:
     words = ["--standalone", "--nproc-per-node=2", EXAMPLE, folder / "plan.json", folder / "checkpoint"]
     finished = run_warm("tests.processes.forking_agent", *words, timeout_s=HANG_LIMIT_S)
     assert finished.returncode == 0, finished.stderr[-4000:]
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", finished.stdout)}
+    losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", finished.stdout)}
+    (evaluated,) = re.findall(r"evaluated: loss ([\d.]+)", finished.stdout)
+    assert float(evaluated) < losses[max(losses)], "of the last batch after its step"
+    return losses
 
 
 @pytest.mark.processes

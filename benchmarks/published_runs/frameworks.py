@@ -9,6 +9,7 @@ row.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,7 +17,7 @@ from published_runs.rows import PublishedRun
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines.automodel import AUTOMODEL
 from steelyard.engines.deepspeed import DEEPSPEED
-from steelyard.engines.execution import EAGER, FUSED, Dispatcher, Execution, Kernels, StateBytes
+from steelyard.engines.execution import EAGER, FUSED, Dispatcher, Execution, Kernels, Module, StateBytes
 from steelyard.engines.megatron import KERNELS, MEGATRON
 from steelyard.engines.megatron_bridge import MEGATRON_BRIDGE
 from steelyard.engines.torchtitan import TORCHTITAN
@@ -50,6 +51,8 @@ class Framework:
 
     execution: Execution
     """With kernels of its own: rows have sizes, and no modules that could be traced."""
+    engine: str = ""
+    """The engine of the product that it is, or became."""
     balances_by_flop: bool = False
     """Whether stages get equal FLOP, head included, instead of equal numbers of blocks."""
     default_remat: Remat | None = Remat.NONE
@@ -58,6 +61,9 @@ class Framework:
     """Whether tensor parallelism has sequence parallelism where nothing is said."""
     default_zero: int = 0
     """ZeRO stage where nothing is said."""
+    pipes_whole: bool = False
+    """Whether its stages are torch's, which keep sharded layers gathered, and their gradients whole, from microbatch to
+    microbatch, whatever the ZeRO stage (torch/distributed/pipelining/stage.py, backward_maybe_with_nosync)."""
     imbalance: float = ASSUMED_IMBALANCE
     """How many times the mean of tokens the fullest rank of its experts computes, where a row does not say."""
     has_te: bool = False
@@ -120,11 +126,15 @@ _MEGATRON_LM = Execution(
     overlaps_data=False,
     overlaps_transfers="never",
 )
-_CORE = Framework(execution=MEGATRON.execution, has_te=True)
+"""Until the version of sequence parallelism (3.0, 2022), whose products of gradients add them to those of a step
+(mpu/layers.py, LinearWithGradAccumulationAndAsyncCommunication)."""
+_CORE = Framework(execution=MEGATRON.execution, engine=MEGATRON.name, has_te=True)
 _PRIMUS = replace(MEGATRON.execution, kernels=replace(KERNELS, expert_copies=0))
 """Tokens are put in order in one kernel (``moe_permute_fusion``) and dealt out evenly
 (examples/megatron/configs/MI355X/deepseek_v2_lite-BF16-pretrain.yaml)."""
-_NEMO = Framework(execution=MEGATRON_BRIDGE.execution, default_sp=True, default_zero=1, imbalance=1.0)
+_NEMO = Framework(
+    execution=MEGATRON_BRIDGE.execution, engine=MEGATRON_BRIDGE.name, default_sp=True, default_zero=1, imbalance=1.0
+)
 """Its performance recipes force routing to be even, have sp on and a distributed optimizer
 (distributed_fused_adam_with_cosine_annealing)."""
 _NANOTRON = Execution(
@@ -144,19 +154,26 @@ _BEFORE_HOPPER = ("A100", "A800", "V100")
 _FRAMEWORKS: tuple[tuple[str, Framework], ...] = (
     ("aa-scaling", Framework(execution=_AA_EXECUTION)),
     ("megatron-deepspeed", Framework(execution=_DEEPSPEED)),
-    ("deepspeed zero-3", Framework(execution=replace(DEEPSPEED.execution, kernels=_CLASSIC))),
+    ("deepspeed zero-3", Framework(execution=replace(DEEPSPEED.execution, kernels=_CLASSIC), engine=DEEPSPEED.name)),
     ("megatron-lm 23e00ed0", _CORE),
+    ("megatron-lm (2022)", Framework(execution=replace(_MEGATRON_LM, accumulation_bytes=6))),
     ("megatron-lm", Framework(execution=_MEGATRON_LM)),
     ("megatron-core", _CORE),
     ("megatron-bridge", _NEMO),
-    ("nemo automodel", Framework(execution=AUTOMODEL.execution, default_remat=None)),
+    ("nemo automodel", Framework(execution=AUTOMODEL.execution, engine=AUTOMODEL.name, default_remat=None)),
     ("nemo", _NEMO),
-    ("primus", Framework(execution=_PRIMUS, has_te=True, imbalance=1.0)),
+    ("primus", Framework(execution=_PRIMUS, engine=MEGATRON.name, has_te=True, imbalance=1.0)),
     ("maxtext", Framework(execution=Execution(kernels=FUSED, eager_launch=False), default_remat=Remat.FULL)),
     ("llm-foundry", Framework(execution=Execution(kernels=_MPT))),
     (
         "torchtitan",
-        Framework(execution=TORCHTITAN.execution, default_sp=True, expands_segments=True),  # run_train.sh
+        Framework(
+            execution=TORCHTITAN.execution,
+            engine=TORCHTITAN.name,
+            default_sp=True,
+            expands_segments=True,  # run_train.sh
+            pipes_whole=True,
+        ),
     ),
     ("nanotron", Framework(execution=_NANOTRON, balances_by_flop=True, reports="first")),
     ("ibm fms-fsdp", Framework(execution=Execution(kernels=_FSDP_EAGER, reduce_bytes=2))),
@@ -236,8 +253,15 @@ def has_loss_in_pieces(run: PublishedRun) -> bool:
     return "chunked" in name or ("graph_trainer" not in name and month is not None and month[0] >= "2026-05")
 
 
+_MODULES: Mapping[str, Module] = {
+    **{"core_attn": "core_attn", "layernorm": "layernorm", "norm": "layernorm", "mla_up_proj": "mla_up_proj"},
+    **{"mlp": "mlp", "moe_act": "moe_act", "act": "moe_act"},
+}
+"""What runs call the modules of a block that are computed again."""
+
+
 def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
-    attention, detail = run.text("attention").lower(), run.text("act_ckpt_detail").lower()
+    attention = run.text("attention").lower()
     if "rms kernel" in attention:
         kernels = replace(kernels, norm=True)
     elif run.text("framework").startswith("AA-"):
@@ -246,8 +270,6 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
         kernels = replace(kernels, attention="eager")
     elif attention == "fused" or attention.startswith(("unfused", "local (mcore)")) or "backend unfused" in attention:
         kernels = replace(kernels, attention="fused softmax")
-    if not has_loss_in_pieces(run):
-        kernels = replace(kernels, loss_pieces=1)
     if kernels.loss_outlives and run.count("grad_accum") != 1:
         peak, kept = kernels.loss_bytes
         kernels = replace(kernels, loss_bytes=(peak + kept, kept))
@@ -258,8 +280,14 @@ def _kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     if run.text("compile") == "True":
         kernels = replace(kernels, norm=True, rotary=True, activation=True, loss=True)
     if run.text("act_ckpt") == "selective":
-        by_op = "op" in detail and "torchtitan" in run.text("framework")
-        kernels = replace(kernels, selective="half of the matmuls" if by_op else "attention core")
+        named = tuple(
+            module
+            for word, module in _MODULES.items()
+            if word in re.findall(r"\w+", run.text("act_ckpt_detail").lower())
+        )
+        kernels = replace(kernels, selective=named or ("core_attn",))
+    if run.text("framework").startswith("torchtitan"):
+        kernels = _torchtitan_kernels(run, kernels)
     if "sequential" in run.text("moe_dispatcher"):
         return replace(kernels, of_each_expert=4)  # two products, an activation, a slice
     return replace(kernels, of_each_expert=0) if _is_local(run) else kernels
@@ -332,6 +360,34 @@ def _megatron_core_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
     )
 
 
+_UNFUSED = ("graph_trainer", "aot_eager", "compiler toolkit")
+"""Backends of torch.compile in torchtitan that run the captured graph as it is, without inductor."""
+_LOSS_NOT_COMPILED = re.compile(r"2024-|2025-0[1-4]|torch 2\.7|graph")
+"""Versions in which compiling the loss stands in comments, as it "causes CUDA errors", and those that capture it."""
+
+
+def _torchtitan_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
+    """What a run's version and switches make of torchtitan's kernels.
+
+    Inductor makes one kernel of the loss, with logits and their gradients in 16 bits, and of routing where it compiles
+    blocks with experts in one piece (distributed/compile.py; of 2025 it did not). Selective remat repeats every second
+    matmul by operation; the pass over graphs did so at first, and now keeps all (graph_trainer/passes.py).
+    """
+    name, detail = run.text("framework").lower(), run.text("act_ckpt_detail").lower()
+    month = re.search(r"20\d\d-\d\d", name)
+    is_fused = run.text("compile") == "True" and ("inductor" in name or not any(each in name for each in _UNFUSED))
+    if not has_loss_in_pieces(run):
+        kernels = replace(kernels, loss_pieces=1)
+    if is_fused and not _LOSS_NOT_COMPILED.search(name):
+        kernels = replace(kernels, loss_bytes=(4, 2))
+    if _dispatcher(run, Execution()) == "deep" or (is_fused and month is not None and month[0] >= "2026-06"):
+        kernels = replace(kernels, eager_routing=False)
+    if run.text("act_ckpt") == "selective" and (detail == "graph pass" or "op" in detail):
+        keeps_all = detail == "graph pass" and month is not None and month[0] > "2026-03"
+        kernels = replace(kernels, selective="no matmul" if keeps_all else "half of the matmuls")
+    return kernels
+
+
 def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     precision, execution = run.text("precision").lower(), _overlapped(run, execution, zero)
     if execution.states is not None and zero < 3:
@@ -345,6 +401,8 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     if run.text("cuda_graph") in _GRAPHS:
         execution = replace(execution, eager_launch=False)
     execution = replace(execution, kernels=kernels, dispatcher=_dispatcher(run, execution))
+    if "fp8 parameters" in precision:
+        execution = replace(execution, low_copies=0)  # the parameters are those copies
     if "fp4" in precision:
         execution = replace(execution, linear_speedup=2.0)  # of fp4 as of fp8, with twice the ratio
     if precision.startswith("fp16") or "v100" in run.text("gpu").lower():

@@ -397,7 +397,7 @@ def _strategy(run: PublishedRun, framework: Framework, degrees: _Degrees, shape:
         levels=tuple(levels),
         remat=_remat(run, framework),
         sp=degrees.tp > 1 and has_sp,
-        zero=2 if zero == 2 and fsdp else 3,
+        zero=1 if fsdp and framework.pipes_whole and degrees.pp > 1 else 2 if zero == 2 and fsdp else 3,
         cp_method="ulysses" if run.text("cp_method") == "a2a" else "gather",
         ep=_outside_tp(degrees) if shape.decoder.experts else 1,
     )

@@ -129,7 +129,7 @@ def test_fewest_devices_is_the_smallest_count_of_all_that_holds_a_plan(run: Run,
         job = make_job(
             "tinyllama-1.1b",
             "2x2xa100-80gb",
-            global_batch=16,
+            global_batch=4,
             seq_len=512,
             precision="bf16",
             memory=memory,
@@ -139,7 +139,7 @@ def test_fewest_devices_is_the_smallest_count_of_all_that_holds_a_plan(run: Run,
         parts = {count: job.on(cluster=with_devices(job.cluster, count)) for count in counts}
         holding = [count for count in counts if plan_job(parts[count], Decisions()).plan is not None]
         fewest.append(min(holding, default=None))
-        arguments = ("--cluster", "2x2xa100-80gb", "--seq-len", 512, "--global-batch", 16, "--memory", memory)
+        arguments = ("--cluster", "2x2xa100-80gb", "--seq-len", 512, "--global-batch", 4, "--memory", memory)
         result = run("plan", "tinyllama-1.1b", *arguments, "--objective", "devices", "-o", tmp_path / "p.json")
         if not holding:
             assert result.exit_code == 1

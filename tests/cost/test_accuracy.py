@@ -15,10 +15,12 @@ from steelyard.cost.accuracy import (
     EXPERTS,
     LONG_CONTEXT,
     MEASURED,
+    OF_ENGINES,
     SCALED,
     SCALED_BY_SEVERAL,
     Spread,
     interval_of,
+    of_engine,
     spread_of,
 )
 from steelyard.hardware import parse_cluster
@@ -55,6 +57,27 @@ def test_the_errors_are_those_of_the_benchmark(spread: Spread) -> None:
 @pytest.mark.parametrize("name", [*(spread.words for spread in SPREADS), "as good"])
 def test_nine_in_ten_runs_that_were_left_out_are_inside(name: str) -> None:
     assert 87 <= float(row(name)[-1].rstrip("%")) <= 95
+
+
+@pytest.mark.parametrize(("key", "own"), OF_ENGINES.items(), ids=str)
+def test_the_errors_of_an_engine_are_those_of_the_benchmark(
+    key: tuple[str, str], own: tuple[float, float, float] | None
+) -> None:
+    runs, sources, *figures, inside = row(", ".join(key))
+    if own is None:
+        assert figures == ["of the class", "", ""]
+    else:
+        assert int(runs) >= 20
+        assert int(sources) > 1
+        assert tuple(map(float, figures)) == own
+        assert 87 <= float(inside.rstrip("%")) <= 95
+
+
+def test_an_engine_without_runs_is_told_that_they_are_of_others() -> None:
+    found = {name: of_engine(EIGHT_BIT, name) for name in ("megatron-bridge+float8", "torchtitan", "native")}
+    assert [each.words for each in found.values()] == ["8-bit, megatron-bridge", "8-bit", "8-bit, other engines"]
+    assert found["megatron-bridge+float8"].high < found["torchtitan"].high == found["native"].high
+    assert of_engine(MEASURED, "native") is MEASURED
 
 
 def test_plans_are_as_good_within_what_the_benchmark_found() -> None:

@@ -11,7 +11,7 @@ from steelyard.cost.kernels import job_under
 from steelyard.engines.accelerate import ACCELERATE
 from steelyard.engines.deepspeed import DEEPSPEED
 from steelyard.engines.engine import Engine
-from steelyard.engines.execution import EAGER, FUSED, Kernels
+from steelyard.engines.execution import EAGER, FUSED, Kernels, Module
 from steelyard.engines.megatron import MEGATRON
 from steelyard.engines.native import NATIVE
 from steelyard.engines.torchtitan import TORCHTITAN
@@ -138,6 +138,48 @@ def test_torchtitans_selective_remat_repeats_three_of_seven_products() -> None:
     again = block(kernels).recomputation("selective")
     assert again.work.matmul_flop.at(1) == block(kernels).forward.matmul_flop.at(1) / 2
     assert again.saved_bytes.at(1) < block(kernels).saved_bytes.at(1)
+    keeps_all = block(replace(kernels, selective="no matmul")).recomputation("selective")
+    assert keeps_all.work.matmul_flop.at(1) == 0
+    assert again.saved_bytes.at(1) < keeps_all.saved_bytes.at(1) < block(kernels).saved_bytes.at(1)
+
+
+SAVED = {
+    "core_attn": 4 * SHAPE.heads + 2 * 64,
+    "layernorm": 2 * 2 * 64,
+    "mla_up_proj": 0,
+    "mlp": 3 * 2 * 256,
+    "moe_act": 0,
+}
+"""Bytes of a token that go: statistics and output of attention; inputs of linear layers; three tensors of ``f``."""
+
+
+@pytest.mark.parametrize("module", SAVED)
+def test_a_module_that_is_computed_again_is_not_kept(module: Module) -> None:
+    kept = block(FUSED).saved_bytes.at(1)
+    again = block(replace(FUSED, selective=(module,))).recomputation("selective")
+    both = block(replace(FUSED, selective=("core_attn", "layernorm", "mlp"))).recomputation("selective")
+    assert kept - again.saved_bytes.at(1) == 32 * SAVED[module]
+    assert kept - both.saved_bytes.at(1) == 32 * sum(SAVED.values())
+    assert (again.work.num_kernels > 0) == (SAVED[module] > 0)
+    assert again.work.matmul_flop.at(1) == (2 * 32 * 3 * 64 * 256 if module == "mlp" else 0)
+    assert (again.work.attention_flop.at(1) > 0) == (module == "core_attn")
+
+
+def test_a_feed_forward_part_that_is_computed_again_is_exchanged_again() -> None:
+    again = block(replace(FUSED, selective=("mlp",)), tp=2, sp=True).recomputation("selective")
+    assert [(each.kind, each.count) for each in again.collectives] == [("all_gather", 1), ("reduce_scatter", 1)]
+
+
+def test_the_expansion_of_a_latent_is_computed_again_for_a_third_of_what_a_block_keeps() -> None:
+    chain = load_model("deepseek-v3")
+    shape = DecoderShape.of(chain, 4096)
+    layer_type = next(each for each in chain.layer_types if each.num_experts)
+    found = decoder_layer(shape, replace(FUSED, selective=("mla_up_proj",)), layer_type, tp=1, sp=False)
+    again = found.recomputation("selective")
+    q, kv = 128 * (128 + 64), 128 * (128 + 128)
+    assert again.work.matmul_flop.at(1) == 2 * 4096 * (1536 * q + 512 * kv)
+    entries = 128 * ((128 + 64 + 128) / 2)
+    assert found.saved_bytes.at(1) - again.saved_bytes.at(1) == 4096 * 6 * entries
 
 
 def job(name: str) -> Job:
@@ -175,6 +217,7 @@ def test_what_was_measured_stays_as_it_was() -> None:
     assert job_under(measured, MEGATRON).profile == measured.profile
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["lora:r=8", "lora:r=8,targets=q_proj+o_proj"])
 def test_a_block_with_adapters_is_as_it_was_traced(text: str) -> None:
     """What the first block has less, behind a frozen embedding, is not modelled."""
@@ -197,6 +240,7 @@ def test_a_block_with_adapters_is_as_it_was_traced(text: str) -> None:
         assert 1 <= found.saved_bytes.at(1) / layer.saved_bytes.at(1) < 1.2
 
 
+@pytest.mark.slow
 def test_an_engine_with_its_own_modules_has_adapters_in_closed_form() -> None:
     asked = {"cluster": "1x2xh100-80gb", "global_batch": 8, "seq_len": 256, "engine": "megatron-bridge"}
     adapters = {"train": "lora:r=8,targets=q_proj+k_proj+v_proj+o_proj"}

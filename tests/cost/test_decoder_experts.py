@@ -1,5 +1,6 @@
 """What routed experts add to a block, against counts worked out by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,3 +104,35 @@ def test_beside_adapters_experts_have_no_gradients_of_weights() -> None:
     assert 2 * (frozen.backward.matmul_flop.at(1) - dense) == trained.backward.matmul_flop.at(1) - block(
         DENSE
     ).backward.matmul_flop.at(1)
+
+
+def test_torchtitan_moves_each_pair_by_operations_of_its_own_and_further_between_ranks() -> None:
+    """Taken, to fp32, weighed, back and added: 30 bytes of an entry; in order of experts and back: 8 more."""
+    eager = TORCHTITAN.execution.kernels
+    assert eager is not None
+    found = block(kernels=eager)
+    fused = block(kernels=replace(eager, eager_routing=False))
+    entries = TOKENS * TOP_K * HIDDEN
+
+    def more(ours: LayerProfile, theirs: LayerProfile) -> list[float]:
+        passes = ((ours.forward, theirs.forward), (ours.backward, theirs.backward))
+        return [(mine.memory_bytes.at(1) - other.memory_bytes.at(1)) / entries for mine, other in passes]
+
+    assert more(found, fused) == [30 - 8, 46 - 16]
+    assert found.divided_experts is not None
+    assert fused.divided_experts is not None
+    assert more(found.divided_experts[0], fused.divided_experts[0]) == [38 - 8, 58 - 16]
+    dense = block(DENSE, kernels=eager).backward_transient_bytes.at(1)
+    assert found.backward_transient_bytes.at(1) - dense == max(12 * HIDDEN, 4 * HIDDEN + 4 * WIDTH) * TOKENS * TOP_K
+
+
+def test_the_activation_of_experts_alone_is_computed_again() -> None:
+    kernels = replace(FUSED, selective=("moe_act", "mlp"))
+    adapters = Adapters(rank=2, targets=frozenset({"q_proj"}), has_dropout=False)
+    whole, adapted = block(kernels=kernels), block(kernels=kernels, adapters=adapters)
+    again = whole.recomputation("selective")
+    pairs = TOKENS * TOP_K
+    assert whole.saved_bytes.at(1) - again.saved_bytes.at(1) == 2 * pairs * WIDTH
+    assert again.work.memory_bytes.at(1) == 2 * pairs * 3 * WIDTH
+    assert again.work.matmul_flop.at(1) == 0
+    assert adapted.saved_bytes == adapted.recomputation("selective").saved_bytes  # which no gradient reads

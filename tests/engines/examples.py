@@ -136,10 +136,13 @@ def container_of(content: str) -> dict[str, Any]:
     return found
 
 
-def divided_experts(model: str, *, ep: int, num_layers: int, dense: int = 0, parallel: str = "fsdp8") -> Plan:
+def divided_experts(
+    model: str, *, ep: int, num_layers: int, dense: int = 0, parallel: str = "fsdp8", **of_experts: Any
+) -> Plan:
     """One stage of 8 devices whose blocks but the first ``dense`` ones divide their experts."""
     last = num_layers + 1
-    runs = [run(0, dense, parallel), run(dense + 1, num_layers, parallel, ep=ep), run(last, last, parallel)]
+    experts = run(dense + 1, num_layers, parallel, ep=ep, **of_experts)
+    runs = [run(0, dense, parallel), experts, run(last, last, parallel)]
     return read(
         {
             "version": 1,

@@ -120,10 +120,10 @@ NIGHTLY = {
     *("gemma", "gemma2", "mistral", "qwen2", "qwen3", "mixtral", "command-r-35b", "olmo2-1b", "starcoder2-3b"),
     *("smollm3-3b", "deepseek-v2-lite", "olmoe-1b-7b", "codegen", "opt", "microbatches", "tied, two stages, alike"),
     *("dinov2", "electra", "granite-3.3-8b", "bart", "gpipe", "tied, two stages", "tied, alike", "glm-4-9b-0414"),
-    *("gpt-oss-20b",),
+    *("gpt-oss-20b", "1f1b"),
 }
 """The script knows models by their structure, of which others have each part; others divide as these do, and tie as
-they do ("interleaved", "tied, unlike")."""
+they do ("interleaved", "tied, unlike"). Those of two stages run under 1f1b."""
 SAMPLE = [name for name in CASES if name not in NIGHTLY]
 STRATEGIES = [*CASES][: [*CASES].index("bf16") + 1]
 """The cases that differ in what divides a model; a second step finds nothing of the others, which differ in the model.

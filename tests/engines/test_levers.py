@@ -249,6 +249,7 @@ def total_bytes(engine: str, levers: dict[str, str], zero: int = 0) -> int:
     return peak_bytes(plan)
 
 
+@pytest.mark.slow
 def test_such_copies_are_priced_where_adapters_are_not_sharded() -> None:
     assert total_bytes("transformers", {"train": "lora:r=4"}) > total_bytes("native", {"train": "lora:r=4"})
     assert total_bytes("transformers", {}) == total_bytes("native", {})
@@ -306,6 +307,7 @@ def test_deepspeed_is_given_adapters_and_an_optimizer_by_the_script() -> None:
     assert set(content) - {"_comment"} <= known_names("deepspeed-0.19.8.txt")
 
 
+@pytest.mark.slow
 def test_zero_2_of_deepspeed_keeps_parameters_and_gathers_once_a_step_those_that_are_trained() -> None:
     found = {}
     for zero, levers in ((2, {"train": "lora:r=4"}), (3, {"train": "lora:r=4"}), (2, {}), (3, {})):

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from transformers import AutoConfig  # noqa: F401  looks for torch when it is first imported, of which there is a stand-in
 
 from steelyard.engines import ENGINES, engine_of
 from steelyard.engines.capabilities import unsupported
@@ -18,6 +19,8 @@ from steelyard.errors import UserError
 from steelyard.levers.train import Train
 from steelyard.model.read import load_model
 from steelyard.plan.plan import Plan, PlanModel
+from steelyard.planning.request import make_request
+from steelyard.planning.settings import Settings, price_settings
 from tests.engines.examples import divided_experts, exported, text_of, uneven_pipeline, uniform
 from tests.engines.known import known_names
 
@@ -123,6 +126,16 @@ def test_degrees_cuts_and_remat_are_those_of_the_plan(recipe_of: Any) -> None:
     assert not hasattr(model, "use_distributed_optimizer")
 
 
+def test_selective_remat_names_modules_that_the_model_has(recipe_of: Any) -> None:
+    experts = partial(divided_experts, "qwen3-30b-a3b", ep=8, num_layers=48, parallel="dp8")
+    for plan, modules in (
+        (uniform("dp2-tp2", devices=4, remat="selective"), ["layernorm"]),
+        (experts(remat="selective"), ["layernorm", "moe_act"]),
+        (experts(), None),
+    ):
+        assert getattr(recipe_of(plan).model, "recompute_modules", None) == modules
+
+
 def test_context_parallelism_says_its_method_as_transformer_engine_does(recipe_of: Any) -> None:
     model = recipe_of(uniform("dp2-cp2-tp2", devices=8, sp=True, cp_method="gather")).model
     assert (model.context_parallel_size, model.cp_comm_type) == (2, "all_gather")
@@ -222,3 +235,19 @@ def test_adapters_are_not_written_for_a_model_with_experts() -> None:
     plan = divided_experts("mixtral-8x22b", ep=1, num_layers=56, parallel="dp8")
     with pytest.raises(UserError, match="which has experts"):
         exported(plan.model_copy(update={"levers": LORA}), "megatron-bridge")
+
+
+def test_megatron_keeps_blocks_cast_to_8_bits_and_bridge_has_them_as_its_parameters() -> None:
+    """Two bytes of each parameter of a block."""
+    found = {}
+    for engine in ("megatron", "megatron-bridge"):
+        for precision in ("bf16", "fp8"):
+            request = make_request("llama-demo", "1x2xh100-80gb", global_batch=2, seq_len=128, engine=engine)
+            plan, _ = price_settings(request, ENGINES[engine], precision, Settings())
+            assert plan.prediction is not None
+            found[engine, precision] = plan.prediction.stages[0].memory_bytes["parameters"]
+    chain = load_model("llama-demo")
+    ends = 2 * chain.vocab_size * chain.hidden_size
+    blocks = found["megatron", "bf16"] // 2 - ends
+    assert found["megatron", "fp8"] - found["megatron", "bf16"] == pytest.approx(2 * blocks, rel=1e-3)
+    assert found["megatron-bridge", "fp8"] == found["megatron-bridge", "bf16"]

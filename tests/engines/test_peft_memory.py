@@ -107,12 +107,13 @@ def peak_of_steps(model: Any, *, num_microbatches: int, remat: Remat) -> int:
     return live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [Remat.NONE, Remat.FULL])
 @pytest.mark.parametrize(
     ("levers", "num_microbatches"),
     [({"train": "lora:r=8"}, 1), ({"train": "lora:r=8,targets=q_proj+v_proj"}, 2), ({"train": "qlora:r=8"}, 2)],
 )
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_memory_is_predicted_from_above_and_closely(
     levers: dict[str, str], num_microbatches: int, remat: Remat, tied: bool, tmp_path: Path
 ) -> None:

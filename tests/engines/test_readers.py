@@ -93,6 +93,17 @@ def test_gradients_that_megatron_keeps_in_fp16_are_said(tmp_path: Path) -> None:
     assert plan_of_file(path, "llama3-8b", CLUSTER)[1] == ("Not read of mine.sh: lr, tp_comm_overlap.",)
 
 
+@pytest.mark.parametrize(("module", "unread"), [("layernorm", ""), ("core_attn", "recompute_modules, ")])
+def test_modules_that_are_recomputed_are_those_that_are_priced_or_named(
+    module: str, unread: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.sh"
+    path.write_text(SCRIPT.replace("--bf16", f"--bf16 --recompute-granularity selective --recompute-modules {module}"))
+    plan, notes = plan_of_file(path, "llama3-8b", CLUSTER)
+    assert {str(strategy.remat) for strategy in plan.strategies[1:-1]} == {"selective"}
+    assert notes == (f"Not read of mine.sh: {unread}lr, tp_comm_overlap.",)
+
+
 def test_an_optimizer_that_a_file_replicates_is_said_with_its_memory(tmp_path: Path) -> None:
     path = tmp_path / "mine.sh"
     path.write_text(SCRIPT.replace("--use-distributed-optimizer", ""))

@@ -15,7 +15,7 @@ from steelyard.errors import InvalidPlanError, UserError
 from steelyard.hardware import parse_cluster
 from steelyard.hardware.files import devices, find_device
 from steelyard.hardware.parse import cluster_file, cluster_of
-from steelyard.levers import Levers
+from steelyard.levers import LEVERS, Levers
 from steelyard.levers.offload import CHUNK, Offload
 from steelyard.plan.file import dump_json, read_plan, write_plan
 from steelyard.plan.plan import headline
@@ -299,7 +299,8 @@ def test_the_memory_of_a_host_is_that_of_all_its_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_more_than_the_host_has_is_refused_and_not_advised(tmp_path: Path) -> None:
+def test_more_than_the_host_has_is_refused_and_not_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steelyard.planning.advise.LEVERS", {"offload": LEVERS["offload"]})
     cluster = write_cluster(tmp_path, host_memory_GiB=0.001)
     with pytest.raises(UserError) as caught:
         find_plan("llama-demo", cluster, **OPTIONS, levers=OFFLOAD)

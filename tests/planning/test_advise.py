@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from steelyard.planning.advise import Advice, advise, hints
-from steelyard.planning.complete import NothingFitsError, complete, find_plan
+from steelyard.planning.choose import plan_request
+from steelyard.planning.complete import NothingFitsError, find_plan
+from steelyard.planning.job import job_of
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.request import PlanRequest, make_request
 
@@ -21,9 +23,14 @@ def _request(model: str, cluster: str, **options: object) -> PlanRequest:
     ("model", "cluster", "options", "first"),
     [
         # axolotl, LLaMA-Factory and unsloth ask for 16 GB for 16-bit LoRA of 7B, and 6 GB for QLoRA
-        ("llama2-7b", "1x1xrtx-4090", {}, ("--train lora:r=16", "--train qlora:r=16")),
+        ("llama2-7b", "1x1xrtx-4090", {"seq_len": 2048}, ("--train lora:r=16", "--train qlora:r=16")),
         # torchtune's configuration of Llama 3 70B for one node of 8 A100: LoRA with the base sharded
-        ("llama3-70b", "1x8xa100-80gb", {"global_batch": 8}, ("--train lora:r=16", "--train qlora:r=16")),
+        (
+            "llama3-70b",
+            "1x8xa100-80gb",
+            {"global_batch": 8, "seq_len": 4096},
+            ("--train lora:r=16", "--train qlora:r=16"),
+        ),
         # unsloth and litgpt: QLoRA or LoRA of 3B on cards of 12 GB
         ("llama3.2-3b", "1x1xrtx-4090", {"memory": "12GiB"}, ("--train qlora:r=16", "--train lora:r=16")),
     ],
@@ -42,14 +49,14 @@ def test_what_practitioners_do_comes_first(
 @pytest.mark.slow
 def test_what_is_said_of_a_change_is_what_planning_with_it_finds() -> None:
     asked = _request("llama-demo", "1x1xa100-40gb", memory="1500MiB", seq_len=128, precision="fp32")
-    own, found, _ = advise(asked)
+    own, found, _ = advise(asked, asked=False)
     assert own.fits
     for change in found:
         texts = dict(zip(change.options.split()[::2], change.options.split()[1::2], strict=True))
         levers = {name.removeprefix("--"): text for name, text in texts.items()}
         options = {"memory": "1500MiB", "seq_len": 128, "precision": "fp32", "levers": levers}
         request = replace(_request("llama-demo", "1x1xa100-40gb", **options), simplify=0.0)
-        plan = complete(request).plan
+        plan = plan_request(request, job_of(request)).plan
         assert plan is not None and plan.prediction is not None  # noqa: PT018
         assert change.step_s == pytest.approx(plan.prediction.step_time_s, rel=0.01)
         assert change.least_bytes is not None
@@ -80,7 +87,7 @@ def test_where_states_alone_are_too_many_no_shorter_sequence_is_advised() -> Non
 
 @pytest.mark.slow
 def test_hints_name_what_fits_alone() -> None:
-    found = list(hints(_request("llama2-7b", "1x1xrtx-4090")))
+    found = list(hints(_request("llama2-7b", "1x1xrtx-4090", seq_len=2048)))
     assert 1 <= len(found) <= 3
     assert all("--train" in each or "--offload parameters" in each for each in found)
     assert "--train" in found[0]
@@ -95,6 +102,7 @@ def test_one_change_comes_before_two_and_what_fits_before_what_does_not() -> Non
     assert one.order < two.order < none.order
 
 
+@pytest.mark.slow
 def test_advice_for_an_engine_says_what_it_does_not_run() -> None:
     asked = _request("llama-demo", "1x1xa100-40gb", seq_len=128, engine="deepspeed")
     _, found, left_out = advise(asked)

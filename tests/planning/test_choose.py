@@ -110,10 +110,9 @@ def test_a_plan_that_the_simulator_prefers_says_among_how_many_and_its_gap_to_th
 
 def test_a_plan_that_was_found_and_not_simulated_says_how_much_slower_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_several(of: Job, tables: list[CostTables], **asked: Any) -> choose.Acceptance:
-        return accept(of, tables, **(asked | {"num_exact": 3, "num_alternatives": 2}))
+        return replace(accept(of, tables, **(asked | {"num_exact": 3, "num_alternatives": 2})), num_simulated=1)
 
     monkeypatch.setattr(choose, "accept", of_several)
-    monkeypatch.setattr(choose, "NUM_RESCORED", 1)
     found = plan_job(job(), Decisions(), top=1).plan
     assert found is not None
     assert found.prediction is not None

@@ -86,6 +86,7 @@ def test_no_plan_of_one_strategy_is_faster() -> None:
             assert best_s <= predict(other, job).step_time_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_the_slowdown_is_relative_to_the_wanted_plan() -> None:
     job = small_job()
     wanted = plan_job(job, Decisions()).plan

@@ -140,6 +140,7 @@ def test_a_variant_that_contradicts_the_request_or_the_job_has_no_plan(decided: 
     assert (beside.name, beside.step_time_s, beside.slowdown) == ("other", None, None)
 
 
+@pytest.mark.slow
 def test_a_pin_widens_by_what_the_free_search_leaves_out() -> None:
     """Hybrid sharding is searched with groups of one node, or of four."""
     of = job(cluster(4, 2), global_batch=8)

@@ -28,12 +28,11 @@ BY_INDUCTOR = " by inductor"
 """How the names of cases end whose blocks inductor compiles. The kernels that a trace counts run the others: what
 encloses a compiled block is the same, and a fault of theirs would be one of every trace."""
 _CASES: dict[str, Case] = {
-    "replicated": _case(LLAMA, "dp2, dp2, dp2 remat=full, dp2 remat=selective, dp2"),
-    "sharded": _case(LLAMA, "fsdp2, fsdp2, fsdp2 zero2 remat=full, fsdp2 remat=selective, fsdp2"),
+    "replicated and sharded": _case(LLAMA, "dp2, fsdp2, fsdp2 zero2 remat=full, dp2 remat=selective, fsdp2"),
     "tensors": _case(LLAMA | {"num_hidden_layers": 2}, "tp2+sp, tp2+sp, tp2+sp remat=full, tp2"),
     "tensors, selective": _case(LLAMA | {"num_hidden_layers": 1}, "fsdp2, tp2+sp remat=selective, dp2"),
-    "stages": _case(LLAMA, "single, single, single", "single, single", num_microbatches=4),
-    "bf16": _case(LLAMA, "fsdp2, dp2, fsdp2, dp2, fsdp2", precision="bf16"),
+    "stages": _case(LLAMA | {"num_hidden_layers": 2}, "single, single", "single, single", num_microbatches=4),
+    "bf16": _case(LLAMA | {"num_hidden_layers": 2}, "fsdp2, dp2, fsdp2, dp2", precision="bf16"),
     "adapters": Case(
         make=partial(
             lora_plan,

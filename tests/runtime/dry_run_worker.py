@@ -41,7 +41,8 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def plan_of(name: str) -> Plan:
     """The plan of a case: its model has to be split, which collecting does not wait for."""
     stages, options = CASES[name]
-    return make_plan("llama-tied", *stages, **options, num_devices=WORLD_SIZE, num_microbatches=3, global_batch=12)
+    sizes = {"num_devices": WORLD_SIZE, "num_microbatches": 1 + len(stages), "global_batch": 4 * (1 + len(stages))}
+    return make_plan("llama-tied", *stages, **options, **sizes)
 
 
 MODELS = 2

@@ -38,5 +38,7 @@ CASES: dict[str, Case] = {
     ),
     EXPERTS: _case("mixtral", "fsdp4 zero1, fsdp4 zero1 ep2, fsdp4 ep4 remat=full, dp4"),
 }
+SCALED = (EVERY_MODE, "two stages, tied", EXPERTS)
+"""Trained with a scale and without: chunks of a rank are scaled as stages are."""
 OTHER_PLAN = _case("llama", "tp2, " * 3 + "fsdp2", "fsdp2 zero1, " * 3 + "dp2", num_microbatches=2).plan
 """Of the same model and batch as that of every mode."""

@@ -96,10 +96,18 @@ def is_running(process: int) -> bool:
 
 def test_a_run_on_two_processes_learns_and_writes_its_record(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plan = small_plan()
-    options = TrainOptions(
-        steps=8, lr=1e-2, warmup_steps=2, record=tmp_path / "record.json", metrics=tmp_path / "metrics.jsonl"
-    )
     text = Path(sysconfig.get_paths()["stdlib"]) / "email"
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_bytes((text.parent / "json" / "decoder.py").read_bytes()[:4096])
+    options = TrainOptions(
+        steps=8,
+        lr=1e-2,
+        warmup_steps=2,
+        record=tmp_path / "record.json",
+        metrics=tmp_path / "metrics.jsonl",
+        eval_data=held_out,
+        eval_every=3,
+    )
     record = launch(plan_file(tmp_path, plan), text, options)
 
     losses = [step.loss for step in record.steps]
@@ -113,6 +121,9 @@ def test_a_run_on_two_processes_learns_and_writes_its_record(tmp_path: Path, cap
         assert 16 * rank.num_params < rank.peak_bytes < 100 * 2**20
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in metrics] == losses
+    evaluated = {line["step"]: line["eval_loss"] for line in metrics if "eval_loss" in line}
+    assert list(evaluated) == [3, 6, 8]
+    assert evaluated[8] < evaluated[6] < evaluated[3] < np.log(256)
     printed = capfd.readouterr()
     assert len([line for line in printed.out.splitlines() if line.startswith("step ")]) == 8
     assert printed.err == ""
@@ -153,6 +164,8 @@ def test_data_that_one_rank_alone_finds_wrong_ends_the_run_with_its_message(
 def test_missing_data_is_found_before_any_process_starts(tmp_path: Path) -> None:
     with pytest.raises(InvalidDataError, match="nothing at"):
         launch(plan_file(tmp_path, small_plan()), tmp_path / "missing", TrainOptions(steps=1))
+    with pytest.raises(InvalidDataError, match="nothing at"):
+        launch(plan_file(tmp_path, small_plan()), "synthetic", TrainOptions(steps=1, eval_data=tmp_path / "missing"))
 
 
 def test_a_wrong_world_size_is_one_message_and_exit_code_2(

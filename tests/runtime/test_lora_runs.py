@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         found_base = build_model(found.chain().unchanged, seed=7)
         store_together(found_base)  # as transformers has them
         found_base.save_pretrained(folder / f"{name} base")
-        options = replace(lr, init=folder / f"{name} base", export_hf=folder / f"{name} adapters")
+        options = replace(lr, steps=2, init=folder / f"{name} base", export_hf=folder / f"{name} adapters")
         others.append((name, found, options))
         merged = replace(options, export_hf=folder / f"{name} merged", merge=True)
         others.append((f"{name}, merged", found, merged))

@@ -1,21 +1,24 @@
 """AdamW's learning rate and what decays."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from steelyard.errors import UserError
 from steelyard.modules.updates import LocalAdamW
-from steelyard.runtime.optimizer import LEAST_LR_SHARE, learning_rate, make_optimizers
-from steelyard.runtime.options import TrainOptions
+from steelyard.runtime.optimizer import learning_rate, make_optimizers
+from steelyard.runtime.options import LEAST_LR_SHARE, LR_SCHEDULES, TrainOptions
 from steelyard.runtime.parallel_model import parallelize_plan
 from tests.runtime.models import CONFIGS, make_plan
 from tests.runtime.processes import one_process
 
 runs = st.builds(
-    lambda warmup, rest, lr: TrainOptions(steps=warmup + rest, warmup_steps=warmup, lr=lr),
+    lambda schedule, warmup, rest, lr: TrainOptions(steps=warmup + rest, warmup_steps=warmup, lr=lr, schedule=schedule),
+    st.sampled_from(LR_SCHEDULES),
     st.integers(0, 50),
     st.integers(1, 100),
     st.floats(1e-6, 1.0),
@@ -33,8 +36,37 @@ def test_the_rate_rises_to_its_peak_and_then_falls(options: TrainOptions) -> Non
 
 
 @given(runs)
-def test_the_rate_would_end_at_a_tenth_of_the_peak(options: TrainOptions) -> None:
-    assert learning_rate(options.steps, options) == pytest.approx(LEAST_LR_SHARE * options.lr)
+def test_the_rate_would_end_at_a_tenth_of_the_peak_or_stays(options: TrainOptions) -> None:
+    least = 1.0 if options.schedule == "constant" else LEAST_LR_SHARE
+    assert learning_rate(options.steps, options) == pytest.approx(least * options.lr)
+
+
+def test_the_end_of_the_rate_may_be_said() -> None:
+    options = TrainOptions(steps=20, warmup_steps=0, lr=1.0, schedule="linear", min_lr=0.2)
+    assert [learning_rate(step, options) for step in (0, 5, 10, 20)] == pytest.approx([1.0, 0.8, 0.6, 0.2])
+
+
+def test_wsd_falls_in_the_last_fifth() -> None:
+    options = TrainOptions(steps=20, warmup_steps=2, lr=1.0, schedule="wsd", min_lr=0.0)
+    rates = [learning_rate(step, options) for step in range(21)]
+    assert rates[:3] == [0.5, 1.0, 1.0]
+    assert set(rates[2:17]) == {1.0}
+    assert rates[18] == pytest.approx(0.5)
+    assert rates[20] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"schedule": "cosin"}, "'cosin'"),
+        ({"schedule": "constant", "min_lr": 1e-5}, "a falling schedule"),
+        ({"lr": 1e-4, "min_lr": 1e-3}, "lower it"),
+    ],
+)
+def test_schedules_that_contradict_themselves_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        TrainOptions(**given)
+    assert words in str(error.value)
 
 
 def decayed_names(config: str) -> tuple[set[str], set[str]]:

@@ -61,6 +61,11 @@ def test_the_line_leaves_out_what_is_not_known() -> None:
     assert line == "step 7/9  loss 2.5000  2 images/s  grad norm 0.500"
 
 
+def test_the_line_says_the_loss_of_an_evaluation() -> None:
+    line = progress_line(step_metrics(7, replace(step(), eval_loss=2.25), plan_with(None)), 9, counts_tokens=True)
+    assert line.endswith("eval loss 2.2500")
+
+
 def test_where_routers_are_trained_the_line_says_their_loss_and_the_main_one_apart() -> None:
     of_both = replace(step(), main_loss=2.25, router_loss=2.5)
     line = progress_line(step_metrics(7, of_both, plan_with(None)), 9, counts_tokens=True)

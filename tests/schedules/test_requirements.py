@@ -31,8 +31,8 @@ def test_a_multiple_of_the_stages_suits_every_schedule(schedule: str) -> None:
     [
         (1, 1, {"1f1b"}),
         (4, 3, {"gpipe"}),
-        (4, 4, {"1f1b", "interleaved-1f1b"}),
-        (4, 6, {"1f1b", "interleaved-1f1b"}),
+        (4, 4, {"1f1b", "interleaved-1f1b", "interleaved-zero-bubble"}),
+        (4, 6, {"1f1b", "interleaved-1f1b", "interleaved-zero-bubble"}),
         (4, 9, {"1f1b"}),
     ],
 )

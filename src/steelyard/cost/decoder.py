@@ -164,6 +164,9 @@ def decoder_layer(
         return local.head()
     if not layer_type.num_experts or shape.experts is None:
         return local.block()
+    if isinstance(kernels.selective, tuple):
+        modules = tuple(each for each in kernels.selective if each != "mlp")
+        local = replace(local, kernels=replace(kernels, selective=modules))
     return with_experts(
         replace(local, shape=replace(shape, ffn=shape.shared_ffn)).block(),
         shape.experts,
@@ -445,21 +448,39 @@ class _Local:
 
     def _selective_work(self, forward: Work) -> Work:
         """What the backward pass runs again of the forward pass under the framework's selective remat."""
-        if self.kernels.selective == "half of the matmuls":
+        if isinstance(self.kernels.selective, str):
+            part = 0.5 if self.kernels.selective == "half of the matmuls" else 0.0
             halves = {
-                name: Affine(per_sample=0.5 * getattr(forward, name).per_sample)
+                name: Affine(per_sample=part * getattr(forward, name).per_sample)
                 for name in ("matmul_flop", "low_precision_flop", "matmul_bytes")
             }
             if self.low is not None:
-                halves["memory_bytes"] = forward.memory_bytes + self._cast_bytes(self.low.forward) * -0.5
+                halves["memory_bytes"] = forward.memory_bytes + self._cast_bytes(self.low.forward) * (part - 1)
             return forward.model_copy(update=halves | {"attention_flop": Affine()})
+        modules, shape, tokens, fused = self.kernels.selective, self.shape, self.tokens, self.kernels
+        linears = dict(zip(linear_names(shape), self._linears(), strict=True))
+        names = {"mlp": _FEED_FORWARD, "mla_up_proj": ("q_b_proj", "kv_b_proj")}
+        again = [linears[name] for each in modules for name in names.get(each, ()) if name in linears]
+        products, entries = sum(m * n for m, n in again), sum(m + n for m, n in again)
+        moved, kernels, core = 0.0, len(again), "core_attn" in modules
+        if core:
+            moved, kernels = self._softmax_per_token(forward=True), kernels + 5
+        if "layernorm" in modules:
+            moved += (8 if fused.norm else 72) * self.sigma * shape.hidden
+            kernels += 2 if fused.norm else 12
+        if "mla_up_proj" in modules and shape.latent is not None:
+            moved, kernels = moved + 4 * (self.q + self.k), kernels + 2
+        if "mlp" in modules:
+            moved, kernels = moved + ((6 if fused.activation else 10) if shape.gated else 4) * self.f, kernels + 1
+        operands = self._attention_operands() if core else 0.0
         return Work(
-            matmul_flop=Affine(per_sample=self._score_flop()),
-            attention_flop=Affine(per_sample=self._flash_flop()),
-            matmul_bytes=Affine(per_sample=self._attention_operands()),
-            memory_bytes=Affine(per_sample=self.tokens * self._softmax_per_token(forward=True)),
-            num_kernels=5,
-            attention=self._flash_calls(backward=False),
+            matmul_flop=Affine(per_sample=2 * tokens * products + core * self._score_flop()),
+            low_precision_flop=Affine(per_sample=2 * tokens * products if self.low is not None else 0.0),
+            attention_flop=Affine(per_sample=core * self._flash_flop()),
+            matmul_bytes=Affine(constant=HALF * products, per_sample=HALF * tokens * entries + operands),
+            memory_bytes=Affine(per_sample=tokens * moved),
+            num_kernels=kernels,
+            attention=self._flash_calls(backward=False) if core else (),
         )
 
     def _fully_again(self, role: LayerRole, forward: Work) -> Work:
@@ -483,8 +504,23 @@ class _Local:
         h = self.shape.hidden
         if self.kernels.selective == "half of the matmuls":
             return self.sigma * 4 * h + 4 * self.q + 2 * self.k + 2 * self.f
-        dropped = self._saved_per_token() - self._scores_saved_per_token()
-        return dropped if self.kernels.attention != "flash" else dropped - 2 * self.q
+        if self.kernels.selective == "no matmul":
+            return self.sigma * 4 * h + 4 * self.q + 4 * self.k + 4 * self.f
+        made = {
+            "core_attn": self._scores_saved_per_token() + (2 * self.q if self.kernels.attention == "flash" else 0),
+            "layernorm": self._norms_saved_per_token(),
+            "mla_up_proj": (2 * self.q + 4 * self.k) if self.shape.latent else 0.0,
+            "mlp": self._feed_forward_saved_per_token(),
+        }
+        return self._saved_per_token() - sum(made.get(each, 0.0) for each in self.kernels.selective)
+
+    def _norms_saved_per_token(self) -> float:
+        """What enters attention and the feed-forward part."""
+        return 4 * self.shape.hidden * (1 if not self.kernels.norm or self.kernels.keeps_gathered else self.sigma)
+
+    def _feed_forward_saved_per_token(self) -> float:
+        gated = 2 + 2 * self.kernels.activation_bytes if self.kernels.activation else 8
+        return self.f * (gated if self.shape.gated else 4)
 
     def _scores_saved_per_token(self) -> float:
         if self.kernels.attention == "flash":
@@ -494,7 +530,6 @@ class _Local:
 
     def _saved_per_token(self) -> float:
         h, kernels = self.shape.hidden, self.kernels
-        gathered = 4 * h if not kernels.norm or kernels.keeps_gathered else 4 * self.sigma * h
         entering = (
             self.sigma
             * h
@@ -505,9 +540,8 @@ class _Local:
             attention += (2 if kernels.norm else 6) * (self.q + self.k)
         if self.shape.latent:
             attention += 4 * (self.shape.latent.queries + self.shape.latent.keys)
-        gated = 2 + 2 * kernels.activation_bytes if kernels.activation else 8
-        feed_forward = self.f * (gated if self.shape.gated else 4)
-        return gathered + entering + attention + feed_forward + self._saved_for_adapters()
+        inputs = self._norms_saved_per_token() + self._feed_forward_saved_per_token()
+        return inputs + entering + attention + self._saved_for_adapters()
 
     def _score_transient(self) -> float:
         return 0.0 if self.kernels.attention == "flash" else 8 * self.heads * self.tokens
@@ -636,7 +670,8 @@ class _Local:
         choices = [("full", self._fully_again(role, forward), collectives, input_bytes)]
         if role is LayerRole.BLOCK:
             kept = self.tokens * self._selectively_saved_per_token()
-            choices.append(("selective", self._selective_work(forward), (), kept))
+            again = self._collectives(1, into=True, out=True) if "mlp" in self.kernels.selective else ()
+            choices.append(("selective", self._selective_work(forward), again, kept))
         return tuple(
             Recomputation(
                 remat="full" if remat == "full" else "selective",

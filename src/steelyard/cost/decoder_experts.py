@@ -23,6 +23,13 @@ _ROUTER_KERNELS = 14
 """Scores, top-k, counts, permutation and its inverse."""
 _GROUPED_KERNELS = 4
 """Of all experts of a rank together: two products, an activation, a slice."""
+_MOVED, _MOVED_EAGERLY, _MOVED_TO_RANKS = (8, 16), (30, 46), (8, 12)
+"""Bytes that a pair's entry of the hidden state moves outside products, forward and backward: read and written by the
+experts; and in torchtitan's order of operations (models/common/token_dispatcher.py) taken, converted to fp32, weighed,
+converted back and added, each by a kernel of its own, and between ranks put in order by expert and back as well. A
+gradient of rows that were taken is added to zeros, that of the scores is a product in fp32 and its sum."""
+_EAGER_GRADIENTS = 12
+"""Bytes of an entry while scores are worked on backward: what comes in, what goes out and that product, in fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +61,17 @@ def with_experts(
     pairs = tokens * experts.top_k * experts.etp / tp
     params = experts.count * (3 if gated else 2) * hidden * experts.ffn // tp
 
-    repeats = ("full", "selective") if kernels.selective == "half of the matmuls" else ("full",)
+    repeats = ("full", "selective") if isinstance(kernels.selective, str) else ("full",)
+    activates_again = trains and "moe_act" in kernels.selective
 
     def of(pairs: float, calls: tuple[CollectiveCount, ...], received: float = 0.0) -> LayerProfile:
         fc1, width = (2 if gated else 1) * experts.ffn / experts.etp, experts.ffn / experts.etp
         kept = HALF * (hidden * (trains + kernels.expert_copies) + fc1 + width * trains) * pairs
         made = HALF * (2 * hidden + fc1) * pairs
+        made_backward = max(made, _EAGER_GRADIENTS * hidden * pairs) if kernels.eager_routing else made
+        moved = _MOVED_EAGERLY if kernels.eager_routing else _MOVED
+        if kernels.eager_routing and received:
+            moved = (moved[0] + _MOVED_TO_RANKS[0], moved[1] + _MOVED_TO_RANKS[1])
         own_kernels = kernels.of_each_expert * max(1, experts.count * experts.etp // tp)
         forward, backward = (
             Work(
@@ -69,7 +81,7 @@ def with_experts(
                     constant=times * params * HALF, per_sample=times * HALF * pairs * (2 * hidden + fc1 + width)
                 ),
                 expert_weight_bytes=times * params * HALF,
-                memory_bytes=Affine(per_sample=times * HALF * pairs * (4 * hidden + fc1 + width)),
+                memory_bytes=Affine(per_sample=pairs * (moved[times - 1] * hidden + times * HALF * (fc1 + width))),
                 num_kernels=times * (_ROUTER_KERNELS + _GROUPED_KERNELS + own_kernels),
                 expert_kernels=times * own_kernels,
             )
@@ -87,9 +99,19 @@ def with_experts(
                 "backward_collectives": (*block.backward_collectives, *calls),
                 "saved_bytes": _plus(block.saved_bytes, kept),
                 "forward_transient_bytes": _plus(block.forward_transient_bytes, made),
-                "backward_transient_bytes": _plus(block.backward_transient_bytes, made),
+                "backward_transient_bytes": _plus(block.backward_transient_bytes, made_backward),
                 "recomputations": tuple(
-                    _again(each, forward, calls, kept, received, made, repeats=repeats) for each in block.recomputations
+                    _again(
+                        each,
+                        forward,
+                        calls,
+                        kept,
+                        received,
+                        (made, made_backward),
+                        repeats=repeats,
+                        activation=(HALF * width * pairs, HALF * (fc1 + width) * pairs) if activates_again else (0, 0),
+                    )
+                    for each in block.recomputations
                 ),
             }
         )
@@ -115,23 +137,32 @@ def _again(
     calls: tuple[CollectiveCount, ...],
     kept: float,
     received: float,
-    made: float,
+    made: tuple[float, float],
     *,
     repeats: tuple[str, ...],
+    activation: tuple[float, float],
 ) -> Recomputation:
     """A remat choice with the experts, which some choices compute again: full remat exchanges tokens again as well,
-    selective remat keeps what a rank received in an exchange, or all."""
+    selective remat keeps what a rank received in an exchange, or all. Of an ``activation`` that it computes again: what
+    is not kept, and what that moves, in bytes."""
     if each.remat in repeats:
         more: dict[str, object] = {"work": _sum(each.work, forward)}
         if each.remat == "full":
             more["collectives"] = (*each.collectives, *calls)
         else:
             more["saved_bytes"] = _plus(each.saved_bytes, received)
-        made += kept
+        made = (made[0] + kept, made[1] + kept)
     else:
-        more = {"saved_bytes": _plus(each.saved_bytes, kept)}
+        less, moved = activation if each.remat == "selective" else (0.0, 0.0)
+        again = {
+            "memory_bytes": _plus(each.work.memory_bytes, moved),
+            "num_kernels": each.work.num_kernels + (less > 0),
+        }
+        more = {"saved_bytes": _plus(each.saved_bytes, kept - less), "work": each.work.model_copy(update=again)}
+        made = (made[0] + less, made[1] + less)
     passes = ("forward_transient_bytes", "backward_transient_bytes")
-    return each.model_copy(update=more | {name: _plus(getattr(each, name), made) for name in passes})
+    work = {name: _plus(getattr(each, name), num_bytes) for name, num_bytes in zip(passes, made, strict=True)}
+    return each.model_copy(update=more | work)
 
 
 def _plus(line: Affine, per_sample: float) -> Affine:

@@ -52,8 +52,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.context import communicator_bytes, context_bytes
-from steelyard.cost.job import MASTER_BYTES, JobConfig, side_bytes
-from steelyard.cost.layer_load import layer_profile, rank_samples
+from steelyard.cost.job import MASTER_BYTES, JobConfig, layer_precision, side_bytes
+from steelyard.cost.layer_load import held_params, layer_profile, rank_samples
 from steelyard.cost.layer_memory import LayerRow, layer_states, without_tied
 from steelyard.cost.tables import CostTables, Received
 from steelyard.limits import MOST_BYTES
@@ -228,6 +228,8 @@ def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConf
         quantized = layer.buffer_bytes if job.chain.has_adapters else 0
         optimizer = kept["optimizer"] + (job.effects.layer_state_bytes if trained.num_params else 0)
         parameters = kept["parameters"] + frozen["parameters"] + quantized
+        if layer_type.role is LayerRole.BLOCK and layer_precision(job.precision) != job.precision:
+            parameters += execution.low_copies * held_params(layer.trained, strategy)
         found[:4, place] = parameters, gradients, optimizer, max(0, step - late)
         bucket = execution.bucket_bytes if strategy.data_degree > 1 else 0
         share = config.microbatch_samples // (strategy.sample_degree * strategy.sequence_degree)

@@ -9,7 +9,7 @@ where $T_k$ are the seconds in which $k$ stages compute and $s_k$ (``speeds``, m
 of its pool compute, over that while all do. Stages of different pools of devices have cores of their own. So a pipeline
 of more processes than cores pays for its work and hardly for its bubbles: the cores have other stages to work for.
 A transfer between two stages is work of both, for as long as it takes: copies through the host's network stack, after
-the sender's pass and before the receiver's.
+the sender's pass and before the receiver's. What a stage does once a step, after its passes, is work like them.
 
 `PassTable` and `StageRun` are a pipeline as both simulators see it: how long each pass takes, who waits for its result,
 and when it was done.
@@ -38,7 +38,7 @@ class StageRun:
 class PassTable:
     """What follows from a pass and how long it takes, by pass group: its work times the number of parts, and its part.
 
-    A pass has the code group · m + microbatch.
+    A pass has the code group · m + microbatch. The works are forward, backward, weight, and what is done once a step.
     """
 
     num_parts: int
@@ -52,15 +52,13 @@ class PassTable:
     """Of the stage's links, that which the result takes."""
 
 
-def first_arrivals(table: PassTable, num_microbatches: int, not_yet_s: float) -> list[float]:
-    """For each pass when its input arrives, as the step begins.
-
-    That of the first part's forward passes is there, and of weight passes, which follow their stage's backward passes.
-    """
-    waiting, num_groups = 2 * table.num_parts, len(table.duration_s)
-    arrival_s = [not_yet_s] * (waiting * num_microbatches) + [0.0] * ((num_groups - waiting) * num_microbatches)
-    arrival_s[:num_microbatches] = [0.0] * num_microbatches
-    return arrival_s
+def arrivals(table: PassTable, num_microbatches: int, unknown_s: float) -> list[float]:
+    """When the input of each pass is there: at once for forward passes of the first part and for what follows passes of
+    its own stage, weight passes and what is done once a step."""
+    num_passes = 2 * table.num_parts * num_microbatches
+    found = [0.0] * (len(table.duration_s) * num_microbatches)
+    found[num_microbatches:num_passes] = [unknown_s] * (num_passes - num_microbatches)
+    return found
 
 
 _NEVER = float("inf")
@@ -94,7 +92,7 @@ class _Play:
         self._table = table
         self._count = num_microbatches
         self._work_s = _with_transfers(table)
-        self._arrival_s = first_arrivals(table, num_microbatches, _NEVER)
+        self._arrival_s = arrivals(table, num_microbatches, _NEVER)
         self._free_s = [0.0] * len(runs)
         self._left_s: dict[int, float] = {}
 
@@ -124,13 +122,14 @@ class _Play:
             return
         busy = Counter(speeds[stage][0] for stage in self._left_s)
         speed = {stage: of[busy[pool] - 1] if of else 1.0 for stage, (pool, of) in enumerate(speeds) if busy[pool]}
-        next_s = min(arrives_s, self.now_s + min(left_s / speed[stage] for stage, left_s in self._left_s.items()))
+        ends_s = {stage: self.now_s + left_s / speed[stage] for stage, left_s in self._left_s.items()}
+        next_s = min(arrives_s, *ends_s.values())
         elapsed_s, self.now_s = next_s - self.now_s, next_s
         for stage, left_s in list(self._left_s.items()):
             run = self._runs[stage]
             whole_s = self._work_s[run.codes[len(run.ends_s)] // self._count]
             self._left_s[stage] = left_s - elapsed_s * speed[stage]
-            if self._left_s[stage] <= _LEAST_SHARE * whole_s:
+            if ends_s[stage] <= next_s or self._left_s[stage] <= _LEAST_SHARE * whole_s:
                 del self._left_s[stage]
                 self._end(stage)
 

@@ -23,18 +23,22 @@ sent to the stage before, as FSDP's does in the last backward.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
-from steelyard.cost.shared_cores import PassTable, StageRun, first_arrivals, play_on_shared_cores
+import numpy as np
+
+from steelyard.cost.shared_cores import PassTable, StageRun, arrivals, play_on_shared_cores
 from steelyard.schedules import Phase, PipelineConfig
 
 Work = Literal["forward", "backward", "weight", "once"]
 Wait = Literal["pipeline fills", "waits for activation", "waits for gradient", "step ends"]
 
-_PASSES: dict[Phase, Work] = {Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.WEIGHT: "weight"}
+_WORKS: tuple[Work, ...] = ("forward", "backward", "weight", "once")
+"""By number: those of `Phase`, and what is done once a step."""
+_ONCE = len(Phase)
 _WAITS: dict[Work, Wait] = {
     "forward": "waits for activation",
     "backward": "waits for gradient",
@@ -104,13 +108,11 @@ class Timeline:
     pipeline: PipelineConfig
     _table: PassTable
     _runs: tuple[StageRun, ...]
-    _closing: tuple[tuple[Event, ...], ...]
-    """Of every stage, what it does after the passes of its order."""
 
     @cached_property
     def stages(self) -> tuple[tuple[Event, ...], ...]:
         """For every stage its passes, those of all its chunks, and what it does once a step, in order of time."""
-        return tuple((*self._events(stage), *self._closing[stage]) for stage in range(self.pipeline.num_stages))
+        return tuple(tuple(self._events(stage)) for stage in range(self.pipeline.num_stages))
 
     @cached_property
     def sends(self) -> tuple[tuple[Send, ...], ...]:
@@ -119,9 +121,13 @@ class Timeline:
 
     def worked_s(self, stage: int) -> float:
         """Seconds in which a stage works on its passes, and on what it does once a step behind them."""
-        run = self._runs[stage]
-        once_s = sum(event.end_s - event.start_s for event in self._closing[stage])
-        return sum(run.ends_s) - sum(run.starts_s) + once_s
+        starts_s, ends_s = self._runs[stage].starts_s, self._runs[stage].ends_s
+        passes = slice(-self.pipeline.num_chunks)
+        return (
+            sum(ends_s[passes])
+            - sum(starts_s[passes])
+            + sum(ends_s[place] - starts_s[place] for place in range(-self.pipeline.num_chunks, 0))
+        )
 
     def bubbles(self, stage: int) -> tuple[Bubble, ...]:
         """The times at which a stage does nothing, named by what it waits for."""
@@ -149,7 +155,7 @@ class Timeline:
         for code, start, end in zip(run.codes, run.starts_s, run.ends_s, strict=True):
             work, chunk, microbatch = self._place(code)
             events.append(
-                Event(stage=stage, work=_PASSES[work], microbatch=microbatch, start_s=start, end_s=end, chunk=chunk)
+                Event(stage=stage, work=_WORKS[work], microbatch=microbatch, start_s=start, end_s=end, chunk=chunk)
             )
         return events
 
@@ -163,7 +169,7 @@ class Timeline:
                     Send(
                         stage=stage,
                         chunk=chunk,
-                        payload="activation" if work is Phase.FORWARD else "gradient",
+                        payload="activation" if work == Phase.FORWARD else "gradient",
                         microbatch=microbatch,
                         receiver=table.receiver[group],
                         start_s=end - table.transfer_s[group],
@@ -172,11 +178,11 @@ class Timeline:
                 )
         return sends
 
-    def _place(self, code: int) -> tuple[Phase, int, int]:
-        """Work, chunk and microbatch of a pass."""
+    def _place(self, code: int) -> tuple[int, int, int]:
+        """Work, chunk and microbatch of a pass; −1 for what is done once a step."""
         group, microbatch = divmod(code, self.pipeline.num_microbatches)
         work, part = divmod(group, self._table.num_parts)
-        return Phase(work), part // self.pipeline.num_stages, microbatch
+        return work, part // self.pipeline.num_stages, -1 if work == _ONCE else microbatch
 
 
 def simulate(
@@ -200,33 +206,20 @@ def simulate(
     for stage in range(num_stages):
         order = pipeline.passes(stage)
         group = order.phase * pipeline.num_parts + order.chunk * num_stages + stage
-        runs.append(StageRun(codes=(group * num_microbatches + order.microbatch).tolist()))
+        once = np.arange(_ONCE * pipeline.num_parts + stage, len(table.duration_s), num_stages) * num_microbatches
+        runs.append(StageRun(codes=[*(group * num_microbatches + order.microbatch).tolist(), *once.tolist()]))
     if speeds:
         play_on_shared_cores(runs, table, num_microbatches, speeds)
     else:
         _play(runs, table, num_microbatches, overlap_sends=overlap_sends)
-    closing = []
-    for stage, run in enumerate(runs):
-        now, events = run.ends_s[-1], []
-        for part in range(stage, len(parts), num_stages):
-            start_s, now = now, now + parts[part].once_s
-            chunk = part // num_stages
-            events.append(Event(stage=stage, work="once", microbatch=-1, start_s=start_s, end_s=now, chunk=chunk))
-        closing.append(tuple(events))
-    return Timeline(
-        step_time_s=max(event.end_s for events in closing for event in events),
-        pipeline=pipeline,
-        _table=table,
-        _runs=tuple(runs),
-        _closing=tuple(closing),
-    )
+    return Timeline(step_time_s=max(run.ends_s[-1] for run in runs), pipeline=pipeline, _table=table, _runs=tuple(runs))
 
 
 def _pass_table(parts: Sequence[StageTimes], pipeline: PipelineConfig) -> PassTable:
-    count, num_stages, splits = len(parts), pipeline.num_stages, pipeline.schedule.splits_backward
-    consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1), *([-1] * count if splits else ())]
-    later_s = [part.weight_s if splits else 0.0 for part in parts]
-    backward_s = [part.backward_s - of_weights for part, of_weights in zip(parts, later_s, strict=True)]
+    count, num_stages = len(parts), pipeline.num_stages
+    consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1), *[-1] * (2 * count)]
+    if pipeline.schedule.splits_backward:
+        parts = [replace(part, backward_s=part.backward_s - part.weight_s) for part in parts]
     receiver, transfer_s = [], []
     for group, target in enumerate(consumer):
         sender, receiving = group % count % num_stages, target % count % num_stages
@@ -237,7 +230,7 @@ def _pass_table(parts: Sequence[StageTimes], pipeline: PipelineConfig) -> PassTa
         transfer_s.append(later.transfer_s if is_sent else 0.0)
     return PassTable(
         num_parts=count,
-        duration_s=[*(part.forward_s for part in parts), *backward_s, *(later_s if splits else ())],
+        duration_s=[getattr(part, f"{work}_s") for work in _WORKS for part in parts],
         consumer=consumer,
         receiver=receiver,
         transfer_s=transfer_s,
@@ -248,7 +241,7 @@ def _pass_table(parts: Sequence[StageTimes], pipeline: PipelineConfig) -> PassTa
 def _play(runs: Sequence[StageRun], table: PassTable, num_microbatches: int, *, overlap_sends: bool) -> None:
     """Fills in the times of every run: each stage goes on until an input is missing, and again when it has arrived."""
     num_stages = len(runs)
-    arrival_s = first_arrivals(table, num_microbatches, _NOT_YET)
+    arrival_s = arrivals(table, num_microbatches, _NOT_YET)
     free_s, link_free_s = [0.0] * num_stages, [0.0] * num_stages**2
     duration_s, transfer_s = table.duration_s, table.transfer_s
     consumer, receiver, link = table.consumer, table.receiver, table.link

@@ -16,13 +16,19 @@ Dispatcher = Literal["all-to-all", "deep", "all-gather"]
 node, that has experts of it, which hands it on (DeepEP; handing it on runs beside the network and is not priced); or
 one for each rank."""
 
+Module = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act"]
+"""Parts of a block that Megatron-Core computes again by themselves (``--recompute-modules``): attention's core; what
+enters attention and the feed-forward part; queries, keys and values of a latent; the feed-forward part of a block
+without experts; what enters an expert's last product. Of ``mlp`` the input stays, of the others what they make goes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """Which parts of a block an engine computes in one kernel, and what it keeps for the backward pass.
 
     ``attention``: a flash kernel, matmuls around a fused softmax, or eager operations. ``selective``: what selective
-    remat computes again: the core of attention (Megatron), or all but attention and every second matmul (torchtitan).
+    remat computes again: these modules (Megatron), all but attention and every second matmul (torchtitan), or all but
+    attention and every matmul, grouped ones apart (graph_trainer, an experiment of torchtitan).
     ``full``: what full remat computes again: the whole block, or the block up to the last tensor that its backward
     pass needs, where torch's non-reentrant checkpoint stops early (the last matmul is then not run again).
     ``norm_bytes``: what two norms that are no kernel keep per entry of the hidden state, beside the results.
@@ -37,7 +43,8 @@ class Kernels:
     ``of_each_expert``: kernels of the forward pass that every local expert has of its own, beside those of all
     together. ``expert_copies``: tensors of a pair of a token and an expert, as wide as the hidden state, that are kept
     beside what enters the expert: what comes out and what putting tokens in order leaves. Seen in Megatron-Core's
-    allocated bytes, of models whose routing is not forced; found on published runs.
+    allocated bytes, of models whose routing is not forced; found on published runs. ``eager_routing``: whether tokens
+    are put in order and back, and what experts make is weighed in fp32, by operations of torch one by one.
     """
 
     norm: bool
@@ -47,7 +54,7 @@ class Kernels:
     attention: Literal["flash", "fused softmax", "eager"]
     dropout: bool = False
     mask_bytes: int = 1
-    selective: Literal["attention core", "half of the matmuls"] = "attention core"
+    selective: tuple[Module, ...] | Literal["half of the matmuls", "no matmul"] = ("core_attn",)
     full: Literal["block", "until last needed"] = "block"
     norm_bytes: int = 14
     copies: int = 0
@@ -59,6 +66,7 @@ class Kernels:
     loss_pieces: int = 1
     of_each_expert: int = 0
     expert_copies: int = 4
+    eager_routing: bool = False
 
 
 FUSED = Kernels(norm=True, rotary=True, activation=True, loss=True, attention="flash")
@@ -153,6 +161,9 @@ class Execution:
     them reads and writes the 4-byte ones, 2 where it does so with 2-byte ones."""
     accumulates_late: bool = False
     """Whether those of a whole backward pass are there at once, before any is added to the fp32 ones."""
+    low_copies: int = 0
+    """Bytes per parameter of blocks that a framework with states of its own keeps from microbatch to microbatch beside
+    them where products are in 8 bits: the matrices cast by rows and by columns."""
     frees_gradients: bool = False
     """Whether a framework with states of its own makes gradients in a backward pass and frees them after the step,
     instead of keeping them in a buffer: with one microbatch they are there as activations no longer are."""

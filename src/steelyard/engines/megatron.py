@@ -22,7 +22,7 @@ from typing import Any
 from steelyard.engines.capabilities import Capabilities, block_layers, dimensions_of
 from steelyard.engines.config_entries import ANY, ROPE, WINDOW, Known, completed, refuse_entries
 from steelyard.engines.engine import Engine, options_in
-from steelyard.engines.execution import FUSED, Execution, StateBytes
+from steelyard.engines.execution import FUSED, Execution, Module, StateBytes
 from steelyard.engines.pytorch import other_export
 from steelyard.engines.settings import Entries, FileSettings, Reader, Settings
 from steelyard.engines.writing import Draft, PipelinePart, Request, Target, UniformPlan, refuse_untold
@@ -81,7 +81,7 @@ _FLAGS: Mapping[Precision, Sequence[str]] = {
     "bf16": ("--bf16",),
     "fp16": ("--fp16", "--accumulate-allreduce-grads-in-fp32", "--initial-loss-scale 65536"),
     "fp32": (),
-    "fp8": ("--bf16", "--fp8-format hybrid"),
+    "fp8": ("--bf16", "--fp8-format hybrid", "--fp8-recipe tensorwise"),
     "fp8-block": ("--bf16", "--fp8-format e4m3", "--fp8-recipe blockwise"),
     "mxfp8": ("--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"),
     "nvfp4": ("--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"),
@@ -103,7 +103,7 @@ def _write(request: Request) -> Draft:
     groups = {
         "MODEL": model_flags(chain, view.seq_len),
         "PARALLEL": parallel_flags(view, options_in(request.plan.engine)),
-        "REMAT": remat_flags(view),
+        "REMAT": remat_flags(view, chain),
         "BATCH": [
             f"--micro-batch-size {view.microbatch_per_rank}",
             f"--global-batch-size {view.global_batch}",
@@ -228,12 +228,14 @@ def layout(parts: tuple[PipelinePart, ...]) -> str:
     )
 
 
-def remat_flags(view: UniformPlan) -> Flags:
+def remat_flags(view: UniformPlan, chain: ModelChain) -> Flags:
     """Return the flags of recomputation; empty without any."""
     if view.remat is Remat.NONE:
         return []
     if view.remat is Remat.SELECTIVE:
-        return ["--recompute-granularity selective", "--recompute-modules core_attn"]
+        has = {"moe_act": view.has_experts, "mla_up_proj": bool(chain.config.get("kv_lora_rank"))}
+        modules = [each for each in _RECOMPUTED if has.get(each, True)]
+        return ["--recompute-granularity selective", f"--recompute-modules {' '.join(modules)}"]
     method, count = ("uniform", 1) if view.remat_blocks is None else ("block", view.remat_blocks)
     return ["--recompute-granularity full", f"--recompute-method {method}", f"--recompute-num-layers {count}"]
 
@@ -365,7 +367,9 @@ _FAMILIES: Mapping[str, tuple[Known, Callable[[Mapping[str, Any]], Flags]]] = {
 }
 """By model type: entries carried in addition to the common ones, and the function that writes them."""
 
-KERNELS = replace(FUSED, loss_bytes=(6, 4), of_each_expert=2)
+_RECOMPUTED: tuple[Module, ...] = ("layernorm", "moe_act", "mla_up_proj")
+"""Modules of selective remat: those that take little time. Attention's core saves nothing beside a flash kernel."""
+KERNELS = replace(FUSED, loss_bytes=(6, 4), of_each_expert=2, selective=_RECOMPUTED)
 """The loss makes one fp32 copy of the logits, works in place
 and keeps the softmax (tensor_parallel/cross_entropy.py). Transformer Engine computes experts with a matmul of each on
 one of four streams (gemm.cpp, te_general_grouped_gemm)."""
@@ -392,6 +396,7 @@ def _read(text: str, chain: ModelChain, num_devices: int) -> FileSettings:
     values = _arguments(text)
     entries = Entries(values)
     entries.get(*_LAUNCH, *_NOT_PRICED, *(["cp_comm_type"] if values.get("cp_comm_type") != "a2a" else []))
+    entries.get(*(["recompute_modules"] if values.get("recompute_modules") in _RECOMPUTED else []))
     seq_len = entries.number_or_none("seq_length", "sequence_length", "seq_len")
     own = {
         flag.partition(" ")[0].removeprefix("--").replace("-", "_"): flag.partition(" ")[2]
@@ -477,7 +482,6 @@ def _read_remat(entries: Entries) -> tuple[Remat, int | None]:
     """The remat of blocks, and of how many of each part."""
     granularity, method = entries.get("recompute_granularity"), entries.get("recompute_method", default="uniform")
     count = entries.number_or_none("recompute_num_layers")
-    entries.get("recompute_activations", "recompute_modules")
     if granularity != "full":
         return Remat.SELECTIVE if granularity == "selective" else Remat.NONE, None
     return Remat.FULL, count if method == "block" else None
@@ -491,6 +495,7 @@ MEGATRON = Engine(
         overlaps_transfers="with chunks",
         kernels=KERNELS,
         accumulation_bytes=6,  # in the product that makes a gradient
+        low_copies=2,  # Transformer Engine, module/base.py, get_weight_workspace
     ),
     precisions=tuple(_FLAGS),
     options=OPTIONS,

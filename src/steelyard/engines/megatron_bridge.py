@@ -35,7 +35,7 @@ _RENAMED = {"rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor
 _PRECISIONS = {
     "bf16": "bf16_mixed()",
     "fp16": "fp16_mixed()",
-    "fp8": "bf16_with_fp8_delayed_scaling_mixed()",
+    "fp8": "bf16_with_fp8_current_scaling_mixed()",
     "fp8-block": "bf16_with_fp8_subchannel_scaling_mixed()",
     "mxfp8": "bf16_with_mxfp8_mixed()",
     "nvfp4": "bf16_with_nvfp4_mixed()",
@@ -101,9 +101,11 @@ def _write(request: Request) -> Draft:
         )
     megatron.refuse_cut_token("megatron-bridge", chain, view.tp)
     options = options_in(request.plan.engine)
-    of_plan = megatron.attributes([*megatron.parallel_flags(view, options), *megatron.remat_flags(view)])
+    of_plan = megatron.attributes([*megatron.parallel_flags(view, options), *megatron.remat_flags(view, chain)])
     model = {key: value for key, value in of_plan.items() if key not in _OF_GRADIENTS}
     gradients = {key: value for key, value in of_plan.items() if key in _OF_GRADIENTS}
+    if "recompute_modules" in model:
+        model["recompute_modules"] = model["recompute_modules"].split()
     if view.pipeline.num_chunks > 1:
         model["virtual_pipeline_model_parallel_size"] = view.pipeline.num_chunks
     flags = megatron.model_flags(chain, view.seq_len)
@@ -224,6 +226,7 @@ MEGATRON_BRIDGE = replace(
         reduce_bytes=2,
         hidden_collectives=0.5,
         accumulation_bytes=2,
+        low_copies=0,  # its precisions gather parameters in 8 bits (training/mixed_precision.py)
         tuned_linear_speedup=TE_SPEEDUP,
         kernels=replace(megatron.KERNELS, expert_copies=0),
         dispatcher="deep",

@@ -57,14 +57,16 @@ def _script(view: UniformPlan, request: Request, balancing: list[str]) -> str:
     options = options_in(request.plan.engine)
     arguments: dict[str, Any] = {
         "recompute_granularity": "none",
-        **megatron.attributes([*megatron.parallel_flags(view, options), *megatron.remat_flags(view), *balancing]),
+        **megatron.attributes(
+            [*megatron.parallel_flags(view, options), *megatron.remat_flags(view, request.plan.chain()), *balancing]
+        ),
         "micro_batch_size": view.microbatch_per_rank,
         "global_batch_size": view.global_batch,
         "max_length": view.seq_len,
         "packing": True,
         "bf16": view.precision != "fp32",
         "accumulate_allreduce_grads_in_fp32": True,
-        **({"fp8_format": "hybrid"} if view.precision == "fp8" else {}),
+        **({"fp8_format": "hybrid", "fp8_recipe": "tensorwise"} if view.precision == "fp8" else {}),
     }
     cluster = request.cluster
     nodes, devices = (cluster.num_nodes, cluster.devices_per_node) if cluster else (1, "")

@@ -469,7 +469,7 @@ def _literal(node: ast.expr) -> Any:
         return ast.unparse(node)
 
 
-_KERNELS = replace(EAGER, selective="half of the matmuls", keeps_gathered=True)
+_KERNELS = replace(EAGER, selective="half of the matmuls", keeps_gathered=True, eager_routing=True)
 
 
 def _compiled(execution: Execution) -> Execution:

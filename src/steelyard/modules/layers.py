@@ -90,7 +90,7 @@ class LayerContext:
     config, twice per layer and pass. None of these tensors does.
     """
 
-    __slots__ = ("batch", "config", "decoder_ids", "labels_BS", "num_targets", "own", "side")
+    __slots__ = ("batch", "config", "decoder_ids", "labels_BS", "logits", "num_targets", "own", "side")
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class LayerContext:
         num_targets: int | Tensor = 1,
         decoder_ids: Tensor | None = None,
         batch: Mapping[int, OwnBatch] | None = None,
+        logits: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         self.side, self.config = side, config
         self.labels_BS = labels_BS
@@ -111,6 +112,8 @@ class LayerContext:
         """Token ids [B, S] that a decoder's embedding reads."""
         self.batch = batch or {}
         """Of a user's own module: the samples that each layer has, by its number."""
+        self.logits = logits
+        """Where the head puts labels and logits in the place of taking a loss; None where it takes one."""
         self.own: dict[tuple[int, int], LayerContext] = {}
         """The same for the tokens of one rank of several (their number, its place), under context parallelism."""
 
@@ -149,18 +152,18 @@ class ChainLayer(nn.Module):
         """What a forward pass does, and does again where the strategy says so; a replica wraps it."""
 
     @property
-    def _beside(self) -> tuple[nn.Module, ...]:
+    def beside(self) -> tuple[nn.Module, ...]:
         """Modules without parameters that run in the layer and are not its own, as the dropout behind a table."""
         return getattr(self.run_alone, "beside", ())
 
     @property
     def drops(self) -> bool:
         """Whether anything in the layer drops entries while it trains; of a module of one's own it may."""
-        return self.family.task is Task.OWN or any(has_dropout(each) for each in (self, *self._beside))
+        return self.family.task is Task.OWN or any(has_dropout(each) for each in (self, *self.beside))
 
     def train(self, mode: bool = True) -> Self:
         """Sets whether the layer trains, and all that runs in it."""
-        for module in self._beside:
+        for module in self.beside:
             module.train(mode)
         return super().train(mode)
 
@@ -232,6 +235,9 @@ class HeadLayer(ChainLayer):
     def _loss(self, inputs: Flow, context: LayerContext, labels_BS: Tensor) -> Tensor:  # noqa: N803
         with self.own_parameters():
             logits = self.run_alone(self, inputs, context).float()
+        if context.logits is not None:
+            context.logits.append((labels_BS, logits.full_tensor() if isinstance(logits, DTensor) else logits))
+            return torch.zeros((), device=labels_BS.device)
         loss = functional.cross_entropy(logits.flatten(0, -2), labels_BS.flatten(), reduction="sum")
         return (loss.to_local() if isinstance(loss, DTensor) else loss) / context.num_targets
 

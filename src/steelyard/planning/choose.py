@@ -9,7 +9,8 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
@@ -17,14 +18,16 @@ from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.layer_memory import saved_in_matrices
 from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.tables import CostTables
+from steelyard.engines.capabilities import unsupported
 from steelyard.errors import UserError
 from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import FREE, Decisions, Partition
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, Certificate
+from steelyard.plan.stages import StagePart, fold_runs
 from steelyard.plan.strategy import Strategy
-from steelyard.planning.price import bare_plan, describe, prediction_of, summarise, warnings_of
-from steelyard.planning.problem import is_uniform, make_tables
+from steelyard.planning.price import assemble_plan, bare_plan, describe, prediction_of, summarise, warnings_of
+from steelyard.planning.problem import is_uniform, make_tables, shared_cores_bound_s, shares_cores
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.uniform import NO_ENDS, uniform_choices
 from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult, search
@@ -32,6 +35,9 @@ from steelyard.search.bounds import least_budget
 from steelyard.search.evaluate import group_equal_strategies
 from steelyard.units import format_bytes, format_plural
 
+NEAR = 1.1
+"""Where processes share cores: how many times the fastest step one may take for its cuts to be moved. Moving them
+gained up to 2 % (24 random jobs)."""
 NUM_RESCORED = 5
 """Configurations whose best plans the simulator ranks in the end, or more where more alternatives are asked for."""
 
@@ -85,23 +91,38 @@ class NoUniformPlanError(UserError):
     """No strategy that all layers of the model can have under what was decided."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Accepted:
-    """A plan that fits, and the outcome of the search that it comes from."""
+    """A plan of a job that fits, its cost, and the outcome of the search that it comes from."""
 
+    job: Job
     outcome: ConfigOutcome
     plan: Plan
+
+    @cached_property
+    def cost(self) -> PlanCost:
+        """The cost of the plan by the simulator."""
+        return predict(self.plan, self.job)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step by the simulator: what plans compete on, and what is shown."""
+        return self.cost.step_time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Acceptance:
-    """The best plans of the configurations, fastest first, and what the search says of all configurations.
+    """The best plans of the configurations, and what the search says of all configurations.
 
-    Where there is none no plan takes less than ``floor_bytes``.
+    Those asked for come first, the fastest by the simulator first, then others that were found on the way, as the
+    search ranks them. Where there is none no plan takes less than ``floor_bytes``.
     """
 
     ranked: tuple[Accepted, ...]
+    num_simulated: int
     search: SearchResult
+    lower_bound_s: float
+    """No plan of any configuration takes less."""
     bounded: tuple[OnDemand, ...]
     """The tables that were searched, each with what no plan of it that fits is faster than, for further searches within
     no more memory."""
@@ -124,8 +145,9 @@ def accept(
     """The fastest plans of a job that fit, of all configurations whose cost tables are given; arguments as of
     `search`.
 
-    ``uniform`` searches those of one strategy alone, with ``remat_runs`` and ``ends`` also those that `uniform_choices`
-    says, and raises `NoUniformPlanError` where none is legal.
+    The simulator ranks as many as are asked for. ``uniform`` searches those of one strategy alone, with ``remat_runs``
+    and ``ends`` also those that `uniform_choices` says, and raises `NoUniformPlanError` where none is legal. Where
+    processes share cores, cuts of plans near the fastest are moved as long as that makes them faster.
     """
     room_bytes = usable_bytes(job)
     found = search(
@@ -143,15 +165,49 @@ def accept(
     if uniform and not found.ranked and found.nearest_miss is None and cutoff_s == math.inf:
         raise _no_uniform_plan(job)
     group = (lambda _, solution: solution) if uniform else partial(group_equal_strategies, room_bytes=room_bytes)
+    ranked = [
+        Accepted(job=job, outcome=each, plan=bare_plan(job, each.tables, group(each.tables, each.solution)))
+        for each in found.ranked
+    ]
+    count = min(num_exact + num_alternatives, len(ranked))
+    if ranks_all(job) and partition == "exact":
+        near_s = NEAR * min((each.step_s for each in ranked[:count]), default=0.0)
+        ranked[:count] = [_with_cuts_moved(each) if each.step_s <= near_s else each for each in ranked[:count]]
     return Acceptance(
-        ranked=tuple(
-            Accepted(outcome=each, plan=bare_plan(job, each.tables, group(each.tables, each.solution)))
-            for each in found.ranked
-        ),
+        ranked=(*sorted(ranked[:count], key=lambda each: each.step_s), *ranked[count:]),
+        num_simulated=count,
         search=found,
+        lower_bound_s=min(shared_cores_bound_s(job, each.given, each.result.lower_bound_s) for each in found.configs)
+        if shares_cores(job)
+        else found.lower_bound_s,
         bounded=tuple(each.given.bounded(each.result.lower_bound_s) for each in found.configs),
         floor_bytes=min((needed for needed in least if needed is not None), default=0),
     )
+
+
+def _with_cuts_moved(found: Accepted) -> Accepted:
+    """A plan whose step no longer gets shorter, by the simulator, when one layer goes to a neighbouring stage.
+
+    Layers keep their strategies. Plans in chunks stay as they are.
+    """
+    parts, job = found.plan.parts, found.job
+    if found.plan.num_chunks > 1:
+        return found
+    best = found
+    for place, (before, after) in enumerate(pairwise(parts)):
+        layers = (*before.layers, *after.layers)
+        for cut in (after.first_layer - 1, after.first_layer + 1):
+            if not layers[0] < cut <= layers[-1]:
+                continue
+            moved = [
+                StagePart(ranks=part.ranks, runs=fold_runs(first, found.plan.strategies[first:end]))
+                for part, first, end in ((before, layers[0], cut), (after, cut, layers[-1] + 1))
+            ]
+            plan = assemble_plan(job, found.plan.pipeline, (*parts[:place], *moved, *parts[place + 2 :]))
+            other = replace(found, plan=plan)
+            is_allowed = other.cost.fits and not unsupported(plan, job.engine.capabilities)
+            best = other if is_allowed and other.step_s < best.step_s else best
+    return found if best is found else _with_cuts_moved(best)
 
 
 def without_margin(job: Job) -> Job:
@@ -249,35 +305,36 @@ def _plan_within(
             total = len(configs)
             text += f"; {count} of {total} pipeline configurations were not searched before the time was up"
         return replace(result, miss_text=text)
-    candidates = found.ranked[:num_rescored]
-    costs = [predict(each.plan, job) for each in candidates]
-    first, *others = sorted(range(len(costs)), key=lambda index: (costs[index].step_time_s, index))
-    plan, cost = candidates[first].plan, costs[first]
-    status, gap = found.search.status, found.search.gap
-    was_cut = time_limit_s is not None and searched_s >= time_limit_s
-    if first > 0:
-        gap = max(0.0, 1 - found.search.lower_bound_s / candidates[first].outcome.score_s)
-        certificate = Certificate(status="simulated", gap=gap, num_simulated=len(candidates))
-    elif status == "optimal":
+    best, *others = found.ranked[: found.num_simulated]
+    plan, cost = best.plan, best.cost
+    lower_s, was_cut = found.lower_bound_s, time_limit_s is not None and searched_s >= time_limit_s
+    gap = found.search.gap
+    if shares_cores(job):
+        gap = max(0.0, 1 - lower_s / best.step_s)
+    elif best.outcome is not found.search.best:
+        gap = max(0.0, 1 - lower_s / best.outcome.score_s)
+    if best.outcome is not found.search.best and not shares_cores(job):
+        certificate = Certificate(status="simulated", gap=gap, num_simulated=found.num_simulated)
+    elif found.search.status == "optimal" and not gap:
         certificate = Certificate(status="optimal", gap=gap)
     else:
         certificate = Certificate(status="gap", gap=gap, time_limit_s=time_limit_s if was_cut else None)
-    lost = [_alternative(job, candidates[index], costs[index], cost) for index in others]
+    lost = [_alternative(job, each, cost) for each in others]
     prediction = prediction_of(
         job,
         plan,
         cost,
         certificate,
-        lower_bound_s=found.search.lower_bound_s,
-        alternatives=(*lost, *(() if job.is_mixed else _not_simulated(job, found, first, len(candidates)))),
-        found=[(each.plan, predict(each.plan, job).step_time_s) for each in found.ranked] if job.is_mixed else (),
+        lower_bound_s=lower_s,
+        alternatives=(*lost, *(() if job.is_mixed else _not_simulated(job, found))),
+        found=[(each.plan, each.step_s) for each in found.ranked] if job.is_mixed else (),
     )
     return replace(
         result,
         plan=plan.model_copy(update={"prediction": prediction, "asked": None if decisions.is_free else decisions}),
         cost=cost,
         miss=None,
-        others=tuple((candidates[index].plan, costs[index]) for index in others),
+        others=tuple((each.plan, each.cost) for each in others),
     )
 
 
@@ -299,12 +356,12 @@ def ranks_all(job: Job) -> bool:
     The closed form of the search takes all processes to be busy at all times, so that it ranks configurations of unlike
     numbers of stages wrongly there.
     """
-    return not job.is_mixed and bool(job.profile.busy_speeds)
+    return not job.is_mixed and shares_cores(job)
 
 
-def _alternative(job: Job, other: Accepted, cost: PlanCost, best: PlanCost) -> Alternative:
+def _alternative(job: Job, other: Accepted, best: PlanCost) -> Alternative:
     """A plan that was simulated and takes longer than the best one."""
-    plan, is_settled = other.plan, other.outcome.result.status == "optimal"
+    plan, cost, is_settled = other.plan, other.cost, other.outcome.result.status == "optimal"
     slower = f"{cost.step_time_s / best.step_time_s - 1:.1%} slower: {summarise(plan)}"
     pools = [pool.name for pool in plan.stage_pools()] if job.is_mixed else []
     stages = (f"{name} ({format_plural(pools.count(name), 'stage')})" for name in dict.fromkeys(pools))
@@ -317,13 +374,13 @@ def _alternative(job: Job, other: Accepted, cost: PlanCost, best: PlanCost) -> A
     )
 
 
-def _not_simulated(job: Job, found: Acceptance, best: int, num_simulated: int) -> list[Alternative]:
+def _not_simulated(job: Job, found: Acceptance) -> list[Alternative]:
     """The configurations whose plans were not simulated, and those without a plan, with the reason of the search.
 
     Bytes that are missing are those of a device, the allocator's slack included.
     """
-    chosen_s, told = found.ranked[best].outcome.score_s, []
-    for each in found.ranked[num_simulated:]:
+    chosen_s, told = found.ranked[0].outcome.score_s, []
+    for each in found.ranked[found.num_simulated :]:
         slower = each.outcome.score_s / chosen_s - 1
         told.append((each.outcome, f"{slower:.1%} slower in the search, not simulated: {summarise(each.plan)}"))
     for outcome in (each for each in found.search.configs if each.result.solution is None):

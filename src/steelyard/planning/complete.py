@@ -42,7 +42,7 @@ from steelyard.planning.job import job_of, time_factors
 from steelyard.planning.price import peak_bytes, prediction_of, refuse_host, with_cost
 from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import SIMPLIFY, GivenProfiles, PlanRequest, make_request, with_levers
-from steelyard.planning.simple import DEPTH_GAIN, simplest, usual_stages, with_reasons, with_usual_stages
+from steelyard.planning.simple import simplest, with_reasons, with_usual_stages
 from steelyard.planning.sizes import fewest_devices, largest_batch, longest_sequence
 from steelyard.planning.variants import (
     Answer,
@@ -122,7 +122,7 @@ def with_next_best(result: PlanningResult, *, num_plans: int, uniform: bool = Fa
         if len(found) >= num_plans:
             break
         one = accept(job, [each.given], num_alternatives=0, time_limit_s=CONFIG_LIMIT_S, uniform=uniform)
-        found += [(best.plan, predict(best.plan, job)) for best in one.ranked[:1]]
+        found += [(best.plan, best.cost) for best in one.ranked[:1]]
     found.sort(key=lambda each: each[1].step_time_s)
     kept = tuple(with_cost(plan, job, cost).as_fallback() for plan, cost in found)
     return replace(result, plan=result.plan.model_copy(update={"next_best": kept}))
@@ -321,14 +321,8 @@ def engine_answers(
     job = result.job
     solved = replace(request, global_batch=job.global_batch, seq_len=job.seq_len, levers=job.levers, searched=())
     study = Study(solved if limit_s is None else replace(solved, time_limit_s=limit_s), job)
-    engines = {engine.name: engine for engine in ENGINES.values() if engine != request.engine}
-    limit, found = usual_stages(job), []
-    for variant in counted([run_by(each) for each in engines.values()], progress):
-        answer = study.answer(variant)
-        if answer.plan is not None and not limit.allows_stages(answer.plan.num_stages):
-            fewer = study.answer(run_by(engines[variant.name], limit))
-            answer = fewer if fewer.step_s <= (1 + DEPTH_GAIN) * answer.step_s else answer
-        found.append(answer)
+    engines = [run_by(engine) for engine in ENGINES.values() if engine != request.engine]
+    found = [study.usual_answer(each) for each in counted(engines, progress)]
     step_s = result.plan.step_s
     return tuple(each.beside(step_s) for each in sorted(found, key=lambda each: each.step_s))
 
@@ -371,11 +365,10 @@ def _completed(result: PlanningResult, request: PlanRequest, job: Job, progress:
         result = with_next_best(result, num_plans=request.num_next_best, uniform=uniform)
     solved = replace(request, cluster=job.cluster, global_batch=job.global_batch, seq_len=job.seq_len, objective="time")
     result, others, study = _compared(result, solved, progress)
-    if request.simplify_share:
-        result, limit = with_usual_stages(result, request)
-        if not limit.is_free:
-            solved = replace(solved, decisions=solved.decisions.with_also(limit))
-            result, others, study = _compared(result, solved, progress)
+    result, limit = with_usual_stages(result, request)
+    if not limit.is_free:
+        solved = replace(solved, decisions=solved.decisions.with_also(limit))
+        result, others, study = _compared(result, solved, progress)
     plan = result.plan
     assert plan is not None, "completed where there is a plan"
     if request.simplify_share and not is_uniform(job, request.decisions):

@@ -23,6 +23,7 @@ from steelyard.plan.training import SECONDS_PER_HOUR
 from steelyard.planning.choose import PlanningResult, device_bytes
 from steelyard.planning.price import describe, peak_bytes, summarise, with_price
 from steelyard.planning.request import PlanRequest
+from steelyard.planning.simple import with_usual_stages
 from steelyard.planning.variants import Progress, Study, Variant, on_cluster, on_devices, with_shape, within
 from steelyard.units import format_bytes, format_plural
 
@@ -56,7 +57,7 @@ def find_trade_offs(
     variants = [on_devices(own, count) for count in sorted(set(device_counts))]
     progress("building cost tables")
     best = study.plan()
-    plan = None if isinstance(best, str) else best.plan
+    plan = None if isinstance(best, str) else with_usual_stages(best, request)[0].plan
     chosen = None if plan is None else priced_point(plan, is_chosen=True)
     points, is_complete = memory_points(study, chosen, max_searches=max_searches, progress=progress)
     devices = []
@@ -111,7 +112,8 @@ def memory_points(
         budgets.insert(0, usable)
     while budgets and len(found) < max_searches and time.process_time() < deadline:
         progress(f"{len(found) + 1} of up to {max_searches}, within {format_bytes(budgets[0])}")
-        answer, budget = study.answer(within("", device_bytes(job, budgets[0]))), budgets.pop(0)
+        answer = study.usual_answer(within("", device_bytes(job, budgets[0])))
+        budget = budgets.pop(0)
         was_cut |= answer.was_cut
         found.append(
             _Found.of(job, budget, None if answer.plan is None else priced_point(with_price(answer.plan, job)))
@@ -168,7 +170,8 @@ def device_point(study: Study, variant: Variant, price_per_device_hour: float | 
     cluster = variant.change(study.request).cluster
     bare = DevicePoint(num_devices=cluster.num_devices, cluster=cluster.name)
     price = None if price_per_device_hour is None else price_per_device_hour * bare.num_devices
-    return _filled(bare, study.plan(variant), price)
+    result = study.plan(variant)
+    return _filled(bare, result if isinstance(result, str) else with_usual_stages(result, study.request)[0], price)
 
 
 def _filled(bare: DevicePoint, result: PlanningResult | str, price_per_hour: float | None) -> DevicePoint:

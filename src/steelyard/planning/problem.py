@@ -9,6 +9,7 @@ group, stages of unlike sizes within one, and chunks over several.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -147,16 +148,42 @@ def is_beaten(job: Job, tables: Sequence[OnDemand], step_s: float) -> bool:
     By what computing alone takes, and the cost tables of the configurations for which that is not enough. Never so
     where processes share cores (`Profile.busy_speeds`), for which the sums of the search are no bound.
     """
-    if any(each.profile.busy_speeds for each in job.groups):
+    if shares_cores(job):
         return False
     return all(each.least_s > step_s or quick_bound_s(each.tables) > step_s for each in tables)
+
+
+def shares_cores(job: Job) -> bool:
+    """Whether processes share cores, so that those that wait leave theirs to others (`Profile.busy_speeds`)."""
+    return any(each.profile.busy_speeds for each in job.by_group)
+
+
+def shared_cores_bound_s(job: Job, given: OnDemand, bound_s: float) -> float:
+    """What no plan of a configuration takes less than where `shares_cores`; ``bound_s`` is that by the search's sums.
+
+    The sums take all processes to be busy at all times. One stage always is, but several do together as much work in a
+    second as the number of them that does most: $k s_k$ (`steelyard.cost.shared_cores`), and all passes are work.
+    """
+    if given.pipeline.num_stages == 1 or math.isinf(bound_s):
+        return bound_s
+    tables = given.tables
+    pools = Counter((0,) * given.pipeline.num_stages if tables.pools is None else tables.pools.of_stages)
+    order = (0,) if tables.pools is None else tables.pools.order
+    work_per_s = 0.0
+    for pool, count in pools.items():
+        speeds = job.by_group[order[pool]].profile.stage_speeds(count) or (1.0,) * count
+        work_per_s += max(busy * speed for busy, speed in enumerate(speeds, start=1))
+    fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
+    passes_s = float(fastest.sum()) + tables.all_received_s
+    return tables.num_passes * passes_s / work_per_s * (1 - ROUNDING)
 
 
 def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
     """Every number of stages that divides the devices with every number of microbatches that divides the batch.
 
-    Under every schedule that the options allow, wherever it is tried (`Schedule.is_tried`), or everywhere if one alone
-    is allowed; in chunks where the blocks divide into them. A partition for comparison cuts no chunks.
+    Under every schedule that the options allow, wherever it is tried (`Schedule.is_tried`), and everywhere if one alone
+    is allowed, or if processes share cores: a schedule is left out because it is never faster on devices of its own. In
+    chunks where the blocks divide into them. A partition for comparison cuts no chunks.
     """
     devices, layers = job.cluster.num_devices, job.chain.num_layers
     stages = [p for p in divisors(devices) if p <= min(layers, decisions.most_stages or layers)]
@@ -177,15 +204,20 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
                 hint="name another one as well, or leave the lever out",
             )
         schedules = [each for each in schedules if not each.splits_backward]
+    if len(schedules) > 1:
+        schedules = [each for each in schedules if not each.only_alone]
     found = configs_under([each for each in schedules if not each.takes_chunks], job, stages, counts)
     if decisions.stage_partition == "exact":
         found += configs_under([each for each in schedules if each.takes_chunks], job, stages, counts)
     pins, means = pins_of(decisions, job.chain), job.engine.capabilities
-    insists = len(schedules) == 1 and schedules[0].why_not_everywhere
+    everywhere = shares_cores(job) or len(schedules) == 1
     return [
         each
         for each in found
-        if (each.pipeline.schedule.is_tried(each.pipeline) or (insists and each.pipeline.num_stages > 1))
+        if (
+            each.pipeline.schedule.is_tried(each.pipeline)
+            or (everywhere and each.pipeline.schedule.why_not_everywhere and each.pipeline.num_stages > 1)
+        )
         and all(pin.takes(each.pipeline) for pin in pins)
         and (each.pipeline.num_stages == 1 or means.runs(each.pipeline.schedule.name))
     ]

@@ -65,10 +65,10 @@ def with_usual_stages(result: PlanningResult, request: PlanRequest) -> tuple[Pla
     """Return the result with the fastest plan of no more stages than usual, and that as a decision.
 
     The result itself, and no decision, where its plan has no more, or where all others take over `DEPTH_GAIN` longer.
-    What the plan gives up stands in its prediction.
+    What the plan gives up stands in its prediction. A request without a share for simpler plans gives up nothing.
     """
     plan, job, free = result.plan, result.job, Decisions()
-    if plan is None or job.is_mixed:
+    if plan is None or job.is_mixed or not request.simplify_share:
         return result, free
     limit = usual_stages(job)
     tables = [each for each in result.bounded_tables if limit.allows_stages(each.pipeline.num_stages)]
@@ -83,12 +83,11 @@ def with_usual_stages(result: PlanningResult, request: PlanRequest) -> tuple[Pla
         uniform=is_uniform(job, request.decisions),
         cutoff_s=longest * max(plan.step_s, *(each.score_s for each in result.search.ranked[:1])),
     )
-    costs = [(predict(each.plan, job), each.plan) for each in found.ranked[:NUM_RESCORED]]
-    cost, best = min(costs, key=lambda pair: pair[0].step_time_s, default=(None, None))
-    if cost is None or best is None or cost.step_time_s > longest * plan.step_s:
+    if not found.ranked or found.ranked[0].step_s > longest * plan.step_s:
         return result, free
-    chosen = _in_place_of(plan, best, cost, result)
-    return replace(result, plan=chosen, cost=cost, search=found.search, bounded_tables=found.bounded), limit
+    best = found.ranked[0]
+    chosen = _in_place_of(plan, best.plan, best.cost, result)
+    return replace(result, plan=chosen, cost=best.cost, search=found.search, bounded_tables=found.bounded), limit
 
 
 def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request: PlanRequest) -> Plan:
@@ -120,7 +119,7 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
             )
         except NoUniformPlanError:
             continue
-        allowed += [each.plan for each in found.ranked if predict(each.plan, job).step_time_s <= most_s]
+        allowed += [each.plan for each in found.ranked if each.step_s <= most_s]
         if allowed:
             break
     fewest = min(map(_mixture, allowed), default=_mixture(plan))

@@ -42,7 +42,7 @@ from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidClusterError, UserError
 from steelyard.hardware import Cluster, is_as_named, parse_cluster
 from steelyard.plan.choices import ComparedBaseline
-from steelyard.plan.decisions import FREE, Decisions
+from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, Dimension, modes
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import ONE_STRATEGY
@@ -61,6 +61,7 @@ from steelyard.planning.job import job_of
 from steelyard.planning.price import describe, summarise
 from steelyard.planning.problem import GroupSpace, is_beaten, is_uniform, make_tables, pipeline_configs, space_options
 from steelyard.planning.request import Budget, PlanRequest
+from steelyard.planning.simple import DEPTH_GAIN, usual_stages
 from steelyard.schedules import SCHEDULES
 from steelyard.search import OnDemand, refusal
 from steelyard.search.balance import even_boundaries
@@ -188,13 +189,9 @@ def alone(group: Cluster, decisions: Decisions) -> Variant:
     return Variant(name=name, change=changed)
 
 
-def run_by(engine: Engine, more: Decisions = FREE) -> Variant:
-    """Return the variant that another engine runs, with more decided."""
-
-    def change(request: PlanRequest) -> PlanRequest:
-        return replace(request, engine=engine, decisions=request.decisions.with_also(more))
-
-    return Variant(name=engine.name, change=change)
+def run_by(engine: Engine) -> Variant:
+    """Return the variant that another engine runs."""
+    return Variant(name=engine.name, change=lambda request: replace(request, engine=engine))
 
 
 def device_counts(cluster: Cluster) -> tuple[int, ...]:
@@ -369,7 +366,7 @@ class Study:
                 job,
                 tables,
                 num_exact=count,
-                num_alternatives=count - 1,
+                num_alternatives=0,
                 time_limit_s=request.time_limit_s,
                 uniform=is_uniform(job, request.decisions),
             )
@@ -383,9 +380,21 @@ class Study:
             miss = found.search.nearest_miss
             missing = device_bytes(job, miss.needed_bytes) - job.budget_bytes if miss else None
             return replace(answer, missing_bytes=missing)
-        plans = [each.plan for each in found.ranked[:count]]
-        step_s, plan = min(((predict(each, job).step_time_s, each) for each in plans), key=lambda pair: pair[0])
-        return replace(answer, plan=plan, step_s=step_s, held_bytes=job.budget_bytes)
+        best = found.ranked[0]
+        return replace(answer, plan=best.plan, step_s=best.step_s, held_bytes=job.budget_bytes)
+
+    def usual_answer(self, variant: Variant) -> Answer:
+        """Return the best plan of a variant as `answer`, of no more stages than usual unless more of them gain.
+
+        With no share for simpler plans in the request, stages are as many as gain anything.
+        """
+        answer, limit = self.answer(variant), usual_stages(self.job)
+        is_usual = answer.plan is None or limit.allows_stages(answer.plan.num_stages)
+        if is_usual or not self.request.simplify_share:
+            return answer
+        also = deciding(variant.name, limit)
+        fewer = self.answer(replace(variant, change=lambda request: also.change(variant.change(request))))
+        return fewer if fewer.step_s <= (1 + DEPTH_GAIN) * answer.step_s else answer
 
     def reconciled(self, answers: Sequence[Answer]) -> tuple[Answer, ...]:
         """Return the answers, each with the fastest plan of all of them that it allows.

@@ -12,6 +12,7 @@
 | `optimizer`           | the optimizers of a plan, their learning rate and what decays                   |
 | `progress`            | the line of progress, metrics as JSON lines, TensorBoard                        |
 | `stage_clock`         | how long a rank works in a step, without waiting for other stages               |
+| `evaluation`          | the loss of data that a run does not train on                                   |
 | `train`               | the training loop of one rank, its memory limit, and the run record             |
 | `divergence`          | says when a run goes wrong, and ends it                                         |
 | `persistence`         | how a run begins and what it leaves behind: resume, weights, checkpoints        |

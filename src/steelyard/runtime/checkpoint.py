@@ -161,13 +161,14 @@ class Checkpointer:
         """Of the last checkpoint that this object has completed, as this rank knows it; 0 before the first."""
         on_first_rank(lambda: prepare_folder(folder, resumed=resumed, known=known, sets_aside=sets_aside), self._group)
 
-    def save(self, state: RunState, info: CheckpointInfo, device: torch.device) -> None:
-        """Starts to write a checkpoint; the state may change as soon as this returns.
+    def save(self, state: RunState, info: CheckpointInfo, device: torch.device, *, folder: Path | None = None) -> None:
+        """Starts to write a checkpoint, into another ``folder`` if it is given; the state may change once this returns.
 
         Waits for the save before. Raises `InvalidCheckpointError` if that one failed.
         """
         self.wait()
-        part = part_path(self._folder, info.step)
+        folder = folder or self._folder
+        part = part_path(folder, info.step)
         state.fill_optimizers()  # which are empty where all steps so far were skipped
         tensors = state.tensors() | random_states(device)
         writer = dcp.FileSystemWriter(part)
@@ -177,7 +178,7 @@ class Checkpointer:
         except (CheckpointException, OSError) as error:
             raise _not_written(error, part) from error
         state.round()
-        self._pending = self._thread.submit(self._complete, written, info, files.checksums)
+        self._pending = self._thread.submit(self._complete, written, folder, info, files.checksums)
 
     def check(self) -> None:
         """Raises `InvalidCheckpointError` if a save has failed; returns at once if it is still under way."""
@@ -190,18 +191,18 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
-    def _complete(self, written: Future[object], info: CheckpointInfo, checksums: dict[str, int]) -> None:
+    def _complete(self, written: Future[object], folder: Path, info: CheckpointInfo, checksums: dict[str, int]) -> None:
         try:
             written.result()
             found: list[dict[str, int]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object(checksums, found, dst=0, group=self._group)
             if found is not None:
                 merged = {name: checksum for each in found for name, checksum in each.items()}
-                commit(self._folder, info, merged, keep_last=self._keep_last)
+                commit(folder, info, merged, keep_last=self._keep_last)
             dist.barrier(self._group)  # else a rank that ends now would take the first one with it, before the rename
             self.last_step = info.step
         except (CheckpointException, OSError) as error:
-            raise _not_written(error, part_path(self._folder, info.step)) from error
+            raise _not_written(error, part_path(folder, info.step)) from error
 
 
 class SummedFiles(FileSystem):

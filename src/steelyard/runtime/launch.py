@@ -54,7 +54,8 @@ def launch(
     check_builder(plan, options.builder)
     check_outputs(options)
     check_elastic(options)
-    prepare_data(Path(data), options.text, task=plan.chain().family.task)
+    for path in filter(None, (Path(data), options.eval_data)):
+        prepare_data(path, options.text, task=plan.chain().family.task)
     is_alone = elastic is None or elastic.rendezvous is None
     if options.checkpoint_dir is not None and is_alone:
         lock_folder(options.checkpoint_dir).close()

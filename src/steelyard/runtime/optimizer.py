@@ -1,16 +1,8 @@
-r"""The optimizers of a run, as its plan says, and their learning rate.
+"""The optimizers of a run, as its plan says, and their learning rate.
 
-The rate rises linearly over the warm-up and falls along a cosine to a tenth of its peak: with $w$ warm-up steps of $T$
-
-$$\eta_t = \hat\eta \frac{t+1}{w} \;(t < w), \qquad
-\eta_t = \hat\eta \Bigl(a + (1 - a) \tfrac12 \bigl(1 + \cos \pi \tfrac{t - w}{T - w}\bigr)\Bigr)$$
-
-| symbol     | argument                                | meaning                                 |
-|------------|-----------------------------------------|-----------------------------------------|
-| $t$        | `step`                                  | step of the run, from 0                 |
-| $\hat\eta$ | `options.lr`                            | peak learning rate                      |
-| $w, T$     | `options.warmup_steps`, `options.steps` | steps of warm-up, of the run            |
-| $a$        | `LEAST_LR_SHARE`                        | share of the peak where the cosine ends |
+The rate rises linearly over the warm-up, so that the first step trains. Then it follows a schedule of
+`transformers.get_scheduler`: `cosine_with_min_lr`; `polynomial` of power 1 for linear; `constant`; or
+`warmup_stable_decay` for wsd, which falls in the last `DECAY_SHARE` of the steps.
 
 Weight decay is decoupled (Loshchilov and Hutter 2019) and acts on the weights of linear maps and convolutions alone.
 Norms, biases and embeddings (of tokens, positions and classes, relative position biases, a head that is tied to the
@@ -18,10 +10,13 @@ embedding) do not decay: they set scales and offsets, and decay would pull rare 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import cache
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from transformers import get_scheduler
 
 from steelyard.levers.offload import Offload
 from steelyard.levers.optimizer import Optimizer as OptimizerLever
@@ -33,26 +28,37 @@ from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.parallel_model import ParallelModel
 
 BETAS = (0.9, 0.95)
-LEAST_LR_SHARE = 0.1
+DECAY_SHARE = 0.2
+"""Share of the steps in which the rate of wsd falls."""
 _CONVOLUTION_DIMS = 4
 
 
 def make_optimizers(model: ParallelModel, options: TrainOptions) -> list[Optimizer]:
-    """The optimizers of this rank's parameters, as the plan says, one for each kind of sharding."""
+    """The optimizers of this rank's parameters, as the plan and the options say."""
+    decayed = {id(parameter) for path, parameter in model.named_parameters() if decays(model.chain, path, parameter)}
+    return planned_optimizers(model, decayed, lr=options.lr, weight_decay=options.weight_decay, betas=BETAS)
+
+
+def planned_optimizers(
+    model: ParallelModel, decayed: Collection[int], *, lr: float, weight_decay: float, betas: tuple[float, float]
+) -> list[Optimizer]:
+    """The optimizers of this rank's parameters, as the plan says, one for each kind of sharding.
+
+    Weight decay acts on parameters whose id is ``decayed``.
+    """
     levers = model.plan.chosen_levers
     lever, offload = levers.value(OptimizerLever), levers.value(Offload)
     matrices = hidden_matrices(model)
-    decayed = {id(parameter) for path, parameter in model.named_parameters() if decays(model.chain, path, parameter)}
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         groups: dict[bool, list[nn.Parameter]] = {}
         for parameter in parameters:
             groups.setdefault(id(parameter) in decayed, []).append(parameter)
         decayed_groups = [
-            {"params": group, "weight_decay": options.weight_decay if is_decayed else 0.0}
+            {"params": group, "weight_decay": weight_decay if is_decayed else 0.0}
             for is_decayed, group in groups.items()
         ]
-        return make_optimizer(lever, decayed_groups, offload=offload, matrices=matrices, lr=options.lr, betas=BETAS)
+        return make_optimizer(lever, decayed_groups, offload=offload, matrices=matrices, lr=lr, betas=betas)
 
     return model.make_optimizers(make)
 
@@ -85,8 +91,26 @@ def decays(chain: ModelChain, path: str, parameter: nn.Parameter) -> bool:
 
 
 def learning_rate(step: int, options: TrainOptions) -> float:
-    """The learning rate of a step."""
+    """The learning rate of a step, from 0."""
     if step < options.warmup_steps:
         return options.lr * (step + 1) / options.warmup_steps
-    progress = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
-    return options.lr * (LEAST_LR_SHARE + (1 - LEAST_LR_SHARE) * (1 + math.cos(math.pi * progress)) / 2)
+    least = options.least_lr / options.lr if options.lr else 1.0
+    return options.lr * _rate_of(options.schedule, options.warmup_steps, options.steps, least)(step)
+
+
+@cache
+def _rate_of(schedule: str, warmup_steps: int, steps: int, least: float) -> Callable[[int], float]:
+    """The learning rate of a step after the warm-up, as a share of the peak."""
+    decay_steps = max(1, min(round(DECAY_SHARE * steps), steps - warmup_steps))
+    names: dict[str, tuple[str, dict[str, float]]] = {
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": least}),
+        "linear": ("polynomial", {"lr_end": least, "power": 1.0}),
+        "wsd": ("warmup_stable_decay", {"num_decay_steps": decay_steps, "min_lr_ratio": least}),
+    }
+    if least == 1.0:
+        return lambda _step: 1.0
+    name, given = names[schedule]
+    optimizer = SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    scheduler = get_scheduler(name, optimizer, warmup_steps, steps, scheduler_specific_kwargs=given)
+    rate: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return rate

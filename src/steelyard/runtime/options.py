@@ -21,8 +21,14 @@ DATA_HELP = (
 MOST_SEED = 2**32 - 1
 AUTO = "auto"
 """As latest, where there is a checkpoint; else the run starts anew."""
-RUN_OPTIONS = ("data", "lr", "steps", "warmup_steps", "weight_decay", "max_grad_norm")
+RUN_OPTIONS = ("data", "lr", "steps", "warmup_steps", "schedule", "min_lr", "weight_decay", "max_grad_norm")
 """What a checkpoint says of its run, so that a change is asked for."""
+
+
+CONSTANT = "constant"
+LR_SCHEDULES = ("cosine", "linear", CONSTANT, "wsd")
+LEAST_LR_SHARE = 0.1
+"""Share of the peak where the learning rate ends, unless a run says otherwise."""
 
 
 def parse_yes(text: str) -> bool:
@@ -52,6 +58,13 @@ class TrainOptions:
     steps: int = _option(100, "training steps", int, least=1)
     lr: float = _option(3e-4, "peak learning rate", least=0, most=1e6)
     warmup_steps: int = _option(10, "steps over which the learning rate rises from zero", int, least=0)
+    schedule: str = _option(
+        "cosine",
+        f"how the learning rate falls after the warm-up: {', '.join(LR_SCHEDULES)} (constant, and a last fifth that "
+        "falls)",
+        str,
+    )
+    min_lr: float | None = _option(None, "learning rate at the end; a tenth of --lr without it", least=0, most=1e6)
     weight_decay: float = _option(0.1, "weight decay of the optimizer", least=0, most=1e6)
     max_grad_norm: float = _option(
         1.0, "gradients are scaled down to this global norm; 0: no clipping", least=0, most=math.inf
@@ -62,6 +75,8 @@ class TrainOptions:
     max_data_bytes: int | None = _option(
         None, "text read from --data at most, in bytes; all without it", int, least=1, most=MOST_BYTES
     )
+    eval_data: Path | None = _option(None, "data whose loss is evaluated, of the kinds of --data", Path)  # noqa: RUF009
+    eval_every: int = _option(100, "steps between evaluations of --eval-data; one more at the end", int, least=1)
     mask_token: int | None = _option(None, "token id that hides another, for masked-token training", int, least=0)
     checkpoint_dir: Path | None = _option(None, "folder for checkpoints; none are written without it", Path)  # noqa: RUF009
     checkpoint_every: int = _option(100, "steps between checkpoints; one more is written at the end", int, least=1)
@@ -105,6 +120,18 @@ class TrainOptions:
             if least is not None and value is not None and not least <= value <= most:
                 expected = f"{least} or more" + (f", at most {most:g}" if most < math.inf else "")
                 raise UserError(field=flag(option), found=str(value), expected=expected, hint="correct the option")
+        if self.schedule not in LR_SCHEDULES:
+            hint = nearest(self.schedule, LR_SCHEDULES)
+            raise UserError(
+                field="--schedule", found=repr(self.schedule), expected=" or ".join(LR_SCHEDULES), hint=hint
+            )
+        if self.min_lr is not None and (self.schedule == CONSTANT or self.min_lr > self.lr):
+            raise UserError(
+                field="--min-lr",
+                found=f"{self.min_lr:g}, with --lr {self.lr:g} and --schedule {self.schedule}",
+                expected="a rate that a falling schedule reaches",
+                hint="leave --min-lr out, or choose another --schedule" if self.schedule == CONSTANT else "lower it",
+            )
         unknown = [name for name in self.allowed_changes if name not in RUN_OPTIONS]
         if unknown:
             hint = nearest(unknown[0], RUN_OPTIONS)
@@ -121,8 +148,16 @@ class TrainOptions:
 
     def of_run(self, data: str | Path) -> dict[str, str]:
         """The options that decide what is trained, as text."""
-        numbers = {name: repr(float(getattr(self, name))) for name in RUN_OPTIONS[1:]}
-        return {"data": Path(data).name, **{name: text.removesuffix(".0") for name, text in numbers.items()}}
+        given = {name: getattr(self, name) for name in RUN_OPTIONS[1:]} | {"min_lr": self.least_lr}
+        texts = {name: each if isinstance(each, str) else repr(float(each)) for name, each in given.items()}
+        return {"data": Path(data).name, **{name: text.removesuffix(".0") for name, text in texts.items()}}
+
+    @property
+    def least_lr(self) -> float:
+        """The learning rate at the end."""
+        if self.schedule == CONSTANT:
+            return self.lr
+        return LEAST_LR_SHARE * self.lr if self.min_lr is None else self.min_lr
 
     @property
     def text(self) -> TextOptions:

@@ -1,4 +1,4 @@
-"""A model under a plan, in the user's own training loop: `parallelize`, then `train_step`, then any optimizer.
+"""A model under a plan, in the user's own loop: `parallelize`, then `train_step` and any optimizer, or `eval_step`.
 
 Legend of shape suffixes: N samples of the global batch, B samples of this rank over all microbatches, S sequence.
 """
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from steelyard.errors import InvalidPlanError
+from steelyard.errors import InvalidModelError, InvalidPlanError
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.model.own import OwnSplit
@@ -107,32 +107,23 @@ class ParallelModel:
         routers = self.chunks[0].routers
         return routers.loss.coefficient if routers else 0.0
 
-    def train_step(self, read: Callable[[list[int]], Tensor | Samples]) -> Tensor:
+    def train_step(
+        self, read: Callable[[list[int]], Tensor | Samples], *, num_targets: int | Tensor | None = None
+    ) -> Tensor:
         """Forward and backward of one global batch; returns its mean loss, the same on every rank.
 
         Where routers are trained, their loss is part of it (and by itself in `router_loss`).
         ``read`` maps indices into the global batch to their token ids [len, S + 1], or to what their `Samples` are.
+        ``num_targets`` is the number of targets in the whole batch, over which the loss is the mean. Give it where
+        labels of next-token prediction are `IGNORED` in places (prompts, padding); otherwise every token is a target.
         Gradients are added to ``.grad``. In fp16 they are dropped, and with them the optimizer's step, where those of
         any rank are not finite (`LossScale.is_skipped`); where that does not end, it raises `DivergedError`.
         Of a user's own module it returns what the ``sample`` of `find_plan` was, for
         these samples; it is called on every process, and must return the same for a sample wherever it is called.
         """
-        if self.chain.split.module:
-            self._deal_out(read)
-            read = _numbers
-        inputs, labels = self.input_samples(), self.label_samples()
-        tokens_BS = Samples.of(read(inputs)).inputs.to(self.device) if inputs is not None else None  # noqa: N806
-        labels_BS = Samples.of(read(labels)).labels.to(self.device) if labels is not None else None  # noqa: N806
-        targets = {"labels_BS": labels_BS, "decoder_ids": self._decoder_ids(read)}
-        self._count_targets(labels_BS)
         if self.loss_scale is not None:
             self.loss_scale.take_in(self._local_gradients())
-        for chunk in self.chunks:
-            chunk.begin_step(self.plan.num_microbatches, (self._seed, self.num_steps))
-        # leaves the random generators of the user's own loop as they were
-        devices = [self.device] if self.device.type == "cuda" else []
-        with self._vocabulary_parallel_loss(), torch.random.fork_rng(devices) if self._has_dropout else nullcontext():
-            losses = self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
+        losses = self._run_passes(read, num_targets)
         with self.clock.working():
             for chunk in self.chunks:
                 chunk.end_step()
@@ -144,6 +135,90 @@ class ParallelModel:
             if self.loss_scale.is_skipped:
                 for parameter in self.parameters():
                     parameter.grad = None
+        mean, self.router_loss = self._mean_loss(losses)
+        return mean
+
+    def eval_step(
+        self, read: Callable[[list[int]], Tensor | Samples], *, num_targets: int | Tensor | None = None
+    ) -> Tensor:
+        """Forward pass alone of one global batch, in evaluation mode; returns its mean loss, the same on every rank.
+
+        Arguments are those of `train_step`. Parameters, gradients, the number of steps and random generators stay as
+        they are.
+        """
+        with torch.no_grad(), _evaluating(self.chunks):
+            losses = self._run_passes(read, num_targets)
+            for chunk in self.chunks:
+                chunk.end_evaluation()
+            return self._mean_loss(losses)[0]
+
+    def predict_step(self, read: Callable[[list[int]], Tensor | Samples]) -> Tensor:
+        """Return the logits [N, S, V] of a global batch in fp32, or [N, V] of images, on every rank.
+
+        Else as `eval_step`. Every rank takes the memory of all of them. Raises `InvalidModelError` for a user's own
+        module, which returns a loss.
+        """
+        if self.chain.split.module:
+            raise InvalidModelError(
+                field="predict",
+                found=f"{self.chain.split.module}, whose last layer returns a loss",
+                expected="a model of transformers, whose head returns logits",
+                hint="evaluate its loss (eval_step), or predict by the module itself",
+            )
+        found: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad(), _evaluating(self.chunks):
+            for chunk in self.chunks:
+                chunk.logits = found
+            try:
+                self._run_passes(read, 1, predicts=True)
+            finally:
+                for chunk in self.chunks:
+                    chunk.end_evaluation()
+                    chunk.logits = None
+        width = torch.tensor(max((logits.shape[-1] for _, logits in found), default=0), device=self.device)
+        dist.all_reduce(width, dist.ReduceOp.MAX)
+        count = self.chunks[0].num_tokens
+        logits = torch.full((count, int(width)), -torch.inf, device=self.device)
+        for places, part in found:
+            logits[places.flatten()] = part.flatten(0, -2)
+        dist.all_reduce(logits, dist.ReduceOp.MAX)  # of copies, and of ranks that have others
+        return logits.unflatten(0, (self.plan.global_batch, -1)) if self.chain.family.task.reads_text else logits
+
+    def _run_passes(
+        self,
+        read: Callable[[list[int]], Tensor | Samples],
+        num_targets: int | Tensor | None,
+        *,
+        predicts: bool = False,
+    ) -> list[Tensor]:
+        """Run the passes of one global batch; return this rank's shares of the loss, one for each microbatch."""
+        if self.chain.split.module:
+            self._deal_out(read)
+            read = _numbers
+        inputs, labels = self.input_samples(), self.label_samples()
+        tokens_BS = Samples.of(read(inputs)).inputs.to(self.device) if inputs is not None else None  # noqa: N806
+        labels_BS = Samples.of(read(labels)).labels.to(self.device) if labels is not None else None  # noqa: N806
+        if predicts and labels is not None:
+            labels_BS = self._places(labels)  # noqa: N806
+        targets = {"labels_BS": labels_BS, "decoder_ids": self._decoder_ids(read)}
+        self._count_targets(labels_BS, num_targets)
+        for chunk in self.chunks:
+            chunk.begin_step(self.plan.num_microbatches, (self._seed, self.num_steps))
+        # leaves the random generators of the user's own loop as they were
+        devices = [self.device] if self.device.type == "cuda" else []
+        with self._vocabulary_parallel_loss(), torch.random.fork_rng(devices) if self._has_dropout else nullcontext():
+            return self._step_microbatches(tokens_BS, {k: each for k, each in targets.items() if each is not None})
+
+    def _places(self, samples: list[int]) -> Tensor:
+        """The place of every label of these samples in the global batch, in the shape of labels."""
+        first = torch.tensor(samples, device=self.device)
+        if not self.chain.family.task.reads_text:
+            return first
+        seq_len = self.plan.seq_len
+        return first[:, None] * seq_len + torch.arange(seq_len, device=self.device)
+
+    def _mean_loss(self, losses: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The loss of a global batch, and the part of routers, where these are trained."""
         sums = torch.zeros(2, device=self.device)
         if losses:
             sums[0] = torch.stack(losses).sum() / self.plan.strategies[-1].tensor_degree
@@ -151,8 +226,10 @@ class ParallelModel:
             sums[1] = 1
         dist.all_reduce(sums)
         total, self._votes = sums.unbind()
-        routers = self.chunks[-1].routers
-        return total if routers is None else total + self.router_coefficient * self._loss_of_routers(routers)
+        if (routers := self.chunks[-1].routers) is None:
+            return total, None
+        of_routers = self._loss_of_routers(routers)
+        return total + self.router_coefficient * of_routers, of_routers
 
     @property
     def is_stopping(self) -> bool:
@@ -243,17 +320,16 @@ class ParallelModel:
                 for batches, batch in zip(chunk.batches, dealt[samples], strict=True):
                     batches[int(name)] = batch
 
-    def _count_targets(self, labels_BS: Tensor | None) -> None:  # noqa: N803
-        """Tells the parts how many targets the global batch has, where that is not the same for all batches."""
+    def _count_targets(self, labels_BS: Tensor | None, num_targets: int | Tensor | None) -> None:  # noqa: N803
+        """Tells the parts how many targets the global batch has; counts them where that differs between batches."""
         task = self.chain.family.task
-        if task is Task.CAUSAL_LM or not task.reads_text:
-            return
-        count = torch.zeros((), device=self.device)
-        if labels_BS is not None:
-            count += (labels_BS != IGNORED).sum() / self.plan.strategies[-1].tensor_degree
-        dist.all_reduce(count)
+        if num_targets is None and task is not Task.CAUSAL_LM and task.reads_text:
+            num_targets = torch.zeros((), device=self.device)
+            if labels_BS is not None:
+                num_targets += (labels_BS != IGNORED).sum() / self.plan.strategies[-1].tensor_degree
+            dist.all_reduce(num_targets)
         for chunk in self.chunks:
-            chunk.num_targets = count
+            chunk.num_targets = chunk.num_tokens if num_targets is None else num_targets
 
     def _accumulate(self, tokens_BS: Tensor, targets: dict[str, Tensor]) -> list[Tensor]:  # noqa: N803
         losses = []
@@ -262,7 +338,8 @@ class ParallelModel:
         for index, tokens in enumerate(tokens_BS.chunk(count)):
             with self.clock.working():
                 loss = self.chunks[0](tokens, **{name: each[index] for name, each in parts.items()})
-                self._scaled(loss).backward()
+                if torch.is_grad_enabled():
+                    self._scaled(loss).backward()
             losses.append(loss.detach())
         return losses
 
@@ -283,10 +360,11 @@ class ParallelModel:
         def step(tokens_BS: Tensor | None, targets: dict[str, Tensor]) -> list[Tensor]:  # noqa: N803
             inputs = () if tokens_BS is None else (tokens_BS,)
             losses: list[Tensor] = []
+            run = schedule.step if torch.is_grad_enabled() else schedule.eval
             if "labels_BS" not in targets:
-                schedule.step(*inputs, return_outputs=False, **targets)
+                run(*inputs, return_outputs=False, **targets)
             else:
-                schedule.step(*inputs, target=targets["labels_BS"], losses=losses, return_outputs=False, **targets)
+                run(*inputs, target=targets["labels_BS"], losses=losses, return_outputs=False, **targets)
             for part in parts:
                 part.end_step()
             return [loss.detach() if self.loss_scale is None else self.loss_scale.unscaled(loss) for loss in losses]
@@ -360,13 +438,26 @@ class ParallelModel:
 
     def _loss_of_routers(self, routers: PartRouters) -> Tensor:
         """The mean over the microbatches of a step, which every rank of the last stage has."""
-        self.router_loss = torch.zeros((), device=self.device)
+        found = torch.zeros((), device=self.device)
         if routers.losses:
-            ranks = self.plan.stage_sizes[-1]
-            self.router_loss += torch.stack(routers.losses).sum() / (self.plan.num_microbatches * ranks)
+            found += torch.stack(routers.losses).sum() / (self.plan.num_microbatches * self.plan.stage_sizes[-1])
             routers.losses.clear()
-        dist.all_reduce(self.router_loss)
-        return self.router_loss
+        dist.all_reduce(found)
+        return found
+
+
+@contextmanager
+def _evaluating(chunks: Iterable[StageModule]) -> Iterator[None]:
+    """Within it modules are in evaluation mode, and those that run in a layer and are not its own."""
+    beside = (each for chunk in chunks for layer in chunk.layers.values() for each in layer.beside)
+    modes = [(module, module.training) for each in (*chunks, *beside) for module in each.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def _numbers(samples: list[int]) -> Samples:

@@ -271,11 +271,15 @@ class PipelinePart(PipelineStage):
             self.fwd_cache[fwd_chunk_id] = (), inputs
         if not self._sends_itself:
             return operations
+        if not self.has_backward:
+            self.end_step()
         self._sent_activations[fwd_chunk_id] = _begin(operations)
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of a gradient that the schedule has to begin."""
+        if not self.has_backward:
+            return []
         operations = self._sends(super().get_bwd_send_ops(bwd_chunk_id), self._exchange.returning)
         if not self._sends_itself:
             return operations
@@ -289,6 +293,8 @@ class PipelinePart(PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of a gradient that the schedule has to begin."""
+        if not self.has_backward:
+            return []
         return self._receive(self.grad_recv_info[bwd_chunk_id], self._exchange.coming_back)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **keywords: Any) -> Any:
@@ -303,6 +309,8 @@ class PipelinePart(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **keywords: Any) -> None:
         """The backward pass of a microbatch, whose activation has arrived: its gradient has come back."""
+        if not self.has_backward:
+            return
         _wait(self._sent_activations.pop(bwd_chunk_id, []))
         self._put_together(self.grad_recv_info[bwd_chunk_id])
         outputs, inputs = self.fwd_cache[bwd_chunk_id]

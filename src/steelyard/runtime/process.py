@@ -135,7 +135,8 @@ def _begin(namespace: argparse.Namespace, replan: Replan | None) -> None:
 def _train(plan: Plan, data: str, options: TrainOptions, *, store: dist.Store | None = None) -> None:
     check_host(plan, host_ranks(), device=options.device)
     if local_rank() == 0:
-        prepare_data(Path(data), options.text, task=plan.chain().family.task)
+        for path in filter(None, (Path(data), options.eval_data)):
+            prepare_data(path, options.text, task=plan.chain().family.task)
     if os.environ["RANK"] == "0":
         check_outputs(options)
     from steelyard.runtime.train import train  # imports transformers: seconds that a mistake above need not wait for

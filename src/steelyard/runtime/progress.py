@@ -49,11 +49,13 @@ class Step:
     """In fp16: what the loss was multiplied by in the backward pass."""
     skipped: bool | None = None
     """True where gradients were not finite, so that the step left all parameters as they were."""
+    eval_loss: float | None = None
+    """After the step, of `--eval-data`, where it was due."""
 
 
 Metrics = Mapping[str, Any]
 """What is known of a step, by its name in the metrics file."""
-_AS_SEEN = ("main_loss", "router_loss", "imbalance", "loss_scale", "skipped")
+_AS_SEEN = ("main_loss", "router_loss", "imbalance", "loss_scale", "skipped", "eval_loss")
 
 
 def step_metrics(number: int, step: Step, plan: Plan) -> Metrics:
@@ -88,6 +90,8 @@ def progress_line(of: Metrics, num_steps: int, *, counts_tokens: bool, samples: 
         parts.append(f"loss scale {of['loss_scale']:,.0f}" + ", skipped: gradients overflow" * ("skipped" in of))
     if "memory_bytes" in of:
         parts.append(f"memory {format_bytes(of['memory_bytes'])}")
+    if "eval_loss" in of:
+        parts.append(f"eval loss {of['eval_loss']:.4f}")
     if "slow" in of:
         parts.append(f"slow: {of['slow']}")
     return "  ".join(parts)

@@ -206,11 +206,15 @@ class StageModule(nn.Module):
         waits = [layer for _, layer in waiting]
         self._whole_in_backward = [layer for layer in kept_whole if layer not in waits]
         """Those whose gradients are complete after a backward pass."""
+        self.num_tokens = num_tokens
+        """Places in a global batch where a target may be."""
         self.num_targets: int | Tensor = num_tokens
-        """Targets of a global batch; set it before a step where their number differs between batches."""
+        """Targets of the global batch; set it before a step where their number differs between batches."""
         self._backwards_to_go = self._weights_to_go = 0
         self._dropout_seed: tuple[int, ...] = ()
         self._forwards_done = 0
+        self.logits: list[tuple[Tensor, Tensor]] | None = None
+        """What the head has predicted, in the place of a loss; None where it takes one."""
         self.batches: list[dict[int, OwnBatch]] = []
         """For every microbatch of a step, what layers of a user's own module read; set before the step."""
 
@@ -258,6 +262,12 @@ class StageModule(nn.Module):
         if not self._has_backward and isinstance(self.loop, FSDPModule):
             self.loop.reset_iter_state()  # FSDP forgets what it noted of forward passes in a backward pass alone
 
+    def end_evaluation(self) -> None:
+        """Frees what forward passes without backward passes have left: copies that compute, and gathered layers."""
+        self.replicas.begin_step(0)
+        if isinstance(self.loop, FSDPModule):
+            self.loop.reset_iter_state()
+
     def forward(
         self,
         *inputs: Tensor,
@@ -275,6 +285,7 @@ class StageModule(nn.Module):
             num_targets=self.num_targets,
             decoder_ids=decoder_ids,
             batch=batch,
+            logits=self.logits,
         )
         flow, before = self.routers.arrived(inputs) if self.routers else (inputs, None)
         output = self.loop(as_flow(flow), context, (*self._dropout_seed, self._forwards_done))

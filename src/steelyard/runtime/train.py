@@ -32,8 +32,9 @@ from steelyard.processes.allocator import allocator_setting
 from steelyard.processes.stop import STOP_SIGNALS, StopWatch, handling
 from steelyard.profiles.record import OwnWork, RankRecord, RunRecord, SlowRank, StepRecord, slow_ranks
 from steelyard.runtime.checks import check_builder, device_type_of, stage_pool
-from steelyard.runtime.data.source import OwnData, SampleData, open_samples
+from steelyard.runtime.data.source import OwnData, SampleData
 from steelyard.runtime.divergence import Divergence
+from steelyard.runtime.evaluation import Evaluation, open_run_data
 from steelyard.runtime.observed_strategies import gather_strategies, observe_layers
 from steelyard.runtime.optimizer import learning_rate, make_optimizers
 from steelyard.runtime.options import TrainOptions
@@ -124,17 +125,14 @@ def train(plan: Plan, data_path: str | Path, options: TrainOptions) -> RunRecord
     state saved after the step that runs, and raises `StoppedError`.
     """
     own = planned_own(plan, options)
-    data: SampleData | OwnData
-    if own is None:
-        data = open_samples(data_path, options.text, plan.chain(), seq_len=plan.seq_len, seed=options.seed)
-    else:
-        data = OwnData(Path(data_path), own, seed=options.seed)
+    data = open_run_data(data_path, plan, own, options)
     is_first = dist.get_rank() == 0
     memory_limit = MemoryLimit(plan, enforce=options.enforce_memory)
     with memory_limit.explained():
         seed = options.seed
         model = parallelize_plan(plan, seed=seed) if own is None else parallelize_checked(own, plan, seed)
-        trainer = _Trainer(model, data, options, memory_limit, data_path)
+        evaluation = Evaluation(model, own, options)
+        trainer = _Trainer(model, data, options, memory_limit, data_path, evaluation)
         trainer.persistence.begin()
         steps = trainer.run()
         if is_first:
@@ -196,8 +194,9 @@ class _Trainer:
         options: TrainOptions,
         memory_limit: MemoryLimit,
         data_path: str | Path,
+        evaluation: Evaluation,
     ) -> None:
-        self.model = model
+        self.model, self._evaluation = model, evaluation
         self.peak_bytes = 0
         self.strategies: tuple[str, ...] = ()
         self._data, self._options = data, options
@@ -248,6 +247,7 @@ class _Trainer:
                 imbalance=statistics.fmean(uneven.values()) if uneven else None,
                 loss_scale=scale_value,
                 skipped=is_skipped or None,
+                eval_loss=self._evaluation.after_step(step + 1),
                 **self._parts(loss_value),
             )
             divergence.check(step + 1, loss_value, norm_value, is_skipped=is_skipped)

@@ -80,6 +80,8 @@ class Schedule(ABC):
     """Whether the gradients of weights have passes of their own."""
     why_not_everywhere: str = ""
     """Why the search leaves out configurations in which the schedule can run; empty where it leaves out none."""
+    only_alone: bool = False
+    """Whether the search tries it only where no other schedule is allowed."""
     why_nowhere: str = "not searched"
     """What to say where the search found no configuration for the schedule."""
 

@@ -31,6 +31,7 @@ class InterleavedZeroBubble(Interleaved1F1B):
     torchtitan_name = megatron_name = None
     forwards_per_hop = 1
     splits_backward = True
+    only_alone = True
     why_not_everywhere = "searched only where --schedule names it alone"
 
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
@@ -45,10 +46,6 @@ class InterleavedZeroBubble(Interleaved1F1B):
                 for name in ("phase", "chunk", "microbatch")
             }
         )
-
-    def is_tried(self, pipeline: PipelineConfig) -> bool:
-        """Nowhere yet."""
-        return False
 
     def waiting(self, pipeline: PipelineConfig, stage: int) -> int:
         """Those of as many backward passes as there are stages before it."""

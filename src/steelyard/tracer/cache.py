@@ -93,7 +93,7 @@ def _key(
         "name": chain.name,
         "seq_len": seq_len,
         "precision": precision,
-        "degrees": sorted(degrees),
+        "degrees": sorted({1, *degrees}),  # undivided layers are always traced
         "tracer": TRACER_VERSION,
         **{name: installed_version(name) for name in TRAINING},
         "attention": ATTENTION,

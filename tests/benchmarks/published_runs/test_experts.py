@@ -140,3 +140,27 @@ def test_torchtitan_has_its_loss_in_pieces_since_a_month_or_where_it_says_so() -
     }
     found = {name: has_loss_in_pieces(replace(run, cells={**run.cells, "framework": name})) for name in names}
     assert found == names
+
+
+@pytest.mark.parametrize(
+    ("name", "detail", "expected"),
+    [
+        ("torchtitan c4e229115 (2025-09), FSDP2", "per-op", ("half of the matmuls", (4, 2), True)),
+        ("torchtitan 2271b6386 (2025-01), FSDP2", "per-op", ("half of the matmuls", (12, 4), True)),
+        ("torchtitan 1234567 (2026-07), FSDP2", "per-op", ("half of the matmuls", (4, 2), False)),
+        ("torchtitan 27aa49077 (2026-06), graph_trainer", "graph pass", ("no matmul", (12, 4), True)),
+        ("torchtitan fca8ab7be (2026-03), graph_trainer", "graph pass", ("half of the matmuls", (12, 4), True)),
+    ],
+)
+def test_what_torchtitan_compiles_and_keeps_is_a_matter_of_its_version(
+    name: str, detail: str, expected: tuple[str, tuple[int, int], bool]
+) -> None:
+    cells = {"framework": name, "act_ckpt": "selective", "act_ckpt_detail": detail, "compile": "True"}
+    kernels = case(TITAN, **SPARSE_ROW | cells).job.execution.kernels
+    assert kernels is not None
+    assert (kernels.selective, kernels.loss_bytes, kernels.eager_routing) == expected
+
+
+def test_torchs_stages_keep_layers_gathered_whatever_the_zero_stage() -> None:
+    piped, flat = (block_strategy(pp=pp, dp_shard=shard, gbs=shard) for pp, shard in (("2", "4"), ("1", "8")))
+    assert [each.mode("zero") for each in (piped, flat)] == [1, 3]

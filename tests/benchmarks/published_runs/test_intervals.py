@@ -2,12 +2,14 @@
 
 import random
 import re
+from dataclasses import replace
 
 import intervals
 import numpy as np
 import pytest
-from intervals import AsGood, Errors, Found, Timed, as_good, interval, quantiles
+from intervals import AsGood, Errors, Found, OfEngine, Timed, as_good, interval, of_engines, quantiles
 
+from steelyard.cost.accuracy import EXPERTS
 from tests.benchmarks.published_runs.examples import run_of
 from tests.cost.examples import SPREADS
 
@@ -85,16 +87,40 @@ def test_ratios_of_measured_profiles_are_read_where_they_stand() -> None:
     assert found["dp4, 1 mb on 4"] == pytest.approx(np.log([1.42 / 1.52]))
 
 
+def test_an_engine_has_an_interval_of_its_own_where_its_runs_hold_what_was_left_out() -> None:
+    names = {"NeMo 25.02": 40, "torchtitan": 3}
+    runs = [
+        replace(timed(str(index), float(error)), run=run_of("vtrain", source_file=str(source), framework=name))
+        for name, count in names.items()
+        for source in range(3)
+        for index, error in enumerate(normal(source, count))
+    ]
+    found = {}
+    for far in (0.0, 1.0):
+        each = [replace(run, log_error=run.log_error + far * int(run.run.source)) for run in runs]
+        of_class = interval(intervals.by_source(each))
+        found[far] = {line.engine: line.own for line in of_engines(EXPERTS, of_class, intervals.by_source(each), each)}
+    assert found[0.0]["megatron-bridge"] is not None
+    assert found[0.0]["torchtitan"] is None
+    assert found[1.0] == {"megatron-bridge": None, "torchtitan": None}
+
+
 def test_figures_are_written_into_the_table_of_the_cost_model_and_of_the_readme() -> None:
     figures = {"typical": 0.1234, "low": 0.5678, "high": 1.9876}
     one = Found(**figures, level=0.94, inside={"vtrain": 0.91}, num_runs=7, held_out=0.92)
     good = AsGood(slowdown=0.17, level=0.9, inside={"vtrain": 0.93}, num_pairs=9, held_out=0.95)
     found = [(spread.words, one) for spread in SPREADS]
-    code = intervals.rewritten(intervals.TABLE_FILE.read_text(encoding="utf-8"), found, good)
+    alone = OfEngine(spread=EXPERTS, engine="torchtitan", num_runs=21, num_sources=2, own=one, inside=0.92)
+    engines = [alone, replace(alone, engine="megatron", own=None)]
+    code = intervals.rewritten(intervals.TABLE_FILE.read_text(encoding="utf-8"), found, good, engines)
+    own = '    ("experts", "torchtitan"): (0.123, 0.568, 1.988),\n    ("experts", "megatron"): None,\n}'
+    assert re.search(r"^OF_ENGINES: .* = \{\n" + re.escape(own) + '\n"""By class', code, flags=re.MULTILINE)
     assert len(re.findall(r"typical=0.123, low=0.568, high=1.988\)$", code, flags=re.MULTILINE)) == len(SPREADS)
     assert "\nAS_GOOD = 0.17\n" in code
-    tables = intervals.lines(found, good)
+    tables = intervals.lines(found, good, engines)
     text = intervals.in_readme(intervals.README.read_text(encoding="utf-8"), tables)
     assert "| dense 16-bit | 7 | 0.123 | 0.568 | 1.988 | 0.94 | 92.0% |" in text
     assert "| vtrain | 91% |" in text
+    assert "| experts, torchtitan | 21 | 2 | 0.123 | 0.568 | 1.988 | 92.0% |" in text
+    assert "| experts, megatron | 21 | 2 | of the class | | | 92.0% |" in text
     assert intervals.in_readme(text, tables) == text

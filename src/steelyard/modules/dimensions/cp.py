@@ -75,6 +75,7 @@ def own_context(context: LayerContext, mesh: DeviceMesh) -> LayerContext:
             config=context.config,
             labels_BS=None if context.labels_BS is None else local_tokens(context.labels_BS, SEQUENCE_DIM, mesh),
             num_targets=context.num_targets,
+            logits=context.logits,
         )
     return context.own[share]
 

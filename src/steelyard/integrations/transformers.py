@@ -1,0 +1,394 @@
+"""`transformers.Trainer` under a plan: its loop, and steelyard's runtime for what a step, a checkpoint and a save are.
+
+>>> trainer = PlanTrainer(model, args, plan=plan, train_dataset=…, data_collator=…)   # in each torchrun process
+>>> trainer.train()
+
+It makes one of any subclass: ``class PlanSFTTrainer(PlanTrainer, SFTTrainer): …`` of TRL.
+
+| what                                                     | whose                                                     |
+|----------------------------------------------------------|-----------------------------------------------------------|
+| loop, schedules, callbacks, reporters, data, metrics     | Trainer's                                                 |
+| a training step                                          | one global batch of the plan (`ParallelModel.train_step`) |
+| the loss of an evaluation batch, logits                  | its forward passes (`eval_step`, `predict_step`)          |
+| parameters that the optimizer gets, clipping             | the plan's                                                |
+| ``checkpoint-N/``                                        | trainer_state.json and the scheduler are Trainer's;       |
+|                                                          | ``step-…`` is a sharded checkpoint, read under any plan   |
+| ``save_model``                                           | weights for ``from_pretrained``, or peft's adapters       |
+
+Every rank makes every global batch, from the same data in the same order, and reads its samples of it: so ranks of tp
+and pp read the same ones, whatever the plan.
+
+Trainer gives the model and batches to Accelerate, which would wrap the one and divide the others over processes. Its
+object (``Trainer.accelerator``, made in ``create_accelerator_and_postprocess``, which names the class) is given a class
+that leaves both as they are. ``self.model`` stays the user's model, whose modules hold this rank's parameters;
+``self.model_wrapped`` is what runs.
+
+Logits for ``compute_metrics`` and ``predict`` are whole on every rank, as in one process.
+
+Not modelled: the loss of routers in evaluations with logits; metrics that TRL takes of its own forward pass (entropy,
+token accuracy); ``hyperparameter_search``.
+"""
+
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from steelyard.errors import InvalidPlanError, UserError
+from steelyard.integrations.batches import planned_batch
+from steelyard.integrations.training_arguments import planned_arguments
+from steelyard.modules.build import build_meta_model
+from steelyard.plan.file import read_plan
+from steelyard.plan.plan import Plan
+from steelyard.runtime.checkpoint import Checkpointer, on_first_rank, read_checkpoint, whole_checkpoint
+from steelyard.runtime.checkpoint_folder import CheckpointInfo, find_checkpoint, plan_hash
+from steelyard.runtime.checks import check_world_size
+from steelyard.runtime.optimizer import planned_optimizers
+from steelyard.runtime.parallel_model import ParallelModel, parallelize
+from steelyard.runtime.state import RunState
+from steelyard.runtime.weights import export_weights, load_weights
+
+_REFUSED: Mapping[str, str] = {
+    "model_init": "a model: a plan is for one",
+    "compute_loss_func": "the loss of the model, which the last layer of the plan computes",
+    "optimizers": "the optimizer of the plan (steelyard plan --optimizer), of the learning rates of the arguments",
+    "optimizer_cls_and_kwargs": "the optimizer of the plan (steelyard plan --optimizer)",
+    "quantization_config": "the base of the plan (steelyard plan --base)",
+}
+"""Arguments of trainers that a plan leaves no place for, with what is expected."""
+
+
+class PlanTrainer(Trainer):
+    """`transformers.Trainer` under a plan; of a subclass of Trainer put it before that among the bases.
+
+    ``plan`` is a plan or the path of one. ``model`` is as for `steelyard.parallelize`; the path of a Hugging Face
+    folder, whose weights are read straight into this rank's shards; or None for first weights of ``args.seed``.
+    """
+
+    optimizer: Optimizer | None
+
+    def __init__(
+        self,
+        model: nn.Module | str | Path | None = None,
+        args: TrainingArguments | None = None,
+        *others: Any,
+        plan: Plan | str | Path,
+        **given: Any,
+    ) -> None:
+        self.plan = plan if isinstance(plan, Plan) else read_plan(plan)
+        for name, expected in _REFUSED.items():
+            if given.get(name) not in (None, (None, None)):
+                raise UserError(field=name, found=type(given[name]).__name__, expected=expected, hint="leave it out")
+        if args is None:
+            raise UserError(field="args", found="None", expected="training arguments", hint="give TrainingArguments(…)")
+        if not dist.is_initialized():
+            raise InvalidPlanError(
+                field="plan",
+                found=f"a plan of {self.plan.num_devices} processes, and no process group",
+                expected="one process of those that torchrun starts",
+                hint=f"start the script with torchrun --nproc-per-node {self.plan.num_devices}",
+            )
+        check_world_size(self.plan, dist.get_world_size())
+        weights = model if isinstance(model, str | Path) else None
+        whole = build_meta_model(self.plan.chain()) if weights or model is None else model
+        super().__init__(whole, planned_arguments(args, self.plan), *others, **given)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise UserError(
+                field="accelerate",
+                found="FSDP" if self.is_fsdp_enabled else "DeepSpeed",
+                expected="nothing: the plan divides the model",
+                hint="start the script with torchrun, without a configuration of accelerate",
+            )
+        for module in self.model.modules():  # TRL gives the model a forward pass of its own, with its head's loss
+            vars(module).pop("forward", None)
+        self.parallel: ParallelModel = parallelize(self.model, self.plan, seed=self.args.seed)
+        self.accelerator.parallel = self.parallel
+        self.model_wrapped = _ThisRank(self.parallel, self.model)
+        self._checkpointer: Checkpointer | None = None
+        self._saves_all = False
+        if weights:
+            load_weights(Path(weights), self._state(), self.parallel.chain, seed=self.args.seed)
+        _free_others(self.model, self.model_wrapped)
+
+    # what Accelerate prepares
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes Trainer's accelerator one that leaves model, optimizer and batches as they are."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = _PlanAccelerator
+        self.accelerator.data_seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves the model where it is: each layer is moved when it is sharded."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return self.model_wrapped
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Samples of a step."""
+        return self.plan.global_batch
+
+    # a step
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Trains on one global batch of the plan; returns its mean loss."""
+        model.train()
+        batch = planned_batch(inputs, self.plan)
+        self.parallel.num_steps = self.state.global_step
+        return self.parallel.train_step(batch.read, num_targets=batch.num_targets).detach()
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Evaluates one global batch under the plan; returns its mean loss, and where asked for logits and labels."""
+        batch = planned_batch(inputs, self.plan)
+        if prediction_loss_only:
+            return self.parallel.eval_step(batch.read, num_targets=batch.num_targets), None, None
+        logits = self.parallel.predict_step(batch.read)
+        targets = batch.samples.labels.to(logits.device)
+        total = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+        labels = inputs["labels"].to(logits.device)
+        return total / batch.num_targets, logits[tuple(map(slice, labels.shape))], labels
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Makes the plan's optimizer, with Trainer's choice of parameters that decay."""
+        if self.optimizer is None:
+            decayed = set(self.get_decay_parameter_names(self.model_wrapped))
+            ids = {id(each) for name, each in self.model_wrapped.named_parameters() if name in decayed}
+            args = self.args
+            self.optimizer = _Together(
+                planned_optimizers(
+                    self.parallel,
+                    ids,
+                    lr=args.learning_rate,
+                    weight_decay=args.weight_decay,
+                    betas=(args.adam_beta1, args.adam_beta2),
+                ),
+                lr=args.learning_rate,
+            )
+        return self.optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.parallel.clip_gradients(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        return self.parallel.clip_gradients(0.0) if grad_norm is None else grad_norm
+
+    # what is reported
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """This rank's share of the operations of a batch, which Trainer sums over ranks."""
+        return float(super().floating_point_ops(inputs)) / dist.get_world_size()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Logs; evaluation steps per second are of global batches, where Trainer counts batches of every process."""
+        for name in [each for each in logs if each.endswith("_steps_per_second") and not each.startswith("train")]:
+            samples = logs[name.replace("_steps_", "_samples_")]
+            logs[name] = round(samples / self.plan.global_batch, 3)
+        super().log(logs, start_time)
+
+    # checkpoints
+
+    def _state(self) -> RunState:
+        optimizers = self.optimizer.optimizers if isinstance(self.optimizer, _Together) else []
+        return RunState(self.parallel, optimizers)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._saves_all = not self.args.save_only_model
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saves_all = False
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes weights for ``from_pretrained``, of a model with adapters these alone; a collective call.
+
+        Within a checkpoint it writes parameters and optimizer states, sharded.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        if self._saves_all:
+            self._write(folder)
+            return
+        written = folder / ".export"
+        on_first_rank(lambda: shutil.rmtree(written, ignore_errors=True))
+        export_weights(written, self._state(), self.plan, tokenizer={})
+        if dist.get_rank() == 0:
+            for file in sorted(written.iterdir()):
+                file.replace(folder / file.name)
+            written.rmdir()
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        dist.barrier()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _write(self, folder: Path) -> None:
+        plan, step = self.plan, self.state.global_step
+        on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True))
+        if self._checkpointer is None:
+            self._checkpointer = Checkpointer(
+                folder, keep_last=1, resumed=None, known={}, timeout_s=float(self.args.ddp_timeout), sets_aside=True
+            )
+        info = CheckpointInfo(
+            step=step,
+            num_samples=step * plan.global_batch,
+            seed=self.args.seed,
+            data_samples=len(self.train_dataset) if hasattr(self.train_dataset, "__len__") else 0,
+            model_name=self.parallel.chain.name,
+            config_hash=self.parallel.chain.config_hash,
+            plan_hash=plan_hash(plan),
+            num_processes=dist.get_world_size(),
+        )
+        self._checkpointer.save(self._state(), info, self.parallel.device, folder=folder)
+        self._checkpointer.wait()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if dist.get_rank() == 0:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Leaves reading to `_load_optimizer_and_scheduler`: Trainer calls this before there is an optimizer."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self._read(Path(checkpoint))
+        state = torch.load(Path(checkpoint) / SCHEDULER_NAME, map_location="cpu", weights_only=True)
+        _resume_scheduler(self.lr_scheduler, state, self.optimizer)
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        if self.args.save_only_model:
+            load_weights(best, self._state(), self.parallel.chain, seed=self.args.seed)
+        else:
+            self._read(best)
+
+    def _read(self, checkpoint: Path) -> None:
+        found, _ = whole_checkpoint(lambda known: find_checkpoint(str(checkpoint), None, known))
+        assert found is not None, "else it raises"
+        read_checkpoint(found[0], self._state(), self.plan, self.parallel.device)
+
+
+class _PlanAccelerator(Accelerator):
+    """Leaves model and optimizer as they are, and gives every rank every batch, of which each has all results."""
+
+    parallel: ParallelModel
+    data_seed: int
+
+    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+        """Prepares loaders of data alone."""
+        found = [self.prepare_data_loader(each) if isinstance(each, DataLoader) else each for each in objects]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        """Leaves the model as it is."""
+        return model
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *_: Any, **__: Any) -> DataLoader[Any]:
+        """Seeds and counts the batches, which stay whole and on the host."""
+        found: DataLoader[Any] = prepare_data_loader(
+            data_loader,
+            num_processes=1,
+            process_index=0,
+            put_on_device=False,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=False,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.data_seed,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+        )
+        self._dataloaders.append(found)
+        return found
+
+    def gather(self, tensor: Any) -> Any:
+        """Returns what every rank has."""
+        return tensor
+
+    def pad_across_processes(self, tensor: Any, *_: Any, **__: Any) -> Any:
+        """Returns what every rank has, in one shape."""
+        return tensor
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether gradients were not finite (fp16)."""
+        scale = self.parallel.loss_scale
+        return scale is not None and scale.is_skipped
+
+
+class _ThisRank(nn.Module):
+    """This rank's layers as a module, for all that looks at a model's parameters."""
+
+    def __init__(self, parallel: ParallelModel, model: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer for layer in parallel.layers.values())
+        self._whole = [model]  # no child: it has the same modules
+
+    def train(self, mode: bool = True) -> "_ThisRank":
+        """Sets the mode of the user's model, too, by which subclasses of Trainer tell training from evaluation."""
+        for each in self._whole:
+            each.train(mode)
+        return super().train(mode)
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        """Refuses: no rank has the whole model."""
+        raise UserError(
+            field="model",
+            found="a forward pass of the model",
+            expected="steps of the trainer: a rank has a part of the model",
+            hint="override training_step, or save the model and load it elsewhere",
+        )
+
+
+class _Together(Optimizer):
+    """Several optimizers as one for schedulers: their groups are its own."""
+
+    def __init__(self, optimizers: list[Optimizer], *, lr: float) -> None:
+        groups = [group for each in optimizers for group in each.param_groups]
+        super().__init__(groups or [{"params": [nn.Parameter(torch.empty(0))]}], {"lr": lr})
+        self.optimizers = optimizers
+
+    def step(self, closure: None = None) -> None:
+        """Updates the parameters that have a gradient."""
+        assert closure is None, "the loss is computed before"
+        for each in self.optimizers:
+            each.step()
+
+
+def _free_others(model: nn.Module, mine: nn.Module) -> None:
+    """Lets go of the parameters of layers that other ranks have, which the user's model still holds."""
+    kept = {id(module) for module in mine.modules()}
+    for module in model.modules():
+        if id(module) in kept:
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _resume_scheduler(scheduler: Any, state: dict[str, Any], optimizer: Optimizer) -> None:
+    """Goes on with a scheduler's state; another plan may have another number of groups, all of one learning rate."""
+    count = len(optimizer.param_groups)
+    fitted = {
+        name: (value * count)[:count] if isinstance(value, list) and len(set(map(str, value))) == 1 else value
+        for name, value in state.items()
+    }
+    scheduler.load_state_dict(fitted)
+    with suppress(AttributeError):
+        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate

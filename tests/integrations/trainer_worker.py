@@ -1,0 +1,218 @@
+"""Trains models by `transformers.Trainer`: alone in one process, and under plans on every rank of a world."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, Subset
+from transformers import AutoModelForCausalLM, EvalPrediction, Trainer, TrainingArguments
+
+from steelyard.errors import UserError
+from steelyard.integrations.transformers import PlanTrainer
+from steelyard.modules.build import build_model
+from steelyard.modules.freezing import freeze_model
+from steelyard.plan.plan import Plan
+from tests.runtime.lora_cases import lora_plan
+from tests.runtime.models import CONFIGS, FAMILY_CONFIGS, make_plan
+from tests.runtime.processes import fork, one_of_many_cases
+
+NUM_RANKS, STEPS, SEED = 4, 10, 5
+LLAMA = CONFIGS["llama"] | {"num_hidden_layers": 2}
+_FOUR = {"num_devices": NUM_RANKS, "num_microbatches": 2, "global_batch": 8, "seq_len": 16}
+PLANS: dict[str, Callable[[], Plan]] = {
+    "fsdp": partial(make_plan, LLAMA, "fsdp4, fsdp4 zero2 remat=full, fsdp4 zero1, dp4", **_FOUR),
+    "tp+sp": partial(make_plan, LLAMA, "dp2-tp2+sp, fsdp2-tp2+sp, tp4+sp, fsdp2-tp2", **_FOUR),
+    "pp": partial(make_plan, LLAMA, "dp2, fsdp2", "tp2, dp2", **_FOUR),
+    "pp, interleaved": partial(
+        make_plan,
+        LLAMA,
+        *("dp2", "fsdp2", "tp2", "dp2"),
+        **_FOUR | {"num_microbatches": 4},
+        num_chunks=2,
+        schedule="interleaved-1f1b",
+    ),
+    "cp": partial(make_plan, LLAMA, "cp4, fsdp2-cp2, dp2-cp2, cp4", **_FOUR),
+    "ep": partial(make_plan, FAMILY_CONFIGS["mixtral"], "fsdp4, fsdp4 ep2, dp4 ep2, dp4", **_FOUR),
+    "lora": partial(lora_plan, "lora:r=4", LLAMA, "fsdp4, dp4, fsdp2-tp2, fsdp4", **_FOUR),
+}
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Sequences that count on, the first places of which are no targets, and the last ones of some padding."""
+
+    def __init__(self, count: int, vocab_size: int) -> None:
+        self._count, self._vocab_size = count, vocab_size
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = (3 * index + torch.arange(16)) % self._vocab_size
+        labels, mask = tokens.clone(), torch.ones_like(tokens)
+        labels[: index % 5] = -100
+        if index % 3 == 0:
+            labels[13:], mask[13:] = -100, 0
+        return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+
+
+def arguments(folder: Path, **given: Any) -> TrainingArguments:
+    """Those of all runs, of which the last batch of an epoch and of the evaluation is not full."""
+    return TrainingArguments(
+        output_dir=str(folder),
+        **{
+            "max_steps": STEPS,
+            "learning_rate": 1e-2,
+            "weight_decay": 0.1,
+            "warmup_steps": 3,
+            "lr_scheduler_type": "cosine",
+            "logging_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": 4,
+            "save_strategy": "no",
+            "use_cpu": True,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "seed": SEED,
+            **given,
+        },
+    )
+
+
+def accuracy(predicted: EvalPrediction) -> dict[str, float]:
+    """Metrics of logits and labels: how often the most probable token is right, and the sum of all logits."""
+    logits, labels = predicted.predictions[:, :-1], predicted.label_ids[:, 1:]
+    is_target = labels != -100
+    right = (logits.argmax(-1) == labels)[is_target].mean()
+    return {
+        "accuracy": float(right),
+        "spread": float(np.abs(logits[is_target]).mean()),
+        "count": float(is_target.sum()),
+    }
+
+
+def data(vocab_size: int) -> dict[str, Any]:
+    return {"train_dataset": Sentences(44, vocab_size), "eval_dataset": Sentences(13, vocab_size)}
+
+
+def whole_model(plan: Plan) -> torch.nn.Module:
+    chain = plan.chain()
+    model = build_model(chain, seed=SEED)
+    freeze_model(model, chain)
+    return model
+
+
+def history_of(trainer: Trainer) -> list[dict[str, float]]:
+    """What was logged, and metrics of logits that are predicted after it."""
+    trainer.compute_metrics = accuracy
+    predicted = trainer.predict(trainer.eval_dataset)
+    shapes = {"logits": list(predicted.predictions.shape), "labels": list(predicted.label_ids.shape)}
+    return [*trainer.state.log_history, predicted.metrics | shapes]
+
+
+def train_alone(plan: Plan, folder: Path) -> list[dict[str, float]]:
+    """What plain Trainer logs in one process."""
+    batch = {f"per_device_{what}_batch_size": plan.global_batch for what in ("train", "eval")}
+    trainer = Trainer(whole_model(plan), arguments(folder, **batch), **data(plan.chain().vocab_size))
+    trainer.train()
+    return history_of(trainer)
+
+
+def write_references(path: Path) -> None:
+    torch.set_num_threads(1)
+    found = {name: train_alone(make(), path.parent) for name, make in PLANS.items()}
+    path.write_text(json.dumps(found))
+
+
+REFERENCES = Path(tempfile.gettempdir()) / f"trainer-{os.getpid()}" / "references.json"
+
+
+def before_ranks() -> None:
+    """Trains alone in a process of its own: Accelerate keeps what it found of processes."""
+    REFERENCES.parent.mkdir(exist_ok=True)
+    if os.waitpid(fork(write_references, REFERENCES), 0)[1]:
+        raise SystemExit("plain Trainer failed")
+
+
+@contextmanager
+def as_by_torchrun() -> Iterator[None]:
+    """What torchrun tells a process, by which Accelerate finds that there are others."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with mock.patch.dict(os.environ, told | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}):
+        yield
+
+
+def train_planned(name: str, folder: Path, *, resume: Path | None = None, **given: Any) -> PlanTrainer:
+    """Trains under a plan, from the beginning or a checkpoint."""
+    plan = PLANS[name]()
+    trainer = PlanTrainer(whole_model(plan), arguments(folder, **given), plan=plan, **data(plan.chain().vocab_size))
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    return trainer
+
+
+def run() -> dict[str, Any]:
+    folder = REFERENCES.parent
+    found: dict[str, Any] = {"alone": json.loads(REFERENCES.read_text()), "planned": {}}
+    with as_by_torchrun():
+        for name in PLANS:
+            with one_of_many_cases():
+                found["planned"][name] = history_of(train_planned(name, folder / "out"))
+        found.update(run_checkpoints(folder))
+    return found
+
+
+def run_checkpoints(folder: Path) -> dict[str, Any]:
+    """Goes on from checkpoints under other plans, and reads and writes weights."""
+    saving = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 2, "eval_steps": 4}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    first = train_planned("tp+sp", folder / "saved", **saving, **best)
+    found: dict[str, Any] = {"best": first.evaluate()["eval_loss"], "best step": first.state.best_global_step}
+    found["folder"] = sorted(each.name for each in (folder / "saved").iterdir())
+    found["checkpoint"] = sorted(each.name for each in (folder / "saved" / "checkpoint-4").iterdir())
+    second = train_planned("pp, interleaved", folder / "resumed", resume=folder / "saved" / "checkpoint-4")
+    found["resumed"] = second.state.log_history
+    second.save_model(str(folder / "exported"))
+    if dist.get_rank() == 0:
+        model = AutoModelForCausalLM.from_pretrained(folder / "exported", dtype=torch.float32)
+        batches = [Sentences(13, 256)[index] for index in range(8)]
+        inputs = {key: torch.stack([each[key] for each in batches]) for key in batches[0]}
+        with torch.no_grad():
+            found["loss of what was exported"] = model(**inputs).loss.item()
+    plan = PLANS["fsdp"]()
+    third = PlanTrainer(folder / "exported", arguments(folder / "third"), plan=plan, **data(256))
+    found["loss of what was read"] = third.evaluate(Subset(Sentences(13, 256), range(8)))["eval_loss"]
+    adapters = train_planned("lora", folder / "adapters", max_steps=1, eval_strategy="no")
+    adapters.save_model(str(folder / "adapters"))
+    found["adapters"] = sorted(each.name for each in (folder / "adapters").iterdir())
+    found["refused"] = refusals(folder)
+    return found
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What is said of checkpoints that are damaged, and of data that the plan cannot train on."""
+    found = {}
+    checkpoint = folder / "saved" / "checkpoint-10"
+    if dist.get_rank() == 0:
+        (file,) = (checkpoint / "step-00000010").glob("__0_0.distcp")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    for name, work in {
+        "damaged": partial(train_planned, "fsdp", folder / "never", resume=checkpoint),
+        "another model": partial(train_planned, "ep", folder / "never", resume=folder / "saved" / "checkpoint-4"),
+    }.items():
+        try:
+            work()
+        except UserError as error:
+            found[name] = str(error)
+    return found
