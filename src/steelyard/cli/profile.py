@@ -113,10 +113,10 @@ def profile(
         print_json(measured)
         return
     Console().print(profile_view(measured))
-    asked = [part for change in chain.changes for part in (f"--{change.name}", str(change))]
-    asked += [part for pattern in freeze or () for part in ("--freeze", pattern)]
-    asked += [] if seq_len is None else ["--seq-len", str(seq_len)]
+    asked = [] if seq_len is None else ["--seq-len", str(seq_len)]
     asked += [] if precision == "bf16" else ["--precision", precision]
+    asked += [part for change in chain.changes for part in (f"--{change.name}", str(change))]
+    asked += [part for pattern in freeze or () for part in ("--freeze", pattern)]
     plan = command("plan", model, *asked, "--profile", output, *_machine(measured))
     print(f"written to {output}; plan with: {plan}")
     if processes == 1:
