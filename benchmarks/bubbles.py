@@ -5,9 +5,6 @@ little and cores are not needed: order, sends and waits are real, times of passe
 a step, from the first pass of any rank to the last one, in which a rank does none.
 
 Run: python benchmarks/bubbles.py
-Result, 2026-11-28, 2 shared cores at a load of 8 to 10 (simulated, run): 1f1b 42.9, 43.0 and 27.3, 27.5 %;
-interleaved-1f1b 27.3, 27.8 and 15.8, 16.2 %; interleaved-zero-bubble 14.9, 16.1 and 8.0, 8.6 %. With passes of a
-quarter of the time, which other work on the machine reaches, the last is 6 points off.
 """
 
 import argparse
