@@ -57,6 +57,7 @@ from steelyard.plan.dimensions.dimension import Divides, Levels, Load, Phase, St
 from steelyard.plan.stages import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Collective, LayerProfile, Work
+from steelyard.profiles.shapes import Affine
 from steelyard.units import Amount, at_each, hashable, is_positive
 
 Seconds = TypeVar("Seconds", bound=Amount)
@@ -126,6 +127,36 @@ def layer_costs(
         parts = forward, backward, once
         forward, backward, once = ({name: factor * seconds for name, seconds in terms.items()} for terms in parts)
     return LayerCost(forward_s=forward, backward_s=backward, once_s=once)
+
+
+def weight_pass_s(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> float:
+    """Seconds of a microbatch's backward pass in a layer that belong to its weight pass, where a schedule has these.
+
+    Those of the products with gradients of weights of a block, by their FLOP: what a backward pass has more than a
+    forward pass, as far as linear layers have it. Nothing of an embedding and a head, nor of routed experts.
+    """
+    layer, job = layer_profile(layer_type, strategy, config, imbalance=1.0), config.job
+    if layer_type.role is not LayerRole.BLOCK or not layer.has_backward or job.effects.low_precision:
+        return 0.0
+    samples = rank_samples(strategy, config.microbatch_samples)
+    whole, backward = layer.backward.matmul_flop.at(samples), layer.backward
+    flop = max(0.0, whole - layer.forward.matmul_flop.at(samples))
+    if job.chain.family.task.reads_text:
+        tokens = samples * job.seq_len
+        trained = layer.trained
+        flop = min(flop, 2 * tokens * (trained.num_params - trained.expert_params))
+    share = flop / whole if whole else 0.0
+    if layer.times:
+        whole += backward.attention_flop.at(samples)
+        return job.time_factor * float(compute_time(layer, samples, job).backward_s) * (flop / whole if whole else 0.0)
+    work = Work(
+        matmul_flop=backward.matmul_flop * share,
+        attention_flop=Affine(),
+        matmul_bytes=backward.matmul_bytes * share,
+        memory_bytes=Affine(),
+        num_kernels=0,
+    )
+    return job.time_factor * float(work_s(work, samples, job))
 
 
 def exposed_s(compute_s: Amount, communication_s: Amount, slowdown: float) -> Amount:

@@ -95,6 +95,10 @@ class Levers:
         """Why no layer may be trained so, None where it may."""
         return next((reason for lever in self.chosen if (reason := lever.refusal(strategy))), None)
 
+    def weight_pass_refusal(self) -> str | None:
+        """Why gradients of weights have no passes of their own, None where they may."""
+        return next((reason for lever in self.chosen if (reason := lever.weight_pass_refusal())), None)
+
 
 NO_LEVERS = Levers()
 

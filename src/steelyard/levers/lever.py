@@ -270,6 +270,10 @@ class Lever(ABC):
         """Why no layer may be trained so, None where it may."""
         return None
 
+    def weight_pass_refusal(self) -> str | None:
+        """Why gradients of weights have no passes of their own beside it, None where they may."""
+        return None
+
     def effects(self, effects: Effects) -> Effects:
         """What it makes of the effects."""
         return effects
