@@ -37,7 +37,7 @@ from steelyard.cost.compute import (
     wait_s,
     work_s,
 )
-from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
+from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import (
     held_params,
     hidden_matrices,
@@ -226,7 +226,7 @@ def _with_host_copies(
     gradients, while the device waits.
     """
     job, trained = config.job, mean_shard_params(layer.trained, strategy)
-    gradients = MASTER_BYTES * trained
+    gradients = job.effects.weight_bytes * trained
     parameters = gradients + job.compute_bytes * (mean_shard_params(layer, strategy) - trained)
     found = []
     for terms, num_bytes in (forward, parameters), (backward, (parameters + gradients) * layer.has_backward):
@@ -424,7 +424,7 @@ def _once_time(
                 owners = group._replace(size=min(shards, group.size))
                 reduction: Collective = "reduce_scatter" if owners.size == group.size else "all_reduce"
                 pieces = execution.shard_pieces
-                new_bytes = each.tensor_bytes * job.compute_bytes / execution.reduce_bytes
+                new_bytes = each.tensor_bytes * job.compute_bytes / job.reduce_bytes
                 gather_s += pieces * job.collective_s("all_gather", new_bytes / pieces, owners)
                 reduce_s += pieces * job.collective_s(reduction, each.tensor_bytes / pieces, group)
         if own.once:
@@ -479,7 +479,7 @@ def tied_s(layer_type: LayerType, strategy: Strategy, config: JobConfig, *, alik
     job = config.job
     if not job.chain.sums_tied or layer_type.role is LayerRole.BLOCK:
         return 0.0
-    matrix_bytes = MASTER_BYTES * job.chain.vocab_size * job.chain.hidden_size
+    matrix_bytes = job.effects.weight_bytes * job.chain.vocab_size * job.chain.hidden_size
     distance = (config.pipeline.num_stages - 1) * config.devices_per_stage
     pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
     if alike or job.execution.keeps_own_buffers:

@@ -52,7 +52,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.context import communicator_bytes, context_bytes
-from steelyard.cost.job import MASTER_BYTES, JobConfig, layer_precision, side_bytes
+from steelyard.cost.job import JobConfig, layer_precision, side_bytes
 from steelyard.cost.layer_load import held_params, layer_profile, rank_samples
 from steelyard.cost.layer_memory import LayerRow, layer_states, without_tied
 from steelyard.cost.tables import CostTables, Received
@@ -197,7 +197,7 @@ def _tied_bytes(layer_type: LayerType, strategy: Strategy, config: JobConfig) ->
     if not is_tied or layer_type.role is LayerRole.BLOCK:
         return 0
     width = -(-chain.hidden_size // (SLICES_PER_RANK * strategy.tensor_degree))
-    return _SLICES_HELD * MASTER_BYTES * chain.vocab_size * width
+    return _SLICES_HELD * config.job.effects.weight_bytes * chain.vocab_size * width
 
 
 def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:

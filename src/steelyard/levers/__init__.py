@@ -18,12 +18,14 @@ from steelyard.levers.offload import Offload
 from steelyard.levers.optimizer import Optimizer
 from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.levers.train import Train
+from steelyard.levers.weights import Weights
 from steelyard.model.chain import ModelChain
 
 Value = TypeVar("Value", bound=Lever)
 
 LEVERS: dict[str, type[Lever]] = {
-    lever.name: lever for lever in (Train, QuantizedBase, Optimizer, Offload, ChunkedLoss, Float8, CompiledBlocks)
+    lever.name: lever
+    for lever in (Train, QuantizedBase, Optimizer, Weights, Offload, ChunkedLoss, Float8, CompiledBlocks)
 }
 """By name, in the order in which they are written. A test may add one of its own."""
 

@@ -12,7 +12,7 @@ a backward pass has made all gradients of a layer, they are added to one buffer 
 the ranks sum the buffer, while layers before it still work backwards, and its parts are the gradients.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -318,7 +318,7 @@ def shard_over(
     module = fully_shard(
         layer,
         mesh=mesh,
-        mp_policy=mixed_precision(precision),
+        mp_policy=mixed_precision(precision, {each.dtype for each in layer.parameters() if each.requires_grad}),
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement(layer, mesh if expert_mesh is None else expert_mesh),
         offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy(),
@@ -379,10 +379,11 @@ def replicate_over(
     return Replica(layer, mesh, activation_dtype(precision), others)
 
 
-def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
-    """The policy of a precision: 16 bits compute, and parameters are kept and gradients reduced in fp32."""
+def mixed_precision(precision: Precision, trained: Collection[torch.dtype]) -> MixedPrecisionPolicy:
+    """The policy of a precision: 16 bits compute, and gradients are reduced in fp32, unless all parameters that are
+    ``trained`` are kept in the type that computes."""
     dtype = activation_dtype(precision)
-    if dtype is torch.float32:
+    if dtype is torch.float32 or {*trained} == {dtype}:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 

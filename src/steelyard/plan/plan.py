@@ -112,7 +112,7 @@ class Plan(PlanPart):
                 hint="name the engine, as in engine: megatron",
             )
         chain.check_seq_len(self.seq_len)
-        self.chosen_levers.check(Asked(chain=chain, levers=tuple(self.levers)))
+        self.chosen_levers.check(Asked(chain=chain, levers=self.levers, precision=self.precision))
         _check_ranks(self)
         if self.global_batch % self.num_microbatches:
             raise InvalidPlanError(

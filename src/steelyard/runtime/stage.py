@@ -63,11 +63,12 @@ def shard_layer(
     *,
     has_backward: bool = True,
     on_host: bool = False,
+    weight_bytes: int = 4,
 ) -> FSDPModule | Replica:
     """The layer with its parameters sharded as ``strategy`` says, in place, or its replica where it is not sharded.
 
     Without a backward pass nothing is kept gathered for it, but for what is throughout a step. Where parameters lie
-    ``on_host``, FSDP moves them, on a single rank too.
+    ``on_host``, FSDP moves them, on a single rank too. Trained parameters are kept in ``weight_bytes``.
     Raises `InvalidPlanError` for a dimension that no twin carries out.
     """
     used = {dimension.name: dimension for dimension in strategy.dimensions}
@@ -78,8 +79,9 @@ def shard_layer(
             expected="dimensions that the runtime carries out: " + ", ".join(TWINS),
             hint="plan without it, or add its twin in steelyard/modules/dimensions",
         )
-    if chain.freeze is not None:
-        rest_in(layer, activation_dtype(precision))
+    dtype = activation_dtype(precision)
+    if chain.freeze is not None or weight_bytes == dtype.itemsize:
+        rest_in(layer, dtype, trained=weight_bytes == dtype.itemsize)
     for name, twin in TWINS.items():
         if name in used:
             twin(layer, chain, strategy, mesh.dimension(strategy, used[name]))
@@ -379,8 +381,17 @@ def _build_chunk(
         if plan.levers and chain.type_of(number).role is LayerRole.BLOCK and (save := saving(plan.chosen_levers)):
             layer.saving = partial(save, layer)
         has_backward = chain.has_backward(number)
-        options = {"has_backward": has_backward, "on_host": plan.chosen_levers.effects.parameters_on_host}
-        sharded = shard_layer(layer, chain, strategy, mesh, plan.precision, **options)
+        effects = plan.chosen_levers.effects
+        sharded = shard_layer(
+            layer,
+            chain,
+            strategy,
+            mesh,
+            plan.precision,
+            has_backward=has_backward,
+            on_host=effects.parameters_on_host,
+            weight_bytes=effects.weight_bytes,
+        )
         if isinstance(sharded, Replica):
             replicas.append(sharded)
         elif strategy.keeps_whole:
