@@ -1,6 +1,7 @@
 """A user's own module on the command line: the builder is named there, and a plan file alone never runs code."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from steelyard.cli.app import app
 from steelyard.model.own import OwnSplit
 from steelyard.plan.file import read_plan, write_plan
+from steelyard.profiles.profile import Profile
 from tests.cli.conftest import Run, user_error
 from tests.processes.forking_agent import fork_ranks
 from tests.runtime.models import make_plan
@@ -148,3 +150,61 @@ def _save_samples() -> Callable[[Path], None]:
         save_file({**{f"0.{name}": each.contiguous() for name, each in inputs.items()}, "1": noise}, path)
 
     return save
+
+
+MODULE = """
+import torch
+from torch import nn
+from torch.nn.functional import gelu, mse_loss
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.blocks, self.head = nn.Linear(8, 32), nn.ModuleList(Block() for _ in range(3)), nn.Linear(32, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build():
+    torch.manual_seed(0)
+    return Net(), (torch.randn(2, 4, 8), torch.randn(2, 4, 3)), mse_loss
+"""
+
+
+@pytest.mark.processes
+def test_a_profile_of_a_module_plans_as_many_processes_and_fewer_by_the_command_that_it_prints(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_ranks(monkeypatch)
+    (tmp_path / "mine.py").write_text(MODULE)
+    model, path = f"{tmp_path / 'mine.py'}:build", tmp_path / "profile.json"
+    asked = ("--precision", "fp32", "-n", 2, "--samples", "1,2", "--budget", 1)
+    measured = run("profile", model, *asked, "-o", path)
+    assert measured.exit_code == 0, measured.output
+    profile = Profile.model_validate_json(path.read_text())
+    assert all(each.times for each in profile.layers)
+    assert {frozenset(each.degrees.items()) for each in profile.layers if each.kind == "block"} == {
+        frozenset(),
+        frozenset({("tp", 2)}),
+    }
+    steelyard, *printed = shlex.split(measured.output.split("plan with: ")[1].splitlines()[0])
+    assert steelyard == "steelyard"
+    for count, command in ((2, printed), (1, [each.replace("1x2xcpu", "1x1xcpu") for each in printed])):
+        planned = run(*command, "-o", tmp_path / "plan.json")
+        assert planned.exit_code == 0, planned.output
+        plan = read_plan(tmp_path / "plan.json")
+        assert plan.num_devices == count

@@ -1,10 +1,12 @@
 """How users' own modules split, and what is said of those that do not: the place, and the operation."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -264,6 +266,20 @@ def test_a_stage_of_blocks_without_parameters_is_planned() -> None:
     asked: Any = {"sample": SAMPLE, "loss": functional.mse_loss, "global_batch": 16}
     plan = steelyard.find_plan(module, "1x4xa100-80gb", **asked, decisions=Decisions(num_stages=4))
     assert plan.num_stages == 4
+
+
+def test_a_module_is_planned_in_a_process_with_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that it is proved and traced here
+    module = nn.Sequential(nn.Linear(8, 32), NanoBlock(), NanoBlock(), nn.Linear(32, 3))
+    asked: Any = {"sample": SAMPLE, "loss": functional.mse_loss, "global_batch": 16}
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        plan = steelyard.find_plan(module, "1x2xa100-80gb", **asked)
+        summed = torch.ones(1)
+        dist.all_reduce(summed)
+    finally:
+        dist.destroy_process_group()
+    assert plan.strategies == steelyard.find_plan(module, "1x2xa100-80gb", **asked).strategies
 
 
 def test_a_model_of_transformers_that_is_refused_is_to_be_planned_by_its_config() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from steelyard.errors import InvalidModelError, InvalidProfileError
+from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, build_model, layer_modules
 from steelyard.modules.layers import BlockLayer, LayerContext, build_layer, shared_inputs_of
@@ -217,13 +217,15 @@ def test_an_operation_that_reads_nothing_counts_what_it_writes() -> None:
             assert counter.counts.memory_bytes == num_bytes
 
 
-def test_tracing_inside_a_process_group_is_an_error() -> None:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+def test_tracing_inside_a_process_group_leaves_it_as_it_was() -> None:
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    own = dist.group.WORLD
     try:
-        with pytest.raises(InvalidProfileError, match="process group"):
-            trace(known("llama"), seq_len=SEQ_LEN, precision="bf16", degrees=[1])
+        found = trace(known("llama"), seq_len=SEQ_LEN, precision="bf16", degrees=[1])
+        assert (dist.group.WORLD, dist.get_rank()) == (own, 1)
     finally:
         dist.destroy_process_group()
+    assert found.layers == trace(known("llama"), seq_len=SEQ_LEN, precision="bf16", degrees=[1]).layers
 
 
 def test_a_trace_leaves_no_process_group_behind() -> None:

@@ -1,5 +1,6 @@
 """``steelyard profile``: measures layers and collectives on the processes of this host."""
 
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,8 +9,19 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.levers import with_levers
-from steelyard.cli.options import AsJson, Freezes, Model, PrecisionOption, SeqLen, parse_precision, print_json, tried
+from steelyard.cli.options import (
+    AsJson,
+    Freezes,
+    Model,
+    PrecisionOption,
+    SeqLen,
+    built_module,
+    parse_precision,
+    print_json,
+    tried,
+)
 from steelyard.errors import InvalidProfileError, UserError
+from steelyard.hardware.files import devices, is_same_device
 from steelyard.installed import require_training
 from steelyard.levers import Levers
 from steelyard.limits import MOST_DEVICES, MOST_SAMPLES, MOST_SECONDS
@@ -21,6 +33,7 @@ from steelyard.planning.request import changed_chain
 from steelyard.precision import LayerPrecision
 from steelyard.profiles.profile import Profile, merge_profiles
 from steelyard.report.run_table import profile_view
+from steelyard.units import MIB
 
 SAMPLES = "1,2,4"
 MOST_MEASURED = 32
@@ -73,7 +86,8 @@ def profile(
     from steelyard.tracer.cache import cached_trace
 
     began_s, sizes = time.time(), parse_samples(samples, global_batch)
-    chain = changed_chain(load_model(model), Levers.of(levers), freeze or ())
+    own = built_module(model)
+    chain = changed_chain(load_model(model) if own is None else own.chain, Levers.of(levers), freeze or (), own)
     earlier = None if merge is None else parse_file(merge, Profile, InvalidProfileError, what="profile")
     degrees = divisors(processes)
     traced = cached_trace(
@@ -81,9 +95,16 @@ def profile(
         seq_len=chain.known_seq_len(seq_len),
         precision=parse_precision(precision, LayerPrecision),
         degrees=degrees,
+        own=own,
     )
     measured = launch_profiler(
-        chain, traced, num_processes=processes, samples=sizes, budget_s=budget_s, began_s=began_s
+        chain,
+        traced,
+        num_processes=processes,
+        samples=sizes,
+        budget_s=budget_s,
+        began_s=began_s,
+        builder=None if own is None else model,
     )
     if earlier is not None:
         measured = merge_profiles(earlier, measured)
@@ -92,11 +113,24 @@ def profile(
         print_json(measured)
         return
     Console().print(profile_view(measured))
-    machine = "NODESxDEVICESxDEVICE of any number" if processes == 1 else f"1x{processes}xcpu"
-    asked = [part for change in chain.changes for part in (f"--{change.name}", str(change))]
+    asked = [] if seq_len is None else ["--seq-len", str(seq_len)]
+    asked += [] if precision == "bf16" else ["--precision", precision]
+    asked += [part for change in chain.changes for part in (f"--{change.name}", str(change))]
     asked += [part for pattern in freeze or () for part in ("--freeze", pattern)]
-    plan = command("plan", model, *asked, "--profile", output, "--cluster")
-    print(f"written to {output}; plan with: {plan} {machine} …")
+    plan = command("plan", model, *asked, "--profile", output, *_machine(measured))
+    print(f"written to {output}; plan with: {plan}")
+    if processes == 1:
+        print("a profile of one process serves a --cluster of any number of nodes and devices")
+
+
+def _machine(measured: Profile) -> list[str]:
+    """The options that name what was measured as a cluster: of a CPU with an equal share of the host's memory."""
+    identity = measured.identity
+    if identity.device_kind == "gpu":
+        known = (each.name for each in devices() if is_same_device(identity.device, each))
+        return ["--cluster", f"1x{identity.num_devices}x{next(known, identity.device)}"]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // identity.num_devices
+    return ["--cluster", f"1x{identity.num_devices}xcpu", "--memory", f"{memory // MIB}MiB"]
 
 
 def parse_samples(text: str | None, global_batch: int | None = None) -> tuple[int, ...]:

@@ -24,7 +24,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
@@ -80,13 +79,6 @@ def proved(found: FoundSplit) -> OwnModel:
     known = read_kept(path, OwnSplit, "proved again, since what was kept cannot be read")
     if known is not None:
         return OwnModel(model.module, known, model.loss, model.sample)
-    if dist.is_initialized():
-        raise InvalidModelError(
-            field="model",
-            found="a process group in this process",
-            expected="a process without one: a proof has ranks of its own",
-            hint="plan before torch.distributed is initialised, or in another process, and read the plan from its file",
-        )
     if model.split.num_params > MOST_PARAMS:
         notice = "%s has %d parameters, too many to be proved in numbers"
         _logger.warning(notice, model.split.module, model.split.num_params)

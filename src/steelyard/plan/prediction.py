@@ -100,8 +100,8 @@ class Certificate(PlanPart):
 
     status: Status
     gap: float | None = Field(default=None, ge=0, le=1)
-    """The part of the plan's step by the cost tables that `Prediction.lower_bound_s` does not prove necessary; absent
-    where nothing is proven."""
+    """The part of the plan's step by the cost tables, or as shown where processes share cores, that
+    `Prediction.lower_bound_s` does not prove necessary; absent where nothing is proven."""
     time_limit_s: limits.Seconds | None = None
     """What the search might take, where that ended it before it proved its plan; absent where it ended by itself."""
     num_simulated: int | None = Field(default=None, ge=2, le=limits.MOST_STEPS)
@@ -328,6 +328,7 @@ class Prediction(PlanPart):
     stages: tuple[StagePrediction, ...]
     certificate: Certificate
     lower_bound_s: limits.Seconds
+    """No plan takes less: by the cost tables, or where processes share cores by the work that these can do."""
     not_searched: tuple[str, ...] = ()
     """What could be run and was left out of the search, so that the certificate says nothing of it."""
     profile: CostSource

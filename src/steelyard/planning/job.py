@@ -258,6 +258,7 @@ def _job_on(request: PlanRequest, machines: Cluster, outer_link: Link | None) ->
     )
     given = request.profiles.get(machines.name)
     if given is not None:
+        given = given._replace(profile=given.profile.for_devices(machines.num_devices))
         _check_profile(given.profile, chain, machines, seq_len, request.precision)
     known = given or MeasuredProfile(traced())
     has_shapes = given is None or request.levers.effects.matrices is None
@@ -324,7 +325,7 @@ def _check_profile(profile: Profile, chain: ModelChain, cluster: Cluster, seq_le
                 found=str(found),
                 expected=f"{expected}, as in this job",
                 hint="profile again for this model, its levers and what is frozen of it, this length, precision and "
-                "device type, on as many devices or on one",
+                "device type, on as many devices, a multiple of them, or one",
             )
 
 

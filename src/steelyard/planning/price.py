@@ -275,6 +275,11 @@ def warnings_of(
             )
             if not missed_bytes:
                 told.append(f"a plan with --memory-margin {MARGIN:g} leaves more free, where one fits")
+        if fullest and pool.cluster.num_devices > 1 and (misfits := pool.profile.misfits):
+            told.append(
+                f"collectives of the profile are missed by a latency and a rate by up to: {', '.join(misfits)}; "
+                "profile again on an idle machine, or with a larger --budget"
+            )
         if told:
             found.append((f"{pool.cluster.name}: " if job.is_mixed else "") + "; ".join(told))
     return tuple(found)

@@ -24,7 +24,7 @@ from steelyard.plan.stages import illegal_reason
 from steelyard.plan.strategy import Remat, Strategy, parse_parallel
 from steelyard.planning.pins import OR_MORE, Pin, pins_of
 from steelyard.planning.price import peak_bytes, with_price
-from steelyard.planning.problem import pipeline_configs, space_options, stage_strategies
+from steelyard.planning.problem import pipeline_configs, shares_cores, space_options, stage_strategies
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.variants import Study, insisting
 from steelyard.schedules import SCHEDULES
@@ -190,7 +190,7 @@ def configs_not_searched(job: Job, decisions: Decisions) -> tuple[NotSearched, .
                 else "left out by --schedule",
             )
             for each in SCHEDULES.values()
-            if each not in used or each.why_not_everywhere
+            if each not in used or (each.why_not_everywhere and not shares_cores(job))
         ),
     )
 
@@ -213,10 +213,11 @@ def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
                 found[reason] = strategy
     said = [f"strategies such as {strategy}: {reason}" for reason, strategy in found.items()]
     for schedule in SCHEDULES.values() if any(config.pipeline.num_stages > 1 for config in configs) else ():
-        if schedule.name in decisions.allowed_schedules:
-            said += [f"{schedule.name}: {schedule.why_not_everywhere}"] if schedule.why_not_everywhere else []
+        if schedule.name in decisions.allowed_schedules and job.engine.capabilities.runs(schedule.name):
+            is_everywhere = not schedule.why_not_everywhere or shares_cores(job)
+            said += [] if is_everywhere else [f"{schedule.name}: {schedule.why_not_everywhere}"]
             beyond = f"{schedule.name} in more than {max(schedule.chunk_counts)} chunks a stage"
-            said += [beyond] if schedule.takes_chunks else []
+            said += [beyond] if schedule.takes_chunks and not schedule.why_not_everywhere else []
     if job.global_batch > MOST_MICROBATCHES:
         said.append(f"more than {MOST_MICROBATCHES} microbatches")
     return tuple(said)

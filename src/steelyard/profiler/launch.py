@@ -19,7 +19,10 @@ from steelyard.levers import Levers
 from steelyard.model.chain import ModelChain
 from steelyard.model.freeze import Freeze
 from steelyard.model.freezing import frozen_chain
+from steelyard.model.own import OwnSplit
 from steelyard.model.read import load_model
+from steelyard.modules.own_pieces import OwnModel
+from steelyard.modules.own_proof import build, planned_module
 from steelyard.output import write_file
 from steelyard.plan.file import dump_json, parse_file
 from steelyard.processes.group import process_group
@@ -36,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and writes the profile, and ends the process: 0 done, 1 failed, 2 a mistake of the user."""
     parser = argparse.ArgumentParser(prog="steelyard.profiler", description="Measures a model on this machine.")
     parser.add_argument("--model", required=True, help="packaged model or path of a config.json")
+    parser.add_argument("--split", type=Path, help="how the module splits that --model, FILE.py:FUNCTION, builds")
     parser.add_argument("--levers", type=json.loads, default={}, help="what levers change of it, as JSON")
     parser.add_argument("--frozen", type=Freeze.model_validate_json, help="what is frozen of it, as JSON")
     parser.add_argument("--traced", required=True, type=Path, help="traced profile of the model")
@@ -50,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _measure_and_write(options: argparse.Namespace) -> None:
-    chain = frozen_chain(Levers.of(options.levers).change(load_model(options.model)), options.frozen)
+    own = None if options.split is None else _built(options.model, options.split)
+    model = load_model(options.model) if own is None else own.chain
+    chain = frozen_chain(Levers.of(options.levers).change(model), options.frozen)
     trace = parse_file(options.traced, Profile, InvalidProfileError, what="profile")
     with process_group(_TIMEOUT_S):
         profile = measure(
@@ -61,10 +67,18 @@ def _measure_and_write(options: argparse.Namespace) -> None:
             trace=trace,
             budget_s=options.budget - (time.time() - options.began if options.began is not None else 0.0),
             progress=_show if dist.get_rank() == 0 else lambda _line, _done: None,  # the first process speaks for all
+            own=own,
         )
         if dist.get_rank() == 0:
             _show("done\n", 1.0)
             write_file(options.output, dump_json(profile) + "\n", "--output")
+
+
+def _built(builder: str, split_file: Path) -> OwnModel:
+    """The user's own module of a builder, split as it was in the process that started this one."""
+    split, built = OwnSplit.model_validate_json(split_file.read_text()), build(builder)
+    model = planned_module(built.module, split, built.loss)
+    return OwnModel(model.module, split, built.loss, built.sample)
 
 
 def progress_bar(done: float) -> str:
@@ -93,12 +107,14 @@ def launch_profiler(
     samples: Sequence[int],
     budget_s: float = 20.0,
     began_s: float | None = None,
+    builder: str | None = None,
 ) -> Profile:
     """The profile of ``chain`` on ``num_processes`` devices of this host, as `measure` makes it.
 
     ``trace`` is a traced profile of ``chain``; ``samples`` are the samples of one rank in a microbatch; ``budget_s``
     bounds the measuring, about, without the start of the processes, or all that is done since the Unix time
-    ``began_s``. Progress and errors of the processes go to stderr.
+    ``began_s``. A user's own module is built by ``builder``, FILE.py:FUNCTION, in each process. Progress and errors of
+    the processes go to stderr.
     Raises `InvalidProfileError` for wrong arguments, and `RankFailedError` if a process failed (the others are ended).
     """
     check_trace(trace, chain, seq_len=trace.identity.seq_len, precision=trace.identity.precision)
@@ -106,9 +122,10 @@ def launch_profiler(
     measurable_layers(trace, num_processes)
     with tempfile.TemporaryDirectory(prefix="steelyard-") as folder:
         config, traced, output = (Path(folder) / name for name in ("config.json", "traced.json", "profile.json"))
-        config.write_text(json.dumps(dict(chain.config)))
+        config.write_text(chain.split.model_dump_json() if builder else json.dumps(dict(chain.config)))
         traced.write_text(dump_json(trace))
-        arguments = ["--model", str(config), "--traced", str(traced), "-o", str(output), "--budget", str(budget_s)]
+        model = ["--model", builder, "--split", str(config)] if builder else ["--model", str(config)]
+        arguments = [*model, "--traced", str(traced), "-o", str(output), "--budget", str(budget_s)]
         arguments += [] if began_s is None else ["--began", str(began_s)]
         arguments += ["--levers", json.dumps({change.name: str(change) for change in chain.changes})]
         arguments += ["--frozen", chain.freeze.model_dump_json()] if chain.freeze else []

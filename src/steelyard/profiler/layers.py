@@ -16,6 +16,7 @@ Positions and masks, which a stage makes once per microbatch, count with the emb
 Legend of shapes: B samples of this rank, S sequence length, s sequence of this rank (S/tp under sp), H hidden size.
 """
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from steelyard.model.chain import LayerRole, ModelChain
@@ -47,6 +49,7 @@ from steelyard.modules.layers import (
 )
 from steelyard.modules.levers import change_layer
 from steelyard.modules.model_inputs import decoder_inputs, random_samples
+from steelyard.modules.own_pieces import OwnBatch, OwnModel
 from steelyard.modules.replicated import activation_dtype, replicate_over, shard_over
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.precision import LayerPrecision
@@ -72,6 +75,8 @@ class ShortChain:
     device: torch.device
     strategy: Strategy
     """What divides the layers' shapes; of one level at most."""
+    own: OwnModel | None = None
+    """The user's own module that they are layers of."""
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of all layers that are trained."""
@@ -80,7 +85,10 @@ class ShortChain:
     def microbatch(self, samples: int) -> tuple[Tensor, Tensor]:
         """What the first layer reads (token ids [B, S] or a hidden state [B, s, H]) and labels [B, S], on all ranks."""
         generator = torch.Generator().manual_seed(samples)
-        inputs, labels = random_samples(self.chain, samples, self.seq_len, generator)
+        if self.own is not None:  # whose layers read samples themselves
+            inputs = labels = torch.zeros(samples)
+        else:
+            inputs, labels = random_samples(self.chain, samples, self.seq_len, generator)
         if self.places[0] == 0:
             return inputs.to(self.device), labels.to(self.device)
         sequence, width = self.chain.hidden_shape(self.places[0] - 1, self.seq_len)
@@ -137,14 +145,19 @@ def build_short_chain(
     device: torch.device,
     mesh: DeviceMesh,
     shard_mesh: DeviceMesh | None = None,
+    own: OwnModel | None = None,
 ) -> ShortChain:
     """One layer of each of ``layer_types`` (two of a block) with first weights on ``device``, under ``strategy``.
 
-    Sharded over the one axis of ``shard_mesh`` where that is given, else replicas without others.
+    Sharded over the one axis of ``shard_mesh`` where that is given, else replicas without others. ``own`` is the user's
+    own module that the chain is of; a copy of it is divided.
     """
     picked = [layer for layer in _layers_of_each_type(chain) if chain.type_of(layer).name in layer_types]
-    model = build_meta_model(chain)
-    prepare_model(model, chain)
+    if own is None:
+        model = build_meta_model(chain)
+        prepare_model(model, chain)
+    else:
+        model = own = OwnModel(copy.deepcopy(own.module), own.split, own.loss, own.sample)
     layers = tuple(_build(model, chain, layer, strategy, device, mesh) for layer in picked)
     for layer in layers:
         if chain.freeze is not None:
@@ -163,6 +176,7 @@ def build_short_chain(
         places=tuple(picked),
         device=device,
         strategy=strategy,
+        own=own,
     )
 
 
@@ -257,6 +271,7 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
         labels_BS=labels,
         num_targets=labels.numel(),
         decoder_ids=decoder_inputs(labels, short.side.model_config, short.chain.features) if labels.dim() > 1 else None,
+        batch=None if short.own is None else _read(short, short.own, len(labels)),
     )
     inputs: list[Flow] = []
     outputs: list[Flow] = []
@@ -279,6 +294,18 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
                 torch.autograd.backward(*map(list, zip(*trained, strict=True)))
             gradients = [each.grad for each in tensors_of(inputs.pop())]
             watch.mark()
+
+
+def _read(short: ShortChain, own: OwnModel, samples: int) -> dict[int, OwnBatch]:
+    """What the layers of a user's own module read: its sample, as often as it takes."""
+
+    def repeated(each: Tensor) -> Tensor:
+        return each.detach()[torch.arange(samples) % len(each)]
+
+    read = pytree.tree_map_only(Tensor, repeated, own.sample)
+    side = short.side(short.seq_len, short.dtype, short.device)
+    batch = OwnBatch(read, own.split, side.of_samples, dtype=short.dtype, device=short.device)
+    return dict.fromkeys(short.places, batch)
 
 
 def _rows(short: ShortChain, samples: int, *, budget_s: float, least: int) -> list[list[float]]:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from steelyard.errors import InvalidProfileError
 from steelyard.levers.optimizer import Optimizer
 from steelyard.model.chain import ModelChain
+from steelyard.modules.own_pieces import OwnModel
 from steelyard.plan.strategy import Strategy, shape_strategies
 from steelyard.precision import LayerPrecision
 from steelyard.processes.group import current_device
@@ -57,13 +58,15 @@ def measure(
     trace: Profile,
     budget_s: float = 20.0,
     progress: Progress = lambda _line, _done: None,
+    own: OwnModel | None = None,
 ) -> Profile:
     """The profile of ``chain`` on this process group's devices, for each of ``samples`` (samples of one rank).
 
     ``trace`` is a traced profile of the same model, sequence length and precision; those of its layers whose
     tensor-parallel degree divides the world size are measured, the others are left out. ``budget_s`` is kept about: a
     part that takes longer leaves less to those after it, and what cannot be left out is measured once at least. Raises
-    `InvalidProfileError` for a trace of something else, or if nothing can be measured.
+    `InvalidProfileError` for a trace of something else, or if nothing can be measured. ``own`` is the user's own module
+    that the chain is of.
     """
     check_trace(trace, chain, seq_len=seq_len, precision=precision)
     world_size = dist.get_world_size()
@@ -79,6 +82,7 @@ def measure(
         budget_s=budget_s,
         deadline=Deadline(budget_s, device),
         progress=progress,
+        own=own,
     )
     timed, beside = run.compute(layers, samples)
     collectives = run.collectives() if world_size > 1 else ()
@@ -185,6 +189,7 @@ class _Run:
     budget_s: float
     deadline: Deadline
     progress: Progress
+    own: OwnModel | None
 
     def left_until(self, share: float) -> float:
         """Seconds that are left until so large a share of the budget is spent; a collective call."""
@@ -213,6 +218,7 @@ class _Run:
                 device=self.device,
                 mesh=meshes[each.num_devices],
                 shard_mesh=shard_mesh,
+                own=self.own,
             )
 
         self.progress("optimizer, sharding, shared cores", 0.0)

@@ -101,6 +101,12 @@ class MeasuredTime(ProfilePart):
     full_s: Seconds | None = None
     """Absent where it was not measured."""
 
+    def faster(self, speed: float) -> Self:
+        """The time on a rank that is so many times as fast."""
+        return self.model_copy(
+            update={name: seconds / speed for name, seconds in self if name.endswith("_s") and seconds is not None}
+        )
+
 
 class Recomputation(ProfilePart):
     """A layer under one remat choice: what it holds, and what its backward pass does beyond that of no remat.
@@ -327,6 +333,10 @@ def _at(samples: float, low: tuple[MeasuredTime, float], high: tuple[MeasuredTim
     return max((1 - part) * low[1] + part * high[1], least_s)
 
 
+MOST_MISFIT = 0.3
+"""Of a collective's fit, beyond which a profile says so."""
+
+
 class CollectiveProfile(ProfilePart):
     """Measured cost of one collective over ``group_size`` ranks: seconds = latency + tensor bytes / rate.
 
@@ -431,6 +441,49 @@ class Profile(ProfilePart):
             return ()
         per_stage = self.identity.num_devices // num_stages
         return self.busy_speeds[per_stage - 1 :: per_stage]
+
+    def for_devices(self, count: int) -> Self:
+        """The profile of ``count`` of the devices that it was measured on; itself unless that many divide them.
+
+        Processes that share cores are as much faster as so few of them are at work (``busy_speeds``). Collectives stay
+        as they were measured, with all groups of a size at work at once, which is more than fewer devices have.
+        """
+        measured = self.identity.num_devices
+        if not self.identity.is_measured or count >= measured or measured % count:
+            return self
+        speed = self.busy_speeds[count - 1] if self.busy_speeds else 1.0
+        layers = tuple(
+            layer.model_copy(update={"times": tuple(time.faster(speed) for time in layer.times)})
+            for layer in self.layers
+            if not any(count % degree for degree in layer.degrees.values())
+        )
+        optimizer_s = self.optimizer_s_per_param
+        return self.model_copy(
+            update={
+                "identity": self.identity.model_copy(update={"num_devices": count}),
+                "layers": layers,
+                "collectives": tuple(
+                    each
+                    for each in self.collectives
+                    if count % each.group_size == 0 and not (each.strided and each.group_size == count)
+                ),
+                "optimizer_s_per_param": None if optimizer_s is None else optimizer_s / speed,
+                "optimizers": {word: seconds / speed for word, seconds in self.optimizers.items()},
+                "sharding": tuple(each for each in self.sharding if count % each.group_size == 0),
+                "busy_speeds": tuple(each / speed for each in self.busy_speeds[:count]) if count > 1 else (),
+            }
+        )
+
+    @property
+    def misfits(self) -> tuple[str, ...]:
+        """The collectives whose times a latency and a rate miss by more than `MOST_MISFIT` at some size, and how
+        far."""
+        return tuple(
+            f"{each.kind} over {each.group_size}{' strided' if each.strided else ''} ranks "
+            f"{each.max_relative_error:.0%}"
+            for each in self.collectives
+            if each.max_relative_error > MOST_MISFIT
+        )
 
     def sharding_s(self, group_size: int) -> float:
         """What sharding a layer over so many ranks adds to a microbatch, by the nearest size measured; else 0."""

@@ -34,6 +34,11 @@ def machine_lines(profile: Profile) -> list[str]:
     if profile.sharding:
         added = ", ".join(f"{format_seconds(each.seconds)} over {each.group_size}" for each in profile.sharding)
         lines.append(f"sharding adds to a layer and microbatch, beside its collectives alone: {added} ranks")
+    if profile.misfits:
+        lines.append(
+            f"warning: a latency and a rate miss collectives by up to: {', '.join(profile.misfits)}; plans that use "
+            "them may be off as much: profile again on an idle machine, or with a larger --budget"
+        )
     if profile.reserved_over_allocated is None:
         lines.append("memory: a CPU's allocator keeps nothing, so reserved is allocated")
     else:

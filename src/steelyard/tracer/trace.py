@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 import transformers
 
-from steelyard.errors import InvalidModelError, InvalidProfileError
+from steelyard.errors import InvalidModelError
 from steelyard.model.chain import LayerType, ModelChain
 from steelyard.model.family import KV_HEADS, QUERY_HEADS
 from steelyard.modules.build import build_meta_model, prepare_model
@@ -103,16 +102,8 @@ def trace(
     """The traced profile of a model in every shape that parallelism dimensions give its layers at these degrees.
 
     ``own`` is a user's own module, which a chain alone does not give; ``fp32_adapters`` is as `TracedLayer` has it.
-    A degree that does not divide a layer type's sizes is left out for that layer type. Raises `InvalidProfileError`
-    when called in a process that already has a process group.
+    A degree that does not divide a layer type's sizes is left out for that layer type.
     """
-    if dist.is_initialized():
-        raise InvalidProfileError(
-            field="trace",
-            found="a process group in this process",
-            expected="a process without one: tracing makes a fake group of its own",
-            hint="plan before torch.distributed is initialised, or in another process",
-        )
     with _collector_paused():
         layers = _trace_layers(chain, seq_len, precision, sorted(set(degrees) | {1}), own, fp32_adapters)
     return Profile(

@@ -79,7 +79,7 @@ def _plan_facts(found: ReportContents) -> Iterator[tuple[str, Child]]:
     alone = "" if plan.precision in PRECISIONS else f"inputs of linear layers in {plan.precision}, all else "
     yield "precision", f"{plan.precision}: {alone}{PRECISIONS[layer_precision(plan.precision)]}; {_kept(plan)}"
     bound = prediction.lower_bound_s
-    proven = f"; no plan takes less than {format_seconds(bound)} by the search's closed form" if bound > 0 else ""
+    proven = f"; no plan takes less than {format_seconds(bound)}" if bound > 0 else ""
     yield "proof", f"{prediction.certificate}{proven}"
     if simplicity := simplicity_line(plan.num_groups, plan.num_stages, prediction):
         yield "simplicity", simplicity
