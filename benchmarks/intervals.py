@@ -19,8 +19,8 @@ source that was left out lie inside: sources differ more than the runs of one, s
 | measured profile           | ratios of `prediction_accuracy.py` as README.md has them, each plan left out in turn    |
 
 An engine's runs of a class have an interval of their own where they are `MIN_JUDGED` or more of several sources, and
-`HELD` of a source that was left out lie inside the others'; where not, the table says what the class's interval holds
-of them, found without their source.
+`HELD` of a source that was left out lie inside the others'. Where not, the table says what the class's interval holds
+of them, found without their source; where that is less than `HELD`, it is widened to the next of `LEVELS`.
 
 Two plans of one job err alike. ``as good`` is the least slowdown $x$ of which nine in ten pairs of a job's plans that
 are predicted further apart than $x$ are measured in that order; tested in the same way.
@@ -34,7 +34,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -215,9 +215,18 @@ def of_engines(spread: Spread, found: Found, errors: Errors, timed: Sequence[Tim
         if count >= MIN_JUDGED and len(own) > 1:
             alone = interval(own)
             alone = alone if HELD[0] <= alone.held_out <= HELD[1] else None
-        by_class = {
-            source: _part_within(each, quantiles(_without(errors, source), found.level)) for source, each in own.items()
-        }
+        for level in (each for each in LEVELS if each >= found.level):
+            by_class = {
+                source: _part_within(each, quantiles(_without(errors, source), level)) for source, each in own.items()
+            }
+            inside = _mean(by_class, own)
+            if count < MIN_JUDGED or inside >= HELD[0]:
+                break
+        if count >= MIN_JUDGED and alone is None and level > found.level:
+            low, high = np.exp(quantiles(errors, level))
+            typical = _mean({name: float(np.median(np.abs(np.expm1(-each)))) for name, each in own.items()}, own)
+            widened = {"typical": typical, "low": float(low), "high": float(high), "level": level}
+            alone = replace(found, **widened, inside=by_class, num_runs=count, held_out=inside)
         lines.append(
             OfEngine(
                 spread=spread,
@@ -225,7 +234,7 @@ def of_engines(spread: Spread, found: Found, errors: Errors, timed: Sequence[Tim
                 num_runs=count,
                 num_sources=len(own),
                 own=alone,
-                inside=alone.held_out if alone else _mean(by_class, own),
+                inside=alone.held_out if alone else inside,
             )
         )
     return lines
