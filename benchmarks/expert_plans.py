@@ -51,6 +51,8 @@ ENGINES: Mapping[str, Engine] = {
     "fsdp-deep": AUTOMODEL,
 }
 """The engine that prices what each framework of the table ran, the nearest where it is none of the product's."""
+LEVERS: Mapping[str, Mapping[str, str]] = {"automodel qwen3-30b-a3b ep8 8xH100": {"weights": "bf16"}}
+"""Beside float8 of torchtitan, which the precision says: parameters and moments of qwen3_moe_30b_te_deepep.yaml."""
 RUNS = {run.id: run for run in read_runs()}
 COLUMNS = ("name", "priced_s", "priced_gib", "fits", "free_s", "free_gib", "free_plan", "skipped")
 
@@ -58,8 +60,7 @@ COLUMNS = ("name", "priced_s", "priced_gib", "fits", "free_s", "free_gib", "free
 NOT_PRICED: Mapping[str, str] = {
     "llama3-405b 8k 8192xH100": "chunks not stated, 4 assumed",
     "llama3-405b 8k 16384xH100": "chunks not stated, 4 assumed",
-    "deepseek-v3 2048xH800 fp8": "theirs caches activations in fp8, and recomputes norms and projections",
-    "automodel qwen3-30b-a3b ep8 8xH100": "theirs has bf16 parameters and Adam moments (qwen3_moe_30b_te_deepep.yaml)",
+    "deepseek-v3 2048xH800 fp8": "theirs caches activations in fp8",
     "bridge deepseek-v3 256xGB200 bf16": "theirs recomputes MLA's projections alone, and has chunks of unlike blocks",
 }
 """What runs did that no settings here express: recompute_modules of Megatron-Bridge's recipes (deepseek in
@@ -126,9 +127,9 @@ def predicted(row: Mapping[str, str], folder: Path, *, plans_freely: bool) -> di
     per_node = min(int(row["gpus"]), int(row["gpus_per_node"]))
     try:
         engine, precision = engine_of(row), row["precision"]
-        levers = {"float8": "tensorwise"} if precision == "fp8" and "torchtitan" in engine.name else {}
-        if levers:  # its float8 is a lever, not a precision
-            precision = "bf16"
+        levers = dict(LEVERS.get(row["name"], {}))
+        if precision == "fp8" and "torchtitan" in engine.name:  # its float8 is a lever, not a precision
+            levers, precision = levers | {"float8": "tensorwise"}, "bf16"
         config = load_config(row["model"], folder)
         request = make_request(
             _megatrons(config, int(row["tp"])) if "megatron" in engine.name else config,

@@ -143,7 +143,8 @@ class PublicRun:
 _COMPILED = Execution(kernels=replace(FUSED, expert_copies=1))
 """PithTrain keeps what enters an expert and what comes out (models/qwen3_moe.py)."""
 TORCHTITAN = TORCHTITAN_ENGINE.execution
-_DEEPEP = replace(TORCHTITAN, dispatcher="deep")
+assert TORCHTITAN.kernels is not None, "of torchtitan"
+_DEEPEP = replace(TORCHTITAN, dispatcher="deep", kernels=replace(TORCHTITAN.kernels, eager_routing=False))
 _B200 = {"model": "qwen3-30b-a3b", "cluster": "1x8xb200-180gb", "seq_len": 8192, "global_batch": 64}
 _H100 = {"model": "qwen3-30b-a3b", "cluster": "8x8xh100-80gb", "seq_len": 4096, "global_batch": 1024}
 _OF_64 = {

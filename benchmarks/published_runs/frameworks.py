@@ -424,11 +424,17 @@ def _execution(run: PublishedRun, execution: Execution, zero: int) -> Execution:
 
 _HIDDEN = 0.5
 """Part of the communication of tensor or expert parallelism that runs beside compute where a row says so."""
+_HIDDEN_IN_2022 = {True: 1 / 4, False: 1 / 3}
+"""The same of Megatron-LM 3.0, with sequence parallelism and without: behind gradients of weights it reduces those of
+inputs (LinearWithGradAccumulationAndAsyncCommunication), two of eight collectives of a block, or two of six all-reduces
+of one that is computed again."""
 
 
 def _overlapped(run: PublishedRun, execution: Execution, zero: int) -> Execution:
     """The execution with what the row says runs beside what."""
     overlap = run.text("overlap").lower()
+    if run.text("framework") == "Megatron-LM (2022)":
+        execution = replace(execution, hidden_collectives=_HIDDEN_IN_2022[run.text("sp") == "True"])
     if any(words in overlap for words in ("async tp", "tp userbuffers", "tp comm")):
         execution = replace(execution, hidden_collectives=_HIDDEN)
     if "ep all-to-all" in overlap:

@@ -119,6 +119,33 @@ CASES = {
         precision="fp32",
         most=1.15,
     ),
+    "zero bubble": Case(
+        stages=("dp2, dp2", "dp2", "dp2", "dp2, dp2"), devices=4, schedule="interleaved-zero-bubble", chunks=2
+    ),
+    "zero bubble, full remat": Case(
+        stages=("fsdp2, fsdp2 remat=full", *["fsdp2 remat=full"] * 2, "fsdp2 remat=full, fsdp2"),
+        devices=4,
+        schedule="interleaved-zero-bubble",
+        chunks=2,
+        microbatches=8,
+        most=1.2,
+    ),
+    "zero bubble, tp, zero1 and zero2": Case(
+        stages=("tp2, tp2+sp", "fsdp2 zero1", "tp2+sp remat=selective", "fsdp2 zero1, fsdp2 zero2"),
+        devices=4,
+        schedule="interleaved-zero-bubble",
+        chunks=2,
+        microbatches=8,
+        most=1.2,
+    ),
+    "zero bubble, few tokens, fp32": Case(
+        stages=("single, single", "single", "single", "single, single"),
+        devices=2,
+        seq_len=32,
+        schedule="interleaved-zero-bubble",
+        chunks=2,
+        precision="fp32",
+    ),
     "tp, fp32": Case(stages=_all("tp2"), devices=2, precision="fp32"),
     "tp sp, large vocabulary": Case(stages=_all("tp2+sp"), devices=2, vocab=4096),
     "fsdp tp selective, tied": Case(
@@ -280,6 +307,7 @@ CASES = {
 
 
 NIGHTLY = {
+    "zero bubble, few tokens, fp32",
     *("zero1, two stages, gpipe, few tokens", "zero1, three stages of many microbatches", "zero1, interleaved"),
     *("fsdp", "fsdp zero2", "fsdp remat full", "fsdp selective", "tp, fp32", "interleaved", "hybrid"),
     *("cp", "cp inside fsdp", "ulysses", "experts of sharded layers"),

@@ -20,7 +20,7 @@ from steelyard.cost.context import (
     context_bytes,
 )
 from steelyard.cost.efficiency import efficiency_of
-from steelyard.cost.job import COMPUTE_BYTES, MASTER_BYTES, JobConfig
+from steelyard.cost.job import COMPUTE_BYTES, JobConfig
 from steelyard.cost.layer import LayerCost, exposed_s, layer_cost
 from steelyard.cost.layer_load import levels_group
 from steelyard.engines.execution import OURS, Execution, StateBytes
@@ -89,7 +89,7 @@ def test_a_replicated_layer_computes_on_its_own_parameters_in_fp32(text: str, co
 
 
 def test_bytes_of_the_precisions() -> None:
-    assert (COMPUTE_BYTES["bf16"], COMPUTE_BYTES["fp32"], MASTER_BYTES) == (2, 4, 4)
+    assert (COMPUTE_BYTES["bf16"], COMPUTE_BYTES["fp32"]) == (2, 4)
 
 
 def test_the_slack_is_a_fraction() -> None:

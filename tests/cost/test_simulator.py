@@ -185,6 +185,28 @@ def test_the_interleaved_bubble_of_equal_parts_is_that_of_the_paper(
     assert found.bubble_share() == pytest.approx(bubble / (1 + bubble) if work_s else 0.0)
 
 
+@pytest.mark.parametrize(("num_stages", "num_chunks", "num_rounds"), [(2, 2, 1), (3, 3, 2), (4, 2, 4), (8, 4, 2)])
+@pytest.mark.parametrize("weight_s", [0.5, 0.8, 1.0])
+def test_weight_passes_leave_a_bubble_of_a_pass_without_two_of_them_per_stage(
+    num_stages: int, num_chunks: int, num_rounds: int, weight_s: float
+) -> None:
+    times = StageTimes(forward_s=1.0, backward_s=2.0, weight_s=weight_s)
+    parts, num_microbatches = [times] * (num_stages * num_chunks), num_rounds * num_stages
+    found = simulated(parts, num_microbatches, "interleaved-zero-bubble", num_chunks=num_chunks)
+    bubble_s = (num_stages - 1) * (3.0 - 2 * weight_s)
+    assert found.step_time_s == pytest.approx(3.0 * num_microbatches * num_chunks + bubble_s)
+
+
+def test_weight_passes_do_their_part_of_the_work_behind_their_backward_passes() -> None:
+    parts = [StageTimes(forward_s=1.0, backward_s=2.0, weight_s=0.75)] * 6
+    for events in simulated(parts, 6, "interleaved-zero-bubble", num_chunks=2).stages:
+        ends = {(event.work, event.chunk, event.microbatch): event.end_s for event in events}
+        spans = {event.work: event.end_s - event.start_s for event in events}
+        assert (spans["forward"], spans["backward"], spans["weight"]) == pytest.approx((1.0, 1.25, 0.75))
+        for (work, chunk, microbatch), end_s in ends.items():
+            assert work != "weight" or ends["backward", chunk, microbatch] < end_s
+
+
 @given(interleaved())
 def test_an_interleaved_pass_starts_after_what_it_needs_has_arrived(
     pipeline: tuple[list[StageTimes], int, int],

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from steelyard.errors import InvalidDataError
-from steelyard.integrations.batches import planned_batch
+from steelyard.errors import InvalidDataError, UserError
+from steelyard.integrations.batches import check_task, planned_batch
 from steelyard.plan.plan import Plan
+from tests.runtime.feature_cases import CASES
 from tests.runtime.models import FAMILY_CONFIGS, make_plan
 
 TOKENS = torch.arange(1, 13).view(2, 6)
@@ -75,3 +76,9 @@ def test_images_have_a_label_each() -> None:
     found = planned_batch({"pixel_values": images, "labels": torch.tensor([1, 2, 3])}, plan("vit"))
     assert (found.samples.inputs.shape, found.samples.labels.tolist()) == ((4, 3, 16, 16), [1, 2, 3, -100])
     assert found.num_targets == 3
+
+
+def test_a_plan_whose_samples_no_collator_makes_is_refused() -> None:
+    check_task(plan("vit"))
+    with pytest.raises(UserError, match="a plan for speech-seq2seq"):
+        check_task(CASES["whisper, one stage"].plan)

@@ -51,20 +51,29 @@ def test_predictions_are_those_of_one_process(found: dict[str, Any], name: str) 
 
 
 def test_a_run_goes_on_from_a_checkpoint_under_another_plan(found: dict[str, Any]) -> None:
-    expected = [entry for entry in found["alone"]["pp, interleaved"][:-1] if entry["step"] > 4]
-    resumed = [entry for entry in found["resumed"] if entry["step"] > 4]
+    expected = [entry for entry in found["alone"]["pp, interleaved"][:-1] if entry["step"] > 5]
+    resumed = [entry for entry in found["resumed"] if entry["step"] > 5]
     assert_same(resumed[:-1], expected[:-1])
+
+
+def test_layers_of_other_stages_take_no_memory(found: dict[str, Any]) -> None:
+    assert {name.split(".")[0] + "." + name.split(".")[1] for name in found["elsewhere"]} == {
+        "model.layers",
+        "model.norm",
+        "lm_head.weight",
+    }
+    assert {name.split(".")[2] for name in found["elsewhere"] if "layers" in name} == {"0"}
 
 
 def test_the_best_model_is_loaded_at_the_end(found: dict[str, Any]) -> None:
     evaluated = {entry["step"]: entry["eval_loss"] for entry in found["alone"]["tp+sp"] if "eval_loss" in entry}
-    assert found["best step"] == 4
-    assert found["best"] == pytest.approx(evaluated[4], rel=TOLERANCE)
+    assert found["best step"] == 5
+    assert found["best"] == pytest.approx(evaluated[5], rel=TOLERANCE)
 
 
 def test_checkpoints_are_sharded_and_those_over_the_limit_go(found: dict[str, Any]) -> None:
-    assert found["folder"] == ["checkpoint-10", "checkpoint-4"]
-    expected = ["scheduler.pt", "step-00000004", "trainer_state.json", *(f"rng_state_{rank}.pth" for rank in range(4))]
+    assert found["folder"] == ["checkpoint-5"]
+    expected = ["scheduler.pt", "step-00000005", "trainer_state.json", *(f"rng_state_{rank}.pth" for rank in range(4))]
     assert found["checkpoint"] == sorted(expected)
 
 
@@ -77,6 +86,23 @@ def test_adapters_alone_are_exported(found: dict[str, Any]) -> None:
     assert "model.safetensors" not in found["adapters"]
 
 
+def test_a_signal_to_one_rank_saves_and_ends_all(found: dict[str, Any]) -> None:
+    assert found["stopped"] == [3, "step-00000003"]
+
+
 def test_damaged_checkpoints_and_those_of_another_model_are_refused(found: dict[str, Any]) -> None:
     assert "with other content than was written" in found["refused"]["damaged"]
     assert "of test (config" in found["refused"]["another model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("routers", "model.config.output_router_logits: found True in the model"),
+        ("own loss", "compute_loss_func: found builtin_function_or_method"),
+        ("no arguments", "give TrainingArguments"),
+        ("no forward", "a rank has a part of the model"),
+    ],
+)
+def test_what_a_plan_leaves_no_place_for_is_refused(found: dict[str, Any], name: str, words: str) -> None:
+    assert words in found["refused"][name]

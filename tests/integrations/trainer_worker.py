@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, Subset
-from transformers import AutoModelForCausalLM, EvalPrediction, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 
 from steelyard.errors import UserError
 from steelyard.integrations.transformers import PlanTrainer
@@ -76,7 +77,7 @@ def arguments(folder: Path, **given: Any) -> TrainingArguments:
             "lr_scheduler_type": "cosine",
             "logging_steps": 1,
             "eval_strategy": "steps",
-            "eval_steps": 4,
+            "eval_steps": 5,
             "save_strategy": "no",
             "use_cpu": True,
             "report_to": "none",
@@ -172,14 +173,15 @@ def run() -> dict[str, Any]:
 
 def run_checkpoints(folder: Path) -> dict[str, Any]:
     """Goes on from checkpoints under other plans, and reads and writes weights."""
-    saving = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 2, "eval_steps": 4}
+    saving = {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 1}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     first = train_planned("tp+sp", folder / "saved", **saving, **best)
     found: dict[str, Any] = {"best": first.evaluate()["eval_loss"], "best step": first.state.best_global_step}
     found["folder"] = sorted(each.name for each in (folder / "saved").iterdir())
-    found["checkpoint"] = sorted(each.name for each in (folder / "saved" / "checkpoint-4").iterdir())
-    second = train_planned("pp, interleaved", folder / "resumed", resume=folder / "saved" / "checkpoint-4")
+    found["checkpoint"] = sorted(each.name for each in (folder / "saved" / "checkpoint-5").iterdir())
+    second = train_planned("pp, interleaved", folder / "resumed", resume=folder / "saved" / "checkpoint-5")
     found["resumed"] = second.state.log_history
+    found["elsewhere"] = [name for name, each in second.model.named_parameters() if each.is_meta]
     second.save_model(str(folder / "exported"))
     if dist.get_rank() == 0:
         model = AutoModelForCausalLM.from_pretrained(folder / "exported", dtype=torch.float32)
@@ -193,23 +195,59 @@ def run_checkpoints(folder: Path) -> dict[str, Any]:
     adapters = train_planned("lora", folder / "adapters", max_steps=1, eval_strategy="no")
     adapters.save_model(str(folder / "adapters"))
     found["adapters"] = sorted(each.name for each in (folder / "adapters").iterdir())
+    found["stopped"] = stopped(folder)
     found["refused"] = refusals(folder)
     return found
+
+
+def forward(folder: Path) -> None:
+    plan = PLANS["pp"]()
+    PlanTrainer(whole_model(plan), arguments(folder / "never"), plan=plan, **data(256)).model_wrapped(None)
+
+
+def resume_damaged(folder: Path, checkpoint: Path) -> None:
+    if dist.get_rank() == 0:
+        (file,) = checkpoint.glob("step-*/__0_0.distcp")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    train_planned("fsdp", folder / "never", resume=checkpoint)
+
+
+class SignalToOneRank(TrainerCallback):
+    """Sends SIGTERM to the second rank as its third step begins."""
+
+    def on_step_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        if state.global_step == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped(folder: Path) -> list[Any]:
+    """The step after which a signal to one rank ends the run, and the checkpoints that it leaves."""
+    plan = PLANS["fsdp"]()
+    given = arguments(folder / "stopped", enable_jit_checkpoint=True, eval_strategy="no")
+    trainer = PlanTrainer(None, given, plan=plan, callbacks=[SignalToOneRank()], **data(256))
+    trainer.train()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    return [trainer.state.global_step, *(each.name for each in (folder / "stopped").glob("*/step-*"))]
 
 
 def refusals(folder: Path) -> dict[str, str]:
     """What is said of checkpoints that are damaged, and of data that the plan cannot train on."""
     found = {}
-    checkpoint = folder / "saved" / "checkpoint-10"
-    if dist.get_rank() == 0:
-        (file,) = (checkpoint / "step-00000010").glob("__0_0.distcp")
-        content = bytearray(file.read_bytes())
-        content[len(content) // 2] ^= 1
-        file.write_bytes(content)
-    dist.barrier()
+    checkpoint = folder / "saved" / "checkpoint-5"
+    plan = PLANS["ep"]()
+    with_loss = whole_model(plan)
+    with_loss.config.output_router_logits = True
+    given = {"args": arguments(folder / "never"), "plan": plan, **data(64)}
     for name, work in {
-        "damaged": partial(train_planned, "fsdp", folder / "never", resume=checkpoint),
-        "another model": partial(train_planned, "ep", folder / "never", resume=folder / "saved" / "checkpoint-4"),
+        "routers": partial(PlanTrainer, with_loss, **given),
+        "own loss": partial(PlanTrainer, None, compute_loss_func=print, **given),
+        "no arguments": partial(PlanTrainer, None, plan=plan),
+        "no forward": partial(forward, folder),
+        "another model": partial(train_planned, "ep", folder / "never", resume=checkpoint),
+        "damaged": partial(resume_damaged, folder, checkpoint),
     }.items():
         try:
             work()

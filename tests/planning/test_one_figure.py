@@ -115,6 +115,7 @@ def bounds(value: object) -> Iterator[tuple[float, float]]:
             yield from bounds(each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shares_cores", "seed"), JOBS)
 def test_one_step_time_decides_and_is_shown(shares_cores: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     of = random_job(seed, shares_cores=shares_cores)

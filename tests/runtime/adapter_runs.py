@@ -15,11 +15,12 @@ from tests.runtime.processes import run_module
 
 
 def run_all(folder: Path, runs: Iterable[tuple[str, Plan, TrainOptions]]) -> None:
-    """Trains by name on ``tokens.npy`` of a folder with four processes, and writes ``losses.json`` there."""
+    """Trains by name on ``tokens.npy`` of a folder, and writes ``losses.json`` there; runs of as many processes beside
+    each other are one launch."""
     jobs = []
     for name, plan, options in runs:
         write_plan(plan, folder / f"{name}.json")
-        of = {"plan": str(folder / f"{name}.json"), "data": str(folder / "tokens.npy"), "processes": 4}
+        of = {"plan": str(folder / f"{name}.json"), "data": str(folder / "tokens.npy"), "processes": plan.num_devices}
         jobs.append({"name": name, "arguments": options.arguments(), **of})
     (folder / "jobs.json").write_text(json.dumps(jobs))
     run_module("tests.runtime.run_worker", folder / "jobs.json", result=folder / "losses.json")

@@ -26,6 +26,10 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "two stages, 1f1b": (("single, single", "single remat=full, single"), {"precision": "bf16"}),
     "moments in 8 bits": (("fsdp2, dp2, tp2, fsdp2 zero2",), {"levers": {"optimizer": "adamw-8bit"}}),
     "moments in 4 bits": (("fsdp2, dp2, tp2, fsdp2 zero2",), {"levers": {"optimizer": "adamw-4bit"}}),
+    "weights in bf16": (
+        ("fsdp2, fsdp2 zero2, dp2, fsdp2 zero1",),
+        {"precision": "bf16", "levers": {"weights": "bf16"}},
+    ),
     "moments in host memory": (("fsdp2, dp2, tp2, fsdp2 zero2",), {"levers": {"offload": "optimizer"}}),
     "parameters in host memory": (("fsdp2, fsdp2 remat=full, tp2, fsdp2",), {"levers": {"offload": "parameters"}}),
     "activations in host memory": (

@@ -5,14 +5,17 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import tracking
 
 from steelyard.errors import UserError
 from steelyard.plan.plan import Plan
 from steelyard.profiles.record import SlowRank
+from steelyard.runtime import checks
 from steelyard.runtime.checks import check_outputs
 from steelyard.runtime.options import TrainOptions
 from steelyard.runtime.progress import Step, model_flop_utilisation, progress_line, reported, step_metrics
@@ -196,3 +199,35 @@ def test_the_progress_line_names_slow_ranks() -> None:
     slow = SlowRank(rank=3, stage=1, host="node7", factor=1.84)
     line = progress_line(step_metrics(1, replace(step(), slow=(slow,)), plan_with(None)), 10, counts_tokens=True)
     assert line.endswith("slow: rank 3 (stage 1) on node7 computes 1.8 × as long")
+
+
+def test_an_experiment_tracker_gets_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class Tracker:
+        def __init__(self, run_name: str) -> None:
+            seen.append(run_name)
+
+        def start(self) -> None:
+            seen.append("start")
+
+        def store_init_configuration(self, values: dict[str, str]) -> None:
+            seen.append(values["schedule"])
+
+        def log(self, values: dict[str, Any], step: int) -> None:
+            seen.append((step, values["loss"], "step" in values))
+
+        def finish(self) -> None:
+            seen.append("finish")
+
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
+    report(TrainOptions(steps=2, report_to="wandb"))
+    assert seen == ["steelyard", "start", "cosine", (1, 2.5, False), (2, 2.25, False), "finish"]
+
+
+def test_a_tracker_that_is_unknown_or_missing_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--report-to: found wandv"):
+        TrainOptions(report_to="wandv")
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "mlflow" else True)
+    with pytest.raises(UserError, match="pip install mlflow"):
+        checks.check_outputs(TrainOptions(report_to="wandb,mlflow"))

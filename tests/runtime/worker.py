@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from steelyard.modules import replicated, router_loss
+from steelyard.modules import replicated, router_loss, weight_passes
 from steelyard.modules.build import build_model
 from steelyard.modules.levers import compiled_blocks
 from steelyard.runtime import parallel_model
@@ -87,6 +87,7 @@ def planted(fault: str | None) -> Iterator[None]:
             router_loss, "dist", SimpleNamespace(all_reduce=lambda *_, **__: None)
         ),
         "traced kernels": lambda: mock.patch.object(compiled_blocks, "is_fake", return_value=True),
+        "no weight passes": lambda: mock.patch.object(weight_passes.WaitingGradients, "take", return_value=[]),
         "untied": lambda: mock.patch.object(parallel_model, "find_shared_gradients", return_value=[]),
     }
     with patches[fault]():

@@ -19,7 +19,7 @@ from steelyard.planning.price import describe
 from steelyard.planning.problem import make_tables, pipeline_configs, problem_of
 from steelyard.planning.variants import Study
 from steelyard.planning.why_not import configs_not_searched
-from steelyard.schedules import SCHEDULES, PassOrder, PipelineConfig, Schedule, find_schedule
+from steelyard.schedules import SCHEDULES, PassOrder, Phase, PipelineConfig, Schedule, find_schedule
 from steelyard.search.problem import load_problem, save_problem
 from tests.cost.examples import config, job, plan, simulated
 from tests.jobs import request_of
@@ -38,7 +38,9 @@ class LastInFirstOut(Schedule):
         count = pipeline.num_microbatches
         microbatch = np.concatenate([np.arange(count), np.arange(count)[::-1]])
         return PassOrder(
-            is_backward=np.arange(2 * count) >= count, chunk=np.zeros_like(microbatch), microbatch=microbatch
+            phase=np.repeat([Phase.FORWARD, Phase.BACKWARD], count),
+            chunk=np.zeros_like(microbatch),
+            microbatch=microbatch,
         )
 
 

@@ -8,7 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from steelyard.errors import InvalidPlanError
 from steelyard.schedules import SCHEDULES
@@ -23,13 +28,19 @@ INTERLEAVED = [
     for num_chunks in (2, 3, 4)
     for num_microbatches in (1, 2, 3, 4, 6, 8, 10, 12, 16, 24)
 ] + [(num_stages, num_chunks, 16) for num_stages in (2, 8) for num_chunks in (5, 12, 20)]
+OF_TORCH = {
+    "interleaved-1f1b": (ScheduleInterleaved1F1B, "FB"),
+    "interleaved-zero-bubble": (ScheduleInterleavedZeroBubble, "FI"),
+}
+"""The classes of schedules with chunks, and the passes that receive."""
 
 
 def ours(stage: int, num_stages: int, num_microbatches: int, schedule: str, num_chunks: int = 1) -> Passes:
     """Passes as kind, part of the model and microbatch."""
     order = pipeline(num_stages, num_microbatches, schedule, num_chunks).passes(stage)
-    passes = zip(order.is_backward.tolist(), order.chunk.tolist(), order.microbatch.tolist(), strict=True)
-    return [("FB"[backward], chunk * num_stages + stage, microbatch) for backward, chunk, microbatch in passes]
+    passes = zip(order.phase.tolist(), order.chunk.tolist(), order.microbatch.tolist(), strict=True)
+    words = "FIW" if SCHEDULES[schedule].splits_backward else "FB"
+    return [(words[phase], chunk * num_stages + stage, microbatch) for phase, chunk, microbatch in passes]
 
 
 class RecordingStage:
@@ -76,16 +87,16 @@ def test_passes_are_done_in_the_order_in_which_torch_does_them(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", OF_TORCH)
 @pytest.mark.parametrize(("num_stages", "num_chunks", "num_microbatches"), INTERLEAVED)
 def test_interleaved_passes_are_in_the_order_that_torch_plans_or_both_refuse(
-    num_stages: int, num_chunks: int, num_microbatches: int
+    schedule: str, num_stages: int, num_chunks: int, num_microbatches: int
 ) -> None:
-    parts = [SimpleNamespace(group_size=num_stages, group_rank=0, num_stages=num_stages * num_chunks)] * num_chunks
     try:
-        planned = ScheduleInterleaved1F1B(parts, num_microbatches).pipeline_order
+        planned = OF_TORCH[schedule][0](_parts(num_stages, num_chunks), num_microbatches).pipeline_order
     except ValueError:
         with pytest.raises(InvalidPlanError, match="num_microbatches"):
-            pipeline(num_stages, num_microbatches, "interleaved-1f1b", num_chunks).passes(0)
+            pipeline(num_stages, num_microbatches, schedule, num_chunks).passes(0)
         return
     for stage, actions in planned.items():
         expected = [
@@ -93,28 +104,35 @@ def test_interleaved_passes_are_in_the_order_that_torch_plans_or_both_refuse(
             for action in actions
             if action is not None
         ]
-        assert ours(stage, num_stages, num_microbatches, "interleaved-1f1b", num_chunks) == expected
+        assert ours(stage, num_stages, num_microbatches, schedule, num_chunks) == expected
+
+
+def _parts(num_stages: int, num_chunks: int) -> list[SimpleNamespace]:
+    whole = num_stages * num_chunks
+    return [SimpleNamespace(group_size=num_stages, group_rank=0, num_stages=whole, submod=None)] * num_chunks
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", OF_TORCH)
 @pytest.mark.parametrize(("num_stages", "num_chunks", "num_microbatches"), INTERLEAVED)
 def test_no_more_is_received_ahead_than_the_schedule_says(
-    num_stages: int, num_chunks: int, num_microbatches: int
+    schedule: str, num_stages: int, num_chunks: int, num_microbatches: int
 ) -> None:
-    where = pipeline(num_stages, num_microbatches, "interleaved-1f1b", num_chunks)
+    where = pipeline(num_stages, num_microbatches, schedule, num_chunks)
     if where.schedule.refusal(where) is not None:
         return
-    parts = [SimpleNamespace(group_size=num_stages, group_rank=0, num_stages=num_stages * num_chunks)] * num_chunks
-    for stage, actions in ScheduleInterleaved1F1B(parts, num_microbatches).pipeline_order_with_comms.items():
-        for most, passed in zip(where.schedule.received_ahead(where, stage), ("F", "B"), strict=True):
+    kind, passes = OF_TORCH[schedule]
+    planned = kind(_parts(num_stages, num_chunks), num_microbatches).pipeline_order_with_comms
+    for stage, actions in planned.items():
+        for most, passed, received_by in zip(where.schedule.received_ahead(where, stage), passes, "FB", strict=True):
             received: set[tuple[int, int]] = set()
             for action in actions:
                 place = action.stage_index, action.microbatch_index
-                if action.computation_type.value == f"RECV_{passed}":
+                if action.computation_type.value == f"RECV_{received_by}":
                     received.add(place)
                 elif action.computation_type.value == passed:
                     received.discard(place)
-                if action.computation_type.value in ("F", "B"):
+                if action.computation_type.value in (*passes, "W"):
                     assert len(received) <= most
 
 
@@ -159,7 +177,11 @@ def test_the_bound_of_the_search_is_what_the_passes_hold(
     config = pipeline(num_stages, num_rounds * num_stages, schedule, chunks)
     for stage in range(num_stages):
         passes = ours(stage, num_stages, num_rounds * num_stages, schedule, chunks)
-        assert config.in_flight(stage) == max(accumulate(1 if kind == "F" else -1 for kind, _, _ in passes))
+        alive = {"F": 1, "B": -1, "I": -1, "W": 0}
+        assert config.in_flight(stage) == max(accumulate(alive[kind] for kind, _, _ in passes))
+        waits = accumulate({"F": 0, "B": 0, "I": 1, "W": -1}[kind] for kind, _, _ in passes)
+        behind_a_backward_pass = [count for count, (kind, _, _) in zip(waits, passes, strict=True) if kind == "I"]
+        assert config.waiting(stage) == max(behind_a_backward_pass, default=1) - 1
 
 
 @pytest.mark.parametrize(("num_microbatches", "per_round"), [(1, 1), (2, 2), (3, 3), (4, 2), (8, 2)])

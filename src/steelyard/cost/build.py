@@ -12,7 +12,7 @@ from steelyard.cost.communication import crossing_s, send_recv_s
 from steelyard.cost.compute import compute_time
 from steelyard.cost.fold import folded
 from steelyard.cost.job import Job, JobConfig
-from steelyard.cost.layer import KnownPasses, layer_costs, tied_s
+from steelyard.cost.layer import KnownPasses, layer_costs, tied_s, weight_pass_s
 from steelyard.cost.layer_load import legal_counts, rank_samples, unmeasured_reason
 from steelyard.cost.memory import LayerRows, layer_rows, with_memory
 from steelyard.cost.switching import Switches
@@ -151,7 +151,22 @@ def build_tables(
     tables = with_memory(tables, config, costs.rows)
     if not has_chunks:
         return tables
-    return folded(tables, pipeline, round_trip_s=transfer_s(config, pipeline.num_stages - 1))
+    round_trip_s = transfer_s(config, pipeline.num_stages - 1)
+    return folded(tables, pipeline, round_trip_s=round_trip_s, fill=_fill(tables, config))
+
+
+def _fill(tables: CostTables, config: JobConfig) -> float:
+    """What of a block's pass fills and drains a pipeline, at least, under any strategy (`CostTables.fill`).
+
+    Weight passes of the last stages are done while the first ones end, and wait for nothing: of a pass that takes t
+    with a weight pass of w, t - 2 w are left.
+    """
+    shares = [1.0]
+    for row, layer_type in enumerate(config.job.chain.layer_types):
+        for column in np.flatnonzero(tables.legal[row]) if config.pipeline.schedule.splits_backward else ():
+            weight_s = weight_pass_s(layer_type, tables.strategies[column], config)
+            shares.append(float(1 - 2 * weight_s / tables.time_s[row, column]) if weight_s else 1.0)
+    return min(shares)
 
 
 def _tied_inputs(

@@ -60,10 +60,10 @@ def missing_blocks(num_blocks: int, num_chunks: int) -> tuple[int, int]:
     return missing // 2, missing - missing // 2
 
 
-def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float) -> CostTables:
+def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float, fill: float = 1.0) -> CostTables:
     """The tables of the same stages and microbatches, in chunks under another schedule (see `why_not_folded`).
 
-    ``round_trip_s`` is the hand-over from the last stage to the first.
+    ``round_trip_s`` is the hand-over from the last stage to the first; ``fill`` as `CostTables.fill`.
     """
     num_chunks = pipeline.num_chunks
     first, last = tables.layers[0], tables.layers[-1]
@@ -83,7 +83,10 @@ def folded(tables: CostTables, pipeline: PipelineConfig, *, round_trip_s: float)
     whole = replace(
         tables,
         pipeline=pipeline,
-        time_s=time_s,
+        time_s=fill * time_s,
+        switch_s=tables.switch_s if fill == 1 else fill * tables.switch_s,
+        transfer_s=fill * tables.transfer_s,
+        fill=fill,
         static_bytes=tables.static_bytes * copies,
         activation_bytes=activation_bytes,
     )

@@ -41,8 +41,6 @@ LINEAR_PEAKS: Mapping[Precision, str] = {"fp8": "fp8", "fp8-block": "fp8", "mxfp
 """By the precision of linear layers alone, the type whose peak they approach."""
 COMPUTE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, **dict.fromkeys(LINEAR_PEAKS, 2)}
 """Bytes of a parameter while a layer computes, and of an activation between layers."""
-MASTER_BYTES = 4
-"""Bytes of a parameter as the optimizer keeps it, and of a gradient as it is reduced."""
 Made = TypeVar("Made")
 
 ASSUMED_IMBALANCE = 1.2
@@ -310,6 +308,11 @@ class Job:
         """The rate of products of 8-bit operands over that of other linear layers."""
         device, low = self.cluster.device, self.effects.low_precision
         return device.peak(low.peak) / device.peak("bf16") if low else 1.0
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of an entry of gradients as ranks sum them."""
+        return min(self.execution.reduce_bytes, self.effects.weight_bytes)
 
     @property
     def compute_bytes(self) -> int:

@@ -37,7 +37,7 @@ from steelyard.cost.compute import (
     wait_s,
     work_s,
 )
-from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
+from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import (
     held_params,
     hidden_matrices,
@@ -57,6 +57,7 @@ from steelyard.plan.dimensions.dimension import Divides, Levels, Load, Phase, St
 from steelyard.plan.stages import SLICES_PER_RANK
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.profiles.profile import Collective, LayerProfile, Work
+from steelyard.profiles.shapes import Affine
 from steelyard.units import Amount, at_each, hashable, is_positive
 
 Seconds = TypeVar("Seconds", bound=Amount)
@@ -128,6 +129,36 @@ def layer_costs(
     return LayerCost(forward_s=forward, backward_s=backward, once_s=once)
 
 
+def weight_pass_s(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> float:
+    """Seconds of a microbatch's backward pass in a layer that belong to its weight pass, where a schedule has these.
+
+    Those of the products with gradients of weights of a block, by their FLOP: what a backward pass has more than a
+    forward pass, as far as linear layers have it. Nothing of an embedding and a head, nor of routed experts.
+    """
+    layer, job = layer_profile(layer_type, strategy, config, imbalance=1.0), config.job
+    if layer_type.role is not LayerRole.BLOCK or not layer.has_backward or job.effects.low_precision:
+        return 0.0
+    samples = rank_samples(strategy, config.microbatch_samples)
+    whole, backward = layer.backward.matmul_flop.at(samples), layer.backward
+    flop = max(0.0, whole - layer.forward.matmul_flop.at(samples))
+    if job.chain.family.task.reads_text:
+        tokens = samples * job.seq_len
+        trained = layer.trained
+        flop = min(flop, 2 * tokens * (trained.num_params - trained.expert_params))
+    share = flop / whole if whole else 0.0
+    if layer.times:
+        whole += backward.attention_flop.at(samples)
+        return job.time_factor * float(compute_time(layer, samples, job).backward_s) * (flop / whole if whole else 0.0)
+    work = Work(
+        matmul_flop=backward.matmul_flop * share,
+        attention_flop=Affine(),
+        matmul_bytes=backward.matmul_bytes * share,
+        memory_bytes=Affine(),
+        num_kernels=0,
+    )
+    return job.time_factor * float(work_s(work, samples, job))
+
+
 def exposed_s(compute_s: Amount, communication_s: Amount, slowdown: float) -> Amount:
     """Seconds that communication adds to the compute it runs beside, when each slows the other by ``slowdown``."""
     shorter: Amount = np.minimum(compute_s, communication_s)
@@ -195,7 +226,7 @@ def _with_host_copies(
     gradients, while the device waits.
     """
     job, trained = config.job, mean_shard_params(layer.trained, strategy)
-    gradients = MASTER_BYTES * trained
+    gradients = job.effects.weight_bytes * trained
     parameters = gradients + job.compute_bytes * (mean_shard_params(layer, strategy) - trained)
     found = []
     for terms, num_bytes in (forward, parameters), (backward, (parameters + gradients) * layer.has_backward):
@@ -393,7 +424,7 @@ def _once_time(
                 owners = group._replace(size=min(shards, group.size))
                 reduction: Collective = "reduce_scatter" if owners.size == group.size else "all_reduce"
                 pieces = execution.shard_pieces
-                new_bytes = each.tensor_bytes * job.compute_bytes / execution.reduce_bytes
+                new_bytes = each.tensor_bytes * job.compute_bytes / job.reduce_bytes
                 gather_s += pieces * job.collective_s("all_gather", new_bytes / pieces, owners)
                 reduce_s += pieces * job.collective_s(reduction, each.tensor_bytes / pieces, group)
         if own.once:
@@ -448,7 +479,7 @@ def tied_s(layer_type: LayerType, strategy: Strategy, config: JobConfig, *, alik
     job = config.job
     if not job.chain.sums_tied or layer_type.role is LayerRole.BLOCK:
         return 0.0
-    matrix_bytes = MASTER_BYTES * job.chain.vocab_size * job.chain.hidden_size
+    matrix_bytes = job.effects.weight_bytes * job.chain.vocab_size * job.chain.hidden_size
     distance = (config.pipeline.num_stages - 1) * config.devices_per_stage
     pair = Group(size=2, stride=distance, span=job.cluster.num_devices)
     if alike or job.execution.keeps_own_buffers:

@@ -158,7 +158,7 @@ def layer_load(layer: LayerProfile, strategy: Strategy, config: JobConfig) -> Lo
     trained, trained_experts = _held_apart(layer.trained, strategy) if layer.frozen_params else (held, experts)
     new_alone = job.execution.keeps_parameters and strategy.keeps_gathered
     gathered, gathered_experts = (trained, trained_experts) if new_alone else (held, experts)
-    reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.execution.reduce_bytes
+    reduced = job.compute_bytes if job.execution.keeps_whole_gradients(strategy) else job.reduce_bytes
     key = "carried", layer, strategy.remat, strategy.token_degree, hashable(samples)
     traced, exchanged, key_value_bytes, attention_bytes = job.once(key, lambda: _carried(layer, strategy, config))
     return Load(

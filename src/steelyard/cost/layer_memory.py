@@ -30,7 +30,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.cost.job import MASTER_BYTES, Job, JobConfig, Strategies, sample_bytes
+from steelyard.cost.job import Job, JobConfig, Strategies, sample_bytes
 from steelyard.cost.layer_load import (
     held_params,
     hidden_matrices,
@@ -64,7 +64,7 @@ class LayerStates:
     is_sharded: bool
     """Whether FSDP gathers it, which it does on a single rank as well where parameters come from the host."""
     shard: int
-    """The rank's parameters: those that are trained in fp32, others as the layer computes on them."""
+    """The rank's parameters: those that are trained, others as the layer computes on them."""
     trained_shard: int
     """Those of them that are trained."""
     copy: int
@@ -74,6 +74,8 @@ class LayerStates:
     """Whether the copy and whole gradients stay from the first of several microbatches to the last."""
     kept_gradients: int
     """What is kept from one microbatch to the next."""
+    reduced: int
+    """The buffer that gradients are reduced from, and that those of a replicated layer are kept in."""
     made_gradients: int
     """What one backward pass makes beside the gradients that are kept."""
     cut_gradients: int = 0
@@ -92,11 +94,6 @@ class LayerStates:
     """What of that, and of an update of matrices, is on the device while the optimizer steps, at most."""
     fetched: int = 0
     """What is on the device as parameters come from the host, beside what they are gathered to."""
-
-    @property
-    def reduced(self) -> int:
-        """The buffer that gradients are reduced from, and that those of a replicated layer are kept in."""
-        return MASTER_BYTES * self.params
 
     def reduced_states(self, *, is_first: bool) -> int:
         """Gradients and their buffers as they are reduced, in the first backward pass of a step or later."""
@@ -139,17 +136,18 @@ def layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -
 def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) -> LayerStates:
     job, layer = config.job, layer_profile(layer_type, strategy, config)
     params, shards = held_params(layer.trained, strategy), strategy.state_shards
+    weight_bytes = job.effects.weight_bytes
     streams = job.effects.parameters_on_host
     is_sharded = shards > 1 or streams
     computed = job.compute_bytes * (held_params(layer, strategy) if is_sharded else params)
     made = job.compute_bytes * params
-    trained_shard = MASTER_BYTES * sharded_params(layer.trained, strategy)
+    trained_shard = weight_bytes * sharded_params(layer.trained, strategy)
     made_whole = (
         strategy.tensor_degree if layer_type.role is LayerRole.EMBEDDING else 1
     )  # DTensor makes a tp embedding's so
     keeps_whole = config.has_several and strategy.keeps_whole
     has_adapters = job.chain.has_adapters
-    host = math.ceil(job.effects.host_bytes * (trained_shard // MASTER_BYTES))
+    host = math.ceil(job.effects.host_bytes * (trained_shard // weight_bytes))
     is_again = layer_type.role is LayerRole.HEAD and job.chain.tied_embeddings and job.execution.shares_frozen_head
     held = without_tied(layer, job, strategy) if is_again and layer.frozen_params else layer
     resting = job.compute_bytes * (sharded_params(held, strategy) - sharded_params(held.trained, strategy))
@@ -160,9 +158,9 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         fetched = (shard if job.cluster.device.is_gpu else 0) + (computed if shards == 1 else 0)
         host, shard, kept_gradients = host + shard + kept_gradients, 0, 0
     if keeps_whole:
-        kept_gradients = MASTER_BYTES * params * made_whole
+        kept_gradients = weight_bytes * params * made_whole
     elif config.has_several and not is_sharded and has_adapters:
-        kept_gradients += MASTER_BYTES * _whole_params(layer_type, layer, strategy, config)
+        kept_gradients += weight_bytes * _whole_params(layer_type, layer, strategy, config)
     elif config.has_several and job.execution.keeps_whole_gradients(strategy):
         kept_gradients += made
     copies = job.cluster.device.backend.copies_what_it_scatters
@@ -172,15 +170,16 @@ def _layer_states(layer_type: LayerType, strategy: Strategy, config: JobConfig) 
         is_sharded=is_sharded,
         shard=shard + (layer.buffer_bytes if has_adapters else 0),
         trained_shard=trained_shard,
-        copy=0 if stays_whole or (not is_sharded and job.compute_bytes == MASTER_BYTES) else computed,
+        copy=0 if stays_whole or (not is_sharded and job.compute_bytes == weight_bytes) else computed,
         keeps_copy=strategy.keeps_gathered and not streams and (shards == 1 or layer.has_backward or keeps_whole),
         keeps_whole=keeps_whole,
         kept_gradients=kept_gradients,
+        reduced=weight_bytes * params,
         made_gradients=made * made_whole,
         cut_gradients=made if made_whole > 1 else 0,
-        scratch=MASTER_BYTES * params if is_sharded and (shards == 1 or copies) else 0,
+        scratch=weight_bytes * params if is_sharded and (shards == 1 or copies) else 0,
         holds_new=layer_type.role is not LayerRole.BLOCK,
-        optimizer=_optimizer_bytes(trained_shard // MASTER_BYTES, layer_type, layer, job)
+        optimizer=_optimizer_bytes(trained_shard // weight_bytes, layer_type, layer, job)
         + (0 if has_adapters else layer.buffer_bytes),
         has_backward=layer.has_backward,
         host=host,
@@ -207,7 +206,11 @@ def _whole_params(layer_type: LayerType, layer: LayerProfile, strategy: Strategy
 
 def _adapter_copies(layer: LayerProfile, strategy: Strategy, job: Job) -> Affine:
     """Bytes that adapters keep of inputs of their own, beyond those that they would share."""
-    if job.execution.adapters != "autocast" or job.compute_bytes == MASTER_BYTES or strategy.state_shards > 1:
+    if (
+        job.execution.adapters != "autocast"
+        or job.compute_bytes == job.effects.weight_bytes
+        or strategy.state_shards > 1
+    ):
         return Affine()
     return (layer.adapter_inputs + layer.shared_adapter_inputs * -1) * job.compute_bytes
 

@@ -33,6 +33,10 @@ its passes in flight saved, the states of all chunks, and a buffer for each that
 
 What a step copies from the host counts as work of a layer of which $f$ is gone, as it is of all others then.
 
+Under a schedule with weight passes a block holds $w$ from its backward pass to its weight pass: the inputs of its
+linear layers and the gradients of their outputs. On a stage where $i$ of them wait as a backward pass begins, $h$ has
+$i\,w$ besides, and $f$ is $w$ less. $u$ stays: as gradients add up, what they were computed from goes.
+
 Layers kept whole (ZeRO-1, with several microbatches) free and reduce in the last backward pass alone, with one
 microbatch in flight: $f = b$ and $r = 0$, since what one of them reduces it has freed before, whole gradients and $c$.
 
@@ -48,8 +52,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.context import communicator_bytes, context_bytes
-from steelyard.cost.job import MASTER_BYTES, JobConfig, layer_precision, side_bytes
-from steelyard.cost.layer_load import held_params, layer_profile
+from steelyard.cost.job import JobConfig, layer_precision, side_bytes
+from steelyard.cost.layer_load import held_params, layer_profile, rank_samples
 from steelyard.cost.layer_memory import LayerRow, layer_states, without_tied
 from steelyard.cost.tables import CostTables, Received
 from steelyard.limits import MOST_BYTES
@@ -193,7 +197,7 @@ def _tied_bytes(layer_type: LayerType, strategy: Strategy, config: JobConfig) ->
     if not is_tied or layer_type.role is LayerRole.BLOCK:
         return 0
     width = -(-chain.hidden_size // (SLICES_PER_RANK * strategy.tensor_degree))
-    return _SLICES_HELD * MASTER_BYTES * chain.vocab_size * width
+    return _SLICES_HELD * config.job.effects.weight_bytes * chain.vocab_size * width
 
 
 def _own_rows(layer_type: LayerType, chosen: Sequence[Strategy], config: JobConfig) -> IntTable:
@@ -256,10 +260,34 @@ def memory_tables(config: JobConfig, strategies: Sequence[Strategy], rows: Layer
     return found
 
 
+def _waiting_bytes(tables: CostTables, config: JobConfig) -> IntTable:
+    """[K, S] of a microbatch, what a block holds until its weight pass: operands and results of its linear layers."""
+    found = np.zeros(tables.legal.shape, dtype=np.int64)
+    for row, layer_type in enumerate(config.job.chain.layer_types):
+        for column in np.flatnonzero(tables.legal[row]) if layer_type.role is LayerRole.BLOCK else ():
+            strategy = tables.strategies[column]
+            layer = layer_profile(layer_type, strategy, config)
+            line = layer.forward.matmul_bytes + layer.attention_bytes * -1
+            found[row, column] = line.per_sample * rank_samples(strategy, config.microbatch_samples)
+    return found
+
+
+def _with_weight_passes(found: dict[str, Any], tables: CostTables, config: JobConfig) -> dict[str, Any]:
+    """The fields of `memory_tables` under a schedule that has these."""
+    pipeline, waits = config.pipeline, _waiting_bytes(tables, config)
+    stages = {pipeline.in_flight(stage): pipeline.waiting(stage) for stage in range(pipeline.num_stages)}
+    return found | {
+        "stage_bytes": {in_flight: waiting * waits for in_flight, waiting in stages.items()},
+        "freed_bytes": found["freed_bytes"] - waits,
+    }
+
+
 def with_memory(tables: CostTables, config: JobConfig, rows: LayerRows) -> CostTables:
     """Tables of a pipeline configuration without chunks with the bytes of its layers, and those of its stages."""
     has_own = config.job.execution.keeps_own_buffers
     found = memory_tables(config, tables.strategies, rows)
+    if config.pipeline.schedule.splits_backward:
+        found = _with_weight_passes(found, tables, config)
     static, saved, works = (found[f"{name}_bytes"] for name in ("static", "activation", "transient"))
     head, is_alone = tables.layers[-1], tables.layers.count(tables.layers[-1]) == 1
     copies = np.array([each.hidden.copies for each in tables.strategies])
@@ -435,8 +463,8 @@ def _stage_terms(
     held = rows.terms[:, layer_types, columns].sum(axis=1)
     terms = dict(zip(TERMS, held.tolist(), strict=True))
     samples = terms.pop("samples")
-    spared = tables.stage_bytes.get(in_flight, np.zeros_like(tables.static_bytes))[layer_types, columns].sum()
-    terms["gradients"] += int(spared)
+    if pipeline.num_chunks == 1 and in_flight in tables.stage_bytes:
+        terms["gradients"] += int(tables.stage_bytes[in_flight][layer_types, columns].sum())
     runs = _runs(parts, chain.num_layers) if pipeline.num_chunks > 1 else list(parts)
     chosen = [[place[strategies[layer]] for layer in run] for run in runs]
     most, working = (
@@ -481,12 +509,14 @@ def _activations(
     pipeline, last = config.pipeline, len(strategies) - 1
     in_flight = pipeline.in_flight(stage)
 
-    def saved(layer: int) -> int:
-        return int(tables.activation_bytes[tables.layers[layer], place[strategies[layer]]])
+    def saved(layer: int, table: IntTable = tables.activation_bytes) -> int:
+        return int(table[tables.layers[layer], place[strategies[layer]]])
 
     if pipeline.num_chunks == 1:
         return in_flight * sum(saved(layer) for part in parts for layer in part)
     found = in_flight * max(sum(saved(layer) for layer in part if layer not in (0, last)) for part in parts)
+    if (waiting := tables.stage_bytes.get(in_flight)) is not None:
+        found += max(sum(saved(layer, waiting) for layer in part) for part in parts)
     for chunk, part in enumerate(parts):
         for layer in {0, last}.intersection(part):
             found += -(-pipeline.passes(stage).in_flight(chunk) * saved(layer) // in_flight) * in_flight

@@ -12,7 +12,7 @@ from itertools import pairwise
 from steelyard.cost.build import border_s, slack_fraction, transfer_s
 from steelyard.cost.compute import step_overhead_s
 from steelyard.cost.job import Job, JobConfig, stage_configs
-from steelyard.cost.layer import LayerCost, layer_cost
+from steelyard.cost.layer import LayerCost, layer_cost, weight_pass_s
 from steelyard.cost.memory import host_bytes, plan_memory
 from steelyard.cost.simulator import StageTimes, Timeline, simulate
 from steelyard.cost.switching import border_table, switch_table
@@ -51,6 +51,7 @@ def predict(plan: Plan, job: Job, *, slowed: Mapping[int, float] | None = None) 
         StageTimes(
             forward_s=sum(sum(cost.forward_s.values()) for cost in part.layers) + part.switch_s / 2,
             backward_s=sum(sum(cost.backward_s.values()) for cost in part.layers) + part.switch_s / 2,
+            weight_s=sum(part.weights_s),
             once_s=sum(sum(cost.once_s.values()) for cost in part.layers),
             transfer_s=part.received_s / (2 if part.gives_back else 1),
             gives_back=part.gives_back,
@@ -194,6 +195,8 @@ class _PartCost:
     """What one part of the pipeline costs: a stage, or one of its chunks."""
 
     layers: list[LayerCost[float]]
+    weights_s: list[float]
+    """Of each layer's backward pass, what its weight pass does; empty where the schedule has none."""
     switch_s: float
     received_s: float
     """Handing over an activation from the part before and, where it is needed there, its gradient back to it."""
@@ -207,12 +210,16 @@ def _part_costs(plan: Plan, stage_configs: Sequence[JobConfig], slowed: Mapping[
     costs = _layer_costs(plan, configs)
     parts = []
     for index, part in enumerate(plan.parts):
-        layers = part.layers
+        layers, factor = part.layers, slowed.get(index % plan.num_stages, 1.0)
         gives_back = bool(index) and any(configs[0].job.chain.flow_needs_gradient(part.first_layer - 1))
         received_s = _received_s(plan, index, layers[0], configs) / (1 if gives_back else 2) if index else 0.0
         parts.append(
             _PartCost(
-                layers=[_slowed(costs[layer], slowed.get(index % plan.num_stages, 1.0)) for layer in layers],
+                layers=[_slowed(costs[layer], factor) for layer in layers],
+                weights_s=[
+                    factor * weight_pass_s(configs[0].job.chain.type_of(layer), strategies[layer], configs[layer])
+                    for layer in (layers if plan.pipeline.schedule.splits_backward else ())
+                ],
                 switch_s=sum(switches[layer] for layer in layers),
                 received_s=received_s,
                 gives_back=gives_back,

@@ -38,7 +38,7 @@ class StageRun:
 class PassTable:
     """What follows from a pass and how long it takes, by pass group: its work times the number of parts, and its part.
 
-    A pass has the code group · m + microbatch. The works are forward, backward, and what is done once a step.
+    A pass has the code group · m + microbatch. The works are forward, backward, weight, and what is done once a step.
     """
 
     num_parts: int
@@ -53,7 +53,8 @@ class PassTable:
 
 
 def arrivals(table: PassTable, num_microbatches: int, unknown_s: float) -> list[float]:
-    """When the input of each pass is there: at once for those of the first part and for what is done once a step."""
+    """When the input of each pass is there: at once for forward passes of the first part and for what follows passes of
+    its own stage, weight passes and what is done once a step."""
     num_passes = 2 * table.num_parts * num_microbatches
     found = [0.0] * (len(table.duration_s) * num_microbatches)
     found[num_microbatches:num_passes] = [unknown_s] * (num_passes - num_microbatches)

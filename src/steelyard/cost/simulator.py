@@ -1,14 +1,15 @@
 r"""Plays a pipeline schedule event by event and yields the step time and the timeline.
 
-Each stage does its forward and backward passes in the schedule's order (`steelyard.schedules`), one at a time; a
-pass starts when the stage is free and its input has arrived. A transfer occupies its link, one direction between two
+Each stage does its forward, backward and weight passes in the schedule's order (`steelyard.schedules`), one at a time;
+a pass starts when the stage is free and its input has arrived. A transfer occupies its link, one direction between two
 stages, for ``transfer_s`` and arrives then; the sender goes on meanwhile, or waits for the link where
 sends are not overlapped. After its passes a stage does its once-a-step work (optimizer).
 
 Without transfers and with backward passes that take the same multiple of the forward pass on every stage, GPipe takes
 exactly $\sum_i t_i + (m-1)\max_i t_i$. 1F1B takes that on equal stages and up to a fifth less on unequal ones, since
 the last passes of a fast stage hide behind those of a slow one before it. Interleaved, with equal parts and P a divisor
-of m, the bubble is the share $(P-1)/(vm)$ of the work. Never is a step shorter than the first pass of every stage
+of m, the bubble is the share $(P-1)/(vm)$ of the work. Weight passes take their part of a backward pass out of it, and
+fill bubbles with it. Never is a step shorter than the first pass of every stage
 before one, all passes of that stage, and the last pass of every stage before it.
 
 | symbol        | argument   | meaning                                                                             |
@@ -22,7 +23,7 @@ sent to the stage before, as FSDP's does in the last backward.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
@@ -30,16 +31,18 @@ from typing import Literal
 import numpy as np
 
 from steelyard.cost.shared_cores import PassTable, StageRun, arrivals, play_on_shared_cores
-from steelyard.schedules import PipelineConfig
+from steelyard.schedules import Phase, PipelineConfig
 
-Work = Literal["forward", "backward", "once"]
+Work = Literal["forward", "backward", "weight", "once"]
 Wait = Literal["pipeline fills", "waits for activation", "waits for gradient", "step ends"]
 
-_WORKS: tuple[Work, ...] = ("forward", "backward", "once")
-_FORWARD, _BACKWARD, _ONCE = range(3)
+_WORKS: tuple[Work, ...] = ("forward", "backward", "weight", "once")
+"""By number: those of `Phase`, and what is done once a step."""
+_ONCE = len(Phase)
 _WAITS: dict[Work, Wait] = {
     "forward": "waits for activation",
     "backward": "waits for gradient",
+    "weight": "waits for gradient",
     "once": "step ends",
 }
 _NOT_YET = -1.0
@@ -51,6 +54,8 @@ class StageTimes:
 
     forward_s: float
     backward_s: float
+    weight_s: float = 0.0
+    """Of the backward pass, what a weight pass does under a schedule that has these."""
     once_s: float = 0.0
     transfer_s: float = 0.0
     """For which the link from the part before is occupied; the gradient takes as long back."""
@@ -164,7 +169,7 @@ class Timeline:
                     Send(
                         stage=stage,
                         chunk=chunk,
-                        payload="activation" if work == _FORWARD else "gradient",
+                        payload="activation" if work == Phase.FORWARD else "gradient",
                         microbatch=microbatch,
                         receiver=table.receiver[group],
                         start_s=end - table.transfer_s[group],
@@ -196,11 +201,11 @@ def simulate(
     """
     num_stages, num_microbatches = pipeline.num_stages, pipeline.num_microbatches
     assert len(parts) == pipeline.num_parts, "one entry for each part of the model"
-    table = _pass_table(parts, num_stages)
+    table = _pass_table(parts, pipeline)
     runs = []
     for stage in range(num_stages):
         order = pipeline.passes(stage)
-        group = np.where(order.is_backward, _BACKWARD * pipeline.num_parts, 0) + order.chunk * num_stages + stage
+        group = order.phase * pipeline.num_parts + order.chunk * num_stages + stage
         once = np.arange(_ONCE * pipeline.num_parts + stage, len(table.duration_s), num_stages) * num_microbatches
         runs.append(StageRun(codes=[*(group * num_microbatches + order.microbatch).tolist(), *once.tolist()]))
     if speeds:
@@ -210,9 +215,11 @@ def simulate(
     return Timeline(step_time_s=max(run.ends_s[-1] for run in runs), pipeline=pipeline, _table=table, _runs=tuple(runs))
 
 
-def _pass_table(parts: Sequence[StageTimes], num_stages: int) -> PassTable:
-    count = len(parts)
-    consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1), *[-1] * count]
+def _pass_table(parts: Sequence[StageTimes], pipeline: PipelineConfig) -> PassTable:
+    count, num_stages = len(parts), pipeline.num_stages
+    consumer = [*range(1, count), 2 * count - 1, -1, *range(count, 2 * count - 1), *[-1] * (2 * count)]
+    if pipeline.schedule.splits_backward:
+        parts = [replace(part, backward_s=part.backward_s - part.weight_s) for part in parts]
     receiver, transfer_s = [], []
     for group, target in enumerate(consumer):
         sender, receiving = group % count % num_stages, target % count % num_stages

@@ -18,7 +18,9 @@ head.
 
 $v$ is 1 but for schedules that take chunks. There the tables are folded (`steelyard.cost.fold`): a stage holds $v$
 chunks that are cut alike, so one layer of the tables stands for the $v$ layers at the same place of the chunks. Its
-time is that of one chunk's pass, its static bytes those of all, and $n_i$ counts passes in flight. No chunk may be left
+time is that of one chunk's pass, its static bytes those of all, and $n_i$ counts passes in flight. Under a schedule
+with weight passes all times are those of filling the pipeline, a part $f$ (`fill`) of a pass, and $mv/f$ stands in the
+place of $mv$: $\sum_i f t_i + (mv-f)\,\max_i t_i$. No chunk may be left
 without a layer, so the stages with the first and the last layer, which no other chunk has, hold two layers or more.
 
 | symbol | field                | unit  | meaning                                                                   |
@@ -160,8 +162,11 @@ class CostTables:
     last_types: tuple[int, ...] = ()
     """[K] the layer type whose bytes a layer of each type takes where it is the last of its stage; itself where
     empty."""
+    fill: float = 1.0
+    """What a stage waits for that fills or drains the pipeline, in passes: the times are this part of the real ones."""
     stage_bytes: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
-    """[K, S] static bytes beside those of every stage, by the passes in flight on the stages that hold them."""
+    """[K, S] static bytes beside those of every stage, by the passes in flight on the stages that hold them. Of those
+    that a stage has less, no layer frees anything."""
     freed_bytes: NDArray[np.int64] | None = None
     """[K, S] of those held what is gone once the layer has worked; what it leaves counts against it; none where None"""
     buffers: NDArray[np.int64] | None = None
@@ -220,6 +225,11 @@ class CostTables:
         return self.freed_bytes is None and self.buffers is None
 
     @property
+    def num_passes(self) -> float:
+        """Passes of a stage, in the times of the tables."""
+        return self.pipeline.num_passes / self.fill if self.fill != 1 else self.pipeline.num_passes
+
+    @property
     def layout_of(self) -> NDArray[np.int64]:
         """[S] the layout of each strategy."""
         return np.arange(len(self.strategies)) if self.layouts is None else self.layouts
@@ -246,7 +256,7 @@ class CostTables:
         """[K, S] bytes that are gone once a layer has worked, on stages with so many passes in flight."""
         if self.freed_bytes is None:
             return np.zeros_like(self.static_bytes)
-        return self.freed_bytes + self.stage_bytes.get(in_flight, 0)
+        return self.freed_bytes + np.minimum(self.stage_bytes.get(in_flight, 0), 0)
 
     def moments_of(self, layer_types: Sequence[int], strategies: ArrayLike, in_flight: int) -> NDArray[np.int64]:
         """[..., layers] what these layers of a stage take beside all that they hold, as each of them works.
@@ -310,6 +320,7 @@ class CostTables:
         }
         kept = [layer_type for layer_type, name in enumerate(self.layer_types) if not name.endswith(LAST)]
         overhead = max(self.overhead_of(stage) for stage in range(count))
+        most["static_bytes"] += np.maximum.reduce([np.zeros_like(self.static_bytes), *self.stage_bytes.values()])
         nothing: dict[str, Any] = dict.fromkeys(("freed_bytes", "buffers", "received"))
         whole = replace(self, **most, **nothing, stage_bytes={}, last_types=())
         return replace(whole.select(kept), overhead_bytes=overhead, stage_overheads=())

@@ -27,6 +27,7 @@ from steelyard.errors import UserError, nearest
 from steelyard.hardware import Device
 from steelyard.levers import Asked, Levers
 from steelyard.model.chain import ModelChain
+from steelyard.precision import Precision
 
 ENGINES: dict[str, Engine] = {
     engine.name: engine
@@ -73,10 +74,18 @@ def engine_of(name: str) -> Engine:
     return found.with_options(options) if options else found
 
 
-def check_levers(levers: Levers, chain: ModelChain, engine: Engine, devices: tuple[Device, ...] = ()) -> None:
+def check_levers(
+    levers: Levers,
+    chain: ModelChain,
+    engine: Engine,
+    devices: tuple[Device, ...] = (),
+    precision: Precision | None = None,
+) -> None:
     """Raise `UserError` for the first lever that an engine, a model or devices, if they are known, cannot have."""
-    names, known = tuple(levers.texts), tuple(ENGINES.values())
-    levers.check(Asked(chain=chain, engine=engine, engines=known, levers=names, devices=devices))
+    known = tuple(ENGINES.values())
+    levers.check(
+        Asked(chain=chain, engine=engine, engines=known, levers=levers.texts, devices=devices, precision=precision)
+    )
 
 
 def target_of(name: str) -> Target:

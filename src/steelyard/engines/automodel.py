@@ -36,6 +36,7 @@ from steelyard.errors import UserError
 from steelyard.levers import Levers
 from steelyard.levers.optimizer import Optimizer
 from steelyard.levers.train import ALL_LINEAR, Train
+from steelyard.levers.weights import Weights
 from steelyard.model.chain import ModelChain
 from steelyard.model.family import Task
 from steelyard.plan.dimensions.ep import DEGREE
@@ -133,6 +134,7 @@ def _refuse_part(train: Train) -> str | None:
 def _content(view: UniformPlan, chain: ModelChain, levers: Levers) -> dict[str, Any]:
     has_stages = view.pipeline.num_stages > 1
     number = "bfloat16" if view.precision == "bf16" else "float32"
+    weights = "float32" if levers.value(Weights).is_default else number
     # samples that one data rank takes at once: all microbatches of a pipeline, one of them without
     samples = view.microbatch_per_rank * (view.pipeline.num_microbatches if has_stages else 1)
     distributed: dict[str, Any] = {
@@ -150,7 +152,7 @@ def _content(view: UniformPlan, chain: ModelChain, levers: Levers) -> dict[str, 
         "mp_policy": {
             "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
             "param_dtype": number,
-            "reduce_dtype": "float32",
+            "reduce_dtype": weights,
             "output_dtype": number,
         },
     }
@@ -171,7 +173,7 @@ def _content(view: UniformPlan, chain: ModelChain, levers: Levers) -> dict[str, 
         "model": {
             "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_config",
             "config": {"_target_": "transformers.AutoConfig.for_model", **hub_config(chain)},
-            "torch_dtype": "float32" if train.is_default else DTYPES[view.precision],
+            "torch_dtype": weights if train.is_default else DTYPES[view.precision],
         },
         **({} if train.is_default else {"peft": _peft(train)}),
         "distributed": distributed,
@@ -205,6 +207,7 @@ AUTOMODEL = Engine(
     refuse=_refuse,
     levers={
         "train": Taken(refuse=_refuse_part, dimensions=_WITHOUT_EP),
+        "weights": Taken(),
         "optimizer": replace(
             one_of(_OPTIMIZERS, "which has no optimizer of whole matrices, since FSDP2 shards all of them"),
             dimensions=frozenset(each for each in _WITHOUT_EP if all(one.name != "tp" for one in each)),

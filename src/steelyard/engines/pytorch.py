@@ -88,6 +88,9 @@ def _refusals(plan: Plan, chain: ModelChain) -> Iterator[tuple[str, str, str]]:
         own = "a target that starts steelyard's own runtime, which has it"
         torchrun = "write it with --to torchrun, or plan without the options of levers"
         yield f"a plan with {plan.chosen_levers}", own, torchrun
+    if plan.pipeline.schedule.splits_backward:
+        own = "a schedule whose backward passes are whole: stock calls do not split those of sharded layers"
+        yield f"a plan under {plan.schedule}", own, f"plan with another --schedule, or {train}"
     refuse_untold("pytorch", chain)
     if plan.precision == SCALES_LOSS:
         yield f"a plan in {SCALES_LOSS}", "bf16 or fp32: the script does not scale the loss", train

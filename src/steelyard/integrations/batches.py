@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from steelyard.errors import InvalidDataError
+from steelyard.errors import InvalidDataError, UserError
 from steelyard.model.family import Task
 from steelyard.modules.model_inputs import IGNORED
 from steelyard.plan.plan import Plan
@@ -44,11 +44,21 @@ class PlannedBatch:
         return Samples(inputs=self.samples.inputs[numbers], labels=self.samples.labels[numbers])
 
 
+def check_task(plan: Plan) -> None:
+    """Raises `UserError` for a plan whose samples are not made of what data collators make."""
+    task = plan.chain().family.task
+    if task not in _READ:
+        raise UserError(
+            field="plan",
+            found=f"a plan for {task}",
+            expected=f"one for {', '.join(_READ)}, whose batches data collators make",
+            hint="train in your own loop (steelyard.parallelize), or by steelyard train",
+        )
+
+
 def planned_batch(given: Mapping[str, Any], plan: Plan) -> PlannedBatch:
     """Return the samples of a collator's batch; raises `InvalidDataError` for one that the plan cannot train on."""
     task = plan.chain().family.task
-    if task not in _READ:
-        raise _cannot(f"a model of {task}", "a model that reads token ids or images")
     name = _READ[task]
     if name not in given or given.get("labels") is None:
         raise _cannot(f"a batch of {', '.join(given)}", f"{name} and labels, as data collators make them")

@@ -54,6 +54,7 @@ def planned_arguments(args: TrainingArguments, plan: Plan) -> TrainingArguments:
         "activation_checkpointing": False,
         "gradient_checkpointing": False,
         "torch_compile": False,
+        "enable_jit_checkpoint": False,  # `PlanTrainer` has one on which all ranks agree
     }
     for name, value in decided.items():
         setattr(found, name, value)

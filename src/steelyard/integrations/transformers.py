@@ -47,11 +47,13 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from steelyard.errors import InvalidPlanError, UserError
-from steelyard.integrations.batches import planned_batch
+from steelyard.integrations.batches import check_task, planned_batch
 from steelyard.integrations.training_arguments import planned_arguments
+from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.modules.build import build_meta_model
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
+from steelyard.processes.stop import STOP_SIGNALS, StopWatch, handling
 from steelyard.runtime.checkpoint import Checkpointer, on_first_rank, read_checkpoint, whole_checkpoint
 from steelyard.runtime.checkpoint_folder import CheckpointInfo, find_checkpoint, plan_hash
 from steelyard.runtime.checks import check_world_size
@@ -100,6 +102,7 @@ class PlanTrainer(Trainer):
                 expected="one process of those that torchrun starts",
                 hint=f"start the script with torchrun --nproc-per-node {self.plan.num_devices}",
             )
+        check_task(self.plan)
         check_world_size(self.plan, dist.get_world_size())
         weights = model if isinstance(model, str | Path) else None
         whole = build_meta_model(self.plan.chain()) if weights or model is None else model
@@ -111,12 +114,14 @@ class PlanTrainer(Trainer):
                 expected="nothing: the plan divides the model",
                 hint="start the script with torchrun, without a configuration of accelerate",
             )
+        _check_routers(self.model, self.plan)
         for module in self.model.modules():  # TRL gives the model a forward pass of its own, with its head's loss
             vars(module).pop("forward", None)
         self.parallel: ParallelModel = parallelize(self.model, self.plan, seed=self.args.seed)
         self.accelerator.parallel = self.parallel
         self.model_wrapped = _ThisRank(self.parallel, self.model)
         self._checkpointer: Checkpointer | None = None
+        self._saves_at_signals = args.enable_jit_checkpoint
         self._saves_all = False
         if weights:
             load_weights(Path(weights), self._state(), self.parallel.chain, seed=self.args.seed)
@@ -140,6 +145,24 @@ class PlanTrainer(Trainer):
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of a step."""
         return self.plan.global_batch
+
+    # a run
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """Trains as Trainer does.
+
+        With ``enable_jit_checkpoint`` a stop signal to any rank has all of them save after the running step, and end.
+        """
+        watch = StopWatch()
+        if self._saves_at_signals:
+            self.parallel.asked_to_stop = watch.is_asked
+        with handling(dict.fromkeys(STOP_SIGNALS if self._saves_at_signals else (), watch)):
+            return super().train(*arguments, **options)
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **options: Any) -> None:
+        if self._saves_at_signals and self.parallel.is_stopping and not self.control.should_training_stop:
+            self.control.should_save = self.control.should_training_stop = True
+        super()._maybe_log_save_evaluate(*arguments, **options)
 
     # a step
 
@@ -367,6 +390,19 @@ class _Together(Optimizer):
         assert closure is None, "the loss is computed before"
         for each in self.optimizers:
             each.step()
+
+
+def _check_routers(model: nn.Module, plan: Plan) -> None:
+    """Refuses a model whose routers have a loss, by its config or as TRL sets it there, that the plan leaves out."""
+    given = bool(getattr(model.config.get_text_config(), ROUTER_LOSS, False))
+    if given != plan.chain().trains_routers:
+        raise InvalidPlanError(
+            field=f"model.config.{ROUTER_LOSS}",
+            found=f"{given} in the model",
+            expected=f"{not given}, as in the plan's model",
+            hint=f"plan for a config with {ROUTER_LOSS}: {str(given).lower()}, or set it in the model (TRL: "
+            "router_aux_loss_coef, 0.0 for none)",
+        )
 
 
 def _free_others(model: nn.Module, mine: nn.Module) -> None:

@@ -18,12 +18,14 @@ from steelyard.levers.offload import Offload
 from steelyard.levers.optimizer import Optimizer
 from steelyard.levers.quantized_base import QuantizedBase
 from steelyard.levers.train import Train
+from steelyard.levers.weights import Weights
 from steelyard.model.chain import ModelChain
 
 Value = TypeVar("Value", bound=Lever)
 
 LEVERS: dict[str, type[Lever]] = {
-    lever.name: lever for lever in (Train, QuantizedBase, Optimizer, Offload, ChunkedLoss, Float8, CompiledBlocks)
+    lever.name: lever
+    for lever in (Train, QuantizedBase, Optimizer, Weights, Offload, ChunkedLoss, Float8, CompiledBlocks)
 }
 """By name, in the order in which they are written. A test may add one of its own."""
 
@@ -92,6 +94,10 @@ class Levers:
     def refusal(self, strategy: Divided) -> str | None:
         """Why no layer may be trained so, None where it may."""
         return next((reason for lever in self.chosen if (reason := lever.refusal(strategy))), None)
+
+    def weight_pass_refusal(self) -> str | None:
+        """Why gradients of weights have no passes of their own, None where they may."""
+        return next((reason for lever in self.chosen if (reason := lever.weight_pass_refusal())), None)
 
 
 NO_LEVERS = Levers()

@@ -71,6 +71,10 @@ class CompiledBlocks(WordLever):
             return f"no ep with --{self.name} {self}: exchanges of tokens between experts are not compiled"
         return None
 
+    def weight_pass_refusal(self) -> str:
+        """The backward pass of a compiled block is one function."""
+        return f"--{self.name} {self}: the backward pass of a compiled block is one function"
+
     def change(self, chain: ModelChain) -> ModelChain:
         """The model whose blocks run so."""
         return replace(chain, changes=(*chain.changes, self))

@@ -10,7 +10,7 @@ How it is run is said by its twin in `steelyard.modules.levers`, and by each eng
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, Self
 
 from steelyard.errors import UserError, nearest
@@ -82,6 +82,8 @@ class Adapters:
 class Effects:
     """What training keeps and moves beside the work of layers, as levers change it; without any as AdamW in fp32."""
 
+    weight_bytes: int = 4
+    """Bytes of a trained parameter, and of its gradient as it is summed and kept."""
     state_bytes: float = 8.0
     """Bytes that the optimizer keeps of a trained parameter."""
     layer_state_bytes: int = 0
@@ -134,8 +136,10 @@ class Asked:
     """What runs it; None where that is asked elsewhere."""
     engines: tuple[Runner, ...] = ()
     """All that are known."""
-    levers: tuple[str, ...] = ()
-    """Names of all levers."""
+    levers: Mapping[str, str] = field(default_factory=dict)
+    """Texts of all levers, by name."""
+    precision: str | None = None
+    """What layers compute in; None where that is asked elsewhere."""
     devices: tuple[Device, ...] = ()
     """Types of the devices, where they are known."""
 
@@ -264,6 +268,10 @@ class Lever(ABC):
 
     def refusal(self, _strategy: Divided) -> str | None:
         """Why no layer may be trained so, None where it may."""
+        return None
+
+    def weight_pass_refusal(self) -> str | None:
+        """Why gradients of weights have no passes of their own beside it, None where they may."""
         return None
 
     def effects(self, effects: Effects) -> Effects:

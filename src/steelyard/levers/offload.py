@@ -126,6 +126,12 @@ class Offload(WordLever):
             return "what selective remat keeps is not copied to the host: no or full remat"
         return None
 
+    def weight_pass_refusal(self) -> str | None:
+        """What waits for a weight pass lies on the device, and gradients on the host are FSDP's hooks' alone."""
+        if self.moves_activations or self.moves_parameters:
+            return f"--{self.name} {self}: what waits for a weight pass stays on the device"
+        return None
+
     def effects(self, effects: Effects) -> Effects:
         """What lies in host memory, and what a step moves there and back."""
         effects = replace(effects, saves_on_host=self.moves_activations)

@@ -94,10 +94,10 @@ def freeze_layer(layer: nn.Module, chain: ModelChain, number: int) -> None:
                 owner.__dict__[BY_PLAN] = True
 
 
-def rest_in(layer: nn.Module, dtype: torch.dtype) -> None:
-    """Keeps what is not trained of a layer in the type that it computes in, in place."""
+def rest_in(layer: nn.Module, dtype: torch.dtype, *, trained: bool = False) -> None:
+    """Keeps what is not trained of a layer, or all that is, in the type that it computes in, in place."""
     for parameter in layer.parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
+        if (trained or not parameter.requires_grad) and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     for path, owner in layer.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):

@@ -12,7 +12,7 @@ a backward pass has made all gradients of a layer, they are added to one buffer 
 the ranks sum the buffer, while layers before it still work backwards, and its parts are the gradients.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -81,6 +81,11 @@ class Replica:
         """Whether all gradients of the step are made."""
         return self._num_made == self._num_awaited
 
+    def collect(self) -> None:
+        """Adds what autograd has made so far to the buffer, where a pass does not make all gradients of the layer."""
+        for each in self._sums:
+            each.collect()
+
     @torch.no_grad()
     def reduce(self) -> None:
         """Begins to sum the gradients that were made over the ranks; those that were not count as zero."""
@@ -134,8 +139,7 @@ class Replica:
         if self.is_ready:
             self.on_ready()
         elif self._num_made % len(self._trained) == 0:
-            for each in self._sums:
-                each.collect()
+            self.collect()
 
 
 class _GradientSum:
@@ -314,7 +318,7 @@ def shard_over(
     module = fully_shard(
         layer,
         mesh=mesh,
-        mp_policy=mixed_precision(precision),
+        mp_policy=mixed_precision(precision, {each.dtype for each in layer.parameters() if each.requires_grad}),
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement(layer, mesh if expert_mesh is None else expert_mesh),
         offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy(),
@@ -326,6 +330,28 @@ def shard_over(
     if on_host:
         rest_on_host(module, mesh.device_type)
     return module
+
+
+def reduce_gradients(layer: FSDPModule, *, in_time: bool, is_last: bool) -> None:
+    """Ends a weight pass of a sharded layer, of which FSDP's hooks know nothing.
+
+    Reduces what was accumulated over the backward passes if it is ``in_time``, and over replicas of shards once a step,
+    in the last pass. Parameters stay as they are gathered, which they may be for another microbatch.
+    """
+    for group in layer._get_fsdp_state()._fsdp_param_groups:
+        reshards, group.reshard_after_backward = group.reshard_after_backward, False
+        group.post_backward()  # accumulates in the type that reduces
+        if in_time:
+            group.reduce_grads, group.all_reduce_grads = True, is_last
+            group.post_backward()
+            group.reduce_grads = group.all_reduce_grads = False
+        group.reshard_after_backward = reshards
+
+
+def end_weight_passes(root: FSDPModule) -> None:
+    """Waits for what was reduced, after the last weight pass of a step."""
+    root.set_is_last_backward(True)
+    root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 @torch.no_grad()
@@ -353,10 +379,11 @@ def replicate_over(
     return Replica(layer, mesh, activation_dtype(precision), others)
 
 
-def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
-    """The policy of a precision: 16 bits compute, and parameters are kept and gradients reduced in fp32."""
+def mixed_precision(precision: Precision, trained: Collection[torch.dtype]) -> MixedPrecisionPolicy:
+    """The policy of a precision: 16 bits compute, and gradients are reduced in fp32, unless all parameters that are
+    ``trained`` are kept in the type that computes."""
     dtype = activation_dtype(precision)
-    if dtype is torch.float32:
+    if dtype is torch.float32 or {*trained} == {dtype}:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 

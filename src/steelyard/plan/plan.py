@@ -112,7 +112,7 @@ class Plan(PlanPart):
                 hint="name the engine, as in engine: megatron",
             )
         chain.check_seq_len(self.seq_len)
-        self.chosen_levers.check(Asked(chain=chain, levers=tuple(self.levers)))
+        self.chosen_levers.check(Asked(chain=chain, levers=self.levers, precision=self.precision))
         _check_ranks(self)
         if self.global_batch % self.num_microbatches:
             raise InvalidPlanError(
@@ -409,6 +409,13 @@ def _check_coverage(plan: Plan, chain: ModelChain) -> None:
 
 def _check_strategies(plan: Plan, chain: ModelChain) -> None:
     levers = plan.chosen_levers
+    if plan.pipeline.schedule.splits_backward and (reason := levers.weight_pass_refusal()):
+        raise InvalidPlanError(
+            field="schedule",
+            found=f"{plan.schedule} beside {reason}",
+            expected="a schedule without weight passes",
+            hint="use another schedule, or plan without that lever",
+        )
     for index, part in enumerate(plan.parts):
         for run_index, run in enumerate(part.runs):
             where = f"{_place(plan, index)}[{run_index}]"

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 
 from steelyard.cost.build import usable_bytes
-from steelyard.cost.job import MASTER_BYTES, Job, JobConfig
+from steelyard.cost.job import Job, JobConfig
 from steelyard.cost.layer_load import rank_samples, refusal, unmeasured_reason
 from steelyard.cost.layer_memory import saved_in_matrices
 from steelyard.cost.predict import PlanCost, predict
@@ -416,7 +416,7 @@ def states_bytes(job: Job) -> int:
     if states is not None:
         of_trained = float(states.parameters + states.gradients + states.optimizer)
     else:
-        of_trained = 2 * MASTER_BYTES + job.effects.state_bytes
+        of_trained = 2 * job.effects.weight_bytes + job.effects.state_bytes
     for number in range(job.chain.num_layers):
         layer = of_one.layer(job.chain.type_of(number).name, {})
         if layer is not None:

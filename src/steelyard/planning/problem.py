@@ -92,7 +92,7 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
         if place not in computed_s:
             of_types = least_times_s(offered[size], config)
             computed_s[place] = sum(of_types[layer_type] for layer_type in job.chain.layers)
-        bubble = (1 - 1 / pipeline.num_stages) / pipeline.num_chunks
+        bubble = 0.0 if pipeline.schedule.splits_backward else (1 - 1 / pipeline.num_stages) / pipeline.num_chunks
         least_s = computed_s[place] * (pipeline.num_microbatches / pipeline.num_stages + bubble) * (1 - ROUNDING)
         found.append(OnDemand(pipeline, least_s, partial(build_tables, config, offered[size], known)))
     return tuple(each.narrowed(partial(pinned, pins=pins)) for each in found) if pins else tuple(found)
@@ -175,7 +175,7 @@ def shared_cores_bound_s(job: Job, given: OnDemand, bound_s: float) -> float:
         work_per_s += max(busy * speed for busy, speed in enumerate(speeds, start=1))
     fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
     passes_s = float(fastest.sum()) + tables.all_received_s
-    return given.pipeline.num_passes * passes_s / work_per_s * (1 - ROUNDING)
+    return tables.num_passes * passes_s / work_per_s * (1 - ROUNDING)
 
 
 def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
@@ -195,6 +195,17 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
         of_batch = f"a divisor of the batch of {job.global_batch}"
         counts = _pinned("num_microbatches", decisions.num_microbatches, counts, of_batch)
     schedules = [each for each in SCHEDULES.values() if each.name in decisions.allowed_schedules]
+    if refused := job.levers.weight_pass_refusal():
+        if all(each.splits_backward for each in schedules):
+            raise UserError(
+                field="--schedule",
+                found=f"{', '.join(map(str, schedules))} beside {refused}",
+                expected="a schedule without weight passes",
+                hint="name another one as well, or leave the lever out",
+            )
+        schedules = [each for each in schedules if not each.splits_backward]
+    if len(schedules) > 1:
+        schedules = [each for each in schedules if not each.only_alone]
     found = configs_under([each for each in schedules if not each.takes_chunks], job, stages, counts)
     if decisions.stage_partition == "exact":
         found += configs_under([each for each in schedules if each.takes_chunks], job, stages, counts)

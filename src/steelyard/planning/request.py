@@ -197,7 +197,7 @@ class PlanRequest:
         _check_what_is_free(self)
         _check_pools(self)
         devices = tuple(pool.device for pool in self.cluster.pools)
-        check_levers(self.levers, self.chain, self.engine, devices)
+        check_levers(self.levers, self.chain, self.engine, devices, self.precision)
         _check_engine(self)
         pins_of(self.decisions, self.chain)
         if self.price is not None and self.tokens is None:

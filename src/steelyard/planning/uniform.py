@@ -99,7 +99,7 @@ def _choices(
         has_all = np.logical_or.reduce(legal, axis=(2, 3))[is_used].all(axis=0) & is_some[pairs].all(axis=(1, 2))
         slowest_s = slowest.least_s(*np.moveaxis(columns[slowest.row][pairs[has_all]], 2, 0))
         even_s = np.where(np.isfinite(slowest_s), np.maximum(work_s[has_all] / pipeline.num_stages, slowest_s), 0.0)
-        least = np.where(np.isfinite(slowest_s), work_s[has_all] + (pipeline.num_passes - 1) * even_s, np.inf)
+        least = np.where(np.isfinite(slowest_s), work_s[has_all] + (tables.num_passes - 1) * even_s, np.inf)
         for (first, *others), least_s, least_bytes in zip(
             pairs[has_all].tolist(), least.tolist(), held[has_all].tolist(), strict=True
         ):

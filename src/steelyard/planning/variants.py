@@ -535,7 +535,7 @@ def _even_bound_s(tables: CostTables) -> float:
         np.where(tables.legal_on(stage), tables.time_s, np.inf).min(axis=1)[list(tables.layers[first:end])].sum()
         for stage, (first, end) in enumerate(pairwise(even_boundaries(tables)))
     ]
-    more_s = (tables.pipeline.num_passes - 1) * max(times) if tables.pipeline.num_passes > 1 else 0.0
+    more_s = (tables.num_passes - 1) * max(times) if tables.num_passes > 1 else 0.0
     return float(sum(times) + more_s) * (1 - ROUNDING)
 
 

@@ -213,11 +213,11 @@ def left_out(job: Job, decisions: Decisions) -> tuple[str, ...]:
                 found[reason] = strategy
     said = [f"strategies such as {strategy}: {reason}" for reason, strategy in found.items()]
     for schedule in SCHEDULES.values() if any(config.pipeline.num_stages > 1 for config in configs) else ():
-        if schedule.name in decisions.allowed_schedules:
+        if schedule.name in decisions.allowed_schedules and job.engine.capabilities.runs(schedule.name):
             is_everywhere = not schedule.why_not_everywhere or shares_cores(job)
             said += [] if is_everywhere else [f"{schedule.name}: {schedule.why_not_everywhere}"]
             beyond = f"{schedule.name} in more than {max(schedule.chunk_counts)} chunks a stage"
-            said += [beyond] if schedule.takes_chunks else []
+            said += [beyond] if schedule.takes_chunks and not schedule.why_not_everywhere else []
     if job.global_batch > MOST_MICROBATCHES:
         said.append(f"more than {MOST_MICROBATCHES} microbatches")
     return tuple(said)

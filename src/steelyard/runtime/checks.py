@@ -5,6 +5,7 @@ runs on the CPU until the kernel ends it. Imports no torch.
 """
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from steelyard.errors import InvalidCheckpointError, InvalidClusterError, InvalidDataError, InvalidPlanError, UserError
@@ -41,7 +42,7 @@ def tokenizer_files(path: Path | None) -> dict[str, bytes]:
 
 
 def check_outputs(options: TrainOptions) -> None:
-    """Raises `UserError` unless metrics, TensorBoard's files, record and weights can be written where they are to be.
+    """Raises `UserError` unless metrics, TensorBoard's files, record and weights can be written, and runs tracked.
 
     For the process that will write them.
     """
@@ -60,6 +61,14 @@ def check_outputs(options: TrainOptions) -> None:
                 hint="pip install tensorboard, or leave the option out (--metrics writes the same numbers)",
             ) from error
         check_folder(options.tensorboard, "--tensorboard")
+    missing = [name for name in ("accelerate", *options.trackers) if options.trackers and find_spec(name) is None]
+    if missing:
+        raise UserError(
+            field="--report-to",
+            found=f"no package {', '.join(missing)}",
+            expected="accelerate, and what it tracks runs in",
+            hint=f"pip install {' '.join(missing)}, or leave the option out (--metrics writes the same numbers)",
+        )
     if options.export_hf is not None:
         check_export(options.export_hf)
 

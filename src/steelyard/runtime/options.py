@@ -27,6 +27,8 @@ RUN_OPTIONS = ("data", "lr", "steps", "warmup_steps", "schedule", "min_lr", "wei
 
 CONSTANT = "constant"
 LR_SCHEDULES = ("cosine", "linear", CONSTANT, "wsd")
+TRACKERS = ("clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")
+"""What accelerate tracks runs in, by the names of their packages, without a folder of ours."""
 LEAST_LR_SHARE = 0.1
 """Share of the peak where the learning rate ends, unless a run says otherwise."""
 
@@ -112,6 +114,7 @@ class TrainOptions:
     slow_steps: int = _option(20, "steps over whose median ranks are compared so", int, least=1)
     metrics: Path | None = _option(None, "file for one JSON line per step", Path)  # noqa: RUF009
     tensorboard: Path | None = _option(None, "folder for TensorBoard's event files", Path)  # noqa: RUF009
+    report_to: str = _option("", f"experiment trackers, by accelerate: of {', '.join(TRACKERS)}", str)
     record: Path | None = _option(None, "file for the run record", Path)  # noqa: RUF009
 
     def __post_init__(self) -> None:
@@ -132,10 +135,13 @@ class TrainOptions:
                 expected="a rate that a falling schedule reaches",
                 hint="leave --min-lr out, or choose another --schedule" if self.schedule == CONSTANT else "lower it",
             )
-        unknown = [name for name in self.allowed_changes if name not in RUN_OPTIONS]
-        if unknown:
-            hint = nearest(unknown[0], RUN_OPTIONS)
-            raise UserError(field="--allow-change", found=unknown[0], expected=", ".join(RUN_OPTIONS), hint=hint)
+        for field_name, names, known in (
+            ("--allow-change", self.allowed_changes, RUN_OPTIONS),
+            ("--report-to", self.trackers, TRACKERS),
+        ):
+            if unknown := [name for name in names if name not in known]:
+                hint = nearest(unknown[0], known)
+                raise UserError(field=field_name, found=unknown[0], expected=", ".join(known), hint=hint)
         device_types = get_args(DeviceType)
         if self.device not in (None, *device_types):
             hint = nearest(str(self.device), device_types)
@@ -146,9 +152,15 @@ class TrainOptions:
         """Names of options that a resumed run may have other values of than the run before."""
         return [name.strip().replace("-", "_") for name in self.allow_change.split(",") if name.strip()]
 
+    @property
+    def trackers(self) -> list[str]:
+        """Names of experiment trackers."""
+        return [name.strip() for name in self.report_to.split(",") if name.strip()]
+
     def of_run(self, data: str | Path) -> dict[str, str]:
         """The options that decide what is trained, as text."""
-        given = {name: getattr(self, name) for name in RUN_OPTIONS[1:]} | {"min_lr": self.least_lr}
+        given = {name: getattr(self, name) for name in RUN_OPTIONS[1:]}
+        given["min_lr"] = f"{LEAST_LR_SHARE:g} of lr" if self.min_lr is None else self.min_lr
         texts = {name: each if isinstance(each, str) else repr(float(each)) for name, each in given.items()}
         return {"data": Path(data).name, **{name: text.removesuffix(".0") for name, text in texts.items()}}
 

@@ -383,6 +383,7 @@ class ParallelModel:
             alone=self.mesh.runs[()].get_group(),
             exchange=self._exchange(index),
             sends_itself=self.plan.pipeline.schedule.keeps_sends,
+            weight_pass=chunk.weight_pass if self.plan.pipeline.schedule.splits_backward else None,
         )
         self.clock.watch(part)
         return part

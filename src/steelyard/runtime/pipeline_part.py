@@ -14,7 +14,7 @@ that have them: each entry crosses the border once, whatever the degrees are, an
 stage. Gradients go the same way back.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -225,7 +225,7 @@ class PipelinePart(PipelineStage):
 
     ``group`` has one rank of each stage; it is None where stages have unlike numbers of ranks, and then ``alone`` is a
     group of this rank. With ``sends_itself`` it begins and ends its sends, for a schedule that waits for them only when
-    the step ends.
+    the step ends. ``weight_pass`` returns what a backward pass leaves to a pass of its own, if the schedule has these.
     """
 
     device: torch.device
@@ -242,8 +242,9 @@ class PipelinePart(PipelineStage):
         alone: dist.ProcessGroup,
         exchange: Exchange,
         sends_itself: bool,
+        weight_pass: Callable[[], Callable[[], None]] | None,
     ) -> None:
-        super().__init__(module, index, num_parts, device, *examples, group=group or alone)
+        super().__init__(module, index, num_parts, device, *examples, group=group or alone, dw_builder=weight_pass)
         self._exchange = exchange
         self._between = group or dist.group.WORLD
         """Whose ranks exchange."""
@@ -320,6 +321,11 @@ class PipelinePart(PipelineStage):
         if not inputs:
             self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
         self._let_go(self.grad_recv_info[bwd_chunk_id])
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **keywords: Any) -> None:
+        """The weight pass of a microbatch, if it had a backward pass."""
+        if bwd_chunk_id in self.dw_runner:
+            super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **keywords)
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         with self._without_memory():

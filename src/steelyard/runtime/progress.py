@@ -1,4 +1,4 @@
-"""What a run says while it goes: a line of progress, metrics as JSON lines, and TensorBoard's event files.
+"""What a run says while it goes: a line of progress, metrics as JSON lines, TensorBoard's event files, trackers.
 
 Model FLOP utilisation comes from the plan's prediction, which knows the model's FLOP and the devices' peak rate: a step
 that takes twice as long as predicted has half of the predicted utilisation. Where the plan has none, for a device
@@ -115,6 +115,7 @@ def reported(steps: Iterator[Step], plan: Plan, options: TrainOptions, *, num_do
             sinks.append(stack.enter_context(_json_lines(options.metrics, resumes=num_done > 0)))
         if options.tensorboard is not None:
             sinks.append(stack.enter_context(_tensorboard(options.tensorboard)))
+        sinks += [stack.enter_context(_tracker(name, plan, options)) for name in options.trackers]
         for number, step in enumerate(steps, start=num_done + 1):
             metrics = step_metrics(number, step, plan)
             line = progress_line(metrics, options.steps, counts_tokens=task.reads_text, samples=samples)
@@ -152,3 +153,19 @@ def _tensorboard(folder: Path) -> Iterator[Callable[[Metrics], None]]:
                     writer.add_scalar(name, value, metrics["step"])
 
         yield write
+
+
+@contextmanager
+def _tracker(name: str, plan: Plan, options: TrainOptions) -> Iterator[Callable[[Metrics], None]]:
+    """Reports to an experiment tracker of accelerate, with the options of the run and the plan's name of the model."""
+    from accelerate import PartialState
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    PartialState()  # which the trackers ask
+    tracker = LOGGER_TYPE_TO_CLASS[name]("steelyard")
+    tracker.start()
+    tracker.store_init_configuration(options.of_run("") | {"model": plan.model.name, "cluster": plan.cluster})
+    try:
+        yield lambda metrics: tracker.log({k: v for k, v in metrics.items() if k != "step"}, step=metrics["step"])
+    finally:
+        tracker.finish()

@@ -40,10 +40,13 @@ from steelyard.modules.replicated import (
     Replicas,
     activation_dtype,
     complete_gradients,
+    end_weight_passes,
+    reduce_gradients,
     replicate_over,
     shard_over,
 )
 from steelyard.modules.router_loss import PartRouters, check_routers, router_loss_of
+from steelyard.modules.weight_passes import WaitingGradients
 from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Strategy
 from steelyard.precision import Precision
@@ -60,11 +63,12 @@ def shard_layer(
     *,
     has_backward: bool = True,
     on_host: bool = False,
+    weight_bytes: int = 4,
 ) -> FSDPModule | Replica:
     """The layer with its parameters sharded as ``strategy`` says, in place, or its replica where it is not sharded.
 
     Without a backward pass nothing is kept gathered for it, but for what is throughout a step. Where parameters lie
-    ``on_host``, FSDP moves them, on a single rank too.
+    ``on_host``, FSDP moves them, on a single rank too. Trained parameters are kept in ``weight_bytes``.
     Raises `InvalidPlanError` for a dimension that no twin carries out.
     """
     used = {dimension.name: dimension for dimension in strategy.dimensions}
@@ -75,8 +79,9 @@ def shard_layer(
             expected="dimensions that the runtime carries out: " + ", ".join(TWINS),
             hint="plan without it, or add its twin in steelyard/modules/dimensions",
         )
-    if chain.freeze is not None:
-        rest_in(layer, activation_dtype(precision))
+    dtype = activation_dtype(precision)
+    if chain.freeze is not None or weight_bytes == dtype.itemsize:
+        rest_in(layer, dtype, trained=weight_bytes == dtype.itemsize)
     for name, twin in TWINS.items():
         if name in used:
             twin(layer, chain, strategy, mesh.dimension(strategy, used[name]))
@@ -177,8 +182,9 @@ class StageModule(nn.Module):
 
     The hidden state arrives as `steelyard.runtime.pipeline_part` says, so the receiver redistributes. A step has
     ``num_microbatches`` backward passes: replicated layers and those ``kept_whole`` reduce their gradients in the last
-    of them, other sharded layers in each (which keeps their gradients sharded in between). Where ``routers`` are
-    trained, their statistics arrive and leave behind all else.
+    of them, other sharded layers in each (which keeps their gradients sharded in between). For layers that are
+    ``waiting`` for weight passes, these take the place of backward passes in this. Where ``routers`` are trained, their
+    statistics arrive and leave behind all else.
     """
 
     def __init__(
@@ -187,6 +193,7 @@ class StageModule(nn.Module):
         *,
         replicas: Replicas,
         kept_whole: Sequence[FSDPModule],
+        waiting: Sequence[tuple[WaitingGradients, Replica | FSDPModule]],
         side: SharedInputSource,
         seq_len: int,
         dtype: torch.dtype,
@@ -197,12 +204,15 @@ class StageModule(nn.Module):
         super().__init__()
         self.loop, self.routers, self._has_backward, self.side = loop, routers, has_backward, side
         self.replicas, self._seq_len, self.dtype = replicas, seq_len, dtype
-        self._kept_whole = kept_whole
+        self._kept_whole, self._waiting = kept_whole, waiting
+        waits = [layer for _, layer in waiting]
+        self._whole_in_backward = [layer for layer in kept_whole if layer not in waits]
+        """Those whose gradients are complete after a backward pass."""
         self.num_tokens = num_tokens
         """Places in a global batch where a target may be."""
         self.num_targets: int | Tensor = num_tokens
         """Targets of the global batch; set it before a step where their number differs between batches."""
-        self._backwards_to_go = 0
+        self._backwards_to_go = self._weights_to_go = 0
         self._dropout_seed: tuple[int, ...] = ()
         self._forwards_done = 0
         self.logits: list[tuple[Tensor, Tensor]] | None = None
@@ -219,10 +229,34 @@ class StageModule(nn.Module):
         """Prepares for the passes of one step; ``dropout_seed`` is a seed and the number of the step."""
         self._dropout_seed = dropout_seed
         self._forwards_done = 0
+        self._backwards_to_go = self._weights_to_go = num_microbatches
         self.replicas.begin_step(num_microbatches)
         if isinstance(self.loop, FSDPModule):
-            self._backwards_to_go = num_microbatches
             self._expect_last_backward(num_microbatches == 1)
+
+    def weight_pass(self) -> Callable[[], None]:
+        """What computes the gradients that the backward pass that has just ended left to its weight pass."""
+        for replica in self.replicas:
+            replica.collect()
+        return partial(self._compute_weights, [waiting.take() for waiting, _ in self._waiting])
+
+    def _compute_weights(self, taken: list[list[Callable[[], None]]]) -> None:
+        self._weights_to_go -= 1
+        is_last = self._weights_to_go == 0
+        for (_, layer), of_layer in reversed(list(zip(self._waiting, taken, strict=True))):
+            while of_layer:
+                of_layer.pop()()
+            if isinstance(layer, Replica):
+                layer.collect()
+                continue
+            is_whole = layer in self._kept_whole
+            if is_whole and is_last and self._forwards_done > 1:
+                complete_gradients(layer)
+            reduce_gradients(layer, in_time=is_last or not is_whole, is_last=is_last)
+            if is_whole and is_last:
+                layer.reshard()
+        if is_last and isinstance(self.loop, FSDPModule):
+            end_weight_passes(self.loop)
 
     def end_step(self) -> None:
         """Waits for the gradients of the step, when its passes have ended."""
@@ -270,7 +304,7 @@ class StageModule(nn.Module):
         if self._backwards_to_go == 0:
             self._expect_last_backward(True)
             if self._forwards_done > 1:
-                for layer in self._kept_whole:
+                for layer in self._whole_in_backward:
                     complete_gradients(layer)
 
     def _expect_last_backward(self, is_last: bool) -> None:
@@ -280,7 +314,7 @@ class StageModule(nn.Module):
         """
         self.loop.set_is_last_backward(is_last)
         self.loop.set_requires_all_reduce(is_last)
-        for layer in self._kept_whole:
+        for layer in self._whole_in_backward:
             layer.set_requires_gradient_sync(is_last, recurse=False)
             layer.set_reshard_after_backward(is_last, recurse=False)
 
@@ -339,6 +373,7 @@ def _build_chunk(
     strategies = part.strategies
     layers: dict[str, ChainLayer] = {}
     replicas: list[Replica] = []
+    waiting: list[tuple[WaitingGradients, Replica | FSDPModule]] = []
     kept_whole: list[FSDPModule] = []
     for number, strategy in enumerate(strategies, start=part.first_layer):
         materialize_layer(model, chain, number, seed=seed, device=device)
@@ -346,12 +381,26 @@ def _build_chunk(
         if plan.levers and chain.type_of(number).role is LayerRole.BLOCK and (save := saving(plan.chosen_levers)):
             layer.saving = partial(save, layer)
         has_backward = chain.has_backward(number)
-        options = {"has_backward": has_backward, "on_host": plan.chosen_levers.effects.parameters_on_host}
-        sharded = shard_layer(layer, chain, strategy, mesh, plan.precision, **options)
+        effects = plan.chosen_levers.effects
+        sharded = shard_layer(
+            layer,
+            chain,
+            strategy,
+            mesh,
+            plan.precision,
+            has_backward=has_backward,
+            on_host=effects.parameters_on_host,
+            weight_bytes=effects.weight_bytes,
+        )
         if isinstance(sharded, Replica):
             replicas.append(sharded)
         elif strategy.keeps_whole:
             kept_whole.append(sharded)
+        if plan.pipeline.schedule.splits_backward and chain.type_of(number).role is LayerRole.BLOCK:
+            waiting.append((WaitingGradients(layer), sharded))
+            if not isinstance(sharded, Replica):
+                sharded.set_requires_gradient_sync(False, recurse=False)
+                sharded.set_reshard_after_backward(not strategy.keeps_whole, recurse=False)
         layers[str(number)] = layer
         if layer.router_loss is not None:
             check_routers(layer, strategy)
@@ -375,6 +424,7 @@ def _build_chunk(
         loop,
         replicas=Replicas(replicas),
         kept_whole=kept_whole,
+        waiting=waiting,
         side=shared_inputs_of(layers.values(), model, chain, device),
         seq_len=plan.seq_len,
         dtype=activation_dtype(plan.precision),

@@ -56,7 +56,7 @@ class StageClock:
 
     def watch(self, stage: PipelineStage) -> None:
         """Counts the passes of a pipeline stage, whichever schedule runs them."""
-        for name in ("forward_one_chunk", "backward_one_chunk"):
+        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
             setattr(stage, name, self._timed(getattr(stage, name)))
 
     def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:

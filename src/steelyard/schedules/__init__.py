@@ -7,9 +7,12 @@ from steelyard.errors import UserError, nearest
 from steelyard.schedules.gpipe import GPIPE
 from steelyard.schedules.interleaved import INTERLEAVED_1F1B
 from steelyard.schedules.one_f_one_b import ONE_F_ONE_B
-from steelyard.schedules.pipeline import PassOrder, PipelineConfig, Schedule
+from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Schedule
+from steelyard.schedules.zero_bubble import INTERLEAVED_ZERO_BUBBLE
 
-SCHEDULES: dict[str, Schedule] = {each.name: each for each in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B)}
+SCHEDULES: dict[str, Schedule] = {
+    each.name: each for each in (GPIPE, ONE_F_ONE_B, INTERLEAVED_1F1B, INTERLEAVED_ZERO_BUBBLE)
+}
 """All schedules by name."""
 USUAL: Schedule = ONE_F_ONE_B
 """The schedule of a plan that names none."""
@@ -33,6 +36,7 @@ __all__ = [
     "SCHEDULES",
     "USUAL",
     "PassOrder",
+    "Phase",
     "PipelineConfig",
     "Schedule",
     "find_schedule",

@@ -3,7 +3,7 @@
 Source: Huang et al. 2019; the order of `torch.distributed.pipelining` 2.13.
 """
 
-from steelyard.schedules.pipeline import PassOrder, PipelineConfig, Schedule, all_of, in_turn
+from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Schedule, all_of, in_turn
 
 
 class GPipe(Schedule):
@@ -22,7 +22,7 @@ class GPipe(Schedule):
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
         """All forwards, then all backwards."""
         count = pipeline.num_microbatches
-        forwards, backwards = (all_of(count, is_backward=each) for each in (False, True))
+        forwards, backwards = (all_of(count, each) for each in (Phase.FORWARD, Phase.BACKWARD))
         return in_turn(forwards, backwards, warm_up=count, backward_first=False)
 
     def is_tried(self, pipeline: PipelineConfig) -> bool:

@@ -11,7 +11,7 @@ Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; the order of `tor
 import numpy as np
 
 from steelyard.errors import InvalidPlanError
-from steelyard.schedules.pipeline import PassOrder, PipelineConfig, Schedule, in_turn
+from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Schedule, in_turn
 
 MOST_TRIED = 4096
 """Microbatches beyond which the search leaves it out: the bubble that it makes smaller is next to nothing there."""
@@ -23,11 +23,13 @@ class Interleaved1F1B(Schedule):
     name = "interleaved-1f1b"
     title = "interleaved 1F1B"
     torch_name = "ScheduleInterleaved1F1B"
-    torchtitan_name = "Interleaved1F1B"
-    megatron_name = "forward_backward_pipelining_with_interleaving"
+    torchtitan_name: str | None = "Interleaved1F1B"
+    megatron_name: str | None = "forward_backward_pipelining_with_interleaving"
     chunk_counts = tuple(range(2, 21))
     """As many as public recipes have (NeMo: up to 20), where they divide the blocks of a stage."""
     keeps_sends = True
+    forwards_per_hop = 2
+    """Forwards that a stage does ahead of the next stage."""
     why_nowhere = (
         f"no configuration has two stages or more, as many microbatches, {MOST_TRIED} at most, and blocks that divide "
         "into "
@@ -41,11 +43,10 @@ class Interleaved1F1B(Schedule):
         turn, within = np.divmod(steps, size)
         whole_round, place = np.divmod(turn, pipeline.num_chunks)
         microbatch = whole_round * size + within
-        forward = np.zeros(len(steps), dtype=bool)
-        forwards = PassOrder(is_backward=forward, chunk=place, microbatch=microbatch)
-        last = pipeline.num_chunks - 1
-        backwards = PassOrder(is_backward=~forward, chunk=last - place, microbatch=microbatch)
-        return in_turn(forwards, backwards, _warm_up(pipeline, stage, size), backward_first=False)
+        forwards = PassOrder(phase=np.full(len(steps), Phase.FORWARD), chunk=place, microbatch=microbatch)
+        backward, last = np.full(len(steps), Phase.BACKWARD), pipeline.num_chunks - 1
+        backwards = PassOrder(phase=backward, chunk=last - place, microbatch=microbatch)
+        return in_turn(forwards, backwards, self.warm_up(pipeline, stage), backward_first=False)
 
     def refusal(self, pipeline: PipelineConfig) -> InvalidPlanError | None:
         """The microbatches must come in rounds of equal length."""
@@ -66,8 +67,7 @@ class Interleaved1F1B(Schedule):
 
     def in_flight(self, pipeline: PipelineConfig, stage: int) -> int:
         """The first forwards, and the one that comes before the first backward; of all chunks together."""
-        size = microbatches_per_round(pipeline)
-        return min(pipeline.num_passes, _warm_up(pipeline, stage, size) + 1)
+        return min(pipeline.num_passes, self.warm_up(pipeline, stage) + 1)
 
     def received_ahead(self, pipeline: PipelineConfig, stage: int) -> tuple[int, int]:
         """Of a round what the first stage gets from the last, and the last from the first; else little.
@@ -78,14 +78,13 @@ class Interleaved1F1B(Schedule):
         waiting = microbatches_per_round(pipeline) - 1
         return waiting if stage == 0 else 1, waiting if stage == pipeline.num_stages - 1 else 2
 
+    def warm_up(self, pipeline: PipelineConfig, stage: int) -> int:
+        """Forwards of a stage before the first forward that is paired with a backward."""
+        first = (pipeline.num_chunks - 1) * microbatches_per_round(pipeline)
+        return min(pipeline.num_passes, first + self.forwards_per_hop * (pipeline.num_stages - 1 - stage))
+
 
 INTERLEAVED_1F1B = Interleaved1F1B()
-
-
-def _warm_up(pipeline: PipelineConfig, stage: int, per_round: int) -> int:
-    """Forwards of a stage before the first forward that is paired with a backward."""
-    first = (pipeline.num_chunks - 1) * per_round + 2 * (pipeline.num_stages - 1 - stage)
-    return min(pipeline.num_passes, first)
 
 
 def _num_rounds(pipeline: PipelineConfig) -> int:

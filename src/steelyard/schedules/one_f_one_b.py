@@ -6,7 +6,7 @@ Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; the order of `tor
 """
 
 from steelyard.errors import InvalidPlanError
-from steelyard.schedules.pipeline import PassOrder, PipelineConfig, Schedule, all_of, in_turn
+from steelyard.schedules.pipeline import PassOrder, Phase, PipelineConfig, Schedule, all_of, in_turn
 
 
 class OneFOneB(Schedule):
@@ -22,7 +22,7 @@ class OneFOneB(Schedule):
     def passes(self, pipeline: PipelineConfig, stage: int) -> PassOrder:
         """The first forwards, then a backward and a forward in turn, then the other backwards."""
         count = pipeline.num_microbatches
-        forwards, backwards = (all_of(count, is_backward=each) for each in (False, True))
+        forwards, backwards = (all_of(count, each) for each in (Phase.FORWARD, Phase.BACKWARD))
         return in_turn(forwards, backwards, warm_up=self.in_flight(pipeline, stage), backward_first=True)
 
     def refusal(self, pipeline: PipelineConfig) -> InvalidPlanError | None:

@@ -1,13 +1,16 @@
 """Pipeline configurations, schedules, and the passes that a schedule gives to each stage.
 
 A stage is a group of ranks. Its layers come in one or more chunks, and chunk $c$ of stage $i$ is part $cP + i$ of the
-model, $P$ stages in all. A pass takes one microbatch forward or backward through one chunk.
+model, $P$ stages in all. A pass takes one microbatch forward or backward through one chunk. A schedule that splits
+backward passes computes the gradients of the weights of linear layers in a pass of their own, at any time after the
+backward pass, which other stages wait for.
 
 Costs, memory, search, runtime and exports ask a `PipelineConfig` and its `Schedule`, and name no schedule.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,36 +20,44 @@ from steelyard.errors import InvalidPlanError, UserError
 Column = NDArray[np.int64]
 
 
+class Phase(IntEnum):
+    """The work of a pass."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    """Without what a weight pass does, under a schedule that has these."""
+    WEIGHT = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassOrder:
     """The passes of one stage in order; three arrays of the same length, one entry for each pass."""
 
-    is_backward: NDArray[np.bool_]
+    phase: Column
     chunk: Column
     microbatch: Column
 
-    def in_flight(self, chunk: int) -> int:
-        """Most microbatches of a chunk that are alive at once: forward begun, backward not ended."""
-        return int((np.where(self.is_backward, -1, 1) * (self.chunk == chunk)).cumsum().max())
+    def in_flight(self, chunk: int | None = None) -> int:
+        """Most microbatches of a chunk, or of all, that are alive at once: forward begun, backward not ended."""
+        change = (self.phase == Phase.FORWARD).astype(np.int64) - (self.phase == Phase.BACKWARD)
+        return int((change if chunk is None else change * (self.chunk == chunk)).cumsum().max())
 
 
-def all_of(num_microbatches: int, *, is_backward: bool) -> PassOrder:
-    """All microbatches in order through the one chunk of a stage, forward or backward."""
+def all_of(num_microbatches: int, phase: Phase) -> PassOrder:
+    """All microbatches in order through the one chunk of a stage."""
     microbatch = np.arange(num_microbatches)
-    return PassOrder(
-        is_backward=np.full(num_microbatches, is_backward), chunk=np.zeros_like(microbatch), microbatch=microbatch
-    )
+    return PassOrder(phase=np.full(num_microbatches, phase), chunk=np.zeros_like(microbatch), microbatch=microbatch)
 
 
 def in_turn(forwards: PassOrder, backwards: PassOrder, warm_up: int, *, backward_first: bool) -> PassOrder:
     """``warm_up`` forwards, then the other forwards and the backwards one by one, then the other backwards."""
-    ahead, behind = (np.stack([each.is_backward, each.chunk, each.microbatch]) for each in (forwards, backwards))
+    ahead, behind = (np.stack([each.phase, each.chunk, each.microbatch]) for each in (forwards, backwards))
     later = ahead[:, warm_up:]
     paired = behind[:, : later.shape[1]]
     pair = (paired, later) if backward_first else (later, paired)
     alternating = np.stack(pair, axis=2).reshape(3, -1)
     whole = np.concatenate([ahead[:, :warm_up], alternating, behind[:, later.shape[1] :]], axis=1)
-    return PassOrder(is_backward=whole[0].astype(bool), chunk=whole[1], microbatch=whole[2])
+    return PassOrder(phase=whole[0], chunk=whole[1], microbatch=whole[2])
 
 
 class Schedule(ABC):
@@ -65,8 +76,12 @@ class Schedule(ABC):
     """Chunks per stage that the search tries."""
     keeps_sends: bool = False
     """Whether torch waits for sends only when the step ends, so that what a stage sent would stay until then."""
+    splits_backward: bool = False
+    """Whether the gradients of weights have passes of their own."""
     why_not_everywhere: str = ""
     """Why the search leaves out configurations in which the schedule can run; empty where it leaves out none."""
+    only_alone: bool = False
+    """Whether the search tries it only where no other schedule is allowed."""
     why_nowhere: str = "not searched"
     """What to say where the search found no configuration for the schedule."""
 
@@ -95,7 +110,11 @@ class Schedule(ABC):
 
     def in_flight(self, pipeline: "PipelineConfig", stage: int) -> int:
         """The bound of the search: most passes of a stage whose activations are alive at once."""
-        return int(np.where(pipeline.passes(stage).is_backward, -1, 1).cumsum().max())
+        return pipeline.passes(stage).in_flight()
+
+    def waiting(self, _pipeline: "PipelineConfig", _stage: int) -> int:
+        """Most passes of a stage whose weight passes wait as a backward pass begins: by default there are none."""
+        return 0
 
     def received_ahead(self, _pipeline: "PipelineConfig", _stage: int) -> tuple[int, int]:
         """Most activations and gradients for which a stage has memory before the pass that needs them: by default none.
@@ -162,3 +181,7 @@ class PipelineConfig:
     def in_flight(self, stage: int) -> int:
         """Passes whose activations are alive at once on a stage, counted from 0, as the search bounds them."""
         return self.schedule.in_flight(self, stage)
+
+    def waiting(self, stage: int) -> int:
+        """Passes of a stage whose weight passes wait as a backward pass begins."""
+        return self.schedule.waiting(self, stage)

@@ -201,7 +201,7 @@ class _Runs:
         stages = self.tables.pipeline.num_stages
         more = np.sort(self.more_s)[: min(self.num_blocks, count)].sum()
         total = self.plain_s + float(more) + self.tables.all_received_s
-        return (total + (self.tables.pipeline.num_passes - 1) * total / stages) * (1 - ROUNDING)
+        return (total + (self.tables.num_passes - 1) * total / stages) * (1 - ROUNDING)
 
     @property
     def plain_s(self) -> float:
@@ -390,7 +390,7 @@ def _best(pairs: Sequence[_Runs], count: int, cutoff_s: float, *, free: bool = F
     least_s = min(runs.plain_s for runs in pairs) + tables.all_received_s
     while True:
         of_each = {id(each): np.minimum.reduce([runs.seconds for runs in each]) for each in alike.values()}
-        cuts = _cheapest([of_each[id(each)] for each in stages], tables.pipeline.num_passes, least_s, cutoff_s)
+        cuts = _cheapest([of_each[id(each)] for each in stages], tables.num_passes, least_s, cutoff_s)
         if cuts is None:
             return None
         spans = list(itertools.pairwise(cuts))
@@ -406,7 +406,7 @@ def _sums(values: NDArray[np.generic]) -> Ints:
     return found
 
 
-def _cheapest(stages: Sequence[Floats], passes: int, least_s: float, cutoff_s: float) -> tuple[int, ...] | None:
+def _cheapest(stages: Sequence[Floats], passes: float, least_s: float, cutoff_s: float) -> tuple[int, ...] | None:
     """The cuts with the least sum of all stages and ``passes`` - 1 times the slowest; None where all are above the
     cutoff."""
     limit_s, best_s, best = _least_slowest_s(stages), cutoff_s * (1 + ROUNDING), None

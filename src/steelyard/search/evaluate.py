@@ -80,7 +80,7 @@ def evaluate(tables: CostTables, boundaries: Sequence[int], strategies: Sequence
         boundaries=tuple(boundaries),
         strategies=tuple(strategies),
         stages=stages,
-        step_s=sum(times) + (tables.pipeline.num_passes - 1) * max(times),
+        step_s=sum(times) + (tables.num_passes - 1) * max(times),
     )
 
 

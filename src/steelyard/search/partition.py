@@ -161,7 +161,7 @@ def assess_chain(of: CostTables | AnyBudget, budget_bytes: int) -> Prospect | Co
     while high - low > PRECISION * high:  # the least maximum of the stage bounds lies between them
         middle = (low + high) / 2
         low, high = (low, middle) if filled_boundaries(prepared, middle) else (middle, high)
-    even_s = (max(prepared.fastest_total_s, low) + (tables.pipeline.num_passes - 1) * low) * (1 - ROUNDING)
+    even_s = (max(prepared.fastest_total_s, low) + (tables.num_passes - 1) * low) * (1 - ROUNDING)
     return Prospect(
         prepared=prepared,
         lower_bound_s=max(quick_bound_s(tables), even_s),
@@ -200,13 +200,13 @@ def quick_bound_s(tables: CostTables) -> float:
             for stage in map(tables.pools.of_stages.index, range(max(tables.pools.of_stages) + 1))
         ]
         stages = [alone[pool] for pool in tables.pools.of_stages]
-        return least_step_s(stages, counts, tables.pools.transfer_s, tables.pipeline.num_passes) * (1 - ROUNDING)
+        return least_step_s(stages, counts, tables.pools.transfer_s, tables.num_passes) * (1 - ROUNDING)
     fastest = np.where(tables.legal, tables.time_s, np.inf).min(axis=1)[list(tables.layers)]
     if not np.isfinite(fastest).all():
         return np.inf
     total = float(fastest.sum()) + tables.all_received_s
     worst = max(total / tables.pipeline.num_stages, float(fastest.max()))
-    return (total + (tables.pipeline.num_passes - 1) * worst) * (1 - ROUNDING)
+    return (total + (tables.num_passes - 1) * worst) * (1 - ROUNDING)
 
 
 def first_plan(prepared: PreparedTables, boundaries: Sequence[int]) -> Solution | None:
@@ -245,7 +245,7 @@ def _search_upwards(
     The plan is proven up to what runs may have missed (`BestRuns.missed_s`).
     """
     aim = FIRST_AIM
-    slowest_s = _slowest_total_s(prepared.tables) * prepared.tables.pipeline.num_passes * (1 + FIRST_AIM)
+    slowest_s = _slowest_total_s(prepared.tables) * prepared.tables.num_passes * (1 + FIRST_AIM)
     while lower <= cutoff_s and lower < best.step_s:
         target = min(lower + aim * (lower or min(best.step_s, slowest_s)), cutoff_s, best.step_s)
         try:

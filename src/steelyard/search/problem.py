@@ -113,6 +113,7 @@ class ConfigCosts(_Part):
     samples: Samples = 1
     side_inputs: list[CrossLayerInputCosts] = []
     num_chunks: LayerCount = 1
+    fill: Annotated[float, Field(gt=0, le=1, exclude_if=lambda fill: fill == 1)] = 1.0
 
 
 class ProblemFile(_Part):
@@ -227,6 +228,7 @@ def _config_costs(tables: CostTables, samples: int) -> ConfigCosts:
             for side in tables.cross_layer_inputs
         ],
         num_chunks=tables.pipeline.num_chunks,
+        fill=tables.fill,
     )
 
 
@@ -283,6 +285,7 @@ def _tables(config: ConfigCosts) -> CostTables:
         switch_s=switch,
         transfer_s=config.transfer_s,
         overhead_bytes=config.overhead_bytes,
+        fill=config.fill,
         cross_layer_inputs=_cross_layer_inputs(config),
     )
 

@@ -103,9 +103,8 @@ class PreparedTables:
     @property
     def missed_s(self) -> float:
         """By so much at most are the step times of the best plans above the least, since runs missed states."""
-        pipeline = self.tables.pipeline
         longest = max((runs.chain.missed_s for runs in self.solved.values()), default=0.0)
-        return longest * (pipeline.num_stages + pipeline.num_passes - 1)
+        return longest * (self.tables.pipeline.num_stages + self.tables.num_passes - 1)
 
     @property
     def num_layers(self) -> int:
@@ -140,7 +139,7 @@ class PreparedTables:
 
     def step_s(self, total: FloatArray, worst: FloatArray) -> FloatArray:
         """Step times from the sums and the maxima of the stage times."""
-        more = self.tables.pipeline.num_passes - 1
+        more = self.tables.num_passes - 1
         return total + more * worst if more else total
 
 
@@ -229,7 +228,7 @@ def filled_boundaries(prepared: PreparedTables, limit_s: float) -> tuple[int, ..
 
 def possible_runs(prepared: PreparedTables, aim_s: float) -> list[StageRuns] | None:
     """For each stage the window of first layers and of ends, with bounds; None if some window is empty."""
-    more = prepared.tables.pipeline.num_passes - 1
+    more = prepared.tables.num_passes - 1
     limit = (aim_s - prepared.fastest_total_s) / more if more else aim_s
     latest, earliest = [0], [prepared.num_layers]
     for stage, (memory, bounds) in enumerate(zip(prepared.memories, prepared.bounds, strict=True)):
@@ -273,7 +272,7 @@ def time_limits(prepared: PreparedTables, stages: Sequence[StageRuns], aim_s: fl
     """[starts, ends] per stage: the longest time of use; minus infinity where no plan within the aim passes."""
     rest_total, rest_worst = rest_bounds(stages)
     total, worst = np.zeros(1), np.zeros(1)
-    more = prepared.tables.pipeline.num_passes - 1
+    more = prepared.tables.num_passes - 1
     limits = []
     for runs, after_total, after_worst in zip(stages, rest_total[1:], rest_worst[1:], strict=True):
         others = total[:, None] + after_total

@@ -90,7 +90,7 @@ def least_step_s(
     stages: Sequence[PricedLayers],
     counts: Sequence[int],
     handed_s: Sequence[float],
-    num_passes: int,
+    num_passes: float,
     rooms: Sequence[float] | None = None,
     slowest_s: float = 0.0,
     ends: tuple[int, int] | None = None,
@@ -120,7 +120,7 @@ def least_step_s(
     free = layers > 0
     priced = np.stack([stage.priced_s[free, place] for stage, place in zip(stages, places, strict=True)])
 
-    def dual_s(passes: int) -> float:
+    def dual_s(passes: float) -> float:
         weights = 1 + passes * _shares(whole[own], alike, passes)
         layers_s = (weights[:, None] * priced).min(axis=0) @ layers[free]
         return float(weights @ (handed + fixed[own] - paid[own]) + layers_s)
@@ -183,7 +183,7 @@ def _alike(
     return list(places), counts.astype(np.float64), handed.astype(np.float64)
 
 
-def _shares(whole_s: FloatArray, alike: FloatArray, more: int) -> FloatArray:
+def _shares(whole_s: FloatArray, alike: FloatArray, more: float) -> FloatArray:
     """[P] the weights of the stages, of which so many are ``alike``; none of those that are too slow for a layer."""
     taking = np.isfinite(whole_s)
     speeds = 1 / np.maximum(whole_s, 1e-300)

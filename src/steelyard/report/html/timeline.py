@@ -20,7 +20,9 @@ ROW, HEIGHT = 10, 8
 """Units from one stage to the next, and of a pass."""
 MOST_PASSES = 12_000
 """A step of more is shown in part: its first and its last microbatches."""
-PASS_NAMES = {each: each for each in ("forward", "backward", "once", "bubble", "not shown")} | {"once": "optimizer"}
+PASS_NAMES = {each: each for each in ("forward", "backward", "weight", "once", "bubble", "not shown")} | {
+    "once": "optimizer"
+}
 MIN_SHARE = 0.0005
 
 

@@ -1,0 +1,114 @@
+"""Bubbles of pipeline schedules: simulated against torch's runs of them over our stages, on 4 processes.
+
+The passes of a tiny Llama are stretched to given times by sleeping, so that other work on the machine disturbs them
+little and cores are not needed: order, sends and waits are real, times of passes are not. A bubble is what is left of
+a step, from the first pass of any rank to the last one, in which a rank does none.
+
+Run: python benchmarks/bubbles.py
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.ranks import on_ranks
+from steelyard.cost.simulator import StageTimes, simulate
+from steelyard.modules.build import build_model
+from steelyard.plan.plan import Plan
+from steelyard.runtime.parallel_model import parallelize
+from steelyard.runtime.pipeline_part import PipelinePart
+from tests.runtime.models import FAMILY_CONFIGS, make_plan
+
+PROCESSES, NUM_BLOCKS, WARM_UP = 4, 8, 1
+SECONDS = {"forward_one_chunk": 0.40, "backward_one_chunk": 0.48, "backward_weight_one_chunk": 0.32}
+"""Of all chunks of a stage: a forward pass, a backward pass without its weight pass, and a weight pass."""
+CASES = [
+    (schedule, chunks, count)
+    for schedule, chunks in (("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-zero-bubble", 2))
+    for count in (4, 8)
+]
+
+
+def plan_of(schedule: str, chunks: int, num_microbatches: int) -> Plan:
+    """A plan of one rank a stage."""
+    per_part = NUM_BLOCKS // (PROCESSES * chunks)
+    parts = [["single"] * per_part for _ in range(PROCESSES * chunks)]
+    parts[0].append("single")
+    parts[-1].append("single")
+    return make_plan(
+        FAMILY_CONFIGS["llama"] | {"num_hidden_layers": NUM_BLOCKS},
+        *(", ".join(part) for part in parts),
+        num_microbatches=num_microbatches,
+        global_batch=num_microbatches,
+        seq_len=16,
+        schedule=schedule,
+        num_devices=PROCESSES,
+        num_chunks=chunks,
+    )
+
+
+def seconds_of(plan: Plan) -> dict[str, float]:
+    """What each pass through a part takes: a backward pass does the work of a weight pass if there are none."""
+    seconds = dict(SECONDS)
+    if not plan.pipeline.schedule.splits_backward:
+        seconds["backward_one_chunk"] += seconds.pop("backward_weight_one_chunk")
+    return {name: each / plan.num_chunks for name, each in seconds.items()}
+
+
+def simulated(plan: Plan) -> float:
+    """The bubble of a step as it is predicted."""
+    forward_s, backward_s, weight_s = (each / plan.num_chunks for each in SECONDS.values())
+    times = StageTimes(forward_s=forward_s, backward_s=backward_s + weight_s, weight_s=weight_s)
+    return simulate([times] * len(plan.parts), plan.pipeline).bubble_share()
+
+
+def measured(plan: Plan) -> float:
+    """The bubble of a step that this rank and the others run."""
+    passes: list[tuple[float, float]] = []
+
+    def stretched(work: Any, seconds: float, *arguments: Any, **keywords: Any) -> Any:
+        started_s = time.perf_counter()
+        found = work(*arguments, **keywords)
+        time.sleep(max(0.0, started_s + seconds - time.perf_counter()))
+        passes.append((started_s, time.perf_counter()))
+        return found
+
+    def stretch(name: str, seconds: float) -> Any:
+        work = getattr(PipelinePart, name)
+        return lambda *arguments, **keywords: stretched(work, seconds, *arguments, **keywords)
+
+    with mock.patch.multiple(PipelinePart, **{name: stretch(name, each) for name, each in seconds_of(plan).items()}):
+        model = parallelize(build_model(plan.chain(), seed=0), plan)
+        for _ in range(WARM_UP + 1):
+            passes.clear()
+            dist.barrier()
+            model.train_step(lambda samples: torch.zeros((len(samples), plan.seq_len + 1), dtype=torch.long))
+    ends = torch.tensor([-passes[0][0], passes[-1][1]], dtype=torch.float64)
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    worked = torch.tensor(sum(end - start for start, end in passes), dtype=torch.float64)
+    dist.all_reduce(worked)
+    return 1 - float(worked / (PROCESSES * ends.sum()))
+
+
+def run() -> None:
+    """Runs every case; the first rank prints them."""
+    for schedule, chunks, count in CASES:
+        plan = plan_of(schedule, chunks, count)
+        found = measured(plan)
+        if dist.get_rank() == 0:
+            print(
+                f"{schedule:24} {count:3} microbatches: {simulated(plan):6.1%} simulated, {found:6.1%} run", flush=True
+            )
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    on_ranks(PROCESSES, run)

@@ -1,0 +1,64 @@
+"""Backward passes that are split under every kind of sharding and recomputation, on 4 and 8 processes."""
+
+from functools import partial
+
+from tests.runtime.cases import Case
+from tests.runtime.models import FAMILY_CONFIGS, make_plan
+
+
+def _case(
+    config: str,
+    *parts: str,
+    num_devices: int = 4,
+    num_microbatches: int = 4,
+    num_steps: int = 2,
+    fault: str | None = None,
+    **options: str,
+) -> Case:
+    """Parts of the model in two chunks a stage."""
+    num_blocks = sum(len(part.split(",")) for part in parts) - 2
+    make = partial(
+        make_plan,
+        FAMILY_CONFIGS[config] | {"num_hidden_layers": num_blocks},
+        *parts,
+        num_chunks=2,
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
+        global_batch=4 * num_microbatches,
+        seq_len=16,
+        schedule="interleaved-zero-bubble",
+        **options,
+    )
+    return Case(make=make, num_steps=num_steps, fault=fault)
+
+
+_EVERY_MODE = (
+    "dp2, fsdp2 zero2",
+    "tp2, tp2+sp remat=selective",
+    "fsdp2 zero1, fsdp2, dp2 remat=full",
+    "fsdp2 remat=full",
+)
+CASES: dict[str, Case] = {
+    "every mode": _case("llama", *_EVERY_MODE),
+    "every mode, bf16": _case("llama", *_EVERY_MODE, precision="bf16"),
+    "control: without weight passes": _case("llama", *_EVERY_MODE, fault="no weight passes", num_steps=1),
+    "four stages": _case("llama", *["single"] * 8, num_microbatches=8),
+    "tied, with biases": _case("qwen2", "fsdp2", "dp2", "tp2", "dp2"),
+    "experts, sharded": _case("mixtral", "fsdp2 zero1", "fsdp2 zero2", "dp2", "fsdp2"),
+    "four stages of two ranks": _case(
+        "llama",
+        *("dp2", "tp2+sp", "fsdp2 zero2", "fsdp2 zero1", "fsdp2 remat=full", "tp2 remat=selective", "dp2", "tp2"),
+        num_devices=8,
+        num_microbatches=8,
+    ),
+    "stages of four ranks, hybrid": _case(
+        "llama",
+        "dp2-fsdp2, tp2-fsdp2+sp",
+        "dp2-fsdp2 zero1, fsdp2-tp2",
+        "dp2-tp2, fsdp4 zero2",
+        "fsdp2-cp2, dp4",
+        num_devices=8,
+    ),
+}
+NIGHTLY = {"four stages of two ranks", "stages of four ranks, hybrid"}
+"""On 8 processes."""

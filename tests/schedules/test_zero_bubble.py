@@ -1,0 +1,75 @@
+"""Weight passes in plans: searched where they are asked for, and what does not go with them."""
+
+from dataclasses import replace
+
+import pytest
+
+from steelyard.cost.predict import predict
+from steelyard.errors import InvalidPlanError, UserError
+from steelyard.levers import Levers
+from steelyard.plan.decisions import Decisions
+from steelyard.plan.plan import Plan
+from steelyard.planning.choose import plan_job
+from steelyard.planning.problem import pipeline_configs
+from steelyard.planning.why_not import left_out
+from tests.cost.examples import job, plan
+from tests.engines.examples import exported
+from tests.jobs import make_job
+from tests.runtime.models import make_plan
+
+NAME = "interleaved-zero-bubble"
+FOUR_STAGES = {"num_stages": 4, "num_microbatches": 4}
+LEVERS = [{"compile": "blocks"}, {"offload": "activations"}, {"offload": "parameters"}]
+
+
+def planned(schedule: str) -> Plan:
+    found = plan_job(job(num_hidden_layers=8), Decisions(schedules=(schedule,), **FOUR_STAGES)).plan
+    assert found is not None
+    return found
+
+
+def test_it_is_planned_with_where_it_is_asked_for() -> None:
+    assert planned(NAME).schedule == NAME
+
+
+def test_bubbles_are_filled_by_the_part_of_backward_passes_that_weights_take() -> None:
+    of = make_job("llama3-8b", "1x8xa100-80gb", global_batch=8, seq_len=1024)
+    parts = [", ".join(["fsdp2"] * count) for count in (5, 4, 4, 4, 4, 4, 4, 5)]
+    plans = [plan(of, *parts, num_microbatches=4, num_chunks=2, schedule=each) for each in (NAME, "interleaved-1f1b")]
+    filled, interleaved = (predict(each, of).timeline for each in plans)
+    assert filled.step_time_s < 0.95 * interleaved.step_time_s
+    spans = {event.work: event.end_s - event.start_s for event in filled.stages[1]}
+    assert 0.25 < spans["weight"] / (spans["weight"] + spans["backward"]) < 0.5
+    assert [filled.worked_s(stage) for stage in range(4)] == pytest.approx(
+        [interleaved.worked_s(stage) for stage in range(4)]
+    )
+
+
+def test_no_plan_is_proven_slower_than_it_takes() -> None:
+    prediction = planned(NAME).prediction
+    assert prediction is not None
+    assert prediction.lower_bound_s <= prediction.step_time_s
+
+
+def test_it_is_not_searched_beside_others_and_that_is_said() -> None:
+    of = job(num_hidden_layers=8)
+    assert NAME not in {config.pipeline.schedule.name for config in pipeline_configs(of, Decisions())}
+    assert f"{NAME}: searched only where --schedule names it alone" in left_out(of, Decisions())
+
+
+@pytest.mark.parametrize("levers", LEVERS, ids=str)
+def test_levers_whose_blocks_are_not_split_are_refused(levers: dict[str, str]) -> None:
+    of = replace(job(num_hidden_layers=8), levers=Levers.of(levers))
+    with pytest.raises(UserError, match=f"--schedule: found {NAME} beside --"):
+        pipeline_configs(of, Decisions(schedules=(NAME,)))
+    with pytest.raises(InvalidPlanError, match=f"schedule: found {NAME} beside --"):
+        zero_bubble(levers=levers)
+
+
+def test_a_script_of_stock_calls_is_refused() -> None:
+    with pytest.raises(UserError, match=rf"pytorch for a plan under {NAME}\n.*whole"):
+        exported(zero_bubble().model_copy(update={"cluster": "1x4xcpu"}), "pytorch")
+
+
+def zero_bubble(**options: dict[str, str]) -> Plan:
+    return make_plan("llama", *["fsdp2, fsdp2"] * 4, num_chunks=2, num_devices=4, schedule=NAME, **options)
