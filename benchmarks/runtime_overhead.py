@@ -1,10 +1,14 @@
-"""Our step time over that of the shortest stock PyTorch script for the same thing, on 4 CPU processes.
+"""Our step time over that of the shortest stock PyTorch script for the same thing, on 2 and 4 CPU processes.
 
 Both train the same Llama in the same processes, step about, so that whatever else the machine does meets both alike. A
 step is forward, backward, clipping and fused AdamW on the same tokens. The ratio is that of the medians of all repeats;
 CPU seconds, the sum over all processes, are less disturbed by other work on the machine than the wall clock.
 
-Run: python benchmarks/runtime_overhead.py [--repeats N] [--cases fsdp dp tp pipeline]
+A model of as many layers whose tensors have next to no entries does the same in Python, autograd and collectives, and
+computes nothing: its CPU seconds over those of the model are the host's share of a step, last but one of ours and last
+of the stock script's.
+
+Run: python benchmarks/runtime_overhead.py [--repeats N] [--processes 2 4] [--cases fsdp dp tp pipeline]
 """
 
 import argparse
@@ -27,7 +31,7 @@ from steelyard.plan.plan import Plan, PlanModel
 from steelyard.plan.stages import StagePart, fold_runs, stages_of
 from steelyard.plan.strategy import parse_strategy
 
-PROCESSES, NUM_BLOCKS, SEQ_LEN, GLOBAL_BATCH, VOCABULARY = 4, 6, 256, 16, 512
+NUM_BLOCKS, SEQ_LEN, GLOBAL_BATCH, VOCABULARY = 6, 256, 16, 512
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 256,
@@ -40,6 +44,9 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+SMALL_SEQ_LEN = 4
+SMALL = {"hidden_size": 16, "intermediate_size": 16}
+"""What a model has that computes next to nothing."""
 WARM_UP = 2
 
 
@@ -47,36 +54,37 @@ WARM_UP = 2
 class Case:
     """A uniform plan and the stock script for it."""
 
-    strategy: str
+    dimension: str
     num_stages: int
     num_microbatches: int
     script: ModuleType
 
 
 CASES = {
-    "fsdp": Case(strategy="fsdp4", num_stages=1, num_microbatches=1, script=fsdp),
-    "dp": Case(strategy="dp4", num_stages=1, num_microbatches=1, script=dp),
-    "tp": Case(strategy="tp4", num_stages=1, num_microbatches=1, script=tp),
-    "pipeline": Case(strategy="dp2", num_stages=2, num_microbatches=4, script=pipeline),
+    "fsdp": Case(dimension="fsdp", num_stages=1, num_microbatches=1, script=fsdp),
+    "dp": Case(dimension="dp", num_stages=1, num_microbatches=1, script=dp),
+    "tp": Case(dimension="tp", num_stages=1, num_microbatches=1, script=tp),
+    "pipeline": Case(dimension="dp", num_stages=2, num_microbatches=4, script=pipeline),
 }
 
 
-def plan_of(case: Case) -> Plan:
-    """The uniform plan of a case, blocks cut evenly."""
-    size = PROCESSES // case.num_stages
+def plan_of(case: Case, *, is_small: bool = False) -> Plan:
+    """The uniform plan of a case on all processes, blocks cut evenly."""
+    size = dist.get_world_size() // case.num_stages
+    strategy = parse_strategy(f"{case.dimension}{size}" if size > 1 else "single")
     ends = [1 + NUM_BLOCKS * (index + 1) // case.num_stages for index in range(case.num_stages)]
     ends[-1] += 1
     stages = tuple(
         StagePart(
             ranks=(index * size, (index + 1) * size - 1),
-            runs=fold_runs(first, (parse_strategy(case.strategy),) * (end - first)),
+            runs=fold_runs(first, (strategy,) * (end - first)),
         )
         for index, (first, end) in enumerate(zip([0, *ends], ends, strict=False))
     )
     return Plan(
-        model=PlanModel(name="llama", config=CONFIG),
+        model=PlanModel(name="llama", config=CONFIG | (SMALL if is_small else {})),
         cluster="cpu",
-        seq_len=SEQ_LEN,
+        seq_len=SMALL_SEQ_LEN if is_small else SEQ_LEN,
         global_batch=GLOBAL_BATCH,
         num_microbatches=case.num_microbatches,
         precision="fp32",
@@ -84,7 +92,11 @@ def plan_of(case: Case) -> Plan:
     )
 
 
-def measure(step: Step, tokens: torch.Tensor) -> tuple[float, float]:
+Seconds = tuple[float, float]
+"""Of a step: wall of the slowest process, and CPU of all."""
+
+
+def measure(step: Step, tokens: torch.Tensor) -> Seconds:
     """Wall seconds of the slowest process, and CPU seconds of all, of one step."""
     dist.barrier()
     started_s, started_cpu_s = time.perf_counter(), time.process_time()
@@ -96,14 +108,16 @@ def measure(step: Step, tokens: torch.Tensor) -> tuple[float, float]:
     return wall.item(), found[1].item()
 
 
-def compare(case: Case, repeats: int) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+def compare(case: Case, repeats: int, *, is_small: bool = False) -> list[tuple[Seconds, Seconds]]:
     """For each repeat the seconds of our step and of the stock script's."""
-    plan = plan_of(case)
+    plan = plan_of(case, is_small=is_small)
     theirs = case.script.build(build_model(plan.chain(), seed=0), case.num_microbatches)
     ours = training_step(plan)
     found = []
     for repeat in range(WARM_UP + repeats):
-        tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(repeat))
+        tokens = torch.randint(
+            VOCABULARY, (GLOBAL_BATCH, plan.seq_len + 1), generator=torch.Generator().manual_seed(repeat)
+        )
         first, second = (ours, theirs) if repeat % 2 else (theirs, ours)
         times = {id(each): measure(each, tokens) for each in (first, second)}
         found.append((times[id(ours)], times[id(theirs)]))
@@ -113,28 +127,32 @@ def compare(case: Case, repeats: int) -> list[tuple[tuple[float, float], tuple[f
 def compare_all(names: list[str], repeats: int) -> None:
     """All cases on one rank; the first prints."""
     for name in names:
-        found = compare(CASES[name], repeats)
+        found, small = (compare(CASES[name], repeats, is_small=each) for each in (False, True))
         if dist.get_rank() == 0:
-            print(row(name, found), flush=True)
+            print(row(f"{name}, {dist.get_world_size()}", found, small), flush=True)
 
 
-def row(name: str, found: list[tuple[tuple[float, float], tuple[float, float]]]) -> str:
+def row(name: str, found: list[tuple[Seconds, Seconds]], small: list[tuple[Seconds, Seconds]]) -> str:
     """Medians and ratios of one case."""
+    host = [statistics.median(pair[who][1] for pair in small) for who in (0, 1)]
     ours_s, theirs_s = (statistics.median(pair[who][0] for pair in found) for who in (0, 1))
     ours_cpu_s, theirs_cpu_s = (statistics.median(pair[who][1] for pair in found) for who in (0, 1))
     paired = statistics.median(ours[0] / theirs[0] for ours, theirs in found)
     wall = f"{ours_s * 1e3:8.0f} {theirs_s * 1e3:8.0f} {ours_s / theirs_s:6.3f} {paired:6.3f}"
-    return f"{name:10} {wall} {ours_cpu_s * 1e3:8.0f} {theirs_cpu_s * 1e3:8.0f} {ours_cpu_s / theirs_cpu_s:6.3f}"
+    cpu = f"{ours_cpu_s * 1e3:8.0f} {theirs_cpu_s * 1e3:8.0f} {ours_cpu_s / theirs_cpu_s:6.3f}"
+    return f"{name:12} {wall} {cpu}   {host[0] / ours_cpu_s:5.1%} {host[1] / theirs_cpu_s:5.1%}"
 
 
 def main() -> None:
     """Prints a row per case."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     arguments = parser.parse_args()
-    print(f"{'plan':10}  ours ms stock ms  ratio paired  our CPU    stock  ratio", flush=True)
-    on_ranks(PROCESSES, lambda: compare_all(arguments.cases, arguments.repeats))
+    print(f"{'plan, ranks':12}  ours ms stock ms  ratio paired  our CPU    stock  ratio    host stock", flush=True)
+    for count in arguments.processes:
+        on_ranks(count, lambda: compare_all(arguments.cases, arguments.repeats))
 
 
 if __name__ == "__main__":
