@@ -111,7 +111,7 @@ def precision_of(strategy: str) -> dict[str, str]:
         "gradients": ",".join({str(parameter.grad.dtype) for parameter in model.parameters()}),
         "states": ",".join(states),
         "computed": ",".join(seen),
-        "reduced": str(mixed_precision("bf16").reduce_dtype),
+        "reduced": str(mixed_precision("bf16", {torch.float32}).reduce_dtype),
     }
 
 

@@ -189,6 +189,7 @@ def build_stage(chain: ModelChain, division: Division, meshes: Meshes, seed: int
     return StageModule(
         loop,
         kept_whole=(),
+        waiting=(),
         replicas=Replicas(replicas),
         side=shared_inputs_of(layers.values(), model, chain, torch.device("cpu")),
         seq_len=SEQ_LEN,
