@@ -141,6 +141,12 @@ def format_count(count: float) -> str:
     return f"{_three_digits(value)} T"
 
 
+def format_tera(flop_per_s: float) -> str:
+    """TFLOP/s, whole from ten on, ``365``, else with two digits, ``0.024``."""
+    tera = flop_per_s / TERA
+    return f"{tera:,.0f}" if tera >= 10 else f"{tera:.2g}"
+
+
 def format_ranges(values: Iterable[int]) -> str:
     """Whole numbers with runs drawn together, ``3, 5–7``."""
     ordered = sorted(values)

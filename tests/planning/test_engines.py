@@ -264,3 +264,14 @@ def test_a_frontier_for_an_engine_has_its_plans_alone() -> None:
     for point in points:
         shardings = {each.split(" ×")[0].partition(" remat")[0] for each in point.strategies.split(", ")}
         assert len(shardings) == 1, point.strategies
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"), [("megatron", "1f1b, interleaved-1f1b"), ("deepspeed", "no schedule: this engine runs no")]
+)
+def test_a_schedule_that_an_engine_does_not_run_is_refused_by_its_name(engine: str, expected: str) -> None:
+    request = make_request("llama3-8b", "1x8xa100-80gb", global_batch=8, seq_len=4096, engine=engine)
+    with pytest.raises(UserError) as caught:
+        complete(replace(request, decisions=Decisions(schedules=("gpipe",))))
+    assert caught.value.found == f"gpipe with the engine {engine}"
+    assert caught.value.expected.startswith(expected)

@@ -18,7 +18,7 @@ from steelyard.plan.strategy import Remat
 from steelyard.planning.price import peak_bytes
 from steelyard.planning.request import check_precision, make_request
 from steelyard.planning.settings import Settings, price_settings
-from steelyard.units import TERA, format_bytes, format_seconds
+from steelyard.units import format_bytes, format_seconds, format_tera
 
 
 @with_levers
@@ -109,6 +109,6 @@ def _line(plan: Plan, engine: str, budget_bytes: int) -> str:
     host = f"; {prediction.host}" if prediction.host else ""
     return (
         f"{engine}: {format_seconds(prediction.step_time_s)} a step, "
-        f"{(prediction.model_flop_per_s or 0) / TERA:.0f} TFLOP/s per device, "
+        f"{format_tera(prediction.model_flop_per_s or 0)} TFLOP/s per device, "
         f"{format_bytes(taken)} of {format_bytes(budget_bytes)} per device: {fits}{host}"
     )

@@ -16,7 +16,7 @@ from steelyard.hardware import Backend
 from steelyard.model.chain import LayerRole, ModelChain
 from steelyard.plan.part import PlanPart
 from steelyard.profiles.profile import ProfileIdentity
-from steelyard.units import TERA, format_bytes, format_plural, format_seconds
+from steelyard.units import format_bytes, format_plural, format_seconds, format_tera
 
 
 class CatalogueRates(PlanPart):
@@ -396,7 +396,7 @@ class Prediction(PlanPart):
     @property
     def utilisation(self) -> str:
         """TFLOP/s of a device and MFU, with how attention is counted in both; empty where neither is known."""
-        tera = None if self.model_flop_per_s is None else f"{self.model_flop_per_s / TERA:,.0f} TFLOP/s per device"
+        tera = None if self.model_flop_per_s is None else f"{format_tera(self.model_flop_per_s)} TFLOP/s per device"
         found = [tera, None if self.mfu is None else f"MFU {self.mfu:.1%}"]
         counted = f" ({self.mfu_attention} attention)" if self.mfu_attention else ""
         return ", ".join(filter(None, found)) + counted if any(found) else ""

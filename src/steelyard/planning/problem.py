@@ -159,7 +159,7 @@ def shares_cores(job: Job) -> bool:
 
 
 def shared_cores_bound_s(job: Job, given: OnDemand, bound_s: float) -> float:
-    """What no plan of a configuration takes less than where `shares_cores`; ``bound_s`` is that by the search's sums.
+    """Return a lower bound of the step of a configuration where `shares_cores`; ``bound_s`` is the search's own.
 
     The sums take all processes to be busy at all times. One stage always is, but several do together as much work in a
     second as the number of them that does most: $k s_k$ (`steelyard.cost.shared_cores`), and all passes are work.
@@ -204,12 +204,21 @@ def pipeline_configs(job: Job, decisions: Decisions) -> list[JobConfig]:
                 hint="name another one as well, or leave the lever out",
             )
         schedules = [each for each in schedules if not each.splits_backward]
+    means = job.engine.capabilities
+    if decisions.schedules is not None and not any(means.runs(each.name) for each in schedules):
+        known = ", ".join(each for each in SCHEDULES if means.runs(each))
+        raise UserError(
+            field="--schedule",
+            found=f"{', '.join(map(str, schedules))} with the engine {job.engine.name}",
+            expected=known or "no schedule: this engine runs no pipelines",
+            hint="name one of these, or leave --schedule out" if known else "leave --schedule out",
+        )
     if len(schedules) > 1:
         schedules = [each for each in schedules if not each.only_alone]
     found = configs_under([each for each in schedules if not each.takes_chunks], job, stages, counts)
     if decisions.stage_partition == "exact":
         found += configs_under([each for each in schedules if each.takes_chunks], job, stages, counts)
-    pins, means = pins_of(decisions, job.chain), job.engine.capabilities
+    pins = pins_of(decisions, job.chain)
     everywhere = shares_cores(job) or len(schedules) == 1
     return [
         each

@@ -14,7 +14,7 @@ from steelyard.report.html.strategies import strategy_section
 from steelyard.report.html.timeline import timeline_section
 from steelyard.report.html.trade_off import trade_off_section
 from steelyard.report.plan_table import gain_sentence
-from steelyard.units import TERA, format_bytes, format_count, format_plural, format_seconds
+from steelyard.units import format_bytes, format_count, format_plural, format_seconds, format_tera
 
 _TILE = ("name", "figure", "below")
 
@@ -109,7 +109,7 @@ def _tiles(found: ReportContents) -> list[tuple[Child, str, Child]]:
         ("tokens/s/device", f"{prediction.tokens_per_s_per_device:,.0f}", below_speed),
     ]
     if prediction.model_flop_per_s is not None:
-        tiles.append(("TFLOP/s per device", f"{prediction.model_flop_per_s / TERA:,.0f}", "model FLOP, as in MFU"))
+        tiles.append(("TFLOP/s per device", format_tera(prediction.model_flop_per_s), "model FLOP, as in MFU"))
     if prediction.mfu is not None:
         attention = f"{prediction.mfu_attention} attention, " if prediction.mfu_attention else ""
         tiles.append((term("MFU"), f"{prediction.mfu:.1%}", f"model FLOP, {attention}remat not counted"))
