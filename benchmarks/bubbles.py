@@ -56,7 +56,7 @@ def plan_of(schedule: str, chunks: int, num_microbatches: int) -> Plan:
 
 
 def seconds_of(plan: Plan) -> dict[str, float]:
-    """What each pass through a part takes: a backward pass does the work of a weight pass if there are none."""
+    """Seconds of each pass through a part: a backward pass does the work of a weight pass if there are none."""
     seconds = dict(SECONDS)
     if not plan.pipeline.schedule.splits_backward:
         seconds["backward_one_chunk"] += seconds.pop("backward_weight_one_chunk")

@@ -201,7 +201,7 @@ class OfEngine:
 
     @property
     def figures(self) -> str:
-        """What `OF_ENGINES` has of it."""
+        """The figures of it in `OF_ENGINES`."""
         own = self.own
         return f"({own.typical:.3f}, {own.low:.3f}, {own.high:.3f})" if own else "None"
 

@@ -43,7 +43,7 @@ class Estimator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What an estimator says of one run; None of what it does not state. Bytes of a rank, seconds of a step."""
+    """Figures of an estimator for one run; None where it states none. Bytes of a rank, seconds of a step."""
 
     peak_bytes: float | None = None
     states_bytes: float | None = None
@@ -126,7 +126,7 @@ NOT_ASKED = {
 
 
 def ask(estimator: Estimator, questions: Sequence[Question]) -> Answers:
-    """What an estimator says of these runs, by a process of its own; installed first where it is not."""
+    """Ask an estimator about these runs, in a process of its own; installed first where it is not."""
     folder = default_folder("estimators") / estimator.environment
     try:
         if not (folder / estimator.package).is_file():

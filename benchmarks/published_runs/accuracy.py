@@ -157,7 +157,7 @@ def memory_by_source(outcomes: Iterable[Outcome]) -> tuple[MemoryLine, ...]:
 
 
 def _memory_line(kind: str, source: str, runs: Sequence[Forecast]) -> MemoryLine:
-    """Where a unit is not certain, a run is too low against the smaller reading; its error is against the larger."""
+    """Errors of memory; where a unit is not certain, too low is against the smaller reading, errors the larger."""
     pairs = [(each.peak_bytes, measured_memory(each.run)) for each in runs if counts_for_memory(each.run)]
     known = [(peak, readings) for peak, readings in pairs if readings is not None]
     oom = [each for each in runs if each.run.status == "oom"]

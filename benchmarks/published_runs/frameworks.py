@@ -367,7 +367,7 @@ _LOSS_NOT_COMPILED = re.compile(r"2024-|2025-0[1-4]|torch 2\.7|graph")
 
 
 def _torchtitan_kernels(run: PublishedRun, kernels: Kernels) -> Kernels:
-    """What a run's version and switches make of torchtitan's kernels.
+    """Torchtitan's kernels under a run's version and switches.
 
     Inductor makes one kernel of the loss, with logits and their gradients in 16 bits, and of routing where it compiles
     blocks with experts in one piece (distributed/compile.py; of 2025 it did not). Selective remat repeats every second

@@ -156,7 +156,7 @@ def build_tables(
 
 
 def _fill(tables: CostTables, config: JobConfig) -> float:
-    """What of a block's pass fills and drains a pipeline, at least, under any strategy (`CostTables.fill`).
+    """The part of a block's pass that fills and drains a pipeline, at least, under any strategy (`CostTables.fill`).
 
     Weight passes of the last stages are done while the first ones end, and wait for nothing: of a pass that takes t
     with a weight pass of w, t - 2 w are left.

@@ -164,7 +164,7 @@ def decoder_layer(
         return local.head()
     if not layer_type.num_experts or shape.experts is None:
         return local.block()
-    if isinstance(kernels.selective, tuple):
+    if isinstance(kernels.selective, tuple):  # the feed-forward part here is the shared expert, which mlp is not
         modules = tuple(each for each in kernels.selective if each != "mlp")
         local = replace(local, kernels=replace(kernels, selective=modules))
     return with_experts(
@@ -417,15 +417,22 @@ class _Local:
 
     def _elementwise_forward(self) -> float:
         shape, kernels = self.shape, self.kernels
-        total = self.sigma * shape.hidden * ((8 if kernels.norm else 72) + 12 + (2 if kernels.dropout else 0))
+        total = self._norms_moved() + self.sigma * shape.hidden * (12 + (2 if kernels.dropout else 0))
         if self.sp:
             total += (0 if kernels.norm else 16) * shape.hidden
         if shape.rotary:
             total += (4 if kernels.rotary else 20) * (self.q + self.k)
         if shape.head_norms:
             total += (4 if kernels.norm else 36) * (self.q + self.k)
-        total += self.f * ((6 if kernels.activation else 10) if shape.gated else 4)
-        return total + self._softmax_per_token(forward=True)
+        return total + self._activation_moved() + self._softmax_per_token(forward=True)
+
+    def _norms_moved(self) -> float:
+        """Bytes of a token that the two norms of a block move forward."""
+        return self.sigma * self.shape.hidden * (8 if self.kernels.norm else 72)
+
+    def _activation_moved(self) -> float:
+        """Bytes of a token that the activation moves forward."""
+        return self.f * ((6 if self.kernels.activation else 10) if self.shape.gated else 4)
 
     def _elementwise_backward(self) -> float:
         shape, kernels = self.shape, self.kernels
@@ -457,7 +464,7 @@ class _Local:
             if self.low is not None:
                 halves["memory_bytes"] = forward.memory_bytes + self._cast_bytes(self.low.forward) * (part - 1)
             return forward.model_copy(update=halves | {"attention_flop": Affine()})
-        modules, shape, tokens, fused = self.kernels.selective, self.shape, self.tokens, self.kernels
+        modules, shape, tokens = self.kernels.selective, self.shape, self.tokens
         linears = dict(zip(linear_names(shape), self._linears(), strict=True))
         names = {"mlp": _FEED_FORWARD, "mla_up_proj": ("q_b_proj", "kv_b_proj")}
         again = [linears[name] for each in modules for name in names.get(each, ()) if name in linears]
@@ -466,12 +473,11 @@ class _Local:
         if core:
             moved, kernels = self._softmax_per_token(forward=True), kernels + 5
         if "layernorm" in modules:
-            moved += (8 if fused.norm else 72) * self.sigma * shape.hidden
-            kernels += 2 if fused.norm else 12
+            moved, kernels = moved + self._norms_moved(), kernels + (2 if self.kernels.norm else 12)
         if "mla_up_proj" in modules and shape.latent is not None:
             moved, kernels = moved + 4 * (self.q + self.k), kernels + 2
         if "mlp" in modules:
-            moved, kernels = moved + ((6 if fused.activation else 10) if shape.gated else 4) * self.f, kernels + 1
+            moved, kernels = moved + self._activation_moved(), kernels + 1
         operands = self._attention_operands() if core else 0.0
         return Work(
             matmul_flop=Affine(per_sample=2 * tokens * products + core * self._score_flop()),
@@ -515,7 +521,7 @@ class _Local:
         return self._saved_per_token() - sum(made.get(each, 0.0) for each in self.kernels.selective)
 
     def _norms_saved_per_token(self) -> float:
-        """What enters attention and the feed-forward part."""
+        """Bytes of a token of the inputs of attention and the feed-forward part."""
         return 4 * self.shape.hidden * (1 if not self.kernels.norm or self.kernels.keeps_gathered else self.sigma)
 
     def _feed_forward_saved_per_token(self) -> float:

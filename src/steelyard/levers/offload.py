@@ -127,7 +127,7 @@ class Offload(WordLever):
         return None
 
     def weight_pass_refusal(self) -> str | None:
-        """What waits for a weight pass lies on the device, and gradients on the host are FSDP's hooks' alone."""
+        """Reason against weight passes: what waits lies on the device, gradients on the host belong to FSDP's hooks."""
         if self.moves_activations or self.moves_parameters:
             return f"--{self.name} {self}: what waits for a weight pass stays on the device"
         return None

@@ -32,7 +32,7 @@ class WaitingGradients:
                 module.wait = self._waiting.append
 
     def take(self) -> list[_Work]:
-        """What a weight pass has to do for the backward pass that has just ended."""
+        """Return the work of a weight pass for the backward pass that has just ended."""
         taken = self._waiting.copy()
         self._waiting.clear()
         return taken

@@ -135,7 +135,7 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
 
 
 def _mixture(plan: Plan) -> tuple[int, int]:
-    """How far a plan is from one strategy for all: its groups of layers, and its shardings."""
+    """Count the groups of layers of a plan, and its shardings: how far it is from one strategy for all."""
     return plan.num_groups, len({strategy.without_remat() for strategy in plan.strategies})
 
 

@@ -297,7 +297,7 @@ def run_microbatch(short: ShortChain, entering: Tensor, labels: Tensor, watch: S
 
 
 def _read(short: ShortChain, own: OwnModel, samples: int) -> dict[int, OwnBatch]:
-    """What the layers of a user's own module read: its sample, as often as it takes."""
+    """Return inputs of the layers of a user's own module: its sample, as often as it takes."""
 
     def repeated(each: Tensor) -> Tensor:
         return each.detach()[torch.arange(samples) % len(each)]

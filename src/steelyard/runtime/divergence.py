@@ -27,7 +27,7 @@ class DivergedError(RuntimeError):
 
 
 class Divergence:
-    """What was found in the steps of a run; the same on every rank, as losses and gradient norms are."""
+    """Findings in the steps of a run; the same on every rank, as losses and gradient norms are."""
 
     def __init__(self, options: TrainOptions, *, is_cross_entropy: bool, in_fp16: bool = False) -> None:
         self._options, self._is_cross_entropy = options, is_cross_entropy

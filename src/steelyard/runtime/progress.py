@@ -1,4 +1,4 @@
-"""What a run says while it goes: a line of progress, metrics as JSON lines, TensorBoard's event files, trackers.
+"""Reports of a run while it goes: a line of progress, metrics as JSON lines, TensorBoard's event files, trackers.
 
 Model FLOP utilisation comes from the plan's prediction, which knows the model's FLOP and the devices' peak rate: a step
 that takes twice as long as predicted has half of the predicted utilisation. Where the plan has none, for a device

@@ -235,7 +235,7 @@ class StageModule(nn.Module):
             self._expect_last_backward(num_microbatches == 1)
 
     def weight_pass(self) -> Callable[[], None]:
-        """What computes the gradients that the backward pass that has just ended left to its weight pass."""
+        """Return the weight pass of the backward pass that has just ended."""
         for replica in self.replicas:
             replica.collect()
         return partial(self._compute_weights, [waiting.take() for waiting, _ in self._waiting])

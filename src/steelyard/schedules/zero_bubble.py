@@ -48,11 +48,11 @@ class InterleavedZeroBubble(Interleaved1F1B):
         )
 
     def waiting(self, pipeline: PipelineConfig, stage: int) -> int:
-        """Those of as many backward passes as there are stages before it."""
+        """Return as many weight passes as there are stages before it."""
         return min(pipeline.num_passes - 1, stage)
 
     def received_ahead(self, pipeline: PipelineConfig, stage: int) -> tuple[int, int]:
-        """As interleaved 1F1B, and at most one more of what a weight pass lets arrive.
+        """Return one more than interleaved 1F1B of each: what a weight pass lets arrive.
 
         Read off torch's orders of up to 8 stages and 20 chunks.
         """
