@@ -36,6 +36,8 @@ PLANNED = {
     "devices": ["devices"],
     "links": ["links"],
     "schema": ["schema", "plan"],
+    "schema of a command": ["schema", "check", "--json"],
+    "mcp": ["mcp", "--help"],
 }
 NEED_TORCH = {
     "train": ["train", "plan.json", "--data", "data.txt"],

@@ -1,15 +1,19 @@
 """Fixtures for the command line."""
 
+import json
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 from click.testing import Result
+from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
 from steelyard.cli import explain, plan
 from steelyard.cli.app import app
+from steelyard.cli.schema import printed_schema
 from steelyard.errors import UserError
 from steelyard.planning import explain as explaining
 
@@ -18,12 +22,29 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run() -> Run:
-    """Runs a command in this process and returns its result; a `UserError` is kept as the exception of the result."""
+    """Runs a command in this process and returns its result; a `UserError` is kept as the exception of the result.
+
+    JSON that a command prints has the keys of its schema, whichever test runs it.
+    """
 
     def call(*arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+        words = [str(argument) for argument in arguments]
+        result = CliRunner().invoke(app, words)
+        if "--json" in words and words[0] != "schema" and result.stdout:
+            check_printed(words[0], result.stdout)
+        return result
 
     return call
+
+
+def check_printed(command: str, text: str) -> None:
+    """Raises unless a text is JSON of the schema that ``steelyard schema COMMAND --json`` prints."""
+    _validator(command).validate(json.loads(text))
+
+
+@cache
+def _validator(command: str) -> Draft202012Validator:
+    return Draft202012Validator(printed_schema(command))
 
 
 @pytest.fixture(scope="module", autouse=True)

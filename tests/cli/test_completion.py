@@ -28,7 +28,7 @@ def test_another_form_of_cluster_is_left_to_the_shell(text: str) -> None:
         ("steelyard plan llama3-8", ["llama3-8b"]),
         ("steelyard export plan.json --to torcht", ["torchtitan"]),
         ("steelyard export plan.json --to li", ["list"]),
-        ("steelyard schema pr", ["problem", "profile"]),
+        ("steelyard schema pro", ["problem", "profile"]),
     ],
 )
 def test_the_shell_asks_and_is_answered(typed: str, answer: list[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from steelyard.errors import UserError
 from steelyard.plan.file import parse_file, read_plan
 from steelyard.profiles.record import RunRecord
+from tests.cli.conftest import check_printed
 from tests.processes.forking_agent import ROOT
 
 DEMO = """
@@ -40,6 +41,7 @@ def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
     for rank in record.ranks:
         assert rank.peak_bytes <= plan.prediction.stages[rank.stage].total_bytes
     printed = json.loads(finished.stdout)
+    check_printed("demo", finished.stdout)
     assert printed["profile"] == json.loads((tmp_path / "profile.json").read_text())
     assert printed["profile"]["identity"]["device"] == "cpu"
     assert printed["record"] == record.model_dump(mode="json", exclude_none=True)

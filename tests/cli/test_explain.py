@@ -1,4 +1,4 @@
-"""``steelyard explain`` and ``steelyard schema`` as a user meets them."""
+"""``steelyard explain`` as a user meets it."""
 
 import json
 import re
@@ -142,22 +142,6 @@ def test_a_plan_for_an_unknown_cluster_asks_for_it(run: Run, plan_path: Path, tm
 def test_a_file_that_is_no_plan_is_one_clear_error(run: Run, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text('{"version": 1')
     assert user_error(run("explain", tmp_path / "broken.json")).exit_code == 2
-
-
-@pytest.mark.parametrize("name", ["plan", "problem", "profile", "record", "cluster"])
-def test_the_schema_of_a_file_is_printed(run: Run, name: str) -> None:
-    schema = json.loads(run("schema", name).stdout)
-    assert "version" in schema["properties"]
-    assert schema["additionalProperties"] is False
-
-
-@pytest.mark.parametrize("name", ["frontier", "explanation", "study"])
-def test_the_schema_of_what_json_prints_is_printed(run: Run, name: str) -> None:
-    assert json.loads(run("schema", name).stdout)["additionalProperties"] is False
-
-
-def test_an_unknown_schema_names_the_nearest(run: Run) -> None:
-    assert "plan" in user_error(run("schema", "plann")).hint
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from steelyard.cli.app import app
 from steelyard.errors import InvalidPlanError
 from steelyard.plan.file import write_plan
 from steelyard.runtime import parity_run
+from tests.cli.conftest import check_printed
 from tests.modules.split_configs import split_config
 from tests.processes.forking_agent import fork_ranks
 from tests.runtime.feature_cases import SPLITS
@@ -52,6 +53,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
 def test_a_plan_of_two_processes_equals_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fork_ranks(monkeypatch)
     code, text = run(tmp_path, "--json", "--steps", "1")
+    check_printed("parity", text)
     found = json.loads(text)
     assert code == 0
     assert found["within_tolerance"]

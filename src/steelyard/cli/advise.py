@@ -1,12 +1,12 @@
 """``steelyard advise``: what to change where nothing fits, with what each change saves; and the largest that fits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from typing_extensions import TypedDict
 
 from steelyard.cli.levers import with_levers
 from steelyard.cli.options import (
@@ -24,6 +24,7 @@ from steelyard.cli.options import (
     complete_one_of,
     parse_precision,
     print_json,
+    prints,
     progress,
 )
 from steelyard.output import command
@@ -35,6 +36,28 @@ from steelyard.report.tables import number, plain_table
 from steelyard.units import format_bytes, format_seconds
 
 
+class Change(TypedDict):
+    """One of `Advice`, with null for a step that is never done."""
+
+    options: str
+    result: str
+    least_bytes: int | None
+    saved_bytes: int
+    step_s: float | None
+    slowdown: float | None
+    missing_bytes: int
+    fits: bool
+
+
+class Changes(TypedDict):
+    """The request as it is, and under each change."""
+
+    asked: Change
+    changes: list[Change]
+    left_out: tuple[str, ...]
+
+
+@prints(Changes | Largest)
 @with_levers
 def advise(
     model: Model,
@@ -97,7 +120,7 @@ def advise(
         print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options, name)}")
         return
     if as_json:
-        print_json({"asked": _content(own), "changes": [_content(each) for each in found], "left_out": left_out})
+        print_json(Changes(asked=_content(own), changes=[_content(each) for each in found], left_out=left_out))
         return
     Console().print(_table(own, found))
     for each in left_out:
@@ -115,10 +138,17 @@ def _size_text(found: Largest) -> str:
     )
 
 
-def _content(advice: Advice) -> dict[str, object]:
-    """Fields for JSON, with nothing in the place of what is infinite."""
-    never = {} if advice.fits else {"step_s": None, "slowdown": None}
-    return asdict(advice) | never | {"fits": advice.fits}
+def _content(advice: Advice) -> Change:
+    return Change(
+        options=advice.options,
+        result=advice.result,
+        least_bytes=advice.least_bytes,
+        saved_bytes=advice.saved_bytes,
+        step_s=advice.step_s if advice.fits else None,
+        slowdown=advice.slowdown if advice.fits else None,
+        missing_bytes=advice.missing_bytes,
+        fits=advice.fits,
+    )
 
 
 def _table(own: Advice, found: Sequence[Advice]) -> Table:

@@ -21,7 +21,7 @@ COMMANDS = {
         *("plan", "price", "advise", "frontier", "solve", "explain", "diff", "report", "timeline", "profile"),
         *("check", "parity", "train", "measure", "export", "demo", "models"),
     )
-} | {"devices": "models", "links": "models", "schema": "schema"}
+} | {"devices": "models", "links": "models", "schema": "schema", "mcp": "mcp"}
 """The module of each command, in the order in which they are listed."""
 _ENDING = [
     signal.Signals[name] for name in ("SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1") if name in signal.Signals.__members__

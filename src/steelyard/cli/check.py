@@ -1,14 +1,16 @@
 """``steelyard check``: runs a plan's ranks on fake tensors and says whether it fits, beside what was predicted."""
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, progress
+from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, prints, progress
 from steelyard.cost.job import stage_configs
 from steelyard.cost.predict import predict_host, predict_memory
 from steelyard.hardware import Backend
@@ -24,6 +26,36 @@ from steelyard.report.check_table import CheckedRank, StageBudget, check_view, m
 from steelyard.units import format_plural
 
 
+class RankMemory(TypedDict):
+    """Memory of a rank, and of those that it stands for, as run and as predicted."""
+
+    rank: int
+    stage: int
+    stands_for: list[int]
+    fits: bool
+    over_bytes: int
+    peak_bytes: int
+    peak_terms: Mapping[str, int]
+    peak_where: str
+    first_step_peak_bytes: int
+    allowance_bytes: int
+    budget_bytes: int
+    margin_bytes: int
+    under_pressure: bool
+    host_bytes: int
+    predicted_bytes: int
+    predicted_terms: Mapping[str, int]
+    wall_s: float
+
+
+class Checked(TypedDict):
+    """Every distinct rank of a plan."""
+
+    fits: bool
+    ranks: list[RankMemory]
+
+
+@prints(Checked)
 def check(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     cluster: Annotated[
@@ -128,7 +160,7 @@ def _expected(plan: Plan, given: Elsewhere) -> tuple[list[StageBudget], Backend]
     return budgets, backend
 
 
-def _as_json(checked: list[CheckedRank]) -> dict[str, Any]:
+def _as_json(checked: list[CheckedRank]) -> Checked:
     return {
         "fits": all(rank.fits for rank in checked),
         "ranks": [
@@ -146,7 +178,7 @@ def _as_json(checked: list[CheckedRank]) -> dict[str, Any]:
                 "budget_bytes": rank.budget.budget_bytes,
                 "margin_bytes": rank.budget.margin_bytes,
                 "under_pressure": rank.fits and rank.is_pressed,
-                **({"host_bytes": rank.host_bytes} if rank.host_bytes else {}),
+                "host_bytes": rank.host_bytes,
                 "predicted_bytes": rank.budget.tensor_bytes,
                 "predicted_terms": rank.budget.predicted,
                 "wall_s": rank.wall_s,

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, print_json
+from steelyard.cli.options import AsJson, print_json, prints
 from steelyard.installed import require_training
 from steelyard.limits import MOST_STEPS
 from steelyard.model.read import load_model
@@ -15,10 +16,13 @@ from steelyard.output import command, make_folder, write_file
 from steelyard.plan.dimensions import DIMENSIONS
 from steelyard.plan.dimensions.dimension import States
 from steelyard.plan.file import dump_json, write_plan
+from steelyard.plan.plan import Plan
 from steelyard.planning.complete import complete
 from steelyard.planning.job import job_of
 from steelyard.planning.price import peak_bytes, uniform_plan
 from steelyard.planning.request import make_request
+from steelyard.profiles.profile import Profile
+from steelyard.profiles.record import RunRecord
 from steelyard.report.plan_table import plan_view
 from steelyard.report.run_table import comparison_table, profile_view
 from steelyard.units import format_bytes
@@ -31,6 +35,15 @@ MEMORY = "44MiB"
 """Plain replication does not fit into this, nor does any one strategy that is as fast as the best mix of several."""
 
 
+class Shown(TypedDict):
+    """Files that the demo wrote."""
+
+    profile: Profile
+    plan: Plan
+    record: RunRecord
+
+
+@prints(Shown)
 def demo(
     steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=1, max=MOST_STEPS)] = 30,
     memory: Annotated[str, typer.Option("--memory", help="Budget of one process.")] = MEMORY,
@@ -95,4 +108,4 @@ def demo(
     text = f"profile, plan and record are in {folder}/; look again with: {command('explain', folder / 'plan.json')}"
     console.print(text, markup=False, soft_wrap=True)
     if as_json:
-        print_json({"profile": profile, "plan": result.plan, "record": record})
+        print_json(Shown(profile=profile, plan=result.plan, record=record))

@@ -1,12 +1,13 @@
 """``steelyard diff``: what two plans do and cost differently."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, check_page, complete_one_of, print_json, progress, tried
+from steelyard.cli.options import AsJson, check_page, complete_one_of, print_json, prints, progress, tried
 from steelyard.engines import ENGINES, engine_of
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidPlanError, UserError
@@ -21,6 +22,31 @@ from steelyard.report.compare_view import changed_layers, compare_view, fullest_
 from steelyard.report.html import compare_page
 
 
+class PlanTerms(TypedDict, total=False):
+    """Step time, its terms on the slowest stage, and memory of the fullest; empty for a plan without predictions."""
+
+    step_time_s: float
+    time_s: dict[str, float]
+    memory_bytes: dict[str, float]
+
+
+class ChangedLayers(TypedDict):
+    """First and last layer of a run, and its strategies in both plans."""
+
+    layers: tuple[int, int]
+    first: str
+    second: str
+
+
+class Difference(TypedDict):
+    """Two plans."""
+
+    first: PlanTerms
+    second: PlanTerms
+    layers: list[ChangedLayers]
+
+
+@prints(Difference)
 def diff(
     first: Annotated[Path, typer.Argument(help="A plan file.", metavar="FIRST")],
     second: Annotated[
@@ -71,10 +97,10 @@ def diff(
         write_file(output, compare_page(one, other, names), "--output")
     if as_json:
         changes = [
-            {"layers": [start, end], "first": before, "second": after}
+            ChangedLayers(layers=(start, end), first=before, second=after)
             for start, end, before, after in changed_layers(one, other)
         ]
-        print_json({"first": _terms(one), "second": _terms(other), "layers": changes})
+        print_json(Difference(first=_terms(one), second=_terms(other), layers=changes))
     else:
         Console().print(compare_view(one, other, names if engine is not None else ("first", "second")))
         if output is not None:
@@ -98,7 +124,7 @@ def _by_engine(plan: Plan, path: Path, engine: str, show: Progress) -> Plan:
     return found
 
 
-def _terms(plan: Plan) -> dict[str, Any]:
+def _terms(plan: Plan) -> PlanTerms:
     prediction = plan.prediction
     if prediction is None:
         return {}

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typing_extensions import TypedDict
 
 from steelyard.cli import options
 from steelyard.cost.job import Job
@@ -26,6 +27,14 @@ from steelyard.planning.why_not import why_not, why_not_plan
 from steelyard.report.explain_view import explain_view, why_not_view
 
 
+class Explained(TypedDict):
+    """A plan, and why it and not another."""
+
+    plan: Plan
+    explanation: Explanation
+
+
+@options.prints(Explained)
 def explain(
     path: Annotated[Path, typer.Argument(help="A plan file; or with --from the model.", metavar="PLAN|MODEL")],
     cluster: options.OtherCluster = None,
@@ -94,7 +103,7 @@ def explain(
     if output is not None:
         write_plan(plan, output)
     if as_json:
-        options.print_json({"plan": plan, "explanation": explanation})
+        options.print_json(Explained(plan=plan, explanation=explanation))
     else:
         asked = explanation.why_not
         view = why_not_view(plan, asked) if asked else explain_view(plan, explanation, everything=everything)

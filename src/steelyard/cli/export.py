@@ -1,10 +1,11 @@
 """``steelyard export``: a plan in another framework's configuration, or in files that start it."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from typing_extensions import TypedDict
 
 from steelyard.cli import options
 from steelyard.engines import ENGINE_OF_TARGET, TARGETS, check_levers, engine_of, target_of
@@ -27,6 +28,42 @@ SAME = 5e-4
 """Step times that differ by less than this fraction are called the same."""
 
 
+class Abilities(TypedDict):
+    """Capabilities of an engine in words."""
+
+    strategies: str
+    remat: str
+    pipeline: str
+
+
+class Listed(TypedDict):
+    """A target of ``--to``."""
+
+    target: str
+    software: str
+    summary: str
+    capabilities: Abilities
+    levers: tuple[str, ...]
+
+
+class Exported(TypedDict):
+    """Files for a target, by name, and the plan that they carry."""
+
+    target: str
+    software: str
+    headline: str
+    kept: tuple[str, ...]
+    given_up: tuple[str, ...]
+    carried: tuple[str, ...]
+    left_out: tuple[str, ...]
+    step_time_s: float | None
+    slowdown: float | None
+    plan: Plan
+    written: list[str]
+    files: dict[str, str]
+
+
+@options.prints(Exported | list[Listed])
 def export(
     path: Annotated[Path | None, typer.Argument(help="A plan file.", metavar="PLAN", show_default=False)] = None,
     to: Annotated[
@@ -208,9 +245,7 @@ def _print_statement(
         console.print("the first reads the other: keep them together, under one name")
 
 
-def _content(
-    exported: Draft, fitted: FittedPlan, target: Target, headline: str, written: tuple[Path, ...]
-) -> dict[str, Any]:
+def _content(exported: Draft, fitted: FittedPlan, target: Target, headline: str, written: tuple[Path, ...]) -> Exported:
     prediction = fitted.plan.prediction
     return {
         "target": target.name,
@@ -260,7 +295,7 @@ def _levers(target: Target) -> tuple[str, ...]:
     return tuple(LEVERS) if target.starts_steelyard else tuple(ENGINE_OF_TARGET[target.name].levers)
 
 
-def _capabilities_content(capabilities: Capabilities) -> dict[str, str]:
+def _capabilities_content(capabilities: Capabilities) -> Abilities:
     if capabilities.mixes_layers:
         return {"strategies": "one per layer", "remat": "one per layer", "pipeline": "any"}
     dimensions = sorted(

@@ -27,6 +27,7 @@ POINTS = 16
 MOST_COUNTS = 32
 
 
+@options.prints(TradeOffs)
 @with_levers
 def frontier(
     model: options.Model,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, EngineOption, print_json, tried
+from steelyard.cli.options import AsJson, EngineOption, print_json, prints, tried
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.installed import require_training
@@ -26,6 +27,24 @@ if TYPE_CHECKING:
 STEPS = 8
 
 
+class Tried(TypedDict):
+    """A plan that was run for a few steps, or failed."""
+
+    plan: str
+    predicted_s: float | None
+    measured_s: float | None
+    failure: str | None
+
+
+class Measured(TypedDict):
+    """All plans that were run, the number of the fastest and its file; null where all failed."""
+
+    trials: list[Tried]
+    best: int | None
+    written: str | None
+
+
+@prints(Measured)
 def measure(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     alternatives: Annotated[
@@ -87,16 +106,16 @@ def measure(
         write_plan(best.plan.model_copy(update={"fallbacks": fitting}), target)
     if as_json:
         tried_plans = [
-            {
-                "plan": str(kept / f"plan.{number}.json"),
-                "predicted_s": trial.plan.prediction.step_time_s if trial.plan.prediction else None,
-                "measured_s": None if trial.record is None else trial.record.median_step_s,
-                "failure": trial.failure,
-            }
+            Tried(
+                plan=str(kept / f"plan.{number}.json"),
+                predicted_s=trial.plan.prediction.step_time_s if trial.plan.prediction else None,
+                measured_s=None if trial.record is None else trial.record.median_step_s,
+                failure=trial.failure,
+            )
             for number, trial in enumerate(trials)
         ]
         number, written = (None, None) if best is None else (trials.index(best), str(target))
-        print_json({"trials": tried_plans, "best": number, "written": written})
+        print_json(Measured(trials=tried_plans, best=number, written=written))
     else:
         _print_trials(trials, best, kept, target, builder)
     if best is None:

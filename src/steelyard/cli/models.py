@@ -1,19 +1,55 @@
 """``steelyard models``, ``devices`` and ``links``: what is known by name, with the source of every number."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Column, Table
+from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, print_json
+from steelyard.cli.options import AsJson, print_json, prints
 from steelyard.cost.efficiency import catalogue_rates
 from steelyard.hardware import devices as known_devices
 from steelyard.hardware import links as known_links
 from steelyard.model.read import chain_from_config, config_hash, load_config, model_names, model_source, packaged_split
+from steelyard.plan.prediction import CatalogueRates
 from steelyard.report.tables import cell
 from steelyard.units import GB, TERA, format_bytes, format_seconds
 
 
+class KnownModel(TypedDict):
+    """A packaged model."""
+
+    name: str
+    family: str
+    blocks: int
+    hidden_size: int
+    vocab_size: int
+    source: str
+
+
+class KnownDevice(TypedDict):
+    """A device of the catalogue; without rates where it has to be profiled."""
+
+    name: str
+    kind: str
+    backend: str
+    memory_bytes: int | None
+    peak_flop_per_s: dict[str, float]
+    host_bytes_per_s: float | None
+    rates: CatalogueRates | None
+    source: str
+
+
+class KnownLink(TypedDict):
+    """A link of the catalogue, in one direction."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    source: str
+
+
+@prints(list[KnownModel])
 def models(as_json: AsJson = False) -> None:
     """List the models that are packaged by name or id on the hub; any other is a path to its config.json."""
     table, content = _table("model", "family", "blocks × width", of="hub id, or source"), []
@@ -34,13 +70,14 @@ def _table(name: str, *others: str, of: str = "source") -> Table:
     return Table(Column(name, no_wrap=True), *others, Column(of, overflow="fold"), header_style="bold")
 
 
-def _print(table: Table, content: list[dict[str, Any]], as_json: bool) -> None:
+def _print(table: Table, content: Sequence[Mapping[str, object]], as_json: bool) -> None:
     if as_json:
         print_json(content)
     else:
         Console().print(table)
 
 
+@prints(list[KnownDevice])
 def devices(as_json: AsJson = False) -> None:
     """List the devices of the catalogue with the source of their numbers."""
     table, content = _table("device", "memory", "bf16 or fp16 TFLOP/s", "part reached"), []
@@ -69,6 +106,7 @@ def devices(as_json: AsJson = False) -> None:
     _print(table, content, as_json)
 
 
+@prints(list[KnownLink])
 def links(as_json: AsJson = False) -> None:
     """List the links of the catalogue with the source of their numbers."""
     table, content = _table("link", "GB/s, a direction", "latency"), []

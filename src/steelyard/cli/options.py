@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import typer
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from steelyard import limits
@@ -87,6 +87,7 @@ def progress(first: str, *, silent: bool = False) -> Iterator[Callable[[str], No
 
 
 Chosen = TypeVar("Chosen")
+Command = TypeVar("Command", bound=Callable[..., None])
 _MOST_DIGITS = 20
 
 
@@ -297,14 +298,25 @@ def tried_file_or_folder(context: typer.Context, parameter: typer.CallbackParam,
     return path
 
 
+def prints(kind: Any) -> Callable[[Command], Command]:
+    """Declare the type of the value that a command prints with ``--json``: `steelyard schema` and tools of `steelyard
+    mcp` show its schema."""
+
+    def declare(command: Command) -> Command:
+        command.json_type = kind  # type: ignore[attr-defined]
+        return command
+
+    return declare
+
+
 def print_json(value: Any) -> None:
     """Prints a value as indented JSON on standard output, in whatever characters that can show.
 
-    What is one of our files, or part of one, has the keys of that file, absent ones left out.
+    A file of ours, or a part of one, has the keys of that file, absent ones left out.
     """
 
-    def content(part: BaseModel) -> Any:
-        return part.model_dump(mode="json", exclude_none=True)
+    def content(part: Any) -> Any:
+        return TypeAdapter(type(part)).dump_python(part, mode="json", exclude_none=True)
 
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     print(json.dumps(value, indent=2, ensure_ascii=not is_unicode, default=content))

@@ -1,13 +1,15 @@
 """``steelyard parity``: a plan's losses and gradients against one process, at small width."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, print_json
+from steelyard.cli.options import AsJson, print_json, prints
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_STEPS
 from steelyard.plan.file import read_plan
@@ -16,6 +18,28 @@ from steelyard.plan.shrink import TOLERANCES, shrunk_plan
 from steelyard.units import format_plural
 
 
+class Compared(TypedDict):
+    """Losses and gradients of a plan and of one process: `steelyard.runtime.parity.Comparison`, and its verdict."""
+
+    losses: list[float]
+    expected_losses: list[float]
+    router_losses: list[float]
+    expected_router_losses: list[float]
+    norms: list[float]
+    expected_norms: list[float]
+    gradient_error: float
+    gradient_tensor: str
+    weight_error: float | None
+    same_loss_on_all_ranks: bool
+    strategies: list[str]
+    loss_error: float
+    within_tolerance: bool
+    loss_tolerance: float
+    gradient_tolerance: float
+    config: Mapping[str, Any]
+
+
+@prints(Compared)
 def parity(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     steps: Annotated[int, typer.Option("--steps", help="Training steps that are compared.", min=1, max=MOST_STEPS)] = 2,

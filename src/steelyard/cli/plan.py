@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import typer
 from rich.console import Console
+from typing_extensions import TypedDict
 
 from steelyard.cli import options
 from steelyard.cli.levers import with_levers
@@ -41,6 +43,32 @@ WORDS = {"allow_extra_args": True}
 """Further words behind the model are runs after --calibrate."""
 
 
+class OverEngines(TypedDict):
+    """A plan and the best one of every other engine: ``--engines``."""
+
+    plan: Plan
+    engines: tuple[ComparedBaseline, ...]
+
+
+class Reason(TypedDict):
+    """Why a pipeline configuration has no plan."""
+
+    stages: int
+    microbatches: int
+    reason: str
+
+
+class NothingFits(TypedDict):
+    """The nearest miss, where no plan fits."""
+
+    status: Literal["infeasible"]
+    budget_bytes: int
+    missing_bytes: int | None
+    nearest_miss: str
+    settings: list[Reason]
+
+
+@options.prints(Plan | OverEngines | NothingFits)
 @with_levers
 def plan(
     context: typer.Context,
@@ -159,7 +187,7 @@ def plan(
     if output is not None:
         write_plan(result.plan, output)
     if as_json:
-        options.print_json({"plan": result.plan, "engines": others} if engines else result.plan)
+        options.print_json(OverEngines(plan=result.plan, engines=others) if engines else result.plan)
     else:
         Console().print(plan_view(result.plan, num_alternatives=top, engines=others))
         _print_next(result.plan, output, builder=("--builder", model) if own else ())
@@ -198,15 +226,15 @@ def _print_nothing_fits(result: PlanningResult, request: PlanRequest, as_json: b
             print(f"  or: {hint}", file=sys.stderr)
         return
     reasons = [
-        {"stages": each.pipeline.num_stages, "microbatches": each.pipeline.num_microbatches, "reason": each.reason}
+        Reason(stages=each.pipeline.num_stages, microbatches=each.pipeline.num_microbatches, reason=each.reason)
         for each in result.search.configs
     ]
     options.print_json(
-        {
-            "status": "infeasible",
-            "budget_bytes": budget,
-            "missing_bytes": None if miss is None else miss.miss_bytes,
-            "nearest_miss": result.miss_text,
-            "settings": reasons,
-        }
+        NothingFits(
+            status="infeasible",
+            budget_bytes=budget,
+            missing_bytes=None if miss is None else miss.miss_bytes,
+            nearest_miss=result.miss_text,
+            settings=reasons,
+        )
     )

@@ -21,6 +21,7 @@ from steelyard.planning.settings import Settings, price_settings
 from steelyard.units import format_bytes, format_seconds, format_tera
 
 
+@options.prints(Plan)
 @with_levers
 def price(
     model: options.Model,

@@ -18,6 +18,7 @@ from steelyard.cli.options import (
     built_module,
     parse_precision,
     print_json,
+    prints,
     tried,
 )
 from steelyard.errors import InvalidProfileError, UserError
@@ -41,6 +42,7 @@ MOST_MEASURED = 32
 BUDGET_S = 120.0
 
 
+@prints(Profile)
 @with_levers
 def profile(
     model: Model,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typing_extensions import TypedDict
 
 from steelyard.cli import options
 from steelyard.cost.predict import predict
@@ -23,6 +24,17 @@ from steelyard.report.html import ReportContents, report_page
 from steelyard.units import format_bytes
 
 
+class Reported(TypedDict):
+    """The contents of a page; the share and the record are null where there is none."""
+
+    plan: Plan
+    study: PlanStudy
+    bubble_share: float | None
+    record: RunRecord | None
+    notes: list[str]
+
+
+@options.prints(Reported)
 def report(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     output: Annotated[
@@ -94,8 +106,15 @@ def report(
     write_file(output, text, "--output")
     if as_json:
         bubble_share = None if found.timeline is None else found.timeline.bubble_share()
-        shown = {"plan": found.plan, "study": found.study, "bubble_share": bubble_share}
-        options.print_json(shown | {"record": found.record, "notes": list(found.notes)})
+        options.print_json(
+            Reported(
+                plan=found.plan,
+                study=found.study,
+                bubble_share=bubble_share,
+                record=found.record,
+                notes=list(found.notes),
+            )
+        )
     else:
         print(f"written to {output} ({format_bytes(len(text.encode()))})")
 

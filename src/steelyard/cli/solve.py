@@ -1,12 +1,13 @@
 """``steelyard solve``: the search on cost tables from a file, with no model and no torch."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NotRequired
 
 import typer
 from rich.console import Console
+from typing_extensions import TypedDict
 
-from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, print_json, progress
+from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, print_json, prints, progress
 from steelyard.plan.choices import StrategyVerdict
 from steelyard.report.explain_view import solve_view, step_table, verdict_table
 from steelyard.search import TIME_LIMIT_S, SearchResult
@@ -18,6 +19,45 @@ from steelyard.units import parse_bytes
 MAX_SEARCHES = 32
 
 
+class Searched(TypedDict):
+    """The best plan of a pipeline configuration, or the reason why there is none."""
+
+    setting: int
+    num_stages: int
+    num_microbatches: int
+    schedule: str
+    step_s: float | None
+    reason: str
+
+
+class FrontierStep(TypedDict):
+    """The fastest choice within some memory."""
+
+    peak_bytes: int
+    step_s: float
+    score_s: float
+    setting: int
+
+
+class Solved(TypedDict):
+    """The fastest choice, or the bytes that the nearest one lacks."""
+
+    status: str
+    budget_bytes: int | None
+    gap: float | None
+    missing_bytes: NotRequired[int | None]
+    setting: NotRequired[int]
+    step_s: NotRequired[float]
+    peak_bytes: NotRequired[int]
+    boundaries: NotRequired[list[int]]
+    strategies: NotRequired[list[str]]
+    settings: list[Searched]
+    frontier_is_complete: NotRequired[bool]
+    frontier: NotRequired[list[FrontierStep]]
+    verdicts: NotRequired[tuple[StrategyVerdict, ...]]
+
+
+@prints(Solved)
 def solve(
     path: Annotated[
         Path, typer.Argument(help="A problem file; see `steelyard plan --save-problem`.", metavar="PROBLEM")
@@ -58,22 +98,9 @@ def solve(
         raise typer.Exit(1)
 
 
-def _as_json(
-    result: SearchResult, frontier: SampledFrontier | None, verdicts: tuple[StrategyVerdict, ...]
-) -> dict[str, object]:
+def _as_json(result: SearchResult, frontier: SampledFrontier | None, verdicts: tuple[StrategyVerdict, ...]) -> Solved:
     best, miss = result.best, result.nearest_miss
-    content: dict[str, object] = {"status": result.status, "budget_bytes": result.budget_bytes, "gap": result.gap}
-    if best is None:
-        content["missing_bytes"] = None if miss is None else miss.miss_bytes
-    else:
-        content |= {
-            "setting": best.index,
-            "step_s": best.solution.step_s,
-            "peak_bytes": best.solution.peak_bytes,
-            "boundaries": list(best.solution.boundaries),
-            "strategies": [str(best.tables.strategies[index]) for index in best.solution.strategies],
-        }
-    content["settings"] = [
+    settings: list[Searched] = [
         {
             "setting": each.index,
             "num_stages": each.pipeline.num_stages,
@@ -84,6 +111,15 @@ def _as_json(
         }
         for each in result.configs
     ]
+    content = Solved(status=result.status, budget_bytes=result.budget_bytes, gap=result.gap, settings=settings)
+    if best is None:
+        content["missing_bytes"] = None if miss is None else miss.miss_bytes
+    else:
+        content["setting"] = best.index
+        content["step_s"] = best.solution.step_s
+        content["peak_bytes"] = best.solution.peak_bytes
+        content["boundaries"] = list(best.solution.boundaries)
+        content["strategies"] = [str(best.tables.strategies[index]) for index in best.solution.strategies]
     if frontier is not None:
         content["frontier_is_complete"] = frontier.is_complete
         content["frontier"] = [
@@ -96,5 +132,5 @@ def _as_json(
             for step in frontier.steps
         ]
     if verdicts:
-        content["verdicts"] = [each.model_dump() for each in verdicts]
+        content["verdicts"] = verdicts
     return content

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, progress, tried
+from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, prints, progress, tried
 from steelyard.cost.predict import layer_times, predict
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.output import write_file
@@ -17,6 +18,20 @@ from steelyard.report.trace_events import default_num_shown, trace_events
 from steelyard.units import format_bytes, format_seconds
 
 
+class Shown(TypedDict):
+    """The step that a timeline shows."""
+
+    model: str
+    cluster: str
+    schedule: str
+    step_time_s: float
+    fixed_s: float
+    bubble_share: float
+    microbatches: int
+    microbatches_shown: int
+
+
+@prints(Shown)
 def timeline(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     output: Annotated[

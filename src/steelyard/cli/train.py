@@ -9,13 +9,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from steelyard.cli.options import AsJson, print_json
+from steelyard.cli.options import AsJson, print_json, prints
 from steelyard.errors import UserError
 from steelyard.installed import require_training
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.elastic import check_replannable
 from steelyard.processes.start import Elastic
+from steelyard.profiles.record import RunRecord
 from steelyard.report.run_table import comparison_table
 from steelyard.runtime.options import DATA_HELP, TrainOptions, flag
 
@@ -24,6 +25,7 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
+@prints(RunRecord)
 def train(
     path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
     data: Annotated[Path, typer.Option("--data", help=_sentence(DATA_HELP))],
