@@ -2,6 +2,7 @@
 # make lint   set-up, then format, lint, strict types, and the layers of imports
 # make test   set-up, then all tests but those of every night: of many types of models a sample stands for all
 # make quick  the part of these that starts no processes and whose tests take less than a second each
+# make docs   set-up, then the site in build/site, offline and strict
 # make traces  how packaged models split, and their traces: what is missing or out of date
 # make gpu    the cost model against one GPU, ten minutes or less; fails where there is none
 # make fuzz   CASES damaged files and commands (100,000), from SEED (by the clock); those that end badly are kept
@@ -28,7 +29,7 @@ SEED ?= $(shell date +%s)
 # Modules stay compiled even where Python is told to write none: each process of a test would compile all of them anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo lint test quick traces gpu fuzz nightly clean
+.PHONY: demo lint test quick docs traces gpu fuzz nightly clean
 
 demo: $(VENV)/installed
 	$(BIN)/steelyard demo
@@ -44,6 +45,9 @@ test: $(VENV)/installed-dev
 
 quick: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(WORKERS) -m "not processes and not slow and not nightly"
+
+docs: $(VENV)/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 traces: $(VENV)/installed
 	$(BIN)/python benchmarks/package_traces.py --jobs 2

@@ -2,7 +2,7 @@
 
 What importing executes does not count, nor do bodies of classes, lambdas, comprehensions and generated methods.
 
-Run: python benchmarks/entered.py [MODEL [OPTION ...]]   (default: llama3-8b on 8 A100, as in docs/commands.md)
+Run: python benchmarks/entered.py [MODEL [OPTION ...]]   (default: llama3-8b on 8 A100)
      python benchmarks/entered.py --list                 (also prints the files with the functions of each)
 """
 

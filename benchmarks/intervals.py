@@ -16,7 +16,7 @@ source that was left out lie inside: sources differ more than the runs of one, s
 |                            | devices below their power                                                               |
 | one measured run           | pairs of the first class of one model, framework and device: one scales the other       |
 | three measured runs        | the same, `DRAWS` times for every run the median of three others                        |
-| measured profile           | ratios of `prediction_accuracy.py` as README.md has them, each plan left out in turn    |
+| measured profile           | ratios of `prediction_accuracy.py` as its page has them, each plan left out in turn    |
 
 An engine's runs of a class have an interval of their own where they are `MIN_JUDGED` or more of several sources, and
 `HELD` of a source that was left out lie inside the others'. Where not, the table says what the class's interval holds
@@ -25,7 +25,7 @@ of them, found without their source; where that is less than `HELD`, it is widen
 Two plans of one job err alike. ``as good`` is the least slowdown $x$ of which nine in ten pairs of a job's plans that
 are predicted further apart than $x$ are measured in that order; tested in the same way.
 
-With ``--write`` the figures go into the table of `accuracy.py` and that of README.md, which a test compares.
+With ``--write`` the figures go into the table of `accuracy.py` and that of intervals.md, which a test compares.
 """
 
 import argparse
@@ -65,7 +65,7 @@ from steelyard.cost.accuracy import (
     spread_of,
 )
 
-README = Path(__file__).parent / "README.md"
+PAGE, RUNS = (Path(__file__).parent / name for name in ("intervals.md", "prediction-accuracy.md"))
 TABLE_FILE = Path(__file__).parents[1] / "src/steelyard/cost/accuracy.py"
 OTHERS = {
     "EIGHT_BIT": EIGHT_BIT,
@@ -357,7 +357,7 @@ def in_classes(runs: Iterable[PublishedRun]) -> dict[Spread, list[Timed]]:
 
 
 def measured_profiles(text: str) -> dict[str, Array]:
-    """Errors by plan in the tables of `prediction_accuracy.py`, as they stand in README.md."""
+    """Errors by plan in the tables of `prediction_accuracy.py`, as they stand in prediction-accuracy.md."""
     rows = re.findall(r"^(.{35}) ([24]) +([\d.]+) (m?s) +([\d.]+) (m?s) ", text, flags=re.MULTILINE)
     units = {"s": 1.0, "ms": 1e-3}
     return {
@@ -367,7 +367,7 @@ def measured_profiles(text: str) -> dict[str, Array]:
 
 
 def lines(found: Sequence[tuple[str, Found]], good: AsGood, engines: Sequence[OfEngine] = ()) -> list[str]:
-    """The tables of README.md."""
+    """The tables of intervals.md."""
     head = "| runs like | runs | typical | low | high | level | left out, inside |"
     rows = [
         f"| {name} | {each.num_runs:,} | {each.typical:.3f} | {each.low:.3f} | {each.high:.3f} | {each.level:.2f} | "
@@ -406,15 +406,15 @@ def rewritten(text: str, found: Sequence[tuple[str, Found]], good: AsGood, engin
 BEGIN, END = "<!-- benchmarks/intervals.py -->", "<!-- end -->"
 
 
-def in_readme(text: str, tables: Sequence[str]) -> str:
-    """The text of README.md with these tables between the marks."""
+def in_page(text: str, tables: Sequence[str]) -> str:
+    """The text of intervals.md with these tables between the marks."""
     before, rest = text.split(BEGIN)
     return "\n".join([before + BEGIN, "", *tables, "", END + rest.split(END, 1)[1]])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the figures into accuracy.py and README.md")
+    parser.add_argument("--write", action="store_true", help="put the figures into accuracy.py and intervals.md")
     options = parser.parse_args()
     runs = read_runs()
     named = {run.id: run for run in runs}
@@ -422,14 +422,14 @@ def main() -> None:
     fitted = [
         Timed(run=named[row], log_error=-ratio) for source in left_out for row, ratio in source.log_ratios.items()
     ]
-    readme, others = README.read_text(encoding="utf-8"), in_classes(runs)
+    others = in_classes(runs)
     errors = [
         (DENSE.words, by_source(fitted)),
         *((spread.words, by_source(others[spread])) for spread in OTHERS.values() if spread is not ADAPTERS),
         (ADAPTERS.words, by_source(others[ADAPTERS]) | with_adapters()),
         (SCALED.words, scaled_by_one(fitted)),
         (SCALED_BY_SEVERAL.words, scaled_by_several(fitted, random.Random(0))),
-        (MEASURED.words, measured_profiles(readme)),
+        (MEASURED.words, measured_profiles(RUNS.read_text(encoding="utf-8"))),
     ]
     found = [(name, interval(each)) for name, each in errors]
     good = as_good(pairs_of_jobs(fitted))
@@ -445,7 +445,7 @@ def main() -> None:
     if options.write:
         text = TABLE_FILE.read_text(encoding="utf-8")
         TABLE_FILE.write_text(rewritten(text, found, good, engines), encoding="utf-8")
-        README.write_text(in_readme(readme, tables), encoding="utf-8")
+        PAGE.write_text(in_page(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes docs/accuracy.md: errors of predictions by class and source, beside what others' open estimators say.
+"""Writes docs/explanation/accuracy.md: errors by class and source, beside what others' open estimators say.
 
     python benchmarks/scoreboard.py [PATH ...] [--no-others] [--no-left-out] [--output FILE]
 
@@ -27,7 +27,7 @@ from published_runs.score import LeftOut, measured_memory
 
 from steelyard.cost.predict import predict_memory
 
-PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
+PAGE = Path(__file__).parents[1] / "docs" / "explanation" / "accuracy.md"
 
 
 def cases_asked(outcomes: Iterable[Outcome]) -> list[Case]:

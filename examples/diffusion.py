@@ -1,4 +1,4 @@
-"""A small diffusion transformer of your own under a plan: docs/your-own-model.md goes through it.
+"""A small diffusion transformer of your own under a plan: docs/how-to/your-own-model.md goes through it.
 
 steelyard plan examples/diffusion.py:build_model --cluster 1x8xa100-80gb --global-batch 512 -o plan.json
 torchrun --nproc-per-node 8 examples/diffusion.py plan.json checkpoint

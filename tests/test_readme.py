@@ -1,4 +1,4 @@
-"""README.md: its commands and figures are true, and the Python that docs/run-a-plan.md shows runs.
+"""README.md: its commands and figures are true, and the Python that docs/how-to/run-a-plan.md shows runs.
 
 tests/docs/test_commands.py runs the commands of README.md and docs/.
 """
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ACCURACY = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+ACCURACY = (ROOT / "docs" / "explanation" / "accuracy.md").read_text(encoding="utf-8")
 CLASSES = ("dense 16-bit", "experts", "long context", "8-bit", "adapters")
 
 
@@ -60,7 +60,7 @@ def test_the_python_example_trains(tmp_path: Path) -> None:
     source = resources.files("steelyard.model") / "configs" / "llama-demo.json"
     config = json.loads(source.read_text()) | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    page = (ROOT / "docs" / "run-a-plan.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "run-a-plan.md").read_text(encoding="utf-8")
     shown = page.split("```python\n")[1].split("```")[0]
     assert len(shown.strip().splitlines()) <= 14
     script = shown.replace(

@@ -12,6 +12,6 @@
 | `classes`    | dense, experts, long context, 8-bit, adapters: what every figure by class goes by   |
 | `order`      | which plan of a job is ranked first, its regret, and the rank correlation           |
 | `accuracy`   | errors and verdicts by class and source, and the targets of classes                 |
-| `page`       | docs/accuracy.md, with what others' estimators say                                  |
+| `page`       | docs/explanation/accuracy.md, with what others' estimators say                                  |
 | `table`      | all of this for the terminal and as JSON                                            |
 """

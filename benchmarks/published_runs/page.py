@@ -1,7 +1,8 @@
-"""The page docs/accuracy.md: how far predictions are off, by class and source, beside others' estimators."""
+"""The page docs/explanation/accuracy.md: errors of predictions by class and source, beside others' estimators."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import fill
 
 from others.estimators import NOT_ASKED, Answers
 
@@ -82,7 +83,7 @@ Written on {date} by one command, in a few minutes on 2 cores, without a GPU:
 {COMMAND}
 ```
 
-The runs and their sources are in [benchmarks/published_runs/data](../benchmarks/published_runs/data/README.md)."""
+The runs and their sources are in [benchmarks/published_runs/data](../../benchmarks/published_runs/data/README.md)."""
 
 
 def _targets(lines: Iterable[TargetLine]) -> str:
@@ -208,8 +209,13 @@ def _correlation(value: float | None) -> str:
 
 def _others(found: Findings) -> str:
     asked = "\n".join(
-        f"- **{each.estimator.package}**: {each.estimator.call}. States: {each.estimator.states}. "
-        f"Leaves out: {each.estimator.leaves_out}." + (f" *Not asked: {each.failure}*" if each.failure else "")
+        fill(
+            f"- **{each.estimator.package}**: {each.estimator.call}. States: {each.estimator.states}. "
+            f"Leaves out: {each.estimator.leaves_out}." + (f" *Not asked: {each.failure}*" if each.failure else ""),
+            width=120,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
         for each in found.others
     )
     passed = "\n".join(f"- {name}: {reason}." for name, reason in NOT_ASKED.items())
@@ -324,11 +330,11 @@ _LIMITS = """## What this page does not show
 
 - Runs that are kept sealed to judge predictions by: this repository does not have their measurements.
 - steelyard's own runtime on GPUs: published runs are of other engines. For CPU processes see
-  [benchmarks](../benchmarks/README.md).
+  [benchmarks](../../benchmarks/README.md).
 - Differences below the spread of repeats: two runs of one plan differ by 1 to 9 %.
 - Plans that nobody publishes. Few sources publish runs that were slow or out of memory.
-- Causes: [what is not modelled](what-is-not-modelled.md) lists what predictions leave out, and [the log](log.md) what
-  was tried."""
+- Causes: [what is not modelled](what-is-not-modelled.md) lists what predictions leave out, and [the log](log/index.md)
+  what was tried."""
 
 
 def _figures(errors: ErrorSummary | KindErrors) -> tuple[str, str, str, str]:

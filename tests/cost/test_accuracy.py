@@ -29,7 +29,7 @@ from steelyard.levers.train import Train
 from steelyard.plan.strategy import Strategy, parse_strategy
 from tests.cost.examples import SPREADS, chain, cluster, job, measured_profile
 
-BENCHMARKS = (Path(__file__).parents[2] / "benchmarks" / "README.md").read_text(encoding="utf-8")
+BENCHMARKS = (Path(__file__).parents[2] / "benchmarks" / "intervals.md").read_text(encoding="utf-8")
 PLAIN, DIVIDED = [parse_strategy("fsdp4")], [parse_strategy("fsdp2-cp2")]
 ON_H100 = job(parse_cluster("1x4xh100-80gb"))
 

@@ -1,5 +1,7 @@
 """Every ``steelyard`` command that README.md and docs/ show: it runs, or is listed here with the reason why not.
 
+Commands of other pages, and those inside sentences, exist with the options that they show.
+
 The commands of a document run one after another in a folder of their own, where ``plan.json`` and the other files that
 documents speak of are there from the start; a document may write over them. A command that several documents show, with
 its options in any order, is run for the first of them. Those that search for long search for less here (`with_less`).
@@ -21,7 +23,8 @@ from steelyard.cli.app import app
 from tests.modules.split_configs import split_config
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHERS = [*sorted((ROOT / "benchmarks").glob("*.md")), *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md"))]
 KNOWN = get_command(app).commands  # type: ignore[attr-defined]
 LANGUAGES = {"", "console", "sh", "bash", "shell"}
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
@@ -60,6 +63,12 @@ def commands(document: Path) -> list[list[str]]:
     return found
 
 
+def inside_sentences(document: Path) -> list[list[str]]:
+    """The words of every command in a sentence; places of what a reader chooses stand in capitals."""
+    text = _FENCE.sub("", document.read_text(encoding="utf-8"))
+    return [_words(each) for each in re.findall(r"`(steelyard\s[a-z][^`]*)`", text)]
+
+
 def _words(text: str) -> list[str]:
     words = shlex.split(text, comments=True)[1:]
     end = next((index for index, word in enumerate(words) if word in _SHELL_WORDS), len(words))
@@ -81,8 +90,8 @@ def with_less(words: list[str]) -> list[str]:
 
 
 def problem_shown() -> str:
-    """The problem file that docs/problem-files.md shows."""
-    blocks = _FENCE.findall((ROOT / "docs" / "problem-files.md").read_text(encoding="utf-8"))
+    """The problem file that docs/how-to/problem-files.md shows."""
+    blocks = _FENCE.findall((ROOT / "docs" / "how-to" / "problem-files.md").read_text(encoding="utf-8"))
     return next(body for language, body in blocks if language == "json" and '"settings"' in body)
 
 
@@ -132,9 +141,9 @@ def test_every_command_shown_runs(
             assert result.exit_code == 0, f"{shown}\n{result.exception or ''}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS + OTHERS, ids=lambda path: path.name)
 def test_every_command_shown_exists_with_its_options(document: Path) -> None:
-    for words in commands(document):
+    for words in commands(document) + inside_sentences(document):
         assert words[0] in KNOWN, f"steelyard {words[0]} in {document.name}"
         options = {option for parameter in KNOWN[words[0]].params for option in parameter.opts}
         used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}

@@ -8,7 +8,7 @@ import pytest
 from tests.processes.warm import ROOT
 from tests.runtime.processes import run_ranks
 
-GUIDE = ROOT / "docs" / "your-own-model.md"
+GUIDE = ROOT / "docs" / "how-to" / "your-own-model.md"
 EXAMPLE = ROOT / "examples" / "diffusion.py"
 
 

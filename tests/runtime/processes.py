@@ -66,7 +66,8 @@ def one_process() -> Iterator[None]:
 def run_world(num_processes: int, work: Callable[[int], None]) -> None:
     """Does ``work`` of a rank on every rank of a world of forks; exits if one of them failed.
 
-    A world of which a rank ended by SIGSEGV begins again, once: gloo's own thread was seen to end so (docs/log.md).
+    A world of which a rank ended by SIGSEGV begins again, once: gloo's own thread was seen to end so
+    (docs/explanation/log/runtime.md).
     """
     torch.set_num_threads(1)
     for is_last in (False, True):

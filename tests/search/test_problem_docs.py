@@ -1,4 +1,4 @@
-"""What docs/problem-files.md shows is true: its example, its table of choices, its keys."""
+"""What docs/how-to/problem-files.md shows is true: its example, its table of choices, its keys."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.search.problem import ConfigCosts, ProblemFile, parse_problem, solve_problem
 
-TEXT = (Path(__file__).parents[2] / "docs" / "problem-files.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "how-to" / "problem-files.md").read_text()
 EXAMPLE = json.loads(re.findall(r"```json\n(.*?)```", TEXT, flags=re.DOTALL)[0])
 ROW = re.compile(r"^\| `(\w+)`, `(\w+)` +\|.*= (\d+) ms +\|.*= ([\d.]+) GB +\|$", flags=re.MULTILINE)
 

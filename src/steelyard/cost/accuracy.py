@@ -4,7 +4,7 @@ What runs are like it is a matter of where its costs come from and of what is tr
 measured over predicted time: nine in ten runs of a source of which nothing was known lie between them. ``typical`` is
 the median of |predicted / measured − 1|. All are found by ``benchmarks/intervals.py``, which writes the table below;
 its sources, command, date and what part of the runs of each source that was left out lay inside stand in
-``benchmarks/README.md``.
+``benchmarks/intervals.md``.
 
 | like                      | runs                                                                                  |
 |---------------------------|---------------------------------------------------------------------------------------|

@@ -295,7 +295,7 @@ def refuse_own_module(name: str, chain: ModelChain) -> None:
             field="--to",
             found=f"{name} for {chain.split.module}, a module of your own",
             expected="a model of transformers, which other frameworks know by its config",
-            hint="train it with steelyard.parallelize (docs/your-own-model.md)",
+            hint="train it with steelyard.parallelize (docs/how-to/your-own-model.md)",
         )
 
 

@@ -31,7 +31,7 @@ from steelyard.model.split import SPLIT_VERSION, TEXT_PART, ModelSplit
 NOT_PLANNED = {
     "albert": "use roberta or modernbert, whose blocks have weights of their own",
     "flaubert": "use camembert, whose blocks need no special case",
-    "hrm_text": "write a function that builds it, with a sample: docs/your-own-model.md",
+    "hrm_text": "write a function that builds it, with a sample: docs/how-to/your-own-model.md",
     "ibert": "use roberta, whose blocks are those of ibert without quantization",
     "longcat_flash": "use deepseek_v3, all of whose experts compute",
     "longformer": "use led, or modernbert for a masked model",

@@ -193,7 +193,7 @@ def _unknown(config: PreTrainedConfig, of: str) -> InvalidModelError:
         field="model_type",
         found=f"{config.model_type}, of which it is not known what a sample holds of {of}",
         expected="a model whose config says the one size of what it reads",
-        hint="write a function that builds it, with a sample: docs/your-own-model.md",
+        hint="write a function that builds it, with a sample: docs/how-to/your-own-model.md",
     )
 
 

@@ -10,7 +10,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 from steelyard.errors import InvalidModelError, first_line
 
-HINT = "docs/your-own-model.md says what a module must be like"
+HINT = "docs/how-to/your-own-model.md says what a module must be like"
 
 
 def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
@@ -54,7 +54,7 @@ def not_split(config: PreTrainedConfig, found: str) -> InvalidModelError:
         found=f"{config.model_type}: {found}",
         expected="a model of embedding, one list of blocks and head, with one hidden state between them; or of two "
         "lists, an encoder's and a decoder's, whose blocks read its output",
-        hint="docs/adding-a-model.md says how to write down what does not split by itself",
+        hint="docs/how-to/adding-a-model.md says how to write down what does not split by itself",
     )
 
 

@@ -433,5 +433,5 @@ def _not_exact(split: ModelSplit, found: str) -> InvalidModelError:
         field="model_type",
         found=f"{split.model_type}: {found}",
         expected="pieces that give the logits and gradients of the whole model",
-        hint="docs/adding-a-model.md says how to write down what does not split by itself",
+        hint="docs/how-to/adding-a-model.md says how to write down what does not split by itself",
     )

@@ -6,8 +6,8 @@ hooks as in any backward pass. All other parameters of a block (norms, experts t
 gradients in the backward pass. So have embeddings and heads: the gradients of logits, which would wait, are large.
 
 `torch.distributed.pipelining` splits backward passes itself where no ``dw_builder`` is given. It finds weights as
-parameters of the stage, and here these are others while a layer computes, sharded or not (docs/log.md); it also keeps
-all that the forward pass saved until the weight pass.
+parameters of the stage, and here these are others while a layer computes, sharded or not
+(docs/explanation/log/runtime.md); it also keeps all that the forward pass saved until the weight pass.
 """
 
 from collections.abc import Callable

@@ -51,7 +51,7 @@ def shrunk_plan(plan: Plan) -> Plan:
             field="model",
             found=f"a plan for {chain.split.module}, a module of your own",
             expected="a model whose config gives it at small width",
-            hint="compare your own training loop with one process (docs/your-own-model.md shows how)",
+            hint="compare your own training loop with one process (docs/how-to/your-own-model.md shows how)",
         )
     if chain.features is not None:  # each part of which has a config, whose defaults transformers knows
         build = import_module(_FILLS)

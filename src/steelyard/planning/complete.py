@@ -171,10 +171,11 @@ def find_plan(
     ``profile`` a measured profile (its path or value; of several pools one by the name of each), else the model is
     traced and the catalogue's rates are used, scaled by the median of measured runs (``calibration``).
 
-    Or ``config`` is any ``torch.nn.Module`` with lists of blocks (docs/your-own-model.md). ``sample`` is then what is
-    read for two samples or more, the dim of samples first: the module's inputs (a tensor, a tuple, or a dictionary by
-    name), and with ``loss``, a function of the module's outputs and of targets, a pair of inputs and targets. Without
-    it the module returns its loss. ``blocks`` names the lists that hold the blocks, where they are not found.
+    Or ``config`` is any ``torch.nn.Module`` with lists of blocks (docs/how-to/your-own-model.md). ``sample`` is then
+    what is read for two samples or more, the dim of samples first: the module's inputs (a tensor, a tuple, or a
+    dictionary by name), and with ``loss``, a function of the module's outputs and of targets, a pair of inputs and
+    targets. Without it the module returns its loss. ``blocks`` names the lists that hold the blocks, where they are not
+    found.
     A `peft.PeftModel` is its base with the lever that its adapters are.
 
     ``seq_len`` may be left out where there is one length alone: of an image, or of your own module's sample.

@@ -96,11 +96,11 @@ MARGIN = 0.05
 """Fraction of a GPU's memory that is left free unless something else is asked for.
 
 PyTorch's allocator keeps what was freed for the next tensor of that size. Where the device is nearly full it gives all
-of that back and asks for it again, in every step. In published runs (`benchmarks/README.md`) those that were measured
-above 90 % of their device took 3 to 8 times as long as predicted. Of those of that source whose predicted memory, an
-upper bound, is above 95 % six of 33 took 3 times as long, below it one in forty; others show nothing of it. So plans
-are searched within `MARGIN` less than a GPU has, and within all of it where none fits so. The CPU's allocator keeps
-nothing.
+of that back and asks for it again, in every step. In published runs (`benchmarks/published-runs.md`) those that were
+measured above 90 % of their device took 3 to 8 times as long as predicted. Of those of that source whose predicted
+memory, an upper bound, is above 95 % six of 33 took 3 times as long, below it one in forty; others show nothing of it.
+So plans are searched within `MARGIN` less than a GPU has, and within all of it where none fits so. The CPU's allocator
+keeps nothing.
 """
 MOST_MARGIN = 0.9
 SIMPLIFY = 0.01

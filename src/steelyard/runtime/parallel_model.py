@@ -542,7 +542,7 @@ def check_same_model(config: Any, chain: ModelChain) -> None:
             field="model",
             found="a module without a config, which is no model of transformers",
             expected=f"{chain.name}, a {chain.family.model_type} of transformers, as in the plan",
-            hint="plan for your own module: steelyard.find_plan(model, cluster, sample=…) (docs/your-own-model.md)",
+            hint="plan your own module: steelyard.find_plan(model, cluster, sample=…) (docs/how-to/your-own-model.md)",
         )
     own_type = getattr(config, "model_type", None)  # of some types the class holds the part of text alone
     parts = [each for each in chain.config.values() if isinstance(each, Mapping) and each.get("model_type") == own_type]

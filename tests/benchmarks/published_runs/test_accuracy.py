@@ -34,7 +34,7 @@ from tests.benchmarks.published_runs.examples import case, sample
 from tests.benchmarks.published_runs.test_score import made
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "accuracy.md"
+PAGE = ROOT / "docs" / "explanation" / "accuracy.md"
 MEMORY = {"peak_mem_gib": "10", "mem_kind": "torch max allocated"}
 
 

@@ -82,7 +82,7 @@ def test_plans_are_as_good_up_to_the_slowdown_beyond_which_nine_in_ten_are_in_or
 
 
 def test_ratios_of_measured_profiles_are_read_where_they_stand() -> None:
-    found = intervals.measured_profiles(intervals.README.read_text(encoding="utf-8"))
+    found = intervals.measured_profiles(intervals.RUNS.read_text(encoding="utf-8"))
     assert len(found) == 25
     assert found["dp4, 1 mb on 4"] == pytest.approx(np.log([1.42 / 1.52]))
 
@@ -118,9 +118,9 @@ def test_figures_are_written_into_the_table_of_the_cost_model_and_of_the_readme(
     assert len(re.findall(r"typical=0.123, low=0.568, high=1.988\)$", code, flags=re.MULTILINE)) == len(SPREADS)
     assert "\nAS_GOOD = 0.17\n" in code
     tables = intervals.lines(found, good, engines)
-    text = intervals.in_readme(intervals.README.read_text(encoding="utf-8"), tables)
+    text = intervals.in_page(intervals.PAGE.read_text(encoding="utf-8"), tables)
     assert "| dense 16-bit | 7 | 0.123 | 0.568 | 1.988 | 0.94 | 92.0% |" in text
     assert "| vtrain | 91% |" in text
     assert "| experts, torchtitan | 21 | 2 | 0.123 | 0.568 | 1.988 | 92.0% |" in text
     assert "| experts, megatron | 21 | 2 | of the class | | | 92.0% |" in text
-    assert intervals.in_readme(text, tables) == text
+    assert intervals.in_page(text, tables) == text
