@@ -95,7 +95,11 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
         bubble = 0.0 if pipeline.schedule.splits_backward else (1 - 1 / pipeline.num_stages) / pipeline.num_chunks
         least_s = computed_s[place] * (pipeline.num_microbatches / pipeline.num_stages + bubble) * (1 - ROUNDING)
         found.append(OnDemand(pipeline, least_s, partial(build_tables, config, offered[size], known)))
-    return tuple(each.narrowed(partial(pinned, pins=pins)) for each in found) if pins else tuple(found)
+    return (
+        tuple(each.narrowed(partial(pinned, pins=pins, global_batch=job.global_batch)) for each in found)
+        if pins
+        else tuple(found)
+    )
 
 
 def is_uniform(job: Job, decisions: Decisions) -> bool:
