@@ -95,22 +95,24 @@ def parse_bytes(text: str) -> int:
     return int(Fraction(number) * _SUFFIX_BYTES[suffix.lower() or "b"])
 
 
-def parse_count(text: str, *, field: str, most: int = MOST_COUNT, kilo: int = 1000, example: str = "15T") -> int:
+def parse_count(
+    text: str, *, field: str, least: int = 1, most: int = MOST_COUNT, kilo: int = 1000, example: str = "15T"
+) -> int:
     """Return the count in ``15T``, ``300B`` or ``1000000``; raises `UserError` for anything else.
 
     ``kilo`` is the meaning of K, 1000 or 1024; M, B and T are its powers.
     """
     count = _count(text, kilo)
-    if count is None or not 1 <= count <= most:
+    if count is None or not least <= count <= most:
         plain = _COUNT_NOISE.sub("", text)
         if (meant := _count(plain, kilo)) is None and _FLOAT.fullmatch(plain) and float(plain).is_integer():
             plain, meant = f"{float(plain):.0f}", int(float(plain))
-        is_near = meant is not None and 1 <= meant <= most
+        is_near = meant is not None and least <= meant <= most
         powers = "K, M, B, T: powers of 1000" if kilo == 1000 else f"4K is 4 × {kilo}"
         raise UserError(
             field=field,
             found=repr(text),
-            expected=f"a whole number from 1 to {most:,} ({powers})",
+            expected=f"a whole number from {least} to {most:,} ({powers})",
             hint=f"write {field} {plain if is_near else example}",
         )
     return count

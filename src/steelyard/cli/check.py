@@ -1,14 +1,22 @@
-"""``steelyard check``: runs a plan's ranks on fake tensors and says whether it fits, beside what was predicted."""
+"""``steelyard check``: run a plan's ranks on fake tensors and compare their memory with budget and prediction."""
 
 import os
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, progress
+from steelyard.cli.options import (
+    AsJson,
+    Memory,
+    NetworkOption,
+    OtherCluster,
+    PlanFile,
+    ProfileOption,
+    print_json,
+    progress,
+    whole,
+)
 from steelyard.cost.job import stage_configs
 from steelyard.cost.predict import predict_host, predict_memory
 from steelyard.hardware import Backend
@@ -21,33 +29,36 @@ from steelyard.plan.plan import Plan
 from steelyard.planning.job import job_of
 from steelyard.planning.request import Elsewhere, request_of_plan
 from steelyard.report.check_table import CheckedRank, StageBudget, check_view, misfit_lines
-from steelyard.units import format_plural
+from steelyard.report.tables import console
 
 
 def check(
-    path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Check it for another cluster than the plan names.")
-    ] = None,
+    path: PlanFile,
+    cluster: OtherCluster = None,
     network: NetworkOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", help="Ranks that are run at once; default: one per core.", min=1, max=MOST_DEVICES),
+        typer.Option(
+            "--processes",
+            help="Ranks to run at once. Default: one per core.",
+            metavar="N",
+            parser=whole("--processes", MOST_DEVICES),
+        ),
     ] = None,
     every_microbatch: Annotated[
-        bool, typer.Option("--every-microbatch", help="Run all microbatches, also those that repeat others.")
+        bool, typer.Option("--every-microbatch", help="Run all microbatches, not only distinct ones.")
     ] = False,
     builder: Annotated[
         str | None,
-        typer.Option("--builder", help="FILE.py:FUNCTION that builds your own module, as planned with; it is run."),
+        typer.Option("--builder", help="FILE.py:FUNCTION of the plan's own module; the file is run.", metavar="FILE"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run every distinct rank of a plan on fake tensors: does it fit? No GPU needed."""
+    """Check that a plan fits: run every distinct rank on fake tensors. No GPU needed."""
     plan = read_plan(path)
-    require_training("`steelyard check` runs a plan's ranks on fake tensors")
+    require_training("`steelyard check` runs the training code on fake tensors")
     from steelyard.runtime.checks import check_builder
 
     check_builder(plan, builder)
@@ -60,17 +71,18 @@ def check(
         changed_split_refused(plan.chain().split, partial(_own_split, plan, builder)),
     ):
         groups = distinct_ranks(plan, builder)
-        show(f"running {format_plural(len(groups), 'rank')} on fake tensors")
-        found = list(
-            dry_run_all(
-                plan,
-                [group.rank for group in groups],
-                backend=backend,
-                num_processes=processes or os.cpu_count() or 1,
-                every_microbatch=every_microbatch,
-                builder=builder,
-            )
-        )
+        show(f"1 of {len(groups)} ranks on fake tensors")
+        found = []
+        for each in dry_run_all(
+            plan,
+            [group.rank for group in groups],
+            backend=backend,
+            num_processes=processes or os.cpu_count() or 1,
+            every_microbatch=every_microbatch,
+            builder=builder,
+        ):
+            found.append(each)
+            show(f"{min(len(found) + 1, len(groups))} of {len(groups)} ranks on fake tensors")
     checked: list[CheckedRank] = []
     for group, rank in zip(groups, found, strict=True):
         checked.append(
@@ -89,15 +101,15 @@ def check(
     if as_json:
         print_json(_as_json(checked))
     else:
-        Console().print(check_view(plan, checked))
+        console().print(check_view(plan, checked))
         for line in misfit_lines(checked):
-            print(line)
+            console().print(line)
     if not all(rank.fits for rank in checked):
         raise typer.Exit(1)
 
 
 def _own_split(plan: Plan, builder: str | None) -> Split | None:
-    """The split of the model of a plan, whatever the plan says of it."""
+    """Return the split of a plan's model as found now, not as kept in the plan."""
     if builder is None:
         return split_of(plan.chain().config)
     from steelyard.modules.own_proof import build, own_model
@@ -106,9 +118,9 @@ def _own_split(plan: Plan, builder: str | None) -> Split | None:
 
 
 def _expected(plan: Plan, given: Elsewhere) -> tuple[list[StageBudget], Backend]:
-    """The prediction and the budget of each stage, and the backend: those in the plan, or new ones where it has none.
+    """Return prediction and budget of each stage, and the backend: from the plan, or computed if it has none.
 
-    The backend of a plan that does not say it is that of its cluster. Raises `InvalidClusterError` for an unknown one.
+    The default backend is that of the plan's cluster. Raises `InvalidClusterError` for an unknown cluster.
     """
     prediction = plan.prediction
     if prediction is not None and not any(given.values()):

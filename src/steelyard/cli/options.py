@@ -126,9 +126,7 @@ def whole(option: str, most: int, *, kilo: int = 1000, example: str = "8", least
     """Return the parser of an option that is a whole number, as in ``64`` or ``4k``."""
 
     def parse(text: Any) -> int:
-        if least == 0 and str(text) == "0":
-            return 0
-        return parse_count(str(text), field=option, most=most, kilo=kilo, example=example)
+        return parse_count(str(text), field=option, least=least, most=most, kilo=kilo, example=example)
 
     return parse
 
@@ -249,6 +247,15 @@ SeqLen = Annotated[
     typer.Option(
         "--seq-len",
         help="Tokens per sample, as in 4096 or 4k. Default: length of an image or of your own module's sample.",
+        metavar="TOKENS",
+        parser=whole("--seq-len", limits.MOST_TOKENS, kilo=1024, example="4096"),
+    ),
+]
+FileSeqLen = Annotated[
+    int | None,
+    typer.Option(
+        "--seq-len",
+        help="For --from: tokens per sample, if not in the file.",
         metavar="TOKENS",
         parser=whole("--seq-len", limits.MOST_TOKENS, kilo=1024, example="4096"),
     ),

@@ -1,4 +1,4 @@
-"""``steelyard schema``: the JSON schema of a file that steelyard reads or writes."""
+"""``steelyard schema``: the JSON schema of a file or of ``--json`` output."""
 
 from typing import Annotated
 
@@ -24,7 +24,7 @@ FILES: dict[str, type[BaseModel]] = {
     "explanation": Explanation,
     "study": PlanStudy,
 }
-"""Files, and what ``--json`` prints: of frontier, of explain (its ``explanation``), of report (its ``study``)."""
+"""Files, and ``--json`` output of frontier, explain (its ``explanation``) and report (its ``study``)."""
 
 
 def schema(
@@ -33,7 +33,7 @@ def schema(
         typer.Argument(help=", ".join(FILES) + ".", metavar="NAME", autocompletion=complete_one_of(FILES)),
     ],
 ) -> None:
-    """Print the JSON schema of a file, or of what --json prints."""
+    """Print the JSON schema of a file or of --json output."""
     if name not in FILES:
         raise UserError(
             field="file", found=repr(name), expected="one of " + ", ".join(FILES), hint=nearest(name, FILES)

@@ -467,7 +467,7 @@ def against(gain: float, same: str) -> str:
 
 
 def misfits(baselines: Iterable[Baseline]) -> Iterator[str]:
-    """Yield the baselines that have no plan, and why: ``plain DDP and plain FSDP do not fit (2 GiB and 1 GiB short)``."""
+    """Yield the baselines without a plan, and why: ``plain DDP and plain FSDP do not fit (2 GiB and 1 GiB short)``."""
     none = [each for each in baselines if each.step_time_s is None]
     for is_legal, one, several in (
         (True, "does not fit", "do not fit"),
