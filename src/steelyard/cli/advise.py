@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
 from rich.table import Table
 
 from steelyard.cli.levers import with_levers
@@ -21,6 +20,7 @@ from steelyard.cli.options import (
     SeqLen,
     check_choices,
     complete_one_of,
+    option,
     parse_precision,
     print_json,
     progress,
@@ -47,11 +47,11 @@ def advise(
     engine: EngineOption = None,
     most: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--max",
-            help=f"Find the largest that fits: {', '.join(kinds())} (batch: one microbatch; model: packaged models of "
+            "NAME",
+            f"Find the largest that fits: {', '.join(kinds())} (batch: one microbatch; model: packaged models of "
             "MODEL's type).",
-            metavar="NAME",
             autocompletion=complete_one_of(kinds()),
         ),
     ] = None,

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 
 from steelyard import __version__
@@ -24,6 +23,8 @@ COMMANDS = {
     )
 } | {"devices": "models", "links": "models", "schema": "schema"}
 """Module of each command, in the order of the help."""
+UsageError: Any = typer.BadParameter.__base__
+"""The mistakes in words of the command line that click finds; typer has its own copy of click."""
 _ENDING = [
     signal.Signals[name] for name in ("SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1") if name in signal.Signals.__members__
 ]
@@ -87,13 +88,11 @@ def main() -> None:
             sys.stdout = sys.__stdout__ or sys.stdout  # click replaced it by a stream that hides the error
         else:
             exit_code = end.code
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message())
+    except UsageError as error:
+        if type(error).__name__ != "NoArgsIsHelpError":  # after which the help is printed
+            print(f"error: {usage_error(error)}", file=sys.stderr)
         exit_code = error.exit_code
-    except click.UsageError as error:
-        print(f"error: {usage_error(error)}", file=sys.stderr)
-        exit_code = error.exit_code
-    except click.Abort:
+    except typer.Abort:
         exit_code = 1
     except (UserError, RankFailedError, EndedError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -105,23 +104,20 @@ def main() -> None:
     sys.exit(exit_code)
 
 
-def usage_error(error: click.UsageError) -> UserError:
-    """Return a mistake in the command line, as found by click, in the form of all other mistakes."""
+def usage_error(error: Any) -> UserError:
+    """Return a mistake in the words of the command line, as click reports it, in the form of all other mistakes."""
     context, parameter = error.ctx, getattr(error, "param", None)
     path = context.command_path if context else "steelyard"
-    field = parameter.opts[0] if parameter is not None else getattr(error, "option_name", None) or path
-    if parameter is not None and not isinstance(parameter, click.Option):
-        field = parameter.human_readable_name
-    if isinstance(error, click.MissingParameter):
+    field = getattr(error, "option_name", None) or path
+    if parameter is not None:
+        field = parameter.opts[0] if parameter.param_type_name == "option" else parameter.name
+    if isinstance(error, typer.BadParameter) and not error.message:
         expected = str(getattr(parameter, "help", None) or "a value")
         return UserError(field=field, found="nothing", expected=expected, hint=f"see {path} --help")
-    if isinstance(error, click.NoSuchOption):
-        hint = f"did you mean {' or '.join(error.possibilities)}?" if error.possibilities else f"see {path} --help"
-        return UserError(field=field, found="no such option", expected=f"an option of {path}", hint=hint)
-    expected = f"a valid use of {path}"
-    return UserError(
-        field=field, found=error.format_message().rstrip("."), expected=expected, hint=f"see {path} --help"
-    )
+    found, hint = getattr(error, "message", "").rstrip("."), f"see {path} --help"
+    if close := getattr(error, "possibilities", None):
+        hint = f"did you mean {' or '.join(close)}?"
+    return UserError(field=field, found=found[:1].lower() + found[1:], expected=f"valid words for {path}", hint=hint)
 
 
 def _end(number: int, _frame: object) -> NoReturn:

@@ -8,14 +8,16 @@ import typer
 
 from steelyard.cli.options import (
     AsJson,
+    Builder,
     Memory,
     NetworkOption,
     OtherCluster,
     PlanFile,
     ProfileOption,
+    count,
+    option,
     print_json,
     progress,
-    whole,
 )
 from steelyard.cost.job import stage_configs
 from steelyard.cost.predict import predict_host, predict_memory
@@ -39,21 +41,12 @@ def check(
     memory: Memory = None,
     profile: ProfileOption = None,
     processes: Annotated[
-        int | None,
-        typer.Option(
-            "--processes",
-            help="Ranks to run at once. Default: one per core.",
-            metavar="N",
-            parser=whole("--processes", MOST_DEVICES),
-        ),
+        int | None, count("--processes", "Ranks to run at once. Default: one per core.", most=MOST_DEVICES)
     ] = None,
     every_microbatch: Annotated[
-        bool, typer.Option("--every-microbatch", help="Run all microbatches, not only distinct ones.")
+        bool, option("--every-microbatch", None, "Run all microbatches, not only distinct ones.")
     ] = False,
-    builder: Annotated[
-        str | None,
-        typer.Option("--builder", help="FILE.py:FUNCTION of the plan's own module; the file is run.", metavar="FILE"),
-    ] = None,
+    builder: Builder = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that a plan fits: run every distinct rank on fake tensors. No GPU needed."""

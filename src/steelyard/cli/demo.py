@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, print_json, whole
+from steelyard.cli.options import AsJson, count, option, print_json
 from steelyard.installed import require_training
 from steelyard.limits import MOST_STEPS
 from steelyard.model.read import load_model
@@ -32,13 +32,9 @@ MEMORY = "44MiB"
 
 
 def demo(
-    steps: Annotated[
-        int, typer.Option("--steps", help="Training steps.", metavar="N", parser=whole("--steps", MOST_STEPS))
-    ] = 30,
-    memory: Annotated[str, typer.Option("--memory", help="Memory budget per process.", metavar="SIZE")] = MEMORY,
-    folder: Annotated[
-        Path, typer.Option("--folder", help="Folder for profile, plan and record.", metavar="FOLDER")
-    ] = Path("demo-run"),
+    steps: Annotated[int, count("--steps", "Training steps.", most=MOST_STEPS)] = 30,
+    memory: Annotated[str, option("--memory", "SIZE", "Memory budget per process.")] = MEMORY,
+    folder: Annotated[Path, option("--folder", "FOLDER", "Folder for profile, plan and record.")] = Path("demo-run"),
     as_json: AsJson = False,
 ) -> None:
     """Profile 4 CPU processes, plan and train a small Llama on Python's source, compare. About four minutes."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.options import AsJson, check_page, complete_one_of, print_json, progress, tried
+from steelyard.cli.options import AsJson, check_page, complete_one_of, option, print_json, progress, tried
 from steelyard.engines import ENGINES, engine_of
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidPlanError, UserError
@@ -29,16 +29,15 @@ def diff(
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--engine",
-            help="Compare with the best plan of this engine for the same request.",
+            "NAME",
+            "Compare with the best plan of this engine for the same request.",
             autocompletion=complete_one_of(ENGINES),
-            metavar="NAME",
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", callback=tried, help="Write the comparison as an HTML page.", metavar="FILE"),
+        Path | None, option("--output -o", "FILE", "Write the comparison as an HTML page.", callback=tried)
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -34,41 +34,33 @@ def explain(
     profile: options.ProfileOption = None,
     source: Annotated[
         Path | None,
-        typer.Option(
+        options.option(
             "--from",
-            help="Explain the settings in a file of an engine: arguments of Megatron, a TOML or configuration function "
+            "FILE",
+            "Explain the settings in a file of an engine: arguments of Megatron, a TOML or configuration function "
             "of torchtitan, JSON of DeepSpeed. Needs --cluster.",
-            metavar="FILE",
         ),
     ] = None,
     global_batch: options.FileBatch = None,
     seq_len: options.FileSeqLen = None,
     why: Annotated[
         str | None,
-        typer.Option(
+        options.option(
             "--why-not",
-            help="Cost of another choice: fsdp, fsdp8, tp=8, stages=4, 'blocks 0-3: remat=full', or a plan file.",
-            metavar="TEXT",
+            "TEXT",
+            "Cost of another choice: fsdp, fsdp8, tp=8, stages=4, 'blocks 0-3: remat=full', or a plan file.",
         ),
     ] = None,
     record: Annotated[
         Path | None,
-        typer.Option(
-            "--record", help="Record of `train`: name slow ranks and the gain of planning around them.", metavar="FILE"
-        ),
+        options.option("--record", "FILE", "Record of `train`: name slow ranks and the gain of planning around them."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also list all that lost, was dominated or was not searched, with reasons.")
+        bool, options.option("--all", None, "Also list all that lost, was dominated or was not searched, with reasons.")
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            callback=options.tried,
-            help="Write the plan with predictions to this file.",
-            metavar="FILE",
-        ),
+        options.option("--output -o", "FILE", "Write the plan with predictions to this file.", callback=options.tried),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:

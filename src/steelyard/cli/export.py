@@ -31,28 +31,27 @@ def export(
     path: Annotated[Path | None, typer.Argument(help="Plan file.", metavar="PLAN", show_default=False)] = None,
     to: Annotated[
         str,
-        typer.Option(
+        options.option(
             "--to",
-            help="Framework or launcher; list shows all.",
-            metavar="NAME",
+            "NAME",
+            "Framework or launcher; list shows all.",
             autocompletion=options.complete_one_of(("list", *TARGETS)),
         ),
     ] = "list",
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
+        options.option(
+            "--output -o",
+            "PATH",
+            "File, or folder for all files. Default: print the first file.",
             callback=options.tried_file_or_folder,
-            help="File, or folder for all files. Default: print the first file.",
-            metavar="PATH",
         ),
     ] = None,
     cluster: options.OtherCluster = None,
     network: options.NetworkOption = None,
     memory: options.Memory = None,
     profile: options.ProfileOption = None,
-    image: Annotated[str | None, typer.Option("--image", help="Container image, for kubeflow.", metavar="NAME")] = None,
+    image: Annotated[str | None, options.option("--image", "NAME", "Container image, for kubeflow.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Write a plan for another framework: the best plan it can express, and a list of the differences."""

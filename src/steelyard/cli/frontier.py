@@ -35,10 +35,7 @@ def frontier(
     seq_len: options.SeqLen = None,
     network: options.NetworkOption = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", callback=options.tried, help="Write the figures as an HTML page.", metavar="FILE"
-        ),
+        Path | None, options.option("--output -o", "FILE", "Write the figures as an HTML page.", callback=options.tried)
     ] = None,
     memory: options.Memory = None,
     memory_margin: options.MemoryMargin = None,
@@ -47,31 +44,32 @@ def frontier(
     imbalance: options.Imbalance = ASSUMED_IMBALANCE,
     points: Annotated[
         int,
-        typer.Option(
+        options.count(
             "--points",
-            help="Number of memory budgets to search.",
-            metavar="N",
-            parser=options.whole("--points", options.MOST_POINTS, least=3, example="16"),
-            rich_help_panel=options.SEARCH,
+            "Number of memory budgets to search.",
+            options.SEARCH,
+            most=options.MOST_POINTS,
+            least=3,
+            example="16",
         ),
     ] = POINTS,
     devices: Annotated[
         str | None,
-        typer.Option(
+        options.option(
             "--devices",
-            help="Device counts to compare, as in 8,16,32. Default: some around the cluster's.",
-            metavar="COUNTS",
-            rich_help_panel=options.CLUSTER,
+            "COUNTS",
+            "Device counts to compare, as in 8,16,32. Default: some around the cluster's.",
+            options.CLUSTER,
         ),
     ] = None,
     price: Annotated[
         str | None,
-        typer.Option(
+        options.option(
             "--price",
-            help="Price per device-hour: adds the cost of tokens. By device type, as in h100-80gb=2.5,a100-40gb=1.1: "
+            "PRICE",
+            "Price per device-hour: adds the cost of tokens. By device type, as in h100-80gb=2.5,a100-40gb=1.1: "
             "compares all parts of the cluster.",
-            metavar="PRICE",
-            rich_help_panel=options.BUDGET,
+            options.BUDGET,
         ),
     ] = None,
     max_tp: options.MaxTp = None,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from steelyard.cli.options import GROUPS, LEVER, PARALLELISM, complete_one_of, whole
+from steelyard.cli.options import GROUPS, LEVER, PARALLELISM, complete_one_of, count, option
 from steelyard.levers import LEVERS, Lever
 from steelyard.limits import MOST_DEVICES
 from steelyard.plan.dimensions import DIMENSIONS, Dimension
@@ -56,19 +56,9 @@ def _group(option: inspect.Parameter) -> str | None:
 
 def _lever_option(lever: type[Lever]) -> Any:
     completion = complete_one_of(lever.values) if lever.values else None
-    option = typer.Option(
-        f"--{lever.name}", help=lever.help, metavar="NAME", autocompletion=completion, rich_help_panel=LEVER
-    )
-    return Annotated[str | None, option]
+    return Annotated[str | None, option(f"--{lever.name}", "NAME", lever.help, LEVER, autocompletion=completion)]
 
 
 def _degree_option(dimension: Dimension) -> Any:
-    flag = f"--{dimension.name}"
-    option = typer.Option(
-        flag,
-        help=f"Degree of {dimension.title} in every layer that allows it.",
-        metavar="N",
-        parser=whole(flag, MOST_DEVICES),
-        rich_help_panel=PARALLELISM,
-    )
-    return Annotated[int | None, option]
+    text = f"Degree of {dimension.title} in every layer that allows it."
+    return Annotated[int | None, count(f"--{dimension.name}", text, PARALLELISM, most=MOST_DEVICES)]

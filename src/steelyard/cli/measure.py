@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli.options import AsJson, EngineOption, PlanFile, print_json, tried, whole
+from steelyard.cli.options import AsJson, Builder, EngineOption, PlanFile, count, option, print_json, tried
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.installed import require_training
@@ -28,42 +28,21 @@ STEPS = 8
 
 def measure(
     path: PlanFile,
-    alternatives: Annotated[
-        bool, typer.Option("--alternatives", help="Also run the next best plans in the file.")
-    ] = False,
+    alternatives: Annotated[bool, option("--alternatives", None, "Also run the next best plans in the file.")] = False,
     steps: Annotated[
-        int,
-        typer.Option(
-            "--steps",
-            help="Training steps per plan; the first 3 are not timed.",
-            metavar="N",
-            parser=whole("--steps", MOST_STEPS),
-        ),
+        int, count("--steps", "Training steps per plan; the first 3 are not timed.", most=MOST_STEPS)
     ] = STEPS,
-    data: Annotated[
-        Path, typer.Option("--data", help=f"{DATA_HELP[0].upper()}{DATA_HELP[1:]}.", metavar="PATH")
-    ] = Path("synthetic"),
+    data: Annotated[Path, option("--data", "PATH", f"{DATA_HELP[0].upper()}{DATA_HELP[1:]}.")] = Path("synthetic"),
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            callback=tried,
-            help="Write the fastest plan to this file. Default: PLAN.best.json.",
-            metavar="FILE",
-        ),
+        option("--output -o", "FILE", "Write the fastest plan to this file. Default: PLAN.best.json.", callback=tried),
     ] = None,
     folder: Annotated[
-        Path | None,
-        typer.Option("--folder", help="Folder for plans and records. Default: PLAN.measured.", metavar="FOLDER"),
+        Path | None, option("--folder", "FOLDER", "Folder for plans and records. Default: PLAN.measured.")
     ] = None,
-    builder: Annotated[
-        str | None,
-        typer.Option("--builder", help="FILE.py:FUNCTION of the plan's own module; the file is run.", metavar="FILE"),
-    ] = None,
+    builder: Builder = None,
     device: Annotated[
-        str | None,
-        typer.Option("--device", help="gpu or cpu: run on it even if the plan is for the other.", metavar="NAME"),
+        str | None, option("--device", "NAME", "gpu or cpu: run on it even if the plan is for the other.")
     ] = None,
     engine: EngineOption = None,
     as_json: AsJson = False,

@@ -204,6 +204,16 @@ def parse_precision(text: str, choices: Any = Precision) -> Any:
     return check_choice("--precision", text, choices, hint=nvfp4 if text.lower() == "fp4" else "")
 
 
+def option(flags: str, metavar: str | None, text: str, group: str | None = None, **more: Any) -> Any:
+    """Return an option of these ``flags``, separated by blanks, in a group of the help."""
+    return typer.Option(*flags.split(), metavar=metavar, help=text, rich_help_panel=group, **more)
+
+
+def count(flags: str, text: str, group: str | None = None, *, most: int, metavar: str = "N", **number: Any) -> Any:
+    """Return an option that is a whole number up to ``most``; ``number`` goes to `whole`."""
+    return option(flags, metavar, text, group, parser=whole(flags.split(maxsplit=1)[0], most, **number))
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -213,158 +223,59 @@ Model = Annotated[
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(help="Plan file, as `steelyard plan -o` writes it.", metavar="PLAN")]
-ClusterOption = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        help="NODESxDEVICESxDEVICE, as in 1x8xa100-80gb, or a YAML file. Join groups of different devices by +.",
-        metavar="CLUSTER",
-        autocompletion=complete_cluster,
-    ),
-]
-OtherCluster = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        help="Use another cluster than the plan's.",
-        metavar="CLUSTER",
-        autocompletion=complete_cluster,
-        rich_help_panel=CLUSTER,
-    ),
-]
-NetworkOption = Annotated[
-    str | None,
-    typer.Option(
-        "--network",
-        help="Link between nodes: ethernet-25 (one port per node), 8xinfiniband-ndr (eight). See `steelyard links`.",
-        metavar="LINK",
-        autocompletion=complete_network,
-        rich_help_panel=CLUSTER,
-    ),
-]
-SeqLen = Annotated[
-    int | None,
-    typer.Option(
-        "--seq-len",
-        help="Tokens per sample, as in 4096 or 4k. Default: length of an image or of your own module's sample.",
-        metavar="TOKENS",
-        parser=whole("--seq-len", limits.MOST_TOKENS, kilo=1024, example="4096"),
-    ),
-]
-FileSeqLen = Annotated[
-    int | None,
-    typer.Option(
-        "--seq-len",
-        help="For --from: tokens per sample, if not in the file.",
-        metavar="TOKENS",
-        parser=whole("--seq-len", limits.MOST_TOKENS, kilo=1024, example="4096"),
-    ),
-]
-_SAMPLES = whole("--global-batch", limits.MOST_SAMPLES, kilo=1024, example="64")
-GlobalBatch = Annotated[
-    int,
-    typer.Option("--global-batch", help="Samples per step over all devices.", metavar="SAMPLES", parser=_SAMPLES),
-]
-FileBatch = Annotated[
-    int | None,
-    typer.Option("--global-batch", help="For --from: batch, if not in the file.", metavar="SAMPLES", parser=_SAMPLES),
-]
-PrecisionOption = Annotated[
-    str,
-    typer.Option(
-        "--precision",
-        help="bf16, fp16 (with loss scaling), fp32; for engines that have them fp8, fp8-block, mxfp8, nvfp4. Master "
-        "weights and reductions are fp32.",
-        metavar="NAME",
-    ),
-]
-EngineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--engine",
-        help="Software that runs the plan: native (steelyard on stock PyTorch, default), megatron, torchtitan, … Its "
-        "options follow its name: megatron+deepep.",
-        autocompletion=complete_one_of(ENGINES),
-        metavar="NAME",
-    ),
-]
+_CLUSTER = "NODESxDEVICESxDEVICE, as in 1x8xa100-80gb, or a YAML file. Join groups of different devices by +."
+ClusterOption = Annotated[str, option("--cluster", "CLUSTER", _CLUSTER, autocompletion=complete_cluster)]
+_OTHER = "Use another cluster than the plan's."
+OtherCluster = Annotated[str | None, option("--cluster", "CLUSTER", _OTHER, CLUSTER, autocompletion=complete_cluster)]
+_NETWORK = "Link between nodes: ethernet-25 (one port per node), 8xinfiniband-ndr (eight). See `steelyard links`."
+NetworkOption = Annotated[str | None, option("--network", "LINK", _NETWORK, CLUSTER, autocompletion=complete_network)]
+_LENGTHS: Any = {"most": limits.MOST_TOKENS, "kilo": 1024, "example": "4096", "metavar": "TOKENS"}
+_SEQ_LEN = "Tokens per sample, as in 4096 or 4k. Default: length of an image or of your own module's sample."
+SeqLen = Annotated[int | None, count("--seq-len", _SEQ_LEN, **_LENGTHS)]
+FileSeqLen = Annotated[int | None, count("--seq-len", "For --from: tokens per sample, if not in the file.", **_LENGTHS)]
+_SAMPLES: Any = {"most": limits.MOST_SAMPLES, "kilo": 1024, "example": "64", "metavar": "SAMPLES"}
+GlobalBatch = Annotated[int, count("--global-batch", "Samples per step over all devices.", **_SAMPLES)]
+FileBatch = Annotated[int | None, count("--global-batch", "For --from: batch, if not in the file.", **_SAMPLES)]
+_PRECISION = "bf16, fp16 (with loss scaling), fp32; for engines that have them fp8, fp8-block, mxfp8, nvfp4."
+PrecisionOption = Annotated[str, option("--precision", "NAME", _PRECISION)]
+_ENGINE = (
+    "Software that runs the plan: native (steelyard, default), megatron, torchtitan, … with options: megatron+deepep."
+)
+EngineOption = Annotated[str | None, option("--engine", "NAME", _ENGINE, autocompletion=complete_one_of(ENGINES))]
+_SIMPLIFY = (
+    "Accept a plan this fraction slower than the fastest if it has fewer groups of layers, or no more stages than "
+    "usual for its size (more must gain 7 %). 0: the fastest."
+)
 Simplify = Annotated[
-    float,
-    typer.Option(
-        "--simplify",
-        help="Accept a plan this fraction slower than the fastest if it has fewer groups of layers, or stages no "
-        "deeper than usual for models of its size (deeper ones must gain 7 %). 0: the fastest.",
-        metavar="FRACTION",
-        parser=real("--simplify", 0, 0.5, "0.01"),
-        rich_help_panel=SEARCH,
-    ),
+    float, option("--simplify", "FRACTION", _SIMPLIFY, SEARCH, parser=real("--simplify", 0, 0.5, "0.01"))
 ]
-AllEngines = Annotated[
-    bool,
-    typer.Option("--engines", help="Plan for every other engine and compare step times.", rich_help_panel=ENGINE),
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        "--memory", help="Memory budget per device, as in 80GB or 20GiB. Default: all memory.", metavar="SIZE"
-    ),
-]
+_ENGINES = "Plan for every other engine and compare step times."
+AllEngines = Annotated[bool, option("--engines", None, _ENGINES, ENGINE)]
+_MEMORY = "Memory budget per device, as in 80GB or 20GiB. Default: all memory."
+Memory = Annotated[str | None, option("--memory", "SIZE", _MEMORY)]
+_MARGIN = "Fraction of device memory to keep free. Default: 0.05, 0 with --memory. Ignored if nothing fits otherwise."
 MemoryMargin = Annotated[
     float | None,
-    typer.Option(
-        "--memory-margin",
-        help="Fraction of device memory to keep free. Default: 0.05, 0 with --memory. Ignored if nothing fits "
-        "otherwise.",
-        metavar="FRACTION",
-        parser=real("--memory-margin", 0, 0.9, "0.05"),
-        rich_help_panel=BUDGET,
-    ),
+    option("--memory-margin", "FRACTION", _MARGIN, BUDGET, parser=real("--memory-margin", 0, 0.9, "0.05")),
 ]
-Imbalance = Annotated[
-    float,
-    typer.Option(
-        help="Load of the busiest expert rank relative to the mean (assumed; training reports the measured value).",
-        metavar="RATIO",
-        rich_help_panel=MODEL,
-    ),
-]
-ProfileOption = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        help="Costs measured by `steelyard profile`; for groups of devices NAME=FILE,… Default: traced operations at "
-        "catalogue rates.",
-        metavar="FILE",
-        rich_help_panel=CLUSTER,
-    ),
-]
+_IMBALANCE = "Load of the busiest expert rank relative to the mean (assumed; training reports the measured value)."
+Imbalance = Annotated[float, option("--imbalance", "RATIO", _IMBALANCE, MODEL)]
+_PROFILE = "Costs measured by `steelyard profile`; for device groups NAME=FILE,… Default: traced, at catalogue rates."
+ProfileOption = Annotated[str | None, option("--profile", "FILE", _PROFILE, CLUSTER)]
 MaxTp = Annotated[
-    int | None,
-    typer.Option(
-        "--max-tp",
-        help="Largest tensor-parallel degree to search.",
-        metavar="N",
-        parser=whole("--max-tp", limits.MOST_DEVICES),
-        rich_help_panel=SEARCH,
-    ),
+    int | None, count("--max-tp", "Largest tensor-parallel degree to search.", SEARCH, most=limits.MOST_DEVICES)
 ]
-
+_LIMIT = "Seconds after which the search returns the best plan so far."
 TimeLimit = Annotated[
     float,
-    typer.Option(
-        "--time-limit",
-        help="Seconds after which the search returns the best plan so far.",
-        metavar="SECONDS",
-        parser=real("--time-limit", 0, limits.MOST_SECONDS, "60"),
-        rich_help_panel=SEARCH,
-    ),
+    option("--time-limit", "SECONDS", _LIMIT, SEARCH, parser=real("--time-limit", 0, limits.MOST_SECONDS, "60")),
 ]
 MOST_POINTS = 1000
 """Maximum number of budgets of a frontier."""
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=OUTPUT)]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Also show all tables: stages, cost by term, plans that lost.")
-]
+AsJson = Annotated[bool, option("--json", None, "Print JSON.", OUTPUT)]
+Verbose = Annotated[bool, option("--verbose -v", None, "Also show all tables: stages, cost by term, plans that lost.")]
+_BUILDER = "FILE.py:FUNCTION of the plan's own module; the file is run."
+Builder = Annotated[str | None, option("--builder", "FILE", _BUILDER)]
 
 
 def built_module(model: str) -> Any:
@@ -429,215 +340,62 @@ def check_page(path: Path) -> None:
         )
 
 
+_BATCH = "Samples per step over all devices, or max: doubled while throughput grows. Default: one per device."
 Batch = Annotated[
     Any,
-    typer.Option(
-        "--global-batch",
-        help="Samples per step over all devices, or max: doubled while throughput grows and it fits. Default: one per "
-        "device.",
-        metavar="SAMPLES|max",
-        parser=whole_or_max("--global-batch", limits.MOST_SAMPLES, "64"),
-    ),
+    option("--global-batch", "SAMPLES|max", _BATCH, parser=whole_or_max("--global-batch", limits.MOST_SAMPLES, "64")),
 ]
+_LENGTH = _SEQ_LEN.replace("4k.", "4k, or max: the longest that fits.")
 Length = Annotated[
-    Any,
-    typer.Option(
-        "--seq-len",
-        help="Tokens per sample, as in 4096 or 4k, or max: the longest that fits. Default: length of an image or of "
-        "your own module's sample.",
-        metavar="TOKENS|max",
-        parser=whole_or_max("--seq-len", limits.MOST_TOKENS, "4096"),
-    ),
+    Any, option("--seq-len", "TOKENS|max", _LENGTH, parser=whole_or_max("--seq-len", limits.MOST_TOKENS, "4096"))
 ]
 Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", callback=tried, help="Write the plan to this file, as in plan.json.", metavar="FILE"
-    ),
+    Path | None, option("--output -o", "FILE", "Write the plan to this file, as in plan.json.", callback=tried)
 ]
-ImageSize = Annotated[
-    str | None,
-    typer.Option(
-        "--image-size",
-        help="Pixels per side of all images, or HEIGHTxWIDTH, if the model reads any size. Default: from its config.",
-        metavar="PIXELS",
-        rich_help_panel=MODEL,
-    ),
-]
-CalibrateBy = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--calibrate",
-        help="Measured runs whose median ratio scales all predicted times: records of `train` or `measure`, or files "
-        "with plan and step_time_s. Several may follow one --calibrate.",
-        metavar="RUN...",
-        rich_help_panel=CLUSTER,
-    ),
-]
-Aim = Annotated[
-    str,
-    typer.Option(
-        "--objective",
-        help="time: the fastest plan; devices: the fewest devices, then the fastest.",
-        metavar="NAME",
-        rich_help_panel=BUDGET,
-    ),
-]
+_IMAGE = "Pixels per side of all images, or HEIGHTxWIDTH, if the model reads any size. Default: from its config."
+ImageSize = Annotated[str | None, option("--image-size", "PIXELS", _IMAGE, MODEL)]
+_CALIBRATE = (
+    "Measured runs whose median ratio scales all predicted times: records of `train` or `measure`, or files with plan "
+    "and step_time_s. Several may follow one --calibrate."
+)
+CalibrateBy = Annotated[list[Path] | None, option("--calibrate", "RUN...", _CALIBRATE, CLUSTER)]
+_AIM = "time: the fastest plan; devices: the fewest devices, then the fastest."
+Aim = Annotated[str, option("--objective", "NAME", _AIM, BUDGET)]
 Stages = Annotated[
-    int | None,
-    typer.Option(
-        "--pp",
-        "--stages",
-        help="Number of pipeline stages.",
-        metavar="N",
-        parser=whole("--stages", limits.MOST_LAYERS),
-        rich_help_panel=PARALLELISM,
-    ),
+    int | None, count("--stages --pp", "Number of pipeline stages.", PARALLELISM, most=limits.MOST_LAYERS)
 ]
-MicroBatch = Annotated[
-    int | None,
-    typer.Option(
-        "--micro-batch",
-        help="Samples of a microbatch per rank, in all blocks.",
-        metavar="N",
-        parser=whole("--micro-batch", limits.MOST_SAMPLES),
-        rich_help_panel=PARALLELISM,
-    ),
-]
-Microbatches = Annotated[
-    int | None,
-    typer.Option(
-        "--microbatches",
-        help="Number of microbatches per step (gradient accumulation steps).",
-        metavar="N",
-        parser=whole("--microbatches", limits.MOST_MICROBATCHES),
-        rich_help_panel=PARALLELISM,
-    ),
-]
-Remats = Annotated[
-    str | None,
-    typer.Option(
-        "--remat",
-        help="Choices of activation checkpointing, as in none,selective,full.",
-        metavar="NAMES",
-        rich_help_panel=PARALLELISM,
-    ),
-]
-Schedules = Annotated[
-    str | None,
-    typer.Option(
-        "--schedule",
-        help=f"Pipeline schedules to search, as in {', '.join(SCHEDULES)}.",
-        metavar="NAMES",
-        rich_help_panel=PARALLELISM,
-    ),
-]
-MaxStages = Annotated[
-    int | None,
-    typer.Option(
-        "--max-stages",
-        help="Maximum number of pipeline stages to search.",
-        metavar="N",
-        parser=whole("--max-stages", limits.MOST_DEVICES),
-        rich_help_panel=SEARCH,
-    ),
-]
+_MICRO_BATCH = "Samples of a microbatch per rank, in all blocks."
+MicroBatch = Annotated[int | None, count("--micro-batch", _MICRO_BATCH, PARALLELISM, most=limits.MOST_SAMPLES)]
+_MICROBATCHES = "Number of microbatches per step (gradient accumulation steps)."
+Microbatches = Annotated[int | None, count("--microbatches", _MICROBATCHES, PARALLELISM, most=limits.MOST_MICROBATCHES)]
+_REMATS = "Choices of activation checkpointing, as in none,selective,full."
+Remats = Annotated[str | None, option("--remat", "NAMES", _REMATS, PARALLELISM)]
+_SCHEDULES = f"Pipeline schedules to search: {', '.join(SCHEDULES)}."
+Schedules = Annotated[str | None, option("--schedule", "NAMES", _SCHEDULES, PARALLELISM)]
+_MAX_STAGES = "Maximum number of pipeline stages to search."
+MaxStages = Annotated[int | None, count("--max-stages", _MAX_STAGES, SEARCH, most=limits.MOST_DEVICES)]
 ZeroStages = Annotated[
-    str | None,
-    typer.Option(
-        "--zero", help="ZeRO stages that fsdp may use, as in 1,2,3.", metavar="STAGES", rich_help_panel=PARALLELISM
-    ),
+    str | None, option("--zero", "STAGES", "ZeRO stages that fsdp may use, as in 1,2,3.", PARALLELISM)
 ]
-WhichSpace = Annotated[
-    str,
-    typer.Option(
-        "--space",
-        help="full: all parallelism dimensions; paper: those of the Galvatron paper, for comparison.",
-        metavar="NAME",
-        rich_help_panel=SEARCH,
-    ),
-]
-Uniform = Annotated[
-    bool,
-    typer.Option(
-        "--uniform", help="One strategy for all layers, one remat choice for all blocks.", rich_help_panel=PARALLELISM
-    ),
-]
-Pins = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin",
-        help="Fix the strategy of some layers, as in 'layers 0-3: tp=4, remat=full'. Repeatable.",
-        metavar="TEXT",
-        rich_help_panel=PARALLELISM,
-    ),
-]
-Freezes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--freeze",
-        help="Module or parameter that is not trained, by its path, as in model.vision_tower; * matches any text. "
-        "Repeatable.",
-        metavar="PATH",
-        rich_help_panel=MODEL,
-    ),
-]
-Cuts = Annotated[
-    str,
-    typer.Option(
-        "--partition",
-        help="How layers are cut into stages: exact (searched), or for comparison bmw, memory-balanced, even.",
-        metavar="NAME",
-        rich_help_panel=SEARCH,
-    ),
-]
-Top = Annotated[
-    int,
-    typer.Option(
-        "--top",
-        help="Number of plans that lost to list with -v, and to keep in the file for `measure`.",
-        metavar="N",
-        parser=whole("--top", 1000, least=0),
-        rich_help_panel=OUTPUT,
-    ),
-]
-Fallbacks = Annotated[
-    int,
-    typer.Option(
-        "--fallbacks",
-        help="Number of plans with less memory to keep in the file, for `train` to use if memory runs out.",
-        metavar="N",
-        parser=whole("--fallbacks", 100, least=0),
-        rich_help_panel=OUTPUT,
-    ),
-]
-Tokens = Annotated[
-    int | None,
-    typer.Option(
-        "--tokens",
-        help="Tokens of the whole training, as in 15T: adds days and device-hours.",
-        metavar="TOKENS",
-        parser=whole("--tokens", MOST_COUNT, example="15T"),
-        rich_help_panel=BUDGET,
-    ),
-]
+_SPACE = "full: all parallelism dimensions; paper: those of the Galvatron paper, for comparison."
+WhichSpace = Annotated[str, option("--space", "NAME", _SPACE, SEARCH)]
+_UNIFORM = "One strategy for all layers, one remat choice for all blocks."
+Uniform = Annotated[bool, option("--uniform", None, _UNIFORM, PARALLELISM)]
+_PIN = "Fix the strategy of some layers, as in 'layers 0-3: tp=4, remat=full'. Repeatable."
+Pins = Annotated[list[str] | None, option("--pin", "TEXT", _PIN, PARALLELISM)]
+_FREEZE = "Module or parameter that is not trained, by path, as in model.vision_tower or *.norm. Repeatable."
+Freezes = Annotated[list[str] | None, option("--freeze", "PATH", _FREEZE, MODEL)]
+_CUTS = "How layers are cut into stages: exact (searched), or for comparison bmw, memory-balanced, even."
+Cuts = Annotated[str, option("--partition", "NAME", _CUTS, SEARCH)]
+_TOP = "Number of plans that lost to list with -v, and to keep in the file for `measure`."
+Top = Annotated[int, count("--top", _TOP, OUTPUT, most=1000, least=0)]
+_FALLBACKS = "Number of plans with less memory to keep in the file, for `train` to use if memory runs out."
+Fallbacks = Annotated[int, count("--fallbacks", _FALLBACKS, OUTPUT, most=100, least=0)]
+_TOKENS = "Tokens of the whole training, as in 15T: adds days and device-hours."
+Tokens = Annotated[int | None, count("--tokens", _TOKENS, BUDGET, most=MOST_COUNT, example="15T", metavar="TOKENS")]
+_PRICE = "Dollars per device-hour: adds the cost of --tokens."
 Price = Annotated[
-    float | None,
-    typer.Option(
-        "--price",
-        help="Dollars per device-hour: adds the cost of --tokens.",
-        metavar="DOLLARS",
-        parser=real("--price", 0, limits.MOST_PRICE, "2.5"),
-        rich_help_panel=BUDGET,
-    ),
+    float | None, option("--price", "DOLLARS", _PRICE, BUDGET, parser=real("--price", 0, limits.MOST_PRICE, "2.5"))
 ]
-SaveProblem = Annotated[
-    Path | None,
-    typer.Option(
-        "--save-problem",
-        callback=tried,
-        help="Write the cost tables to this file, for `steelyard solve`.",
-        metavar="FILE",
-        rich_help_panel=OUTPUT,
-    ),
-]
+_PROBLEM = "Write the cost tables to this file, for `steelyard solve`."
+SaveProblem = Annotated[Path | None, option("--save-problem", "FILE", _PROBLEM, OUTPUT, callback=tried)]

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from steelyard.cli.options import AsJson, PlanFile, print_json, whole
+from steelyard.cli.options import AsJson, PlanFile, count, print_json
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_STEPS
 from steelyard.plan.file import read_plan
@@ -17,18 +17,9 @@ from steelyard.units import format_plural
 
 def parity(
     path: PlanFile,
-    steps: Annotated[
-        int,
-        typer.Option("--steps", help="Training steps to compare.", metavar="N", parser=whole("--steps", MOST_STEPS)),
-    ] = 2,
+    steps: Annotated[int, count("--steps", "Training steps to compare.", most=MOST_STEPS)] = 2,
     max_processes: Annotated[
-        int,
-        typer.Option(
-            "--max-processes",
-            help="Maximum number of processes on this host.",
-            metavar="N",
-            parser=whole("--max-processes", MOST_DEVICES),
-        ),
+        int, count("--max-processes", "Maximum number of processes on this host.", most=MOST_DEVICES)
     ] = 16,
     as_json: AsJson = False,
 ) -> None:

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import typer
-
 from steelyard.cli import options
 from steelyard.cli.levers import with_levers
 from steelyard.cost.job import ASSUMED_IMBALANCE, layer_precision
@@ -22,13 +20,7 @@ from steelyard.units import format_bytes, format_seconds, format_tera
 
 
 def _setting(flag: str, text: str, most: int, least: int = 1) -> Any:
-    return typer.Option(
-        flag,
-        help=text,
-        metavar="N",
-        parser=options.whole(flag, most, least=least, example="1"),
-        rich_help_panel=options.PARALLELISM,
-    )
+    return options.count(flag, text, options.PARALLELISM, most=most, least=least, example="1")
 
 
 @with_levers
@@ -51,14 +43,12 @@ def price(
         ),
     ] = 1,
     sp: Annotated[
-        bool, typer.Option("--sp/--no-sp", help="Sequence parallelism with tp.", rich_help_panel=options.PARALLELISM)
+        bool, options.option("--sp/--no-sp", None, "Sequence parallelism with tp.", options.PARALLELISM)
     ] = True,
     remat: Annotated[
         str,
-        typer.Option(
-            help="Activation checkpointing of blocks: none, selective or full.",
-            metavar="NAME",
-            rich_help_panel=options.PARALLELISM,
+        options.option(
+            "--remat", "NAME", "Activation checkpointing of blocks: none, selective, full.", options.PARALLELISM
         ),
     ] = "none",
     remat_blocks: Annotated[

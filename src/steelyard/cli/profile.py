@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from steelyard.cli.levers import with_levers
 from steelyard.cli.options import (
     AsJson,
@@ -16,11 +14,12 @@ from steelyard.cli.options import (
     PrecisionOption,
     SeqLen,
     built_module,
+    count,
+    option,
     parse_precision,
     print_json,
     real,
     tried,
-    whole,
 )
 from steelyard.errors import InvalidProfileError, UserError
 from steelyard.hardware.files import devices, is_same_device
@@ -47,47 +46,37 @@ BUDGET_S = 120.0
 @with_levers
 def profile(
     model: Model,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", callback=tried, help="Write the profile to this file.", metavar="FILE")
-    ],
+    output: Annotated[Path, option("--output -o", "FILE", "Write the profile to this file.", callback=tried)],
     processes: Annotated[
-        int,
-        typer.Option(
-            "--processes",
-            "-n",
-            help="Processes on this host: one per GPU, or CPU processes.",
-            metavar="N",
-            parser=whole("--processes", MOST_DEVICES),
-        ),
+        int, count("--processes -n", "Processes on this host: one per GPU, or CPU processes.", most=MOST_DEVICES)
     ],
     seq_len: SeqLen = None,
     samples: Annotated[
-        str | None,
-        typer.Option("--samples", help="Micro-batch sizes to measure. Default: 1,2,4.", metavar="COUNTS"),
+        str | None, option("--samples", "COUNTS", "Micro-batch sizes to measure. Default: 1,2,4.")
     ] = None,
     global_batch: Annotated[
         int | None,
-        typer.Option(
+        count(
             "--global-batch",
-            help="Measure the micro-batch sizes that plans of this batch can use.",
+            "Measure the micro-batch sizes that plans of this batch can use.",
+            most=MOST_SAMPLES,
+            kilo=1024,
+            example="64",
             metavar="SAMPLES",
-            parser=whole("--global-batch", MOST_SAMPLES, kilo=1024, example="64"),
         ),
     ] = None,
     precision: PrecisionOption = "bf16",
     budget_s: Annotated[
         float,
-        typer.Option(
+        option(
             "--budget",
-            help="Approximate seconds to spend, start-up included.",
-            metavar="SECONDS",
+            "SECONDS",
+            "Approximate seconds to spend, start-up included.",
             parser=real("--budget", 1, MOST_SECONDS, "120"),
         ),
     ] = BUDGET_S,
     freeze: Freezes = None,
-    merge: Annotated[
-        Path | None, typer.Option("--merge", help="Profile of this model and machine to extend.", metavar="FILE")
-    ] = None,
+    merge: Annotated[Path | None, option("--merge", "FILE", "Profile of this model and machine to extend.")] = None,
     as_json: AsJson = False,
     *,
     levers: Mapping[str, str | None],

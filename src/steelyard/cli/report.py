@@ -4,8 +4,6 @@ import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from steelyard.cli import options
 from steelyard.cost.predict import predict
 from steelyard.errors import UserError
@@ -26,14 +24,10 @@ from steelyard.units import format_bytes
 def report(
     path: options.PlanFile,
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", callback=options.tried, help="Write the page (.html) to this file.", metavar="FILE"
-        ),
+        Path, options.option("--output -o", "FILE", "Write the page (.html) to this file.", callback=options.tried)
     ],
     run: Annotated[
-        Path | None,
-        typer.Option("--run", help="Record of `steelyard train`: shows measured values, too.", metavar="FILE"),
+        Path | None, options.option("--run", "FILE", "Record of `steelyard train`: shows measured values, too.")
     ] = None,
     cluster: options.OtherCluster = None,
     network: options.NetworkOption = None,
@@ -42,20 +36,21 @@ def report(
     profile: options.ProfileOption = None,
     time_limit: Annotated[
         float | None,
-        typer.Option(
+        options.option(
             "--time-limit",
-            help="Seconds for frontier and baselines. Default: no limit; 0: leave them out.",
-            metavar="SECONDS",
+            "SECONDS",
+            "Seconds for frontier and baselines. Default: no limit; 0: leave them out.",
+            options.SEARCH,
             parser=options.real("--time-limit", 0, MOST_SECONDS, "60"),
-            rich_help_panel=options.SEARCH,
         ),
     ] = None,
     all_configs: Annotated[
         bool,
-        typer.Option(
+        options.option(
             "--all-settings/--own-setting",
-            help="Search all pipeline configurations, or only that of the plan.",
-            rich_help_panel=options.SEARCH,
+            None,
+            "Search all pipeline configurations, or only that of the plan.",
+            options.SEARCH,
         ),
     ] = True,
     as_json: options.AsJson = False,

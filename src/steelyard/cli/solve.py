@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, print_json, progress, whole
+from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, count, option, print_json, progress
 from steelyard.plan.choices import StrategyVerdict
 from steelyard.report.explain_view import solve_view, step_table, verdict_table
 from steelyard.report.tables import console
@@ -24,18 +24,12 @@ def solve(
     ],
     memory: Memory = None,
     time_limit: TimeLimit = TIME_LIMIT_S,
-    with_frontier: Annotated[bool, typer.Option("--frontier", help="Also show time against memory.")] = False,
+    with_frontier: Annotated[bool, option("--frontier", None, "Also show time against memory.")] = False,
     points: Annotated[
-        int,
-        typer.Option(
-            "--points",
-            help="Number of memory budgets of --frontier.",
-            metavar="N",
-            parser=whole("--points", MOST_POINTS, least=3, example="32"),
-        ),
+        int, count("--points", "Number of memory budgets of --frontier.", most=MOST_POINTS, least=3, example="32")
     ] = MAX_SEARCHES,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also list illegal and dominated strategies, with reasons.")
+        bool, option("--all", None, "Also list illegal and dominated strategies, with reasons.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from steelyard.cli.options import (
     AsJson,
     Memory,
@@ -13,10 +11,11 @@ from steelyard.cli.options import (
     OtherCluster,
     PlanFile,
     ProfileOption,
+    count,
+    option,
     print_json,
     progress,
     tried,
-    whole,
 )
 from steelyard.cost.predict import layer_times, predict
 from steelyard.limits import MOST_MICROBATCHES
@@ -31,19 +30,15 @@ from steelyard.units import format_bytes, format_seconds
 def timeline(
     path: PlanFile,
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output", "-o", callback=tried, help="Write the trace events (JSON) to this file.", metavar="FILE"
-        ),
+        Path, option("--output -o", "FILE", "Write the trace events (JSON) to this file.", callback=tried)
     ],
     microbatches: Annotated[
         int | None,
-        typer.Option(
+        count(
             "--microbatches",
-            help="Number of microbatches to show, half first, half last. Default: all, as far as the file stays below "
-            "8 MB.",
-            metavar="N",
-            parser=whole("--microbatches", MOST_MICROBATCHES, least=2),
+            "Number of microbatches to show, half first, half last. Default: all, as far as the file stays below 8 MB.",
+            most=MOST_MICROBATCHES,
+            least=2,
         ),
     ] = None,
     cluster: OtherCluster = None,

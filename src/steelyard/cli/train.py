@@ -2,14 +2,12 @@
 
 import re
 import sys
-from dataclasses import Field, fields
+from dataclasses import fields
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from steelyard.cli.options import AsJson, PlanFile, print_json, whole
+from steelyard.cli.options import OUTPUT, AsJson, PlanFile, count, option, print_json
 from steelyard.errors import UserError
 from steelyard.installed import require_training
 from steelyard.limits import MOST_STEPS
@@ -21,21 +19,24 @@ from steelyard.report.run_table import comparison_table
 from steelyard.report.tables import console
 from steelyard.runtime.options import DATA_HELP, TrainOptions, flag
 
-FAULTS, DATA, CHECKPOINTS, LOGS, UPDATES = "Failures", "Data", "Checkpoints and weights", "Logs", "Optimizer"
+FAULTS = "Failures"
 _GROUPS = {
-    UPDATES: ("warmup_steps", "schedule", "min_lr", "weight_decay", "max_grad_norm", "seed"),
-    DATA: ("tokenizer", "text_key", "max_data_bytes", "eval_data", "eval_every", "mask_token"),
-    CHECKPOINTS: ("checkpoint_every", "keep_last", "no_resume", "allow_change", "init", "export_hf", "merge"),
-    FAULTS: ("keep_going", "elastic", "pool", "enforce_memory", "timeout_s", "slow_share", "slow_steps"),
-    LOGS: ("metrics", "tensorboard", "report_to"),
+    "Optimizer": ("warmup_steps", "schedule", "min_lr", "weight_decay", "max_grad_norm", "seed"),
+    "Data": ("tokenizer", "text_key", "max_data_bytes", "eval_data", "eval_every", "mask_token"),
+    "Checkpoints and weights": (
+        *("checkpoint_every", "keep_last", "no_resume", "allow_change"),
+        *("init", "export_hf", "merge"),
+    ),
+    FAULTS: (
+        *("restarts", "hosts", "rendezvous", "keep_going", "elastic", "pool"),
+        *("enforce_memory", "timeout_s", "slow_share", "slow_steps"),
+    ),
+    "Logs": ("metrics", "tensorboard", "report_to"),
+    OUTPUT: ("as_json",),
 }
 """Groups of options in the help; options in no group are common and come first."""
 _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
-
-
-def _metavar(option: Field[Any]) -> str | None:
-    parser = option.metadata["parser"]
-    return {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}.get(parser)
+_METAVARS = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 
 
 def _sentence(text: str) -> str:
@@ -44,34 +45,24 @@ def _sentence(text: str) -> str:
 
 def train(
     path: PlanFile,
-    data: Annotated[Path, typer.Option("--data", help=_sentence(DATA_HELP), metavar="PATH")],
+    data: Annotated[Path, option("--data", "PATH", _sentence(DATA_HELP))],
     restarts: Annotated[
         int,
-        typer.Option(
+        count(
             "--restarts",
-            help="Number of restarts from the newest checkpoint after a failed process.",
-            metavar="N",
-            parser=whole("--restarts", MOST_STEPS, least=0),
-            rich_help_panel=FAULTS,
+            "Number of restarts from the newest checkpoint after a failed process.",
+            FAULTS,
+            most=MOST_STEPS,
+            least=0,
         ),
     ] = 0,
     hosts: Annotated[
         str | None,
-        typer.Option(
-            "--hosts",
-            help="For --elastic: minimum and maximum number of hosts, as in 1:2.",
-            metavar="MIN:MAX",
-            rich_help_panel=FAULTS,
-        ),
+        option("--hosts", "MIN:MAX", "For --elastic: minimum and maximum number of hosts, as in 1:2.", FAULTS),
     ] = None,
     rendezvous: Annotated[
         str | None,
-        typer.Option(
-            "--rendezvous",
-            help="For --hosts: address of the rendezvous on one of the hosts.",
-            metavar="HOST:PORT",
-            rich_help_panel=FAULTS,
-        ),
+        option("--rendezvous", "HOST:PORT", "For --hosts: address of the rendezvous on one of the hosts.", FAULTS),
     ] = None,
     as_json: AsJson = False,
     **options: Any,
@@ -144,26 +135,14 @@ def _elastic(
 
 def _parameters() -> list[Parameter]:
     """Return the parameters of the command, with every field of `TrainOptions` instead of ``**options``."""
-    *own, _ = signature(train).parameters.values()
-    options = [
-        Parameter(
-            option.name,
-            Parameter.KEYWORD_ONLY,
-            default=option.default,
-            annotation=Annotated[
-                option.type,
-                typer.Option(
-                    flag(option),
-                    help=_sentence(option.metadata["help"]),
-                    metavar=_metavar(option),
-                    rich_help_panel=_GROUP_OF.get(option.name),
-                ),
-            ],
-        )
-        for option in fields(TrainOptions)
-    ]
-    panels = (None, *_GROUPS)
-    return [*own, *sorted(options, key=lambda option: panels.index(_GROUP_OF.get(option.name)))]
+    *own, _ = (each.replace(kind=Parameter.KEYWORD_ONLY) for each in signature(train).parameters.values())
+    for each in fields(TrainOptions):
+        metavar, text = _METAVARS.get(each.metadata["parser"]), _sentence(each.metadata["help"])
+        shown = option(flag(each), metavar, text, _GROUP_OF.get(each.name))
+        kind, annotation = Parameter.KEYWORD_ONLY, Annotated[each.type, shown]
+        own.append(Parameter(each.name, kind, default=each.default, annotation=annotation))
+    groups = (None, *_GROUPS)
+    return sorted(own, key=lambda parameter: groups.index(_GROUP_OF.get(parameter.name)))
 
 
 train.__signature__ = signature(train).replace(parameters=_parameters())  # type: ignore[attr-defined]
