@@ -75,6 +75,7 @@ def main() -> None:
     A reader that stops early (``| head -1``) is no failure.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("steelyard.tracer.cache").setLevel(logging.INFO)
     escape_unprintable()
     for number in _ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup

@@ -85,11 +85,11 @@ def progress(first: str, *, silent: bool = False) -> Iterator[Callable[[str], No
             task = bar.add_task(first)
             yield lambda text: bar.update(task, description=estimate.added_to(text))
     else:
-        now, is_done = [first], threading.Event()
+        now, is_done, began_s = [first], threading.Event(), time.monotonic()
 
         def print_lines() -> None:
             while not is_done.wait(LINE_EVERY_S):
-                print(f"... {now[0]}", file=sys.stderr)
+                print(f"... {now[0]} ({time.monotonic() - began_s:.0f} s so far)", file=sys.stderr)
 
         printing = threading.Thread(target=print_lines, daemon=True)
         printing.start()

@@ -404,7 +404,7 @@ class Prediction(PlanPart):
     @property
     def accuracy(self) -> str:
         """How far a step typically turns out from its prediction."""
-        return "unknown: no published runs like this one" if self.interval is None else str(self.interval)
+        return "error unknown: no published runs like this one" if self.interval is None else str(self.interval)
 
     def is_as_good(self, step_time_s: float | None) -> bool:
         """Whether another plan of this job, of this step time, is predicted too close to be told which is faster."""
@@ -452,10 +452,10 @@ def simplicity_line(num_groups: int, num_stages: int, prediction: Prediction) ->
     alike = ", fewer shardings" * (fastest.num_groups == num_groups)
     mine = [f"{format_plural(num_groups, 'group')} of layers{alike}"] * is_mixed
     mine += [format_plural(num_stages, "stage")] * is_deep
-    best = f"fastest plan, {format_plural(fastest.num_groups, 'group')}"
+    best = f"fastest plan, of {format_plural(fastest.num_groups, 'group')}"
     if is_deep:
         groups = f" and {format_plural(fastest.num_groups, 'group')}" if is_mixed else ""
-        best = f"fastest plan, {format_plural(fastest.num_stages or 1, 'stage')}{groups}"
+        best = f"fastest plan, of {format_plural(fastest.num_stages or 1, 'stage')}{groups}"
     return f"{', '.join(mine)}: {words} the {best} (take it with --simplify 0)"
 
 

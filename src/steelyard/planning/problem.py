@@ -38,7 +38,7 @@ from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, modes
 from steelyard.plan.strategy import Remat, Strategy, divisors
-from steelyard.planning.pins import Pin, pinned, pins_of
+from steelyard.planning.pins import MICRO_BATCH, Pin, pinned, pins_of
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, Schedule
 from steelyard.search import OnDemand, SpaceOptions, enumerate_strategies, paper_dimensions
 from steelyard.search.layers import ROUNDING
@@ -124,6 +124,14 @@ def _within_engine(job: Job, decisions: Decisions) -> Decisions:
 def _pins_of(job: Job, decisions: Decisions) -> tuple[Pin, ...]:
     """The pins; of a plan of one strategy, those of all layers ask for remat of the blocks alone."""
     found = pins_of(decisions, job.chain)
+    for size in (int(value) for pin in found for key, value in pin.wanted if key == MICRO_BATCH):
+        if job.global_batch % size:
+            raise UserError(
+                field=f"--{MICRO_BATCH}",
+                found=str(size),
+                expected=f"a divisor of the global batch of {job.global_batch}",
+                hint="change it, or --global-batch",
+            )
     if not is_uniform(job, decisions):
         return found
     last = job.chain.num_layers - 2

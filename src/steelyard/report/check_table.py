@@ -82,7 +82,7 @@ def check_view(plan: Plan, checked: Sequence[CheckedRank]) -> RenderableType:
     """Return the whole result: verdict, headroom next to the prediction, and peaks by term or by rank."""
     verdict = "does not fit"
     if all(rank.fits for rank in checked):
-        verdict = "fits, but uses reserved memory" if any(rank.is_pressed for rank in checked) else "fits"
+        verdict = "fits under pressure" if any(rank.is_pressed for rank in checked) else "fits"
     wall_s = sum(rank.wall_s for rank in checked)
     headline = (
         f"{plan.model.name} on {plan.cluster}: {verdict}; {format_plural(len(checked), 'rank')} of {plan.num_devices} "
@@ -163,8 +163,8 @@ def total_table(checked: Sequence[CheckedRank]) -> Table:
 def misfit_lines(checked: Sequence[CheckedRank]) -> list[str]:
     """Return a line per group of ranks that does not fit or uses reserved memory, with the bytes."""
     return [
-        f"uses reserved memory: rank {rank.rank} of stage {rank.stage} (ranks {format_ranges(rank.ranks)}) leaves "
-        f"{format_bytes(-rank.over_bytes)} of the reserved {format_bytes(rank.budget.margin_bytes)} free"
+        f"fits under pressure: rank {rank.rank} of stage {rank.stage} (ranks {format_ranges(rank.ranks)}) leaves "
+        f"{format_bytes(-rank.over_bytes)} of the {format_bytes(rank.budget.margin_bytes)} reserved for the allocator"
         for rank in checked
         if rank.fits and rank.is_pressed
     ] + [
