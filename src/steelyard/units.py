@@ -64,48 +64,67 @@ MOST_COUNT = 10**18
 """Tokens of a training: more than there are, and few enough for 64 bits."""
 LEAST_BYTES = 10**6
 """Bytes that may be written without a unit."""
-_SUFFIX_COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_COUNT_POWERS = {"": 0, "k": 1, "m": 2, "b": 3, "t": 4}
+_COUNT_NOISE = re.compile(r"[\s,_]|(tokens?|samples?|sequences?)$", flags=re.IGNORECASE)
+_FLOAT = re.compile(r"\d{1,18}(?:\.\d{1,18})?e\+?\d{1,2}", flags=re.IGNORECASE)
 _QUANTITY = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in a quantity such as ``20GiB``, ``512 MB`` or ``1073741824``; raises `UserError` for anything else.
+    """Return the bytes in a quantity such as ``20GiB``, ``512 MB`` or ``1073741824``; raises `UserError` for others.
 
-    A number without a unit is bytes from `LEAST_BYTES` on; fewer were surely meant in another unit.
+    A number without a unit is bytes from `LEAST_BYTES` on; a smaller number was surely meant in another unit.
     """
     match = _QUANTITY.fullmatch(text)
-    if match and not match.group(2) and 0 < float(match.group(1)) < LEAST_BYTES:
-        number = match.group(1)
+    number, suffix = match.groups() if match else ("", "")
+    if match and not suffix and 0 < float(number) < LEAST_BYTES:
         raise UserError(
             field="memory",
             found=f"{number}, which has no unit",
             expected=f"a number with a unit: is it {number}GiB or {number}GB?",
-            hint=f"write --memory {number}GiB, as devices count theirs ({number}B for bytes)",
+            hint=f"write --memory {number}GiB, the unit of device memory ({number}B for bytes)",
         )
-    suffix = match.group(2).lower() or "b" if match else ""
-    if match is None or suffix not in _SUFFIX_BYTES:
+    if match is None or (suffix.lower() or "b") not in _SUFFIX_BYTES:
+        meant = f"{suffix[0].upper()}iB" if suffix and f"{suffix[0].lower()}ib" in _SUFFIX_BYTES else ""
         raise UserError(
             field="memory",
             found=repr(text),
-            expected="a number with a unit: B, KB, MB, GB, TB, KiB, MiB, GiB or TiB",
-            hint="write for example --memory 20GiB",
+            expected="a number with a unit: B, KB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB (powers of 1024)",
+            hint=f"write --memory {number}{meant}" if meant else "write for example --memory 80GB or --memory 20GiB",
         )
-    return int(Fraction(match.group(1)) * _SUFFIX_BYTES[suffix])
+    return int(Fraction(number) * _SUFFIX_BYTES[suffix.lower() or "b"])
 
 
-def parse_count(text: str, *, field: str) -> int:
-    """The count in ``15T``, ``300B`` or ``1000000``, 1 to `MOST_COUNT`; raises `UserError` for anything else."""
-    match = _QUANTITY.fullmatch(text)
-    factor = _SUFFIX_COUNT.get(match.group(2).lower()) if match else None
-    count = int(Fraction(match.group(1)) * factor) if match and factor else 0
-    if not 1 <= count <= MOST_COUNT:
+def parse_count(
+    text: str, *, field: str, least: int = 1, most: int = MOST_COUNT, kilo: int = 1000, example: str = "15T"
+) -> int:
+    """Return the count in ``15T``, ``300B`` or ``1000000``; raises `UserError` for anything else.
+
+    ``kilo`` is the meaning of K, 1000 or 1024; M, B and T are its powers.
+    """
+    count = _count(text, kilo)
+    if count is None or not least <= count <= most:
+        plain = _COUNT_NOISE.sub("", text)
+        if (meant := _count(plain, kilo)) is None and _FLOAT.fullmatch(plain) and float(plain).is_integer():
+            plain, meant = f"{float(plain):.0f}", int(float(plain))
+        is_near = meant is not None and least <= meant <= most
+        powers = "K, M, B, T: powers of 1000" if kilo == 1000 else f"4K is 4 × {kilo}"
         raise UserError(
             field=field,
             found=repr(text),
-            expected="a number from 1 to 10¹⁸, alone or with K, M, B or T (10³, 10⁶, 10⁹, 10¹²)",
-            hint=f"write for example {field} 15T",
+            expected=f"a whole number from {least} to {most:,} ({powers})",
+            hint=f"write {field} {plain if is_near else example}",
         )
     return count
+
+
+def _count(text: str, kilo: int) -> int | None:
+    match = _QUANTITY.fullmatch(text)
+    power = _COUNT_POWERS.get(match.group(2).lower()) if match else None
+    if match is None or power is None:
+        return None
+    count = Fraction(match.group(1)) * kilo**power
+    return int(count) if count.denominator == 1 else None
 
 
 def format_bytes(num_bytes: float) -> str:

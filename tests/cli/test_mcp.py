@@ -112,7 +112,7 @@ def test_code_is_not_run(call: Call, model: str) -> None:
     [
         ("train", {}, "no tool 'train'"),
         ("plan", {"modle": "x"}, "modle"),
-        ("plan", JOB | {"max_tp": 0}, "max_tp"),
+        ("plan", JOB | {"max_tp": 0}, "--max-tp: found '0'"),
         ("check", {"path": "plan.json", "builder": "x.py:f"}, "builder"),
     ],
 )

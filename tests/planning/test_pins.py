@@ -93,7 +93,7 @@ def test_a_pinned_search_finds_the_best_of_all_plans_that_obey_the_pin() -> None
         wanted = str(tables.strategies[int(rng.integers(0, 3))])
         text = f"layers {first}-{last}: {wanted}"
         own = parse_pin(text, option="--pin", num_layers=len(tables.layers))
-        found = search([pinned(tables, [own])], 60, num_alternatives=0).best
+        found = search([pinned(tables, [own], 64)], 60, num_alternatives=0).best
         expected = min(
             (
                 seconds
@@ -122,5 +122,5 @@ def _cost(tables, boundaries, strategies):  # type: ignore[no-untyped-def]
 
 def test_no_pins_leave_the_tables_as_they_are() -> None:
     tables = random_tables(np.random.default_rng(0))
-    assert pinned(tables, []) is tables
+    assert pinned(tables, [], 64) is tables
     assert replace(tables).layers == tables.layers

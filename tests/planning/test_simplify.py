@@ -54,7 +54,7 @@ def test_a_simple_plan_says_what_it_costs_and_claims_no_optimum() -> None:
     assert fastest.step_time_s == pytest.approx(prediction(best).step_time_s)
     assert fastest.num_groups == best.num_groups
     slower = prediction(simple).step_time_s / fastest.step_time_s - 1
-    assert f"3 groups of layers: {slower:.1%} slower than the best mix, 4 groups" in headline(simple)
+    assert f"3 groups of layers: {slower:.1%} slower than the fastest plan, of 4 groups" in headline(simple)
     assert not certificate.is_optimal
     assert certificate.gap == pytest.approx(1 - 1 / (1 + slower), abs=1e-6)
     assert str(certificate).startswith("simplest found, gap")
@@ -66,7 +66,7 @@ def test_a_simple_plan_that_the_search_of_mixes_missed_is_as_fast() -> None:
     assert simple.fastest is not None
     missed = simple.fastest.model_copy(update={"step_time_s": simple.step_time_s * 1.001})
     told = simplicity_line(3, 1, simple.model_copy(update={"fastest": missed}))
-    assert told == "3 groups of layers: as fast as the best mix, 4 groups (--simplify 0 plans that one)"
+    assert told == "3 groups of layers: as fast as the fastest plan, of 4 groups (take it with --simplify 0)"
     assert simplicity_line(3, 1, simple.model_copy(update={"fastest": None})) == ""
 
 
@@ -89,10 +89,10 @@ def test_every_strategy_that_is_not_that_of_most_blocks_has_its_reason() -> None
     plan = planned(0.0)
     reasons, job = prediction(plan).reasons, job_of(request())
     assert len(reasons) == len(set(plan.strategies)) - 1 == 3
-    assert any(each.startswith("embedding: fsdp2-tp4, since with fsdp8 ") for each in reasons)
+    assert any(each.startswith("embedding: fsdp2-tp4; fsdp8 ") for each in reasons)
     assert all(" more" in each or " GiB of " in each or "as long" in each for each in reasons)
     (one,) = prediction(planned(SIMPLIFY)).reasons
-    assert "no remat, since with selective remat a step would take" in one
+    assert "no remat; selective remat would take" in one
     uniform = complete(request(decisions=Decisions(uniform=True))).plan
     assert uniform is not None
     assert prediction(with_reasons(uniform, job)).reasons == ()

@@ -135,7 +135,7 @@ def test_the_first_lines_name_the_best_plain_plan_and_what_is_gained(monkeypatch
     best = min(fitting, key=lambda each: each.step_time_s)
     assert best.name in baseline_line(prediction)
     gain = 1 - prediction.step_time_s / best.step_time_s
-    assert f"{gain:.1%} less time" in baseline_line(prediction) or "as fast as" in baseline_line(prediction)
+    assert f"{gain:.1%} faster" in baseline_line(prediction) or "as fast as" in baseline_line(prediction)
 
 
 def test_a_vocabulary_that_tp_does_not_divide_leaves_plain_plans_with_tp() -> None:

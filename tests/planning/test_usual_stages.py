@@ -45,7 +45,7 @@ def test_a_plan_of_fewer_stages_stands_for_a_deeper_one_that_gains_little(engine
     within = least.prediction.step_time_s * (1 + SIMPLIFY) + 1e-9
     assert deep.prediction.step_time_s <= plan.prediction.step_time_s <= within
     slower = plan.prediction.step_time_s / deep.prediction.step_time_s - 1
-    assert f"{slower:.1%} slower than the best, which has {deep.num_stages} stages" in headline(plan)
+    assert f"{slower:.1%} slower than the fastest plan, of {deep.num_stages} stages" in headline(plan)
     assert not plan.prediction.certificate.is_optimal
     for each in plan.prediction.baselines:  # compared within the same depths, so that none is faster by more
         assert (each.step_time_s or 1e9) >= least.prediction.step_time_s * (1 - 1e-9)
@@ -87,9 +87,9 @@ def test_words_name_groups_and_stages_as_far_as_they_are_fewer():
     given_up = {"step_time_s": plan.prediction.step_time_s / 1.028, "memory_bytes": 1, "setting": "", "strategies": ""}
     known = simple.FastestPlan(num_groups=plan.num_groups, num_stages=32, **given_up)
     told = plan.prediction.model_copy(update={"fastest": known})
-    words = "8 stages: 2.8% slower than the best, which has 32 stages (--simplify 0 plans that one)"
+    words = "8 stages: 2.8% slower than the fastest plan, of 32 stages (take it with --simplify 0)"
     assert simplicity_line(plan.num_groups, 8, told) == words
     both = plan.prediction.model_copy(update={"fastest": known.model_copy(update={"num_groups": 40})})
-    assert "3 groups of layers, 8 stages: 2.8% slower than the best, which has 32 stages and 40 groups" in (
+    assert "3 groups of layers, 8 stages: 2.8% slower than the fastest plan, of 32 stages and 40 groups" in (
         simplicity_line(3, 8, both)
     )

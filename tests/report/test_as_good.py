@@ -53,22 +53,22 @@ def test_explain_and_report_say_the_same_of_the_prediction() -> None:
 
 def test_a_candidate_within_the_error_is_as_good_in_plan_and_report() -> None:
     found = contents()
-    assert "as good: lost" in shown(plan_view(found.plan))
-    assert "as good: lost" in report_page(found)
+    assert "within prediction error: lost" in shown(plan_view(found.plan))
+    assert "within prediction error: lost" in report_page(found)
 
 
 def test_a_candidate_beyond_it_lost() -> None:
-    assert "as good" not in shown(plan_view(contents(slower=0.2).plan))
+    assert "within prediction error" not in shown(plan_view(contents(slower=0.2).plan))
 
 
 def test_explain_and_report_name_the_baselines_that_are_as_good() -> None:
     found = contents()
-    line = "As good as this plan (predicted within 10%, where the order of plans is not certain): baseline."
+    line = "Within prediction error of this plan (within 10%, so either may be faster): baseline."
     assert line in shown(explain_view(found.plan, found.study.explanation))
     assert line in report_page(found)
     for slower in (0.2, -0.2):  # faster than a plan that is pinned, or made by hand
         other = contents(slower=slower)
-        assert "As good as" not in shown(explain_view(other.plan, other.study.explanation))
+        assert "Within prediction error of" not in shown(explain_view(other.plan, other.study.explanation))
 
 
 def test_a_candidate_without_a_step_time_is_never_as_good() -> None:
@@ -85,6 +85,6 @@ def test_a_plan_that_was_written_without_an_interval_reads_and_shows_none() -> N
     assert plan.prediction is not None
     assert plan.prediction.interval is None
     assert "9 in 10" not in shown(plan_view(plan))
-    assert "as good" not in shown(plan_view(plan))
-    assert "predicted; no such runs to compare" in shown(plan_view(plan))
-    assert "predicted; no such runs to compare" in report_page(replace(contents(), plan=plan))
+    assert "within prediction error" not in shown(plan_view(plan))
+    assert "error unknown: no published runs like this one" in shown(plan_view(plan))
+    assert "error unknown: no published runs like this one" in report_page(replace(contents(), plan=plan))

@@ -15,8 +15,8 @@ UNLIKE = "tp2, dp2, fsdp2, tp2, dp2, fsdp2"
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "devices", "words"),
     [
-        ("1f1b", 1, 8, "Layers of the stages: 6, 6, 6, 6"),
-        ("interleaved-1f1b", 2, 4, "Layers of the chunks: 6, 6, 6, 6"),
+        ("1f1b", 1, 8, "Stages: 0: embedding, 5 blocks; 1–2: 6 blocks each; 3: 5 blocks, head"),
+        ("interleaved-1f1b", 2, 4, "Stages: 0: embedding, 11 blocks; 1: 11 blocks, head"),
     ],
 )
 def test_layers_are_counted_by_stage_and_where_a_stage_has_several_parts_by_chunk(schedule, num_chunks, devices, words):

@@ -30,12 +30,12 @@ def test_a_frontier_says_what_is_left_free_and_what_takes_of_it() -> None:
     assert (found.budget_bytes, found.device_bytes) == (of.budget_bytes, of.budget_bytes + of.margin_bytes)
     chosen = next(point for point in found.points if point.is_chosen)
     between = replace_memory(found, of.budget_bytes + 1, is_chosen=False)
-    assert "here 40.0 GiB per device, 50% of 80.0 GiB left free" in shown(found)
+    assert "within 40.0 GiB per device, 50% of 80.0 GiB left free" in shown(found)
     assert chosen.memory_bytes <= of.budget_bytes
     assert "40.0 GiB* " in shown(between)
-    assert "fits under pressure, with less than 40.0 GiB per device left free" in shown(between)
+    assert "keep less than the reserved 40.0 GiB per device free" in shown(between)
     pressed = replace_memory(found, of.budget_bytes + 1, is_chosen=True)
-    assert "here 80.0 GiB per device, of which no plan leaves 40.0 GiB free" in shown(pressed)
+    assert "within 80.0 GiB per device, of which no plan leaves 40.0 GiB free" in shown(pressed)
 
 
 def replace_memory(found: TradeOffs, num_bytes: int, *, is_chosen: bool) -> TradeOffs:
@@ -47,5 +47,5 @@ def replace_memory(found: TradeOffs, num_bytes: int, *, is_chosen: bool) -> Trad
 def test_a_frontier_without_a_margin_speaks_of_the_budget_alone() -> None:
     of = job(parse_cluster("1x2xa100-80gb"), global_batch=4).on(margin_bytes=0)
     text = shown(find_trade_offs(request_of(of), of, max_searches=3, device_counts=(2,)))
-    assert "(here 80.0 GiB per device)" in text
-    assert "pressure" not in text
+    assert "(▶ within 80.0 GiB per device)" in text
+    assert "reserved" not in text

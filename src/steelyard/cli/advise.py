@@ -1,11 +1,9 @@
-"""``steelyard advise``: what to change where nothing fits, with what each change saves; and the largest that fits."""
+"""``steelyard advise``: changes that make a job fit, with the memory that each saves; and the largest job that fits."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from typing_extensions import TypedDict
 
 from steelyard.cli.levers import with_levers
@@ -22,6 +20,7 @@ from steelyard.cli.options import (
     SeqLen,
     check_choices,
     complete_one_of,
+    option,
     parse_precision,
     print_json,
     prints,
@@ -32,7 +31,7 @@ from steelyard.planning.advise import Advice
 from steelyard.planning.advise import advise as advice_of
 from steelyard.planning.largest import MODEL, Largest, kinds, largest
 from steelyard.planning.request import PlanRequest, make_request
-from steelyard.report.tables import number, plain_table
+from steelyard.report.tables import console, name, number, plain_table
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -71,10 +70,11 @@ def advise(
     engine: EngineOption = None,
     most: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--max",
-            help=f"Find the largest that fits instead: {', '.join(kinds())} (batch: computed at once, one microbatch; "
-            "model: of the packaged ones of MODEL's type).",
+            "NAME",
+            f"Find the largest that fits: {', '.join(kinds())} (batch: one microbatch; model: packaged models of "
+            "MODEL's type).",
             autocompletion=complete_one_of(kinds()),
         ),
     ] = None,
@@ -82,11 +82,11 @@ def advise(
     *,
     levers: Mapping[str, str | None],
 ) -> None:
-    """Say what to change to fit, or to fit more: each lever alone and two together, the cheapest GiB first."""
+    """Find changes that make a job fit, or fit more: each lever alone and in pairs, the cheapest GiB first."""
 
-    def ask(levers: Mapping[str, str | None], name: str = model) -> PlanRequest:
+    def ask(levers: Mapping[str, str | None], of: str = model) -> PlanRequest:
         return make_request(
-            name,
+            of,
             cluster,
             global_batch=global_batch,
             seq_len=seq_len,
@@ -108,33 +108,31 @@ def advise(
     asked |= {"--memory": memory, "--precision": None if precision == "bf16" else precision, "--engine": engine}
     asked |= {f"--{name}": text for name, text in levers.items()}
 
-    def plan_with(options: str, name: str = model) -> str:
+    def plan_with(options: str, of: str = model) -> str:
         words = options.split()
         given = asked | dict(zip(words[::2], words[1::2], strict=True))
-        return command(
-            "plan", name, *(word for each, text in given.items() if text is not None for word in (each, text))
-        )
+        return command("plan", of, *(word for each, text in given.items() if text is not None for word in (each, text)))
 
     if most is not None:
-        name = str(size.size) if size.what == MODEL else model
-        print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options, name)}")
+        largest_model = str(size.size) if size.what == MODEL else model
+        print_json(size) if as_json else print(f"{_size_text(size)}: {plan_with(size.options, largest_model)}")
         return
     if as_json:
         print_json(Changes(asked=_content(own), changes=[_content(each) for each in found], left_out=left_out))
         return
-    Console().print(_table(own, found))
+    console().print(_table(own, found))
     for each in left_out:
-        print(f"not tried: {each}")
+        console().print(f"not tried: {each}")
     if found and found[0].fits:
-        print(f"take the first: {plan_with(found[0].options)}")
+        print(f"Take the first: {plan_with(found[0].options)}")
 
 
 def _size_text(found: Largest) -> str:
     beyond = "" if found.too_large is None else f"; {found.too_large} does not fit"
     return (
-        f"largest {found.what}: {found.size}, which needs {format_bytes(found.least_bytes)} of "
+        f"largest {found.what}: {found.size}, needs {format_bytes(found.least_bytes)} of "
         f"{format_bytes(found.budget_bytes)} per device{beyond}\n"
-        f"its fastest plan takes {format_seconds(found.step_s)} a step"
+        f"its fastest plan takes {format_seconds(found.step_s)} per step"
     )
 
 
@@ -152,9 +150,9 @@ def _content(advice: Advice) -> Change:
 
 
 def _table(own: Advice, found: Sequence[Advice]) -> Table:
-    numbers = [number(name) for name in ("least memory", "saves", "step")]
-    table = plain_table("What to change", Column("change", no_wrap=True), *numbers, Column("result", min_width=10))
-    table.caption, table.caption_justify = "behind a step: beside one of what is asked with no limit of memory", "left"
+    numbers = map(number, ("minimum memory", "saves", "step"))
+    table = plain_table("What to change", name("change"), *numbers, "effect on the result")
+    table.caption, table.caption_justify = "Percentages compare with the job as asked and unlimited memory.", "left"
     for each in (own, *found):
         saved = format_bytes(each.saved_bytes) if each.saved_bytes > 0 else "–"
         table.add_row(

@@ -22,21 +22,23 @@ COMMANDS = {
         *("check", "parity", "train", "measure", "export", "demo", "models"),
     )
 } | {"devices": "models", "links": "models", "schema": "schema", "mcp": "mcp"}
-"""The module of each command, in the order in which they are listed."""
+"""Module of each command, in the order of the help."""
+UsageError: Any = typer.BadParameter.__base__
+"""The mistakes in words of the command line that click finds; typer has its own copy of click."""
 _ENDING = [
     signal.Signals[name] for name in ("SIGTERM", "SIGHUP", "SIGINT", "SIGUSR1") if name in signal.Signals.__members__
 ]
 
 
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """The application with these commands, whose modules alone are imported."""
+    """Return the application with these commands; only their modules are imported."""
     made = typer.Typer(
         name="steelyard",
         no_args_is_help=True,
         add_completion=True,
         pretty_exceptions_enable=False,
         rich_markup_mode="markdown",
-        epilog="Exit codes: 0 done; 1 nothing fits, or a process of the run failed; 2 a mistake in what was given.",
+        epilog="Exit codes: 0 done; 1 nothing fits, or a process of the run failed; 2 a mistake in the input.",
     )
     made.callback()(options)
     for name in names:
@@ -46,14 +48,14 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
 
 
 def __getattr__(name: str) -> Any:
-    """``app`` with all commands, made when it is asked for."""
+    """Return ``app`` with all commands, made on first use."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return make_app()
 
 
 def show_version(asked: bool) -> None:
-    """Prints the version and ends, where it is asked for."""
+    """Print the version and exit if asked for."""
     if asked:
         print(f"steelyard {__version__}")
         raise typer.Exit
@@ -64,28 +66,35 @@ def options(
         bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Find the fastest way to train a Transformer on the GPUs at hand, see that it fits, and run it."""
+    """Find the fastest way to train a Transformer on your GPUs, check that it fits, and run it."""
 
 
 def main() -> None:
-    """Runs a command; a user's mistake is printed without a traceback and ends with its exit code.
+    """Run a command; print a user's mistake without a traceback and exit with its code.
 
-    Whoever reads the output may stop (``| head -1``): that is no failure.
+    A reader that stops early (``| head -1``) is no failure.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("steelyard.tracer.cache").setLevel(logging.INFO)
     escape_unprintable()
     for number in _ENDING:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, _end)
     named = [name for name in sys.argv[1:2] if name in COMMANDS]
     exit_code: int | str | None = 0
     try:
-        make_app(named if named or sys.argv[1:] == ["--version"] else COMMANDS)()
+        exit_code = make_app(named if named or sys.argv[1:] == ["--version"] else COMMANDS)(standalone_mode=False)
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):
-            sys.stdout = sys.__stdout__ or sys.stdout  # of which click has made one that hides the error
+            sys.stdout = sys.__stdout__ or sys.stdout  # click replaced it by a stream that hides the error
         else:
             exit_code = end.code
+    except UsageError as error:
+        if type(error).__name__ != "NoArgsIsHelpError":  # after which the help is printed
+            print(f"error: {usage_error(error)}", file=sys.stderr)
+        exit_code = error.exit_code
+    except typer.Abort:
+        exit_code = 1
     except (UserError, RankFailedError, EndedError) as error:
         print(f"error: {error}", file=sys.stderr)
         exit_code = error.exit_code
@@ -94,6 +103,22 @@ def main() -> None:
         exit_code = stopped.exit_code
     say("")
     sys.exit(exit_code)
+
+
+def usage_error(error: Any) -> UserError:
+    """Return a mistake in the words of the command line, as click reports it, in the form of all other mistakes."""
+    context, parameter = error.ctx, getattr(error, "param", None)
+    path = context.command_path if context else "steelyard"
+    field = getattr(error, "option_name", None) or path
+    if parameter is not None:
+        field = parameter.opts[0] if parameter.param_type_name == "option" else parameter.name
+    if isinstance(error, typer.BadParameter) and not error.message:
+        expected = str(getattr(parameter, "help", None) or "a value")
+        return UserError(field=field, found="nothing", expected=expected, hint=f"see {path} --help")
+    found, hint = getattr(error, "message", "").rstrip("."), f"see {path} --help"
+    if close := getattr(error, "possibilities", None):
+        hint = f"did you mean {' or '.join(close)}?"
+    return UserError(field=field, found=found[:1].lower() + found[1:], expected=f"valid words for {path}", hint=hint)
 
 
 def _end(number: int, _frame: object) -> NoReturn:

@@ -1,16 +1,27 @@
-"""``steelyard check``: runs a plan's ranks on fake tensors and says whether it fits, beside what was predicted."""
+"""``steelyard check``: run a plan's ranks on fake tensors and compare their memory with budget and prediction."""
 
 import os
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, prints, progress
+from steelyard.cli.options import (
+    AsJson,
+    Builder,
+    Memory,
+    NetworkOption,
+    OtherCluster,
+    PlanFile,
+    ProfileOption,
+    count,
+    option,
+    print_json,
+    prints,
+    progress,
+)
 from steelyard.cost.job import stage_configs
 from steelyard.cost.predict import predict_host, predict_memory
 from steelyard.hardware import Backend
@@ -23,7 +34,7 @@ from steelyard.plan.plan import Plan
 from steelyard.planning.job import job_of
 from steelyard.planning.request import Elsewhere, request_of_plan
 from steelyard.report.check_table import CheckedRank, StageBudget, check_view, misfit_lines
-from steelyard.units import format_plural
+from steelyard.report.tables import console
 
 
 class RankMemory(TypedDict):
@@ -57,29 +68,23 @@ class Checked(TypedDict):
 
 @prints(Checked)
 def check(
-    path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Check it for another cluster than the plan names.")
-    ] = None,
+    path: PlanFile,
+    cluster: OtherCluster = None,
     network: NetworkOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
     processes: Annotated[
-        int | None,
-        typer.Option("--processes", help="Ranks that are run at once; default: one per core.", min=1, max=MOST_DEVICES),
+        int | None, count("--processes", "Ranks to run at once. Default: one per core.", most=MOST_DEVICES)
     ] = None,
     every_microbatch: Annotated[
-        bool, typer.Option("--every-microbatch", help="Run all microbatches, also those that repeat others.")
+        bool, option("--every-microbatch", None, "Run all microbatches, not only distinct ones.")
     ] = False,
-    builder: Annotated[
-        str | None,
-        typer.Option("--builder", help="FILE.py:FUNCTION that builds your own module, as planned with; it is run."),
-    ] = None,
+    builder: Builder = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run every distinct rank of a plan on fake tensors: does it fit? No GPU needed."""
+    """Check that a plan fits: run every distinct rank on fake tensors. No GPU needed."""
     plan = read_plan(path)
-    require_training("`steelyard check` runs a plan's ranks on fake tensors")
+    require_training("`steelyard check` runs the training code on fake tensors")
     from steelyard.runtime.checks import check_builder
 
     check_builder(plan, builder)
@@ -92,17 +97,18 @@ def check(
         changed_split_refused(plan.chain().split, partial(_own_split, plan, builder)),
     ):
         groups = distinct_ranks(plan, builder)
-        show(f"running {format_plural(len(groups), 'rank')} on fake tensors")
-        found = list(
-            dry_run_all(
-                plan,
-                [group.rank for group in groups],
-                backend=backend,
-                num_processes=processes or os.cpu_count() or 1,
-                every_microbatch=every_microbatch,
-                builder=builder,
-            )
-        )
+        show(f"1 of {len(groups)} ranks on fake tensors")
+        found = []
+        for each in dry_run_all(
+            plan,
+            [group.rank for group in groups],
+            backend=backend,
+            num_processes=processes or os.cpu_count() or 1,
+            every_microbatch=every_microbatch,
+            builder=builder,
+        ):
+            found.append(each)
+            show(f"{min(len(found) + 1, len(groups))} of {len(groups)} ranks on fake tensors")
     checked: list[CheckedRank] = []
     for group, rank in zip(groups, found, strict=True):
         checked.append(
@@ -121,15 +127,15 @@ def check(
     if as_json:
         print_json(_as_json(checked))
     else:
-        Console().print(check_view(plan, checked))
+        console().print(check_view(plan, checked))
         for line in misfit_lines(checked):
-            print(line)
+            console().print(line)
     if not all(rank.fits for rank in checked):
         raise typer.Exit(1)
 
 
 def _own_split(plan: Plan, builder: str | None) -> Split | None:
-    """The split of the model of a plan, whatever the plan says of it."""
+    """Return the split of a plan's model as found now, not as kept in the plan."""
     if builder is None:
         return split_of(plan.chain().config)
     from steelyard.modules.own_proof import build, own_model
@@ -138,9 +144,9 @@ def _own_split(plan: Plan, builder: str | None) -> Split | None:
 
 
 def _expected(plan: Plan, given: Elsewhere) -> tuple[list[StageBudget], Backend]:
-    """The prediction and the budget of each stage, and the backend: those in the plan, or new ones where it has none.
+    """Return prediction and budget of each stage, and the backend: from the plan, or computed if it has none.
 
-    The backend of a plan that does not say it is that of its cluster. Raises `InvalidClusterError` for an unknown one.
+    The default backend is that of the plan's cluster. Raises `InvalidClusterError` for an unknown cluster.
     """
     prediction = plan.prediction
     if prediction is not None and not any(given.values()):

@@ -1,13 +1,12 @@
-"""``steelyard diff``: what two plans do and cost differently."""
+"""``steelyard diff``: differences of two plans in strategies, time and memory."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, check_page, complete_one_of, print_json, prints, progress, tried
+from steelyard.cli.options import AsJson, check_page, complete_one_of, option, print_json, prints, progress, tried
 from steelyard.engines import ENGINES, engine_of
 from steelyard.engines.native import NATIVE
 from steelyard.errors import InvalidPlanError, UserError
@@ -20,6 +19,7 @@ from steelyard.planning.simple import with_usual_stages
 from steelyard.planning.variants import Progress, Study, run_by
 from steelyard.report.compare_view import changed_layers, compare_view, fullest_terms, step_terms
 from steelyard.report.html import compare_page
+from steelyard.report.tables import console
 
 
 class PlanTerms(TypedDict, total=False):
@@ -48,28 +48,26 @@ class Difference(TypedDict):
 
 @prints(Difference)
 def diff(
-    first: Annotated[Path, typer.Argument(help="A plan file.", metavar="FIRST")],
+    first: Annotated[Path, typer.Argument(help="Plan file.", metavar="FIRST")],
     second: Annotated[
-        Path | None, typer.Argument(help="Another plan of the same model; none with --engine.", metavar="[SECOND]")
+        Path | None,
+        typer.Argument(help="Another plan file of the same model; leave it out with --engine.", metavar="[SECOND]"),
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--engine",
-            help="Compare with the plan that this engine would have for the same request.",
+            "NAME",
+            "Compare with the best plan of this engine for the same request.",
             autocompletion=complete_one_of(ENGINES),
-            metavar="NAME",
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", callback=tried, help="Write the comparison as a page, a path that ends in .html."
-        ),
+        Path | None, option("--output -o", "FILE", "Write the comparison as an HTML page.", callback=tried)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two plans of a model: time by term, memory by term, layers that differ."""
+    """Compare two plans of a model: time and memory by term, and the layers that differ."""
     if output is not None:
         check_page(output)
     one = read_plan(first)
@@ -77,8 +75,8 @@ def diff(
         raise UserError(
             field="SECOND",
             found="neither a second plan nor --engine" if second is None else "a second plan and --engine",
-            expected="one of both",
-            hint=f"name a plan file, or {command('diff', first, '--engine', 'megatron')}",
+            expected="one of the two",
+            hint=f"name a second plan file, or run {command('diff', first, '--engine', 'megatron')}",
         )
     with progress("counting the model's layers", silent=as_json) as show:
         other = read_plan(second) if second is not None else _by_engine(one, first, str(engine), show)
@@ -90,7 +88,7 @@ def diff(
         raise InvalidPlanError(
             field=str(second),
             found=f"{other.model.name} with {other.chain().num_layers} layers",
-            expected=f"{one.chain().num_layers} layers, as {one.model.name} in {first} has",
+            expected=f"{one.chain().num_layers} layers, as in {first} ({one.model.name})",
             hint="compare plans of the same model",
         )
     if output is not None:
@@ -102,13 +100,13 @@ def diff(
         ]
         print_json(Difference(first=_terms(one), second=_terms(other), layers=changes))
     else:
-        Console().print(compare_view(one, other, names if engine is not None else ("first", "second")))
+        console().print(compare_view(one, other, names if engine is not None else ("first", "second")))
         if output is not None:
-            print(f"written to {output}")
+            print(f"Written to {output}.")
 
 
 def _by_engine(plan: Plan, path: Path, engine: str, show: Progress) -> Plan:
-    """The plan of another engine for the request that a plan answers."""
+    """Return the plan of another engine for the request of a plan."""
     request = request_of_plan(plan, folder=path.parent, decisions=plan.asked or FREE)
     runs_it = engine_of(engine)
     show(f"searching plans for {runs_it.name}")
@@ -117,9 +115,9 @@ def _by_engine(plan: Plan, path: Path, engine: str, show: Progress) -> Plan:
     if found is None:
         raise UserError(
             field="--engine",
-            found=f"{engine}, for which no plan was found: {result if isinstance(result, str) else result.miss_text}",
+            found=f"{engine}, which has no plan for it: {result if isinstance(result, str) else result.miss_text}",
             expected="an engine that can run this request",
-            hint=f"`steelyard plan --engine {engine}` with other memory, devices or batch",
+            hint=f"run steelyard plan --engine {engine} with another memory, cluster or batch",
         )
     return found
 

@@ -1,17 +1,15 @@
-"""``steelyard explain``: why a plan and not another; fills in the predictions of a plan written by hand."""
+"""``steelyard explain``: why a plan wins and what limits it; also prices a plan written by hand."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from typing_extensions import TypedDict
 
 from steelyard.cli import options
 from steelyard.cost.job import Job
 from steelyard.errors import UserError
-from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.plan.choices import Explanation
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.plan.plan import Plan
@@ -25,6 +23,7 @@ from steelyard.planning.simple import with_reasons
 from steelyard.planning.variants import Study
 from steelyard.planning.why_not import why_not, why_not_plan
 from steelyard.report.explain_view import explain_view, why_not_view
+from steelyard.report.tables import console
 
 
 class Explained(TypedDict):
@@ -36,7 +35,7 @@ class Explained(TypedDict):
 
 @options.prints(Explained)
 def explain(
-    path: Annotated[Path, typer.Argument(help="A plan file; or with --from the model.", metavar="PLAN|MODEL")],
+    path: Annotated[Path, typer.Argument(help="Plan file; with --from the model.", metavar="PLAN|MODEL")],
     cluster: options.OtherCluster = None,
     network: options.NetworkOption = None,
     engine: options.EngineOption = None,
@@ -44,40 +43,37 @@ def explain(
     profile: options.ProfileOption = None,
     source: Annotated[
         Path | None,
-        typer.Option(
+        options.option(
             "--from",
-            help="Explain the settings in a file of an engine: arguments of Megatron, a TOML or configuration function "
+            "FILE",
+            "Explain the settings in a file of an engine: arguments of Megatron, a TOML or configuration function "
             "of torchtitan, JSON of DeepSpeed. Needs --cluster.",
         ),
     ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option("--global-batch", help="With --from, where the file does not say it.", min=1, max=MOST_SAMPLES),
-    ] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option("--seq-len", help="With --from, where the file does not say it.", min=1, max=MOST_TOKENS),
-    ] = None,
+    global_batch: options.FileBatch = None,
+    seq_len: options.FileSeqLen = None,
     why: Annotated[
         str | None,
-        typer.Option(
+        options.option(
             "--why-not",
-            help="What it would cost to insist: fsdp, fsdp8, tp=8, stages=4, 'blocks 0-3: remat=full', or a plan file.",
+            "TEXT",
+            "Cost of another choice: fsdp, fsdp8, tp=8, stages=4, 'blocks 0-3: remat=full', or a plan file.",
         ),
     ] = None,
     record: Annotated[
         Path | None,
-        typer.Option("--record", help="A record of `train`: which ranks were slow, what planning around them gains."),
+        options.option("--record", "FILE", "Record of `train`: name slow ranks and the gain of planning around them."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also list all that lost, was dominated or was never searched, with reasons.")
+        bool, options.option("--all", None, "Also list all that lost, was dominated or was not searched, with reasons.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", callback=options.tried, help="Write the plan with predictions.")
+        Path | None,
+        options.option("--output -o", "FILE", "Write the plan with predictions to this file.", callback=options.tried),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show why a plan and not another: what binds, what each baseline costs, what memory is worth."""
+    """Explain a plan: why it wins, what limits it, the cost of other choices, and the value of more memory."""
     plan, notes = _read(path, source, cluster, engine, network, global_batch, seq_len)
     with options.progress("counting the model's layers", silent=as_json) as show:
         if plan.is_mixed:
@@ -85,9 +81,7 @@ def explain(
         given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile, engine=engine)
         found = priced_or_reason(plan, path, **given)
         if isinstance(found, str):
-            explanation = Explanation(
-                binds="", notes=(f"the baselines, and what memory is worth, are left out: {found}",)
-            )
+            explanation = Explanation(binds="", notes=(f"baselines and other memory budgets are left out: {found}",))
         else:
             request, job = found
             explanation = _explained(plan, request, job, why, everything=everything, show=show)
@@ -95,9 +89,9 @@ def explain(
                 plan = with_price(plan, job)
             plan = with_reasons(plan, job)
             if record is not None:
-                show("planning without the nodes that were slow")
+                show("planning without slow nodes")
                 slow = slow_nodes(plan, request, job, record)
-                even = () if slow else (f"no rank of {record} computed for longer than predicted next to the others",)
+                even = () if slow else (f"no rank of {record} computed longer than predicted relative to the others",)
                 explanation = explanation.model_copy(update={"slow_nodes": slow, "notes": (*explanation.notes, *even)})
     explanation = explanation.model_copy(update={"notes": (*notes, *explanation.notes)})
     if output is not None:
@@ -107,7 +101,7 @@ def explain(
     else:
         asked = explanation.why_not
         view = why_not_view(plan, asked) if asked else explain_view(plan, explanation, everything=everything)
-        Console().print(view)
+        console().print(view)
 
 
 def _read(
@@ -119,21 +113,21 @@ def _read(
     global_batch: int | None,
     seq_len: int | None,
 ) -> tuple[Plan, tuple[str, ...]]:
-    """The plan of a plan file, or of an engine's file ``source`` for the model ``path``, and notes on its reading."""
+    """Return the plan of a plan file, or of an engine's file ``source`` for the model ``path``, and notes on it."""
     if source is None:
         if global_batch or seq_len:
             raise UserError(
                 field="--global-batch" if global_batch else "--seq-len",
-                found="one for a plan file, which has its own",
-                expected="--from beside it",
-                hint="leave it out, or plan again with another",
+                found="set for a plan file, which has its own",
+                expected="--from with it",
+                hint="leave it out, or plan again with another value",
             )
         return read_plan(path), ()
     if cluster is None:
         raise UserError(
             field="--cluster",
-            found="none",
-            expected="the devices that run the file",
+            found="nothing",
+            expected="the cluster on which the file runs",
             hint="add --cluster 1x8xh100-80gb",
         )
     return plan_of_file(
@@ -144,7 +138,7 @@ def _read(
 def _explained(
     plan: Plan, request: PlanRequest, job: Job, why: str | None, *, everything: bool, show: Callable[[str], None]
 ) -> Explanation:
-    """Return what the explanation shows; ``why`` is a pin, or the name of another plan file."""
+    """Return the explanation of a plan; ``why`` is a pin or the name of another plan file."""
     study = Study(request, job)
     if job.is_mixed:
         return explain_pools(plan, study)

@@ -1,4 +1,4 @@
-"""``steelyard export``: a plan in another framework's configuration, or in files that start it."""
+"""``steelyard export``: a plan as the configuration of another framework, or as launch files."""
 
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +25,7 @@ from steelyard.planning.request import Elsewhere, request_of_plan
 from steelyard.units import format_seconds
 
 SAME = 5e-4
-"""Step times that differ by less than this fraction are called the same."""
+"""Step times that differ by less than this fraction count as equal."""
 
 
 class Abilities(TypedDict):
@@ -65,49 +65,53 @@ class Exported(TypedDict):
 
 @options.prints(Exported | list[Listed])
 def export(
-    path: Annotated[Path | None, typer.Argument(help="A plan file.", metavar="PLAN", show_default=False)] = None,
+    path: Annotated[Path | None, typer.Argument(help="Plan file.", metavar="PLAN", show_default=False)] = None,
     to: Annotated[
         str,
-        typer.Option(
+        options.option(
             "--to",
-            help="The framework or launcher; list shows them all.",
+            "NAME",
+            "Framework or launcher; list shows all.",
             autocompletion=options.complete_one_of(("list", *TARGETS)),
         ),
     ] = "list",
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
+        options.option(
+            "--output -o",
+            "PATH",
+            "File, or folder for all files. Default: print the first file.",
             callback=options.tried_file_or_folder,
-            help="A file, or a folder for all files; default: print the first.",
         ),
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="The plan's cluster, where its name is not known here.")
-    ] = None,
+    cluster: options.OtherCluster = None,
     network: options.NetworkOption = None,
     memory: options.Memory = None,
     profile: options.ProfileOption = None,
-    image: Annotated[str | None, typer.Option("--image", help="Container image, for kubeflow.")] = None,
+    image: Annotated[str | None, options.option("--image", "NAME", "Container image, for kubeflow.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write a plan for another framework: the best it can express, with what could not be carried over."""
+    """Write a plan for another framework: the best plan it can express, and a list of the differences."""
     if to == "list":
         _print_targets(as_json)
         return
     target = target_of(to)
     if path is None:
-        raise UserError(field="PLAN", found="nothing", expected="a plan file", hint="write one with `steelyard plan`")
+        raise UserError(
+            field="PLAN",
+            found="nothing",
+            expected="a plan file",
+            hint="make one: steelyard plan MODEL --cluster CLUSTER -o plan.json",
+        )
     plan, engine = read_plan(path), ENGINE_OF_TARGET[target.name]
     if target in (own := engine_of(plan.engine or NATIVE.name)).targets:
         engine = own  # with its options
     if plan.is_mixed and not target.starts_steelyard:
-        plan.machines()  # raises: what an export is for knows one device type and stages of one size
+        plan.machines()  # raises: these frameworks have one device type and stages of one size
     if target.starts_steelyard and plan.engine is not None:
         raise UserError(
             field="--to",
-            found=f"{target.name}, which starts steelyard, for a plan that {plan.engine} runs",
+            found=f"{target.name}, which starts steelyard, for a plan of the engine {plan.engine}",
             expected="a plan for steelyard's own runtime",
             hint=f"plan without --engine, or export --to {plan.engine.partition('+')[0]}",
         )
@@ -137,7 +141,7 @@ def export(
 
 
 def _check_levers(plan: Plan, engine: Engine, target: Target) -> None:
-    """Raises `UserError` for a lever that the engine of a target does not run."""
+    """Raise `UserError` for a lever that the engine of a target does not support."""
     try:
         check_levers(plan.chosen_levers, plan.chain(), engine)
     except UserError as error:
@@ -145,14 +149,15 @@ def _check_levers(plan: Plan, engine: Engine, target: Target) -> None:
             field="--to",
             found=f"{target.name} for a plan with {error.found}",
             expected=error.expected,
-            hint="write it with --to torchrun, or plan without the options of levers",
+            hint="export --to torchrun, or plan without this option",
         ) from None
 
 
 def _fitted(plan: Plan, folder: Path, engine: Engine, given: Elsewhere) -> FittedPlan:
-    """The best plan that the engine can run, as it runs it; the plan itself, unpriced, where nothing is to search.
+    """Return the best plan that the engine can run; the plan itself, unpriced, if nothing needs a search.
 
-    That is where the engine can run it, and it was written by hand or found for this engine or one that works alike.
+    No search is needed if the engine can run the plan and it was written by hand or found for an engine that executes
+    alike.
     """
     own, theirs = (each.running(plan.chosen_levers) for each in (engine_of(plan.engine or NATIVE.name), engine))
     is_for_it = plan.prediction is None or own.execution == theirs.execution
@@ -164,13 +169,13 @@ def _fitted(plan: Plan, folder: Path, engine: Engine, given: Elsewhere) -> Fitte
 
 
 def _headline(fitted: FittedPlan, engine: Engine, target: Target) -> str:
-    """The exported plan in a line: ``uniform fsdp8 in torchtitan: 1.43 s/step, 6.0 % slower than the plan``."""
+    """Return the export in a line: ``uniform fsdp8 in torchtitan: 1.43 s per step, 6.0% slower than the plan``."""
     if engine.capabilities.mixes_layers:
-        return f"the plan as it is in {target.name}{_predicted(fitted.plan)}"
+        return f"the plan itself in {target.name}{_predicted(fitted.plan)}"
     what = f"{describe_uniform(fitted.plan)} in {target.name}{_predicted(fitted.plan)}"
     slowdown = fitted.slowdown
     if fitted.is_wanted:
-        return f"{what}, which is the plan itself"
+        return f"{what}, the plan itself"
     theirs = "the plan" if engine.execution == NATIVE.execution else "the plan in steelyard's runtime"
     if slowdown is None or abs(slowdown) < SAME:
         return f"{what}, as fast as {theirs}"
@@ -178,11 +183,11 @@ def _headline(fitted: FittedPlan, engine: Engine, target: Target) -> str:
 
 
 def _predicted(plan: Plan) -> str:
-    return f": {format_seconds(plan.prediction.step_time_s)}/step" if plan.prediction else ""
+    return f": {format_seconds(plan.prediction.step_time_s)} per step" if plan.prediction else ""
 
 
 def _own_cluster(plan: Plan) -> Cluster | None:
-    """The cluster of a plan, or None where its name is not known or it has several pools."""
+    """Return the cluster of a plan; None if its name is unknown or it has several device groups."""
     try:
         return None if plan.is_mixed else plan.machines()
     except InvalidClusterError:
@@ -190,10 +195,10 @@ def _own_cluster(plan: Plan) -> Cluster | None:
 
 
 def _write(exported: Draft, output: Path, *, plan: Path) -> tuple[Path, ...]:
-    """Writes all files into a folder, or what a file name asks for, and returns the paths.
+    """Write all files into a folder, or those that a file name asks for, and return the paths.
 
-    That is the file of its suffix, or all of them under this name where they read each other. Raises `UserError` where
-    nothing can be written, or the plan itself would be.
+    A file name asks for the file of its suffix, or for all under this name if they read each other. Raises `UserError`
+    if nothing can be written, or the plan file would be overwritten.
     """
     if not options.is_file_name(output):
         make_folder(output, "--output")
@@ -204,7 +209,7 @@ def _write(exported: Draft, output: Path, *, plan: Path) -> tuple[Path, ...]:
             raise UserError(
                 field="--output",
                 found=str(output),
-                expected="a folder, or a file that ends in "
+                expected="a folder, or a file name that ends in "
                 + " or ".join(Path(name).suffix for name, _ in exported.files),
                 hint=f"write for example -o {exported.files[0][0]}, or make the folder first: mkdir {output}",
             )
@@ -217,7 +222,7 @@ def _write(exported: Draft, output: Path, *, plan: Path) -> tuple[Path, ...]:
         if file.exists() and file.samefile(plan):
             raise UserError(
                 field="--output",
-                found=f"{output}, which would write over the plan in {plan}",
+                found=f"{output}, which would overwrite the plan in {plan}",
                 expected="another name",
                 hint=f"write for example -o {exported.files[0][0]}",
             )
@@ -228,21 +233,21 @@ def _write(exported: Draft, output: Path, *, plan: Path) -> tuple[Path, ...]:
 def _print_statement(
     exported: Draft, fitted: FittedPlan, headline: str, written: tuple[Path, ...], *, on_error: bool
 ) -> None:
-    console = Console(stderr=on_error, highlight=False, soft_wrap=True)
+    shown = Console(stderr=on_error, highlight=False, soft_wrap=True)
     for line in fitted.given_up:
-        console.print(f"given up: {line}", style="bold", markup=False)
-    console.print(headline, markup=False)
+        shown.print(f"given up: {line}", style="bold", markup=False)
+    shown.print(headline, markup=False)
     if fitted.kept:
-        console.print(f"  asked for and kept: {', '.join(fitted.kept)}", style="dim", markup=False)
+        shown.print(f"  kept as asked: {', '.join(fitted.kept)}", style="dim", markup=False)
     for line in exported.left_out:
-        console.print(f"  not carried over: {line}", style="dim", markup=False)
+        shown.print(f"  not exported: {line}", style="dim", markup=False)
     for file in written:
-        console.print(f"written to {file}", markup=False)
+        shown.print(f"Written to {file}.", markup=False)
     if exported.script and on_error:
         needed = ", ".join(name for name, _ in exported.files[1:])
-        console.print(f"printed alone, without {needed}, which it reads: -o {exported.files[0][0]} writes both")
+        shown.print(f"Only this file is printed; it reads {needed}. Write both: -o {exported.files[0][0]}")
     elif exported.script:
-        console.print("the first reads the other: keep them together, under one name")
+        shown.print("The first reads the other: keep them in one folder.")
 
 
 def _content(exported: Draft, fitted: FittedPlan, target: Target, headline: str, written: tuple[Path, ...]) -> Exported:
@@ -291,7 +296,7 @@ def _print_targets(as_json: bool) -> None:
 
 
 def _levers(target: Target) -> tuple[str, ...]:
-    """Names of the levers of which a target takes some values."""
+    """Return the names of levers that a target supports."""
     return tuple(LEVERS) if target.starts_steelyard else tuple(ENGINE_OF_TARGET[target.name].levers)
 
 

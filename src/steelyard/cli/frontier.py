@@ -1,4 +1,4 @@
-"""``steelyard frontier``: time against memory, and time and money against the number of devices."""
+"""``steelyard frontier``: time against memory, and time and cost against the number of devices."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from steelyard.cli import options
 from steelyard.cli.levers import with_levers
@@ -21,6 +20,7 @@ from steelyard.planning.job import job_of
 from steelyard.planning.request import PlanRequest, make_request
 from steelyard.report.frontier_table import frontier_view
 from steelyard.report.html import frontier_page
+from steelyard.report.tables import console
 from steelyard.search import TIME_LIMIT_S
 
 POINTS = 16
@@ -36,8 +36,7 @@ def frontier(
     seq_len: options.SeqLen = None,
     network: options.NetworkOption = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", callback=options.tried, help="Write the figures: a path that ends in .html."),
+        Path | None, options.option("--output -o", "FILE", "Write the figures as an HTML page.", callback=options.tried)
     ] = None,
     memory: options.Memory = None,
     memory_margin: options.MemoryMargin = None,
@@ -46,21 +45,32 @@ def frontier(
     imbalance: options.Imbalance = ASSUMED_IMBALANCE,
     points: Annotated[
         int,
-        typer.Option(
-            "--points", help="Memory budgets to search: more give a finer frontier.", min=3, max=options.MOST_POINTS
+        options.count(
+            "--points",
+            "Number of memory budgets to search.",
+            options.SEARCH,
+            most=options.MOST_POINTS,
+            least=3,
+            example="16",
         ),
     ] = POINTS,
     devices: Annotated[
         str | None,
-        typer.Option("--devices", help="Device counts to compare, as in 8,16,32; default: a few around the cluster's."),
+        options.option(
+            "--devices",
+            "COUNTS",
+            "Device counts to compare, as in 8,16,32. Default: some around the cluster's.",
+            options.CLUSTER,
+        ),
     ] = None,
     price: Annotated[
         str | None,
-        typer.Option(
+        options.option(
             "--price",
-            help="Price of a device-hour, to show the cost of tokens; or by device type, as in h100-80gb=2.5,"
-            "a100-40gb=1.1, "
-            "to compare what parts of the cluster take and cost.",
+            "PRICE",
+            "Price per device-hour: adds the cost of tokens. By device type, as in h100-80gb=2.5,a100-40gb=1.1: "
+            "compares all parts of the cluster.",
+            options.BUDGET,
         ),
     ] = None,
     max_tp: options.MaxTp = None,
@@ -70,8 +80,7 @@ def frontier(
     *,
     levers: Mapping[str, str | None],
 ) -> None:
-    """Show every time/memory trade-off, and what more or fewer devices would do; or what to rent (--price by device
-    type)."""
+    """Show time against memory and against the number of devices; with --price by device type, what to rent."""
     if output is not None:
         options.check_page(output)
     counts = None if devices is None else parse_counts(devices)
@@ -98,8 +107,8 @@ def frontier(
             if option := "--devices" if devices is not None else "--profile" if profile is not None else "":
                 raise UserError(
                     field=option,
-                    found="with prices by device type, or several pools",
-                    expected="parts of the cluster, priced by the catalogue",
+                    found="set with prices by device type, or with several device groups",
+                    expected="neither: parts of the cluster are planned at catalogue rates",
                     hint=f"leave {option} out",
                 )
             found = _offers(request, prices, show)
@@ -116,20 +125,20 @@ def frontier(
     if as_json:
         options.print_json(found)
     else:
-        Console().print(frontier_view(found))
+        console().print(frontier_view(found))
         if output is not None:
-            print(f"figures written to {output}")
+            print(f"Figures written to {output}.")
     if not found.points and all(point.step_time_s is None for point in (*found.devices, *found.offers)):
         raise typer.Exit(1)
 
 
 def _offers(request: PlanRequest, prices: Mapping[str, float] | float | None, show: Callable[[str], None]) -> TradeOffs:
-    """Step times and costs on parts of the cluster."""
+    """Return step times and costs on parts of the cluster."""
     if isinstance(prices, float):
         raise UserError(
             field="--price",
             found=f"{prices:g} for all devices of {request.cluster.name}",
-            expected="a price for each device type, where several pools are compared",
+            expected="a price per device type, to compare device groups",
             hint="write for example --price h100-80gb=2.5,a100-40gb=1.1",
         )
     whole = job_of(request)
@@ -145,7 +154,7 @@ def _offers(request: PlanRequest, prices: Mapping[str, float] | float | None, sh
 
 
 def parse_prices(text: str | None) -> dict[str, float] | float | None:
-    """The price in ``2.5``, or those in ``h100-80gb=2.5,a100-40gb=1.1`` by name; raises `UserError` otherwise."""
+    """Return the price in ``2.5``, or those in ``h100-80gb=2.5,a100-40gb=1.1`` by name; raises `UserError` else."""
     if text is None:
         return None
     if "=" not in text:
@@ -153,7 +162,9 @@ def parse_prices(text: str | None) -> dict[str, float] | float | None:
     pairs = [part.partition("=") for part in text.split(",")]
     found = {name.strip(): _parse_price(value) for name, _, value in pairs}
     if len(found) < len(pairs):
-        raise UserError(field="--price", found=repr(text), expected="each device type once", hint="drop the others")
+        raise UserError(
+            field="--price", found=repr(text), expected="each device type once", hint="give one price per type"
+        )
     return found
 
 
@@ -166,20 +177,20 @@ def _parse_price(text: str) -> float:
         raise UserError(
             field="--price",
             found=repr(text),
-            expected=f"a number from 0 to {MOST_PRICE:g}, or such by device type",
+            expected=f"a number from 0 to {MOST_PRICE:g}, or one per device type",
             hint="write for example --price 2.5, or --price h100-80gb=2.5,a100-40gb=1.1",
         )
     return value
 
 
 def parse_counts(text: str) -> tuple[int, ...]:
-    """The device counts in ``8,16,32``; raises `UserError` for anything else."""
+    """Return the device counts in ``8,16,32``; raises `UserError` for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) > MOST_COUNTS or not all(options.is_number(part, MOST_DEVICES) for part in parts):
         raise UserError(
             field="--devices",
             found=repr(text),
-            expected=f"whole numbers of 1 to {MOST_DEVICES}, at most {MOST_COUNTS} of them",
+            expected=f"at most {MOST_COUNTS} whole numbers from 1 to {MOST_DEVICES}, separated by commas",
             hint="write for example --devices 8,16,32",
         )
     return tuple(int(part) for part in parts)

@@ -116,6 +116,7 @@ class Arguments:
                 continue
             self._words[name] = None if isinstance(info, ArgumentInfo) else [*words, f"--{name}"][0]
             default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+            kind = kind | str if info.parser else kind  # which reads 4k and 15T
             fields[name] = (kind, Field(default, description=info.help, ge=info.min, le=info.max))
         config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
         self.model: type[BaseModel] = create_model(command, __config__=config, **fields)

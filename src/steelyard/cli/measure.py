@@ -1,4 +1,4 @@
-"""``steelyard measure``: a few steps of a plan and of the next best ones; the fastest goes on."""
+"""``steelyard measure``: run a few steps of a plan and of the next best plans, and keep the fastest."""
 
 import shlex
 import sys
@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, EngineOption, print_json, prints, tried
+from steelyard.cli.options import AsJson, Builder, EngineOption, PlanFile, count, option, print_json, prints, tried
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
 from steelyard.installed import require_training
@@ -19,6 +18,7 @@ from steelyard.output import command, make_folder
 from steelyard.plan.file import read_plan, write_plan
 from steelyard.planning.price import describe, peak_bytes, summarise
 from steelyard.report.run_table import trial_table
+from steelyard.report.tables import console
 from steelyard.runtime.options import DATA_HELP, TrainOptions
 
 if TYPE_CHECKING:
@@ -46,49 +46,43 @@ class Measured(TypedDict):
 
 @prints(Measured)
 def measure(
-    path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
-    alternatives: Annotated[
-        bool, typer.Option("--alternatives", help="Also run the next best plans that `plan` kept in the file.")
-    ] = False,
+    path: PlanFile,
+    alternatives: Annotated[bool, option("--alternatives", None, "Also run the next best plans in the file.")] = False,
     steps: Annotated[
-        int, typer.Option("--steps", help="Training steps of each; the first 3 are not timed.", min=1, max=MOST_STEPS)
+        int, count("--steps", "Training steps per plan; the first 3 are not timed.", most=MOST_STEPS)
     ] = STEPS,
-    data: Annotated[Path, typer.Option("--data", help=f"{DATA_HELP[0].upper()}{DATA_HELP[1:]}.")] = Path("synthetic"),
+    data: Annotated[Path, option("--data", "PATH", f"{DATA_HELP[0].upper()}{DATA_HELP[1:]}.")] = Path("synthetic"),
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", callback=tried, help="Where to write the fastest plan; default: PLAN.best.json."
-        ),
+        option("--output -o", "FILE", "Write the fastest plan to this file. Default: PLAN.best.json.", callback=tried),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option("--folder", help="Where plans and records are kept; default: PLAN.measured.")
+        Path | None, option("--folder", "FOLDER", "Folder for plans and records. Default: PLAN.measured.")
     ] = None,
-    builder: Annotated[
-        str | None, typer.Option("--builder", help="FILE.py:FUNCTION that builds your own module, as planned with.")
-    ] = None,
+    builder: Builder = None,
     device: Annotated[
-        str | None, typer.Option("--device", help="gpu or cpu: insist on it where the plan is for the other.")
+        str | None, option("--device", "NAME", "gpu or cpu: run on it even if the plan is for the other.")
     ] = None,
     engine: EngineOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a few steps of a plan on this host, and of the next best ones: which is fastest?"""
+    """Run a few steps of a plan on this host, with --alternatives also of the next best plans, and keep the fastest."""
     plan = read_plan(path)
     if engine not in (None, NATIVE.name):
         raise UserError(
             field="--engine",
             found=str(engine),
-            expected="none: `measure` trains with steelyard's own runtime, and times of one engine say little of "
-            "another's kernels",
-            hint=f"`steelyard export {path} --to {engine}` starts it; hold its time against {command('price')}",
+            expected="none: `measure` trains with steelyard's own runtime, and its times do not carry over to other "
+            "kernels",
+            hint=f"run {command('export', path, '--to', engine)}, and compare its time with {command('price')}",
         )
     contenders = plan.contenders() if alternatives else plan.contenders()[:1]
     if alternatives and len(contenders) == 1:
         raise UserError(
             field=str(path),
             found="no next best plans in the file",
-            expected="a plan that `steelyard plan --top 5 -o` wrote",
-            hint="plan again, or leave out --alternatives",
+            expected="a plan written with --top 2 or more",
+            hint="plan again with --top 5 -o, or leave out --alternatives",
         )
     require_training("`steelyard measure` trains")
     from steelyard.runtime.launch import fastest, run_trials
@@ -101,7 +95,7 @@ def measure(
     target = output or path.with_suffix(".best.json")
     if best is not None:
         fallbacks = [plan.fallback_plan(index) for index in range(len(plan.fallbacks))]
-        lower = [peak_bytes(each) < peak_bytes(best.plan) for each in fallbacks]  # than what goes on takes
+        lower = [peak_bytes(each) < peak_bytes(best.plan) for each in fallbacks]  # than the fastest plan uses
         fitting = tuple(each for each, is_lower in zip(plan.fallbacks, lower, strict=True) if is_lower)
         write_plan(best.plan.model_copy(update={"fallbacks": fitting}), target)
     if as_json:
@@ -119,7 +113,7 @@ def measure(
     else:
         _print_trials(trials, best, kept, target, builder)
     if best is None:
-        print("every run failed", file=sys.stderr)
+        print("Every run failed.", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -130,11 +124,11 @@ def _print_trials(
         (trial.plan, trial.record, trial.failure or f"{describe(trial.plan.pipeline)}: {summarise(trial.plan)}")
         for trial in trials
     ]
-    Console().print(trial_table(rows))
-    print(f"plans and records are in {kept}/")
+    console().print(trial_table(rows))
+    print(f"Plans and records are in {kept}/.")
     if best is None:
         return
     number, own = trials.index(best), ("--builder", builder) if builder else ()
-    print(f"the fastest is plan {number}, written to {target}")
-    print(f"  run it: {command('train', target, *own, '--data', 'PATH')}")
-    print(f"  plan again by what was measured: add --calibrate {shlex.quote(str(kept / f'record.{number}.json'))}")
+    print(f"The fastest is plan {number}, written to {target}. Next:")
+    print(f"  {command('train', target, *own, '--data', 'PATH')}")
+    print(f"  plan again with measured times: add --calibrate {shlex.quote(str(kept / f'record.{number}.json'))}")

@@ -1,8 +1,7 @@
-"""``steelyard models``, ``devices`` and ``links``: what is known by name, with the source of every number."""
+"""``steelyard models``, ``devices`` and ``links``: known names, with the source of every number."""
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
 from rich.table import Column, Table
 from typing_extensions import TypedDict
 
@@ -12,7 +11,7 @@ from steelyard.hardware import devices as known_devices
 from steelyard.hardware import links as known_links
 from steelyard.model.read import chain_from_config, config_hash, load_config, model_names, model_source, packaged_split
 from steelyard.plan.prediction import CatalogueRates
-from steelyard.report.tables import cell
+from steelyard.report.tables import cell, console, name
 from steelyard.units import GB, TERA, format_bytes, format_seconds
 
 
@@ -51,12 +50,12 @@ class KnownLink(TypedDict):
 
 @prints(list[KnownModel])
 def models(as_json: AsJson = False) -> None:
-    """List the models that are packaged by name or id on the hub; any other is a path to its config.json."""
-    table, content = _table("model", "family", "blocks × width", of="hub id, or source"), []
-    for name in model_names():
-        config = load_config(name)[1]
-        split = packaged_split(config_hash(config), must_hold=False)  # whatever transformers is installed
-        chain = chain_from_config(config, name=name, split=split)
+    """List the packaged models by name and Hugging Face ID. Others are given by the path of a config.json."""
+    table, content = _table("model", "family", "blocks × width", of="Hugging Face ID, or source"), []
+    for each in model_names():
+        config = load_config(each)[1]
+        split = packaged_split(config_hash(config), must_hold=False)  # with any version of transformers
+        chain = chain_from_config(config, name=each, split=split)
         family, blocks, source = chain.family.model_type, chain.num_layers - 2, model_source(chain.name)
         sizes = {"hidden_size": chain.hidden_size, "vocab_size": chain.vocab_size}
         content.append({"name": chain.name, "family": family, "blocks": blocks, **sizes, "source": source})
@@ -65,22 +64,22 @@ def models(as_json: AsJson = False) -> None:
     _print(table, content, as_json)
 
 
-def _table(name: str, *others: str, of: str = "source") -> Table:
-    """A table of what is known by name: names, which are there to be copied, stay whole in the narrowest terminal."""
-    return Table(Column(name, no_wrap=True), *others, Column(of, overflow="fold"), header_style="bold")
+def _table(first: str, *others: str, of: str = "source") -> Table:
+    """Return a table of names, which stay on one line so that they can be copied."""
+    return Table(name(first), *others, Column(of, overflow="fold"), header_style="bold")
 
 
 def _print(table: Table, content: Sequence[Mapping[str, object]], as_json: bool) -> None:
     if as_json:
         print_json(content)
     else:
-        Console().print(table)
+        console().print(table)
 
 
 @prints(list[KnownDevice])
 def devices(as_json: AsJson = False) -> None:
-    """List the devices of the catalogue with the source of their numbers."""
-    table, content = _table("device", "memory", "bf16 or fp16 TFLOP/s", "part reached"), []
+    """List the devices of the catalogue, with sources."""
+    table, content = _table("device", "memory", "bf16 or fp16 TFLOP/s", "efficiency"), []
     for device in known_devices():
         rates = None if device.needs_profile else catalogue_rates(device.name)
         content.append(
@@ -108,8 +107,8 @@ def devices(as_json: AsJson = False) -> None:
 
 @prints(list[KnownLink])
 def links(as_json: AsJson = False) -> None:
-    """List the links of the catalogue with the source of their numbers."""
-    table, content = _table("link", "GB/s, a direction", "latency"), []
+    """List the links of the catalogue, with sources."""
+    table, content = _table("link", "GB/s per direction", "latency"), []
     for link in known_links():
         content.append({each: getattr(link, each) for each in ("name", "bytes_per_s", "latency_s", "source")})
         table.add_row(link.name, f"{link.bytes_per_s / GB:.4g}", format_seconds(link.latency_s), link.source)

@@ -1,11 +1,13 @@
-"""Options that commands share and those of ``steelyard plan``: how they are spelled, completed and checked.
+"""Options that commands share and options of ``steelyard plan``: names, help, completion and parsing.
 
-Also what every command does with its output: progress on standard error, which ``--json`` silences, and JSON.
+Also progress on standard error, which ``--json`` silences, and printing of JSON.
 """
 
 import json
+import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import typer
 from pydantic import TypeAdapter
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from steelyard import limits
 from steelyard.engines import ENGINES
@@ -25,21 +28,27 @@ from steelyard.model.read import hub_names, model_names
 from steelyard.output import check_file, check_folder
 from steelyard.precision import Precision
 from steelyard.schedules import SCHEDULES
+from steelyard.units import MOST_COUNT, parse_count
+
+MODEL, CLUSTER, BUDGET, ENGINE = "Model", "Cluster", "Budget", "Engine and precision"
+PARALLELISM, LEVER, SEARCH, OUTPUT = "Parallelism: fix it, or leave it to the search", "Levers", "Search", "Output"
+GROUPS = (None, MODEL, CLUSTER, BUDGET, ENGINE, PARALLELISM, LEVER, SEARCH, OUTPUT)
+"""Groups of options in the order of the help; None for common options, which come first."""
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """The packaged models that begin so, by name or by id on the hub."""
+    """Return the packaged models that begin with this text, by name or Hugging Face ID."""
     return [name for name in (*model_names(), *hub_names()) if name.startswith(incomplete)]
 
 
 def complete_network(incomplete: str) -> list[str]:
-    """The links of the catalogue that begin so, with the number of ports that was typed before."""
+    """Return the links that begin with this text, after the number of ports if one was typed."""
     ports, times, name = incomplete.rpartition("x") if incomplete[:1].isdigit() else ("", "", incomplete)
     return [ports + times + link.name for link in links() if link.name.startswith(name)]
 
 
 def complete_one_of(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """Completes to those of ``names`` that begin so."""
+    """Return a completion function for ``names``."""
 
     def complete(incomplete: str) -> list[str]:
         return [name for name in names if name.startswith(incomplete)]
@@ -57,74 +66,118 @@ def complete_cluster(incomplete: str) -> list[str]:
 
 
 LINE_EVERY_S = 10.0
-"""Between two lines of progress where no terminal shows it at once."""
+"""Seconds between two lines of progress where standard error is no terminal."""
+_COUNTED = re.compile(r"(\d+) of (up to )?(\d+)")
 
 
 @contextmanager
 def progress(first: str, *, silent: bool = False) -> Iterator[Callable[[str], None]]:
-    """A function that shows what is being done now on standard error: on a terminal at once, elsewhere a line every
-    `LINE_EVERY_S`. Shows nothing if ``silent``."""
-    console = Console(stderr=True)
+    """Yield a function that shows the current work on standard error, with the time that is left if it is counted.
+
+    A terminal shows it at once; elsewhere a line is printed every `LINE_EVERY_S`. Shows nothing if ``silent``.
+    """
+    console, estimate = Console(stderr=True), _Estimate()
     if silent:
         yield lambda _: None
     elif console.is_terminal:
-        with console.status(first) as status:
-            yield status.update
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(first)
+            yield lambda text: bar.update(task, description=estimate.added_to(text))
     else:
-        now, is_done = [first], threading.Event()
+        now, is_done, began_s = [first], threading.Event(), time.monotonic()
 
         def print_lines() -> None:
             while not is_done.wait(LINE_EVERY_S):
-                print(f"... {now[0]}", file=sys.stderr)
+                print(f"... {now[0]} ({time.monotonic() - began_s:.0f} s so far)", file=sys.stderr)
 
         printing = threading.Thread(target=print_lines, daemon=True)
         printing.start()
         try:
-            yield lambda text: now.__setitem__(0, text)
+            yield lambda text: now.__setitem__(0, estimate.added_to(text))
         finally:
             is_done.set()
             printing.join()
 
 
+class _Estimate:
+    """Seconds left of work whose texts begin with ``3 of 17``, as long as each part takes what those before it did."""
+
+    began_s = 0.0
+    total = ""
+
+    def added_to(self, text: str) -> str:
+        """Return the text with the time that is left, or the text itself if it is not counted."""
+        counted = _COUNTED.match(text)
+        if counted is None:
+            return text
+        number, most, total = int(counted[1]), counted[2] or "", counted[3]
+        if number == 1 or total != self.total:
+            self.began_s, self.total = time.monotonic(), total
+            return text
+        left_s = (time.monotonic() - self.began_s) / (number - 1) * (int(total) - number + 1)
+        return f"{text} ({'at most ' if most else ''}about {max(left_s, 1):.0f} s left)"
+
+
 Chosen = TypeVar("Chosen")
 Command = TypeVar("Command", bound=Callable[..., None])
-_MOST_DIGITS = 20
 
 
-def parse_size(option: str, text: str, most: int) -> int | Literal["max"]:
-    """A number of samples or tokens, or ``max``; raises `UserError` for anything else."""
-    if text == "max":
-        return "max"
-    if not is_number(text, most):
-        raise UserError(
-            field=option,
-            found=repr(text),
-            expected=f"a whole number of 1 or more, at most {most}, or max",
-            hint=f"write for example {option} 64",
-        )
-    return int(text)
+def whole(option: str, most: int, *, kilo: int = 1000, example: str = "8", least: int = 1) -> Callable[[Any], int]:
+    """Return the parser of an option that is a whole number, as in ``64`` or ``4k``."""
+
+    def parse(text: Any) -> int:
+        return parse_count(str(text), field=option, least=least, most=most, kilo=kilo, example=example)
+
+    return parse
+
+
+def whole_or_max(option: str, most: int, example: str) -> Callable[[Any], int | Literal["max"]]:
+    """Return the parser of an option that is a whole number, ``4k`` being 4096, or ``max``."""
+    number = whole(option, most, kilo=1024, example=f"{example}, or {option} max")
+    return lambda text: "max" if text == "max" else number(text)
+
+
+def real(option: str, least: float, most: float, example: str) -> Callable[[Any], float]:
+    """Return the parser of an option that is a number from ``least`` to ``most``."""
+
+    def parse(text: Any) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value <= most:
+            raise UserError(
+                field=option,
+                found=repr(text),
+                expected=f"a number from {least:g} to {most:g}",
+                hint=f"write for example {option} {example}",
+            )
+        return value
+
+    return parse
 
 
 def parse_image_size(text: str) -> tuple[int, int]:
-    """Height and width in ``448`` or ``448x672``; raises `UserError` for anything else."""
+    """Return height and width in ``448`` or ``448x672``; raises `UserError` for anything else."""
     sides = text.split("x")
     if len(sides) > 2 or any(not is_number(side, limits.MOST_PIXELS) for side in sides):
         raise UserError(
             field="--image-size",
             found=repr(text),
-            expected=f"the pixels of a side, or HEIGHTxWIDTH, at most {limits.MOST_PIXELS}",
+            expected=f"pixels per side, or HEIGHTxWIDTH, at most {limits.MOST_PIXELS}",
             hint="write for example --image-size 448",
         )
     return int(sides[0]), int(sides[-1])
 
 
 def is_number(text: str, most: int) -> bool:
-    """Whether a text is a whole number of 1 to ``most``."""
-    return text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS and 0 < int(text) <= most
+    """Return whether a text is a whole number from 1 to ``most``."""
+    return text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) <= most
 
 
 def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[Chosen, ...]:
-    """The values of the names in ``none,full``, each once; raises `UserError` naming the known ones for another."""
+    """Return the values of the names in ``none,full``, each once; raises `UserError` for an unknown name."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in known:
@@ -138,7 +191,7 @@ def check_choices(option: str, text: str, known: Mapping[str, Chosen]) -> tuple[
 
 
 def check_choice(option: str, text: str, choices: Any, *, hint: str = "") -> Any:
-    """``text`` if it is one of the literal ``choices``; raises `UserError` naming them for anything else."""
+    """Return ``text`` if it is one of the literal ``choices``; raises `UserError` otherwise."""
     known = get_args(choices)
     if text not in known:
         expected = "one of " + ", ".join(known)
@@ -147,142 +200,108 @@ def check_choice(option: str, text: str, choices: Any, *, hint: str = "") -> Any
 
 
 def parse_precision(text: str, choices: Any = Precision) -> Any:
-    """The precision of ``--precision``; raises `UserError` for another, with what to do for one that is known."""
+    """Return the precision of ``--precision``; raises `UserError` for another, with a hint for known formats."""
     nvfp4 = "plan with --precision nvfp4, for an engine that has it (--engine megatron)"
     return check_choice("--precision", text, choices, hint=nvfp4 if text.lower() == "fp4" else "")
+
+
+def option(flags: str, metavar: str | None, text: str, group: str | None = None, **more: Any) -> Any:
+    """Return an option of these ``flags``, separated by blanks, in a group of the help."""
+    return typer.Option(*flags.split(), metavar=metavar, help=text, rich_help_panel=group, **more)
+
+
+def count(flags: str, text: str, group: str | None = None, *, most: int, metavar: str = "N", **number: Any) -> Any:
+    """Return an option that is a whole number up to ``most``; ``number`` goes to `whole`."""
+    return option(flags, metavar, text, group, parser=whole(flags.split(maxsplit=1)[0], most, **number))
 
 
 Model = Annotated[
     str,
     typer.Argument(
-        help="A packaged model (see `steelyard models`; its hub id will do), the path of a config.json, or "
-        "FILE.py:FUNCTION, which builds a module of your own and is run.",
+        help="Packaged model (`steelyard models`) or its Hugging Face ID, path of a config.json, or FILE.py:FUNCTION "
+        "that builds your own module (the file is run).",
         autocompletion=complete_model,
     ),
 ]
-ClusterOption = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        help="NODESxDEVICESxDEVICE such as 1x8xa100-80gb, or a YAML file; plan and explain take pools joined by +.",
-        autocompletion=complete_cluster,
-    ),
-]
-OtherCluster = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster", help="Price it for another cluster than the plan names.", autocompletion=complete_cluster
-    ),
-]
-NetworkOption = Annotated[
-    str | None,
-    typer.Option(
-        "--network",
-        help="The link between nodes, one port per node unless it says how many: ethernet-25, 8xinfiniband-ndr.",
-        autocompletion=complete_network,
-    ),
-]
-SeqLen = Annotated[
-    int | None,
-    typer.Option(
-        "--seq-len",
-        help="Tokens of a sample; default: what an image or your own module's sample has.",
-        min=1,
-        max=limits.MOST_TOKENS,
-    ),
-]
-GlobalBatch = Annotated[
-    int, typer.Option("--global-batch", help="Samples of a step over all devices.", min=1, max=limits.MOST_SAMPLES)
-]
-PrecisionOption = Annotated[
-    str,
-    typer.Option(
-        "--precision",
-        help="bf16 or fp16 (compute in it, keep and reduce in fp32; fp16 with loss scaling), fp32, or with an engine "
-        "that has it fp8, fp8-block, mxfp8 or nvfp4 (linear layers).",
-    ),
-]
-EngineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--engine",
-        help="What runs the plan; default: native, steelyard's own runtime. Options follow its name: megatron+deepep.",
-        autocompletion=complete_one_of(ENGINES),
-        metavar="NAME",
-    ),
-]
+PlanFile = Annotated[Path, typer.Argument(help="Plan file, as `steelyard plan -o` writes it.", metavar="PLAN")]
+_CLUSTER = "NODESxDEVICESxDEVICE, as in 1x8xa100-80gb, or a YAML file. Join groups of different devices by +."
+ClusterOption = Annotated[str, option("--cluster", "CLUSTER", _CLUSTER, autocompletion=complete_cluster)]
+_OTHER = "Use another cluster than the plan's."
+OtherCluster = Annotated[str | None, option("--cluster", "CLUSTER", _OTHER, CLUSTER, autocompletion=complete_cluster)]
+_NETWORK = "Link between nodes: ethernet-25 (one port per node), 8xinfiniband-ndr (eight). See `steelyard links`."
+NetworkOption = Annotated[str | None, option("--network", "LINK", _NETWORK, CLUSTER, autocompletion=complete_network)]
+_LENGTHS: Any = {"most": limits.MOST_TOKENS, "kilo": 1024, "example": "4096", "metavar": "TOKENS"}
+_SEQ_LEN = "Tokens per sample, as in 4096 or 4k. Default: length of an image or of your own module's sample."
+SeqLen = Annotated[int | None, count("--seq-len", _SEQ_LEN, **_LENGTHS)]
+FileSeqLen = Annotated[int | None, count("--seq-len", "For --from: tokens per sample, if not in the file.", **_LENGTHS)]
+_SAMPLES: Any = {"most": limits.MOST_SAMPLES, "kilo": 1024, "example": "64", "metavar": "SAMPLES"}
+GlobalBatch = Annotated[int, count("--global-batch", "Samples per step over all devices.", **_SAMPLES)]
+FileBatch = Annotated[int | None, count("--global-batch", "For --from: batch, if not in the file.", **_SAMPLES)]
+_PRECISION = "bf16, fp16 (with loss scaling), fp32; for engines that have them fp8, fp8-block, mxfp8, nvfp4."
+PrecisionOption = Annotated[str, option("--precision", "NAME", _PRECISION)]
+_ENGINE = (
+    "Software that runs the plan: native (steelyard, default), megatron, torchtitan, … with options: megatron+deepep."
+)
+EngineOption = Annotated[str | None, option("--engine", "NAME", _ENGINE, autocompletion=complete_one_of(ENGINES))]
+_SIMPLIFY = (
+    "Accept a plan this fraction slower than the fastest if it has fewer groups of layers, or no more stages than "
+    "usual for its size (more must gain 7 %). 0: the fastest."
+)
 Simplify = Annotated[
-    float,
-    typer.Option(
-        "--simplify",
-        help="Take the plan of the fewest groups of layers that is at most this much slower than the fastest, and "
-        "of no more stages than models of its size have unless they gain 7 %; 0 for the fastest.",
-        min=0,
-        max=0.5,
-    ),
+    float, option("--simplify", "FRACTION", _SIMPLIFY, SEARCH, parser=real("--simplify", 0, 0.5, "0.01"))
 ]
-AllEngines = Annotated[bool, typer.Option("--engines", help="Also plan for every other engine: what each would take.")]
-Memory = Annotated[
-    str | None, typer.Option("--memory", help="What one device may hold, as in 20GiB; default: all it has.")
-]
+_ENGINES = "Plan for every other engine and compare step times."
+AllEngines = Annotated[bool, option("--engines", None, _ENGINES, ENGINE)]
+_MEMORY = "Memory budget per device, as in 80GB or 20GiB. Default: all memory."
+Memory = Annotated[str | None, option("--memory", "SIZE", _MEMORY)]
+_MARGIN = "Fraction of device memory to keep free. Default: 0.05, 0 with --memory. Ignored if nothing fits otherwise."
 MemoryMargin = Annotated[
     float | None,
-    typer.Option(
-        "--memory-margin",
-        help="Part of the memory to leave free where a plan fits so; default: 0.05 of a GPU's own, none of --memory.",
-        min=0,
-        max=0.9,
-    ),
+    option("--memory-margin", "FRACTION", _MARGIN, BUDGET, parser=real("--memory-margin", 0, 0.9, "0.05")),
 ]
-Imbalance = Annotated[
-    float,
-    typer.Option(
-        help="Tokens of the rank whose experts most of them take, over the mean: assumed, until training measures."
-    ),
-]
-ProfileOption = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        help="Measured costs from `steelyard profile`; of pools POOL=FILE,…; default: traced and catalogue.",
-    ),
-]
+_IMBALANCE = "Load of the busiest expert rank relative to the mean (assumed; training reports the measured value)."
+Imbalance = Annotated[float, option("--imbalance", "RATIO", _IMBALANCE, MODEL)]
+_PROFILE = "Costs measured by `steelyard profile`; for device groups NAME=FILE,… Default: traced, at catalogue rates."
+ProfileOption = Annotated[str | None, option("--profile", "FILE", _PROFILE, CLUSTER)]
 MaxTp = Annotated[
-    int | None, typer.Option("--max-tp", help="Largest tensor-parallel degree.", min=1, max=limits.MOST_DEVICES)
+    int | None, count("--max-tp", "Largest tensor-parallel degree to search.", SEARCH, most=limits.MOST_DEVICES)
 ]
-
+_LIMIT = "Seconds after which the search returns the best plan so far."
 TimeLimit = Annotated[
     float,
-    typer.Option("--time-limit", help="Seconds after which the best so far is taken.", min=0, max=limits.MOST_SECONDS),
+    option("--time-limit", "SECONDS", _LIMIT, SEARCH, parser=real("--time-limit", 0, limits.MOST_SECONDS, "60")),
 ]
 MOST_POINTS = 1000
-"""Budgets of a frontier."""
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+"""Maximum number of budgets of a frontier."""
+AsJson = Annotated[bool, option("--json", None, "Print JSON.", OUTPUT)]
+Verbose = Annotated[bool, option("--verbose -v", None, "Also show all tables: stages, cost by term, plans that lost.")]
+_BUILDER = "FILE.py:FUNCTION of the plan's own module; the file is run."
+Builder = Annotated[str | None, option("--builder", "FILE", _BUILDER)]
 
 
 def built_module(model: str) -> Any:
-    """The user's own module where ``model`` is FILE.py:FUNCTION, split and proved; else None.
+    """Return the user's own module for FILE.py:FUNCTION, split and verified; None for other models.
 
-    The file is run, since the user names it; a line on standard error says so.
+    The file is run; a line on standard error says so.
     """
     if BUILDER.fullmatch(model) is None:
         return None
-    require_training("a module of your own is run to be split")
+    require_training("your own module is run to find its layers")
     from steelyard.modules.own_proof import build, own_model
 
-    print(f"running {model.rpartition(':')[0]}, which builds the module", file=sys.stderr)
+    print(f"running {model.rpartition(':')[0]} to build the module", file=sys.stderr)
     return own_model(build(model))
 
 
 def tried(context: typer.Context, parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-    """The callback of an option that names a file to write: raises `UserError` before the work if it cannot be."""
+    """Option callback: raise `UserError` before any work if the file cannot be written."""
     if path is not None and not context.resilient_parsing:
         check_file(path, parameter.opts[0])
     return path
 
 
 def is_file_name(path: Path) -> bool:
-    """Whether a path that may be a file or a folder is a file: it ends in letters after a dot, and is no folder.
+    """Return whether a path names a file rather than a folder: a suffix of letters, and no folder of that name.
 
     ``titan-0.3`` and ``llama3.1-8b`` are names of folders.
     """
@@ -290,7 +309,7 @@ def is_file_name(path: Path) -> bool:
 
 
 def tried_file_or_folder(context: typer.Context, parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-    """The same of an option that names a file by its suffix, or else a folder."""
+    """Option callback: as `tried`, for a file if the path has a suffix and for a folder otherwise."""
     if path is not None and is_file_name(path):
         return tried(context, parameter, path)
     if path is not None and not context.resilient_parsing:
@@ -310,9 +329,9 @@ def prints(kind: Any) -> Callable[[Command], Command]:
 
 
 def print_json(value: Any) -> None:
-    """Prints a value as indented JSON on standard output, in whatever characters that can show.
+    """Print a value as indented JSON in characters that standard output can show.
 
-    A file of ours, or a part of one, has the keys of that file, absent ones left out.
+    Values of our file formats have the keys of the file; absent ones are left out.
     """
 
     def content(part: Any) -> Any:
@@ -323,7 +342,7 @@ def print_json(value: Any) -> None:
 
 
 def check_page(path: Path) -> None:
-    """Raises `UserError` unless ``--output`` names a page."""
+    """Raise `UserError` unless ``--output`` names an HTML page."""
     if path.suffix.lower() != ".html":
         raise UserError(
             field="--output",
@@ -333,108 +352,62 @@ def check_page(path: Path) -> None:
         )
 
 
+_BATCH = "Samples per step over all devices, or max: doubled while throughput grows. Default: one per device."
 Batch = Annotated[
-    str | None,
-    typer.Option(
-        "--global-batch",
-        help="Samples of a step over all devices; max: doubled while throughput grows and it fits; default: one "
-        "for each device.",
-        metavar="INTEGER|max",
-    ),
+    Any,
+    option("--global-batch", "SAMPLES|max", _BATCH, parser=whole_or_max("--global-batch", limits.MOST_SAMPLES, "64")),
 ]
+_LENGTH = _SEQ_LEN.replace("4k.", "4k, or max: the longest that fits.")
 Length = Annotated[
-    str | None,
-    typer.Option(
-        "--seq-len",
-        help="Tokens of a sample; max: the most that fit; default: what an image or your own module's sample has.",
-        metavar="INTEGER|max",
-    ),
+    Any, option("--seq-len", "TOKENS|max", _LENGTH, parser=whole_or_max("--seq-len", limits.MOST_TOKENS, "4096"))
 ]
-Output = Annotated[Path | None, typer.Option("--output", "-o", callback=tried, help="Where to write the plan.")]
-ImageSize = Annotated[
-    str | None,
-    typer.Option(
-        "--image-size",
-        help="Pixels of a side of all images, or HEIGHTxWIDTH, of a model that reads them in any size (qwen2_vl); "
-        "default: vision_config.image_size of its config.",
-    ),
+Output = Annotated[
+    Path | None, option("--output -o", "FILE", "Write the plan to this file, as in plan.json.", callback=tried)
 ]
-CalibrateBy = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--calibrate",
-        help="Measured runs whose median scales all predicted times: records of `train` or `measure`, or files "
-        "that name plan and step_time_s. Several after one --calibrate, behind MODEL.",
-        metavar="RUN...",
-    ),
-]
-Aim = Annotated[
-    str, typer.Option("--objective", help="time: the fastest plan; devices: the fewest devices, then the fastest.")
-]
+_IMAGE = "Pixels per side of all images, or HEIGHTxWIDTH, if the model reads any size. Default: from its config."
+ImageSize = Annotated[str | None, option("--image-size", "PIXELS", _IMAGE, MODEL)]
+_CALIBRATE = (
+    "Measured runs whose median ratio scales all predicted times: records of `train` or `measure`, or files with plan "
+    "and step_time_s. Several may follow one --calibrate."
+)
+CalibrateBy = Annotated[list[Path] | None, option("--calibrate", "RUN...", _CALIBRATE, CLUSTER)]
+_AIM = "time: the fastest plan; devices: the fewest devices, then the fastest."
+Aim = Annotated[str, option("--objective", "NAME", _AIM, BUDGET)]
 Stages = Annotated[
-    int | None, typer.Option("--stages", help="Fix the number of pipeline stages.", min=1, max=limits.MOST_LAYERS)
+    int | None, count("--stages --pp", "Number of pipeline stages.", PARALLELISM, most=limits.MOST_LAYERS)
 ]
-Microbatches = Annotated[
-    int | None,
-    typer.Option("--microbatches", help="Fix the number of microbatches.", min=1, max=limits.MOST_MICROBATCHES),
+_MICRO_BATCH = "Samples of a microbatch per rank, in all blocks."
+MicroBatch = Annotated[int | None, count("--micro-batch", _MICRO_BATCH, PARALLELISM, most=limits.MOST_SAMPLES)]
+_MICROBATCHES = "Number of microbatches per step (gradient accumulation steps)."
+Microbatches = Annotated[int | None, count("--microbatches", _MICROBATCHES, PARALLELISM, most=limits.MOST_MICROBATCHES)]
+_REMATS = "Choices of activation checkpointing, as in none,selective,full."
+Remats = Annotated[str | None, option("--remat", "NAMES", _REMATS, PARALLELISM)]
+_SCHEDULES = f"Pipeline schedules to search: {', '.join(SCHEDULES)}."
+Schedules = Annotated[str | None, option("--schedule", "NAMES", _SCHEDULES, PARALLELISM)]
+_MAX_STAGES = "Maximum number of pipeline stages to search."
+MaxStages = Annotated[int | None, count("--max-stages", _MAX_STAGES, SEARCH, most=limits.MOST_DEVICES)]
+ZeroStages = Annotated[
+    str | None, option("--zero", "STAGES", "ZeRO stages that fsdp may use, as in 1,2,3.", PARALLELISM)
 ]
-Remats = Annotated[
-    str | None, typer.Option("--remat", help="Choices of activation checkpointing, as in none,selective,full.")
-]
-Schedules = Annotated[
-    str | None, typer.Option("--schedule", help=f"Pipeline schedules to search, as in {','.join(SCHEDULES)}.")
-]
-MaxStages = Annotated[
-    int | None, typer.Option("--max-stages", help="Most stages of a pipeline.", min=1, max=limits.MOST_DEVICES)
-]
-ZeroStages = Annotated[str | None, typer.Option("--zero", help="ZeRO stages that fsdp may use, as in 1,2,3.")]
-WhichSpace = Annotated[
-    str, typer.Option("--space", help="full: all parallelism dimensions; paper: those of Galvatron, never mixed.")
-]
-Uniform = Annotated[
-    bool,
-    typer.Option("--uniform", help="One strategy everywhere, one remat choice for all blocks."),
-]
-Pins = Annotated[
-    list[str] | None,
-    typer.Option("--pin", help="Decide beforehand, as in 'layers 0-3: tp=4, remat=full'; may be repeated."),
-]
-Freezes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--freeze",
-        help="What is not trained: a module or parameter by its path in the model, as in model.vision_tower, "
-        "with * as in a shell; may be repeated.",
-    ),
-]
-Cuts = Annotated[
-    str, typer.Option("--partition", help="How stages are cut: exact, or for comparison bmw, memory-balanced, even.")
-]
-Top = Annotated[
-    int,
-    typer.Option(
-        "--top",
-        help="How many of the plans that lost to show; the best so many are kept for `measure`.",
-        min=0,
-        max=1000,
-    ),
-]
-Fallbacks = Annotated[
-    int,
-    typer.Option(
-        "--fallbacks",
-        help="Plans of less memory to keep in the file, for `train` to go on with when memory runs out.",
-        min=0,
-        max=100,
-    ),
-]
-Tokens = Annotated[
-    str | None, typer.Option("--tokens", help="Tokens of the whole training, as in 15T: how many days it takes.")
-]
+_SPACE = "full: all parallelism dimensions; paper: those of the Galvatron paper, for comparison."
+WhichSpace = Annotated[str, option("--space", "NAME", _SPACE, SEARCH)]
+_UNIFORM = "One strategy for all layers, one remat choice for all blocks."
+Uniform = Annotated[bool, option("--uniform", None, _UNIFORM, PARALLELISM)]
+_PIN = "Fix the strategy of some layers, as in 'layers 0-3: tp=4, remat=full'. Repeatable."
+Pins = Annotated[list[str] | None, option("--pin", "TEXT", _PIN, PARALLELISM)]
+_FREEZE = "Module or parameter that is not trained, by path, as in model.vision_tower or *.norm. Repeatable."
+Freezes = Annotated[list[str] | None, option("--freeze", "PATH", _FREEZE, MODEL)]
+_CUTS = "How layers are cut into stages: exact (searched), or for comparison bmw, memory-balanced, even."
+Cuts = Annotated[str, option("--partition", "NAME", _CUTS, SEARCH)]
+_TOP = "Number of plans that lost to list with -v, and to keep in the file for `measure`."
+Top = Annotated[int, count("--top", _TOP, OUTPUT, most=1000, least=0)]
+_FALLBACKS = "Number of plans with less memory to keep in the file, for `train` to use if memory runs out."
+Fallbacks = Annotated[int, count("--fallbacks", _FALLBACKS, OUTPUT, most=100, least=0)]
+_TOKENS = "Tokens of the whole training, as in 15T: adds days and device-hours."
+Tokens = Annotated[int | None, count("--tokens", _TOKENS, BUDGET, most=MOST_COUNT, example="15T", metavar="TOKENS")]
+_PRICE = "Dollars per device-hour: adds the cost of --tokens."
 Price = Annotated[
-    float | None,
-    typer.Option("--price", help="Dollars for a device-hour: what the --tokens cost.", min=0, max=limits.MOST_PRICE),
+    float | None, option("--price", "DOLLARS", _PRICE, BUDGET, parser=real("--price", 0, limits.MOST_PRICE, "2.5"))
 ]
-SaveProblem = Annotated[
-    Path | None, typer.Option("--save-problem", callback=tried, help="Write the cost tables for `steelyard solve`.")
-]
+_PROBLEM = "Write the cost tables to this file, for `steelyard solve`."
+SaveProblem = Annotated[Path | None, option("--save-problem", "FILE", _PROBLEM, OUTPUT, callback=tried)]

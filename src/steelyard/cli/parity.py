@@ -1,20 +1,19 @@
-"""``steelyard parity``: a plan's losses and gradients against one process, at small width."""
+"""``steelyard parity``: compare losses and gradients of a plan with one process, at small width."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, print_json, prints
+from steelyard.cli.options import AsJson, PlanFile, count, print_json, prints
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_STEPS
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.plan.shrink import TOLERANCES, shrunk_plan
+from steelyard.report.tables import console, number
 from steelyard.units import format_plural
 
 
@@ -41,14 +40,14 @@ class Compared(TypedDict):
 
 @prints(Compared)
 def parity(
-    path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
-    steps: Annotated[int, typer.Option("--steps", help="Training steps that are compared.", min=1, max=MOST_STEPS)] = 2,
+    path: PlanFile,
+    steps: Annotated[int, count("--steps", "Training steps to compare.", most=MOST_STEPS)] = 2,
     max_processes: Annotated[
-        int, typer.Option("--max-processes", help="Processes that this host may run at once.", min=1, max=MOST_DEVICES)
+        int, count("--max-processes", "Maximum number of processes on this host.", most=MOST_DEVICES)
     ] = 16,
     as_json: AsJson = False,
 ) -> None:
-    """Train a plan at small width, and one process without it: are losses and gradients the same?"""
+    """Train a narrow copy of the model under the plan and on one process: compare losses and gradients."""
     plan = read_plan(path)
     require_training("`steelyard parity` trains")
     small = shrunk_plan(plan)
@@ -74,18 +73,18 @@ def parity(
 
 def _show(small: Plan, report: dict[str, Any]) -> None:
     chain = small.chain()
-    columns = ("step", "loss of the plan", "of one process", "gradient norm", "of one process")
-    title = f"{chain.name} at width {chain.hidden_size}: the plan against one process"
-    table = Table(*(Column(each, justify="right") for each in columns), title=title)
+    columns = ("step", "loss, plan", "loss, one process", "gradient norm, plan", "gradient norm, one process")
+    title = f"{chain.name} at width {chain.hidden_size}: plan and one process"
+    table = Table(*(number(each, whole=False) for each in columns), title=title)
     rows = zip(report["losses"], report["expected_losses"], report["norms"], report["expected_norms"], strict=True)
-    for number, values in enumerate(rows, start=1):
-        table.add_row(str(number), *(f"{value:.7f}" for value in values))
-    Console().print(table)
+    for step, values in enumerate(rows, start=1):
+        table.add_row(str(step), *(f"{value:.7f}" for value in values))
+    console().print(table)
     verdict = "equal" if report["within_tolerance"] else "DIFFERENT"
     print(
         f"{verdict}: losses differ by {report['loss_error']:.1e} (tolerance {report['loss_tolerance']:.0e}), gradients "
-        f"by {report['gradient_error']:.1e} of the largest entry (tolerance {report['gradient_tolerance']:.0e}), most "
-        f"in {report['gradient_tensor'] or 'none'}"
+        f"by {report['gradient_error']:.1e} of the largest entry (tolerance {report['gradient_tolerance']:.0e}), in "
+        f"{report['gradient_tensor'] or 'none'}"
     )
     print(
         f"compared: {format_plural(small.num_devices, 'process', 'processes')}, "

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 import typer
-from rich.console import Console
 from typing_extensions import TypedDict
 
 from steelyard.cli import options
@@ -14,7 +13,6 @@ from steelyard.cli.levers import with_levers
 from steelyard.cost.job import ASSUMED_IMBALANCE
 from steelyard.engines.native import NATIVE
 from steelyard.errors import UserError
-from steelyard.limits import MOST_SAMPLES, MOST_TOKENS
 from steelyard.output import command
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.decisions import Decisions, Partition, Space
@@ -24,6 +22,7 @@ from steelyard.plan.plan import Plan
 from steelyard.plan.strategy import Remat
 from steelyard.planning.choose import PlanningResult
 from steelyard.planning.complete import ENGINE_LIMIT_S, complete, engine_answers
+from steelyard.planning.pins import MICRO_BATCH
 from steelyard.planning.problem import problem_of
 from steelyard.planning.request import (
     NUM_ALTERNATIVES,
@@ -34,13 +33,15 @@ from steelyard.planning.request import (
     make_request,
     not_with_pools,
 )
+from steelyard.report.answer import answer_view
 from steelyard.report.plan_table import engine_line, plan_view
+from steelyard.report.tables import console
 from steelyard.schedules import SCHEDULES
 from steelyard.search import TIME_LIMIT_S
-from steelyard.units import format_bytes, parse_count
+from steelyard.units import format_bytes
 
 WORDS = {"allow_extra_args": True}
-"""Further words behind the model are runs after --calibrate."""
+"""Further words after the model are runs of --calibrate."""
 
 
 class OverEngines(TypedDict):
@@ -74,56 +75,61 @@ def plan(
     context: typer.Context,
     model: options.Model,
     cluster: options.ClusterOption,
-    global_batch: options.Batch = None,
     seq_len: options.Length = None,
-    network: options.NetworkOption = None,
-    output: options.Output = None,
-    image_size: options.ImageSize = None,
+    global_batch: options.Batch = None,
     memory: options.Memory = None,
-    memory_margin: options.MemoryMargin = None,
     precision: options.PrecisionOption = "bf16",
     engine: options.EngineOption = None,
-    engines: options.AllEngines = False,
+    output: options.Output = None,
+    verbose: options.Verbose = False,
+    image_size: options.ImageSize = None,
+    freeze: options.Freezes = None,
+    imbalance: options.Imbalance = ASSUMED_IMBALANCE,
+    network: options.NetworkOption = None,
     profile: options.ProfileOption = None,
     calibrate_by: options.CalibrateBy = None,
-    imbalance: options.Imbalance = ASSUMED_IMBALANCE,
+    memory_margin: options.MemoryMargin = None,
     objective: options.Aim = "time",
-    max_tp: options.MaxTp = None,
+    tokens: options.Tokens = None,
+    price: options.Price = None,
+    engines: options.AllEngines = False,
     stages: options.Stages = None,
-    max_stages: options.MaxStages = None,
+    micro_batch: options.MicroBatch = None,
     microbatches: options.Microbatches = None,
-    remat: options.Remats = None,
     schedule: options.Schedules = None,
     zero: options.ZeroStages = None,
-    space: options.WhichSpace = "full",
+    remat: options.Remats = None,
     uniform: options.Uniform = False,
-    simplify: options.Simplify = SIMPLIFY,
     pin: options.Pins = None,
-    freeze: options.Freezes = None,
+    max_tp: options.MaxTp = None,
+    max_stages: options.MaxStages = None,
+    simplify: options.Simplify = SIMPLIFY,
+    space: options.WhichSpace = "full",
     partition: options.Cuts = "exact",
     time_limit: options.TimeLimit = TIME_LIMIT_S,
     top: options.Top = NUM_ALTERNATIVES,
     fallbacks: options.Fallbacks = NUM_FALLBACKS,
-    tokens: options.Tokens = None,
-    price: options.Price = None,
     problem: options.SaveProblem = None,
     as_json: options.AsJson = False,
     *,
+    degrees: Mapping[str, int | None],
     levers: Mapping[str, str | None],
 ) -> None:
-    """Find the simplest plan at most 1 % slower than the fastest that fits. No GPU needed."""
+    """Find the fastest plan that fits, or a simpler one at most 1 % slower. No GPU needed."""
     if context.args and not calibrate_by:
         raise UserError(
             field="plan",
-            found=f"{' '.join(context.args)!r} behind the model",
-            expected="one model, and options",
-            hint="runs stand after --calibrate, as in --calibrate first.json second.json",
+            found=f"{' '.join(context.args)!r} after the model",
+            expected="one model and options; only --calibrate takes several words",
+            hint="write for example --calibrate first.json second.json",
         )
     remats, schedules = {each.value: each for each in Remat}, {name: name for name in SCHEDULES}
     chosen_space = options.check_choice("--space", space, Space)
     chosen_partition = options.check_choice("--partition", partition, Partition)
+    fixed = (f"{name}={degree}" for name, degree in degrees.items() if degree is not None)
+    samples = [] if micro_batch is None else [f"blocks: {MICRO_BATCH}={micro_batch}"]
     decisions = Decisions(
-        pins=tuple(pin or ()),
+        pins=(*(pin or ()), *fixed, *samples),
         num_stages=stages,
         most_stages=max_stages,
         num_microbatches=microbatches,
@@ -140,10 +146,8 @@ def plan(
         request = make_request(
             model,
             cluster,
-            global_batch="devices"
-            if global_batch is None
-            else options.parse_size("--global-batch", global_batch, MOST_SAMPLES),
-            seq_len=options.parse_size("--seq-len", seq_len, MOST_TOKENS) if seq_len else None,
+            global_batch=global_batch or "devices",
+            seq_len=seq_len,
             network=network,
             image_size=None if image_size is None else options.parse_image_size(image_size),
             memory=memory,
@@ -163,7 +167,7 @@ def plan(
             num_alternatives=top,
             num_next_best=max(0, top - 1) if output is not None else 0,
             num_fallbacks=fallbacks if output is not None else 0,
-            tokens=None if tokens is None else parse_count(tokens, field="--tokens"),
+            tokens=tokens,
             price=price,
         )
         if request.is_mixed:
@@ -178,9 +182,9 @@ def plan(
             from steelyard.search.problem import save_problem
 
             save_problem(problem, problem_of(result.job, result.tables))
-    assumed = f"global batch: {request.global_batch}, a sample for each device (--global-batch decides otherwise)"
+    assumed = f"global batch {request.global_batch}: one sample per device (change it with --global-batch)"
     for note in (*([] if global_batch else [assumed]), *result.notes):
-        Console(stderr=as_json or result.plan is None).print(note, style="dim", highlight=False)
+        console(stderr=as_json or result.plan is None).print(note, style="dim")
     if result.plan is None:
         _print_nothing_fits(result, request, as_json)
         raise typer.Exit(1)
@@ -189,38 +193,41 @@ def plan(
     if as_json:
         options.print_json(OverEngines(plan=result.plan, engines=others) if engines else result.plan)
     else:
-        Console().print(plan_view(result.plan, num_alternatives=top, engines=others))
-        _print_next(result.plan, output, builder=("--builder", model) if own else ())
+        shown = plan_view(result.plan, num_alternatives=top, engines=others) if verbose else None
+        console().print(shown or answer_view(result.plan, engines=() if engines else others, file=output))
         for other in others if engines else ():
             print(engine_line(other))
+        _print_next(result.plan, output, ("--builder", model) if own else (), verbose=verbose)
 
 
-def _print_next(found: Plan, output: Path | None, *, builder: Sequence[str]) -> None:
-    """The commands to run next."""
-    if output is not None:
-        print(f"written to {output}")
-        print(f"  why this plan: {command('explain', output)}")
-        print(f"  see it: {command('report', output, '-o', output.with_suffix('.html'))}")
-        if found.engine is not None:
-            print(f"  write it: {command('export', output, '--to', found.engine)}")
-            return
-        print(f"  run it: {command('train', output, *builder, '--data', 'PATH')}")
-        if found.next_best:
-            count = len(found.next_best) + 1
-            print(f"  measure the best {count}: {command('measure', output, *builder, '--alternatives')}")
-    else:
-        print("  keep it: add -o plan.json")
+def _print_next(found: Plan, output: Path | None, builder: Sequence[str], *, verbose: bool) -> None:
+    """Print the commands to run next."""
+    if output is None:
+        print("Next: add -o plan.json to keep the plan, -v to see all tables")
+        return
+    print(f"Written to {output}. Next:")
+    commands = [
+        ("explain", output),
+        ("report", output, "-o", output.with_suffix(".html")),
+        ("train", output, *builder, "--data", "PATH")
+        if found.engine is None
+        else ("export", output, "--to", found.engine),
+    ]
+    if found.next_best and found.engine is None and verbose:
+        commands.append(("measure", output, *builder, "--alternatives"))
+    for words in commands:
+        print(f"  {command(*words)}")
 
 
 def _print_nothing_fits(result: PlanningResult, request: PlanRequest, as_json: bool) -> None:
     budget, miss = result.job.budget_bytes, result.miss
     if not as_json:
-        print(f"nothing fits in {format_bytes(budget)} per device", file=sys.stderr)
+        print(f"Nothing fits in {format_bytes(budget)} per device.", file=sys.stderr)
         print(f"  nearest miss: {result.miss_text}", file=sys.stderr)
         print(f"  to fix: {result.remedies}", file=sys.stderr)
-        from steelyard.planning.advise import hints  # which a plan that fits does not need
+        from steelyard.planning.advise import hints  # not needed for a plan that fits
 
-        with options.progress("trying what would fit") as show:
+        with options.progress("searching for changes that fit") as show:
             found = list(hints(request, progress=show))
         for hint in found:
             print(f"  or: {hint}", file=sys.stderr)

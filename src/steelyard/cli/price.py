@@ -1,9 +1,7 @@
-"""``steelyard price``: what a plan takes that an engineer set, in the words of the framework that runs it."""
+"""``steelyard price``: step time and memory of settings of your own."""
 
 from collections.abc import Mapping
-from typing import Annotated
-
-import typer
+from typing import Annotated, Any
 
 from steelyard.cli import options
 from steelyard.cli.levers import with_levers
@@ -21,6 +19,10 @@ from steelyard.planning.settings import Settings, price_settings
 from steelyard.units import format_bytes, format_seconds, format_tera
 
 
+def _setting(flag: str, text: str, most: int, least: int = 1) -> Any:
+    return options.count(flag, text, options.PARALLELISM, most=most, least=least, example="1")
+
+
 @options.prints(Plan)
 @with_levers
 def price(
@@ -29,23 +31,29 @@ def price(
     global_batch: options.GlobalBatch,
     seq_len: options.SeqLen = None,
     engine: options.EngineOption = None,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel degree.", min=1, max=MOST_DEVICES)] = 1,
-    cp: Annotated[int, typer.Option(help="Context-parallel degree.", min=1, max=MOST_DEVICES)] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.", min=1, max=MOST_LAYERS)] = 1,
-    vpp: Annotated[int, typer.Option(help="Chunks of the model on a stage.", min=1, max=MOST_LAYERS)] = 1,
-    ep: Annotated[int, typer.Option(help="Ranks that experts are divided over.", min=1, max=MOST_DEVICES)] = 1,
-    micro_batch: Annotated[
-        int, typer.Option("--micro-batch", help="Samples of a microbatch on a data rank.", min=1, max=MOST_SAMPLES)
-    ] = 1,
+    tp: Annotated[int, _setting("--tp", "Tensor-parallel degree.", MOST_DEVICES)] = 1,
+    cp: Annotated[int, _setting("--cp", "Context-parallel degree.", MOST_DEVICES)] = 1,
+    pp: Annotated[int, _setting("--pp", "Pipeline stages.", MOST_LAYERS)] = 1,
+    vpp: Annotated[int, _setting("--vpp", "Virtual stages: chunks of the model per stage.", MOST_LAYERS)] = 1,
+    ep: Annotated[int, _setting("--ep", "Expert-parallel degree.", MOST_DEVICES)] = 1,
+    micro_batch: Annotated[int, _setting("--micro-batch", "Samples of a microbatch per rank.", MOST_SAMPLES)] = 1,
     zero: Annotated[
         int,
-        typer.Option(help="Data ranks shard: 0 nothing, 1 the optimizer, 2 gradients, 3 parameters.", min=0, max=3),
+        _setting(
+            "--zero", "Sharded over data ranks: 0 nothing, 1 optimizer, 2 also gradients, 3 also parameters.", 3, 0
+        ),
     ] = 1,
-    sp: Annotated[bool, typer.Option("--sp/--no-sp", help="Sequence parallelism beside tp.")] = True,
-    remat: Annotated[str, typer.Option(help="Activation checkpointing of blocks: none, selective or full.")] = "none",
+    sp: Annotated[
+        bool, options.option("--sp/--no-sp", None, "Sequence parallelism with tp.", options.PARALLELISM)
+    ] = True,
+    remat: Annotated[
+        str,
+        options.option(
+            "--remat", "NAME", "Activation checkpointing of blocks: none, selective, full.", options.PARALLELISM
+        ),
+    ] = "none",
     remat_blocks: Annotated[
-        int | None,
-        typer.Option("--remat-blocks", help="Full remat of so many blocks of every chunk.", min=0, max=MOST_LAYERS),
+        int | None, _setting("--remat-blocks", "Number of blocks per chunk with full remat.", MOST_LAYERS, 0)
     ] = None,
     precision: options.PrecisionOption = "bf16",
     network: options.NetworkOption = None,
@@ -56,9 +64,9 @@ def price(
     *,
     levers: Mapping[str, str | None],
 ) -> None:
-    """Price settings of your own: step time, memory and whether they fit, as the engine runs them.
+    """Predict step time and memory of settings of your own, as the engine runs them, and whether they fit.
 
-    Whether the engine can train the model is not asked.
+    Whether the engine supports the model is not checked.
     """
     chosen, runs_it = options.parse_precision(precision), engine_of(engine or NATIVE.name)
     check_precision(runs_it, chosen)
@@ -92,8 +100,8 @@ def price(
         raise UserError(
             field="--output",
             found=f"--zero {zero} for {runs_it.name}",
-            expected="optimizer states sharded, as all plans for it have them",
-            hint="leave --output or --zero out",
+            expected="sharded optimizer states, as in all plans for this engine",
+            hint="leave out --output or --zero",
         )
     if output is not None:
         write_plan(plan, output)
@@ -106,10 +114,10 @@ def price(
 def _line(plan: Plan, engine: str, budget_bytes: int) -> str:
     prediction, taken = plan.prediction, peak_bytes(plan)
     assert prediction is not None, "just priced"
-    fits = "fits" if taken <= budget_bytes else f"does not fit, {format_bytes(taken - budget_bytes)} too much"
+    fits = "fits" if taken <= budget_bytes else f"does not fit ({format_bytes(taken - budget_bytes)} too much)"
     host = f"; {prediction.host}" if prediction.host else ""
     return (
-        f"{engine}: {format_seconds(prediction.step_time_s)} a step, "
+        f"{engine}: {format_seconds(prediction.step_time_s)} per step, "
         f"{format_tera(prediction.model_flop_per_s or 0)} TFLOP/s per device, "
         f"{format_bytes(taken)} of {format_bytes(budget_bytes)} per device: {fits}{host}"
     )

@@ -1,12 +1,10 @@
-"""``steelyard profile``: measures layers and collectives on the processes of this host."""
+"""``steelyard profile``: measure layers and collectives on processes of this host."""
 
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
-
-import typer
 
 from steelyard.cli.levers import with_levers
 from steelyard.cli.options import (
@@ -16,9 +14,12 @@ from steelyard.cli.options import (
     PrecisionOption,
     SeqLen,
     built_module,
+    count,
+    option,
     parse_precision,
     print_json,
     prints,
+    real,
     tried,
 )
 from steelyard.errors import InvalidProfileError, UserError
@@ -34,11 +35,12 @@ from steelyard.planning.request import changed_chain
 from steelyard.precision import LayerPrecision
 from steelyard.profiles.profile import Profile, merge_profiles
 from steelyard.report.run_table import profile_view
+from steelyard.report.tables import console
 from steelyard.units import MIB
 
 SAMPLES = "1,2,4"
 MOST_MEASURED = 32
-"""On a rank, that a batch asks for: of more a plan takes several microbatches."""
+"""Maximum samples per rank derived from a global batch; larger ones run as several microbatches."""
 BUDGET_S = 120.0
 
 
@@ -46,44 +48,46 @@ BUDGET_S = 120.0
 @with_levers
 def profile(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", callback=tried, help="Where to write the profile.")],
+    output: Annotated[Path, option("--output -o", "FILE", "Write the profile to this file.", callback=tried)],
     processes: Annotated[
-        int,
-        typer.Option(
-            "--processes", "-n", help="Processes on this host: one per GPU, or CPU processes.", min=1, max=MOST_DEVICES
-        ),
+        int, count("--processes -n", "Processes on this host: one per GPU, or CPU processes.", most=MOST_DEVICES)
     ],
     seq_len: SeqLen = None,
     samples: Annotated[
-        str | None,
-        typer.Option("--samples", help="Samples of a microbatch on one rank to measure; default: 1,2,4."),
+        str | None, option("--samples", "COUNTS", "Micro-batch sizes to measure. Default: 1,2,4.")
     ] = None,
     global_batch: Annotated[
         int | None,
-        typer.Option("--global-batch", help="Measure the samples on a rank that plans of this batch can use.", min=1),
+        count(
+            "--global-batch",
+            "Measure the micro-batch sizes that plans of this batch can use.",
+            most=MOST_SAMPLES,
+            kilo=1024,
+            example="64",
+            metavar="SAMPLES",
+        ),
     ] = None,
     precision: PrecisionOption = "bf16",
     budget_s: Annotated[
         float,
-        typer.Option(
-            "--budget", help="About how many seconds it may take, the start included.", min=1, max=MOST_SECONDS
+        option(
+            "--budget",
+            "SECONDS",
+            "Approximate seconds to spend, start-up included.",
+            parser=real("--budget", 1, MOST_SECONDS, "120"),
         ),
     ] = BUDGET_S,
     freeze: Freezes = None,
-    merge: Annotated[
-        Path | None, typer.Option("--merge", help="A profile of this model and machine to add the new one to.")
-    ] = None,
+    merge: Annotated[Path | None, option("--merge", "FILE", "Profile of this model and machine to extend.")] = None,
     as_json: AsJson = False,
     *,
     levers: Mapping[str, str | None],
 ) -> None:
-    """Measure what layers and collectives take on this machine, of the model as levers change it.
+    """Measure layers and collectives on this machine, with the model as levers change it.
 
-    The optimizer that is measured is AdamW: of others the bytes that they move count.
+    AdamW is measured; other optimizers are priced by the bytes that they move.
     """
     require_training("`steelyard profile` measures their layers and collectives")
-    from rich.console import Console
-
     from steelyard.profiler.launch import launch_profiler
     from steelyard.tracer.cache import cached_trace
 
@@ -114,19 +118,19 @@ def profile(
     if as_json:
         print_json(measured)
         return
-    Console().print(profile_view(measured))
+    console().print(profile_view(measured))
     asked = [] if seq_len is None else ["--seq-len", str(seq_len)]
     asked += [] if precision == "bf16" else ["--precision", precision]
     asked += [part for change in chain.changes for part in (f"--{change.name}", str(change))]
     asked += [part for pattern in freeze or () for part in ("--freeze", pattern)]
     plan = command("plan", model, *asked, "--profile", output, *_machine(measured))
-    print(f"written to {output}; plan with: {plan}")
+    print(f"Written to {output}. Next: {plan}")
     if processes == 1:
-        print("a profile of one process serves a --cluster of any number of nodes and devices")
+        print("A profile of one process serves clusters of any number of nodes and devices.")
 
 
 def _machine(measured: Profile) -> list[str]:
-    """The options that name what was measured as a cluster: of a CPU with an equal share of the host's memory."""
+    """Return the options of `plan` for the measured machine; a CPU process has an equal share of the host's memory."""
     identity = measured.identity
     if identity.device_kind == "gpu":
         known = (each.name for each in devices() if is_same_device(identity.device, each))
@@ -136,16 +140,16 @@ def _machine(measured: Profile) -> list[str]:
 
 
 def parse_samples(text: str | None, global_batch: int | None = None) -> tuple[int, ...]:
-    """The sorted counts in ``1,2,4``, or those that serve a global batch; raises `UserError` for another text or both.
+    """Return the sorted counts in ``1,2,4``, or those for a global batch; raises `UserError` for other texts or both.
 
-    Doubled from 1 until their times hold for the whole batch on a rank, as far as `MOST_MEASURED`.
+    Counts for a batch are powers of two up to the batch, at most `MOST_MEASURED`.
     """
     if global_batch is not None:
         if text is not None:
             raise UserError(
                 field="--samples",
-                found=f"{text} beside --global-batch {global_batch}",
-                expected="one of them: the samples to measure follow from the batch",
+                found=f"{text} with --global-batch {global_batch}",
+                expected="one of the two: the batch determines the samples",
                 hint="leave one out",
             )
         most = min(max(global_batch - 1, 2), MOST_MEASURED)
@@ -156,6 +160,9 @@ def parse_samples(text: str | None, global_batch: int | None = None) -> tuple[in
         counts = ()
     if not counts or counts[0] < 1 or counts[-1] > MOST_SAMPLES:
         raise UserError(
-            field="--samples", found=repr(text), expected=f"whole numbers of 1 to {MOST_SAMPLES}", hint="write 1,2,4"
+            field="--samples",
+            found=repr(text),
+            expected=f"whole numbers from 1 to {MOST_SAMPLES}",
+            hint="write --samples 1,2,4",
         )
     return counts

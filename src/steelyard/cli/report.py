@@ -1,10 +1,9 @@
-"""``steelyard report``: a plan as one page for the browser, with what a run measured beside it."""
+"""``steelyard report``: a plan as one HTML page, next to measurements of a run."""
 
 import shlex
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typing_extensions import TypedDict
 
 from steelyard.cli import options
@@ -36,12 +35,12 @@ class Reported(TypedDict):
 
 @options.prints(Reported)
 def report(
-    path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
+    path: options.PlanFile,
     output: Annotated[
-        Path, typer.Option("--output", "-o", callback=options.tried, help="Where to write the page (.html).")
+        Path, options.option("--output -o", "FILE", "Write the page (.html) to this file.", callback=options.tried)
     ],
     run: Annotated[
-        Path | None, typer.Option("--run", help="A run record of `steelyard train`: measured beside predicted.")
+        Path | None, options.option("--run", "FILE", "Record of `steelyard train`: shows measured values, too.")
     ] = None,
     cluster: options.OtherCluster = None,
     network: options.NetworkOption = None,
@@ -50,24 +49,26 @@ def report(
     profile: options.ProfileOption = None,
     time_limit: Annotated[
         float | None,
-        typer.Option(
+        options.option(
             "--time-limit",
-            help="Seconds of computing for the frontier and the baselines; default: until all are found; "
-            "0: none of them.",
-            min=0,
-            max=MOST_SECONDS,
+            "SECONDS",
+            "Seconds for frontier and baselines. Default: no limit; 0: leave them out.",
+            options.SEARCH,
+            parser=options.real("--time-limit", 0, MOST_SECONDS, "60"),
         ),
     ] = None,
     all_configs: Annotated[
         bool,
-        typer.Option(
+        options.option(
             "--all-settings/--own-setting",
-            help="Search them in all pipeline configurations, or only in that of the plan.",
+            None,
+            "Search all pipeline configurations, or only that of the plan.",
+            options.SEARCH,
         ),
     ] = True,
     as_json: options.AsJson = False,
 ) -> None:
-    """Write one offline page: the decision, where time and memory go, the schedule, the frontier, why others lost."""
+    """Write one offline page: the decision, time and memory by term, schedule, frontier, plans that lost."""
     plan = read_plan(path)
     record = None if run is None else read_record(run, plan, path)
     with options.progress("counting the model's layers", silent=as_json) as show:
@@ -75,7 +76,7 @@ def report(
         priced = priced_or_reason(plan, path, **given)
         if isinstance(priced, str):
             nothing = PlanStudy(scope="", explanation=Explanation(binds=""))
-            note = f"The schedule, the frontier and the baselines are left out: {priced}."
+            note = f"Schedule, frontier and baselines are left out: {priced}."
             found = ReportContents(
                 plan=plan, plan_file=shlex.quote(path.name), study=nothing, record=record, notes=(note,)
             )
@@ -83,9 +84,9 @@ def report(
             request, job = priced
             cost = predict(plan, job)
             if job.is_mixed:  # no frontier is searched over several pools
-                show("searching each pool alone, and even cuts")
+                show("searching each device group alone, and even stages")
                 explanation = Explanation(binds="") if time_limit == 0 else explain_pools(plan, Study(request, job))
-                scope = "plans of one pool alone, or of even cuts over all pools"
+                scope = "plans of one device group, or of even stages over all groups"
                 study = PlanStudy(scope=scope, explanation=explanation)
             else:
                 study = search_for_report(
@@ -116,11 +117,11 @@ def report(
             )
         )
     else:
-        print(f"written to {output} ({format_bytes(len(text.encode()))})")
+        print(f"Written to {output} ({format_bytes(len(text.encode()))}).")
 
 
 def read_record(path: Path, plan: Plan, plan_path: Path) -> RunRecord:
-    """The run record in a file; raises `UserError` for one that is no record, or of another model or plan."""
+    """Return the run record in a file; raises `UserError` if it is no record, or of another model or plan."""
     record = parse_file(path, RunRecord, UserError, what="record")
     chain = plan.chain()
     wanted: list[tuple[str, object, object]] = [
@@ -139,7 +140,7 @@ def read_record(path: Path, plan: Plan, plan_path: Path) -> RunRecord:
                 field=f"--run: {field}",
                 found=_short(found),
                 expected=f"{_short(expected)}, as in {plan_path}",
-                hint=f"give the record of a run of {plan_path}",
+                hint=f"give the record of a run of {plan_path}: steelyard train {plan_path} --data PATH --record FILE",
             )
     return record
 

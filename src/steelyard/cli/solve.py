@@ -1,15 +1,15 @@
-"""``steelyard solve``: the search on cost tables from a file, with no model and no torch."""
+"""``steelyard solve``: search on cost tables from a file, without a model and without torch."""
 
 from pathlib import Path
 from typing import Annotated, NotRequired
 
 import typer
-from rich.console import Console
 from typing_extensions import TypedDict
 
-from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, print_json, prints, progress
+from steelyard.cli.options import MOST_POINTS, AsJson, Memory, TimeLimit, count, option, print_json, prints, progress
 from steelyard.plan.choices import StrategyVerdict
 from steelyard.report.explain_view import solve_view, step_table, verdict_table
+from steelyard.report.tables import console
 from steelyard.search import TIME_LIMIT_S, SearchResult
 from steelyard.search.problem import load_problem, solve_problem
 from steelyard.search.reasons import strategy_verdicts
@@ -60,20 +60,20 @@ class Solved(TypedDict):
 @prints(Solved)
 def solve(
     path: Annotated[
-        Path, typer.Argument(help="A problem file; see `steelyard plan --save-problem`.", metavar="PROBLEM")
+        Path, typer.Argument(help="Problem file, as `steelyard plan --save-problem` writes it.", metavar="PROBLEM")
     ],
     memory: Memory = None,
     time_limit: TimeLimit = TIME_LIMIT_S,
-    with_frontier: Annotated[bool, typer.Option("--frontier", help="Also show time against memory.")] = False,
+    with_frontier: Annotated[bool, option("--frontier", None, "Also show time against memory.")] = False,
     points: Annotated[
-        int, typer.Option("--points", help="Memory budgets to search for the frontier.", min=3, max=MOST_POINTS)
+        int, count("--points", "Number of memory budgets of --frontier.", most=MOST_POINTS, least=3, example="32")
     ] = MAX_SEARCHES,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also say which strategies are illegal or dominated, and by which.")
+        bool, option("--all", None, "Also list illegal and dominated strategies, with reasons.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest choice for cost tables of your own."""
+    """Find the fastest plan for cost tables of your own."""
     problem = load_problem(path)
     budget = None if memory is None else parse_bytes(memory)
     with progress("searching", silent=as_json):
@@ -88,12 +88,12 @@ def solve(
     if as_json:
         print_json(_as_json(result, frontier, verdicts))
     else:
-        console = Console()
-        console.print(solve_view(problem.name, result))
+        terminal = console()
+        terminal.print(solve_view(problem.name, result))
         if frontier is not None:
-            console.print(step_table(frontier))
+            terminal.print(step_table(frontier))
         if verdicts:
-            console.print(verdict_table(verdicts))
+            terminal.print(verdict_table(verdicts))
     if result.best is None:
         raise typer.Exit(1)
 

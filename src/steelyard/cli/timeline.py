@@ -1,13 +1,25 @@
-"""``steelyard timeline``: one step of a plan, pass by pass, as a file that Perfetto shows."""
+"""``steelyard timeline``: one simulated step of a plan as a trace file for Perfetto."""
 
 import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, Memory, NetworkOption, ProfileOption, print_json, prints, progress, tried
+from steelyard.cli.options import (
+    AsJson,
+    Memory,
+    NetworkOption,
+    OtherCluster,
+    PlanFile,
+    ProfileOption,
+    count,
+    option,
+    print_json,
+    prints,
+    progress,
+    tried,
+)
 from steelyard.cost.predict import layer_times, predict
 from steelyard.limits import MOST_MICROBATCHES
 from steelyard.output import write_file
@@ -33,29 +45,26 @@ class Shown(TypedDict):
 
 @prints(Shown)
 def timeline(
-    path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
+    path: PlanFile,
     output: Annotated[
-        Path, typer.Option("--output", "-o", callback=tried, help="Where to write the trace events (JSON).")
+        Path, option("--output -o", "FILE", "Write the trace events (JSON) to this file.", callback=tried)
     ],
     microbatches: Annotated[
         int | None,
-        typer.Option(
+        count(
             "--microbatches",
-            help="Show the passes of so many microbatches, half of them the first, half the last; "
-            "default: all, or as many as keep the file below 8 MB.",
-            min=2,
-            max=MOST_MICROBATCHES,
+            "Number of microbatches to show, half first, half last. Default: all, as far as the file stays below 8 MB.",
+            most=MOST_MICROBATCHES,
+            least=2,
         ),
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Simulate it on another cluster than the plan names.")
-    ] = None,
+    cluster: OtherCluster = None,
     network: NetworkOption = None,
     memory: Memory = None,
     profile: ProfileOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the simulated timeline of a step for ui.perfetto.dev: passes, with their layers, sends and bubbles."""
+    """Write the simulated timeline of a step for ui.perfetto.dev: passes with layers, sends and bubbles."""
     plan = read_plan(path)
     with progress("counting the model's layers", silent=as_json):
         given = Elsewhere(cluster=cluster, network=network, memory=memory, profile=profile)
@@ -71,13 +80,13 @@ def timeline(
         print_json(shown)
         return
     print(
-        f"{format_seconds(cost.step_time_s)} a step as simulated ({plan.schedule}), "
-        f"bubbles {played.bubble_share():.1%} of all stages' time"
-        + (f"; {format_seconds(fixed_s)} of it fixed, after the passes" if fixed_s > 0 else "")
+        f"{format_seconds(cost.step_time_s)} per step in simulation ({plan.schedule}), "
+        f"bubbles {played.bubble_share():.1%} of the time of all stages"
+        + (f"; {format_seconds(fixed_s)} per-step overhead after the passes" if fixed_s > 0 else "")
     )
     if shown["microbatches_shown"] < plan.num_microbatches:
         print(
-            f"shown: {shown['microbatches_shown']} of {plan.num_microbatches} microbatches, the first and the last; "
-            "choose with --microbatches"
+            f"The file shows {shown['microbatches_shown']} of {plan.num_microbatches} microbatches, first and last "
+            "(--microbatches)."
         )
-    print(f"written to {output} ({format_bytes(len(text.encode()))}); open it at https://ui.perfetto.dev")
+    print(f"Written to {output} ({format_bytes(len(text.encode()))}). Open it at https://ui.perfetto.dev")

@@ -1,24 +1,43 @@
-"""``steelyard train``: runs a plan on this host, one process per rank, and compares with its prediction."""
+"""``steelyard train``: run a plan on this host, one process per rank, and compare with its prediction."""
 
 import re
+import sys
 from dataclasses import fields
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
-
-from steelyard.cli.options import AsJson, print_json, prints
+from steelyard.cli.options import OUTPUT, AsJson, PlanFile, count, option, print_json, prints
 from steelyard.errors import UserError
 from steelyard.installed import require_training
+from steelyard.limits import MOST_STEPS
 from steelyard.plan.file import read_plan
 from steelyard.plan.plan import Plan
 from steelyard.planning.elastic import check_replannable
 from steelyard.processes.start import Elastic
 from steelyard.profiles.record import RunRecord
 from steelyard.report.run_table import comparison_table
+from steelyard.report.tables import console
 from steelyard.runtime.options import DATA_HELP, TrainOptions, flag
+
+FAULTS = "Failures"
+_GROUPS = {
+    "Optimizer": ("warmup_steps", "schedule", "min_lr", "weight_decay", "max_grad_norm", "seed"),
+    "Data": ("tokenizer", "text_key", "max_data_bytes", "eval_data", "eval_every", "mask_token"),
+    "Checkpoints and weights": (
+        *("checkpoint_every", "keep_last", "no_resume", "allow_change"),
+        *("init", "export_hf", "merge"),
+    ),
+    FAULTS: (
+        *("restarts", "hosts", "rendezvous", "keep_going", "elastic", "pool"),
+        *("enforce_memory", "timeout_s", "slow_share", "slow_steps"),
+    ),
+    "Logs": ("metrics", "tensorboard", "report_to"),
+    OUTPUT: ("as_json",),
+}
+"""Groups of options in the help; options in no group are common and come first."""
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
+_METAVARS = {int: "N", float: "NUMBER", Path: "PATH", str: "TEXT"}
 
 
 def _sentence(text: str) -> str:
@@ -27,47 +46,54 @@ def _sentence(text: str) -> str:
 
 @prints(RunRecord)
 def train(
-    path: Annotated[Path, typer.Argument(help="A plan file.", metavar="PLAN")],
-    data: Annotated[Path, typer.Option("--data", help=_sentence(DATA_HELP))],
+    path: PlanFile,
+    data: Annotated[Path, option("--data", "PATH", _sentence(DATA_HELP))],
     restarts: Annotated[
-        int, typer.Option("--restarts", help="Start again from the newest checkpoint, when a process fails.", min=0)
+        int,
+        count(
+            "--restarts",
+            "Number of restarts from the newest checkpoint after a failed process.",
+            FAULTS,
+            most=MOST_STEPS,
+            least=0,
+        ),
     ] = 0,
     hosts: Annotated[
         str | None,
-        typer.Option("--hosts", help="With --elastic: the fewest and the most hosts, as in 1:2.", metavar="MIN:MAX"),
+        option("--hosts", "MIN:MAX", "For --elastic: minimum and maximum number of hosts, as in 1:2.", FAULTS),
     ] = None,
     rendezvous: Annotated[
         str | None,
-        typer.Option("--rendezvous", help="With --hosts: where they meet, on one of them.", metavar="HOST:PORT"),
+        option("--rendezvous", "HOST:PORT", "For --hosts: address of the rendezvous on one of the hosts.", FAULTS),
     ] = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
     """Train the plan's model on this host through torchrun.
 
-    For several hosts start torchrun on each: `torchrun --nnodes N --nproc-per-node D --rdzv-backend c10d
+    On several hosts run on each: `torchrun --nnodes N --nproc-per-node D --rdzv-backend c10d
     --rdzv-endpoint HOST:PORT -m steelyard.train PLAN --data PATH`.
     """
     plan = read_plan(path)
-    require_training("`steelyard train` trains with them")
+    require_training("`steelyard train` trains")
     from steelyard.runtime.launch import launch
 
     given = TrainOptions(**options)
     elastic = _elastic(plan, path, given, hosts, rendezvous)
     finished = launch(path, data, given, restarts=restarts, elastic=elastic, stdout_to_stderr=as_json)
     if finished is None:
-        Console(stderr=True).print("this host's part is done; the host of rank 0 has the record", highlight=False)
+        print("This host is done; the host of rank 0 has the record.", file=sys.stderr)
     elif as_json:
         print_json(finished)
     else:
-        Console().print(comparison_table(finished))
+        console().print(comparison_table(finished))
 
 
 def _elastic(
     plan: Plan, path: Path, options: TrainOptions, hosts: str | None, rendezvous: str | None
 ) -> Elastic | None:
-    """What an elastic run needs to know; raises `UserError` where it could not find plans, or what belongs to it is
-    given without it."""
+    """Return the settings of an elastic run; raises `UserError` if it could not replan, or if its options are
+    incomplete."""
     if (hosts is None) != (rendezvous is None) or (hosts is not None and not options.elastic):
         raise UserError(
             field="--hosts",
@@ -77,7 +103,7 @@ def _elastic(
                 if given
             ),
             expected="--elastic --hosts MIN:MAX --rendezvous HOST:PORT together",
-            hint="give all three, the same on every host; on one host --elastic is enough",
+            hint="give all three, identical on every host; on one host --elastic is enough",
         )
     if not options.elastic:
         return None
@@ -85,9 +111,9 @@ def _elastic(
     if hosts is None and plan.is_mixed:
         raise UserError(
             field="--elastic",
-            found=f"a plan over {len(plan.pools())} pools of unlike devices ({plan.cluster}), and no --hosts",
-            expected="a host or more for each pool",
-            hint="give on every host --elastic --hosts MIN:MAX --rendezvous HOST:PORT --pool NAME",
+            found=f"a plan over {len(plan.pools())} device groups ({plan.cluster}), and no --hosts",
+            expected="one host or more per device group",
+            hint="give --elastic --hosts MIN:MAX --rendezvous HOST:PORT --pool NAME on every host",
         )
     if hosts is None:
         return Elastic()
@@ -96,7 +122,9 @@ def _elastic(
     nodes = sum(pool.num_nodes for pool in plan.pools()) if plan.is_mixed else None
     if not least <= most or most == 0 or (plan.num_devices % most if nodes is None else most != nodes):
         parts = (
-            f"equal parts of the plan's {plan.num_devices} devices" if nodes is None else f"the {nodes} nodes of pools"
+            f"equal parts of the plan's {plan.num_devices} devices"
+            if nodes is None
+            else f"the {nodes} nodes of all groups"
         )
         raise UserError(
             field="--hosts",
@@ -108,26 +136,15 @@ def _elastic(
 
 
 def _parameters() -> list[Parameter]:
-    """Those of the command and, in place of ``**options``, every field of `TrainOptions`: what torchrun's processes
-    take is what the command takes."""
-    *own, _ = signature(train).parameters.values()
-    options = [
-        Parameter(
-            option.name,
-            Parameter.KEYWORD_ONLY,
-            default=option.default,
-            annotation=Annotated[
-                option.type,
-                typer.Option(
-                    flag(option),
-                    help=_sentence(option.metadata["help"]),
-                    min=option.metadata["least"],
-                ),
-            ],
-        )
-        for option in fields(TrainOptions)
-    ]
-    return [*own, *options]
+    """Return the parameters of the command, with every field of `TrainOptions` instead of ``**options``."""
+    *own, _ = (each.replace(kind=Parameter.KEYWORD_ONLY) for each in signature(train).parameters.values())
+    for each in fields(TrainOptions):
+        metavar, text = _METAVARS.get(each.metadata["parser"]), _sentence(each.metadata["help"])
+        shown = option(flag(each), metavar, text, _GROUP_OF.get(each.name))
+        kind, annotation = Parameter.KEYWORD_ONLY, Annotated[each.type, shown]
+        own.append(Parameter(each.name, kind, default=each.default, annotation=annotation))
+    groups = (None, *_GROUPS)
+    return sorted(own, key=lambda parameter: groups.index(_GROUP_OF.get(parameter.name)))
 
 
 train.__signature__ = signature(train).replace(parameters=_parameters())  # type: ignore[attr-defined]

@@ -29,7 +29,9 @@ class ChunkedLoss(Lever):
 
     name: ClassVar[str] = "loss"
     offers: ClassVar[tuple[str, ...]] = ("chunked",)
-    help: ClassVar[str] = f"How the loss is computed: whole, or chunked (chunked:{_USUAL}), logits never whole."
+    help: ClassVar[str] = (
+        f"Computation of the loss: whole, or chunked (chunked:{_USUAL}), which never holds all logits."
+    )
 
     @classmethod
     def parse(cls, text: str) -> Self:

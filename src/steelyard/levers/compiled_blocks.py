@@ -35,7 +35,7 @@ class CompiledBlocks(WordLever):
     name: ClassVar[str] = "compile"
     values: ClassVar[tuple[str, ...]] = (OFF, "blocks")
     offers: ClassVar[tuple[str, ...]] = ("blocks",)
-    help: ClassVar[str] = "What torch.compile compiles: off (nothing), or blocks (each Transformer block by itself)."
+    help: ClassVar[str] = "torch.compile: off, or blocks (each Transformer block separately)."
     result: ClassVar[Result] = "rounding"
     takes_long: ClassVar[bool] = True
 

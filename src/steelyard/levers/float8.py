@@ -48,7 +48,7 @@ class Float8(WordLever):
     values: ClassVar[tuple[str, ...]] = (NONE, *_PRODUCTS)
     offers: ClassVar[tuple[str, ...]] = ("tensorwise", "rowwise")
     help: ClassVar[str] = (
-        "Products of linear layers in 8 bits: none, tensorwise, rowwise (a scale for a tensor or a row), or mxfp8."
+        "8-bit matrix products of linear layers: none, tensorwise, rowwise (one scale per tensor or row), or mxfp8."
     )
     result: ClassVar[Result] = "rounding"
     takes_long: ClassVar[bool] = True

@@ -75,9 +75,9 @@ class Offload(WordLever):
     offers: ClassVar[tuple[str, ...]] = values[1:]
     searched: ClassVar[bool] = True
     help: ClassVar[str] = (
-        "What lies in the memory of the host: none, optimizer (the moments of AdamW), activations (what blocks save), "
-        "parameters (with gradients and moments; the host steps), or one of these two + activations; steelyard plan "
-        "also takes auto: the fastest of them, and none unless another one gains."
+        "Tensors kept in host memory: none, optimizer (AdamW moments), activations (saved by blocks), parameters (with "
+        "gradients and moments, updated on the host), optimizer+activations, parameters+activations; for steelyard "
+        "plan also auto: the fastest of these, none if none gains."
     )
 
     @property

@@ -83,9 +83,7 @@ class Optimizer(WordLever):
     name: ClassVar[str] = "optimizer"
     values: ClassVar[tuple[str, ...]] = tuple(_KEPT)
     offers: ClassVar[tuple[str, ...]] = ("adamw-8bit", "adamw-4bit", "adafactor")
-    help: ClassVar[str] = (
-        "What updates parameters: adamw (fp32 moments), adamw-8bit, adamw-4bit, adafactor, muon or sgd."
-    )
+    help: ClassVar[str] = "Optimizer: adamw (fp32 moments), adamw-8bit, adamw-4bit, adafactor, muon or sgd."
     result: ClassVar[Result] = "other updates"
 
     def objections(self, asked: Asked) -> Iterator[Objection]:

@@ -33,7 +33,7 @@ class QuantizedBase(WordLever):
 
     name: ClassVar[str] = "base"
     values: ClassVar[tuple[str, ...]] = (FULL, "nf4", "int8")
-    help: ClassVar[str] = "What adapters stand beside: full (the precision that computes), nf4 or int8."
+    help: ClassVar[str] = "Storage of the frozen base of adapters: full (compute precision), nf4 or int8."
     result: ClassVar[Result] = "rounding"
 
     def objections(self, asked: Asked) -> Iterator[Objection]:

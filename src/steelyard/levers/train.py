@@ -93,8 +93,8 @@ class Train(Lever):
     name: ClassVar[str] = "train"
     offers: ClassVar[tuple[str, ...]] = ("lora:r=16", "qlora:r=16")
     help: ClassVar[str] = (
-        "What is trained: full, or adapters as in lora:r=16,targets=all-linear (alpha=, dropout=, rslora; targets are "
-        "ends of paths joined by +), or qlora:r=16, beside a base in nf4; dora:r=16, or another kind of peft with its "
+        "Trained parameters: full, or adapters: lora:r=16,targets=all-linear (also alpha=, dropout=, rslora; targets: "
+        "ends of module paths, joined by +), qlora:r=16 (base in nf4), dora:r=16, or another adapter of peft with its "
         "settings, as in oft:oft_block_size=32."
     )
     result: ClassVar[Result] = "fewer trained parameters"

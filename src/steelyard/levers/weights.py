@@ -32,7 +32,7 @@ class Weights(WordLever):
     name: ClassVar[str] = "weights"
     values: ClassVar[tuple[str, ...]] = ("fp32", "bf16")
     offers: ClassVar[tuple[str, ...]] = ("bf16",)
-    help: ClassVar[str] = "What trained parameters, gradients and moments are kept in: fp32, or bf16 (half the memory)."
+    help: ClassVar[str] = "Storage of trained parameters, gradients and moments: fp32, or bf16 (half the memory)."
     result: ClassVar[Result] = "rounding"
     tolerances: ClassVar[tuple[float, float]] = (2e-3, 0.1)
 

@@ -465,17 +465,8 @@ def headline(plan: Plan) -> str:
         + ("" if plan.engine is None else f", run by {plan.engine}")
         + f"\n{accumulation(plan)}"
     )
-    prediction, split = plan.prediction, plan.model.split
-    if split is not None and split.features is not None:
-        resting = f"all but {' and '.join(split.resting)}, which rest" if split.resting else "everything"
-        text += f"\n{split.features.words(plan.seq_len)}" + ("" if plan.model.frozen else f"\ntrained: {resting}")
-    if plan.model.frozen is not None:
-        text += f"\nfrozen: {plan.model.frozen}"
-    if (shared := plan.shared_heads(plan.chain())) is not None:
-        degree, name, size = shared
-        text += f"\ntp {degree} over {size} {name}: every rank holds the weights of all {size} and computes with one"
-    if plan.levers:
-        text += f"\n{plan.chosen_levers}"
+    prediction = plan.prediction
+    text = "\n".join((text, *change_lines(plan)))
     if prediction is None:
         return text
     compared = baseline_line(prediction)
@@ -483,7 +474,7 @@ def headline(plan: Plan) -> str:
     fullest = prediction.fullest
     taken, budget = prediction.stages[fullest].total_bytes, prediction.stage_budgets()[fullest]
     return (
-        f"{text}\n{format_seconds(prediction.step_time_s)} a step, "
+        f"{text}\n{format_seconds(prediction.step_time_s)} per step, "
         f"{prediction.tokens_per_s_per_device:,.0f} tokens/s/device{utilisation}, "
         f"{format_bytes(taken)} of {format_bytes(budget)} per device"
         + (f" ({prediction.margin_text})" if prediction.margin_text else "")
@@ -493,6 +484,22 @@ def headline(plan: Plan) -> str:
         + (f"\n{simplicity_line(plan.num_groups, plan.num_stages, prediction)}" if prediction.fastest else "")
         + (f"\n{plan.training}" if plan.training else "")
     )
+
+
+def change_lines(plan: Plan) -> Iterator[str]:
+    """Yield a line each for inputs of an own module, frozen parameters, heads held by several ranks, and levers."""
+    split = plan.model.split
+    if split is not None and split.features is not None:
+        yield split.features.words(plan.seq_len)
+        if not plan.model.frozen:
+            yield f"trained: everything but {' and '.join(split.resting)}" if split.resting else "trained: everything"
+    if plan.model.frozen is not None:
+        yield f"frozen: {plan.model.frozen}"
+    if (shared := plan.shared_heads(plan.chain())) is not None:
+        degree, name, size = shared
+        yield f"tp {degree} over {size} {name}: every rank holds the weights of all {size} and computes with one"
+    if plan.levers:
+        yield str(plan.chosen_levers)
 
 
 def accumulation(plan: Plan) -> str:

@@ -262,7 +262,7 @@ class Interval(PlanPart):
 
     def __str__(self) -> str:
         return (
-            f"predicted, typically ± {self.typical:.0%} ({self.like}); 9 in 10 such runs: "
+            f"typically ± {self.typical:.0%} ({self.like}); 9 in 10 such runs: "
             f"{format_seconds(self.low_s)} to {format_seconds(self.high_s)}"
         )
 
@@ -404,7 +404,7 @@ class Prediction(PlanPart):
     @property
     def accuracy(self) -> str:
         """How far a step typically turns out from its prediction."""
-        return "predicted; no such runs to compare" if self.interval is None else str(self.interval)
+        return "error unknown: no published runs like this one" if self.interval is None else str(self.interval)
 
     def is_as_good(self, step_time_s: float | None) -> bool:
         """Whether another plan of this job, of this step time, is predicted too close to be told which is faster."""
@@ -420,25 +420,28 @@ SAME_SHARE = 5e-4
 
 
 def baseline_line(prediction: Prediction) -> str:
-    """What is gained over the best of the baselines, and what that is; empty where none was searched."""
+    """Return the gain over the baseline, and the simple ways to train that have no plan; empty if none was searched."""
+    missing = " and ".join(misfits(prediction.baselines))
+    return "; ".join(filter(None, (gain_text(prediction), missing)))
+
+
+def gain_text(prediction: Prediction) -> str:
+    """Return the gain over the baseline, and the baseline's plan; empty if none was searched."""
     if not prediction.baselines:
         return ""
-    missing = " and ".join(misfits(prediction.baselines))
     fitting = [(each.step_time_s, each) for each in prediction.baselines if each.step_time_s is not None]
     if not fitting:
-        return f"{missing}: there is no plan with {ONE_STRATEGY}"
+        return f"no plan with {ONE_STRATEGY} fits"
     step_s, best = min(fitting, key=lambda pair: pair[0])
-    gain = 1 - prediction.step_time_s / step_s
-    words = against(gain, "as fast as")
+    words = against(1 - prediction.step_time_s / step_s, "as fast as")
     name = "" if best.name == ONE_STRATEGY else f", {best.name}"
-    what = f"{best.strategies}; {best.setting}: {format_seconds(step_s)}"
-    text = f"{words} the best plan with {ONE_STRATEGY}{name} ({what})"
-    return f"{text}; {missing}" if missing else text
+    what = f"{format_seconds(step_s)}: {best.strategies}; {best.setting}"
+    return f"{words} the baseline, the best plan with {ONE_STRATEGY}{name} ({what})"
 
 
 def simplicity_line(num_groups: int, num_stages: int, prediction: Prediction) -> str:
-    """What is paid for a plan of fewer groups of layers, or fewer stages, than the fastest one; empty where it is the
-    fastest."""
+    """Return the cost of having fewer groups of layers, or fewer stages, than the fastest plan; empty for the fastest
+    plan itself."""
     fastest = prediction.fastest
     if fastest is None:
         return ""
@@ -449,22 +452,22 @@ def simplicity_line(num_groups: int, num_stages: int, prediction: Prediction) ->
     alike = ", fewer shardings" * (fastest.num_groups == num_groups)
     mine = [f"{format_plural(num_groups, 'group')} of layers{alike}"] * is_mixed
     mine += [format_plural(num_stages, "stage")] * is_deep
-    best = f"best mix, {format_plural(fastest.num_groups, 'group')}"
+    best = f"fastest plan, of {format_plural(fastest.num_groups, 'group')}"
     if is_deep:
         groups = f" and {format_plural(fastest.num_groups, 'group')}" if is_mixed else ""
-        best = f"best, which has {format_plural(fastest.num_stages or 1, 'stage')}{groups}"
-    return f"{', '.join(mine)}: {words} the {best} (--simplify 0 plans that one)"
+        best = f"fastest plan, of {format_plural(fastest.num_stages or 1, 'stage')}{groups}"
+    return f"{', '.join(mine)}: {words} the {best} (take it with --simplify 0)"
 
 
 def against(gain: float, same: str) -> str:
-    """``2.2% less time than``, or the words for what takes the same."""
+    """Return ``2.2% faster than`` for the fraction of time gained, or ``same`` if the times are equal."""
     if abs(gain) <= SAME_SHARE:
         return same
-    return f"{abs(gain):.1%} {'less' if gain > 0 else 'more'} time than"
+    return f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'} than"
 
 
 def misfits(baselines: Iterable[Baseline]) -> Iterator[str]:
-    """Which baselines there are none of, and why: ``plain DDP and plain FSDP do not fit (2 GiB and 1 GiB short)``."""
+    """Yield the baselines without a plan, and why: ``plain DDP and plain FSDP do not fit (2 GiB and 1 GiB short)``."""
     none = [each for each in baselines if each.step_time_s is None]
     for is_legal, one, several in (
         (True, "does not fit", "do not fit"),

@@ -85,7 +85,7 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     tried together where both save memory: the best of each lever.
     """
     limited = replace(request, time_limit_s=LIMIT_S)
-    progress("what is asked")
+    progress("the job as asked")
     study = Study(limited)
     free = study.answer(within("", _NO_LIMIT))
     own = _advice(study, {}, math.nan, free.step_s, None)
@@ -93,8 +93,9 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     left_out: list[str] = []
     best: dict[str, tuple[Advice, dict[str, str]]] = {}
     deadline = time.process_time() + TOTAL_S
-    for texts in _single(request, asked=asked):
-        progress(" ".join(texts.values()))
+    singles = list(_single(request, asked=asked))
+    for number, texts in enumerate(singles, start=1):
+        progress(f"{number} of {len(singles)} changes, {_options(texts)}")
         if time.process_time() > deadline:
             left_out.append(f"{_options(texts)}: no time was left")
             continue
@@ -106,10 +107,11 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
         name = next(iter(texts))
         if each.saved_bytes > 0 and (name not in best or each.order < best[name][0].order):
             best[name] = each, texts
-    for (_, one), (_, other) in combinations(best.values(), 2):
+    pairs = list(combinations(best.values(), 2))
+    for number, ((_, one), (_, other)) in enumerate(pairs, start=1):
         if time.process_time() > deadline:
             break
-        progress(" and ".join((*one.values(), *other.values())))
+        progress(f"{number} of {len(pairs)} pairs, {_options(one | other)}")
         each = _try(limited, one | other, own, free.step_s)
         if isinstance(each, Advice):
             found[each.options] = each

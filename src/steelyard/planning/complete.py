@@ -337,7 +337,8 @@ def _searched(request: PlanRequest, progress: Progress) -> PlanningResult:
     if pins:
         refuse_impossible(request)
     job = job_of(request if request.global_batch is not None else replace(request, global_batch=1))
-    progress(f"searching plans for {request.chain.name} on {request.cluster.name}")
+    limit = "" if request.time_limit_s is None else f", at most {format_seconds(request.time_limit_s)}"
+    progress(f"searching plans for {request.chain.name} on {request.cluster.name}{limit}")
     if job.is_mixed:
         return plan_request(request, job)
     if request.global_batch is None:

@@ -126,20 +126,18 @@ def other_budgets(job: Job) -> tuple[Variant, ...]:
 
 
 def what_binds(step_s: float, best: ComparedBaseline, free: ComparedBaseline) -> str:
-    """Return what a plan faster than ``best`` would need, in a sentence.
+    """Return whether memory or the hardware limits a plan, in a sentence.
 
     ``step_s`` is what the plan takes, ``free`` the best plan with unlimited memory.
     """
     if best.step_time_s is None or free.step_time_s is None:
-        return "Memory binds: the search finds no plan that fits."
+        return "Memory limits it: the search finds no plan that fits."
     gain = 1 - free.step_time_s / step_s
     if free.step_time_s >= best.step_time_s * (1 - SAME):
-        return (
-            "Memory does not bind: with any amount of it the best plan takes as long. Computation and communication do."
-        )
+        return "Computation and communication limit it: with unlimited memory no plan is faster."
     return (
-        f"Memory binds: with any amount of it a step would take {format_seconds(free.step_time_s)}, "
-        + (f"{gain:.1%} less " if gain > SAME else "no less than this plan's, but less than the best that fits ")
+        f"Memory limits it: with unlimited memory a step would take {format_seconds(free.step_time_s)}, "
+        + (f"{gain:.1%} less " if gain > SAME else "not less than this plan, but less than the best plan that fits ")
         + f"({free.setting}: {free.strategies})."
     )
 

@@ -67,7 +67,7 @@ def largest(what: str, request: PlanRequest, ask: Ask, *, progress: Progress = l
     known: dict[int, Study] = {}
 
     def needed(size: int) -> int:
-        progress(names.get(size, f"{size}"))
+        progress(f"trying {names.get(size, f'{what} {size}')}")
         known[size] = Study(given(size))
         return _BEYOND if is_beyond_host(known[size]) else least_bytes(known[size]) or _BEYOND
 

@@ -27,6 +27,8 @@ SHOWN_CHOICES = 6
 _PLACE = re.compile(r"(layers?|blocks?)\s+(\d{1,6})(?:\s*[-–]\s*(\d{1,6}))?")
 _PIPELINE = re.compile(r"pp\s*=?\s*([0-9]{0,6})")
 _PIPELINE_KEYS = ("stages", "microbatches", "schedule")
+MICRO_BATCH = "micro-batch"
+"""The key of the micro-batch size, which follows from the strategy and the pipeline configuration together."""
 OR_MORE = " or more"
 _ANY_DEGREE = f"2{OR_MORE}"
 
@@ -53,13 +55,18 @@ class Pin:
         return all(
             dimension_named(key) in strategy.dimensions if value == _ANY_DEGREE else _value(strategy, key) == value
             for key, value in self.wanted
-            if key not in _PIPELINE_KEYS
+            if key not in (*_PIPELINE_KEYS, MICRO_BATCH)
         )
 
     def demands(self, strategy: Strategy) -> bool:
         """Whether the strategy has all that is wanted of it, a parallelism dimension among it."""
         names = {dimension.name for dimension in strategy.dimensions} | {"parallel"}
         return any(key in names and value != "1" for key, value in self.wanted) and self.allows(strategy)
+
+    def allows_samples(self, strategy: Strategy, microbatch_samples: int) -> bool:
+        """Whether a rank computes as many samples of a microbatch at once as is wanted."""
+        sizes = (int(value) for key, value in self.wanted if key == MICRO_BATCH)
+        return all(microbatch_samples == size * strategy.sample_degree for size in sizes)
 
     def of_levels(self) -> "Pin":
         """The pin without what it wants of dimensions that take ranks of other levels, such as ep.
@@ -99,7 +106,7 @@ def pins_of(decisions: Decisions, chain: ModelChain) -> tuple[Pin, ...]:
 def parse_pin(text: str, *, option: str, num_layers: int) -> Pin:
     """Return the pin that ``text`` writes; raises `UserError` naming the ``option`` for anything else."""
     place, colon, rest = text.rpartition(":")
-    keys = pin_keys() + _PIPELINE_KEYS
+    keys = (*pin_keys(), *_PIPELINE_KEYS, MICRO_BATCH)
     wanted = tuple(pair for part in rest.split(",") for pair in _requirement(part.strip(), option, keys))
     if not colon and any(value == _ANY_DEGREE for _, value in wanted):
         place = "blocks"
@@ -107,8 +114,8 @@ def parse_pin(text: str, *, option: str, num_layers: int) -> Pin:
     return Pin(text=text, first=first, last=last, wanted=wanted, is_lax=not colon)
 
 
-def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
-    """The tables with every pinned layer as a layer type of its own that allows only what its pins do."""
+def pinned(tables: CostTables, pins: Sequence[Pin], global_batch: int) -> CostTables:
+    """Return the tables with every pinned layer as a layer type of its own that allows only what its pins do."""
     if not pins:
         return tables
     layer_types: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -121,10 +128,11 @@ def pinned(tables: CostTables, pins: Sequence[Pin]) -> CostTables:
         layer_types.setdefault(end, len(layer_types))
     source = [layer_type for layer_type, _ in layer_types]
     chosen = tables.select(source, layers=layers)
-    legal = chosen.legal.copy()
+    legal, samples = chosen.legal.copy(), global_batch // tables.pipeline.num_microbatches
     for row, (_, own) in enumerate(layer_types):
         for index in own:
             legal[row] &= _allowed(pins[index], row, chosen)
+            legal[row] &= [pins[index].allows_samples(strategy, samples) for strategy in chosen.strategies]
     return replace(
         chosen,
         layer_types=tuple(

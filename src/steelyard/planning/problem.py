@@ -38,7 +38,7 @@ from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions import DIMENSIONS, modes
 from steelyard.plan.strategy import Remat, Strategy, divisors
-from steelyard.planning.pins import Pin, pinned, pins_of
+from steelyard.planning.pins import MICRO_BATCH, Pin, pinned, pins_of
 from steelyard.schedules import SCHEDULES, USUAL, PipelineConfig, Schedule
 from steelyard.search import OnDemand, SpaceOptions, enumerate_strategies, paper_dimensions
 from steelyard.search.layers import ROUNDING
@@ -95,7 +95,11 @@ def make_tables(job: Job, decisions: Decisions) -> tuple[OnDemand, ...]:
         bubble = 0.0 if pipeline.schedule.splits_backward else (1 - 1 / pipeline.num_stages) / pipeline.num_chunks
         least_s = computed_s[place] * (pipeline.num_microbatches / pipeline.num_stages + bubble) * (1 - ROUNDING)
         found.append(OnDemand(pipeline, least_s, partial(build_tables, config, offered[size], known)))
-    return tuple(each.narrowed(partial(pinned, pins=pins)) for each in found) if pins else tuple(found)
+    return (
+        tuple(each.narrowed(partial(pinned, pins=pins, global_batch=job.global_batch)) for each in found)
+        if pins
+        else tuple(found)
+    )
 
 
 def is_uniform(job: Job, decisions: Decisions) -> bool:
@@ -120,6 +124,14 @@ def _within_engine(job: Job, decisions: Decisions) -> Decisions:
 def _pins_of(job: Job, decisions: Decisions) -> tuple[Pin, ...]:
     """The pins; of a plan of one strategy, those of all layers ask for remat of the blocks alone."""
     found = pins_of(decisions, job.chain)
+    for size in (int(value) for pin in found for key, value in pin.wanted if key == MICRO_BATCH):
+        if job.global_batch % size:
+            raise UserError(
+                field=f"--{MICRO_BATCH}",
+                found=str(size),
+                expected=f"a divisor of the global batch of {job.global_batch}",
+                hint="change it, or --global-batch",
+            )
     if not is_uniform(job, decisions):
         return found
     last = job.chain.num_layers - 2

@@ -169,7 +169,8 @@ def _in_place_of(plan: Plan, chosen: Plan, cost: PlanCost, result: PlanningResul
 def with_reasons(plan: Plan, job: Job) -> Plan:
     """Return the plan with the reason, in its prediction, of every strategy that is not that of most blocks.
 
-    The reason is what the plan would take with these layers as most blocks. None are said over several pools.
+    The reason is the cost of the plan with these layers as most blocks; the largest groups of layers come first. Plans
+    over several device groups have no reasons.
     """
     if job.is_mixed or plan.prediction is None:
         return plan
@@ -181,12 +182,12 @@ def with_reasons(plan: Plan, job: Job) -> Plan:
         if strategy != _as_usual(plan, usual, layer):
             groups.setdefault(strategy, []).append(layer)
     reasons = []
-    for strategy, layers in groups.items():
+    for strategy, layers in sorted(groups.items(), key=lambda group: -len(group[1])):
         changed = list(strategies)
         for layer in layers:
             changed[layer] = _as_usual(plan, usual, layer)
         own, other = _told_apart(strategy, changed[layers[0]])
-        reasons.append(f"{_names(job, layers)}: {own}, since with {other} {_cost(plan, job, changed, step_s, held)}")
+        reasons.append(f"{_names(job, layers)}: {own}; {other} {_cost(plan, job, changed, step_s, held)}")
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"reasons": tuple(reasons)})})
 
 
@@ -209,7 +210,7 @@ def _as_usual(plan: Plan, usual: Strategy, layer: int) -> Strategy:
 def _cost(plan: Plan, job: Job, strategies: Sequence[Strategy], step_s: float, held: int) -> str:
     """What a plan would take with other strategies of its layers, in words."""
     if any(illegal_reason(job.chain.type_of(layer), each, plan.batch) for layer, each in enumerate(strategies)):
-        return "it could not be divided"
+        return "cannot divide them"
     parts = tuple(
         StagePart(
             ranks=part.ranks,
@@ -220,11 +221,11 @@ def _cost(plan: Plan, job: Job, strategies: Sequence[Strategy], step_s: float, h
     cost = predict(assemble_plan(job, plan.pipeline, parts), job)
     takes = max(stage.total_bytes for stage in cost.stages)
     if takes > max(job.budget_bytes, held):
-        return f"a device would hold {format_bytes(takes)} of {format_bytes(job.budget_bytes)}"
+        return f"would need {format_bytes(takes)} of {format_bytes(job.budget_bytes)}"
     slower = cost.step_time_s / step_s - 1
     if slower > SAME:
-        return f"a step would take {format_seconds(cost.step_time_s)}, {slower:.1%} more"
-    return f"a device would hold {format_bytes(takes)}, and a step would be as long"
+        return f"would take {format_seconds(cost.step_time_s)} per step ({slower:.1%} slower)"
+    return f"would need {format_bytes(takes)} and be as fast"
 
 
 def _names(job: Job, layers: Sequence[int]) -> str:

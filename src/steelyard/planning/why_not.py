@@ -351,9 +351,10 @@ def pin_error(request: PlanRequest, job: Job) -> UserError:
 
 def _can_be_met(request: PlanRequest, job: Job, pin: Pin) -> bool:
     layer_types = [job.chain.layers[layer] for layer in range(job.chain.num_layers) if pin.covers(layer)]
+    together = [[each] for each in dict.fromkeys(layer_types)] if pin.is_lax else [layer_types]
     asking = insisting(pin.text).change(request).decisions
     return any(
-        pin.allows(strategy) and not _reasons(config, strategy, layer_types)
+        pin.allows(strategy) and not all(_reasons(config, strategy, each) for each in together)
         for config in pipeline_configs(job, request.decisions)
         for strategy in stage_strategies(job, config.devices_per_stage, asking)
     )

@@ -1,63 +1,62 @@
-"""What a dry run found, term by term beside the prediction, and whether it fits."""
+"""Result of a dry run: memory by term next to the prediction, and whether it fits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from steelyard.plan.plan import Plan
-from steelyard.report.tables import framed_table, number
+from steelyard.report.tables import Paragraph, framed_table, number
 from steelyard.units import format_bytes, format_plural, format_ranges, format_seconds
 
 ALLOWANCES = ("context", "allocator slack")
-"""Terms of a prediction that are no tensors: a dry run cannot find them, and takes them as they are predicted."""
+"""Terms of a prediction that are not tensors: a dry run cannot measure them, so it adds them as predicted."""
 MAX_RANK_COLUMNS = 2
-"""More ranks than these are shown as rows, with their totals alone."""
+"""Maximum number of ranks shown as columns with every term; more ranks are rows with their totals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBudget:
-    """What was predicted for a rank of a stage, in bytes by term, and what it may hold."""
+    """Predicted bytes of a rank of a stage by term, and its budget."""
 
     predicted: Mapping[str, int]
     budget_bytes: int
     margin_bytes: int = 0
-    """What of it is to be left free, where a plan fits so."""
+    """Reserved part of the budget, to be kept free if a plan fits so."""
     host_bytes: int = 0
-    """What was predicted of it in host memory, beside that."""
+    """Predicted bytes in host memory, in addition."""
 
     @property
     def tensor_bytes(self) -> int:
-        """What tensors are predicted to hold."""
+        """Predicted bytes of tensors."""
         return sum(num_bytes for name, num_bytes in self.predicted.items() if name not in ALLOWANCES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRank:
-    """What a dry run of one rank found. ``terms`` add up to its peak in a later step than the first."""
+    """Result of the dry run of one rank; ``terms`` add up to its peak in a step after the first."""
 
     rank: int
     stage: int
     ranks: tuple[int, ...]
-    """All ranks that it stands for."""
+    """All ranks with the same result."""
     terms: Mapping[str, int]
     where: str
     first_step_bytes: int
     wall_s: float
     budget: StageBudget
     host_bytes: int = 0
-    """The most in host memory."""
+    """Peak in host memory."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that tensors hold in any step."""
+        """Peak bytes of tensors in any step."""
         return max(sum(self.terms.values()), self.first_step_bytes)
 
     @property
     def allowance_bytes(self) -> int:
-        """What is kept free beside tensors: the context, and the same share of slack as in the prediction."""
+        """CUDA context and allocator slack, the slack in the same proportion as in the prediction."""
         predicted = self.budget.predicted
         context, slack = (predicted.get(name, 0) for name in ALLOWANCES)
         used = context + self.peak_bytes
@@ -65,36 +64,50 @@ class CheckedRank:
 
     @property
     def over_bytes(self) -> int:
-        """Bytes above the budget; negative where it fits."""
+        """Bytes above the budget; negative if it fits."""
         return self.peak_bytes + self.allowance_bytes - self.budget.budget_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether what tensors hold and the allowance stay within the budget."""
+        """Whether tensors, context and slack stay within the budget."""
         return self.over_bytes <= 0
 
     @property
     def is_pressed(self) -> bool:
-        """Whether it takes of the margin."""
+        """Whether it uses some of the reserved memory."""
         return self.over_bytes > -self.budget.margin_bytes
 
 
 def check_view(plan: Plan, checked: Sequence[CheckedRank]) -> RenderableType:
-    """The whole result: a sentence, the peaks by term or by rank, and which ranks were run."""
+    """Return the whole result: verdict, headroom next to the prediction, and peaks by term or by rank."""
     verdict = "does not fit"
     if all(rank.fits for rank in checked):
         verdict = "fits under pressure" if any(rank.is_pressed for rank in checked) else "fits"
     wall_s = sum(rank.wall_s for rank in checked)
     headline = (
         f"{plan.model.name} on {plan.cluster}: {verdict}; {format_plural(len(checked), 'rank')} of {plan.num_devices} "
-        f"run on fake tensors in {format_seconds(wall_s)} ({format_seconds(wall_s / len(checked))} a rank)"
+        f"run on fake tensors in {format_seconds(wall_s)} ({format_seconds(wall_s / len(checked))} per rank)"
     )
     table = term_table(checked) if len(checked) <= MAX_RANK_COLUMNS else total_table(checked)
-    return Group(Text(headline, style="bold"), table)
+    first = Paragraph(text=headline, indent=0, style="bold")
+    return Group(first, Paragraph(text=headroom_line(checked), indent=0), table)
+
+
+def headroom_line(checked: Sequence[CheckedRank]) -> str:
+    """Return the headroom of the fullest rank: device memory less what the plan predicts and less what was found."""
+    fullest = max(checked, key=lambda rank: rank.over_bytes)
+    budget, predicted = fullest.budget, sum(fullest.budget.predicted.values())
+    found = fullest.peak_bytes + fullest.allowance_bytes
+    reserved = f", {format_bytes(budget.margin_bytes)} of them reserved" if budget.margin_bytes else ""
+    return (
+        f"Fullest rank {fullest.rank}: plan predicts {format_bytes(predicted)}, check found {format_bytes(found)} "
+        f"(tensors, context, allocator slack) of {format_bytes(budget.budget_bytes)}: "
+        f"{_budget_text(fullest)}{' free' * fullest.fits}{reserved}"
+    )
 
 
 def term_table(checked: Sequence[CheckedRank]) -> Table:
-    """For each rank a column of what was found and one of what was predicted, by term."""
+    """Return a column of found and one of predicted bytes per rank, by term."""
     columns = (number(name) for rank in checked for name in (f"rank {rank.rank}", "predicted"))
     table = framed_table("Found and predicted, per rank", "", *columns)
     names = dict.fromkeys(name for rank in checked for terms in (rank.budget.predicted, rank.terms) for name in terms)
@@ -117,20 +130,20 @@ def term_table(checked: Sequence[CheckedRank]) -> Table:
         on_host = (size for rank in checked for size in (rank.host_bytes, rank.budget.host_bytes))
         table.add_row("in host memory", *map(format_bytes, on_host))
     table.add_row("at", *_left(checked, lambda rank: rank.where))
-    table.add_row("in the first step", *_left(checked, lambda rank: format_bytes(rank.first_step_bytes)))
+    table.add_row("peak in the first step", *_left(checked, lambda rank: format_bytes(rank.first_step_bytes)))
     table.add_row("context and slack", *_left(checked, lambda rank: format_bytes(rank.allowance_bytes)))
-    table.add_row("left of the budget", *_left(checked, _budget_text))
+    table.add_row("free memory", *_left(checked, _budget_text))
     table.add_row("stands for", *_left(checked, lambda rank: format_ranges(rank.ranks)))
-    table.add_row("took", *_left(checked, lambda rank: format_seconds(rank.wall_s)))
+    table.add_row("run time", *_left(checked, lambda rank: format_seconds(rank.wall_s)))
     return table
 
 
 def total_table(checked: Sequence[CheckedRank]) -> Table:
-    """A row for every rank that was run: its peak, the prediction, and what is left of the budget."""
+    """Return a row per rank that was run: its peak, the prediction, and its free memory."""
     table = framed_table(
         "Found and predicted, per rank",
         *(number("rank"), number("stage"), "stands for", number("found"), number("predicted"), number("ratio")),
-        *("at", number("left"), number("took")),
+        *("at", number("free"), number("run time")),
     )
     for rank in checked:
         table.add_row(
@@ -148,10 +161,10 @@ def total_table(checked: Sequence[CheckedRank]) -> Table:
 
 
 def misfit_lines(checked: Sequence[CheckedRank]) -> list[str]:
-    """A line for each group of ranks that does not fit, or takes of the margin: which, and by how much."""
+    """Return a line per group of ranks that does not fit or uses reserved memory, with the bytes."""
     return [
         f"fits under pressure: rank {rank.rank} of stage {rank.stage} (ranks {format_ranges(rank.ranks)}) leaves "
-        f"{format_bytes(-rank.over_bytes)} free, less than {format_bytes(rank.budget.margin_bytes)}"
+        f"{format_bytes(-rank.over_bytes)} of the {format_bytes(rank.budget.margin_bytes)} reserved for the allocator"
         for rank in checked
         if rank.fits and rank.is_pressed
     ] + [

@@ -6,23 +6,25 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from steelyard.plan.plan import Plan, headline
+from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Prediction, layers_text
-from steelyard.report.tables import number, plain_table
+from steelyard.report.answer import decision, pipeline_text
+from steelyard.report.tables import Paragraph, number, plain_table
 from steelyard.units import format_bytes, format_seconds
 
 LEAST = 1e-9
-"""Less than this, of seconds or bytes, is nothing."""
-ALIKE = "All layers have the same stage and strategy in both."
+"""Seconds or bytes below this count as zero."""
+ALIKE = "All layers have the same stage and strategy in both plans."
 
 
 def compare_view(first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")) -> RenderableType:
-    """Both headlines, then what differs; terms only where both plans have a prediction."""
+    """Return both headlines, then the differences; terms only if both plans have a prediction."""
     parts: list[RenderableType] = [
-        Text(f"{name}: {headline(plan)}", style="bold") for name, plan in zip(names, (first, second), strict=True)
+        Paragraph(text=f"{name}: {decision(plan)}. {pipeline_text(plan)}", indent=0, style="bold")
+        for name, plan in zip(names, (first, second), strict=True)
     ]
     for title, terms, show in compared_terms(first, second):
-        table = plain_table(title, "", *(number(column, whole=True) for column in (*names, "difference")))
+        table = plain_table(title, "", *(number(column) for column in (*names, "difference")))
         *rows, total = term_rows(terms, show)
         for row in rows:
             table.add_row(*row)
@@ -35,17 +37,16 @@ Terms = tuple[dict[str, float], dict[str, float]]
 
 
 def compared_terms(first: Plan, second: Plan) -> Iterator[tuple[str, Terms, Callable[[float], str]]]:
-    """Time and memory of both plans by term, each with its title and how amounts are shown; none unless both have a
-    prediction."""
+    """Yield time and memory of both plans by term, if both have a prediction."""
     if first.prediction is not None and second.prediction is not None:
         times = step_terms(first, first.prediction), step_terms(second, second.prediction)
-        yield "Time of a step, slowest stage", times, format_seconds
+        yield "Step time, slowest stage", times, format_seconds
         sizes = fullest_terms(first.prediction), fullest_terms(second.prediction)
         yield "Memory of the fullest stage", sizes, format_bytes
 
 
 def term_rows(terms: Terms, show: Callable[[float], str]) -> Iterator[tuple[str, str, str, str]]:
-    """For each term that is there its name, what it is in both plans, and the difference; the total last."""
+    """Yield the name of each term, its amount in both plans, and the difference; the total last."""
     names = dict.fromkeys(name for each in terms for name in each)
     amounts = {name: tuple(each.get(name, 0.0) for each in terms) for name in names}
     kept = {name: both for name, both in amounts.items() if max(map(abs, both)) > LEAST}
@@ -55,20 +56,20 @@ def term_rows(terms: Terms, show: Callable[[float], str]) -> Iterator[tuple[str,
 
 
 def step_terms(plan: Plan, prediction: Prediction) -> dict[str, float]:
-    """Seconds of a step on the slowest stage by term; ``waiting and fixed`` is what no term accounts for."""
+    """Return seconds per step on the slowest stage by term; ``waiting and fixed`` is the rest."""
     slowest = max(prediction.stages, key=lambda stage: stage.total_time_s)
     terms = {name: seconds * plan.num_microbatches for name, seconds in slowest.time_s.items()}
     return terms | {"waiting and fixed": max(0.0, prediction.step_time_s - sum(terms.values()))}
 
 
 def fullest_terms(prediction: Prediction) -> dict[str, float]:
-    """Bytes of the fullest stage by term."""
+    """Return bytes of the fullest stage by term."""
     fullest = max(prediction.stages, key=lambda stage: stage.total_bytes)
     return {name: float(size) for name, size in fullest.memory_bytes.items()}
 
 
 def changed_layers(first: Plan, second: Plan) -> Iterator[tuple[int, int, str, str]]:
-    """Runs of layers of which both plans say something else: first and last layer, and what each plan does."""
+    """Yield runs of layers that differ: first and last layer, and their stage and strategy in each plan."""
     pairs = list(zip(_layers(first), _layers(second), strict=True))
     for (before, after), run in groupby(enumerate(pairs), key=lambda item: item[1]):
         places = [index for index, _ in run]
@@ -77,7 +78,7 @@ def changed_layers(first: Plan, second: Plan) -> Iterator[tuple[int, int, str, s
 
 
 def layer_table(first: Plan, second: Plan, names: tuple[str, str]) -> RenderableType:
-    """A row for every run of layers that differs."""
+    """Return a row per run of layers that differs."""
     chain, rows = first.chain(), list(changed_layers(first, second))
     if not rows:
         return Text(ALIKE)

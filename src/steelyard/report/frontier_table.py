@@ -1,45 +1,44 @@
-"""Trade-offs as tables for the terminal: time against memory, time and money against devices."""
+"""Tables of trade-offs for the terminal: time against memory, time and cost against devices."""
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Table
 
 from steelyard.plan.choices import TradeOffs
-from steelyard.report.tables import cell, number, plain_table
+from steelyard.report.tables import Paragraph, cell, name, number, plain_table
 from steelyard.units import format_bytes, format_count, format_seconds
 
 SAMPLED = (
-    "sampled: every row is the fastest plan within its memory; between two rows the time lies between theirs "
-    "(--points looks at more budgets)"
+    "sampled: each row is the fastest plan within its memory; plans between two rows have times between theirs "
+    "(search more budgets with --points)"
 )
-PRESSED = (
-    "more than the budget fits under pressure, with less than {} per device left free (--memory-margin 0 takes it)"
-)
-OFFERS = "▶ least time for the money: no other part of the cluster is at least as fast for no more money a token"
-COMPLETE = "complete: no plan between these rows is worth having"
+PRESSED = "rows marked * keep less than the reserved {} per device free (take one with --memory-margin 0)"
+OFFERS = "▶ worth its price: no other part of the cluster is as fast or faster at the same or a lower cost per token"
+COMPLETE = "complete: no plan between two rows is faster than the row below"
 
 
 def figure_title(found: TradeOffs) -> str:
-    """What the figure is about, in one line."""
-    return f"{found.model} on {found.cluster}, {found.global_batch} × {found.seq_len} tokens a step, {found.precision}"
+    """Return the model, cluster, batch and precision in one line."""
+    return (
+        f"{found.model} on {found.cluster}, {found.global_batch} × {found.seq_len} tokens per step, {found.precision}"
+    )
 
 
 def frontier_view(found: TradeOffs) -> RenderableType:
-    """What was found, as one renderable."""
-    parts: list[RenderableType] = [Text(figure_title(found), style="bold")]
+    """Return all tables as one renderable."""
+    parts: list[RenderableType] = [Paragraph(text=figure_title(found), indent=0, style="bold")]
     if found.points:
-        parts += [frontier_table(found), Text(frontier_note(found), style="dim")]
+        parts += [frontier_table(found), Paragraph(text=frontier_note(found), indent=0)]
     if found.devices:
         parts.append(device_table(found))
     if found.offers:
-        parts += [offer_table(found), Text(OFFERS, style="dim")]
+        parts += [offer_table(found), Paragraph(text=OFFERS, indent=0)]
     if found.profile is not None:
-        parts.append(Text(f"costs {found.profile}", style="dim"))
+        parts.append(Paragraph(text=f"costs {found.profile}", indent=0, style="dim"))
     return Group(*parts)
 
 
 def frontier_note(found: TradeOffs) -> str:
-    """Whether the frontier has every step, in a sentence, and what fits under pressure alone."""
+    """Return whether the frontier is complete, and what marked rows mean."""
     sentence = COMPLETE if found.is_complete else SAMPLED
     if not any(found.budget_bytes < point.memory_bytes <= found.device_bytes for point in found.points):
         return sentence
@@ -47,9 +46,9 @@ def frontier_note(found: TradeOffs) -> str:
 
 
 def frontier_table(found: TradeOffs) -> Table:
-    """A row for every point, most memory first; the plan within the budget is marked, and what takes of the margin."""
-    figures = [number(each, whole=True) for each in ("memory", "step", "tokens/s", "stages", "micro\nbatches")]
-    title = f"Least step time within a memory budget (here {found.limit_text})"
+    """Return a row per point, most memory first; the chosen plan and points in reserved memory are marked."""
+    figures = [number(each) for each in ("memory", "step", "tokens/s", "stages", "micro\nbatches")]
+    title = f"Fastest plan within each memory budget (▶ within {found.limit_text})"
     table = plain_table(title, "", *figures, "strategies")
     for point in found.points:
         over = point.memory_bytes > found.budget_bytes
@@ -67,12 +66,12 @@ def frontier_table(found: TradeOffs) -> Table:
 
 
 def device_table(found: TradeOffs) -> Table:
-    """A row for every number of devices: its best plan, or why there is none."""
+    """Return a row per number of devices: its best plan, or why there is none."""
     priced = found.price_per_device_hour is not None
     cost = ("cost of\n10⁹ tokens",) if priced else ()
     names = ("devices", "step", "tokens/s", *cost, "stages", "micro\nbatches")
-    title = f"Best plan on a number of devices, {format_bytes(found.device_bytes)} each"
-    table = plain_table(title, *(number(each, whole=True) for each in names), "strategies")
+    title = f"Best plan by number of devices, {format_bytes(found.device_bytes)} each"
+    table = plain_table(title, *map(number, names), "strategies")
     for point in found.devices:
         here = point.cluster == found.cluster
         table.add_row(
@@ -89,10 +88,10 @@ def device_table(found: TradeOffs) -> Table:
 
 
 def offer_table(found: TradeOffs) -> Table:
-    """A row for every part of the cluster: its best plan and what it costs, or why there is none."""
-    figures = [number(each, whole=True) for each in ("an hour", "cost of\n10⁹ tokens", "step", "tokens/s")]
-    title = "Offers: the best plan on parts of the cluster"
-    table = plain_table(title, "", Column("devices", no_wrap=True), *figures, "plan")
+    """Return a row per part of the cluster: its best plan and cost, or why there is none."""
+    figures = [number(each) for each in ("per hour", "cost of\n10⁹ tokens", "step", "tokens/s")]
+    title = "Best plan on parts of the cluster"
+    table = plain_table(title, "", name("devices"), *figures, "plan")
     for offer in found.offers:
         table.add_row(
             "▶" if offer.is_worth_having else "",

@@ -1,10 +1,9 @@
-"""A plan as tables for the terminal: the decision, where time and memory go, and what lost."""
+"""Tables of a plan for the terminal: strategies, predicted time and memory per stage, plans that lost."""
 
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from steelyard.errors import InvalidClusterError
 from steelyard.hardware import Cluster
@@ -21,24 +20,24 @@ from steelyard.plan.prediction import (
     margin_text,
     misfits,
 )
-from steelyard.report.tables import framed_table, number
+from steelyard.report.tables import Paragraph, framed_table, name, number
 from steelyard.units import GB, format_bytes, format_change, format_days, format_money, format_plural, format_seconds
 
 SHOWN_ALTERNATIVES = 5
 SHOWN_REASONS = 6
 SHOWN_ENGINES = 3
 MAX_STAGE_COLUMNS = 4
-"""More stages than these are shown as rows, with their totals alone."""
+"""Maximum number of stages shown as columns with every term; more stages are rows with their totals."""
 
 
 def plan_view(
     plan: Plan, *, num_alternatives: int = SHOWN_ALTERNATIVES, engines: Sequence[ComparedBaseline] = ()
 ) -> RenderableType:
-    """The whole plan as one renderable: headline, what other engines take, stages and layers, and with a prediction
-    time, memory and baselines."""
+    """Return the whole plan as one renderable: headline, other engines, strategies, predicted time and memory, plans
+    that lost."""
     parts: list[RenderableType] = [
-        Text(headline(plan), style="bold"),
-        *(Text(line) for line in [fastest_engines(engines)] if line),
+        *(Paragraph(text=line, indent=0, style="bold") for line in headline(plan).splitlines()),
+        *(Paragraph(text=f"Other engines: {line}", indent=0) for line in [fastest_engines(engines)] if line),
         *warning_lines(plan.prediction),
         stage_table(plan),
     ]
@@ -47,57 +46,62 @@ def plan_view(
             term_table(plan.prediction) if plan.num_stages <= MAX_STAGE_COLUMNS else total_table(plan.prediction),
             *pool_lines(plan.prediction),
             *reason_lines(plan.prediction),
-            Text(f"{plan.prediction.certificate}; costs {plan.prediction.costs}", style="dim"),
-            *(Text(f"not searched: {text}", style="dim") for text in plan.prediction.not_searched),
-            *(Text(line, style="dim") for line in link_lines(plan, plan.prediction)),
+            _dim(f"{plan.prediction.certificate}; costs {plan.prediction.costs}"),
+            *(_dim(f"not searched: {text}") for text in plan.prediction.not_searched),
+            *map(_dim, link_lines(plan, plan.prediction)),
         ]
         if plan.prediction.alternatives and num_alternatives > 0:
             parts.append(alternative_table(plan.prediction, num_alternatives))
     return Group(*parts)
 
 
+def _dim(text: str) -> Paragraph:
+    return Paragraph(text=text, indent=0, style="dim")
+
+
 def pool_lines(prediction: Prediction) -> list[RenderableType]:
-    """A line for each pool of unlike devices: what it is used for, or why it is left out."""
+    """Return a line per device group: its stages, or why it is left out."""
     lines: list[RenderableType] = []
     for pool in prediction.pools or ():
         left = margin_text(pool.budget_bytes, pool.margin_bytes)
         memory = format_bytes(pool.budget_bytes) + (f" ({left})" if left else "")
         used = f"{format_plural(pool.num_stages, 'stage')} on {pool.num_devices} devices of {memory}"
         words = used if pool.num_stages else f"left out: {pool.reason or 'not part of the plan'}"
-        lines.append(Text(f"Pool {pool.name}: {words}", style="dim" if pool.num_stages else "yellow"))
+        lines.append(Paragraph(text=f"Group {pool.name}: {words}", indent=0, style="" if pool.num_stages else "yellow"))
     return lines
 
 
 def reason_lines(prediction: Prediction, shown: int = SHOWN_REASONS) -> list[RenderableType]:
-    """Why layers are not as most blocks are, a line for each strategy, and how many lines more there are."""
-    lines: list[RenderableType] = [
-        Text(text[:1].upper() + text[1:], style="dim") for text in prediction.reasons[:shown]
-    ]
+    """Return the reasons of layers that differ from most blocks, a line for each strategy, at most ``shown``."""
+    lines: list[RenderableType] = [_dim(text[:1].upper() + text[1:]) for text in prediction.reasons[:shown]]
     more = len(prediction.reasons) - shown
-    return [*lines, *([Text(f"and {more} more (steelyard explain)", style="dim")] if more > 0 else [])]
+    return [*lines, *([_dim(f"and {more} more (steelyard explain)")] if more > 0 else [])]
 
 
 def warning_lines(prediction: Prediction | None) -> list[RenderableType]:
-    """What is allowed and should be known."""
-    return [Text(f"Warning: {text}", style="yellow") for text in (prediction.warnings if prediction else ())]
+    """Return the warnings of a prediction."""
+    return [
+        Paragraph(text=f"Warning: {text}", indent=0, style="yellow")
+        for text in (prediction.warnings if prediction else ())
+    ]
 
 
 def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
-    """A line with the links that were assumed, at their rate for a device; none where they were measured or the cluster
-    is not known."""
+    """Return a line with the links that were assumed, at their rate per device; none if they were measured or the
+    cluster is unknown."""
     try:
         machines = plan.hardware_value()
     except InvalidClusterError:
         return []
     rates = {pool.device.name: pool.device.host_bytes_per_s for pool in machines.pools if prediction.host}
     on_host = "; ".join(f"{rate / GB:.3g} GB/s on {name}" for name, rate in rates.items() if rate)
-    copies = [f"Copies from and to the host assumed, per device and direction: {on_host}"] if on_host else []
+    copies = [f"Copies between device and host assumed, per device and direction: {on_host}"] if on_host else []
     if machines.is_mixed:
         pairs = [(pool, link) for pool, link in zip(machines.pools, machines.links, strict=True) if link is not None]
         words = [f"{link.name} from {pool.name}, {link.rate_text()}" for pool, link in pairs]
         sources = {each.name: each.profile for each in prediction.pools or ()}
         return [
-            f"Links assumed between pools, per device and direction: {'; '.join(words)}",
+            f"Links assumed between groups, per device and direction: {'; '.join(words)}",
             *(f"In {pool.name}: {text}" for pool, _ in pairs if (text := _links(pool, sources.get(pool.name)))),
             *copies,
         ]
@@ -106,7 +110,7 @@ def link_lines(plan: Plan, prediction: Prediction) -> list[str]:
 
 
 def _links(cluster: Cluster, source: CostSource | None) -> str:
-    """The links of a cluster and what they carry; empty where they were measured."""
+    """Return the links of a cluster and their rates; empty if they were measured."""
     between = cluster.inter_link if cluster.num_nodes > 1 else None
     links = [(cluster.intra_link, "inside a node", cluster.devices_per_node)]
     links += [(between, "between nodes", 1)] if between is not None else []
@@ -117,11 +121,11 @@ def _links(cluster: Cluster, source: CostSource | None) -> str:
 
 
 def gain_sentence(plan: Plan) -> str:
-    """What is gained over each baseline, those that are equal once, with the days and money of a whole training.
+    """Return the gain over each baseline, equal baselines once, with the days and money of a whole training.
 
-    Empty where none was searched.
+    Empty if none was searched.
 
-    ``It takes 2.2% less time than plain FSDP (141 days, $67.9 K); plain DDP does not fit (39.1 GiB short)``
+    ``It is 2.2% faster than plain FSDP (141 days, $67.9 K); plain DDP does not fit (39.1 GiB short)``
     """
     prediction, training = plan.prediction, plan.training
     gains = []
@@ -137,18 +141,18 @@ def gain_sentence(plan: Plan) -> str:
             part = gain / (1 - gain)
             saved = [format_days(part * training.days)]
             saved += [] if training.cost is None else [format_money(part * training.cost)]
-        gains.append(f"{against(gain, 'as long as')} {each.name}" + (f" ({', '.join(saved)})" if saved else ""))
-    takes = [f"It takes {', '.join(gains)}"] if gains else []
+        gains.append(f"{against(gain, 'as fast as')} {each.name}" + (f" ({', '.join(saved)})" if saved else ""))
+    takes = [f"It is {', '.join(gains)}"] if gains else []
     text = "; ".join((*takes, *misfits(baselines.values())))
     return text[:1].upper() + text[1:]
 
 
 def stage_table(plan: Plan) -> Table:
-    """A row for every run of equal layers: stage (and its chunk), ranks, layers, strategy."""
+    """Return a row per run of equal layers: stage (and its chunk), ranks, layers, strategy."""
     chain = plan.chain()
     pools = [pool.name for pool in plan.stage_pools()] if plan.is_mixed else []
-    columns = ("stage", *(["pool"] if pools else []), "ranks", "layers", "parallel", "remat")
-    table = framed_table("Strategies", *columns)
+    columns = ("stage", *(["group"] if pools else []), "ranks", "layers", "parallel", "remat")
+    table = framed_table("Strategies", *map(name, columns))
     for index, part in enumerate(plan.parts):
         for run_index, run in enumerate(part.runs):
             first = run_index == 0
@@ -165,49 +169,49 @@ def stage_table(plan: Plan) -> Table:
 
 
 def term_table(prediction: Prediction) -> Table:
-    """Time and memory of each stage by term, against the budget."""
+    """Return time and memory of each stage by term, and the headroom."""
     columns = (number(f"stage {index}") for index in range(len(prediction.stages)))
     table = framed_table("Predicted, per stage", "", *columns)
-    for name in _terms([stage.time_s for stage in prediction.stages]):
-        table.add_row(name, *(format_seconds(stage.time_s.get(name, 0.0)) for stage in prediction.stages))
+    for term in _terms([stage.time_s for stage in prediction.stages]):
+        table.add_row(term, *(format_seconds(stage.time_s.get(term, 0.0)) for stage in prediction.stages))
     table.add_row(
-        "time of a microbatch",
+        "time per microbatch",
         *(format_seconds(stage.total_time_s) for stage in prediction.stages),
         style="bold",
         end_section=True,
     )
-    for name in _terms([stage.memory_bytes for stage in prediction.stages]):
-        table.add_row(name, *(format_bytes(stage.memory_bytes.get(name, 0)) for stage in prediction.stages))
+    for term in _terms([stage.memory_bytes for stage in prediction.stages]):
+        table.add_row(term, *(format_bytes(stage.memory_bytes.get(term, 0)) for stage in prediction.stages))
     table.add_row("memory", *(format_bytes(stage.total_bytes) for stage in prediction.stages), style="bold")
-    table.add_row("left of the budget", *_all_left(prediction))
+    table.add_row("headroom", *_all_left(prediction))
     return table
 
 
 def fastest_engines(engines: Sequence[ComparedBaseline]) -> str:
-    """The fastest of other engines beside the plan, as in ``megatron 71.8 s (−10.6%)``; empty where none runs it.
+    """Return the fastest other engines next to the plan, as in ``megatron 71.8 s (−10.6%)``; empty if none runs it.
 
-    ``engines`` stand with the fastest first.
+    ``engines`` are in the order of their step times.
     """
     found = [
         f"{each.name} {step_text(each)} ({format_change(each.slowdown or 0.0)})"
         for each in engines
         if each.step_time_s is not None
     ]
-    return f"Best plan for other engines: {', '.join(found[:SHOWN_ENGINES])} (--engines for all)" if found else ""
+    return f"{', '.join(found[:SHOWN_ENGINES])}; all: --engines" if found else ""
 
 
 def engine_line(other: ComparedBaseline) -> str:
-    """What another engine takes, as in ``megatron: 71.8 s, 10.6% less time than the plan: tp4 ×82; 8 stages``."""
+    """Return the plan of another engine, as in ``megatron: 71.8 s, 10.6% faster than the plan: tp4 ×82; 8 stages``."""
     if other.step_time_s is None:
-        missing = f"does not fit, {format_bytes(other.missing_bytes)} short" if other.missing_bytes else "no plan"
-        return f"  {other.name}: {f'cannot run it: found {other.reason}' if other.reason else missing}"
-    words = against(-(other.slowdown or 0.0), "as long as")
+        missing = f"does not fit ({format_bytes(other.missing_bytes)} short)" if other.missing_bytes else "no plan"
+        return f"  {other.name}: {f'cannot run it: {other.reason}' if other.reason else missing}"
+    words = against(-(other.slowdown or 0.0), "as fast as")
     return f"  {other.name}: {step_text(other)}, {words} the plan: {other.strategies}; {other.setting}"
 
 
 def total_table(prediction: Prediction) -> Table:
-    """A row for every stage: its time, its largest terms, its memory and what is left of the budget."""
-    columns = ("stage", "a microbatch", "of it compute", "memory", "of it activations", "left")
+    """Return a row per stage: time, compute, memory, activations and headroom."""
+    columns = ("stage", "time per microbatch", "compute", "memory", "activations", "headroom")
     table = framed_table("Predicted, per stage", *map(number, columns))
     for index, (stage, left) in enumerate(zip(prediction.stages, _all_left(prediction), strict=True)):
         table.add_row(
@@ -222,41 +226,41 @@ def total_table(prediction: Prediction) -> Table:
 
 
 def alternative_table(prediction: Prediction, shown: int = SHOWN_ALTERNATIVES) -> Table:
-    """The best candidates that lost, and why."""
-    title = f"What lost (best {min(shown, len(prediction.alternatives))} of {len(prediction.alternatives)})"
-    table = framed_table(title, "candidate", "step", "why")
+    """Return the best candidates that lost, and why."""
+    title = f"Plans that lost (best {min(shown, len(prediction.alternatives))} of {len(prediction.alternatives)})"
+    table = framed_table(title, "pipeline configuration", number("step"), "why")
     for alternative in prediction.alternatives[:shown]:
         table.add_row(alternative.description, step_text(alternative), why_lost(prediction, alternative))
     return table
 
 
 def why_lost(prediction: Prediction, alternative: Alternative) -> str:
-    """The reason why a candidate lost, and whether by more than predictions can tell plans apart."""
-    return ("as good: " if prediction.is_as_good(alternative.step_time_s) else "") + alternative.reason
+    """Return the reason why a candidate lost, and whether by less than the prediction error."""
+    return ("within prediction error: " if prediction.is_as_good(alternative.step_time_s) else "") + alternative.reason
 
 
 def as_good_line(prediction: Prediction, baselines: Sequence[ComparedBaseline]) -> str:
-    """The baselines that predictions cannot tell from the plan, by name; empty where there are none."""
+    """Return the names of baselines within prediction error of the plan; empty if there are none."""
     names = [baseline.name for baseline in baselines if prediction.is_as_good(baseline.step_time_s)]
     if not names or prediction.interval is None:
         return ""
-    within = f"predicted within {prediction.interval.as_good:.0%}, where the order of plans is not certain"
-    return f"As good as this plan ({within}): {', '.join(names)}."
+    error = f"within {prediction.interval.as_good:.0%}, so either may be faster"
+    return f"Within prediction error of this plan ({error}): {', '.join(names)}."
 
 
 def step_text(other: Alternative | ComparedBaseline) -> str:
-    """The step time of another plan, marked where the best plan of its kind may be faster."""
+    """Return the step time of another plan, with ``≤`` if the search was not finished."""
     if other.step_time_s is None:
         return "–"
     return ("≤ " if other.is_bound else "") + format_seconds(other.step_time_s)
 
 
 def _all_left(prediction: Prediction) -> list[str]:
-    """What each stage leaves of its budget."""
+    """Return the headroom of each stage."""
     left = prediction.left_bytes()
     return [format_bytes(each) if each >= 0 else f"over by {format_bytes(-each)}" for each in left]
 
 
 def _terms(columns: list[dict[str, float]] | list[dict[str, int]]) -> list[str]:
-    """All names that occur, in the order of their first occurrence."""
+    """Return all names in the order of their first occurrence."""
     return list(dict.fromkeys(name for column in columns for name in column))

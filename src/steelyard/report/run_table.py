@@ -1,54 +1,56 @@
-"""What was measured, as tables for the terminal: a profile, and runs beside what was predicted of them."""
+"""Tables of measurements for the terminal: a profile, and runs next to their predictions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from steelyard.plan.plan import Plan
 from steelyard.profiles.profile import Profile
 from steelyard.profiles.record import RunRecord
-from steelyard.report.tables import cell, framed_table, number
+from steelyard.report.tables import Paragraph, cell, framed_table, number
 from steelyard.units import MIB, format_bytes, format_seconds
 
 
 def profile_view(profile: Profile) -> RenderableType:
-    """What was measured, on what."""
+    """Return the measured costs of a profile, and what was measured where."""
     identity = profile.identity
     title = (
         f"{identity.model_name}, {identity.seq_len} tokens, {identity.precision} on {identity.num_devices} × "
         f"{identity.device} ({identity.method} {identity.created})"
     )
     tables = (layer_table(profile), collective_table(profile))
-    return Group(Text(title, style="bold"), *tables, *map(Text, machine_lines(profile)))
+    lines = (Paragraph(text=line, indent=0) for line in machine_lines(profile))
+    return Group(Paragraph(text=title, indent=0, style="bold"), *tables, *lines)
 
 
 def machine_lines(profile: Profile) -> list[str]:
-    """What was measured of the machine beside layers and collectives."""
+    """Return lines on the machine: shared cores, sharding overhead, misfits, allocator."""
     lines = []
     if profile.busy_speeds:
         speeds = ", ".join(f"{speed:.2f}" for speed in profile.busy_speeds)
-        lines.append(f"processes share cores: speed while 1, 2, … of them compute over that while all do: {speeds}")
+        lines.append(f"processes share cores: relative speed while 1, 2, … of them compute: {speeds}")
     if profile.sharding:
         added = ", ".join(f"{format_seconds(each.seconds)} over {each.group_size}" for each in profile.sharding)
-        lines.append(f"sharding adds to a layer and microbatch, beside its collectives alone: {added} ranks")
+        lines.append(f"sharding overhead per layer and microbatch, without its collectives: {added} ranks")
     if profile.misfits:
         lines.append(
-            f"warning: a latency and a rate miss collectives by up to: {', '.join(profile.misfits)}; plans that use "
-            "them may be off as much: profile again on an idle machine, or with a larger --budget"
+            f"warning: latency and rate fit these collectives badly: {', '.join(profile.misfits)}; plans that use them "
+            "have this error: profile again on an idle machine, or with a larger --budget"
         )
     if profile.reserved_over_allocated is None:
-        lines.append("memory: a CPU's allocator keeps nothing, so reserved is allocated")
+        lines.append("memory: reserved equals allocated (the CPU allocator caches nothing)")
     else:
         lines.append(f"memory: reserved {profile.reserved_over_allocated:.2f} × allocated")
     return lines
 
 
 def layer_table(profile: Profile) -> Table:
-    """Measured seconds of each layer type, shape and number of samples on a rank."""
-    table = Table("layer", "shape", "samples on a rank", "forward", "backward", "saved", header_style="bold")
+    """Return measured seconds per layer type, shape and number of samples on a rank."""
+    table = Table(
+        "layer", "shape", *map(number, ("samples per rank", "forward", "backward", "saved")), header_style="bold"
+    )
     for layer in profile.layers:
         for index, time in enumerate(layer.times):
             table.add_row(
@@ -63,8 +65,8 @@ def layer_table(profile: Profile) -> Table:
 
 
 def collective_table(profile: Profile) -> Table:
-    """Fitted latency and rate of each collective."""
-    table = Table("collective", "ranks", "latency", "rate", "worst misfit", header_style="bold")
+    """Return fitted latency and rate per collective."""
+    table = Table("collective", *map(number, ("ranks", "latency", "rate", "largest error")), header_style="bold")
     for each in profile.collectives:
         table.add_row(
             each.kind,
@@ -77,21 +79,21 @@ def collective_table(profile: Profile) -> Table:
 
 
 def comparison_table(record: RunRecord) -> Table:
-    """Step time and memory per rank, predicted and measured, with the prediction's error."""
+    """Return step time and memory per rank, predicted and measured, and their ratio."""
     columns = map(number, ("predicted", "measured", "predicted / measured"))
-    table = framed_table("Predicted against measured", "", *columns)
+    table = framed_table("Predicted and measured", "", *columns)
     table.add_row(*beside("step time", record.predicted_step_s, record.median_step_s, format_seconds), end_section=True)
     num_stages = 1 + max(rank.stage for rank in record.ranks)  # an elastic run may end under another plan
     for stage in range(num_stages if num_stages > 1 else 0):
-        # those of its slowest rank
+        # its slowest rank
         measured = [rank.busy_s for rank in record.ranks if rank.stage == stage and rank.busy_s is not None]
         expected = None if record.predicted_busy_s is None else record.predicted_busy_s[stage]
-        row = beside(f"work of stage {stage} in a step", expected, max(measured, default=None), format_seconds)
+        row = beside(f"busy time of stage {stage} per step", expected, max(measured, default=None), format_seconds)
         table.add_row(*row, end_section=stage == num_stages - 1)
     uneven = [rank.imbalance for rank in record.ranks if rank.imbalance is not None]
     if uneven:
         mean = sum(uneven) / len(uneven)
-        row = beside("imbalance of experts (assumed)", record.predicted_imbalance, mean, "{:.2f}".format)
+        row = beside("expert load imbalance (assumed)", record.predicted_imbalance, mean, "{:.2f}".format)
         table.add_row(*row, end_section=True)
     for rank in record.ranks:
         name = f"memory of rank {rank.rank}" + (f" (stage {rank.stage})" if num_stages > 1 else "")
@@ -103,7 +105,7 @@ def comparison_table(record: RunRecord) -> Table:
 def beside(
     name: str, predicted: float | None, measured: float | None, show: Callable[[Any], str]
 ) -> tuple[str, str, str, str]:
-    """A row of what was predicted and measured of one thing, and their ratio; None is what is not known."""
+    """Return a row of one quantity, predicted and measured, and their ratio; None for unknown values."""
     return (
         name,
         cell(predicted, show),
@@ -113,8 +115,8 @@ def beside(
 
 
 def trial_table(trials: Sequence[tuple[Plan, RunRecord | None, str]]) -> Table:
-    """A row for each plan that was tried with its words: predicted and measured step and memory of a rank."""
-    columns = map(number, ("predicted", "measured", "ratio", "memory", "measured"))
+    """Return a row per measured plan: step time and memory of a rank, predicted and measured."""
+    columns = map(number, ("predicted\nstep", "measured\nstep", "ratio", "predicted\nmemory", "measured\nmemory"))
     table = framed_table("Predicted and measured", "", *columns, "plan")
     for index, (plan, record, words) in enumerate(trials):
         expected_s = plan.prediction.step_time_s if plan.prediction else None

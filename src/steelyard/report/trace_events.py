@@ -1,4 +1,4 @@
-"""The timeline of a step as a Chrome trace-event file, which Perfetto and chrome://tracing show.
+"""Timeline of a step as a Chrome trace-event file, for Perfetto and chrome://tracing.
 
 Every stage is a process of the trace with up to three tracks: its passes and bubbles, what it sends, and gradients
 that it reduces beside its passes. Times are in microseconds, as the format wants them, rounded to nanoseconds.
@@ -23,7 +23,7 @@ from steelyard.plan.plan import Plan
 from steelyard.units import format_plural
 
 MAX_EVENTS = 80_000
-"""Slices of a trace that is shown whole; each takes about 90 bytes of the file."""
+"""Maximum number of slices of a trace that is shown whole; each adds about 90 bytes to the file."""
 PASSES, _SENDS = range(2)
 _DIRECTIONS = ("forward", "backward")
 _TRACK_NAMES = {PASSES: "passes", _SENDS: "sends"}
@@ -33,7 +33,7 @@ TraceEvent = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """One slice of a track: a pass, a bubble, a transfer, or what stands for many of them."""
+    """A slice of a track: a pass, a bubble, a transfer, or a summary of several."""
 
     track: int
     name: str
@@ -47,7 +47,7 @@ class Slice:
 def trace_events(
     timeline: Timeline, plan: Plan, *, num_shown: int, layers: Sequence[LayerTimes] = (), fixed_s: float = 0.0
 ) -> dict[str, Any]:
-    """The content of a trace-event file: passes of ``num_shown`` microbatches, half the first, half the last.
+    """Return the content of a trace-event file: passes of ``num_shown`` microbatches, half the first, half the last.
 
     ``layers`` are all of the plan, to be shown inside the passes; none leave these whole. ``fixed_s`` are seconds of a
     step beside its passes.
@@ -82,7 +82,7 @@ def trace_events(
 
 
 def _layer_slices(whole: Slice, layers: Sequence[LayerTimes]) -> Iterator[Slice]:
-    """The layers of a pass, last first where it goes backward, each with its terms inside where it has several."""
+    """Return the layers of a pass, in backward passes the last first, each with its terms if it has several."""
     terms = [(each.name, each.forward_s if whole.category == "forward" else each.backward_s) for each in layers]
     total_s = sum(sum(seconds.values()) for _, seconds in terms)
     scale, start_s = (whole.end_s - whole.start_s) / total_s if total_s else 0.0, whole.start_s
@@ -97,20 +97,20 @@ def _layer_slices(whole: Slice, layers: Sequence[LayerTimes]) -> Iterator[Slice]
 
 
 def default_num_shown(plan: Plan) -> int:
-    """Microbatches that a file of reasonable size shows: all of them unless there are very many."""
+    """Return the number of microbatches that keeps the file below 8 MB: all unless there are very many."""
     per_microbatch = 6 * len(plan.parts)  # a forward and a backward, each with a bubble and a transfer
     return max(2, min(plan.num_microbatches, MAX_EVENTS // per_microbatch))
 
 
 def hidden_microbatches(num_microbatches: int, num_shown: int) -> range:
-    """The microbatches in the middle that are left out."""
+    """Return the microbatches in the middle, which are not shown."""
     if num_shown >= num_microbatches:
         return range(0)
     return range(num_shown - num_shown // 2, num_microbatches - num_shown // 2)
 
 
 def stage_slices(timeline: Timeline, stage: int, num_chunks: int) -> Iterator[Slice]:
-    """All that a stage does in a step: passes, bubbles, and what it sends beside them."""
+    """Yield the slices of a stage in a step: passes, bubbles and sends."""
     for event in timeline.stages[stage]:
         work = "optimizer" if event.work == "once" else event.work
         name = work if event.microbatch < 0 else f"{work} {event.microbatch}"
@@ -135,7 +135,7 @@ def _slice(of: Event | Bubble | Send, track: int, name: str, category: str, chun
 
 
 def without_hidden(slices: list[Slice], hidden: range) -> Iterator[Slice]:
-    """The slices, where every run of slices of hidden microbatches is one slice that names and counts them."""
+    """Yield the slices, with each run of hidden microbatches summed up in one slice."""
     for is_hidden, run in groupby(slices, key=lambda each: each.microbatch in hidden):
         if not is_hidden:
             yield from run

@@ -14,9 +14,9 @@ from steelyard.profiles.record import SLOW_SHARE
 from steelyard.runtime.data.prepare import TextOptions
 
 DATA_HELP = (
-    "text, JSON lines, a folder of text, or token ids (.npy, .bin); for image models a folder with a folder of images "
-    "per class, for speech to text one with features.npy and tokens.npy; for your own module a safetensors file of "
-    "tensors named as in its sample; or synthetic, for all of them"
+    "text, JSON lines, a folder of text, or token IDs (.npy, .bin); for image models a folder with a folder of images "
+    "per class; for speech to text a folder with features.npy and tokens.npy; for your own module a safetensors file of "
+    "tensors named as in its sample; for all models also synthetic"
 )
 MOST_SEED = 2**32 - 1
 AUTO = "auto"
@@ -62,59 +62,55 @@ class TrainOptions:
     warmup_steps: int = _option(10, "steps over which the learning rate rises from zero", int, least=0)
     schedule: str = _option(
         "cosine",
-        f"how the learning rate falls after the warm-up: {', '.join(LR_SCHEDULES)} (constant, and a last fifth that "
+        f"decay of the learning rate after the warm-up: {', '.join(LR_SCHEDULES)} (constant, and a last fifth that "
         "falls)",
         str,
     )
-    min_lr: float | None = _option(None, "learning rate at the end; a tenth of --lr without it", least=0, most=1e6)
+    min_lr: float | None = _option(None, "final learning rate; default: a tenth of --lr", least=0, most=1e6)
     weight_decay: float = _option(0.1, "weight decay of the optimizer", least=0, most=1e6)
-    max_grad_norm: float = _option(
-        1.0, "gradients are scaled down to this global norm; 0: no clipping", least=0, most=math.inf
-    )
-    seed: int = _option(0, "seed of the first weights and of the sample order", int, least=0, most=MOST_SEED)
-    tokenizer: Path | None = _option(None, "a tokenizer.json for text; without it text is read as bytes", Path)  # noqa: RUF009
-    text_key: str = _option("text", "key of JSON lines that holds the text", str)
+    max_grad_norm: float = _option(1.0, "maximum global gradient norm; 0: no clipping", least=0, most=math.inf)
+    seed: int = _option(0, "seed of initial weights and sample order", int, least=0, most=MOST_SEED)
+    tokenizer: Path | None = _option(None, "tokenizer.json for text; default: text is read as bytes", Path)  # noqa: RUF009
+    text_key: str = _option("text", "key of the text in JSON lines", str)
     max_data_bytes: int | None = _option(
-        None, "text read from --data at most, in bytes; all without it", int, least=1, most=MOST_BYTES
+        None, "maximum bytes of text to read from --data; default: all", int, least=1, most=MOST_BYTES
     )
-    eval_data: Path | None = _option(None, "data whose loss is evaluated, of the kinds of --data", Path)  # noqa: RUF009
-    eval_every: int = _option(100, "steps between evaluations of --eval-data; one more at the end", int, least=1)
-    mask_token: int | None = _option(None, "token id that hides another, for masked-token training", int, least=0)
-    checkpoint_dir: Path | None = _option(None, "folder for checkpoints; none are written without it", Path)  # noqa: RUF009
-    checkpoint_every: int = _option(100, "steps between checkpoints; one more is written at the end", int, least=1)
-    keep_last: int = _option(2, "checkpoints that are kept, the newest ones", int, least=1)
+    eval_data: Path | None = _option(None, "data for evaluation, in a format of --data", Path)  # noqa: RUF009
+    eval_every: int = _option(100, "steps between evaluations; the last step is also evaluated", int, least=1)
+    mask_token: int | None = _option(None, "mask token ID, for masked-token training", int, least=0)
+    checkpoint_dir: Path | None = _option(None, "folder for checkpoints; default: no checkpoints", Path)  # noqa: RUF009
+    checkpoint_every: int = _option(100, "steps between checkpoints; the last step also writes one", int, least=1)
+    keep_last: int = _option(2, "number of newest checkpoints to keep", int, least=1)
     resume: str = _option(
         AUTO,
-        "a checkpoint or a folder of them to go on from; of --checkpoint-dir: latest, or auto, if there is one",
+        "checkpoint or folder of checkpoints to resume from; latest (of --checkpoint-dir), or auto: latest if there is one",
         str,
     )
-    no_resume: bool = _option(False, "start anew, and put checkpoints of --checkpoint-dir aside", parse_yes)
+    no_resume: bool = _option(False, "start from step 0 and move checkpoints of --checkpoint-dir aside", parse_yes)
     allow_change: str = _option(
-        "", f"resume with other values than the checkpoint's run had; of {', '.join(RUN_OPTIONS)}: those named", str
+        "", f"options that may differ from the checkpoint's run, among {', '.join(RUN_OPTIONS)}", str
     )
-    keep_going: bool = _option(False, "go on where the loss says that the run has gone wrong", parse_yes)
+    keep_going: bool = _option(False, "continue after a loss that is not finite or explodes", parse_yes)
     elastic: bool = _option(
-        False, "go on with the hosts and devices that are left, under a new plan; needs --checkpoint-dir", parse_yes
+        False, "continue on remaining hosts and devices under a new plan; needs --checkpoint-dir", parse_yes
     )
-    pool: str | None = _option(None, "for --elastic with a plan over pools: the pool that this host is of", str)
-    init: Path | None = _option(None, "Hugging Face folder (safetensors) with the first weights", Path)  # noqa: RUF009
-    export_hf: Path | None = _option(None, "new folder for the last weights, as transformers reads them", Path)  # noqa: RUF009
-    merge: bool = _option(False, "of a model with adapters, --export-hf writes weights that hold them", parse_yes)
-    builder: str | None = _option(
-        None, "FILE.py:FUNCTION that builds your own module, as planned with; the file is run", str
-    )
-    device: str | None = _option(None, "gpu or cpu: insist on it where the plan is for the other", str)
-    enforce_memory: bool = _option(False, "no process may take more than the plan's budget", parse_yes)
-    timeout_s: float = _option(600.0, "seconds after which a process that waits for the others gives up", least=1)
+    pool: str | None = _option(None, "device group of this host, for --elastic with several groups", str)
+    init: Path | None = _option(None, "Hugging Face folder (safetensors) with initial weights", Path)  # noqa: RUF009
+    export_hf: Path | None = _option(None, "new folder for final weights in Hugging Face format", Path)  # noqa: RUF009
+    merge: bool = _option(False, "--export-hf merges adapters into the weights", parse_yes)
+    builder: str | None = _option(None, "FILE.py:FUNCTION of the plan's own module; the file is run", str)
+    device: str | None = _option(None, "device type, gpu or cpu, if it is not that of the plan", str)
+    enforce_memory: bool = _option(False, "limit each process to the plan's memory budget", parse_yes)
+    timeout_s: float = _option(600.0, "seconds to wait for other processes", least=1)
     slow_share: float = _option(
         SLOW_SHARE,
-        "name ranks that compute longer than predicted by this part, next to the others; 0: none",
+        "report ranks slower than predicted by this fraction, relative to the others; 0: none",
         least=0,
     )
-    slow_steps: int = _option(20, "steps over whose median ranks are compared so", int, least=1)
+    slow_steps: int = _option(20, "steps over which --slow-share takes the median", int, least=1)
     metrics: Path | None = _option(None, "file for one JSON line per step", Path)  # noqa: RUF009
-    tensorboard: Path | None = _option(None, "folder for TensorBoard's event files", Path)  # noqa: RUF009
-    report_to: str = _option("", f"experiment trackers, by accelerate: of {', '.join(TRACKERS)}", str)
+    tensorboard: Path | None = _option(None, "folder for TensorBoard event files", Path)  # noqa: RUF009
+    report_to: str = _option("", f"experiment trackers, among {', '.join(TRACKERS)}", str)
     record: Path | None = _option(None, "file for the run record", Path)  # noqa: RUF009
 
     def __post_init__(self) -> None:

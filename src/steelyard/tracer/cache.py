@@ -5,7 +5,7 @@ planner that finds its trace in either place needs no torch at all.
 """
 
 import logging
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,14 @@ def cached_trace(
             chain, seq_len=seq_len, precision=precision, degrees=degrees, own=own, fp32_adapters=fp32_adapters
         )
     keep(path, profile.model_dump_json())
+    _say_kept(path.parent)
     return profile
+
+
+@cache
+def _say_kept(folder: Path) -> None:
+    """Say once in a process where traces are kept."""
+    _logger.info("traced with torch; traces are kept for the next time in %s", folder)
 
 
 def _key(

@@ -73,6 +73,7 @@ def _traffic(load: Load) -> Iterator[Traffic]:
 
 
 RP = Dimension(
+    title="replica parallelism",
     name=NAME,
     divides=Divides.SAMPLES,
     states=States.REPLICATED,

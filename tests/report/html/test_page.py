@@ -280,13 +280,13 @@ def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
     prediction = found.prediction.model_copy(update={"baselines": baselines})
     planned = found.plan.model_copy(update={"prediction": prediction})
     assert gain_sentence(planned) == (
-        "It takes 20.0% less time than plain FSDP, as long as plain 3D; plain DDP does not fit (1.00 GiB short)"
+        "It is 20.0% faster than plain FSDP, as fast as plain 3D; plain DDP does not fit (1.00 GiB short)"
     )
     faster = (baselines[1].model_copy(update={"step_time_s": step_s / 1.1}),)
     worse = planned.model_copy(update={"prediction": prediction.model_copy(update={"baselines": faster})})
-    assert gain_sentence(worse) == "It takes 10.0% more time than plain FSDP"
+    assert gain_sentence(worse) == "It is 10.0% slower than plain FSDP"
     assert baseline_line(worse.prediction).startswith(
-        f"10.0% more time than the best plan with {ONE_STRATEGY}, plain FSDP (fsdp4 ×3; 1 stage: "
+        f"10.0% slower than the baseline, the best plan with {ONE_STRATEGY}, plain FSDP ("
     )
     none = (Baseline(name="plain DDP"), Baseline(name="plain FSDP"), *baselines[2:])
     other = planned.model_copy(update={"prediction": prediction.model_copy(update={"baselines": none})})
@@ -296,7 +296,7 @@ def test_what_is_gained_over_plain_plans_is_said_in_days_and_money() -> None:
     assert long.training is not None
     assert long.training.cost is not None
     saved = f"({format_days(long.training.days / 4)}, {format_money(long.training.cost / 4)})"
-    assert f"20.0% less time than plain FSDP {saved}" in gain_sentence(long)
+    assert f"20.0% faster than plain FSDP {saved}" in gain_sentence(long)
     page = "".join(read(report_page(replace(found, plan=long))).text)
     assert gain_sentence(long) in page
     assert long.training.brief[1] in page

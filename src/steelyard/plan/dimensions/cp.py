@@ -130,6 +130,7 @@ def _words(strategy: StrategyView) -> str:
 
 CP = Dimension(
     name="cp",
+    title="context parallelism",
     divides=Divides.TOKENS,
     states=States.FOLLOWING,
     illegal=_illegal,

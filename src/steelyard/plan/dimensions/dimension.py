@@ -227,6 +227,8 @@ class Dimension:
     """A parallelism dimension: each field answers a question about it."""
 
     name: str
+    title: str
+    """The long name, ``tensor parallelism``."""
     divides: Divides
     """What each rank holds a part of."""
     states: States

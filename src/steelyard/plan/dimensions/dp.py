@@ -62,6 +62,7 @@ def _words(strategy: StrategyView) -> str:
 
 DP = Dimension(
     name="dp",
+    title="data parallelism (replicated parameters)",
     divides=Divides.SAMPLES,
     states=States.REPLICATED,
     illegal=indivisible_samples,

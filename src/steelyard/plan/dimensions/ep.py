@@ -111,6 +111,7 @@ def _traffic(load: Load) -> Iterator[Traffic]:
 
 EP = Dimension(
     name="ep",
+    title="expert parallelism",
     divides=Divides.EXPERTS,
     states=States.DIVIDED,
     illegal=_illegal,

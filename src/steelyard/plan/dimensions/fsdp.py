@@ -74,6 +74,7 @@ def _not_worth(levels: Levels, _devices_per_node: int | None) -> str:
 
 FSDP = Dimension(
     name="fsdp",
+    title="sharded data parallelism",
     divides=Divides.SAMPLES,
     states=States.SHARDED,
     illegal=indivisible_samples,

@@ -62,6 +62,7 @@ def _words(strategy: StrategyView) -> str:
 
 TP = Dimension(
     name="tp",
+    title="tensor parallelism",
     divides=Divides.TENSORS,
     states=States.DIVIDED,
     illegal=_illegal,
