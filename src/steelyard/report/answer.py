@@ -10,7 +10,7 @@ from steelyard.model.chain import LayerRole
 from steelyard.output import command
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.plan import Plan, change_lines
-from steelyard.plan.prediction import Prediction, gain_text, simplicity_line
+from steelyard.plan.prediction import CostSource, Prediction, gain_text, simplicity_line
 from steelyard.report.plan_table import fastest_engines, pool_lines, warning_lines
 from steelyard.report.tables import Paragraph
 from steelyard.units import format_bytes, format_plural, format_ranges, format_seconds, format_tera
@@ -33,6 +33,7 @@ def answer_view(plan: Plan, *, engines: Sequence[ComparedBaseline] = (), file: P
         parts += _labelled("Host", "" if prediction.host is None else str(prediction.host))
         parts.append(Paragraph(label="Accuracy", text=prediction.accuracy))
         parts.append(Paragraph(label="Search", text=str(prediction.certificate)))
+        parts += _labelled("Costs", prediction.costs if is_unusual(prediction.profile) else "")
         parts += _labelled("", simplicity_line(plan.num_groups, plan.num_stages, prediction))
     parts += _labelled("Training", "" if plan.training is None else str(plan.training))
     parts += [Paragraph(label="Stages", text="; ".join(stage_texts(plan)))] if plan.num_stages > 1 else []
@@ -40,6 +41,12 @@ def answer_view(plan: Plan, *, engines: Sequence[ComparedBaseline] = (), file: P
     parts += _layers(plan, prediction, file)
     parts += _labelled("Engines", fastest_engines(engines))
     return Group(*parts)
+
+
+def is_unusual(costs: CostSource) -> bool:
+    """Return whether costs are not traced ones at fitted rates: measured, calibrated, or of an unknown device."""
+    is_assumed = costs.rates is not None and costs.rates.is_assumed
+    return costs.is_measured or costs.time_factor != 1.0 or is_assumed
 
 
 def _labelled(label: str, text: str) -> list[RenderableType]:

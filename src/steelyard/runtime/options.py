@@ -83,7 +83,7 @@ class TrainOptions:
     keep_last: int = _option(2, "number of newest checkpoints to keep", int, least=1)
     resume: str = _option(
         AUTO,
-        "checkpoint or folder of checkpoints to resume from; latest (of --checkpoint-dir), or auto: latest if there is one",
+        "checkpoint or folder of checkpoints to resume from; latest (of --checkpoint-dir); auto: latest, if any",
         str,
     )
     no_resume: bool = _option(False, "start from step 0 and move checkpoints of --checkpoint-dir aside", parse_yes)
