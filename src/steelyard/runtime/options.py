@@ -15,7 +15,7 @@ from steelyard.runtime.data.prepare import TextOptions
 
 DATA_HELP = (
     "text, JSON lines, a folder of text, or token IDs (.npy, .bin); for image models a folder with a folder of images "
-    "per class; for speech to text a folder with features.npy and tokens.npy; for your own module a safetensors file of "
+    "per class; for speech to text a folder with features.npy, tokens.npy; for your own module a safetensors file of "
     "tensors named as in its sample; for all models also synthetic"
 )
 MOST_SEED = 2**32 - 1
