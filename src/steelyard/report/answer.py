@@ -16,7 +16,7 @@ from steelyard.report.tables import Paragraph
 from steelyard.units import format_bytes, format_plural, format_ranges, format_seconds, format_tera
 
 SHOWN_GROUPS = 3
-"""Groups of layers beside that of most blocks."""
+"""Maximum number of groups of layers shown after that of most blocks."""
 SHOWN_CHARACTERS = 190
 """Characters of a reason: two lines of a terminal of 100 columns."""
 
@@ -66,7 +66,7 @@ def decision(plan: Plan) -> str:
 
 
 def pipeline_text(plan: Plan) -> str:
-    """Return stages, schedule, microbatches and precision, and what is changed beside the strategies."""
+    """Return stages, schedule, microbatches and precision, and changes such as frozen layers and levers."""
     sizes = sorted(set(plan.stage_sizes))
     size = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     stages = "no pipeline"
