@@ -67,7 +67,7 @@ def test_the_step_is_that_of_the_plan_with_what_is_fixed(run: Run, interleaved: 
     assert found["fixed_s"] > 0
     output = run(*arguments).output
     assert f"{format_seconds(step_s)} per step in simulation" in output
-    assert f"{format_seconds(found['fixed_s'])} of it fixed, after the passes" in output
+    assert f"{format_seconds(found['fixed_s'])} per-step overhead after the passes" in output
 
 
 @pytest.mark.slow

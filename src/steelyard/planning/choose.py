@@ -72,7 +72,7 @@ class PlanningResult:
             return "more memory per device, more devices, or a shorter sequence"
         return (
             "more memory per device or more devices: parameters, gradients and optimizer states alone need "
-            f"{format_bytes(states)} per device, whatever the sequence length"
+            f"{format_bytes(states)} per device, and no shorter sequence changes that"
         )
 
     @property
