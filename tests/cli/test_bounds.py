@@ -50,12 +50,9 @@ def test_a_number_of_an_argument_beyond_the_bounds_is_named(
         ("frontier", "--max-tp", 10**20),
     ],
 )
-def test_an_option_beyond_its_range_ends_with_2_and_its_name(
-    run: Run, command: str, option: str, value: object
-) -> None:
+def test_an_option_beyond_its_range_is_named(run: Run, command: str, option: str, value: object) -> None:
     result = run(command, "llama3-8b", *JOB, option, value)
-    assert result.exit_code == 2
-    assert option in result.output
+    assert user_error(result).field == option
 
 
 @pytest.mark.parametrize("price", ["nan", "inf", "-1", "h100-80gb=nan"])

@@ -42,7 +42,7 @@ def test_several_runs_stand_behind_one_option_or_several(run: Run, tmp_path: Pat
 
 
 def test_words_that_belong_to_nothing_are_a_user_error(run: Run) -> None:
-    assert "'second' behind the model" in user_error(run("plan", *JOB, "second")).found
+    assert "'second' after the model" in user_error(run("plan", *JOB, "second")).found
 
 
 def test_a_run_that_is_not_there_is_a_user_error(run: Run, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_a_rank_that_takes_of_the_margin_fits_under_pressure() -> None:
     )
     assert (at_ease.fits, at_ease.is_pressed, misfit_lines([at_ease])) == (True, False, [])
     assert (pressed.fits, pressed.is_pressed) == (True, True)
-    assert "leaves 9 B free, less than 10 B" in misfit_lines([pressed])[0]
+    assert "leaves 9 B of the 10 B reserved" in misfit_lines([pressed])[0]
     assert misfit_lines([pressed])[0].startswith("fits under pressure: rank 4")
 
 

@@ -184,8 +184,8 @@ def test_the_choices_of_remat_and_zero_are_obeyed(run: Run) -> None:
 
 @pytest.mark.slow
 def test_top_sets_how_many_losers_are_shown(run: Run) -> None:
-    assert "What lost (best 2 of" in run("plan", *JOB, "--top", 2).stdout
-    assert "What lost" not in run("plan", *JOB, "--top", 0).stdout
+    assert "Plans that lost (best 2 of" in run("plan", *JOB, "-v", "--top", 2).stdout
+    assert "Plans that lost" not in run("plan", *JOB, "-v", "--top", 0).stdout
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_prices_by_device_type_compare_parts_of_the_cluster(run: Run, tmp_path: 
     result = run(*asked, *priced, "-o", path)
     assert result.exit_code == 0, result.output
     assert "1x1xh100-80gb+2x1xa100-80gb" in result.output
-    assert "▶ least time for the money" in result.output
+    assert "▶ worth its price" in result.output
     text = path.read_text()
     assert "Least time for the money" in text
     assert "Worth having: " in text

@@ -30,7 +30,7 @@ def output(*arguments: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a plan for long sequences, and what was printed of it."""
     made = tmp_path_factory.mktemp("long")
-    (made / "printed.txt").write_text(output("plan", "llama3-8b", *LONG, "-o", str(made / "plan.json")))
+    (made / "printed.txt").write_text(output("plan", "llama3-8b", *LONG, "-v", "-o", str(made / "plan.json")))
     return made
 
 

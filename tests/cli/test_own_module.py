@@ -38,7 +38,7 @@ def _plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_planning_says_that_the_file_is_run_and_how_to_go_on(run: Run, tmp_path: Path) -> None:
     result = run("plan", EXAMPLE, *JOB, "-o", tmp_path / "plan.json")
-    assert "diffusion.py, which builds the module" in result.stderr
+    assert "diffusion.py to build the module" in result.stderr
     assert "--builder" in result.stdout
 
 
@@ -201,7 +201,7 @@ def test_a_profile_of_a_module_plans_as_many_processes_and_fewer_by_the_command_
         frozenset(),
         frozenset({("tp", 2)}),
     }
-    steelyard, *printed = shlex.split(measured.output.split("plan with: ")[1].splitlines()[0])
+    steelyard, *printed = shlex.split(measured.output.split("Next: ")[1].splitlines()[0])
     assert steelyard == "steelyard"
     for count, command in ((2, printed), (1, [each.replace("1x2xcpu", "1x1xcpu") for each in printed])):
         planned = run(*command, "-o", tmp_path / "plan.json")

@@ -29,15 +29,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_plan_over_pools_says_which_stage_lies_where(run: Run, path: Path) -> None:
-    shown = " ".join(run("plan", "tinyllama-1.1b", "--cluster", POOLS, *ASKED, "--stages", 2).output.split())
-    assert "Pool 1x2xh100-80gb: 1 stage on 2 devices of 75.1 GiB (5% of 79.1 GiB left free)" in shown
-    assert "Links assumed between pools" in shown
+    shown = " ".join(run("plan", "tinyllama-1.1b", "-v", "--cluster", POOLS, *ASKED, "--stages", 2).output.split())
+    assert "Group 1x2xh100-80gb: 1 stage on 2 devices of 75.1 GiB (5% of 79.1 GiB left free)" in shown
+    assert "Links assumed between groups" in shown
     assert {pool.name for pool in read_plan(path).stage_pools()} == set(POOLS.split("+"))
 
 
 @pytest.mark.slow
 def test_every_pool_says_by_which_rates_and_links_it_is_priced(run: Run, path: Path) -> None:
-    for command in ("explain", path), ("plan", "tinyllama-1.1b", "--cluster", POOLS, *ASKED, "--stages", 2):
+    for command in ("explain", path), ("plan", "tinyllama-1.1b", "-v", "--cluster", POOLS, *ASKED, "--stages", 2):
         shown = " ".join(run(*command).output.split())
         for name, generation in zip(POOLS.split("+"), ("hopper", "ampere"), strict=True):
             assert re.search(

@@ -51,7 +51,7 @@ def record_of(path: Path, **changes: Any) -> dict[str, Any]:
 def test_the_page_is_one_small_file_with_the_figures_of_the_plan(run: Run, plan_path: Path, tmp_path: Path) -> None:
     result = run("report", plan_path, "-o", tmp_path / "plan.html")
     assert result.exit_code == 0, result.output
-    assert "written to" in result.stdout
+    assert "Written to" in result.stdout
     page = (tmp_path / "plan.html").read_text()
     assert len(page) < 8_000_000
     prediction = read_plan(plan_path).prediction

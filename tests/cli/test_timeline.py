@@ -42,7 +42,7 @@ def interleaved(tmp_path: Path) -> Path:
 def test_the_file_is_written_and_the_step_time_printed(run: Run, interleaved: Path, tmp_path: Path) -> None:
     result = run("timeline", interleaved, "-o", tmp_path / "timeline.json")
     assert result.exit_code == 0, result.output
-    for expected in ("a step as simulated (interleaved-1f1b)", "bubbles", "perfetto"):
+    for expected in ("per step in simulation (interleaved-1f1b)", "bubbles", "perfetto"):
         assert expected in result.output
     content = json.loads((tmp_path / "timeline.json").read_text())
     assert {event["name"] for event in content["traceEvents"]} >= {"forward 0 chunk 0", "backward 7 chunk 1"}
@@ -66,12 +66,12 @@ def test_the_step_is_that_of_the_plan_with_what_is_fixed(run: Run, interleaved: 
     assert found["step_time_s"] == pytest.approx(step_s)
     assert found["fixed_s"] > 0
     output = run(*arguments).output
-    assert f"{format_seconds(step_s)} a step as simulated" in output
-    assert f"{format_seconds(found['fixed_s'])} of it fixed, after the passes" in output
+    assert f"{format_seconds(step_s)} per step in simulation" in output
+    assert f"{format_seconds(found['fixed_s'])} per-step overhead after the passes" in output
 
 
 @pytest.mark.slow
 def test_an_interleaved_plan_written_by_hand_is_explained(run: Run, interleaved: Path) -> None:
     output = run("explain", interleaved).output
-    assert "2 stages (interleaved-1f1b) of 2 chunks" in output
+    assert "2 stages of 4 devices (interleaved-1f1b, 2 chunks each)" in output
     assert "1, chunk 1" in output

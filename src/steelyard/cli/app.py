@@ -83,7 +83,9 @@ def main() -> None:
     named = [name for name in sys.argv[1:2] if name in COMMANDS]
     exit_code: int | str | None = 0
     try:
-        exit_code = make_app(named if named or sys.argv[1:] == ["--version"] else COMMANDS)(standalone_mode=False)
+        exit_code = make_app(named if named or sys.argv[1:] == ["--version"] else COMMANDS)(
+            prog_name="steelyard", standalone_mode=False
+        )
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):
             sys.stdout = sys.__stdout__ or sys.stdout  # click replaced it by a stream that hides the error

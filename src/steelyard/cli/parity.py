@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 from typing_extensions import TypedDict
 
-from steelyard.cli.options import AsJson, PlanFile, count, print_json, prints
+from steelyard.cli.options import AsJson, PlanFile, count, print_json, prints, progress
 from steelyard.installed import require_training
 from steelyard.limits import MOST_DEVICES, MOST_STEPS
 from steelyard.plan.file import read_plan
@@ -53,7 +53,8 @@ def parity(
     small = shrunk_plan(plan)
     from steelyard.runtime.parity_run import launch_parity
 
-    found = launch_parity(small, num_steps=steps, max_processes=max_processes)
+    with progress(f"training on {small.num_devices} processes, then on one", silent=as_json):
+        found = launch_parity(small, num_steps=steps, max_processes=max_processes)
     of_levers = (lever.tolerances for lever in small.chosen_levers)
     loss_tolerance, gradient_tolerance = map(max, zip(TOLERANCES[small.precision], *of_levers, strict=True))
     within = found["loss_error"] <= loss_tolerance and found["gradient_error"] <= gradient_tolerance

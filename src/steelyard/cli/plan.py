@@ -197,10 +197,10 @@ def plan(
         console().print(shown or answer_view(result.plan, engines=() if engines else others, file=output))
         for other in others if engines else ():
             print(engine_line(other))
-        _print_next(result.plan, output, ("--builder", model) if own else (), verbose=verbose)
+        _print_next(result.plan, output, ("--builder", model) if own else ())
 
 
-def _print_next(found: Plan, output: Path | None, builder: Sequence[str], *, verbose: bool) -> None:
+def _print_next(found: Plan, output: Path | None, builder: Sequence[str]) -> None:
     """Print the commands to run next."""
     if output is None:
         print("Next: add -o plan.json to keep the plan, -v to see all tables")
@@ -213,7 +213,7 @@ def _print_next(found: Plan, output: Path | None, builder: Sequence[str], *, ver
         if found.engine is None
         else ("export", output, "--to", found.engine),
     ]
-    if found.next_best and found.engine is None and verbose:
+    if found.next_best and found.engine is None:
         commands.append(("measure", output, *builder, "--alternatives"))
     for words in commands:
         print(f"  {command(*words)}")

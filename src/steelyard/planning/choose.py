@@ -71,8 +71,8 @@ class PlanningResult:
         if states <= self.job.budget_bytes:
             return "more memory per device, more devices, or a shorter sequence"
         return (
-            "more memory per device or more devices: parameters, gradients and optimizer states alone are "
-            f"{format_bytes(states)} of each, which no shorter sequence makes less"
+            "more memory per device or more devices: parameters, gradients and optimizer states alone need "
+            f"{format_bytes(states)} per device, and no shorter sequence changes that"
         )
 
     @property
@@ -390,7 +390,7 @@ def _not_simulated(job: Job, found: Acceptance) -> list[Alternative]:
         else:
             missing = format_bytes(device_bytes(job, miss.needed_bytes) - job.budget_bytes)
             layer = job.chain.layer_name(miss.layer)
-            why = f"does not fit: misses {missing} or more; {layer} on stage {miss.stage} binds"
+            why = f"does not fit: misses {missing} or more; bottleneck: {layer} on stage {miss.stage}"
         told.append((outcome, why))
     return [Alternative(description=describe(each.pipeline), reason=why) for each, why in told]
 
@@ -440,9 +440,9 @@ def _miss_text(job: Job, found: Acceptance) -> str:
         if all(unmeasured):
             return f"a profile that reaches further: every pipeline configuration is {next(iter(unmeasured))}"
         return "a strategy for every layer, but some layer has no legal one (see the reasons)"
-    binds = f"{job.chain.layer_name(miss.layer)} on stage {miss.stage} binds"
+    bottleneck = f"the memory bottleneck is {job.chain.layer_name(miss.layer)} on stage {miss.stage}"
     if job.is_mixed:
-        return f"{format_bytes(miss.miss_bytes)} more per device: {binds} in the nearest plan found"
+        return f"{format_bytes(miss.miss_bytes)} more per device; in the nearest plan {bottleneck}"
     needed, least = device_bytes(job, miss.needed_bytes), device_bytes(job, found.floor_bytes)
     pipeline = found.search.configs[index].pipeline
     others = f"; no plan takes less than {format_bytes(least)}" if least < needed else ""
@@ -450,5 +450,5 @@ def _miss_text(job: Job, found: Acceptance) -> str:
         f"{format_bytes(needed)} per device, {format_bytes(needed - job.budget_bytes)} "
         f"({needed - job.budget_bytes} bytes) more: the nearest plan has "
         f"{format_plural(pipeline.num_stages, 'stage')} and "
-        f"{format_plural(pipeline.num_microbatches, 'microbatch', 'microbatches')}, and {binds}{others}"
+        f"{format_plural(pipeline.num_microbatches, 'microbatch', 'microbatches')}, and {bottleneck}{others}"
     )

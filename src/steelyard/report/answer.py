@@ -10,13 +10,13 @@ from steelyard.model.chain import LayerRole
 from steelyard.output import command
 from steelyard.plan.choices import ComparedBaseline
 from steelyard.plan.plan import Plan, change_lines
-from steelyard.plan.prediction import Prediction, gain_text, simplicity_line
+from steelyard.plan.prediction import CostSource, Prediction, gain_text, simplicity_line
 from steelyard.report.plan_table import fastest_engines, pool_lines, warning_lines
 from steelyard.report.tables import Paragraph
 from steelyard.units import format_bytes, format_plural, format_ranges, format_seconds, format_tera
 
 SHOWN_GROUPS = 3
-"""Groups of layers beside that of most blocks."""
+"""Maximum number of groups of layers shown after that of most blocks."""
 SHOWN_CHARACTERS = 190
 """Characters of a reason: two lines of a terminal of 100 columns."""
 
@@ -33,6 +33,7 @@ def answer_view(plan: Plan, *, engines: Sequence[ComparedBaseline] = (), file: P
         parts += _labelled("Host", "" if prediction.host is None else str(prediction.host))
         parts.append(Paragraph(label="Accuracy", text=prediction.accuracy))
         parts.append(Paragraph(label="Search", text=str(prediction.certificate)))
+        parts += _labelled("Costs", prediction.costs if is_unusual(prediction.profile) else "")
         parts += _labelled("", simplicity_line(plan.num_groups, plan.num_stages, prediction))
     parts += _labelled("Training", "" if plan.training is None else str(plan.training))
     parts += [Paragraph(label="Stages", text="; ".join(stage_texts(plan)))] if plan.num_stages > 1 else []
@@ -40,6 +41,12 @@ def answer_view(plan: Plan, *, engines: Sequence[ComparedBaseline] = (), file: P
     parts += _layers(plan, prediction, file)
     parts += _labelled("Engines", fastest_engines(engines))
     return Group(*parts)
+
+
+def is_unusual(costs: CostSource) -> bool:
+    """Return whether costs are not traced ones at fitted rates: measured, calibrated, or of an unknown device."""
+    is_assumed = costs.rates is not None and costs.rates.is_assumed
+    return costs.is_measured or costs.time_factor != 1.0 or is_assumed
 
 
 def _labelled(label: str, text: str) -> list[RenderableType]:
@@ -59,7 +66,7 @@ def decision(plan: Plan) -> str:
 
 
 def pipeline_text(plan: Plan) -> str:
-    """Return stages, schedule, microbatches and precision, and what is changed beside the strategies."""
+    """Return stages, schedule, microbatches and precision, and changes such as frozen layers and levers."""
     sizes = sorted(set(plan.stage_sizes))
     size = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     stages = "no pipeline"

@@ -69,12 +69,12 @@ class CheckedRank:
 
     @property
     def fits(self) -> bool:
-        """Whether tensors, context and slack stay within the budget."""
+        """True if tensors, context and slack stay within the budget."""
         return self.over_bytes <= 0
 
     @property
     def is_pressed(self) -> bool:
-        """Whether it uses some of the reserved memory."""
+        """True if it uses some of the reserved memory."""
         return self.over_bytes > -self.budget.margin_bytes
 
 

@@ -28,7 +28,7 @@ def console(*, stderr: bool = False) -> Console:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paragraph:
-    """A label and a text beside it, wrapped between words and never inside a quantity."""
+    """A label followed by a text, wrapped between words and never inside a quantity."""
 
     text: str
     label: str = ""

@@ -1,7 +1,7 @@
 """Timeline of a step as a Chrome trace-event file, for Perfetto and chrome://tracing.
 
 Every stage is a process of the trace with up to three tracks: its passes and bubbles, what it sends, and gradients
-that it reduces beside its passes. Times are in microseconds, as the format wants them, rounded to nanoseconds.
+that it reduces during its passes. Times are in microseconds, rounded to nanoseconds.
 
 A step of many microbatches is shown in part: the passes of the first and of the last ones, where pipelines differ; what
 lies between is one slice that says how many passes it stands for.
@@ -50,7 +50,7 @@ def trace_events(
     """Return the content of a trace-event file: passes of ``num_shown`` microbatches, half the first, half the last.
 
     ``layers`` are all of the plan, to be shown inside the passes; none leave these whole. ``fixed_s`` are seconds of a
-    step beside its passes.
+    step in addition to its passes.
     """
     events: list[TraceEvent] = []
     hidden = hidden_microbatches(plan.num_microbatches, num_shown)

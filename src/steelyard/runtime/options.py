@@ -15,7 +15,7 @@ from steelyard.runtime.data.prepare import TextOptions
 
 DATA_HELP = (
     "text, JSON lines, a folder of text, or token IDs (.npy, .bin); for image models a folder with a folder of images "
-    "per class; for speech to text a folder with features.npy and tokens.npy; for your own module a safetensors file of "
+    "per class; for speech to text a folder with features.npy, tokens.npy; for your own module a safetensors file of "
     "tensors named as in its sample; for all models also synthetic"
 )
 MOST_SEED = 2**32 - 1
@@ -83,7 +83,7 @@ class TrainOptions:
     keep_last: int = _option(2, "number of newest checkpoints to keep", int, least=1)
     resume: str = _option(
         AUTO,
-        "checkpoint or folder of checkpoints to resume from; latest (of --checkpoint-dir), or auto: latest if there is one",
+        "checkpoint or folder of checkpoints to resume from; latest (of --checkpoint-dir); auto: latest, if any",
         str,
     )
     no_resume: bool = _option(False, "start from step 0 and move checkpoints of --checkpoint-dir aside", parse_yes)
