@@ -29,8 +29,8 @@ def test_demo_profiles_plans_trains_and_compares(tmp_path: Path) -> None:
     command = [sys.executable, "-c", DEMO, "--steps", "5", "--folder", str(tmp_path), "--json"]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "does not fit into" in finished.stderr
-    assert "Predicted against measured" in finished.stderr
+    assert "does not fit in " in finished.stderr
+    assert "Predicted and measured" in finished.stderr
     plan = read_plan(tmp_path / "plan.json")
     record = parse_file(tmp_path / "record.json", RunRecord, UserError, what="record")
     assert plan.prediction is not None

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from steelyard.plan.choices import ComparedBaseline, Explanation, SlowNode, StrategyVerdict, Verdict, WhyNot
 from steelyard.plan.plan import Plan
-from steelyard.plan.prediction import SAME_SHARE, Prediction, gain_text
+from steelyard.plan.prediction import SAME_SHARE, Prediction, gain_text, simplicity_line
 from steelyard.report.answer import decision, pipeline_text, stage_texts
 from steelyard.report.compare_view import compare_view
 from steelyard.report.plan_table import (
@@ -205,8 +205,12 @@ def prediction_lines(plan: Plan, prediction: Prediction) -> list[str]:
         f"Memory: {_stage(plan, fullest, 'is the fullest')}{format_bytes(stages[fullest].total_bytes)}: "
         f"{shares(stages[fullest].memory_bytes)}; {spare}"
     )
+    simpler = simplicity_line(plan.num_groups, plan.num_stages, prediction)
+    others = [("Host memory", prediction.host), ("Training", plan.training), ("Groups", simpler)]
     return [
         *lines,
+        *(f"{label}: {text}." for label, text in others if text),
+        f"Accuracy: {prediction.accuracy}.",
         f"Search: {prediction.certificate}.",
         f"Costs: {prediction.costs}.",
         *(f"{line}." for line in link_lines(plan, prediction)),
