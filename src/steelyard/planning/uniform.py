@@ -52,7 +52,12 @@ def uniform_choices(
     alike = np.where(is_block, np.where(tables.legal[:, blocks], blocks, dense), of_ends)
     counts = np.bincount(tables.layers, minlength=len(tables.layer_types))
     slowest = _SlowestStage(tables, usable_bytes(job), int(np.argmax(np.where(is_block[:, 0], counts, -1))))
-    groups = list(_remat_pairs(tables.strategies, blocks, job, remat_runs))
+    every = np.arange(len(blocks))
+    groups = [(np.stack([every, every], axis=1)[:, None], Leading.NONE)]
+    if remat_runs:
+        groups.append((_remat_pairs(tables.strategies, tuple(itertools.combinations(REMATS, 2))), Leading.FREE))
+    elif job.engine.capabilities.remats_first_blocks:
+        groups.append((_remat_pairs(tables.strategies, ((Remat.NONE, Remat.FULL),)), Leading.SAME))
     found: list[Choice] = []
     for columns in _with_ends(alike, tables, of_rows, ends):
         found += _choices(tables, columns, (columns == blocks).any(axis=0), groups, slowest)
@@ -154,24 +159,17 @@ class _SlowestStage:
         return np.where(is_possible, low, np.inf)
 
 
-def _remat_pairs(
-    strategies: Sequence[Strategy], blocks: Ints, job: Job, remat_runs: bool
-) -> Iterator[tuple[Ints, Leading]]:
-    """[M, P, 2] strategies of blocks, by their places among ``blocks``, plain and recomputed: each alone, and each
-    sharding with P pairs of remat choices."""
-    every = np.arange(len(blocks))
-    yield np.stack([every, every], axis=1)[:, None], Leading.NONE
-    if not remat_runs and not job.engine.capabilities.remats_first_blocks:
-        return
-    places = {strategies[index]: place for place, index in enumerate(blocks.tolist())}
-    wanted = tuple(itertools.combinations(REMATS, 2)) if remat_runs else ((Remat.NONE, Remat.FULL),)
+@lru_cache(maxsize=64)
+def _remat_pairs(strategies: tuple[Strategy, ...], wanted: tuple[tuple[Remat, Remat], ...]) -> Ints:
+    """[M, P, 2] strategies of blocks, by their places among those of `_alike`: of each sharding the wanted pairs of
+    remat choices, plain and recomputed."""
+    places = {strategies[index]: place for place, index in enumerate(_alike(strategies)[0].tolist())}
     groups = []
     for sharding in dict.fromkeys(each.without_remat() for each in places):
         remats = {remat: places.get(replace(sharding, remat=remat)) for remat in REMATS}
         pairs = [(remats[less], remats[more]) for less, more in wanted if None not in (remats[less], remats[more])]
         groups += [pairs + pairs[:1] * (len(wanted) - len(pairs))] if pairs else []
-    found = np.array(groups, dtype=np.int64).reshape(-1, len(wanted), 2)
-    yield found, Leading.FREE if remat_runs else Leading.SAME
+    return np.array(groups, dtype=np.int64).reshape(-1, len(wanted), 2)
 
 
 @lru_cache(maxsize=64)
