@@ -25,8 +25,10 @@ from steelyard.search.bounds import IMPOSSIBLE
 from steelyard.search.cross_layer_inputs import CrossLayerProspect, assess, partition_exact, partition_with
 from steelyard.search.cuts import Choice, ChoiceProspect, Leading
 from steelyard.search.evaluate import Solution
+from steelyard.search.layers import ROUNDING
 from steelyard.search.partition import ConfigResult, NearestMiss, Prospect, quick_bound_s
 from steelyard.search.runs import AnyBudget
+from steelyard.search.step_bounds import least_within_s
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -257,13 +259,16 @@ def _solve_in_order(
         elif known is None:
             num_begun += 1
             any_budget = given[index].any_budget
-            heapq.heappush(waiting, (quick_bound_s(any_budget.tables) / samples[index], index, any_budget))
+            quick_s = quick_bound_s(any_budget.tables)
+            if any_budget.tables.pools is None and quick_s < np.inf:
+                quick_s = max(quick_s, least_within_s(any_budget.tables, budget_bytes) * (1 - ROUNDING))
+            heapq.heappush(waiting, (quick_s / samples[index], index, any_budget))
         elif isinstance(known, AnyBudget):
             assessed = _chosen(known.tables, choices, budget_bytes) if choices else assess(known, budget_bytes)
             if isinstance(assessed, ConfigResult):
                 results[index] = assessed
             else:
-                heapq.heappush(waiting, (assessed.lower_bound_s / samples[index], index, assessed))
+                heapq.heappush(waiting, (max(bound, assessed.lower_bound_s / samples[index]), index, assessed))
         elif bound > cutoff:
             results[index] = known.sketch()
             num_alternatives -= 1
