@@ -112,7 +112,7 @@ def memory_points(
         budgets.insert(0, usable)
     while budgets and len(found) < max_searches and time.process_time() < deadline:
         progress(f"{len(found) + 1} of up to {max_searches}, within {format_bytes(budgets[0])}")
-        answer = study.usual_answer(within("", device_bytes(job, budgets[0])))
+        answer = study.answer(within("", device_bytes(job, budgets[0])), of_usual_depth=True)
         budget = budgets.pop(0)
         was_cut |= answer.was_cut
         found.append(
