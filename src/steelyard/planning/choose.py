@@ -31,7 +31,6 @@ from steelyard.planning.problem import is_uniform, make_tables, shared_cores_bou
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.uniform import NO_ENDS, uniform_choices
 from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult, search
-from steelyard.search.bounds import least_budget
 from steelyard.search.evaluate import group_equal_strategies
 from steelyard.units import format_bytes, format_plural
 
@@ -161,7 +160,6 @@ def accept(
         cutoff_s=cutoff_s,
     )
     made = [] if found.ranked else [each.given.any_budget for each in found.configs if each.given.is_made]
-    least = [least_budget(each.tables, each.memories) for each in made]
     if uniform and not found.ranked and found.nearest_miss is None and cutoff_s == math.inf:
         raise _no_uniform_plan(job)
     group = (lambda _, solution: solution) if uniform else partial(group_equal_strategies, room_bytes=room_bytes)
@@ -181,7 +179,7 @@ def accept(
         if shares_cores(job)
         else found.lower_bound_s,
         bounded=tuple(each.given.bounded(each.result.lower_bound_s) for each in found.configs),
-        floor_bytes=min((needed for needed in least if needed is not None), default=0),
+        floor_bytes=min((each.least_bytes for each in made if each.least_bytes is not None), default=0),
     )
 
 

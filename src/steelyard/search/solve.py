@@ -25,10 +25,8 @@ from steelyard.search.bounds import IMPOSSIBLE
 from steelyard.search.cross_layer_inputs import CrossLayerProspect, assess, partition_exact, partition_with
 from steelyard.search.cuts import Choice, ChoiceProspect, Leading
 from steelyard.search.evaluate import Solution
-from steelyard.search.layers import ROUNDING
-from steelyard.search.partition import ConfigResult, NearestMiss, Prospect, quick_bound_s
+from steelyard.search.partition import ConfigResult, NearestMiss, Prospect, bound_within_s
 from steelyard.search.runs import AnyBudget
-from steelyard.search.step_bounds import least_within_s
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -259,9 +257,7 @@ def _solve_in_order(
         elif known is None:
             num_begun += 1
             any_budget = given[index].any_budget
-            quick_s = quick_bound_s(any_budget.tables)
-            if any_budget.tables.pools is None and quick_s < np.inf:
-                quick_s = max(quick_s, least_within_s(any_budget.tables, budget_bytes) * (1 - ROUNDING))
+            quick_s = bound_within_s(any_budget.tables, budget_bytes)
             heapq.heappush(waiting, (quick_s / samples[index], index, any_budget))
         elif isinstance(known, AnyBudget):
             assessed = _chosen(known.tables, choices, budget_bytes) if choices else assess(known, budget_bytes)
@@ -270,10 +266,11 @@ def _solve_in_order(
             else:
                 heapq.heappush(waiting, (max(bound, assessed.lower_bound_s / samples[index]), index, assessed))
         elif bound > cutoff:
-            results[index] = known.sketch()
+            results[index] = known.sketch().at_least(bound * samples[index])
             num_alternatives -= 1
         else:
-            result = results[index] = known.settle(cutoff_s=cutoff * samples[index], deadline=deadline)
+            result = known.settle(cutoff_s=cutoff * samples[index], deadline=deadline).at_least(bound * samples[index])
+            results[index] = result
             if result.solution is not None:
                 heapq.heappush(best, -result.solution.step_s / samples[index])
                 if len(best) > num_exact:

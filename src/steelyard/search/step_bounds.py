@@ -98,7 +98,7 @@ def least_within_s(tables: CostTables, budget_bytes: int) -> float:
         held = tables.held_bytes(in_flight)
         known[in_flight] = priced_layers(tables.legal, tables.time_s, np.minimum(held, held[lasts]), counts)
     stages, handed = [known[each] for each in flights], [tables.received_s(each) for each in range(len(flights))]
-    ends = tables.layers[0], tables.layers[-1]
+    ends = (tables.layers[0], tables.layers[-1]) if len(tables.layers) > 1 else None
     return least_step_s(stages, counts, handed, tables.num_passes, tables.rooms(budget_bytes), ends=ends)
 
 
