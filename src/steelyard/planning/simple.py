@@ -9,10 +9,10 @@ search (181B, 24), Qwen3-235B on 256 H100 (32, once) and studies of schedules; 1
 Predictions err by more than most mixes of strategies gain, and a plan of few groups of layers is easier to read, check
 and hand to another engine. Two families are searched, the second where the first has no plan within the share:
 
-| family           | blocks                                                       | embedding, head                   |
-|------------------|--------------------------------------------------------------|-----------------------------------|
-| leading runs     | one sharding, any; the first of a stage recompute more       | as the blocks, not recomputed     |
-| free remat       | one sharding of the fastest plan's blocks; each its own remat | as the blocks, or as in that plan |
+| family       | blocks                                                        | embedding, head                   |
+|--------------|---------------------------------------------------------------|-----------------------------------|
+| leading runs | one sharding, any; the first of a stage recompute more        | as the blocks, not recomputed     |
+| free remat   | one sharding of the fastest plan's blocks; each its own remat | as the blocks, or as in that plan |
 
 Of every pipeline configuration the fastest plan of the family counts, and of these the one of the fewest groups: runs
 of neighbouring layers of one strategy, summed over the stages; of as many, that of the fewest shardings. Plans as
