@@ -58,8 +58,8 @@ COLUMNS = ("name", "priced_s", "priced_gib", "fits", "free_s", "free_gib", "free
 
 
 NOT_PRICED: Mapping[str, str] = {
-    "llama3-405b 8k 8192xH100": "chunks not stated, 4 assumed",
-    "llama3-405b 8k 16384xH100": "chunks not stated, 4 assumed",
+    "llama3-405b 8k 8192xH100": "chunks not stated, 4 assumed; theirs shards gradients",
+    "llama3-405b 8k 16384xH100": "chunks not stated, 4 assumed; theirs shards gradients",
     "deepseek-v3 2048xH800 fp8": "theirs caches activations in fp8",
     "bridge deepseek-v3 256xGB200 bf16": "theirs recomputes MLA's projections alone, and has chunks of unlike blocks",
 }

@@ -220,6 +220,11 @@ class CostTables:
         return f"{shape.num_stages} stages, {shape.num_microbatches} microbatches, {shape.schedule}: {layers}"
 
     @property
+    def type_names(self) -> tuple[str, ...]:
+        """[K] names of the layer types, without what tells the last of a stage and those of several chunks apart."""
+        return tuple(name.removesuffix(LAST).partition(" (")[0] for name in self.layer_types)
+
+    @property
     def is_plain(self) -> bool:
         """Whether nothing is freed and no buffers wait: then a stage's short-lived bytes are the most of any layer."""
         return self.freed_bytes is None and self.buffers is None

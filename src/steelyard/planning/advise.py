@@ -19,6 +19,7 @@ from steelyard.planning.choose import device_bytes
 from steelyard.planning.price import refuse_host, with_price
 from steelyard.planning.request import PlanRequest, with_levers
 from steelyard.planning.variants import FREE_CHOICE, Progress, Study, within
+from steelyard.search.runs import smallest_peak_bytes
 from steelyard.units import GIB, format_seconds
 
 LIMIT_S = 1.0
@@ -185,6 +186,5 @@ def is_beyond_host(study: Study) -> bool:
 
 def least_bytes(study: Study) -> int | None:
     """Return the fewest bytes of a device in which there is a plan, of the configurations that are searched."""
-    plans = (each.any_budget.least_plan for each in study.tables)
-    least = min((each.peak_bytes for each in plans if each is not None), default=None)
+    least = smallest_peak_bytes(each.any_budget for each in study.tables)
     return None if least is None else device_bytes(study.job, least)

@@ -7,7 +7,7 @@ plans and says what is proven of the first and why the others lost.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -20,18 +20,15 @@ from steelyard.cost.predict import PlanCost, predict
 from steelyard.cost.tables import CostTables
 from steelyard.engines.capabilities import unsupported
 from steelyard.errors import UserError
-from steelyard.model.chain import LayerRole
 from steelyard.plan.decisions import FREE, Decisions, Partition
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Alternative, Certificate
 from steelyard.plan.stages import StagePart, fold_runs
-from steelyard.plan.strategy import Strategy
 from steelyard.planning.price import assemble_plan, bare_plan, describe, prediction_of, summarise, warnings_of
 from steelyard.planning.problem import is_uniform, make_tables, shared_cores_bound_s, shares_cores
 from steelyard.planning.request import PlanRequest
-from steelyard.planning.uniform import NO_ENDS, uniform_choices
+from steelyard.planning.uniform import uniform_choices
 from steelyard.search import TIME_LIMIT_S, ConfigOutcome, NearestMiss, OnDemand, SearchResult, search
-from steelyard.search.bounds import least_budget
 from steelyard.search.evaluate import group_equal_strategies
 from steelyard.units import format_bytes, format_plural
 
@@ -139,14 +136,13 @@ def accept(
     time_limit_s: float | None = None,
     uniform: bool = False,
     remat_runs: bool = False,
-    ends: Mapping[LayerRole, Strategy] = NO_ENDS,
     cutoff_s: float = math.inf,
 ) -> Acceptance:
     """The fastest plans of a job that fit, of all configurations whose cost tables are given; arguments as of
     `search`.
 
     The simulator ranks as many as are asked for. ``uniform`` searches those of one strategy alone, with ``remat_runs``
-    and ``ends`` also those that `uniform_choices` says, and raises `NoUniformPlanError` where none is legal. Where
+    also those that `uniform_choices` says, and raises `NoUniformPlanError` where none is legal. Where
     processes share cores, cuts of plans near the fastest are moved as long as that makes them faster.
     """
     room_bytes = usable_bytes(job)
@@ -157,11 +153,10 @@ def accept(
         num_alternatives=num_alternatives,
         partition=partition,
         time_limit_s=time_limit_s,
-        choices=partial(uniform_choices, job, remat_runs=remat_runs, ends=ends) if uniform else None,
+        choices=partial(uniform_choices, job, remat_runs=remat_runs) if uniform else None,
         cutoff_s=cutoff_s,
     )
     made = [] if found.ranked else [each.given.any_budget for each in found.configs if each.given.is_made]
-    least = [least_budget(each.tables, each.memories) for each in made]
     if uniform and not found.ranked and found.nearest_miss is None and cutoff_s == math.inf:
         raise _no_uniform_plan(job)
     group = (lambda _, solution: solution) if uniform else partial(group_equal_strategies, room_bytes=room_bytes)
@@ -181,7 +176,7 @@ def accept(
         if shares_cores(job)
         else found.lower_bound_s,
         bounded=tuple(each.given.bounded(each.result.lower_bound_s) for each in found.configs),
-        floor_bytes=min((needed for needed in least if needed is not None), default=0),
+        floor_bytes=min((each.least_bytes for each in made if each.least_bytes is not None), default=0),
     )
 
 

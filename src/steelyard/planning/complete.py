@@ -323,7 +323,7 @@ def engine_answers(
     solved = replace(request, global_batch=job.global_batch, seq_len=job.seq_len, levers=job.levers, searched=())
     study = Study(solved if limit_s is None else replace(solved, time_limit_s=limit_s), job)
     engines = [run_by(engine) for engine in ENGINES.values() if engine != request.engine]
-    found = [study.usual_answer(each) for each in counted(engines, progress)]
+    found = [study.answer(each, of_usual_depth=True) for each in counted(engines, progress)]
     step_s = result.plan.step_s
     return tuple(each.beside(step_s) for each in sorted(found, key=lambda each: each.step_s))
 

@@ -25,6 +25,7 @@ from steelyard.planning.price import describe, peak_bytes, summarise, with_price
 from steelyard.planning.request import PlanRequest
 from steelyard.planning.simple import with_usual_stages
 from steelyard.planning.variants import Progress, Study, Variant, on_cluster, on_devices, with_shape, within
+from steelyard.search.runs import smallest_peak_bytes
 from steelyard.units import format_bytes, format_plural
 
 SHOWN_BUDGETS = 2
@@ -102,9 +103,8 @@ def memory_points(
     the budget of the job, if it is known; ``deadline`` a `time.process_time` value.
     """
     job, usable = study.job, usable_bytes(study.job)
-    smallest = (each.any_budget.least_plan for each in study.tables)
     most = SHOWN_BUDGETS * usable
-    least = min((each.peak_bytes for each in smallest if each is not None), default=most)
+    least = smallest_peak_bytes(each.any_budget for each in study.tables) or most
     found, budgets, was_cut = list[_Found](), [each for each in (most, least) if least <= each], False
     if chosen is not None and chosen.memory_bytes <= job.budget_bytes:
         found.append(_Found.of(job, usable, chosen))
@@ -112,7 +112,7 @@ def memory_points(
         budgets.insert(0, usable)
     while budgets and len(found) < max_searches and time.process_time() < deadline:
         progress(f"{len(found) + 1} of up to {max_searches}, within {format_bytes(budgets[0])}")
-        answer = study.usual_answer(within("", device_bytes(job, budgets[0])))
+        answer = study.answer(within("", device_bytes(job, budgets[0])), of_usual_depth=True)
         budget = budgets.pop(0)
         was_cut |= answer.was_cut
         found.append(

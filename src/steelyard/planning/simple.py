@@ -9,10 +9,10 @@ search (181B, 24), Qwen3-235B on 256 H100 (32, once) and studies of schedules; 1
 Predictions err by more than most mixes of strategies gain, and a plan of few groups of layers is easier to read, check
 and hand to another engine. Two families are searched, the second where the first has no plan within the share:
 
-| family            | blocks                                                | embedding, head                  |
-|-------------------|-------------------------------------------------------|----------------------------------|
-| as the blocks     | one sharding; first blocks of a stage recompute more  | as the blocks, not recomputed    |
-| ends of their own | the same                                              | each also as in the fastest plan |
+| family       | blocks                                                        | embedding, head                   |
+|--------------|---------------------------------------------------------------|-----------------------------------|
+| leading runs | one sharding, any; the first of a stage recompute more        | as the blocks, not recomputed     |
+| free remat   | one sharding of the fastest plan's blocks; each its own remat | as the blocks, or as in that plan |
 
 Of every pipeline configuration the fastest plan of the family counts, and of these the one of the fewest groups: runs
 of neighbouring layers of one strategy, summed over the stages; of as many, that of the fewest shardings. Plans as
@@ -22,22 +22,25 @@ simple that differ by less than `TIE` are told apart by the memory that they lea
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
+
+import numpy as np
 
 from steelyard.cost.job import Job
 from steelyard.cost.predict import PlanCost, predict
+from steelyard.cost.tables import CostTables
 from steelyard.engines.capabilities import block_layers
-from steelyard.model.chain import LayerRole
+from steelyard.model.chain import LayerRole, LayerType
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import Certificate, FastestPlan, layers_text
 from steelyard.plan.stages import StagePart, fold_runs, illegal_reason
 from steelyard.plan.strategy import Remat, Strategy
-from steelyard.planning.choose import NUM_RESCORED, NoUniformPlanError, PlanningResult, accept
+from steelyard.planning.choose import NUM_RESCORED, PlanningResult, accept
 from steelyard.planning.price import assemble_plan, describe, peak_bytes, prediction_of, summarise, warnings_of
 from steelyard.planning.problem import is_uniform
 from steelyard.planning.request import PlanRequest
-from steelyard.planning.uniform import NO_ENDS
 from steelyard.units import format_bytes, format_seconds
 
 TIE = 0.003
@@ -99,26 +102,21 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
     job, best_s = result.job, plan.step_s
     most_s = best_s * (1 + request.simplify_share)
     searched_s = max(best_s, *(each.score_s for each in result.search.ranked[:1])) * (1 + request.simplify_share)
-    ends = {
-        role: plan.strategies[layer]
-        for role, layer in ((LayerRole.EMBEDDING, 0), (LayerRole.HEAD, job.chain.num_layers - 1))
-    }
     allowed = [each for each in known if predict(each, job).step_time_s <= most_s]
-    for own_ends in (NO_ENDS, ends):
-        try:
-            found = accept(
-                job,
-                result.bounded_tables,
-                num_exact=len(result.bounded_tables),
-                num_alternatives=0,
-                time_limit_s=request.time_limit_s,
-                uniform=True,
-                remat_runs=True,
-                ends=own_ends,
-                cutoff_s=searched_s,
-            )
-        except NoUniformPlanError:
-            continue
+    shardings = Counter(plan.strategies[layer].without_remat() for layer in block_layers(job.chain)).most_common()
+    narrow = [partial(_of_one_sharding, plan=plan, sharding=sharding) for sharding, _ in shardings]
+    for narrowed in (None, *narrow):
+        of_runs = narrowed is None
+        found = accept(
+            job,
+            result.bounded_tables if narrowed is None else [each.narrowed(narrowed) for each in result.bounded_tables],
+            num_exact=len(result.bounded_tables),
+            num_alternatives=0,
+            time_limit_s=request.time_limit_s,
+            uniform=of_runs,
+            remat_runs=of_runs,
+            cutoff_s=searched_s,
+        )
         allowed += [each.plan for each in found.ranked if each.step_s <= most_s]
         if allowed:
             break
@@ -132,6 +130,20 @@ def simplest(plan: Plan, result: PlanningResult, known: Sequence[Plan], request:
     chosen = _in_place_of(plan, simple, cost, result)
     kept = (plan.as_fallback(), *plan.next_best)[: request.num_next_best]
     return chosen.model_copy(update={"next_best": kept})
+
+
+def _of_one_sharding(tables: CostTables, plan: Plan, sharding: Strategy) -> CostTables:
+    """The tables with blocks of one sharding, whatever their remat, and ends as these or as in the plan."""
+    chain, kept = plan.chain(), np.zeros_like(tables.legal)
+    types = {each.name: each for each in chain.layer_types}
+    ends = {0, chain.num_layers - 1} - {*block_layers(chain)}
+    for row, name in enumerate(tables.type_names):
+        own = _as_usual(plan, sharding, types[name])
+        remats = Remat if types[name].role is LayerRole.BLOCK else (Remat.NONE,)
+        of_plan = {plan.strategies[place] for place in ends if chain.type_of(place).name == name}
+        offered = {*of_plan, *(replace(own, remat=remat) for remat in remats)}
+        kept[row] = [each in offered for each in tables.strategies]
+    return replace(tables, legal=tables.legal & kept)
 
 
 def _mixture(plan: Plan) -> tuple[int, int]:
@@ -179,13 +191,13 @@ def with_reasons(plan: Plan, job: Job) -> Plan:
     step_s, held = predict(plan, job).step_time_s, peak_bytes(plan)
     groups: dict[Strategy, list[int]] = {}
     for layer, strategy in enumerate(strategies):
-        if strategy != _as_usual(plan, usual, layer):
+        if strategy != _as_usual(plan, usual, chain.type_of(layer)):
             groups.setdefault(strategy, []).append(layer)
     reasons = []
     for strategy, layers in sorted(groups.items(), key=lambda group: -len(group[1])):
         changed = list(strategies)
         for layer in layers:
-            changed[layer] = _as_usual(plan, usual, layer)
+            changed[layer] = _as_usual(plan, usual, chain.type_of(layer))
         own, other = _told_apart(strategy, changed[layers[0]])
         reasons.append(f"{_names(job, layers)}: {own}; {other} {_cost(plan, job, changed, step_s, held)}")
     return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"reasons": tuple(reasons)})})
@@ -199,9 +211,8 @@ def _told_apart(strategy: Strategy, other: Strategy) -> tuple[str, str]:
     return first, second
 
 
-def _as_usual(plan: Plan, usual: Strategy, layer: int) -> Strategy:
+def _as_usual(plan: Plan, usual: Strategy, layer_type: LayerType) -> Strategy:
     """The strategy that a layer would have as most blocks do, as near to it as is legal for its type."""
-    layer_type = plan.chain().type_of(layer)
     own = usual if layer_type.num_experts else usual.with_whole_experts()
     own = own if layer_type.role is LayerRole.BLOCK else own.without_remat()
     return own if illegal_reason(layer_type, own, plan.batch) is None else own.with_whole_tensors()

@@ -11,17 +11,16 @@ Source: what users of `torch.nn.parallel.DistributedDataParallel`, `fully_shard`
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.cost.build import usable_bytes
 from steelyard.cost.job import Job
-from steelyard.cost.tables import LAST, CostTables
+from steelyard.cost.tables import CostTables
 from steelyard.model.chain import LayerRole
 from steelyard.plan.strategy import Remat, Strategy
 from steelyard.search.cuts import Choice, Ints, Leading
@@ -29,52 +28,32 @@ from steelyard.search.layers import ROUNDING
 
 REMATS = (Remat.NONE, Remat.SELECTIVE, Remat.FULL)
 """By what they recompute, the least first."""
-NO_ENDS: Mapping[LayerRole, Strategy] = MappingProxyType({})
 HALVINGS = 24
 """Of the interval in which the least time of the slowest stage lies."""
 
 
-def uniform_choices(
-    job: Job, tables: CostTables, *, remat_runs: bool = False, ends: Mapping[LayerRole, Strategy] = NO_ENDS
-) -> list[Choice]:
+def uniform_choices(job: Job, tables: CostTables, *, remat_runs: bool = False) -> list[Choice]:
     """Return the uniform plans of a pipeline configuration, up to their cuts, that are legal for every layer.
 
     That is one for each strategy and remat choice, and where the engine can recompute the first n blocks of every
     stage, one for each strategy with all n. With ``remat_runs`` also one for each strategy of which each stage
-    recomputes as many of its first blocks as it needs, and more of these than of the others. An embedding or head of
-    ``ends`` has its own strategy where that is legal, beside the choice in which it is as the blocks.
+    recomputes as many of its first blocks as it needs, and more of these than of the others.
     """
     roles = {each.name: each.role for each in job.chain.layer_types}
-    of_rows = [roles[name.removesuffix(LAST).partition(" (")[0]] for name in tables.layer_types]
+    of_rows = [roles[name] for name in tables.type_names]
     is_block = np.array([[role is LayerRole.BLOCK] for role in of_rows], dtype=bool)
     blocks, dense, others, undivided = _alike(tables.strategies)
     of_ends = np.where(tables.legal[:, others], others, undivided)
     alike = np.where(is_block, np.where(tables.legal[:, blocks], blocks, dense), of_ends)
     counts = np.bincount(tables.layers, minlength=len(tables.layer_types))
     slowest = _SlowestStage(tables, usable_bytes(job), int(np.argmax(np.where(is_block[:, 0], counts, -1))))
-    groups = list(_remat_pairs(tables.strategies, blocks, job, remat_runs))
-    found: list[Choice] = []
-    for columns in _with_ends(alike, tables, of_rows, ends):
-        found += _choices(tables, columns, (columns == blocks).any(axis=0), groups, slowest)
-    return found
-
-
-def _with_ends(
-    columns: Ints, tables: CostTables, roles: Sequence[LayerRole], ends: Mapping[LayerRole, Strategy]
-) -> Iterator[Ints]:
-    """[K, N] strategies of layer types: these, and these with ends of their own, each and all of them."""
-    places = {strategy: index for index, strategy in enumerate(tables.strategies)}
-    own = [
-        ([row for row, each in enumerate(roles) if each is role], places[strategy])
-        for role, strategy in ends.items()
-        if strategy in places
-    ]
-    for number in range(len(own) + 1):
-        for chosen in itertools.combinations(own, number):
-            found = columns.copy()
-            for rows, place in chosen:
-                found[rows] = place
-            yield found
+    every = np.arange(len(blocks))
+    groups = [(np.stack([every, every], axis=1)[:, None], Leading.NONE)]
+    if remat_runs:
+        groups.append((_remat_pairs(tables.strategies, tuple(itertools.combinations(REMATS, 2))), Leading.FREE))
+    elif job.engine.capabilities.remats_first_blocks:
+        groups.append((_remat_pairs(tables.strategies, ((Remat.NONE, Remat.FULL),)), Leading.SAME))
+    return list(_choices(tables, alike, (alike == blocks).any(axis=0), groups, slowest))
 
 
 def _choices(
@@ -154,24 +133,17 @@ class _SlowestStage:
         return np.where(is_possible, low, np.inf)
 
 
-def _remat_pairs(
-    strategies: Sequence[Strategy], blocks: Ints, job: Job, remat_runs: bool
-) -> Iterator[tuple[Ints, Leading]]:
-    """[M, P, 2] strategies of blocks, by their places among ``blocks``, plain and recomputed: each alone, and each
-    sharding with P pairs of remat choices."""
-    every = np.arange(len(blocks))
-    yield np.stack([every, every], axis=1)[:, None], Leading.NONE
-    if not remat_runs and not job.engine.capabilities.remats_first_blocks:
-        return
-    places = {strategies[index]: place for place, index in enumerate(blocks.tolist())}
-    wanted = tuple(itertools.combinations(REMATS, 2)) if remat_runs else ((Remat.NONE, Remat.FULL),)
+@lru_cache(maxsize=64)
+def _remat_pairs(strategies: tuple[Strategy, ...], wanted: tuple[tuple[Remat, Remat], ...]) -> Ints:
+    """[M, P, 2] strategies of blocks, by their places among those of `_alike`: of each sharding the wanted pairs of
+    remat choices, plain and recomputed."""
+    places = {strategies[index]: place for place, index in enumerate(_alike(strategies)[0].tolist())}
     groups = []
     for sharding in dict.fromkeys(each.without_remat() for each in places):
         remats = {remat: places.get(replace(sharding, remat=remat)) for remat in REMATS}
         pairs = [(remats[less], remats[more]) for less, more in wanted if None not in (remats[less], remats[more])]
         groups += [pairs + pairs[:1] * (len(wanted) - len(pairs))] if pairs else []
-    found = np.array(groups, dtype=np.int64).reshape(-1, len(wanted), 2)
-    yield found, Leading.FREE if remat_runs else Leading.SAME
+    return np.array(groups, dtype=np.int64).reshape(-1, len(wanted), 2)
 
 
 @lru_cache(maxsize=64)

@@ -349,8 +349,12 @@ class Study:
             step_s=step_s,
         )
 
-    def answer(self, variant: Variant) -> Answer:
-        """Return the best plan of a variant, as far as the time limit reaches."""
+    def answer(self, variant: Variant, *, of_usual_depth: bool = False) -> Answer:
+        """Return the best plan of a variant, as far as the time limit reaches.
+
+        ``of_usual_depth``: of no more stages than usual, unless more of them gain `DEPTH_GAIN` or the request has no
+        share for simpler plans.
+        """
         try:
             request = variant.change(self.request)
             job = self._job_of(request)
@@ -360,19 +364,24 @@ class Study:
         answer = Answer(name=variant.name, request=request, budget_bytes=job.budget_bytes)
         if not tables:
             return answer
-        count = len(tables) if ranks_all(job) else 1
+        accepted = partial(
+            accept,
+            job,
+            num_alternatives=0,
+            time_limit_s=request.time_limit_s,
+            uniform=is_uniform(job, request.decisions),
+        )
         try:
-            found = accept(
-                job,
-                tables,
-                num_exact=count,
-                num_alternatives=0,
-                time_limit_s=request.time_limit_s,
-                uniform=is_uniform(job, request.decisions),
-            )
+            found = accepted(tables, num_exact=len(tables) if ranks_all(job) else 1)
         except NoUniformPlanError as error:
             return replace(answer, reason=error.found)
         self._keep(request, job, found.bounded)
+        if of_usual_depth and found.ranked and request.simplify_share:
+            limit, most_s = usual_stages(self.job), (1 + DEPTH_GAIN) * found.ranked[0].step_s
+            fewer = [each for each in found.bounded if limit.allows_stages(each.pipeline.num_stages)]
+            if fewer and not limit.allows_stages(found.ranked[0].plan.num_stages):
+                usual = accepted(fewer, cutoff_s=max(most_s, (1 + DEPTH_GAIN) * found.ranked[0].outcome.score_s))
+                found = usual if usual.ranked and usual.ranked[0].step_s <= most_s else found
         configs, status = found.search.configs, found.search.status
         was_cut = status != "optimal" and any(each.result.status in ("feasible", "beaten") for each in configs)
         answer = replace(answer, was_cut=was_cut)
@@ -382,19 +391,6 @@ class Study:
             return replace(answer, missing_bytes=missing)
         best = found.ranked[0]
         return replace(answer, plan=best.plan, step_s=best.step_s, held_bytes=job.budget_bytes)
-
-    def usual_answer(self, variant: Variant) -> Answer:
-        """Return the best plan of a variant as `answer`, of no more stages than usual unless more of them gain.
-
-        With no share for simpler plans in the request, stages are as many as gain anything.
-        """
-        answer, limit = self.answer(variant), usual_stages(self.job)
-        is_usual = answer.plan is None or limit.allows_stages(answer.plan.num_stages)
-        if is_usual or not self.request.simplify_share:
-            return answer
-        also = deciding(variant.name, limit)
-        fewer = self.answer(replace(variant, change=lambda request: also.change(variant.change(request))))
-        return fewer if fewer.step_s <= (1 + DEPTH_GAIN) * answer.step_s else answer
 
     def reconciled(self, answers: Sequence[Answer]) -> tuple[Answer, ...]:
         """Return the answers, each with the fastest plan of all of them that it allows.

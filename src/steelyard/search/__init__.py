@@ -5,7 +5,7 @@
 | `space`              | which strategies a layer may take: the decision tree                                |
 | `layers`             | one strategy per layer of a run: the dynamic program on frontiers                   |
 | `bounds`             | what runs of layers take at least, in seconds and in bytes; the nearest miss        |
-| `step_bounds`        | what no pipeline over unlike stages is faster than                                  |
+| `step_bounds`        | what no pipeline is faster than, by times and bytes of layers alone                 |
 | `runs`               | which runs of layers a stage may hold, and their exact least times                  |
 | `pipeline_dp`        | joining runs, stage after stage, into the fastest pipeline                          |
 | `partition`          | cuts and strategies together, provably fastest for one pipeline configuration       |

@@ -671,10 +671,11 @@ def _extend(
         values,
     )
     order = places[2, :found].argsort(kind="stable")
-    borders = np.flatnonzero(np.diff(places[2, order], prepend=-1, append=-1))
-    for place in np.flatnonzero(np.diff(borders) > MANY_TIES).tolist():
-        tied = order[borders[place] : borders[place + 1]]
-        tied[:] = tied[np.lexsort((places[3, tied], values[0, tied]))]
+    if found > MANY_TIES:
+        borders = np.flatnonzero(np.diff(places[2, order], prepend=-1, append=-1))
+        for place in np.flatnonzero(np.diff(borders) > MANY_TIES).tolist():
+            tied = order[borders[place] : borders[place + 1]]
+            tied[:] = tied[np.lexsort((places[3, tied], values[0, tied]))]
 
     def unbeaten(order: IntArray, slack_s: float) -> IntArray:
         return order[: kernels.sweep(order, places, values[0], costs.growth, detour, slack_s, *work)]

@@ -44,7 +44,7 @@ from steelyard.search.runs import (
     solve_runs,
     time_limits,
 )
-from steelyard.search.step_bounds import PricedLayers, least_step_s
+from steelyard.search.step_bounds import PricedLayers, least_step_s, least_within_s
 
 Status = Literal["optimal", "feasible", "infeasible", "beaten"]
 
@@ -92,6 +92,10 @@ class ConfigResult:
     solution: Solution | None
     lower_bound_s: float
     miss: NearestMiss | None = None
+
+    def at_least(self, bound_s: float) -> "ConfigResult":
+        """Return the outcome where no plan is known to take less than ``bound_s``."""
+        return replace(self, lower_bound_s=max(self.lower_bound_s, bound_s))
 
     @property
     def gap(self) -> float:
@@ -207,6 +211,14 @@ def quick_bound_s(tables: CostTables) -> float:
     total = float(fastest.sum()) + tables.all_received_s
     worst = max(total / tables.pipeline.num_stages, float(fastest.max()))
     return (total + (tables.num_passes - 1) * worst) * (1 - ROUNDING)
+
+
+def bound_within_s(tables: CostTables, budget_bytes: int) -> float:
+    """As `quick_bound_s`, and in one pool whose layers all take time also by what they hold (`least_within_s`)."""
+    quick_s, takes_time = quick_bound_s(tables), tables.time_s[tables.legal].min(initial=np.inf) > 0
+    if tables.pools is not None or quick_s == np.inf or not takes_time:
+        return quick_s
+    return max(quick_s, least_within_s(tables, budget_bytes) * (1 - ROUNDING))
 
 
 def first_plan(prepared: PreparedTables, boundaries: Sequence[int]) -> Solution | None:

@@ -20,7 +20,7 @@ takes longer than that otherwise. Equal runs are solved once.
 | $m$              | `num_passes`         | –    | microbatches, times chunks where interleaved         |
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -169,10 +169,14 @@ class AnyBudget:
         return stage_memories(self.tables)
 
     @cached_property
+    def least_bytes(self) -> int | None:
+        """The bytes of a device that every plan takes at least; None where some layer has no legal strategy."""
+        return least_budget(self.tables, self.memories)
+
+    @cached_property
     def least_plan(self) -> Solution | None:
         """A plan of little memory, the least where nothing is freed; None where some layer has no legal strategy."""
-        tables, memories = self.tables, self.memories
-        needed = least_budget(tables, memories)
+        tables, memories, needed = self.tables, self.memories, self.least_bytes
         boundaries = None if needed is None else furthest_boundaries(tables, memories, needed)
         if boundaries is None:
             return None
@@ -209,6 +213,18 @@ class AnyBudget:
             bounds=[shared[bounds] for bounds in self._bounds],
             fastest_total_s=float(fastest.sum()) + tables.all_received_s,
         )
+
+
+def smallest_peak_bytes(tables: Iterable[AnyBudget]) -> int | None:
+    """Return the fewest bytes of a device in which some of these tables have a plan; None where none has."""
+    found: int | None = None
+    of_least = [(each.least_bytes, place, each) for place, each in enumerate(tables) if each.least_bytes is not None]
+    for least_bytes, _, each in sorted(of_least, key=lambda one: one[:2]):
+        if found is not None and least_bytes >= found:
+            break
+        plan = each.least_plan
+        found = found if plan is None else min(plan.peak_bytes, found or plan.peak_bytes)
+    return found
 
 
 def filled_boundaries(prepared: PreparedTables, limit_s: float) -> tuple[int, ...] | None:

@@ -25,7 +25,7 @@ from steelyard.search.bounds import IMPOSSIBLE
 from steelyard.search.cross_layer_inputs import CrossLayerProspect, assess, partition_exact, partition_with
 from steelyard.search.cuts import Choice, ChoiceProspect, Leading
 from steelyard.search.evaluate import Solution
-from steelyard.search.partition import ConfigResult, NearestMiss, Prospect, quick_bound_s
+from steelyard.search.partition import ConfigResult, NearestMiss, Prospect, bound_within_s
 from steelyard.search.runs import AnyBudget
 from steelyard.units import format_bytes, format_seconds
 
@@ -257,18 +257,20 @@ def _solve_in_order(
         elif known is None:
             num_begun += 1
             any_budget = given[index].any_budget
-            heapq.heappush(waiting, (quick_bound_s(any_budget.tables) / samples[index], index, any_budget))
+            quick_s = bound_within_s(any_budget.tables, budget_bytes)
+            heapq.heappush(waiting, (quick_s / samples[index], index, any_budget))
         elif isinstance(known, AnyBudget):
             assessed = _chosen(known.tables, choices, budget_bytes) if choices else assess(known, budget_bytes)
             if isinstance(assessed, ConfigResult):
                 results[index] = assessed
             else:
-                heapq.heappush(waiting, (assessed.lower_bound_s / samples[index], index, assessed))
+                heapq.heappush(waiting, (max(bound, assessed.lower_bound_s / samples[index]), index, assessed))
         elif bound > cutoff:
-            results[index] = known.sketch()
+            results[index] = known.sketch().at_least(bound * samples[index])
             num_alternatives -= 1
         else:
-            result = results[index] = known.settle(cutoff_s=cutoff * samples[index], deadline=deadline)
+            result = known.settle(cutoff_s=cutoff * samples[index], deadline=deadline).at_least(bound * samples[index])
+            results[index] = result
             if result.solution is not None:
                 heapq.heappush(best, -result.solution.step_s / samples[index])
                 if len(best) > num_exact:

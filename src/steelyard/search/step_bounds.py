@@ -86,6 +86,22 @@ def priced_layers(
     return PricedLayers(prices=prices, priced_s=priced, whole_s=layers[used] @ priced[used])
 
 
+def least_within_s(tables: CostTables, budget_bytes: int) -> float:
+    """Return what no plan of one pool's tables within a budget is faster than, in seconds of a step.
+
+    Of what a stage holds at a moment only what its layers hold throughout is counted.
+    """
+    pipeline, counts = tables.pipeline, np.bincount(tables.layers, minlength=len(tables.layer_types)).tolist()
+    lasts = list(tables.last_types or range(len(tables.layer_types)))
+    flights, known = [pipeline.in_flight(stage) for stage in range(pipeline.num_stages)], dict[int, PricedLayers]()
+    for in_flight in {*flights}:
+        held = tables.held_bytes(in_flight)
+        known[in_flight] = priced_layers(tables.legal, tables.time_s, np.minimum(held, held[lasts]), counts)
+    stages, handed = [known[each] for each in flights], [tables.received_s(each) for each in range(len(flights))]
+    ends = (tables.layers[0], tables.layers[-1]) if len(tables.layers) > 1 else None
+    return least_step_s(stages, counts, handed, tables.num_passes, tables.rooms(budget_bytes), ends=ends)
+
+
 def least_step_s(
     stages: Sequence[PricedLayers],
     counts: Sequence[int],

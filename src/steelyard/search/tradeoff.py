@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from steelyard.cost.tables import CostTables
-from steelyard.search.runs import AnyBudget
+from steelyard.search.runs import AnyBudget, smallest_peak_bytes
 from steelyard.search.solve import ConfigOutcome, search
 
 UNLIMITED_BYTES = 2**62
@@ -60,9 +60,8 @@ def sampled_frontier(
     """
     given = tuple(tables)
     weights = tuple(samples) if samples is not None else (1,) * len(given)
-    tight = [plan for each in given if (plan := AnyBudget(each).least_plan) is not None]
-    least_bytes = min((plan.peak_bytes for plan in tight), default=most_bytes + 1)
-    if least_bytes > most_bytes:
+    least_bytes = smallest_peak_bytes(map(AnyBudget, given))
+    if least_bytes is None or least_bytes > most_bytes:
         return SampledFrontier(steps=(), is_complete=True)
     everything = tuple(range(len(given)))
     deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
