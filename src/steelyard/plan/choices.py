@@ -4,6 +4,7 @@ These values travel from `steelyard.planning`, which finds them, to `steelyard.r
 ``--json`` prints. Memory is bytes per device, the allocator's slack included; times are those of the simulator.
 """
 
+import math
 from typing import Literal
 
 from steelyard.plan.part import PlanPart
@@ -200,3 +201,52 @@ class PlanStudy(PlanPart):
     """No plan worth having is missing between the first and the last point."""
     left_out: tuple[str, ...] = ()
     """The baselines for which there was no time."""
+
+
+class Axis(PlanPart):
+    """What one control of an exploration changes: its values in words and as options of the command line."""
+
+    name: str
+    words: tuple[str, ...]
+    values: tuple[int, ...]
+    """As numbers, in tokens, samples, devices or bytes; software by its place."""
+    options: tuple[str, ...]
+    """What asks `steelyard plan` for each value."""
+    own: int
+    """The place of what was asked for."""
+
+
+class ExploredPoint(PlanPart):
+    """The fastest plan found at one place of the axes, or why there is none."""
+
+    place: tuple[int, int, int, int]
+    """On each axis."""
+    plan: int | None = None
+    """Its place among the plans; absent where nothing fits."""
+    reason: str = ""
+    """Why there is no plan; empty where there is one."""
+
+
+class Exploration(PlanPart):
+    """Plans solved over software and levers, sequence length or batch, devices, and memory."""
+
+    model: str
+    cluster: str
+    precision: str
+    command: str
+    """Asks `steelyard plan` for what all points have in common."""
+    axes: tuple[Axis, Axis, Axis, Axis]
+    """Software and levers; sequence length or batch; devices; memory per device. All but the first rise."""
+    margin_bytes: int
+    """What a device has beside the budget of the request and is left free, where a plan fits so."""
+    plans: tuple[Plan, ...]
+    points: tuple[ExploredPoint, ...]
+    """What was solved; places without a point were not reached before the time was up."""
+    left_out: tuple[str, ...] = ()
+    """Engines and levers that were not tried, each with the reason."""
+    price_per_device_hour: float | None = None
+
+    @property
+    def num_places(self) -> int:
+        """How many points there are if the time suffices for all."""
+        return math.prod(len(axis.words) for axis in self.axes)

@@ -93,7 +93,7 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     left_out: list[str] = []
     best: dict[str, tuple[Advice, dict[str, str]]] = {}
     deadline = time.process_time() + TOTAL_S
-    for texts in _single(request, asked=asked):
+    for texts in single_changes(request, asked=asked):
         progress(" ".join(texts.values()))
         if time.process_time() > deadline:
             left_out.append(f"{_options(texts)}: no time was left")
@@ -128,7 +128,7 @@ def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Itera
         yield f"{each.options} ({each.result}, {format_seconds(each.step_s)} a step)"
 
 
-def _single(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, str]]:
+def single_changes(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, str]]:
     """The values of each lever that the request does not set."""
     for name, lever in sorted(LEVERS.items(), key=lambda each: (each[1].takes_long, bool(each[1].offered_with))):
         if name not in request.levers.texts and (asked or not lever.takes_long):

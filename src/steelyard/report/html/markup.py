@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib import resources
 from string import Template
 
-VOID = frozenset({"meta", "br", "line", "path", "rect", "circle", "polyline"})
+VOID = frozenset({"meta", "br", "line", "path", "rect", "circle", "polyline", "input"})
 """Elements that have no content."""
 
 
