@@ -5,12 +5,14 @@ These values travel from `steelyard.planning`, which finds them, to `steelyard.r
 """
 
 import math
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from steelyard.plan.part import PlanPart
+from steelyard.levers.lever import Result
+from steelyard.plan.part import PlanPart, notebook_html
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import CostSource, margin_text
-from steelyard.units import format_bytes
+from steelyard.units import GIB, format_bytes
 
 Verdict = Literal["not offered", "illegal", "dominated", "undominated"]
 
@@ -88,6 +90,10 @@ class TradeOffs(PlanPart):
             )
         left = margin_text(self.budget_bytes, self.margin_bytes)
         return f"{format_bytes(self.budget_bytes)} per device" + (f", {left}" if left else "")
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return notebook_html(self)
 
 
 class StrategyVerdict(PlanPart):
@@ -250,3 +256,60 @@ class Exploration(PlanPart):
     def num_places(self) -> int:
         """How many points there are if the time suffices for all."""
         return math.prod(len(axis.words) for axis in self.axes)
+
+
+RESULTS: tuple[Result, ...] = ("exact", "rounding", "other updates", "fewer trained parameters")
+"""What changes make of training, the least first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What a change does."""
+
+    options: str
+    """As the command line takes it; empty for the request itself."""
+    result: Result
+    """What it makes of what is trained."""
+    least_bytes: int | None
+    """Fewest of a device in which there is a plan; None where no plan is legal."""
+    saved_bytes: int
+    """How many fewer than without it."""
+    step_s: float
+    """Of the fastest plan that fits; infinite where none does."""
+    slowdown: float
+    """Step time over that of the request without a limit of memory, minus one."""
+    missing_bytes: int
+    """What a device lacks; 0 where a plan fits."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether some plan does."""
+        return self.step_s < math.inf
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Sorts the best first: of those that fit by the cost of a GiB, of others by what is missing."""
+        if not self.fits:
+            return (1, self.missing_bytes)
+        saved = max(self.saved_bytes, 1) / GIB
+        cost = self.slowdown / saved if self.slowdown > 0 else self.slowdown * saved
+        return (0, self.options.count("--"), cost, RESULTS.index(self.result))
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return notebook_html(self)
+
+
+class Found(NamedTuple):
+    """What advice there is."""
+
+    own: Advice
+    """Of the request itself."""
+    changes: tuple[Advice, ...]
+    """The best first."""
+    left_out: tuple[str, ...]
+    """Changes that cannot be had, each with the reason."""
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return notebook_html(self)

@@ -26,7 +26,7 @@ from steelyard.planning.price import peak_bytes, refuse_host
 from steelyard.planning.request import PlanRequest, with_levers
 from steelyard.planning.simple import with_usual_stages
 from steelyard.planning.variants import Progress, Study, Variant, on_devices, run_by, with_shape, within
-from steelyard.units import GIB, MIB, format_bytes
+from steelyard.units import GIB, MIB, format_bytes, format_plural
 
 LIMIT_S = 52.0
 """Seconds of computing after which no further search begins."""
@@ -336,7 +336,7 @@ def _axes(ways: Sequence[_Way], grid: _Grid, request: PlanRequest) -> tuple[Axis
         ),
         Axis(
             name="devices",
-            words=tuple(str(each.num_devices) for each in grid.clusters),
+            words=tuple(format_plural(each.num_devices, "device") for each in grid.clusters),
             values=tuple(each.num_devices for each in grid.clusters),
             options=tuple(f"--cluster {shlex.quote(each.name)}" for each in grid.clusters),
             own=grid.own[1],

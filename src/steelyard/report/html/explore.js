@@ -24,12 +24,13 @@
     .map((axis, index) => from[index] === to[index] ? "" : `${axis.name}: ${axis.words[from[index]]} → ${axis.words[to[index]]}`)
     .filter(Boolean).join("; ");
 
+  const distance = (from, where) => where.filter((each, axis) => each !== from[axis]).length;
+
   // The solved place that changes the fewest controls, of these the one of the least device-time for a token.
   function nearest(from, isWanted) {
     const cost = (where) => axes[DEVICES].values[where[DEVICES]] / planAt(where).tokens;
-    const distance = (where) => where.filter((each, axis) => each !== from[axis]).length;
     return places.filter((where) => planAt(where) && isWanted(where, planAt(where)))
-      .sort((a, b) => distance(a) - distance(b) || cost(a) - cost(b) || planAt(a).step_s - planAt(b).step_s)[0];
+      .sort((a, b) => distance(from, a) - distance(from, b) || cost(a) - cost(b) || planAt(a).step_s - planAt(b).step_s)[0];
   }
 
   const milestones = {
@@ -58,7 +59,7 @@
       const found = nearest(chosen, (where, plan) => isSame(where) && plan.step_s <= now.step_s / 2);
       if (found) return [`${moves(chosen, found)}: ${planAt(found).step} a step.`, found];
       const best = places.filter((where) => planAt(where) && isSame(where))
-        .sort((a, b) => planAt(a).step_s - planAt(b).step_s)[0];
+        .sort((a, b) => planAt(a).step_s - planAt(b).step_s || distance(chosen, a) - distance(chosen, b))[0];
       const share = Math.round(100 * planAt(best).step_s / now.step_s);
       if (share >= 100) return ["No solved choice is faster."];
       return [`No solved choice halves it. The fastest takes ${share} %: ${moves(chosen, best)}, ${planAt(best).step}.`, best];
@@ -85,7 +86,7 @@
 
   function showCells() {
     const most = Math.max(...places.map((where) => planAt(where)?.tokens ?? 0));
-    const rows = axes[DEVICES].words.map((words, device) => make("tr", {}, make("th", { scope: "row" }, `${words} devices`),
+    const rows = axes[DEVICES].words.map((words, device) => make("tr", {}, make("th", { scope: "row" }, words),
       ...axes[MEMORY].words.map((_, memory) => {
         const where = moved(moved(chosen, DEVICES, device), MEMORY, memory), plan = planAt(where);
         const text = plan ? plan.step : pointAt(where) === null ? "not solved" : "does not fit";
@@ -100,7 +101,7 @@
 
   function show() {
     const point = pointAt(chosen), plan = planAt(chosen);
-    at("choice").textContent = axes.map((axis, index) => axis.words[chosen[index]] + (index === DEVICES ? " devices" : "")).join(" · ");
+    at("choice").textContent = axes.map((axis, index) => axis.words[chosen[index]]).join(" · ");
     at("verdict").textContent = plan ? point[1]
       : point === null ? "Not solved: the time ran out before this choice." : `Does not fit: ${point}.`;
     at("plan").replaceChildren(...(plan ? [at(`plan-${point[0]}`).content.cloneNode(true)] : []));

@@ -191,13 +191,13 @@ def _plan(plan: Plan, found: Exploration) -> Html:
                 tag("p", f"Train it {pipeline_words(plan)}, most layers as ", tag("b", main_strategy(plan)), "."),
                 tag("p", f"Step time {prediction.accuracy}.", class_="hint"),
                 [tag("p", text, class_="note") for text in prediction.warnings],
-                _layers(plan),
+                plan_layers(plan),
             ),
         ]
     )
 
 
-def _layers(plan: Plan) -> Html:
+def plan_layers(plan: Plan) -> Html:
     """A bar for each group of equal stages with a part for each run of layers, its strategies in words, and a table."""
     chain, classes, rows, cells = plan.chain(), strategy_classes(plan.strategies), list[Html](), list[tuple[str, ...]]()
     most = max(len(part.layers) for part in plan.parts)

@@ -97,5 +97,11 @@ def document(title: str, description: str, content: Child, *, script: str | None
     )
 
 
+def fragment(content: Child) -> str:
+    """A part of a notebook: the style of the pages, for this content alone."""
+    scoped = _file("style.css").replace(":root", ":scope").replace("body {", ":scope {")
+    return tag("div", Html(f"<style>@scope {{\n{scoped}}}</style>"), content, class_="steelyard")
+
+
 def _file(name: str) -> str:
     return resources.files("steelyard.report.html").joinpath(name).read_text(encoding="utf-8")
