@@ -111,7 +111,7 @@
       const [text, target] = find();
       at(`${name}-text`).textContent = text[0].toUpperCase() + text.slice(1);
       at(`${name}-show`).hidden = !target;
-      at(`${name}-show`).onclick = () => choose(target);
+      at(`${name}-show`).onclick = target ? () => choose(target) : null;
     }
     at("line").textContent = [command, ...axes.map((axis, index) => axis.options[chosen[index]])].filter(Boolean).join(" ");
     for (const [axis, key] of keys.entries()) {

@@ -138,12 +138,9 @@ def _data(found: Exploration) -> dict[str, object]:
 
 def _verdict(plan: Plan, budget_bytes: int, found: Exploration) -> str:
     left = budget_bytes - _held(plan)
-    fits = (
-        f"Fits with {format_bytes(left)} per device to spare"
-        if left >= 0
-        else shortfall(_held(plan), budget_bytes, found.margin_bytes).capitalize()
-    )
-    return f"{fits}: {format_seconds(plan.step_s)} a step."
+    fits = f"fits with {format_bytes(left)} per device to spare"
+    text = fits if left >= 0 else shortfall(_held(plan), budget_bytes, found.margin_bytes)
+    return f"{text[:1].upper()}{text[1:]}: {format_seconds(plan.step_s)} a step."
 
 
 def _held(plan: Plan) -> int:
