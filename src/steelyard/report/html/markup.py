@@ -100,6 +100,7 @@ def document(title: str, description: str, content: Child, *, script: str | None
 def fragment(content: Child) -> str:
     """A part of a notebook: the style of the pages, for this content alone."""
     scoped = _file("style.css").replace(":root", ":scope").replace("body {", ":scope {")
+    scoped += ":scope { max-width: 68rem; padding: 1rem; }\n"
     return tag("div", Html(f"<style>@scope {{\n{scoped}}}</style>"), content, class_="steelyard")
 
 
