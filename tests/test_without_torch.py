@@ -28,6 +28,7 @@ PLANNED = {
     "report": ["report", "plan.json", "-o", "plan.html", "--time-limit", "0"],
     "advise": ["advise", "llama3-8b", *JOB],
     "frontier": ["frontier", "llama3-8b", *JOB, "--points", "3", "--devices", "4"],
+    "explore": ["explore", "llama3-8b", *JOB, "--devices", "4", "--time-limit", "1", "-o", "explore.html"],
     "diff": ["diff", "plan.json", "plan.json"],
     "timeline": ["timeline", "plan.json", "-o", "timeline.json"],
     "solve": ["solve", "problem.json"],

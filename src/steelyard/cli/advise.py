@@ -27,11 +27,11 @@ from steelyard.cli.options import (
     progress,
 )
 from steelyard.output import command
-from steelyard.planning.advise import Advice
+from steelyard.plan.choices import Advice
 from steelyard.planning.advise import advise as advice_of
 from steelyard.planning.largest import MODEL, Largest, kinds, largest
 from steelyard.planning.request import PlanRequest, make_request
-from steelyard.report.tables import console, name, number, plain_table
+from steelyard.report.tables import advice_cells, console, name, number, plain_table
 from steelyard.units import format_bytes, format_seconds
 
 
@@ -154,14 +154,6 @@ def _table(own: Advice, found: Sequence[Advice]) -> Table:
     table = plain_table("What to change", name("change"), *numbers, "effect on the result")
     table.caption, table.caption_justify = "Percentages compare with the job as asked and unlimited memory.", "left"
     for each in (own, *found):
-        saved = format_bytes(each.saved_bytes) if each.saved_bytes > 0 else "–"
-        table.add_row(
-            each.options.replace(" --", "\n--") or "as asked",
-            "no plan" if each.least_bytes is None else format_bytes(each.least_bytes),
-            saved,
-            f"{format_seconds(each.step_s)} {100 * each.slowdown:+4.0f} %"
-            if each.fits
-            else f"{format_bytes(each.missing_bytes)} short",
-            each.result if each is not own else "",
-        )
+        options, *cells = advice_cells(each)
+        table.add_row(options.replace(" --", "\n--"), *cells)
     return table

@@ -18,7 +18,19 @@ from steelyard.processes.stop import EndedError, StoppedError
 COMMANDS = {
     name: name
     for name in (
-        *("plan", "price", "advise", "frontier", "solve", "explain", "diff", "report", "timeline", "profile"),
+        *(
+            "plan",
+            "price",
+            "advise",
+            "frontier",
+            "explore",
+            "solve",
+            "explain",
+            "diff",
+            "report",
+            "timeline",
+            "profile",
+        ),
         *("check", "parity", "train", "measure", "export", "demo", "models"),
     )
 } | {"devices": "models", "links": "models", "schema": "schema", "mcp": "mcp"}

@@ -4,12 +4,15 @@ These values travel from `steelyard.planning`, which finds them, to `steelyard.r
 ``--json`` prints. Memory is bytes per device, the allocator's slack included; times are those of the simulator.
 """
 
-from typing import Literal
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from steelyard.plan.part import PlanPart
+from steelyard.levers.lever import Result
+from steelyard.plan.part import PlanPart, notebook_html
 from steelyard.plan.plan import Plan
 from steelyard.plan.prediction import CostSource, margin_text
-from steelyard.units import format_bytes
+from steelyard.units import GIB, format_bytes
 
 Verdict = Literal["not offered", "illegal", "dominated", "undominated"]
 
@@ -87,6 +90,10 @@ class TradeOffs(PlanPart):
             )
         left = margin_text(self.budget_bytes, self.margin_bytes)
         return f"{format_bytes(self.budget_bytes)} per device" + (f", {left}" if left else "")
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return notebook_html(self)
 
 
 class StrategyVerdict(PlanPart):
@@ -200,3 +207,109 @@ class PlanStudy(PlanPart):
     """No plan worth having is missing between the first and the last point."""
     left_out: tuple[str, ...] = ()
     """The baselines for which there was no time."""
+
+
+class Axis(PlanPart):
+    """What one control of an exploration changes: its values in words and as options of the command line."""
+
+    name: str
+    words: tuple[str, ...]
+    values: tuple[int, ...]
+    """As numbers, in tokens, samples, devices or bytes; software by its place."""
+    options: tuple[str, ...]
+    """What asks `steelyard plan` for each value."""
+    own: int
+    """The place of what was asked for."""
+
+
+class ExploredPoint(PlanPart):
+    """The fastest plan found at one place of the axes, or why there is none."""
+
+    place: tuple[int, int, int, int]
+    """On each axis."""
+    plan: int | None = None
+    """Its place among the plans; absent where nothing fits."""
+    reason: str = ""
+    """Why there is no plan; empty where there is one."""
+
+
+class Exploration(PlanPart):
+    """Plans solved over software and levers, sequence length or batch, devices, and memory."""
+
+    model: str
+    cluster: str
+    precision: str
+    command: str
+    """Asks `steelyard plan` for what all points have in common."""
+    axes: tuple[Axis, Axis, Axis, Axis]
+    """Software and levers; sequence length or batch; devices; memory per device. All but the first rise."""
+    margin_bytes: int
+    """What a device has beside the budget of the request and is left free, where a plan fits so."""
+    plans: tuple[Plan, ...]
+    points: tuple[ExploredPoint, ...]
+    """What was solved; places without a point were not reached before the time was up."""
+    left_out: tuple[str, ...] = ()
+    """Engines and levers that were not tried, each with the reason."""
+    price_per_device_hour: float | None = None
+
+    @property
+    def num_places(self) -> int:
+        """How many points there are if the time suffices for all."""
+        return math.prod(len(axis.words) for axis in self.axes)
+
+
+RESULTS: tuple[Result, ...] = ("exact", "rounding", "other updates", "fewer trained parameters")
+"""What changes make of training, the least first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What a change does."""
+
+    options: str
+    """As the command line takes it; empty for the request itself."""
+    result: Result
+    """What it makes of what is trained."""
+    least_bytes: int | None
+    """Fewest of a device in which there is a plan; None where no plan is legal."""
+    saved_bytes: int
+    """How many fewer than without it."""
+    step_s: float
+    """Of the fastest plan that fits; infinite where none does."""
+    slowdown: float
+    """Step time over that of the request without a limit of memory, minus one."""
+    missing_bytes: int
+    """What a device lacks; 0 where a plan fits."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether some plan does."""
+        return self.step_s < math.inf
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Sorts the best first: of those that fit by the cost of a GiB, of others by what is missing."""
+        if not self.fits:
+            return (1, self.missing_bytes)
+        saved = max(self.saved_bytes, 1) / GIB
+        cost = self.slowdown / saved if self.slowdown > 0 else self.slowdown * saved
+        return (0, self.options.count("--"), cost, RESULTS.index(self.result))
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return notebook_html(self)
+
+
+class Found(NamedTuple):
+    """What advice there is."""
+
+    own: Advice
+    """Of the request itself."""
+    changes: tuple[Advice, ...]
+    """The best first."""
+    left_out: tuple[str, ...]
+    """Changes that cannot be had, each with the reason."""
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return notebook_html(self)

@@ -22,7 +22,7 @@ from steelyard.model.own import Split
 from steelyard.model.read import planned_model
 from steelyard.plan.decisions import Decisions
 from steelyard.plan.dimensions.dimension import Batch
-from steelyard.plan.part import PlanPart
+from steelyard.plan.part import PlanPart, notebook_html
 from steelyard.plan.prediction import Prediction, baseline_line, layers_text, simplicity_line
 from steelyard.plan.stages import StagePart, StagePlan, illegal_reason
 from steelyard.plan.strategy import Strategy
@@ -138,6 +138,10 @@ class Plan(PlanPart):
 
     def __str__(self) -> str:
         return "\n".join(plan_lines(self))
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        return notebook_html(self)
 
     def chain(self) -> ModelChain:
         """The model of the plan as a chain; raises `InvalidModelError` if its config is not known."""

@@ -8,19 +8,18 @@ two, by what a GiB that they save costs of a step; then the others, by what is s
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
-from typing import NamedTuple
 
 from steelyard.errors import UserError
 from steelyard.levers import LEVERS, Levers
-from steelyard.levers.lever import Result
+from steelyard.plan.choices import RESULTS, Advice, Found
 from steelyard.planning.choose import device_bytes
 from steelyard.planning.price import refuse_host, with_price
 from steelyard.planning.request import PlanRequest, with_levers
 from steelyard.planning.variants import FREE_CHOICE, Progress, Study, within
 from steelyard.search.runs import smallest_peak_bytes
-from steelyard.units import GIB, format_seconds
+from steelyard.units import format_seconds
 
 LIMIT_S = 1.0
 """Of the search for the fastest plan under one change."""
@@ -31,52 +30,6 @@ MOST_HINTED = 64
 NUM_HINTS = 3
 """Changes that are named where nothing fits."""
 _NO_LIMIT = 2**50
-_ORDER: tuple[Result, ...] = ("exact", "rounding", "other updates", "fewer trained parameters")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """What a change does."""
-
-    options: str
-    """As the command line takes it; empty for the request itself."""
-    result: Result
-    """What it makes of what is trained."""
-    least_bytes: int | None
-    """Fewest of a device in which there is a plan; None where no plan is legal."""
-    saved_bytes: int
-    """How many fewer than without it."""
-    step_s: float
-    """Of the fastest plan that fits; infinite where none does."""
-    slowdown: float
-    """Step time over that of the request without a limit of memory, minus one."""
-    missing_bytes: int
-    """What a device lacks; 0 where a plan fits."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether some plan does."""
-        return self.step_s < math.inf
-
-    @property
-    def order(self) -> tuple[float, ...]:
-        """Sorts the best first: of those that fit by the cost of a GiB, of others by what is missing."""
-        if not self.fits:
-            return (1, self.missing_bytes)
-        saved = max(self.saved_bytes, 1) / GIB
-        cost = self.slowdown / saved if self.slowdown > 0 else self.slowdown * saved
-        return (0, self.options.count("--"), cost, _ORDER.index(self.result))
-
-
-class Found(NamedTuple):
-    """What advice there is."""
-
-    own: Advice
-    """Of the request itself."""
-    changes: tuple[Advice, ...]
-    """The best first."""
-    left_out: tuple[str, ...]
-    """Changes that cannot be had, each with the reason."""
 
 
 def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lambda _: None) -> Found:
@@ -94,7 +47,7 @@ def advise(request: PlanRequest, *, asked: bool = True, progress: Progress = lam
     left_out: list[str] = []
     best: dict[str, tuple[Advice, dict[str, str]]] = {}
     deadline = time.process_time() + TOTAL_S
-    singles = list(_single(request, asked=asked))
+    singles = list(single_changes(request, asked=asked))
     for number, texts in enumerate(singles, start=1):
         progress(f"{number} of {len(singles)} changes, {_options(texts)}")
         if time.process_time() > deadline:
@@ -131,7 +84,7 @@ def hints(request: PlanRequest, *, progress: Progress = lambda _: None) -> Itera
         yield f"{each.options} ({each.result}, {format_seconds(each.step_s)} a step)"
 
 
-def _single(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, str]]:
+def single_changes(request: PlanRequest, *, asked: bool) -> Iterable[dict[str, str]]:
     """The values of each lever that the request does not set."""
     for name, lever in sorted(LEVERS.items(), key=lambda each: (each[1].takes_long, bool(each[1].offered_with))):
         if name not in request.levers.texts and (asked or not lever.takes_long):
@@ -163,7 +116,7 @@ def _advice(study: Study, texts: Mapping[str, str], before: float, free_s: float
     results = [lever.result for lever in levers or ()]
     return Advice(
         options=_options(texts),
-        result=max(results, key=_ORDER.index, default="exact"),
+        result=max(results, key=RESULTS.index, default="exact"),
         least_bytes=least,
         saved_bytes=0 if least is None or math.isnan(before) else int(before) - least,
         step_s=answer.step_s,

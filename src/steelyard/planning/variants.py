@@ -301,6 +301,14 @@ class Study:
             self._tables = make_tables(self.job, self.request.decisions)
         return self._tables
 
+    def at(self, variant: Variant) -> "Study":
+        """Return the study of a variant, which shares what of the job the variant leaves as it is.
+
+        Raises `UserError` where the variant contradicts the request.
+        """
+        request = variant.change(self.request)
+        return Study(request, self._job_of(request))
+
     def plan(
         self,
         variant: Variant = FREE_CHOICE,

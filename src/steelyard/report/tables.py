@@ -12,6 +12,9 @@ from rich.console import Console, ConsoleOptions
 from rich.table import Column, Table
 from rich.text import Text
 
+from steelyard.plan.choices import Advice
+from steelyard.units import format_bytes, format_seconds
+
 _UNWRAPPED = 10_000
 """Columns where no terminal shows the output: whoever reads a file or a pipe searches whole lines."""
 _HELD = re.compile(r"(?<=[\d×±≤]) (?=\S)|(?<=\S) (?=[×(][+−\d])|(?<=steelyard) | (?=-o )|(?<= -o) ")
@@ -72,3 +75,15 @@ def plain_table(title: str, *columns: Column | str) -> Table:
     table = framed_table(title, *columns)
     table.box, table.padding = box.SIMPLE, (0, 1, 0, 0)
     return table
+
+
+def advice_cells(each: Advice) -> tuple[str, ...]:
+    """A change, the least memory with it, what that saves, the step, and what the change makes of training."""
+    fits = f"{format_seconds(each.step_s)} {100 * each.slowdown:+4.0f} %"
+    return (
+        each.options or "as asked",
+        "no plan" if each.least_bytes is None else format_bytes(each.least_bytes),
+        format_bytes(each.saved_bytes) if each.saved_bytes > 0 else "–",
+        fits if each.fits else f"{format_bytes(each.missing_bytes)} short",
+        each.result if each.options else "",
+    )

@@ -1,12 +1,13 @@
 """A plan as one self-contained page: no network, no library, readable without JavaScript, in light, dark and print.
 
 `page` holds its sections in their order, each of which is a module; `frontier_page` makes a page of trade-offs alone,
-`compare_page` one of two plans.
+`compare_page` one of two plans, `explore_page` one of solved plans to choose from.
 """
 
 from steelyard.report.html.compare_page import compare_page
 from steelyard.report.html.contents import ReportContents
+from steelyard.report.html.explore_page import explore_page
 from steelyard.report.html.page import report_page
 from steelyard.report.html.trade_off import frontier_page
 
-__all__ = ["ReportContents", "compare_page", "frontier_page", "report_page"]
+__all__ = ["ReportContents", "compare_page", "explore_page", "frontier_page", "report_page"]

@@ -30,7 +30,7 @@ def time_section(found: ReportContents) -> Html:
         "Where the time goes",
         tag("p", lead),
         stacked_bars(stages, names, colours(names, time_colours()), step_s, format_seconds, below=found.stage_pools),
-        _legend(stages, names, colours(names, time_colours()), format_seconds),
+        bar_legend(stages, names, colours(names, time_colours()), format_seconds),
         folded("As a table", _table(stages, names, format_seconds, "a step")),
     )
 
@@ -39,8 +39,7 @@ def memory_section(found: ReportContents) -> Html:
     """Bytes of a device of each stage by term, against the budget."""
     prediction = found.prediction
     stages = [{name: float(size) for name, size in stage.memory_bytes.items()} for stage in prediction.stages]
-    names = [name for name in MEMORY_COLOURS if any(name in stage for stage in stages)]
-    names += [name for name in _names(stages) if name not in names]
+    names = memory_names(stages)
     budgets = [float(each) for each in prediction.stage_budgets()]
     totals = [sum(stage.values()) for stage in stages]
     fullest = prediction.fullest
@@ -65,7 +64,7 @@ def memory_section(found: ReportContents) -> Html:
             limits=budgets,
             below=found.stage_pools,
         ),
-        _legend(stages, names, colour, format_bytes, f"the budget of {limits}"),
+        bar_legend(stages, names, colour, format_bytes, f"the budget of {limits}"),
         folded("As a table", _table(stages, names, format_bytes, "memory", left_of=budgets)),
     )
 
@@ -93,6 +92,12 @@ def _names(stages: Sequence[Mapping[str, float]]) -> list[str]:
     last = [name for name in ("waiting", "fixed") if name in found]
     usual = [name for name in time_colours() if name in found and name not in last]
     return [*usual, *(name for name in found if name not in usual and name not in last), *last]
+
+
+def memory_names(stages: Sequence[Mapping[str, float]]) -> list[str]:
+    """All terms of memory, the usual ones in their usual order."""
+    names = [name for name in MEMORY_COLOURS if any(name in stage for stage in stages)]
+    return names + [name for name in _names(stages) if name not in names]
 
 
 def stacked_bars(
@@ -147,7 +152,7 @@ def _limit(share: float) -> Html:
     return tag("div", tag("i", style=f"left:{share:.3%}"), class_="limit", aria_hidden="true")
 
 
-def _legend(
+def bar_legend(
     stages: Sequence[Mapping[str, float]],
     names: Sequence[str],
     colour: Mapping[str, str],

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib import resources
 from string import Template
 
-VOID = frozenset({"meta", "br", "line", "path", "rect", "circle", "polyline"})
+VOID = frozenset({"meta", "br", "line", "path", "rect", "circle", "polyline", "input"})
 """Elements that have no content."""
 
 
@@ -95,6 +95,13 @@ def document(title: str, description: str, content: Child, *, script: str | None
         content=join(content),
         script=f"<script>\n{_file(script)}</script>" if script else "",
     )
+
+
+def fragment(content: Child) -> str:
+    """A part of a notebook: the style of the pages, for this content alone."""
+    scoped = _file("style.css").replace(":root", ":scope").replace("body {", ":scope {")
+    scoped += ":scope { max-width: 68rem; padding: 1rem; }\n"
+    return tag("div", Html(f"<style>@scope {{\n{scoped}}}</style>"), content, class_="steelyard")
 
 
 def _file(name: str) -> str:

@@ -55,13 +55,10 @@ def decision(found: ReportContents) -> Html:
     )
     tokens = format_count(plan.global_batch * plan.seq_len)
     step = format_seconds(prediction.step_time_s).replace(" ", " ")  # the unit stays on the line
-    names = [str(strategy) for strategy in plan.strategies]
-    count = format_plural(plan.num_microbatches, "microbatch", "microbatches")
-    batch = f"with {count} of {plan.microbatch_samples} × {plan.seq_len:,} tokens"
     return join(
         [
-            f"Train it {_pipeline(plan)}, {batch}, most layers as ",
-            tag("b", max(dict.fromkeys(names), key=names.count), class_="whole"),
+            f"Train it {pipeline_words(plan)}, most layers as ",
+            tag("b", main_strategy(plan), class_="whole"),
             f": a step of {tokens} tokens takes {step} and {verdict}.",
             f" {gained}." if (gained := gain_sentence(plan)) else "",
             f" Changed: {plan.chosen_levers}." if plan.levers else "",
@@ -83,7 +80,19 @@ def network_text(found: ReportContents) -> str:
     return f"Inside {inside}" if between is None else f"Between nodes {link_text(between)}; inside {inside}"
 
 
-def _pipeline(plan: Plan) -> str:
+def main_strategy(plan: Plan) -> str:
+    """The strategy of most layers."""
+    names = [str(strategy) for strategy in plan.strategies]
+    return max(dict.fromkeys(names), key=names.count)
+
+
+def pipeline_words(plan: Plan) -> str:
+    """Stages, schedule, devices and microbatches."""
+    count = format_plural(plan.num_microbatches, "microbatch", "microbatches")
+    return f"{_stages(plan)}, with {count} of {plan.microbatch_samples} × {plan.seq_len:,} tokens"
+
+
+def _stages(plan: Plan) -> str:
     sizes = plan.stage_sizes
     devices = format_plural(sizes[0], "device")
     if plan.num_stages == 1:

@@ -12,7 +12,7 @@ from steelyard.plan.prediction import Alternative
 from steelyard.report.frontier_table import figure_title, frontier_note
 from steelyard.report.html.chart import Chart, Line, Mark, chart, nice_ticks, staircase
 from steelyard.report.html.contents import ReportContents
-from steelyard.report.html.markup import Html, document, folded, section, table, tag
+from steelyard.report.html.markup import Html, document, folded, join, section, table, tag
 from steelyard.report.tables import cell
 from steelyard.units import GIB, MIB, format_bytes, format_count, format_seconds
 
@@ -202,6 +202,12 @@ def _chart(found: ReportContents, others: Sequence[Alternative]) -> Chart:
 
 def frontier_page(found: TradeOffs) -> str:
     """The complete page as the text of one file that loads nothing from anywhere."""
+    footer = tag("footer", tag("p", f"Written by steelyard {version('steelyard')}."))
+    return document(figure_title(found), figure_title(found), (frontier_content(found), footer))
+
+
+def frontier_content(found: TradeOffs) -> Html:
+    """The choice in a sentence, its charts, and all figures."""
     header = tag(
         "header",
         tag("p", "Trade-offs", class_="kicker"),
@@ -209,9 +215,7 @@ def frontier_page(found: TradeOffs) -> str:
         tag("p", _page_lead(found), class_="decision"),
     )
     drawn = [section(f"panel-{index}", each.title, chart(each)) for index, each in enumerate(trade_off_charts(found))]
-    rows = section("numbers", "In numbers", *_tables(found))
-    footer = tag("footer", tag("p", f"Written by steelyard {version('steelyard')}."))
-    return document(figure_title(found), figure_title(found), (header, *drawn, rows, footer))
+    return join([header, *drawn, section("numbers", "In numbers", *_tables(found))])
 
 
 def _page_lead(found: TradeOffs) -> str:

@@ -1,0 +1,114 @@
+"""``steelyard explore``: a page of solved plans with controls for memory, devices, length or batch, and software."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from steelyard.cli import options
+from steelyard.cli.frontier import parse_counts
+from steelyard.cli.levers import with_levers
+from steelyard.limits import MOST_PRICE, MOST_SECONDS
+from steelyard.output import command, write_file
+from steelyard.plan.choices import Exploration
+from steelyard.planning.explore import LIMIT_S
+from steelyard.planning.explore import explore as solved_plans
+from steelyard.planning.request import make_request
+from steelyard.report.html import explore_page
+from steelyard.units import format_bytes
+
+Size = Literal["seq-len", "global-batch"]
+
+
+@options.prints(Exploration)
+@with_levers
+def explore(
+    model: options.Model,
+    cluster: options.ClusterOption,
+    global_batch: options.GlobalBatch,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", callback=options.tried, help="Where to write the page (.html).")
+    ],
+    seq_len: options.SeqLen = None,
+    network: options.NetworkOption = None,
+    memory: options.Memory = None,
+    memory_margin: options.MemoryMargin = None,
+    precision: options.PrecisionOption = "bf16",
+    engine: options.EngineOption = None,
+    profile: options.ProfileOption = None,
+    vary: Annotated[
+        str,
+        typer.Option(
+            "--vary", help="What the third slider changes beside memory and devices: seq-len or global-batch."
+        ),
+    ] = "seq-len",
+    devices: Annotated[
+        str | None,
+        typer.Option("--devices", help="Device counts of the slider, as in 8,16,32; default: half and twice as many."),
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option("--price", help="Price of a device-hour, to show the cost of tokens.", min=0, max=MOST_PRICE),
+    ] = None,
+    time_limit: Annotated[
+        float,
+        typer.Option(
+            "--time-limit",
+            help="Seconds of computing after which the plans not yet solved are left out, and named on the page.",
+            min=0,
+            max=MOST_SECONDS,
+        ),
+    ] = LIMIT_S,
+    as_json: options.AsJson = False,
+    *,
+    levers: Mapping[str, str | None],
+) -> None:
+    """Write one offline page that answers: the plan, memory, time and cost at every choice, and what to change next."""
+    options.check_page(output)
+    is_batch = options.check_choice("--vary", vary, Size) == "global-batch"
+    counts = None if devices is None else parse_counts(devices)
+    given: dict[str, object] = {
+        "--network": network,
+        "--precision": None if precision == "bf16" else precision,
+        "--profile": profile,
+        "--memory-margin": memory_margin,
+        "--global-batch": None if is_batch else global_batch,
+        "--seq-len": seq_len if is_batch else None,
+        **{f"--{name}": text for name, text in levers.items()},
+    }
+    words = [word for name, value in given.items() if value is not None for word in (name, value)]
+    with options.progress("counting the model's layers", silent=as_json) as show:
+        request = make_request(
+            model,
+            cluster,
+            global_batch=global_batch,
+            seq_len=seq_len,
+            network=network,
+            memory=memory,
+            memory_margin=memory_margin,
+            profile=profile,
+            own=options.built_module(model),
+            precision=options.parse_precision(precision),
+            engine=engine,
+            levers=levers,
+        )
+        found = solved_plans(
+            request,
+            command("plan", model, *words),
+            device_counts=counts,
+            batches=is_batch,
+            limit_s=time_limit,
+            price_per_device_hour=price,
+            progress=show,
+        )
+    text = explore_page(found)
+    write_file(output, text, "--output")
+    if as_json:
+        options.print_json(found)
+    else:
+        size = format_bytes(len(text.encode()))
+        print(f"{len(found.points)} of {found.num_places} choices solved, {len(found.plans)} plans")
+        print(f"written to {output} ({size})")
+    if not found.plans:
+        raise typer.Exit(1)

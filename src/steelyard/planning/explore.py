@@ -1,0 +1,351 @@
+"""Plans solved over memory × devices × sequence length or batch, by several engines and with levers, as one value.
+
+A column is all memory budgets at one place of the other axes. It is searched from the most memory down: a plan that
+also fits into the next smaller budget is proven there as well, and below a budget into which nothing fits nothing does.
+Columns follow in the order of their distance from the request until the time is up; the others stay unsolved.
+"""
+
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+
+from steelyard.engines import ENGINES
+from steelyard.engines.native import NATIVE
+from steelyard.errors import UserError
+from steelyard.hardware import Cluster, is_as_named
+from steelyard.levers import Levers
+from steelyard.plan.choices import Axis, Exploration, ExploredPoint
+from steelyard.plan.plan import Plan
+from steelyard.plan.prediction import Certificate
+from steelyard.planning.advise import single_changes
+from steelyard.planning.choose import device_bytes
+from steelyard.planning.price import peak_bytes, refuse_host
+from steelyard.planning.request import PlanRequest, with_levers
+from steelyard.planning.simple import with_usual_stages
+from steelyard.planning.variants import Progress, Study, Variant, on_devices, run_by, with_shape, within
+from steelyard.units import GIB, MIB, format_bytes, format_plural
+
+LIMIT_S = 52.0
+"""Seconds of computing after which no further search begins."""
+SEARCH_S = 10.0
+"""Seconds after which one search ends with the best so far, which its certificate says."""
+SHARES = (0.5, 0.75, 1.0, 1.75)
+"""Budgets of a device as fractions of that of the request; an H200 has 1.76 times the memory of an H100."""
+FACTORS = (1, 2, 4)
+"""Sequence lengths or batches as multiples of that of the request."""
+MANY_CONFIGS = 128
+"""Pipeline configurations from which on a search takes so long that the last factor is left out."""
+NUM_ENGINES = 2
+MOST_LEVERS = 2
+"""Switches beside the request: the fastest engines, the first levers of use."""
+LEAST_GAIN = 0.005
+"""Fraction of the step time that makes a lever worth a switch, unless something fits that did not."""
+_NODE = 8
+"""Devices of a node that is bought full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grid:
+    """Values of the axes except software and levers, and where the request is among them."""
+
+    is_batch: bool
+    sizes: tuple[int, ...]
+    clusters: tuple[Cluster, ...]
+    budgets: tuple[int, ...]
+    """Bytes of a device, rising."""
+    margin_bytes: int
+    """What is left free beside the budget of the request, where something fits so."""
+    own: tuple[int, int, int]
+
+    def at(self, place: tuple[int, int], request: PlanRequest) -> PlanRequest:
+        """The request at a size and on a cluster."""
+        size, moved = self.sizes[place[0]], replace(request, cluster=self.clusters[place[1]])
+        return replace(moved, global_batch=size) if self.is_batch else replace(moved, seq_len=size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """Software and levers as one value of their axis, with what is solved at each size and cluster by budget."""
+
+    name: str
+    options: str
+    study: Study
+    columns: dict[tuple[int, int], dict[int, Plan | str]] = field(default_factory=dict)
+    """The fastest plan found or why there is none, by the places on the axes."""
+
+    def solve(self, grid: _Grid, place: tuple[int, int], deadline: float, budgets: Sequence[int] | None = None) -> None:
+        """Solve one column from the most memory down, or a few of its ``budgets``."""
+        column = self.columns.setdefault(place, {})
+        study, above = None, None
+        for index in reversed(range(len(grid.budgets)) if budgets is None else budgets):
+            if index in column:
+                pass
+            elif isinstance(above, str) or (above is not None and peak_bytes(above) <= grid.budgets[index]):
+                column[index] = above
+            elif time.process_time() < deadline:
+                try:
+                    study = study or self._study(grid, place)
+                    solved = _solved(study, grid, index)
+                except UserError as error:
+                    solved = error.found
+                if solved is not None:
+                    column[index] = solved
+            above = column.get(index, above)
+
+    def _study(self, grid: _Grid, place: tuple[int, int]) -> Study:
+        """The study of all budgets at a size and on a cluster; that of the request itself stays at hand."""
+        if place == grid.own[:2]:
+            return self.study
+        return self.study.at(Variant(name="", change=partial(grid.at, place)))
+
+    def reconcile(self, grid: _Grid) -> None:
+        """Give every budget the fastest plan of all that fit into it: more memory is never slower.
+
+        Searches end with gaps, and plans of usual depth give up a little: without this one could be.
+        """
+        for column in self.columns.values():
+            best: Plan | None = None
+            for index in sorted(column):
+                plan = column[index]
+                if isinstance(plan, str):
+                    continue
+                if best is not None and best.step_s < plan.step_s and plan.prediction and best.prediction:
+                    bound_s = min(plan.prediction.lower_bound_s, best.step_s)
+                    certificate = Certificate(status="gap", gap=1 - bound_s / best.step_s)
+                    proven = {"certificate": certificate, "lower_bound_s": bound_s}
+                    plan = best.model_copy(update={"prediction": best.prediction.model_copy(update=proven)})
+                    column[index] = plan
+                best = plan if peak_bytes(plan) <= grid.budgets[index] else best
+
+
+def explore(
+    request: PlanRequest,
+    command: str,
+    *,
+    device_counts: Sequence[int] | None = None,
+    batches: bool = False,
+    limit_s: float = LIMIT_S,
+    price_per_device_hour: float | None = None,
+    progress: Progress = lambda _: None,
+) -> Exploration:
+    """Return the fastest plans around a request on one device type; ``command`` asks for what all have in common.
+
+    ``device_counts`` default to half and twice those of the request. ``batches`` varies the batch in the
+    place of the sequence length. ``limit_s`` are seconds of computing. Raises `UserError` for groups of different
+    devices, and as `on_devices`.
+    """
+    deadline = time.process_time() + limit_s
+    if request.is_mixed:
+        raise UserError(
+            field="--cluster",
+            found=f"{request.cluster.name}, groups of different devices",
+            expected="devices of one type",
+            hint="compare groups with steelyard frontier --price",
+        )
+    search_s = SEARCH_S if request.time_limit_s is None else min(SEARCH_S, request.time_limit_s)
+    study = Study(replace(request, time_limit_s=search_s))
+    engine = "" if request.engine == NATIVE else f"--engine {request.engine.name}"
+    own = _Way(name="as asked", options=engine, study=study)
+    grid = _grid(study, request, device_counts, batches)
+    progress(f"{len(grid.budgets)} memory budgets on {request.cluster.name}")
+    own.solve(grid, grid.own[:2], deadline)
+    switches, left_out = _switches(own, request, grid, deadline, progress)
+    ways, places = [own, *switches], product(range(len(grid.sizes)), range(len(grid.clusters)))
+    columns = sorted(((way, place) for place in places for way in range(len(ways))), key=partial(_distance, grid))
+    for number, (way, place) in enumerate(columns, start=1):
+        if time.process_time() > deadline:
+            break
+        cluster, size = grid.clusters[place[1]], grid.sizes[place[0]]
+        unit = "samples" if grid.is_batch else "tokens"
+        progress(f"{number} of {len(columns)}: {ways[way].name}, {size:,} {unit}, {cluster.name}")
+        ways[way].solve(grid, place, deadline)
+    plans: list[Plan] = []
+    points = []
+    for index, each in enumerate(ways):
+        each.reconcile(grid)
+        for place, column in each.columns.items():
+            for budget, solved in column.items():
+                reason, at = (solved, None) if isinstance(solved, str) else ("", _place_in(plans, solved))
+                points.append(ExploredPoint(place=(index, *place, budget), plan=at, reason=reason))
+    return Exploration(
+        model=study.job.chain.name,
+        cluster=request.cluster.name,
+        precision=study.job.precision,
+        command=command,
+        axes=_axes(ways, grid, request),
+        margin_bytes=grid.margin_bytes,
+        plans=tuple(plans),
+        points=tuple(points),
+        left_out=tuple(left_out),
+        price_per_device_hour=price_per_device_hour,
+    )
+
+
+def _distance(grid: _Grid, column: tuple[int, tuple[int, int]]) -> tuple[float, int]:
+    """Sorts columns by their distance from the request: those of engines and levers after all that are near what was
+    asked."""
+    way, place = column
+    moves = sum(abs(a - b) for a, b in zip(place, grid.own, strict=False))
+    return (2.5 + 2 * moves if way else moves), way
+
+
+def _grid(study: Study, request: PlanRequest, device_counts: Sequence[int] | None, batches: bool) -> _Grid:
+    """The grid around a request; a measured profile has but the devices that it was measured on."""
+    job = study.job
+    cluster, factors = job.cluster, FACTORS[: 2 if len(study.tables) >= MANY_CONFIGS else None]
+    if device_counts is not None:
+        clusters = [on_devices(job, count).change(request).cluster for count in device_counts]
+    else:
+        clusters = [] if job.has_measured_links else [*_halved(cluster), *_doubled(cluster)]
+    clusters = sorted([cluster, *(each for each in clusters if each != cluster)], key=lambda each: each.num_devices)
+    is_batch = batches or not job.chain.family.task.reads_text
+    size = job.global_batch if is_batch else job.seq_len
+    unit = GIB // 2 if job.budget_bytes >= 8 * GIB else MIB
+    others = {round(share * job.budget_bytes / unit) * unit for share in SHARES if share != 1}
+    budgets = sorted({job.budget_bytes, *others})
+    return _Grid(
+        is_batch=is_batch,
+        sizes=tuple(factor * size for factor in factors),
+        clusters=tuple(clusters),
+        budgets=tuple(budgets),
+        margin_bytes=job.margin_bytes,
+        own=(0, clusters.index(cluster), budgets.index(job.budget_bytes)),
+    )
+
+
+def _halved(cluster: Cluster) -> list[Cluster]:
+    nodes, size = cluster.num_nodes, cluster.devices_per_node
+    if nodes % 2 == 0:
+        return [with_shape(cluster, nodes // 2, size)]
+    return [with_shape(cluster, 1, size // 2)] if nodes == 1 and size % 2 == 0 else []
+
+
+def _doubled(cluster: Cluster) -> list[Cluster]:
+    """Twice the devices: in one node while it has fewer than eight, or no network is known."""
+    nodes, size = cluster.num_nodes, cluster.devices_per_node
+    has_network = cluster.inter_link is not None or is_as_named(cluster)
+    if nodes == 1 and (size < _NODE or not has_network):
+        return [with_shape(cluster, 1, 2 * size)]
+    return [with_shape(cluster, 2 * nodes, size)]
+
+
+def _solved(study: Study, grid: _Grid, index: int) -> Plan | str | None:
+    """The fastest plan within a budget, or why there is none; None where the time was up before either."""
+    margin = grid.margin_bytes if index == grid.own[2] else 0
+    result = study.plan(within("", grid.budgets[index], margin_bytes=margin), top=1, to_the_end=False)
+    if isinstance(result, str):
+        return result
+    if result.plan is None:
+        if any(each.result.status == "beaten" for each in result.search.configs):
+            return None
+        if result.miss is None:
+            return result.miss_text
+        return f"the nearest plan needs {format_bytes(device_bytes(result.job, result.miss.needed_bytes))} per device"
+    plan = with_usual_stages(result, study.request)[0].plan
+    assert plan is not None
+    assert plan.prediction is not None, "as before, and searched"
+    shown = plan.prediction.model_copy(update={"alternatives": ()})
+    return refuse_host(plan.model_copy(update={"prediction": shown}))
+
+
+def _switches(
+    own: _Way, request: PlanRequest, grid: _Grid, deadline: float, progress: Progress
+) -> tuple[list[_Way], list[str]]:
+    """The fastest other engines, and the first value of each lever that is of use; why others are not tried."""
+    place, index = grid.own[:2], grid.own[2]
+    plain = own.columns[place]
+    engines, levers, left_out = list[tuple[float, _Way]](), list[_Way](), list[str]()
+    fits = {each: not isinstance(solved, str) for each, solved in plain.items()}
+    for engine in ENGINES.values():
+        if engine == request.engine or time.process_time() > deadline:
+            continue
+        progress(f"engine {engine.name}")
+        try:
+            way = _Way(name=engine.name, options=f"--engine {engine.name}", study=own.study.at(run_by(engine)))
+        except UserError as error:
+            left_out.append(f"engine {engine.name}: {error.found}")
+            continue
+        way.solve(grid, place, deadline, [index])
+        solved = way.columns[place].get(index)
+        engines.append((solved.step_s if isinstance(solved, Plan) else float("inf"), way))
+    short = max((each for each, is_fit in fits.items() if not is_fit), default=None)
+    for texts in single_changes(request, asked=False):
+        options = " ".join(f"--{name} {text}" for name, text in texts.items())
+        name, is_late = next(iter(texts)), time.process_time() > deadline or len(levers) == MOST_LEVERS
+        trains_all = all(each.result != "fewer trained parameters" for each in Levers.of(texts))
+        if (
+            is_late
+            or any(each.options.startswith(f"--{name} ") for each in levers)
+            or (fits.get(index) and not trains_all)
+        ):
+            continue
+        progress(options)
+        try:
+            way = _Way(
+                name=options.replace("--", ""), options=options, study=Study(with_levers(own.study.request, texts))
+            )
+            way.solve(grid, place, deadline, [index] if short is None else [index, short])
+        except UserError as error:
+            left_out.append(f"{options}: {error.found}")
+            continue
+        solved, least = way.columns[place].get(index), plain.get(index)
+        is_faster = (
+            isinstance(solved, Plan) and isinstance(least, Plan) and solved.step_s < (1 - LEAST_GAIN) * least.step_s
+        )
+        if is_faster or any(
+            isinstance(each, Plan) and not fits.get(at, True) for at, each in way.columns[place].items()
+        ):
+            levers.append(way)
+    return [way for _, way in sorted(engines, key=lambda each: each[0])[:NUM_ENGINES]] + levers, left_out
+
+
+def _place_in(plans: list[Plan], plan: Plan) -> int:
+    """The place of a plan among others, at whose end it is put where it is new."""
+    for place, each in enumerate(plans):
+        if each is plan:
+            return place
+    plans.append(plan)
+    return len(plans) - 1
+
+
+def _axes(ways: Sequence[_Way], grid: _Grid, request: PlanRequest) -> tuple[Axis, Axis, Axis, Axis]:
+    """The axes in words and as options."""
+    unit, option = ("samples", "--global-batch") if grid.is_batch else ("tokens", "--seq-len")
+    memory = [
+        f"--memory {each / GIB:.1f}GiB" if each % (GIB // 2) == 0 else f"--memory {each}B" for each in grid.budgets
+    ]
+    if request.memory_bytes is None:
+        memory[grid.own[2]] = ""
+    return (
+        Axis(
+            name="engine or lever",
+            words=tuple(each.name for each in ways),
+            values=tuple(range(len(ways))),
+            options=tuple(each.options for each in ways),
+            own=0,
+        ),
+        Axis(
+            name="samples of a step" if unit == "samples" else "sequence length",
+            words=tuple(f"{each:,} {unit}" for each in grid.sizes),
+            values=grid.sizes,
+            options=tuple(f"{option} {each}" for each in grid.sizes),
+            own=grid.own[0],
+        ),
+        Axis(
+            name="devices",
+            words=tuple(format_plural(each.num_devices, "device") for each in grid.clusters),
+            values=tuple(each.num_devices for each in grid.clusters),
+            options=tuple(f"--cluster {shlex.quote(each.name)}" for each in grid.clusters),
+            own=grid.own[1],
+        ),
+        Axis(
+            name="memory per device",
+            words=tuple(format_bytes(each) for each in grid.budgets),
+            values=grid.budgets,
+            options=tuple(memory),
+            own=grid.own[2],
+        ),
+    )
