@@ -431,7 +431,7 @@ def gain_text(prediction: Prediction) -> str:
         return ""
     fitting = [(each.step_time_s, each) for each in prediction.baselines if each.step_time_s is not None]
     if not fitting:
-        return f"no plan with {ONE_STRATEGY} fits"
+        return f"the only kind that fits: no plan with {ONE_STRATEGY} does"
     step_s, best = min(fitting, key=lambda pair: pair[0])
     words = against(1 - prediction.step_time_s / step_s, "as fast as")
     name = "" if best.name == ONE_STRATEGY else f", {best.name}"

@@ -85,7 +85,7 @@ def _config(outcome: ConfigOutcome) -> str:
 
 SHOWN_ROWS = 14
 """Maximum rows of the table of strategies; a larger table is summed up, so that an explanation fits on a screen."""
-SHOWN_PLAN = 54
+SHOWN_PLAN = 48
 """Maximum characters of a plan in a table of 100 columns."""
 SMALL_SHARE = 0.01
 """Terms below this share are summed up."""
@@ -122,14 +122,14 @@ def explain_view(plan: Plan, explanation: Explanation, *, everything: bool = Fal
 
 def leading_sentences(plan: Plan, explanation: Explanation) -> Iterator[str]:
     """Yield what the plan is, why it wins, and what limits it, a sentence each, as far as they are known."""
-    yield f"{decision(plan)}. {pipeline_text(plan)}."
+    yield f"The plan: {decision(plan)}; {pipeline_text(plan)}."
     if plan.prediction is not None:
         without = [each for each in explanation.rivals if each.name.startswith("without ") and each.slowdown]
         best = max(without, key=lambda each: each.slowdown or 0.0, default=None)
         most = "" if best is None else f"; {best.name} the best plan takes {step_text(best)} per step"
         change = "" if best is None else f" ({format_change(best.slowdown or 0.0)})"
         if gain := gain_text(plan.prediction):
-            yield f"Why it wins: {gain}{most}{change}."
+            yield f"Why it wins: it is {gain}{most}{change}."
     if explanation.binds:
         yield explanation.binds
 
