@@ -20,7 +20,6 @@ Legend of shape suffixes: B samples of this rank, S sequence length, s sequence 
 parallelism, else S), H hidden size, V vocabulary of this rank.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeAlias
@@ -52,22 +51,16 @@ _RATES = (
     *("attention_dropout", "dropout_prob", "drop_prob", "dropout"),
     *("jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps"),
 )
+"""Attributes by which attention drops entries inside its kernel, and of routers by which they add noise."""
 
 
 def has_dropout(module: nn.Module) -> bool:
     """Whether anything in a module drops entries or adds noise while it trains."""
-    return any(_rate(submodule) > 0 for submodule in module.modules())
-
-
-def _rate(module: nn.Module) -> float:
-    """The share of entries that a module drops: of a dropout layer, or of attention that drops inside its kernel.
-
-    Of a router how large its noise is.
-    """
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return module.p
-    rates = (getattr(module, name, 0.0) for name in _RATES)
-    return max((float(rate) for rate in rates if isinstance(rate, int | float)), default=0.0)
+    rates = (
+        [each.p] if isinstance(each, nn.modules.dropout._DropoutNd) else [getattr(each, name, 0) for name in _RATES]
+        for each in module.modules()
+    )
+    return any(isinstance(rate, int | float) and rate > 0 for of_module in rates for rate in of_module)
 
 
 def seed_dropout(*parts: int) -> None:
@@ -167,9 +160,9 @@ class ChainLayer(nn.Module):
             module.train(mode)
         return super().train(mode)
 
-    @abstractmethod
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
         """The layer's forward computation, without remat."""
+        return self.run_alone(self, inputs, context)
 
     def forward(self, inputs: Flow, context: LayerContext) -> Flow:
         """The layer's output; recomputed in backward where the strategy says so."""
@@ -191,10 +184,6 @@ class ChainLayer(nn.Module):
 class EmbeddingLayer(ChainLayer):
     """Token ids [B, S], or images, to hidden state [B, s, H]."""
 
-    def run(self, inputs: Flow, context: LayerContext) -> Flow:
-        """Looks the tokens up."""
-        return self.run_alone(self, inputs, context)
-
 
 class BlockLayer(ChainLayer):
     """Hidden state [B, s, H] to hidden state [B, s, H] through one unmodified Transformer block."""
@@ -207,7 +196,7 @@ class BlockLayer(ChainLayer):
     def run(self, inputs: Flow, context: LayerContext) -> Flow:
         """Runs the block."""
         if self.router_loss is None:
-            return self.run_alone(self, inputs, context)
+            return super().run(inputs, context)
         return self.router_loss.beside(self, lambda: tensors_of(self.run_alone(self, inputs, context)))
 
 
@@ -242,12 +231,8 @@ class HeadLayer(ChainLayer):
         return (loss.to_local() if isinstance(loss, DTensor) else loss) / context.num_targets
 
 
-class LossLayer(HeadLayer):
+class LossLayer(ChainLayer):
     """The last layer of a user's own module: from the blocks' output to this rank's share of its mean loss."""
-
-    def run(self, inputs: Flow, context: LayerContext) -> Tensor:
-        """Runs what follows the blocks, the loss included."""
-        return self.run_alone(self, inputs, context)
 
 
 _LAYERS: Mapping[LayerRole, type[ChainLayer]] = {

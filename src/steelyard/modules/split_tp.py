@@ -251,8 +251,10 @@ def _regions(block: _Block, plan: Mapping[str, str], heads: int) -> Iterator[_Re
     yield _Regions(block, _merged(groups), heads)
     whole = [group for group in groups if all("." in path for path in group)]
     for gathered in [*([each] for each in whole), *([whole] if len(whole) > 1 else [])]:
-        styles = (_gathered(each) if each in gathered else each for each in groups)
-        yield _Regions(block, _merged(styles), heads)
+        found = _merged(groups)  # divided likewise, with all that lies between these matrices whole on every rank
+        for path in (path for group in gathered for path in group):
+            found[path] = "rows_of_whole" if found[path] == "rows" else "columns_gathered"
+        yield _Regions(block, found, heads)
     if len(groups) > 1 or routed:
         yield from (_Regions(block, _merged(each for each in groups if each is not left), heads) for left in groups)
     if len(groups) > _MOST_LEFT:
@@ -263,11 +265,6 @@ def _regions(block: _Block, plan: Mapping[str, str], heads: int) -> Iterator[_Re
 
 def _merged(groups: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return {path: style for group in groups for path, style in group.items()}
-
-
-def _gathered(group: Mapping[str, str]) -> dict[str, str]:
-    """The matrices of a part divided likewise, with all that lies between them whole on every rank."""
-    return {path: "rows_of_whole" if style == "rows" else "columns_gathered" for path, style in group.items()}
 
 
 def _by_structure(block: _Block, routed: Sequence[str]) -> list[dict[str, str]]:

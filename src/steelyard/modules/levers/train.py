@@ -256,8 +256,7 @@ def _check(lever: Train, model: PreTrainedModel, chain: ModelChain, names: set[s
                         )
     for shared in chain.shared:
         for layer, path in shared.copies:
-            local, _, rest = path.partition(".")
-            owner = model.get_submodule(f"{chain.family.modules(layer)[local]}.{rest}".rpartition(".")[0])
+            owner = model.get_submodule(chain.split.model_path(layer, path).rpartition(".")[0])
             if any(True for _ in adapted(owner)):
                 raise _refused(
                     f"{lever} at {path}, which several layers share",
