@@ -64,7 +64,7 @@ _FIRST_VALUES = ("pissa", "olora", "loftq", "eva", "corda", "lora_ga", "mica")
 """First values of LoRA that need data, or a decomposition of the weights."""
 _MOST_RANK = 2**16
 _DIVIDED = frozenset({"columns", "rows", "whole", "on_part", "vocabulary", "logits", "enter", "region"})
-"""Styles of tp (`steelyard.modules.dimensions.styles`) beside which adapters are divided too, or do not stand."""
+"""Styles of tp (`steelyard.modules.dimensions.tp`) beside which adapters are divided too, or do not stand."""
 _LENT = 3
 _APART = "split_size"
 """A number that a module with matrices of one result has, which tp divides one by one (`steelyard.modules.prepared`).

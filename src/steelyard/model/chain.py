@@ -3,6 +3,9 @@
 The chain of a decoder-only model is the embedding, then the blocks in order, then the head (final norm, projection to
 the vocabulary, loss). Layer 0 is the embedding and the last layer is the head in every plan and table. An encoder and
 its decoder are one chain, one after the other; the decoder's embedding, in between, reads token ids of its own.
+
+Layers of one type do the same work. Frozen ones do less, and so do those whose input needs no gradient: each is a layer
+type of its own (`frozen_chain`), which is traced and priced like any other.
 """
 
 from collections import Counter
@@ -49,7 +52,7 @@ class ModelChain(Layout):
     split: Split
     """How the model splits by its structure."""
     freeze: Freeze | None = None
-    """What is not trained; made so by `steelyard.model.freezing.frozen_chain`."""
+    """What is not trained; made so by `frozen_chain`."""
     changes: tuple[ModelChange, ...] = ()
     """What levers make of the model of the config."""
 
@@ -376,3 +379,60 @@ class ModelChain(Layout):
         while self.type_of(first - 1).role is LayerRole.BLOCK:
             first -= 1
         return f"{layer_type.plain_name} {layer - first}"
+
+
+_Trained = tuple[int, tuple[str, ...] | None, tuple[bool, ...]]
+"""A layer type, what of it is frozen, and for each tensor that it reads whether that needs a gradient."""
+
+
+def frozen_chain(chain: ModelChain, freeze: Freeze | None) -> ModelChain:
+    """The chain with what is frozen; raises `InvalidModelError` for layers that it does not have."""
+    if freeze is None:
+        return chain
+    for part in freeze.parts:
+        first, last = part.layers
+        if not 0 <= first <= last < chain.num_layers:
+            raise InvalidModelError(
+                field="model.frozen.parts",
+                found=f"layers [{first}, {last}]",
+                expected=f"layers within 0 to {chain.num_layers - 1} of {chain.name}",
+                hint="plan again with --freeze",
+            )
+    if all(map(freeze.is_whole, range(chain.num_layers))):
+        raise nothing_left(chain.name)
+    chain = replace(chain, freeze=freeze)
+    trained: list[_Trained] = []
+    for layer in range(chain.num_layers):
+        paths = freeze.paths(layer)
+        needed = chain.read_needs_gradient(layer) if layer else (paths != (),)
+        trained.append((chain.layers[layer], paths, () if all(needed) else needed))
+    distinct = sorted(set(trained), key=lambda each: (each[0], trained.index(each)))
+    layer_types = tuple(_layer_types(chain, distinct))
+    layers = tuple(distinct.index(each) for each in trained)
+    return replace(chain, layer_types=layer_types, layers=layers)
+
+
+def nothing_left(name: str) -> InvalidModelError:
+    """The error where all that the loss depends on is frozen."""
+    return InvalidModelError(
+        field="freeze",
+        found=f"all of {name} that its loss depends on",
+        expected="a part, so that something is left to train",
+        hint="freeze less",
+    )
+
+
+def _layer_types(chain: ModelChain, trained: list[_Trained]) -> Iterator[LayerType]:
+    names: list[str] = []
+    for number, paths, needed in trained:
+        layer_type = chain.layer_types[number]
+        if paths is None and not needed:
+            yield layer_type
+            continue
+        of_it = "" if paths is None else "partly frozen" if paths else "frozen"
+        before = "behind what is frozen" if needed and paths != () else ""
+        beside = "" if needed or paths != () else "behind what is trained"
+        names.append(f"{layer_type.name}, {' '.join(filter(None, (of_it, before, beside)))}")
+        count = names.count(names[-1])
+        name = f"{names[-1]} {count}" if count > 1 else names[-1]
+        yield replace(layer_type, name=name, likeness=layer_type.name, needs_gradient=needed)

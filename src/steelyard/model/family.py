@@ -268,7 +268,7 @@ class Family:
     """For a layer of a chain, the path in the model of each of its modules, by its name in the layer."""
     tp: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """For each layer type or role, the style of the modules that tensor parallelism divides, by their path in the
-    layer; the names of styles are those of `steelyard.modules.dimensions.styles.STYLES`."""
+    layer; the names of styles are those of `steelyard.modules.dimensions.tp.STYLES`."""
     rotary_by_attention: bool = False
     """Whether the rotary embedding differs between kinds of attention."""
     fused_attention: bool = True

@@ -2,7 +2,7 @@
 
 For blocks two suppositions are tried: the model's own plan (``base_model_tp_plan``, of the part that holds them), then
 the structure: of the matrices of one part, the one that is used last is divided by its inputs and the others by their
-outputs. Either way a region (`dimensions.styles`) begins at the module that holds matrices divided by outputs
+outputs. Either way a region (`dimensions.tp`) begins at the module that holds matrices divided by outputs
 and ends at one divided by inputs; what nothing is known of is whole in it on every rank, and outside of it runs on a
 part of the sequence under sequence parallelism. Modules divide the head counts, and perhaps the widths, that they keep.
 Where the whole does not hold, a block is tried without one of its parts. Embedding and head are supposed to be a table
