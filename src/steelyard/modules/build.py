@@ -27,7 +27,8 @@ from steelyard.model.family import LayerRole, Task
 from steelyard.model.own import OwnSplit, Split
 from steelyard.modules.context_attention import IMPLEMENTATION as ATTENTION
 from steelyard.modules.experts import IMPLEMENTATION
-from steelyard.modules.levers import begin_filling, change_model, fill_added, is_added
+from steelyard.modules.levers import begin_filling, change_model, fill_added
+from steelyard.modules.levers.train import is_added
 from steelyard.modules.not_split import failed_at
 from steelyard.modules.prepared import prepare
 

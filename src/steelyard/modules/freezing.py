@@ -12,7 +12,8 @@ from steelyard.errors import InvalidModelError, nearest
 from steelyard.model.chain import ModelChain, nothing_left
 from steelyard.model.freeze import Freeze, FrozenLayers
 from steelyard.modules.build import build_meta_model, named_layer_modules
-from steelyard.modules.levers import is_added, num_quantized
+from steelyard.modules.levers import num_quantized
+from steelyard.modules.levers.train import is_added
 
 _MOST_NAMED = 24
 """Modules that an error lists."""

@@ -26,7 +26,7 @@ from steelyard.model.config_values import ROUTER_LOSS
 from steelyard.model.family import Task
 from steelyard.modules.build import build_model
 from steelyard.modules.freezing import freeze_model
-from steelyard.modules.levers import own_name
+from steelyard.modules.levers.train import own_name
 from steelyard.modules.model_inputs import (
     beside_features,
     decoder_inputs,

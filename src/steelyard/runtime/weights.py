@@ -35,8 +35,8 @@ from steelyard.errors import InvalidCheckpointError, InvalidModelError
 from steelyard.files import read_json
 from steelyard.model.chain import ModelChain
 from steelyard.modules.build import build_meta_model, hub_config, read_hub_config
-from steelyard.modules.levers import first_values, is_added, merged, own_name, reads_base, with_added, write_added
 from steelyard.modules.levers.quantized_base import PARTS
+from steelyard.modules.levers.train import first_values, is_added, merged, own_name, reads_base, with_added, write_added
 from steelyard.modules.prepared import stored_apart
 from steelyard.modules.replicated import activation_dtype
 from steelyard.modules.updates import local_part

@@ -33,7 +33,8 @@ from steelyard.modules.layers import (
     shared_inputs_of,
     tensors_of,
 )
-from steelyard.modules.levers import added_that_read, cast_added, change_layer
+from steelyard.modules.levers import change_layer
+from steelyard.modules.levers.train import added_that_read, cast_added
 from steelyard.modules.model_inputs import blank_samples, decoder_inputs
 from steelyard.modules.own_pieces import OwnBatch, tensors_of_batch
 from steelyard.modules.pieces import SharedInputs, ShellPiece
@@ -327,15 +328,15 @@ def _inputs(traced: TracedLayer, samples: int, side: SharedInputs) -> tuple[Laye
     )
     if traced.layer == 0:
         return context, first.to(traced.dtype) if first.is_floating_point() else first
-    parts = traced.strategy.sequence_degree
-    shapes = [
-        (shape[0] // parts, *shape[1:]) if parts > 1 else shape for shape in chain.read_shapes(traced.layer, seq_len)
-    ]
-    types = chain.read_types(traced.layer)
-    needed = chain.type_of(traced.layer).needs_gradient or tuple(not whole for whole in types)
+    parts, read = traced.strategy.sequence_degree, chain.read(traced.layer, seq_len)
+    needed = chain.type_of(traced.layer).needs_gradient or tuple(not each.whole for each in read)
     streams = (
-        torch.empty((samples, *shape), dtype=getattr(torch, whole) if whole else traced.dtype, requires_grad=each)
-        for shape, whole, each in zip(shapes, types, needed, strict=True)
+        torch.empty(
+            (samples, each.shape[0] // parts, *each.shape[1:]) if parts > 1 else (samples, *each.shape),
+            dtype=getattr(torch, each.whole) if each.whole else traced.dtype,
+            requires_grad=is_needed,
+        )
+        for each, is_needed in zip(read, needed, strict=True)
     )
     return context, as_flow(tuple(streams))
 
