@@ -343,12 +343,16 @@ def build_planned(builder: str, plan: Plan) -> OwnModel:
     split = plan.chain().split
     if not isinstance(split, OwnSplit):
         raise _wrong(builder, f"none: {plan.model.name} is a model of transformers", "leave --builder out")
+    return build_split(builder, split)
+
+
+def build_split(builder: str, split: OwnSplit) -> OwnModel:
+    """What a builder builds, split as it was found before; raises `InvalidModelError` for another module."""
     built = build(builder)
-    model = planned_module(built.module, split, built.loss)
-    return OwnModel(model.module, split, built.loss, built.sample)
+    return planned_module(built.module, split, built.loss, built.sample)
 
 
-def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None) -> OwnModel:
+def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None, sample: Any = None) -> OwnModel:
     """The module of a plan, ready to be taken apart; raises `InvalidModelError` if it is another one."""
     if (loss is not None) != own.has_loss:
         raise InvalidModelError(
@@ -368,7 +372,7 @@ def planned_module(module: nn.Module, own: OwnSplit, loss: Loss | None) -> OwnMo
                 expected="a module with its first weights, the same on every process",
                 hint="build it on the CPU: torch.manual_seed(0), then your class",
             )
-    return OwnModel(module, own, loss)
+    return OwnModel(module, own, loss, sample)
 
 
 def check_read(value: Any, own: OwnSplit, num_samples: int) -> None:

@@ -4,7 +4,7 @@ Every process calls `measure` and gets the same `Profile`.
 """
 
 import datetime
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -203,9 +203,9 @@ class _Run:
         On a CPU in rounds, so that a slow moment of the machine falls on all configurations and not on one; in as many
         as there is time for. On a GPU in one of two repetitions: the first warms up.
         """
-        shapes = [
-            each for each in _shapes(dist.get_world_size()) if any(layer.degrees == each.shape for layer in layers)
-        ]
+        degrees = [each for each in range(1, dist.get_world_size() + 1) if dist.get_world_size() % each == 0]
+        strategies = (each for degree in degrees for each in shape_strategies(degree))
+        shapes = [each for each in strategies if any(layer.degrees == each.shape for layer in layers)]
         meshes = {each.num_devices: layer_meshes(each.num_devices, self.device.type) for each in shapes}
 
         def build(each: Strategy, shard_mesh: DeviceMesh | None = None) -> ShortChain:
@@ -259,23 +259,15 @@ class _Run:
 
     def collectives(self) -> tuple[CollectiveProfile, ...]:
         """All collectives, with a line of progress for each."""
-        found = measure_collectives(self.device, left_s=lambda: self.left_until(_OVERHEADS_BEGIN))
-        return tuple(self._reported(found, num_collectives(dist.get_world_size())))
-
-    def _reported(self, found: Iterable[CollectiveProfile], total: int) -> Iterable[CollectiveProfile]:
-        begin = _COLLECTIVES_BEGIN
+        begin, total = _COLLECTIVES_BEGIN, num_collectives(dist.get_world_size())
         self.progress("collectives", begin)
-        for number, collective in enumerate(found, start=1):
-            span = "strided" if collective.strided else "neighbouring"
-            done = begin + (_OVERHEADS_BEGIN - begin) * number / total
-            self.progress(f"{collective.kind} over {collective.group_size} {span} ranks", done)
-            yield collective
-
-
-def _shapes(num_processes: int) -> list[Strategy]:
-    """The strategies under which layers have shapes of their own on so many processes, smallest degrees first."""
-    degrees = (each for each in range(1, num_processes + 1) if num_processes % each == 0)
-    return [strategy for degree in degrees for strategy in shape_strategies(degree)]
+        found = []
+        for each in measure_collectives(self.device, left_s=lambda: self.left_until(_OVERHEADS_BEGIN)):
+            found.append(each)
+            span = "strided" if each.strided else "neighbouring"
+            done = begin + (_OVERHEADS_BEGIN - begin) * len(found) / total
+            self.progress(f"{each.kind} over {each.group_size} {span} ranks", done)
+        return tuple(found)
 
 
 def _driver(device: torch.device) -> str:

@@ -36,7 +36,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import prod
 from multiprocessing import get_context
 from typing import Any
@@ -170,7 +170,7 @@ def dry_run(
         own = build_planned(builder, plan) if builder else None
         meta_model = own.without_values() if own else build_meta_model(chain)
         prepare_model(meta_model, chain)  # a fake parameter that is made here could not be given memory later
-        with _fake_tensors(backend), LiveStorages([], _operations()) as storages:
+        with _fake_tensors(backend), LiveStorages([], _SEEN) as storages:
             model = parallelize_on(mesh, torch.device("cpu"), meta_model, plan, seed=0)
             read = own.blank_samples if own else lambda count: _blank(model, count)
             peaks = _two_steps(model, storages, read)
@@ -199,10 +199,8 @@ def dry_run_all(
         yield from pool.map(work, ranks)
 
 
-@cache
-def _operations() -> FakeOpCache[None]:
-    """The operations that dry runs of this process have seen, whose results follow from their arguments alone."""
-    return FakeOpCache()
+_SEEN: FakeOpCache[None] = FakeOpCache()
+"""The operations that dry runs of this process have seen, whose results follow from their arguments alone."""
 
 
 def _shortened(plan: Plan, rank: int) -> Plan:

@@ -141,15 +141,15 @@ def _joined(target: str, pieces: list[tuple[str, str | None]], converters: list[
             hint="load and save the model with transformers under its present names (save_original_format=False)",
         )
     by_pattern = {
-        source: sorted((n for n, p in pieces if p == source), key=_numbers) for source in converter.source_patterns
+        source: sorted(
+            (name for name, each in pieces if each == source),
+            key=lambda name: [int(number) for number in re.findall(r"\d+", name)],
+        )
+        for source in converter.source_patterns
     }
     columns = [names for names in by_pattern.values() if names]
     is_stacked = any(isinstance(each, MergeModulelist) for each in converter.operations)
     return StoredParameter(entries=tuple(zip(*columns, strict=False)), is_stacked=is_stacked)
-
-
-def _numbers(name: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", name))
 
 
 SINGLE_FILE = "model.safetensors"

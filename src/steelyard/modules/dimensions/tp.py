@@ -48,7 +48,6 @@ from steelyard.errors import InvalidModelError
 from steelyard.model.chain import ModelChain
 from steelyard.modules.layers import ChainLayer
 from steelyard.modules.prepared import ApartConv1D
-from steelyard.plan.strategy import Strategy
 
 
 def between_blocks(sp: bool) -> Replicate | Shard:
@@ -368,8 +367,3 @@ def apply_tensor_parallel(layer: ChainLayer, chain: ModelChain, mesh: DeviceMesh
                 beside |= dict.fromkeys((f"{path}.base_layer", f"{path}.lora_B.*"), of_heads)
             styles |= beside
     parallelize_module(layer, mesh, styles)
-
-
-def divide(layer: ChainLayer, chain: ModelChain, strategy: Strategy, mesh: DeviceMesh) -> None:
-    """Divides a layer as a strategy says, in place."""
-    apply_tensor_parallel(layer, chain, mesh, sp=bool(strategy.mode("sp")))
